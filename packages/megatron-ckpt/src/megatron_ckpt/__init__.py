@@ -1,0 +1,5 @@
+"""Atomic, verified, layout-neutral checkpoints and model conversion."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,5 @@
+"""From text to training samples: tokenizers, indexed datasets, sample order; no torch needed."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,5 @@
+"""Transformer language models built from a configuration and a mesh."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,5 @@
+"""Process meshes, layouts, sharding and tensor/pipeline/data parallelism for transformer training."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
