@@ -1,0 +1,125 @@
+"""Settings of the optimizer and its schedules, with Megatron-LM's names."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_optim.errors import OptimError
+from megatron_optim.schedule import (
+    ANNEAL_STYLES,
+    DECAY_STYLES,
+    INCREASE_STYLES,
+    AnnealStyle,
+    DecayStyle,
+    IncreaseStyle,
+    LearningRateSchedule,
+    WeightDecaySchedule,
+)
+
+
+def _flag(flag: str, help_text: str, **metadata: Any) -> dict[str, Any]:
+    return {"flag": flag, "help": help_text, **metadata}
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, gradient clipping, and the shape of the learning-rate and weight-decay schedules.
+
+    How long the schedules last is a property of the run, not of the optimizer, and is given in
+    samples to `learning_rate_schedule` and `weight_decay_schedule`.
+    """
+
+    lr: float = field(
+        default=1e-3,
+        metadata=_flag("--lr", "highest learning rate, reached when the warm-up ends"),
+    )
+    min_lr: float = field(
+        default=0.0,
+        metadata=_flag("--min-lr", "learning rate at the end of the decay and after it"),
+    )
+    lr_warmup_init: float = field(
+        default=0.0,
+        metadata=_flag("--lr-warmup-init", "learning rate at which the warm-up starts"),
+    )
+    lr_decay_style: DecayStyle = field(
+        default="linear",
+        metadata=_flag(
+            "--lr-decay-style", "shape of the decay after the warm-up", choices=DECAY_STYLES
+        ),
+    )
+    lr_wsd_decay_style: AnnealStyle = field(
+        default="exponential",
+        metadata=_flag(
+            "--lr-wsd-decay-style", "shape of the last phase of style WSD", choices=ANNEAL_STYLES
+        ),
+    )
+    weight_decay: float = field(
+        default=0.01,
+        metadata=_flag("--weight-decay", "decoupled weight decay of matrices and embeddings"),
+    )
+    start_weight_decay: float | None = field(
+        default=None,
+        metadata=_flag("--start-weight-decay", "weight decay at first; unset: weight_decay"),
+    )
+    end_weight_decay: float | None = field(
+        default=None,
+        metadata=_flag("--end-weight-decay", "weight decay at last; unset: weight_decay"),
+    )
+    weight_decay_incr_style: IncreaseStyle = field(
+        default="constant",
+        metadata=_flag(
+            "--weight-decay-incr-style",
+            "how the weight decay goes from its first to its last value",
+            choices=INCREASE_STYLES,
+        ),
+    )
+    adam_beta1: float = field(
+        default=0.9,
+        metadata=_flag("--adam-beta1", "decay rate of the running mean of the gradient"),
+    )
+    adam_beta2: float = field(
+        default=0.999,
+        metadata=_flag("--adam-beta2", "decay rate of the running mean of the squared gradient"),
+    )
+    adam_eps: float = field(
+        default=1e-8,
+        metadata=_flag("--adam-eps", "term added to the denominator of the update"),
+    )
+    clip_grad: float = field(
+        default=1.0,
+        metadata=_flag("--clip-grad", "largest global gradient norm; 0 switches clipping off"),
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "min_lr", "lr_warmup_init", "weight_decay", "clip_grad"):
+            if not getattr(self, name) >= 0.0:
+                raise OptimError(f"{name} must not be negative, got {getattr(self, name)}")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise OptimError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        if not self.adam_eps > 0.0:
+            raise OptimError(f"adam_eps must be positive, got {self.adam_eps}")
+
+    def learning_rate_schedule(
+        self, *, decay_samples: int, warmup_samples: int = 0, wsd_decay_samples: int | None = None
+    ) -> LearningRateSchedule:
+        """Return the learning-rate schedule of a run whose decay ends at ``decay_samples``."""
+        return LearningRateSchedule(
+            max_lr=self.lr,
+            min_lr=self.min_lr,
+            init_lr=self.lr_warmup_init,
+            warmup_samples=warmup_samples,
+            decay_samples=decay_samples,
+            decay_style=self.lr_decay_style,
+            wsd_decay_samples=wsd_decay_samples,
+            wsd_decay_style=self.lr_wsd_decay_style,
+        )
+
+    def weight_decay_schedule(self, *, samples: int) -> WeightDecaySchedule:
+        """Return the weight-decay schedule of a run in which it grows for ``samples`` samples."""
+        start, end = self.start_weight_decay, self.end_weight_decay
+        return WeightDecaySchedule(
+            start=self.weight_decay if start is None else start,
+            end=self.weight_decay if end is None else end,
+            samples=samples,
+            style=self.weight_decay_incr_style,
+        )

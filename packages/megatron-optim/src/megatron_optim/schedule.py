@@ -1,0 +1,155 @@
+"""Learning rate and weight decay as functions of the number of samples consumed.
+
+Both schedules are plain functions of one number, so there is nothing to save or to restore: a
+resumed run, or one that changes its batch size half-way, asks for the value at the samples it has
+consumed. The formulas are those of Megatron-LM's ``OptimizerParamScheduler``, in its order of
+operations, so that the values are equal to the last bit. Nothing here imports torch.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from megatron_optim.errors import OptimError
+
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+AnnealStyle = Literal["linear", "cosine", "exponential", "minus_sqrt"]
+IncreaseStyle = Literal["constant", "linear", "cosine"]
+
+DECAY_STYLES: tuple[str, ...] = get_args(DecayStyle)
+ANNEAL_STYLES: tuple[str, ...] = get_args(AnnealStyle)
+INCREASE_STYLES: tuple[str, ...] = get_args(IncreaseStyle)
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """Linear warm-up, then a decay to ``min_lr``.
+
+    ``n`` samples have been consumed, ``W`` is ``warmup_samples``, ``D`` is ``decay_samples``:
+
+    - ``n <= W``: ``init_lr + (max_lr - init_lr) * n / W``
+    - ``constant``: ``max_lr`` for ever
+    - ``n > D``: ``min_lr``
+    - ``inverse-square-root``: ``max_lr * sqrt(W) / sqrt(n)``, at least ``min_lr``, 0 counts as 1
+    - otherwise ``min_lr + c * (max_lr - min_lr)`` with ``r = (n - W) / (D - W)`` and ``c`` equal to
+      ``1 - r`` (``linear``) or ``(cos(pi r) + 1) / 2`` (``cosine``). ``WSD`` (warm-up, stable,
+      decay) keeps ``c = 1`` until ``D - S``, ``S`` being ``wsd_decay_samples``, and then anneals
+      over ``r = (n - (D - S)) / S``: ``1 - r`` (``linear``), ``(cos(pi r) + 1) / 2`` (``cosine``),
+      ``2 * 0.5**r - 1`` (``exponential``) or ``1 - sqrt(r)`` (``minus_sqrt``).
+    """
+
+    max_lr: float
+    decay_samples: int
+    min_lr: float = 0.0
+    init_lr: float = 0.0
+    warmup_samples: int = 0
+    decay_style: DecayStyle = "linear"
+    wsd_decay_samples: int | None = None
+    wsd_decay_style: AnnealStyle = "exponential"
+
+    def __post_init__(self) -> None:
+        _check_choice("decay_style", self.decay_style, DECAY_STYLES)
+        _check_choice("wsd_decay_style", self.wsd_decay_style, ANNEAL_STYLES)
+        if not 0.0 <= self.min_lr <= self.max_lr:
+            raise OptimError(
+                f"learning rates must satisfy 0 <= min_lr <= max_lr, "
+                f"got min_lr {self.min_lr} and max_lr {self.max_lr}"
+            )
+        if not 0.0 <= self.init_lr <= self.max_lr:
+            raise OptimError(
+                f"warm-up must start between 0 and max_lr {self.max_lr}, got init_lr {self.init_lr}"
+            )
+        if not 0 <= self.warmup_samples < self.decay_samples:
+            raise OptimError(
+                f"warm-up must end before the decay does: {self.warmup_samples} warm-up samples, "
+                f"{self.decay_samples} decay samples; shorten the warm-up or lengthen the decay"
+            )
+        if self.decay_style != "WSD":
+            return
+        if self.wsd_decay_samples is None:
+            raise OptimError(
+                "decay style WSD needs wsd_decay_samples, the length of its last phase"
+            )
+        if not 0 < self.wsd_decay_samples <= self.decay_samples - self.warmup_samples:
+            raise OptimError(
+                f"the WSD annealing of {self.wsd_decay_samples} samples must be at least 1 and fit "
+                f"between the end of the warm-up ({self.warmup_samples}) and the end of the decay "
+                f"({self.decay_samples})"
+            )
+
+    def at(self, samples: int) -> float:
+        """Return the learning rate after ``samples`` samples have been consumed."""
+        span = self.max_lr - self.min_lr
+        if self.warmup_samples > 0 and samples <= self.warmup_samples:
+            return self.init_lr + (self.max_lr - self.init_lr) * samples / self.warmup_samples
+        if self.decay_style == "constant":
+            return self.max_lr
+        if samples > self.decay_samples:
+            return self.min_lr
+        if self.decay_style == "inverse-square-root":
+            warmup, consumed = max(self.warmup_samples, 1), max(samples, 1)
+            return max(self.min_lr, self.max_lr * math.sqrt(warmup) / math.sqrt(consumed))
+        if self.decay_style == "WSD":
+            return self.min_lr + self._annealing(samples) * span
+        ratio = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
+        if self.decay_style == "linear":
+            return self.min_lr + (1.0 - ratio) * span
+        return self.min_lr + 0.5 * (math.cos(math.pi * ratio) + 1.0) * span
+
+    def _annealing(self, samples: int) -> float:
+        """Return the coefficient of the warm-up-stable-decay style."""
+        length = self.wsd_decay_samples or 0
+        start = self.decay_samples - length
+        if samples <= start:
+            return 1.0
+        ratio = (samples - start) / length
+        if self.wsd_decay_style == "linear":
+            return 1.0 - ratio
+        if self.wsd_decay_style == "cosine":
+            return 0.5 * (math.cos(math.pi * ratio) + 1.0)
+        if self.wsd_decay_style == "exponential":
+            return 2.0 * math.pow(0.5, ratio) - 1.0
+        return 1.0 - math.sqrt(ratio)
+
+
+@dataclass(frozen=True)
+class WeightDecaySchedule:
+    """Weight decay that grows from ``start`` to ``end`` over ``samples`` samples, then stays.
+
+    With ``r = n / samples`` the share of the way is ``r`` (``linear``) or
+    ``(cos(pi (1 - r)) + 1) / 2`` (``cosine``); ``constant`` needs ``start == end``.
+    """
+
+    start: float
+    end: float
+    samples: int
+    style: IncreaseStyle = "constant"
+
+    def __post_init__(self) -> None:
+        _check_choice("weight decay style", self.style, INCREASE_STYLES)
+        if not 0.0 <= self.start <= self.end:
+            raise OptimError(
+                f"weight decay must satisfy 0 <= start <= end, "
+                f"got start {self.start} and end {self.end}"
+            )
+        if self.style == "constant" and self.start != self.end:
+            raise OptimError(
+                f"a constant weight decay cannot go from {self.start} to {self.end}; "
+                f"use style linear or cosine"
+            )
+        if self.samples <= 0:
+            raise OptimError(f"weight decay needs a positive number of samples, got {self.samples}")
+
+    def at(self, samples: int) -> float:
+        """Return the weight decay after ``samples`` samples have been consumed."""
+        if self.style == "constant" or samples > self.samples:
+            return self.end
+        ratio = samples / self.samples
+        if self.style == "cosine":
+            ratio = 0.5 * (math.cos(math.pi * (1.0 - ratio)) + 1.0)
+        return self.start + ratio * (self.end - self.start)
+
+
+def _check_choice(what: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise OptimError(f"unknown {what} {value!r}; choose one of {', '.join(choices)}")
