@@ -1,4 +1,4 @@
-"""Process meshes, layouts, sharding and tensor/pipeline/data parallelism for transformer training."""
+"""Process meshes, layouts, sharding and parallelism for training transformers."""
 
 import lazy_loader
 

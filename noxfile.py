@@ -1,0 +1,296 @@
+# /// script
+# dependencies = ["nox[uv]"]
+# ///
+"""Every job of this repository. `nox -l` lists them, `nox -s tests` is what CI runs.
+
+Environments are made by uv (asked for in the block above, so plain `pip install nox` is enough)
+and reused. Every installation takes tooling/constraints.txt.
+"""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["tests"]
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = ("-c", "tooling/constraints.txt")
+PACKAGES = tuple(
+    f"megatron-{name}"
+    for name in ("parallel", "kernels", "models", "data", "optim", "ckpt", "infer", "train")
+)
+EDITABLE = tuple(part for name in PACKAGES for part in ("-e", f"packages/{name}[test]"))
+WHEELS = ROOT / "dist"
+TIMINGS = ROOT / ".nox" / "timings.json"
+
+CHECKS = (
+    "lint",
+    "typecheck",
+    "boundaries",
+    *(f"unit({name})" for name in PACKAGES),
+    "integration",
+    "parity",
+    "docs",
+    "build",
+)
+
+
+def pip_settings() -> dict[str, str]:
+    """pip's configured index, extra places and certificate, in the variables that uv reads."""
+    names = {
+        "index-url": "UV_DEFAULT_INDEX",
+        "extra-index-url": "UV_EXTRA_INDEX_URL",
+        "find-links": "UV_FIND_LINKS",
+        "cert": "SSL_CERT_FILE",
+    }
+    settings = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip: all indexes are equal
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    for line in listed.stdout.splitlines():
+        key, _, value = line.partition("=")
+        variable = names.get(key.rpartition(".")[2])
+        if variable:
+            # uv separates several find-links by commas, pip by white space.
+            words = value.strip("'\"").replace("\\n", " ").split()
+            settings[variable] = ("," if variable == "UV_FIND_LINKS" else " ").join(words)
+    return settings
+
+
+def job(**options: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """`nox.session` that records how long the session took and hands pip's settings to uv."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def timed(session: nox.Session, *args: object, **kwargs: object) -> None:
+            for variable, value in pip_settings().items():
+                session.env.setdefault(variable, os.environ.get(variable, value))
+            session.env.setdefault("UV_NO_PROGRESS", "1")
+            started, result = time.monotonic(), "failed"
+            try:
+                function(session, *args, **kwargs)
+                result = "passed"
+            finally:
+                record(session.name, time.monotonic() - started, result)
+
+        return nox.session(**options)(timed)
+
+    return decorate
+
+
+def record(name: str, seconds: float, result: str) -> None:
+    """Keep the last time and result of a session for the closing table."""
+    TIMINGS.parent.mkdir(exist_ok=True)
+    known = json.loads(TIMINGS.read_text()) if TIMINGS.exists() else {}
+    known[name] = {"seconds": seconds, "result": result}
+    TIMINGS.write_text(json.dumps(known, indent=1))
+
+
+def install(session: nox.Session, *what: str) -> None:
+    """Install under the constraints."""
+    session.install("-q", *CONSTRAINTS, *what)
+
+
+def pytest(session: nox.Session, *args: str, slow: bool = False) -> None:
+    """Run pytest without what needs a GPU and, unless asked, what is slow."""
+    marks = "not gpu" if slow else "not gpu and not slow"
+    session.env.setdefault("OMP_NUM_THREADS", "2")
+    session.run(
+        "python", "-m", "pytest", "-q", "-m", marks, "--durations=5", *args, *session.posargs
+    )
+
+
+def build_wheels(session: nox.Session) -> None:
+    """All eight wheels and sdists into one folder, made anew."""
+    install(session, "hatch")
+    shutil.rmtree(WHEELS, ignore_errors=True)
+    for name in PACKAGES:
+        with session.chdir(ROOT / "packages" / name):
+            session.run("hatch", "-q", "build", str(WHEELS))
+
+
+@job(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """All checks of a landing (at most 20 minutes on 2 cores); the table of times comes last."""
+    TIMINGS.unlink(missing_ok=True)
+    for check in ("wheels", *CHECKS, "summary"):
+        session.notify(check)
+
+
+@job(venv_backend="none")
+def full(session: nox.Session) -> None:
+    """As `tests`, with everything whole that is sampled there."""
+    TIMINGS.unlink(missing_ok=True)
+    for check in ("wheels", *CHECKS, "summary"):
+        session.notify(check, posargs=["--slow"] if takes_slow(check) else [])
+
+
+def takes_slow(check: str) -> bool:
+    """Whether a session has tests that are marked slow."""
+    return check.startswith("unit(") or check in ("integration", "parity")
+
+
+def split_slow(session: nox.Session) -> bool:
+    """Take our own `--slow` out of the arguments meant for pytest."""
+    asked = "--slow" in session.posargs
+    session.posargs[:] = [arg for arg in session.posargs if arg not in ("--slow", "--strict")]
+    return asked
+
+
+@nox.session(venv_backend="none")
+def summary(session: nox.Session) -> None:
+    """The table of minutes per session of the last run."""
+    known = json.loads(TIMINGS.read_text()) if TIMINGS.exists() else {}
+    checks = {name: row for name, row in known.items() if name not in ("tests", "full")}
+    width = max((len(name) for name in checks), default=7)
+    print(f"\n{'session':<{width}}  minutes  result")
+    for name, row in checks.items():
+        print(f"{name:<{width}}  {row['seconds'] / 60:7.2f}  {row['result']}")
+    total = sum(row["seconds"] for row in checks.values())
+    failed = sum(row["result"] != "passed" for row in checks.values())
+    print(f"{'all':<{width}}  {total / 60:7.2f}")
+    print(f"{len(checks) - failed} passed, {failed} failed")
+
+
+@job()
+def wheels(session: nox.Session) -> None:
+    """Build all eight into dist/, where the isolated sessions install from."""
+    build_wheels(session)
+
+
+@job()
+def quickstart(session: nox.Session) -> None:
+    """The main job: text in, a trained model out, with a plot and a sample to look at."""
+    install(session, *EDITABLE)
+    session.run("python", "tooling/quickstart.py", *session.posargs)
+
+
+@job()
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def unit(session: nox.Session, package: str) -> None:
+    """One package's wheel with only its declared dependencies; its tests run there."""
+    slow = split_slow(session)
+    if not list(WHEELS.glob(f"{package.replace('-', '_')}-*.whl")):
+        session.error("dist/ holds no wheel of it: run `nox -s wheels` first")
+    session.install(
+        "-q",
+        *CONSTRAINTS,
+        "--find-links",
+        str(WHEELS),
+        "--reinstall-package",
+        package,
+        *(part for name in PACKAGES for part in ("--reinstall-package", name)),
+        f"{package}[test] @ {next(WHEELS.glob(package.replace('-', '_') + '-*.whl')).as_uri()}",
+    )
+    session.run("python", "tooling/check_isolation.py", package)
+    pytest(session, f"packages/{package}/tests", slow=slow)
+
+
+@job()
+def integration(session: nox.Session) -> None:
+    """Whatever needs two or more packages, all eight installed."""
+    slow = split_slow(session)
+    install(session, *EDITABLE)
+    pytest(session, "integration_tests", "--ignore=integration_tests/parity", slow=slow)
+
+
+@job()
+def parity(session: nox.Session) -> None:
+    """Against transformers and megatron-core (`-- --strict` fails if they cannot be installed)."""
+    strict, slow = "--strict" in session.posargs, split_slow(session)
+    try:
+        install(session, *EDITABLE, "transformers")
+        session.install("-q", *CONSTRAINTS, "--no-deps", "megatron-core")
+    except nox.command.CommandFailed:
+        message = "PARITY NOT CHECKED: transformers or megatron-core could not be installed here"
+        if strict:
+            session.error(message)
+        session.warn(message)
+        return
+    pytest(session, "integration_tests/parity", slow=slow)
+
+
+@job()
+def lint(session: nox.Session) -> None:
+    """ruff: rules and format."""
+    install(session, "ruff")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@job()
+def typecheck(session: nox.Session) -> None:
+    """mypy, strict, on every src folder."""
+    install(session, *EDITABLE, "mypy", "types-PyYAML", "types-tqdm")
+    session.run("mypy", *(f"packages/{name}/src" for name in PACKAGES))
+
+
+@job()
+def boundaries(session: nox.Session) -> None:
+    """Who may import whom (import-linter), and nothing imported that is not declared (deptry)."""
+    install(session, *EDITABLE, "import-linter", "deptry")
+    session.run("lint-imports")
+    for name in PACKAGES:
+        session.run("python", "tooling/check_dependencies.py", name)
+
+
+@job()
+def docs(session: nox.Session) -> None:
+    """The documentation, built strictly into site/."""
+    install(session, *EDITABLE, "mkdocs-material", "mkdocstrings-python")
+    session.run("python", "tooling/generated_docs.py", "--check")
+    session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "true"})
+
+
+@job()
+def build(session: nox.Session) -> None:
+    """Wheels and sdists of all eight, their metadata, and their commands in a clean environment."""
+    install(session, "twine")
+    build_wheels(session)
+    archives = sorted(str(path) for path in WHEELS.iterdir())
+    session.run("twine", "check", "--strict", *archives)
+    session.run("python", "tooling/check_wheels.py", str(WHEELS))
+    clean = Path(session.create_tmp()) / "clean"
+    session.run("uv", "venv", "-q", "--clear", str(clean), external=True)
+    python = str(clean / "bin" / "python")
+    session.run(
+        "uv",
+        "pip",
+        "install",
+        "-q",
+        "--python",
+        python,
+        *CONSTRAINTS,
+        *(str(path) for path in WHEELS.glob("*.whl")),
+        external=True,
+    )
+    session.run(python, "tooling/check_commands.py", external=True)
+
+
+@job(venv_backend="none")
+def gpu(session: nox.Session) -> None:
+    """Everything marked for a GPU, and the integration tests on NCCL with the devices there are."""
+    session.run("bash", "tooling/gpu.sh", *session.posargs, external=True)
+
+
+@job()
+def bench(session: nox.Session) -> None:
+    """Every benchmark of tooling/bench/, peers in the same run; prints the tables of the docs."""
+    install(session, *EDITABLE)
+    wanted = session.posargs or [path.stem for path in sorted(Path("tooling/bench").glob("*.py"))]
+    for name in wanted:
+        session.run("python", f"tooling/bench/{name}.py")

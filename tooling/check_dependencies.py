@@ -1,0 +1,50 @@
+"""deptry for one package: everything imported is declared, everything declared is used.
+
+Usage: python tooling/check_dependencies.py megatron-optim [FOLDER]
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+OURS = ("parallel", "kernels", "models", "data", "optim", "ckpt", "infer", "train")
+
+# Import names that differ from the distribution's name.
+MODULES = {
+    **{f"megatron-{short}": f"megatron_{short}" for short in OURS},
+    "pyyaml": "yaml",
+    "lazy-loader": "lazy_loader",
+    "flash-attn": "flash_attn",
+    "transformer-engine": "transformer_engine",
+    "triton": "triton",
+    "nltk": "nltk",
+}
+
+# Declared although no source line imports them by that name: torch's object collectives and
+# `Tensor.numpy` need numpy at run time, `torch.utils.tensorboard` needs tensorboard, and kernels
+# looks for its extras by name instead of importing them.
+UNUSED_BY_NAME = "|".join(("numpy", "tensorboard", "triton", "flash-attn", "transformer-engine"))
+
+
+def command(package: str, folder: Path) -> list[str]:
+    """The deptry call for the package that lies in `folder`."""
+    mapping = ",".join(f"{key}={value}" for key, value in MODULES.items())
+    return [
+        sys.executable, "-m", "deptry", str(folder / "src"),
+        "--config", str(folder / "pyproject.toml"),
+        "--known-first-party", package.replace("-", "_"),
+        "--package-module-name-map", mapping,
+        "--per-rule-ignores", f"DEP002={UNUSED_BY_NAME}",
+        "--dev-optional-dependencies", "test",
+    ]  # fmt: skip
+
+
+def main(package: str, folder: str | None = None) -> int:
+    """Run deptry and pass its exit status on."""
+    place = Path(folder) if folder else ROOT / "packages" / package
+    return subprocess.run(command(package, place), check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
