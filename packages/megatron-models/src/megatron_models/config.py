@@ -1,0 +1,367 @@
+"""The configuration of a GPT model: a frozen dataclass of plain values, checked when it is made.
+
+Importing this module does not import torch. Field names are the flags of Megatron-LM with ``_`` for
+``-``, and defaults are Megatron's, so a recipe written for it reads the same here.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_origin
+
+PositionEmbedding = Literal["learned_absolute", "rope"]
+RopeScalingType = Literal["none", "linear", "llama3"]
+Normalization = Literal["LayerNorm", "RMSNorm"]
+Activation = Literal["gelu", "gelu_tanh", "swiglu"]
+
+
+class ConfigError(ValueError):
+    """A model configuration, or a request made to a model, that cannot be met."""
+
+
+def _flag(flag: str, help_text: str, **metadata: Any) -> dict[str, Any]:
+    return {"flag": flag, "help": help_text, **metadata}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The shape of a decoder-only transformer, and nothing about how it is trained or laid out.
+
+    ``num_query_groups``, ``kv_channels`` and ``ffn_hidden_size`` may be left at 0; they are filled
+    in when the configuration is made, so that a reader always finds the numbers in use.
+
+    Raises:
+        ConfigError: a value of the wrong type or range, or values that do not fit together. The
+            message names the fields and the numbers.
+    """
+
+    num_layers: int = field(metadata=_flag("--num-layers", "number of transformer layers"))
+    hidden_size: int = field(
+        metadata=_flag("--hidden-size", "width of the residual stream", unit="channels")
+    )
+    num_attention_heads: int = field(
+        metadata=_flag("--num-attention-heads", "number of query heads")
+    )
+    vocab_size: int = field(
+        metadata=_flag("--vocab-size", "number of true tokens, before padding", unit="tokens")
+    )
+    max_position_embeddings: int = field(
+        metadata=_flag(
+            "--max-position-embeddings", "longest sequence the model takes", unit="tokens"
+        )
+    )
+    num_query_groups: int = field(
+        default=0,
+        metadata=_flag(
+            "--num-query-groups",
+            "key/value heads, each shared by equally many query heads; 0: one per query head",
+        ),
+    )
+    kv_channels: int = field(
+        default=0,
+        metadata=_flag(
+            "--kv-channels",
+            "width of one attention head; 0: hidden_size / num_attention_heads",
+            unit="channels",
+        ),
+    )
+    ffn_hidden_size: int = field(
+        default=0,
+        metadata=_flag(
+            "--ffn-hidden-size",
+            "width of the feed-forward layer; 0: 4 x hidden_size, or with swiglu two thirds of it "
+            "rounded down to a multiple of 64",
+            unit="channels",
+        ),
+    )
+    make_vocab_size_divisible_by: int = field(
+        default=128,
+        metadata=_flag(
+            "--make-vocab-size-divisible-by",
+            "the vocabulary is padded to a multiple of this, whatever the tensor-parallel size",
+            unit="tokens",
+        ),
+    )
+    position_embedding_type: PositionEmbedding = field(
+        default="learned_absolute",
+        metadata=_flag(
+            "--position-embedding-type",
+            "learned absolute positions added to the embedding, or rotary ones inside attention",
+            choices=get_args(PositionEmbedding),
+        ),
+    )
+    rotary_base: float = field(
+        default=10000.0, metadata=_flag("--rotary-base", "base of the rotary frequencies (theta)")
+    )
+    rotary_percent: float = field(
+        default=1.0,
+        metadata=_flag(
+            "--rotary-percent", "part of each head's channels that is rotated, in (0, 1]"
+        ),
+    )
+    rotary_interleaved: bool = field(
+        default=False,
+        metadata=_flag(
+            "--rotary-interleaved",
+            "rotate neighbouring channels instead of the two halves of a head",
+        ),
+    )
+    rope_scaling_type: RopeScalingType = field(
+        default="none",
+        metadata=_flag(
+            "--rope-scaling-type",
+            "how rotary frequencies are stretched to sequences longer than those trained on",
+            choices=get_args(RopeScalingType),
+        ),
+    )
+    rope_scaling_factor: float = field(
+        default=8.0,
+        metadata=_flag("--rope-scaling-factor", "factor by which frequencies are stretched"),
+    )
+    rope_scaling_low_freq_factor: float = field(
+        default=1.0,
+        metadata=_flag(
+            "--rope-scaling-low-freq-factor",
+            "llama3: wavelengths above original length / this are stretched in full",
+        ),
+    )
+    rope_scaling_high_freq_factor: float = field(
+        default=4.0,
+        metadata=_flag(
+            "--rope-scaling-high-freq-factor",
+            "llama3: wavelengths below original length / this are left as they are",
+        ),
+    )
+    rope_scaling_original_length: int = field(
+        default=8192,
+        metadata=_flag(
+            "--rope-scaling-original-length",
+            "llama3: sequence length before the stretching",
+            unit="tokens",
+        ),
+    )
+    normalization: Normalization = field(
+        default="LayerNorm",
+        metadata=_flag(
+            "--normalization",
+            "normalisation before attention, before the feed-forward layer and at the end",
+            choices=get_args(Normalization),
+        ),
+    )
+    norm_epsilon: float = field(
+        default=1e-05, metadata=_flag("--norm-epsilon", "added to the variance in normalisation")
+    )
+    activation: Activation = field(
+        default="gelu",
+        metadata=_flag(
+            "--activation",
+            "feed-forward activation: exact GELU, its tanh approximation, or SwiGLU",
+            choices=get_args(Activation),
+        ),
+    )
+    add_bias_linear: bool = field(
+        default=True, metadata=_flag("--disable-bias-linear", "biases in every linear layer")
+    )
+    add_qkv_bias: bool = field(
+        default=False,
+        metadata=_flag(
+            "--add-qkv-bias", "a bias in the QKV projection even without add_bias_linear"
+        ),
+    )
+    untie_embeddings_and_output_weights: bool = field(
+        default=False,
+        metadata=_flag(
+            "--untie-embeddings-and-output-weights",
+            "an output matrix of its own instead of the token embedding",
+        ),
+    )
+    init_method_std: float = field(
+        default=0.02,
+        metadata=_flag(
+            "--init-method-std",
+            "standard deviation of initial weights; projections back to the residual stream get it "
+            "divided by sqrt(2 x num_layers)",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            _check_type(self, each)
+        _check_range(self)
+        unset = [name for name in _FILLED if getattr(self, name) == 0]
+        if "kv_channels" in unset and self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
+                f"{self.num_attention_heads}; change one of them or set kv_channels"
+            )
+        defaults = {
+            "num_query_groups": self.num_attention_heads,
+            "kv_channels": self.hidden_size // self.num_attention_heads,
+            "ffn_hidden_size": self._default_ffn(),
+        }
+        for name in unset:
+            object.__setattr__(self, name, defaults[name])
+        _check_fit(self)
+
+    def _default_ffn(self) -> int:
+        if self.activation != "swiglu":
+            return 4 * self.hidden_size
+        return max(64, int(4 * self.hidden_size * 2 / 3) // 64 * 64)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The vocabulary rounded up to a multiple of ``make_vocab_size_divisible_by``."""
+        unit = self.make_vocab_size_divisible_by
+        return -(-self.vocab_size // unit) * unit
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together, ``n * d``."""
+        return self.num_attention_heads * self.kv_channels
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share one key/value head, ``n / g``."""
+        return self.num_attention_heads // self.num_query_groups
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that are rotated; 0 with learned positions."""
+        if self.position_embedding_type != "rope":
+            return 0
+        return int(self.kv_channels * self.rotary_percent)
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the QKV projection has a bias."""
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward layer is gated, so that its first matrix is double."""
+        return self.activation == "swiglu"
+
+    @property
+    def output_std(self) -> float:
+        """Standard deviation of the projections that write to the residual stream."""
+        return self.init_method_std / math.sqrt(2 * self.num_layers)
+
+    def check_sequence_length(self, length: int) -> None:
+        """Raise ConfigError if a sequence of ``length`` tokens has no position for each of them."""
+        if length > self.max_position_embeddings:
+            raise ConfigError(
+                f"a sequence of {length} tokens is longer than max_position_embeddings "
+                f"{self.max_position_embeddings}; shorten it or build the model with more positions"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field as a plain JSON value."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """Return every field as JSON text, one field a line."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "GPTConfig":
+        """Build a configuration from plain values; an unknown key is an error with the nearest."""
+        known = [each.name for each in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"unknown model configuration key {key!r}{hint}")
+        needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+        if missing := [name for name in needed if name not in values]:
+            raise ConfigError(f"the model configuration lacks {', '.join(missing)}")
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, text: str | Mapping[str, Any]) -> "GPTConfig":
+        """Build a configuration from JSON text, or from the object it was parsed to."""
+        if isinstance(text, Mapping):
+            return cls.from_dict(text)
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"the model configuration is not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"the model configuration is a JSON {type(values).__name__}, not a map"
+            )
+        return cls.from_dict(values)
+
+
+_FILLED = ("num_query_groups", "kv_channels", "ffn_hidden_size")
+_POSITIVE = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    *_FILLED,
+    "make_vocab_size_divisible_by",
+    "rotary_base",
+    "rope_scaling_factor",
+    "rope_scaling_low_freq_factor",
+    "rope_scaling_high_freq_factor",
+    "rope_scaling_original_length",
+    "norm_epsilon",
+    "init_method_std",
+)
+
+
+def _check_type(config: GPTConfig, entry: "dataclasses.Field[Any]") -> None:
+    """Refuse a value of another type; an integer given for a float becomes one."""
+    value, kind = getattr(config, entry.name), entry.type
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+        if value in choices:
+            return
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{entry.name} is {value!r}, not one of {', '.join(choices)}{hint}")
+    if kind is float and type(value) is int:
+        object.__setattr__(config, entry.name, float(value))
+        return
+    if type(value) is not kind:
+        wanted = {int: "an integer", float: "a number", bool: "true or false"}[kind]  # type: ignore[index]
+        raise ConfigError(f"{entry.name} must be {wanted}, not {value!r}")
+
+
+def _check_range(config: GPTConfig) -> None:
+    for name in _POSITIVE:
+        value = getattr(config, name)
+        if value == 0 and name in _FILLED:
+            continue
+        if not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{name} must be a positive number, not {value}")
+    if not 0 < config.rotary_percent <= 1:
+        raise ConfigError(f"rotary_percent must lie in (0, 1], not {config.rotary_percent}")
+
+
+def _check_fit(config: GPTConfig) -> None:
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    if heads % groups:
+        raise ConfigError(
+            f"num_attention_heads {heads} is not a multiple of num_query_groups {groups}; "
+            "every group needs equally many heads"
+        )
+    if config.position_embedding_type == "rope":
+        _check_rope(config)
+
+
+def _check_rope(config: GPTConfig) -> None:
+    if config.rotary_dim < 2 or config.rotary_dim % 2:
+        raise ConfigError(
+            f"rotary positions turn pairs of channels, but kv_channels {config.kv_channels} x "
+            f"rotary_percent {config.rotary_percent} gives {config.rotary_dim}; make it even"
+        )
+    low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
+    if config.rope_scaling_type == "llama3" and low >= high:
+        raise ConfigError(
+            f"rope_scaling_low_freq_factor {low} must be below rope_scaling_high_freq_factor {high}"
+        )

@@ -1,0 +1,90 @@
+"""What a family of published models is, as plain data that a checkpoint converter can interpret."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_models.config import ConfigError, GPTConfig
+
+Operation = tuple[str, Mapping[str, Any]]
+"""A reversible operation and its arguments; ``"$field"`` stands for a configuration field."""
+
+Row = tuple[str, tuple[str, ...], tuple[Operation, ...]]
+"""One of our parameters, the foreign tensors it is made of, and the operations theirs -> ours."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the weights and configuration of one family map to ours, in both directions.
+
+    Operations are reversible: a row is read from left to right to import and from right to left to
+    export. ``{i}`` in a name is the global layer number.
+
+    Attributes:
+        name: the family's name, as stored in checkpoints.
+        version: of the rows; raised when a row changes meaning.
+        architectures: names of the Hugging Face classes that hold such weights.
+        rows: one row for every parameter a model of the family can have.
+        conditions: for parameters that only some models have, the boolean configuration field or
+            property that says whether this one does. All others are always there.
+        ignored: foreign tensors that may be passed over where no active row claims them: buffers,
+            and the copy of a tied weight.
+        prefix: the start of foreign names that files written from the headless class leave out.
+        config_to_hf: makes the content of ``config.json``; raises ConfigError if the family cannot
+            express the model.
+        config_from_hf: reads the content of ``config.json``; raises ConfigError for settings this
+            package does not implement.
+    """
+
+    name: str
+    version: int
+    architectures: tuple[str, ...]
+    rows: tuple[Row, ...]
+    config_to_hf: Callable[[GPTConfig], dict[str, Any]]
+    config_from_hf: Callable[[Mapping[str, Any]], GPTConfig]
+    conditions: Mapping[str, str]
+    ignored: tuple[str, ...] = ()
+    prefix: str = ""
+
+    def active_rows(self, config: GPTConfig) -> tuple[Row, ...]:
+        """Return the rows of the parameters that a model of ``config`` has."""
+        return tuple(
+            row
+            for row in self.rows
+            if row[0] not in self.conditions or getattr(config, self.conditions[row[0]])
+        )
+
+
+def need(values: Mapping[str, Any], key: str, family: str) -> Any:
+    """Return ``values[key]``, or say that the foreign configuration lacks it."""
+    if values.get(key) is None:
+        raise ConfigError(f"the {family} configuration lacks {key!r}")
+    return values[key]
+
+
+def refuse_unless(
+    values: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], family: str
+) -> None:
+    """Refuse a foreign configuration whose settings are outside what this package implements.
+
+    Args:
+        values: content of ``config.json``.
+        allowed: for each key the values that may stand there; an absent key is always fine.
+        family: name used in the message.
+    """
+    for key, choices in allowed.items():
+        if key in values and values[key] not in choices:
+            raise ConfigError(
+                f"{family} models with {key} = {values[key]!r} are not supported, only "
+                + " or ".join(map(repr, choices))
+            )
+
+
+def require(config: GPTConfig, wanted: Mapping[str, Any], family: str) -> None:
+    """Refuse to export a model that the family cannot express, naming the field and both values."""
+    for name, value in wanted.items():
+        if getattr(config, name) != value:
+            raise ConfigError(
+                f"a {family} model has {name} = {value!r}, this one has {getattr(config, name)!r}; "
+                "it cannot be exported to that family"
+            )

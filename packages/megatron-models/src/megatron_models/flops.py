@@ -1,0 +1,41 @@
+"""Floating-point operations of a training step, from the configuration alone.
+
+Counts the matrix products of one forward and one backward pass (two operations per multiply-add,
+the backward twice the forward); causal attention counts half of the square. Recomputed activations
+are not counted: this is the numerator of model FLOPs utilisation (MFU), as in Megatron-LM.
+"""
+
+from megatron_models.config import GPTConfig
+
+_PASSES = 3  # forward once, backward with respect to inputs and to weights
+_MULTIPLY_ADD = 2
+
+
+def gpt_flops(
+    config: GPTConfig,
+    sequence_length: int,
+    tokens: int | None = None,
+    *,
+    squared_lengths: int | None = None,
+) -> int:
+    """Return the operations of a forward and backward pass.
+
+    Args:
+        config: the model.
+        sequence_length: length of each causal sequence, in tokens.
+        tokens: tokens processed; by default one sequence.
+        squared_lengths: sum of the squares of the lengths of all documents, where packed documents
+            do not attend to each other; by default ``tokens * sequence_length``.
+    """
+    if tokens is None:
+        tokens = sequence_length
+    if squared_lengths is None:
+        squared_lengths = tokens * sequence_length
+    hidden, query = config.hidden_size, config.query_size
+    key_value = config.num_query_groups * config.kv_channels
+    projections = hidden * (query + 2 * key_value) + query * hidden
+    feed_forward = hidden * config.ffn_hidden_size * (3 if config.gated else 2)
+    matrices = config.num_layers * (projections + feed_forward) + hidden * config.padded_vocab_size
+    # Scores and weighted values: two products of query * length^2, of which causality keeps half.
+    attention = config.num_layers * query * squared_lengths
+    return _PASSES * _MULTIPLY_ADD * (tokens * matrices + attention)

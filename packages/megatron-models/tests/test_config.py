@@ -1,0 +1,103 @@
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from megatron_models.config import ConfigError, GPTConfig
+
+
+def test_unset_sizes_are_filled_in_as_megatron_does(small):
+    plain = small(ffn_hidden_size=0)
+    assert (plain.num_query_groups, plain.kv_channels, plain.ffn_hidden_size) == (4, 6, 96)
+    gated = small(hidden_size=4096, ffn_hidden_size=0, activation="swiglu")
+    assert gated.ffn_hidden_size == 10880  # int(4 * 4096 * 2 / 3) // 64 * 64
+
+
+def test_vocabulary_is_padded_to_a_multiple_that_no_layout_changes(small):
+    assert small(vocab_size=50257).padded_vocab_size == 50304
+    assert small(vocab_size=256).padded_vocab_size == 256
+    assert small(vocab_size=257, make_vocab_size_divisible_by=1).padded_vocab_size == 257
+
+
+def test_output_projections_start_smaller_by_the_root_of_twice_the_layers(small):
+    assert small(num_layers=8).output_std == pytest.approx(0.02 / math.sqrt(16))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 100, "num_attention_heads": 3}, ["100", "3", "kv_channels"]),
+        ({"num_query_groups": 3}, ["num_attention_heads 4", "num_query_groups 3"]),
+        ({"num_layers": 0}, ["num_layers", "0"]),
+        ({"num_layers": 2.0}, ["num_layers", "integer", "2.0"]),
+        ({"num_layers": True}, ["num_layers", "integer", "True"]),
+        ({"num_layers": None}, ["num_layers", "None"]),
+        ({"vocab_size": "61"}, ["vocab_size", "integer", "'61'"]),
+        ({"norm_epsilon": float("nan")}, ["norm_epsilon", "nan"]),
+        ({"rotary_percent": 1.5}, ["rotary_percent", "1.5"]),
+        ({"activation": "swigl"}, ["activation", "'swigl'", "did you mean 'swiglu'"]),
+        ({"normalization": "layernorm"}, ["normalization", "LayerNorm"]),
+        ({"position_embedding_type": "rope", "kv_channels": 5}, ["kv_channels 5", "even"]),
+        (
+            {
+                "position_embedding_type": "rope",
+                "rope_scaling_type": "llama3",
+                "rope_scaling_low_freq_factor": 4.0,
+            },
+            ["rope_scaling_low_freq_factor 4.0", "rope_scaling_high_freq_factor 4.0"],
+        ),
+    ],
+)
+def test_values_that_do_not_fit_are_refused_with_their_names_and_numbers(small, changes, words):
+    with pytest.raises(ConfigError) as caught:
+        small(**changes)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_a_sequence_longer_than_the_positions_is_refused_with_both_numbers(small):
+    config = small()
+    config.check_sequence_length(16)
+    with pytest.raises(ConfigError, match=r"17 .* 16"):
+        config.check_sequence_length(17)
+
+
+def test_json_round_trip(config):
+    assert GPTConfig.from_json(config.to_json()) == config
+    assert GPTConfig.from_json(json.loads(config.to_json())) == config
+
+
+def test_unknown_key_names_the_nearest(small):
+    values = small().to_dict()
+    values["num_layer"] = values.pop("num_layers")
+    with pytest.raises(ConfigError, match="'num_layer'; did you mean 'num_layers'"):
+        GPTConfig.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "not JSON"), ("[1]", "list"), ('{"num_layers": 2}', "hidden_size, num_attention_heads")],
+)
+def test_json_that_is_no_configuration_is_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        GPTConfig.from_json(text)
+
+
+def test_every_field_can_become_a_flag():
+    flags = [field.metadata["flag"] for field in dataclasses.fields(GPTConfig)]
+    assert len(set(flags)) == len(flags)
+    for field in dataclasses.fields(GPTConfig):
+        assert field.metadata["flag"].startswith("--")
+        assert field.metadata["help"]
+
+
+def test_planning_a_model_never_imports_torch():
+    code = (
+        "import sys; from megatron_models import GPTConfig, gpt_flops, parameter_count;"
+        "from megatron_models.families import gpt2, llama; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,155 @@
+import re
+from importlib.metadata import entry_points
+
+import pytest
+from megatron_models.config import ConfigError
+from megatron_models.families import gpt2, llama
+from megatron_models.parameters import parameter_shapes
+
+OPERATIONS = {
+    "transpose": set(),
+    "concat": {"dim", "sizes"},
+    "reshape": {"shape"},
+    "interleave_qkv": {"heads", "groups", "head_dim"},
+    "stack": {"dim"},
+    "rope_permute": {"heads", "head_dim"},
+    "slice_rows": {"rows"},
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_layer": 3,
+    "n_embd": 24,
+    "n_head": 4,
+    "n_inner": 40,
+    "n_positions": 16,
+    "vocab_size": 61,
+    "layer_norm_epsilon": 1e-6,
+    "activation_function": "gelu_new",
+    "initializer_range": 0.01,
+    "tie_word_embeddings": True,
+}
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 3,
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "vocab_size": 61,
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "initializer_range": 0.01,
+    "tie_word_embeddings": False,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+}
+CASES = [
+    (gpt2.FAMILY, GPT2),
+    (gpt2.FAMILY, GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu"}),
+    (llama.FAMILY, LLAMA),
+    (llama.FAMILY, LLAMA | {"tie_word_embeddings": True, "rope_scaling": None}),
+    (llama.FAMILY, LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    (llama.FAMILY, LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+]
+
+
+def expand(pattern, layers):
+    if "{i}" not in pattern:
+        return [pattern]
+    return [pattern.replace("{i}", str(index)) for index in range(layers)]
+
+
+def test_families_are_found_by_their_entry_points():
+    found = {entry.name: entry.load() for entry in entry_points(group="megatron.families")}
+    assert found["gpt2"] is gpt2.FAMILY
+    assert found["llama"] is llama.FAMILY
+
+
+@pytest.mark.parametrize(("family", "theirs"), CASES)
+def test_rows_cover_every_parameter_exactly_once(family, theirs):
+    config = family.config_from_hf(theirs)
+    names = [name for row in family.active_rows(config) for name in expand(row[0], 3)]
+    assert sorted(names) == sorted(parameter_shapes(config))
+
+
+@pytest.mark.parametrize("family", [gpt2.FAMILY, llama.FAMILY])
+def test_rows_use_only_the_closed_list_of_operations_and_existing_fields(family, small):
+    config = small()
+    for ours, theirs, operations in family.rows:
+        assert theirs
+        assert all(("{i}" in name) == ("{i}" in ours) for name in theirs)
+        for name, arguments in operations:
+            assert set(arguments) <= OPERATIONS[name]
+            for value in arguments.values():
+                if isinstance(value, str):
+                    assert re.fullmatch(r"\$\w+", value)
+                    assert isinstance(getattr(config, value[1:]), int)
+
+
+@pytest.mark.parametrize("family", [gpt2.FAMILY, llama.FAMILY])
+def test_conditions_name_rows_and_boolean_settings(family, small):
+    ours = {row[0] for row in family.rows}
+    for pattern, setting in family.conditions.items():
+        assert pattern in ours
+        assert isinstance(getattr(small(), setting), bool)
+
+
+@pytest.mark.parametrize(("family", "theirs"), CASES)
+def test_configuration_round_trip(family, theirs):
+    config = family.config_from_hf(theirs)
+    back = family.config_to_hf(config)
+    assert {key: back[key] for key in theirs} == theirs
+    assert family.config_from_hf(back) == config
+
+
+def test_rope_parameters_of_transformers_5_are_read_too():
+    parameters = LLAMA["rope_scaling"] | {"rope_theta": 500000.0}
+    newer = {k: v for k, v in LLAMA.items() if not k.startswith("rope")}
+    newer["rope_parameters"] = parameters
+    assert llama.config_from_hf(newer) == llama.config_from_hf(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "words"),
+    [
+        (gpt2.FAMILY, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        (gpt2.FAMILY, {"activation_function": "relu"}, "relu"),
+        (gpt2.FAMILY, {"n_layer": None}, "n_layer"),
+        (llama.FAMILY, {"hidden_act": "gelu"}, "hidden_act"),
+        (llama.FAMILY, {"attention_bias": True}, "attention_bias"),
+        (llama.FAMILY, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        (llama.FAMILY, {"rope_scaling": {"rope_type": "llama3"}}, "factor"),
+        (llama.FAMILY, {"num_key_value_heads": 3}, "num_query_groups 3"),
+    ],
+)
+def test_a_foreign_model_we_do_not_implement_is_refused_by_name(family, change, words):
+    theirs = (GPT2 if family is gpt2.FAMILY else LLAMA) | change
+    with pytest.raises(ConfigError, match=words):
+        family.config_from_hf(theirs)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        (gpt2.FAMILY, {"position_embedding_type": "rope"}, "position_embedding_type"),
+        (gpt2.FAMILY, {"num_query_groups": 2}, "num_query_groups"),
+        (gpt2.FAMILY, {"kv_channels": 12}, "query_size"),
+        (gpt2.FAMILY, {"activation": "swiglu"}, "swiglu"),
+        (llama.FAMILY, {}, "position_embedding_type"),
+    ],
+)
+def test_a_model_the_family_cannot_express_is_not_exported(small, family, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        family.config_to_hf(small(**changes))

@@ -1,0 +1,70 @@
+import pytest
+from megatron_models.config import GPTConfig
+from megatron_models.flops import gpt_flops
+from megatron_models.parameters import parameter_count
+
+
+def model(layers, hidden, heads, vocab, **others):
+    return GPTConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        vocab_size=vocab,
+        max_position_embeddings=8192,
+        **others,
+    )
+
+
+LLAMA3_8B = {
+    "num_query_groups": 8,
+    "ffn_hidden_size": 14336,
+    "activation": "swiglu",
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+# Megatron-LM's own formula evaluated on published models, to seven digits.
+@pytest.mark.parametrize(
+    ("config", "sequence_length", "expected"),
+    [
+        (model(96, 12288, 96, 51200), 2048, 2.174868e15),
+        (model(32, 4096, 32, 128256, **LLAMA3_8B), 8192, 4.216455e14),
+        (model(24, 1024, 16, 50304), 1024, 2.326530e12),
+    ],
+    ids=["gpt3-175b", "llama3-8b", "gpt2-345m"],
+)
+def test_operations_per_sequence_equal_megatrons(config, sequence_length, expected):
+    assert gpt_flops(config, sequence_length) == pytest.approx(expected, rel=1e-6)
+
+
+def test_operations_grow_with_tokens_and_shrink_with_packing():
+    config = model(2, 64, 4, 512)
+    one = gpt_flops(config, 128)
+    assert gpt_flops(config, 128, tokens=5 * 128) == 5 * one
+    packed = gpt_flops(config, 128, squared_lengths=64**2 + 64**2)
+    halves = gpt_flops(config, 64, tokens=128)
+    assert packed == halves < one
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (model(32, 4096, 32, 128256, **LLAMA3_8B), 8_030_261_248),
+        (
+            GPTConfig(
+                num_layers=12,
+                hidden_size=768,
+                num_attention_heads=12,
+                vocab_size=50257,
+                max_position_embeddings=1024,
+            ),
+            124_439_808,
+        ),
+    ],
+    ids=["llama3-8b", "gpt2-124m"],
+)
+def test_parameter_counts_equal_those_published(config, expected):
+    assert parameter_count(config) == expected
