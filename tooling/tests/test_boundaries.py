@@ -1,0 +1,154 @@
+"""The boundary checks can fail: each fault planted here must turn its check red."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of every package's sources and metadata, to plant faults in."""
+    for package in (ROOT / "packages").iterdir():
+        copy = tmp_path / "packages" / package.name
+        shutil.copytree(package / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(package / "pyproject.toml", copy)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def plant(tree: Path, module: str, line: str) -> None:
+    """Append a line to a module, named by its dotted path; the module may be new."""
+    package = module.split(".")[0].replace("_", "-")
+    path = tree / "packages" / package / "src" / (module.replace(".", "/") + ".py")
+    path.write_text((path.read_text() if path.exists() else "") + f"\n{line}\n")
+
+
+def lint_imports(tree: Path) -> subprocess.CompletedProcess[str]:
+    """import-linter over the copy."""
+    sources = ":".join(str(path / "src") for path in sorted((tree / "packages").iterdir()))
+    return subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
+        cwd=tree,
+        env={"PYTHONPATH": sources, "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def deptry(tree: Path, package: str) -> subprocess.CompletedProcess[str]:
+    """Deptry over one package of the copy."""
+    return subprocess.run(
+        [sys.executable, ROOT / "tooling/check_dependencies.py", package, f"packages/{package}"],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_clean_copy_is_green(tree: Path) -> None:
+    done = lint_imports(tree)
+    assert done.returncode == 0, done.stdout
+    assert deptry(tree, "megatron-optim").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("megatron_parallel.mesh", "import megatron_models"),
+        ("megatron_kernels.registry", "from megatron_parallel import ParallelLayout"),
+        ("megatron_optim.clip", "import megatron_kernels"),
+        ("megatron_models.gpt", "import megatron_ckpt"),
+        ("megatron_data.samplers", "import torch"),
+        ("megatron_data.samplers", "import nltk"),
+        ("megatron_infer.sampling", "import megatron_train"),
+        ("megatron_train.trainer", "import megatron_infer"),
+        ("megatron_parallel.layout", "import torch"),
+        ("megatron_models.config", "import torch"),
+    ],
+)
+def test_a_forbidden_import_is_found(tree: Path, module: str, line: str) -> None:
+    plant(tree, module, line)
+    done = lint_imports(tree)
+    assert done.returncode != 0
+    assert module in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "line", "code"),
+    [
+        ("megatron-ckpt", "megatron_ckpt.store", "import yaml", "DEP001"),
+        ("megatron-optim", "megatron_optim.clip", "import megatron_kernels", "DEP001"),
+        ("megatron-data", "megatron_data.samplers", "import pytest", "DEP004"),
+    ],
+)
+def test_an_undeclared_dependency_is_found(
+    tree: Path, package: str, module: str, line: str, code: str
+) -> None:
+    source = tree / "packages" / package / "src" / module.split(".")[0]
+    (source / "planted.py").write_text(f"{line}\n")
+    done = deptry(tree, package)
+    assert done.returncode != 0
+    assert "planted.py" in done.stdout + done.stderr
+
+
+def test_an_unused_dependency_is_found(tree: Path) -> None:
+    metadata = tree / "packages/megatron-optim/pyproject.toml"
+    metadata.write_text(metadata.read_text().replace('"torch>=2.11"', '"torch>=2.11", "tqdm>=4"'))
+    done = deptry(tree, "megatron-optim")
+    assert done.returncode != 0
+    assert "DEP002" in done.stdout + done.stderr
+
+
+def wheel(folder: Path, drop: str = "", requires: str = "megatron-parallel>=0.1,<0.2") -> None:
+    """A small megatron_optim wheel as `hatch build` would make it, with a fault if asked."""
+    metadata = Message()
+    for key, value in (
+        ("Metadata-Version", "2.4"),
+        ("Name", "megatron-optim"),
+        ("License-Expression", "Apache-2.0"),
+        ("Requires-Python", ">=3.11"),
+        ("Provides-Extra", "test"),
+        ("Requires-Dist", requires),
+    ):
+        metadata[key] = value
+    metadata.set_payload("words " * 100)
+    files = {
+        "megatron_optim/py.typed": "",
+        "megatron_optim/__init__.pyi": "",
+        "megatron_optim/_version.py": "",
+        "megatron_optim-0.1.0.dist-info/METADATA": metadata.as_string(),
+        "megatron_optim-0.1.0.dist-info/licenses/LICENSE": "",
+    }
+    with zipfile.ZipFile(folder / "megatron_optim-0.1.0-py3-none-any.whl", "w") as archive:
+        for name, text in files.items():
+            if name != drop:
+                archive.writestr(name, text)
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        ({}, None),
+        ({"drop": "megatron_optim/py.typed"}, "py.typed is missing"),
+        ({"requires": "megatron-parallel==0.1.0"}, "is not a range"),
+    ],
+)
+def test_a_faulty_wheel_is_found(tmp_path: Path, fault: dict[str, str], named: str | None) -> None:
+    wheel(tmp_path, **fault)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tooling/check_wheels.py", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in done.stderr.splitlines() if "megatron_optim-0.1.0" in line]
+    assert (not lines) if named is None else any(named in line for line in lines)
