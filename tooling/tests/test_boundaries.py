@@ -25,7 +25,7 @@ def tree(tmp_path: Path) -> Path:
 
 def plant(tree: Path, module: str, line: str) -> None:
     """Append a line to a module, named by its dotted path; the module may be new."""
-    package = module.split(".")[0].replace("_", "-")
+    package = module.split(".", maxsplit=1)[0].replace("_", "-")
     path = tree / "packages" / package / "src" / (module.replace(".", "/") + ".py")
     path.write_text((path.read_text() if path.exists() else "") + f"\n{line}\n")
 
@@ -93,7 +93,7 @@ def test_a_forbidden_import_is_found(tree: Path, module: str, line: str) -> None
 def test_an_undeclared_dependency_is_found(
     tree: Path, package: str, module: str, line: str, code: str
 ) -> None:
-    source = tree / "packages" / package / "src" / module.split(".")[0]
+    source = tree / "packages" / package / "src" / module.split(".", maxsplit=1)[0]
     (source / "planted.py").write_text(f"{line}\n")
     done = deptry(tree, package)
     assert done.returncode != 0

@@ -1,0 +1,166 @@
+"""The main job on real text: `nox -s quickstart`.
+
+Moby-Dick to train, State of the Union addresses to validate, both in corpus/. Every step is a
+command that a person could type, printed before it runs. What comes out lies in runs/quickstart.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from bigram import BigramModel
+from megatron_data import GPTDataset, IndexedDataset
+
+ROOT = Path(__file__).parents[1]
+RUN = Path("runs/quickstart")
+SEQUENCE = 128
+MICRO_BATCH = 4
+VOCABULARY = 2048
+
+
+def bold(text: str) -> str:
+    """Text that stands out on a terminal."""
+    return f"\033[1m{text}\033[0m" if sys.stdout.isatty() else text
+
+
+class Steps:
+    """Numbered steps with their times."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.number, self.started = total, 0, time.monotonic()
+
+    def begin(self, title: str) -> None:
+        """Announce the next step."""
+        self.number += 1
+        passed = time.monotonic() - self.started
+        print(f"\n{bold(f'{self.number}/{self.total} {title}')}  ({passed:.0f} s)", flush=True)
+
+
+def run(line: str) -> None:
+    """Print a command, run it, stop with its exit status if it fails."""
+    command = shlex.split(line)
+    print(f"$ {' '.join(line.split())}", flush=True)
+    script = Path(sys.executable).with_name(command[0])
+    status = subprocess.run([str(script), *command[1:]], cwd=ROOT, check=False).returncode
+    if status:
+        sys.exit(f"quickstart: error: {command[0]} exited with {status}; its message stands above")
+
+
+def pretrain(iterations: int, save: Path, more: str = "") -> None:
+    """One `megatron-train pretrain gpt` of the quickstart's model."""
+    run(f"""megatron-train pretrain gpt
+        --train-data-path {RUN}/moby_dick_text_document
+        --valid-data-path {RUN}/state_of_the_union_text_document
+        --tokenizer-model {RUN}/tokenizer
+        --num-layers 4 --hidden-size 128 --num-attention-heads 4
+        --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+        --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE}
+        --micro-batch-size {MICRO_BATCH} --global-batch-size {MICRO_BATCH}
+        --train-iters {iterations} --lr 3e-3 --min-lr 3e-4
+        --lr-warmup-iters 30 --lr-decay-style linear --weight-decay 0.1 --adam-beta2 0.95
+        --log-interval {max(iterations // 20, 1)}
+        --eval-interval {max(iterations // 4, 1)} --eval-iters {eval_batches()}
+        --save {save} {more}""")
+
+
+def eval_batches() -> int:
+    """Micro-batches that cover the validation text once."""
+    with IndexedDataset(RUN / "state_of_the_union_text_document") as tokens:
+        return (int(tokens.sequence_lengths.sum()) - 1) // SEQUENCE // MICRO_BATCH
+
+
+def steps_of(run_folder: Path) -> dict[int, dict[str, object]]:
+    """The training records of a run by iteration."""
+    lines = (ROOT / run_folder / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return {row["iteration"]: row for row in records if row["kind"] == "train"}
+
+
+def validation_loss(run_folder: Path) -> float:
+    """The last validation loss of a run."""
+    lines = (ROOT / run_folder / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [row for row in records if row["kind"] == "validation"][-1]["lm loss"]
+
+
+def main() -> None:
+    """Run all steps."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=2000, help="training steps (2000)")
+    iterations = parser.parse_args().iterations
+    os.chdir(ROOT)
+    shutil.rmtree(RUN, ignore_errors=True)
+    RUN.mkdir(parents=True)
+    steps = Steps(7)
+
+    steps.begin("Train a byte-level BPE on the training text")
+    run(f"""megatron-data train-tokenizer --input corpus/moby_dick.jsonl
+        --vocab-size {VOCABULARY} --output {RUN}/tokenizer""")
+
+    steps.begin("Text to tokens: .bin/.idx files")
+    for name, corpus in (
+        ("moby_dick", "moby_dick.jsonl"),
+        ("state_of_the_union", "state_of_the_union_small.jsonl"),
+    ):
+        run(f"""megatron-data preprocess --input corpus/{corpus} --append-eod
+            --tokenizer-model {RUN}/tokenizer --output-prefix {RUN}/{name}""")
+    run(f"megatron-data inspect {RUN}/moby_dick_text_document --tokenizer-model {RUN}/tokenizer")
+
+    steps.begin("Pretrain, uninterrupted")
+    pretrain(iterations, RUN / "whole")
+
+    steps.begin("The same run, stopped half-way ...")
+    half = iterations // 2
+    pretrain(iterations, RUN / "stopped", f"--exit-interval {half}")
+
+    steps.begin("... and resumed")
+    pretrain(iterations, RUN / "stopped", f"--load {RUN}/stopped")
+
+    steps.begin("What came of it")
+    report(iterations, half)
+
+    steps.begin("A sample")
+    run(f"""megatron-infer generate --load {RUN}/whole --prompt "The whale"
+        --max-new-tokens 100 --temperature 0.8 --top-k 40 --seed 1""")
+    print(f"\n{bold('Next')}: look at {RUN}/whole/loss.png, then try")
+    print(f"  megatron-infer generate --load {RUN}/whole --prompt 'My fellow citizens'")
+    print(f"  megatron-ckpt inspect {RUN}/whole")
+    print(f"  megatron-ckpt convert --to-hf {RUN}/whole {RUN}/huggingface")
+    print(f"The commands were installed into {Path(sys.executable).parent}")
+
+
+def report(iterations: int, half: int) -> None:
+    """Compare resumed with uninterrupted losses, and the model with a bigram model."""
+    whole, stopped = steps_of(RUN / "whole"), steps_of(RUN / "stopped")
+    after = range(half + 1, iterations + 1)
+    different = [step for step in after if whole[step]["lm loss"] != stopped[step]["lm loss"]]
+    if different:
+        sys.exit(f"quickstart: error: the resumed run differs from step {different[0]}")
+    print(f"resumed run: {len(after)} losses after the stop, all equal bit for bit")
+
+    model = validation_loss(RUN / "whole")
+    with IndexedDataset(RUN / "moby_dick_text_document") as train:
+        tokens = np.concatenate([train[index] for index in range(len(train))]).astype(np.int64)
+    with IndexedDataset(RUN / "state_of_the_union_text_document") as valid:
+        samples = GPTDataset(
+            valid, num_samples=eval_batches() * MICRO_BATCH, sequence_length=SEQUENCE, seed=1234
+        )
+        rows = [samples[index] for index in range(eval_batches() * MICRO_BATCH)]
+    inputs = np.concatenate([row["tokens"] for row in rows])
+    labels = np.concatenate([row["labels"] for row in rows])
+    loss, *weights = BigramModel(tokens, VOCABULARY).loss(inputs, labels)
+    print(f"validation loss on {len(labels):,} tokens: model {model:.4f}, interpolated bigram "
+          f"{loss:.4f} (bigram weight {weights[0]:.2f}, unigram {weights[1]:.3f})")  # fmt: skip
+    if not model < loss:
+        sys.exit("quickstart: error: the model is no better than a bigram model")
+
+
+if __name__ == "__main__":
+    main()
