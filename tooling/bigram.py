@@ -1,7 +1,7 @@
 """An interpolated bigram language model: the least a trained transformer must beat.
 
-p(next | previous) = a · bigram + (1 - a) · (b · unigram + (1 - b) · uniform), from maximum-likelihood
-counts of the training tokens (Jelinek and Mercer, 1980). The weights a and b are chosen on the
+p(next | previous) = a · bigram + (1 - a) · (b · unigram + (1 - b) · uniform), from relative
+frequencies in the training tokens (Jelinek and Mercer, 1980). The weights a and b are chosen on the
 *validation* tokens themselves, the most favourable choice there is.
 """
 
