@@ -23,8 +23,10 @@ MODULES = {
 
 # Declared although no source line imports them by that name: torch's object collectives and
 # `Tensor.numpy` need numpy at run time, `torch.utils.tensorboard` needs tensorboard, and kernels
-# looks for its extras by name instead of importing them.
-UNUSED_BY_NAME = "|".join(("numpy", "tensorboard", "triton", "flash-attn", "transformer-engine"))
+# looks for its extras by name instead of importing them; jaxtyping imports beartype by name.
+UNUSED_BY_NAME = "|".join(
+    ("numpy", "tensorboard", "triton", "flash-attn", "transformer-engine", "beartype")
+)
 
 
 def command(package: str, folder: Path) -> list[str]:
@@ -36,7 +38,7 @@ def command(package: str, folder: Path) -> list[str]:
         "--known-first-party", package.replace("-", "_"),
         "--package-module-name-map", mapping,
         "--per-rule-ignores", f"DEP002={UNUSED_BY_NAME}",
-        "--dev-optional-dependencies", "test",
+        "--optional-dependencies-dev-groups", "test",
     ]  # fmt: skip
 
 

@@ -1,0 +1,370 @@
+"""The pool: sets of workers, one set per number of ranks, kept while they are healthy."""
+
+import contextlib
+import json
+import os
+import pickle
+import select
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from megatron_parallel.testing import server, wire
+from megatron_parallel.testing import worker as worker_module
+from megatron_parallel.testing.failures import Failure, WorkerError
+from megatron_parallel.testing.worker import Call, Outcome, Rank, Setup
+
+if TYPE_CHECKING:
+    from megatron_parallel.layout import ParallelLayout
+
+_START_TIMEOUT = 120.0  # seconds for importing torch and joining a group on a busy machine
+_GRACE = 1.0  # seconds for the other ranks to report after one has failed
+_BOOT = (
+    "import json, sys; descriptor, directory, preload, typecheck, path = json.loads(sys.argv[1]); "
+    "sys.path[:] = path; from megatron_parallel.testing.server import main; "
+    "main(descriptor, directory, preload, typecheck)"
+)
+
+
+@dataclass
+class _Worker:
+    rank: int
+    pid: int
+    connection: socket.socket
+    trace: Path
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+
+def _on_mesh(
+    rank: Rank, layout: "ParallelLayout", function: "Callable[..., Any]", *arguments: Any
+) -> Any:
+    return function(rank.mesh(layout), *arguments)
+
+
+class WorkerPool:
+    """Processes that run a function on several ranks, again and again.
+
+    Workers are forked from one process that has imported torch, joined by a process group through a
+    file (no ports), and kept: a set of workers for each number of ranks that was asked for. A call
+    that fails ends its set; the next call gets a fresh one. Each worker computes with one thread.
+    Workers end with the process that owns the pool, even if that is killed.
+
+    Not safe for several threads at once.
+
+    Args:
+        max_ranks: The most ranks one call may ask for.
+        timeout: Seconds a call may take unless it says otherwise.
+        collective_timeout: Seconds after which a waiting collective fails.
+        backend: Backend of the process group, ``gloo`` or for example ``cpu:gloo,cuda:nccl``.
+        device: Device type of the ranks; rank ``i`` gets device ``i`` of it (``cpu`` is shared).
+        typecheck: Packages whose jaxtyping annotations beartype checks inside the workers.
+        preload: Modules to import once, before workers are forked. By default what torch's own
+            parallel code needs and takes seconds to import.
+    """
+
+    def __init__(
+        self,
+        max_ranks: int = 4,
+        *,
+        timeout: float = 30.0,
+        collective_timeout: float = 20.0,
+        backend: str = "gloo",
+        device: str = "cpu",
+        typecheck: Sequence[str] = (),
+        preload: Sequence[str] = ("torch.distributed.tensor",),
+    ) -> None:
+        if max_ranks < 1:
+            raise ValueError(f"max_ranks is {max_ranks}; a pool needs at least 1 rank")
+        self.max_ranks = max_ranks
+        self.timeout = timeout
+        self.typecheck = tuple(typecheck)
+        self._collective_timeout = collective_timeout
+        self._backend = backend
+        self._device = device
+        self._directory = Path(tempfile.mkdtemp(prefix="megatron-pool-"))
+        self._generation = 0
+        self._crews: dict[int, list[_Worker]] = {}
+        self._connection, theirs = socket.socketpair()
+        self._server = _start_server(theirs, self._directory, preload, self.typecheck)
+        self._ready = False
+        self._close = weakref.finalize(
+            self, _shut_down, self._server, self._connection, self._directory
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all workers. A closed pool cannot be used again."""
+        for ranks in list(self._crews):
+            self._dismiss(ranks)
+        self._close()
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        ranks: int = 2,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Call ``function(rank, *arguments)`` on every rank and return the results by rank.
+
+        ``rank`` is a :class:`Rank`. The default process group has ``ranks`` members. Before each
+        call the random generators are seeded with 0, gradients are on, the default dtype is float32
+        and the working directory is the caller's.
+
+        Args:
+            function: Any function. One defined in a regular package travels by name, any other
+                (test files, closures, lambdas) by value, with cloudpickle.
+            arguments: Anything that pickles. Tensors travel as copies on the CPU, detached; so do
+                those in the results.
+            ranks: Number of ranks, at most ``max_ranks``.
+            timeout: Seconds until a rank that has not finished counts as hung.
+
+        Raises:
+            WorkerError: A rank raised, died or hung. The message holds its traceback.
+            ValueError: ``ranks`` is out of range.
+        """
+        if not 1 <= ranks <= self.max_ranks:
+            raise ValueError(f"ranks is {ranks}; this pool has 1 to {self.max_ranks}")
+        timeout = self.timeout if timeout is None else timeout
+        payload = wire.dumps((function, arguments), function, *filter(callable, arguments))
+        call = wire.dumps(Call(list(sys.path), str(Path.cwd()), payload))
+        crew = self._crew(ranks)
+        try:
+            outcomes = self._exchange(crew, [call] * ranks, timeout)
+        except BaseException:
+            self._dismiss(ranks)
+            raise
+        return [pickle.loads(outcome.result or b"") for outcome in outcomes]
+
+    def run_mesh(
+        self,
+        layout: "ParallelLayout",
+        function: "Callable[..., Any]",
+        *arguments: Any,
+        ranks: int | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Call ``function(mesh, *arguments)`` on every rank of ``layout``.
+
+        ``mesh`` is the :class:`~megatron_parallel.mesh.Mesh` of the layout, bound at the first use
+        and kept while its workers live. ``ranks`` is needed only where the layout leaves the
+        data-parallel size open. Otherwise as :meth:`run`.
+        """
+        ranks = layout.world_size if ranks is None else ranks
+        return self.run(_on_mesh, layout, function, *arguments, ranks=ranks, timeout=timeout)
+
+    # Below: sets of workers.
+
+    def _crew(self, ranks: int) -> list[_Worker]:
+        crew = self._crews.get(ranks)
+        if crew is not None:
+            lost = [worker for worker in crew if select.select([worker], [], [], 0)[0]]
+            if not lost:
+                return crew
+            names = ", ".join(f"rank {w.rank} {self._status(w)}" for w in lost)
+            warnings.warn(f"after its last call {names}; starting new workers", stacklevel=3)
+            self._dismiss(ranks)
+        return self._start_crew(ranks)
+
+    def _start_crew(self, ranks: int) -> list[_Worker]:
+        if not self._close.alive:
+            raise ValueError("this pool is closed; make a new WorkerPool")
+        self._wait_for_server()
+        self._generation += 1
+        stem = self._directory / f"{ranks}-{self._generation}"
+        crew = self._crews[ranks] = []
+        for rank in range(ranks):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                pid = self._ask(b"F", 0, theirs)
+            crew.append(_Worker(rank, pid, ours, Path(f"{stem}.trace{rank}")))
+        setups = [
+            Setup(
+                rank=worker.rank,
+                size=ranks,
+                backend=self._backend,
+                device=self._device,
+                rendezvous=f"{stem}.store",
+                trace=str(worker.trace),
+                collective_timeout=self._collective_timeout,
+            )
+            for worker in crew
+        ]
+        try:
+            self._exchange(crew, [wire.dumps(setup) for setup in setups], _START_TIMEOUT)
+        except BaseException:
+            self._dismiss(ranks)
+            raise
+        return crew
+
+    def _exchange(
+        self, crew: list[_Worker], messages: list[bytes], timeout: float
+    ) -> list[Outcome]:
+        """Send each worker its message and collect the answers, or raise what failed."""
+        deadline = time.monotonic() + timeout
+        outcomes: dict[int, Outcome] = {}
+        failures: list[Failure] = []
+        with selectors.DefaultSelector() as selector:
+            for worker, message in zip(crew, messages, strict=True):
+                worker.connection.settimeout(timeout)
+                with contextlib.suppress(OSError):  # it died; reading will say so
+                    wire.send(worker.connection, message)
+                selector.register(worker, selectors.EVENT_READ, worker)
+            while selector.get_map():
+                for key, _ in selector.select(max(deadline - time.monotonic(), 0)):
+                    worker = key.data
+                    selector.unregister(worker)
+                    try:
+                        worker.connection.settimeout(max(deadline - time.monotonic(), 0.1))
+                        outcome: Outcome = pickle.loads(wire.receive(worker.connection))
+                    except EOFError:
+                        failures.append(self._death(worker))
+                    except TimeoutError:  # in the middle of its answer
+                        failures.append(self._hang(worker, timeout, None))
+                    else:
+                        outcomes[worker.rank] = outcome
+                        if outcome.summary:
+                            failures.append(
+                                Failure(worker.rank, "raised", outcome.summary, outcome.traceback)
+                            )
+                    if len(failures) == 1:
+                        deadline = min(deadline, time.monotonic() + _GRACE)
+                if time.monotonic() >= deadline:
+                    break
+            waiting = [key.data for key in selector.get_map().values()]
+        if waiting:
+            cause = failures[0].rank if failures else None
+            failures.extend(self._hang(worker, timeout, cause) for worker in waiting)
+        if failures:
+            # A peer's death reaches the others as a broken connection: name the death first.
+            failures.sort(key=lambda failure: failure.kind != "died")
+            raise WorkerError(failures, len(crew))
+        return [outcomes[worker.rank] for worker in crew]
+
+    def _death(self, worker: _Worker) -> Failure:
+        status = self._status(worker)
+        return Failure(worker.rank, "died", status, _read_trace(worker))
+
+    def _hang(self, worker: _Worker, timeout: float, cause: int | None) -> Failure:
+        before = _read_trace(worker)
+        trace = before
+        try:
+            os.kill(worker.pid, signal.SIGUSR1)
+            deadline = time.monotonic() + 1
+            while time.monotonic() < deadline and (trace == before or not trace.endswith("\n")):
+                time.sleep(0.01)
+                trace = _read_trace(worker)
+        except ProcessLookupError:
+            pass
+        trace = trace[len(before) :].partition(f'  File "{worker_module.__file__}"')[0]
+        if cause is None:
+            return Failure(worker.rank, "hung", f"did not finish within {timeout:g} s", trace)
+        return Failure(worker.rank, "stopped", f"was stopped: rank {cause} had failed", trace)
+
+    def _status(self, worker: _Worker) -> str:
+        """How a worker's process ended, in words."""
+        status = self._ask(b"W", worker.pid)
+        if status == server.STILL_RUNNING:
+            return "closed its connection but did not exit"
+        worker.pid = 0
+        if status < 0:
+            return f"died of signal {-status} ({signal.Signals(-status).name})"
+        return f"exited with status {status}"
+
+    def _dismiss(self, ranks: int) -> None:
+        for worker in self._crews.pop(ranks, []):
+            worker.connection.close()
+            if worker.pid and self._server.poll() is None:
+                os.kill(worker.pid, signal.SIGKILL)
+                self._ask(b"W", worker.pid)
+
+    # Below: the server.
+
+    def _wait_for_server(self) -> None:
+        if not self._ready:
+            self._connection.settimeout(_START_TIMEOUT)
+            self._answer()
+            self._ready = True
+
+    def _ask(self, kind: bytes, number: int, attached: socket.socket | None = None) -> int:
+        request = server.REQUEST.pack(kind, number)
+        descriptors = [] if attached is None else [attached.fileno()]
+        with contextlib.suppress(ConnectionError):  # reading says how it ended
+            socket.send_fds(self._connection, [request], descriptors)
+        return self._answer()
+
+    def _answer(self) -> int:
+        data = b""
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            data = self._connection.recv(server.ANSWER.size)
+        if len(data) < server.ANSWER.size:
+            try:
+                status = f"exited with status {self._server.wait(5)}"
+            except subprocess.TimeoutExpired:
+                status = f"did not answer within {_START_TIMEOUT:g} s"
+            self.close()
+            raise RuntimeError(f"the pool's fork server {status}; its own message is on stderr")
+        (answer,) = server.ANSWER.unpack(data)
+        return int(answer)
+
+
+def _start_server(
+    theirs: socket.socket, directory: Path, preload: Sequence[str], typecheck: Sequence[str]
+) -> "subprocess.Popen[bytes]":
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    environment = {"GLOO_SOCKET_IFNAME": loopback, **os.environ}
+    # One thread a rank, and none in the server: forking a process with threads is not safe.
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        environment[name] = "1"
+    settings = [theirs.fileno(), str(directory), list(preload), list(typecheck), sys.path]
+    with theirs:
+        return subprocess.Popen(
+            [sys.executable, "-c", _BOOT, json.dumps(settings)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # an interrupt at the terminal reaches the owner alone
+        )
+
+
+def _shut_down(
+    process: "subprocess.Popen[bytes]", connection: socket.socket, directory: Path
+) -> None:
+    connection.close()  # the server ends its workers and itself
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _read_trace(worker: _Worker) -> str:
+    try:
+        return worker.trace.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,101 @@
+"""The fork server: one process with torch imported that forks a worker on request.
+
+It runs one thread and starts no library threads, so that forking it is safe. It ends, and takes all
+workers with it, as soon as the connection to the process that started it closes: a test run that is
+killed, even with SIGKILL, leaves nothing behind.
+
+Requests are nine bytes, a letter and a number: ``F`` with a socket attached forks a worker that
+serves it and answers the process id; ``W`` waits for a worker that has ended or was killed and
+answers its exit status, negative for a signal.
+"""
+
+import ctypes
+import importlib
+import os
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+REQUEST = struct.Struct("<cq")
+ANSWER = struct.Struct("<q")
+STILL_RUNNING = -1000
+_PR_SET_PDEATHSIG = 1
+
+
+def main(descriptor: int, directory: str, preload: Sequence[str], typecheck: Sequence[str]) -> None:
+    """Serve requests on the socket ``descriptor`` until it closes; then remove ``directory``.
+
+    ``preload`` are modules to import before forking; ``typecheck`` are packages whose jaxtyping
+    annotations are to be checked with beartype.
+    """
+    from megatron_parallel.testing import worker
+
+    connection = socket.socket(fileno=descriptor)
+    if typecheck:
+        from jaxtyping import install_import_hook
+
+        install_import_hook(list(typecheck), "beartype.beartype")
+    for name in preload:
+        importlib.import_module(name)
+    connection.sendall(ANSWER.pack(os.getpid()))
+
+    children: set[int] = set()
+    try:
+        while True:
+            request, descriptors, _, _ = socket.recv_fds(connection, REQUEST.size, maxfds=1)
+            if len(request) < REQUEST.size:
+                break
+            kind, number = REQUEST.unpack(request)
+            if kind == b"F":
+                answer = _fork(connection, descriptors[0], worker.serve)
+                children.add(answer)
+            else:
+                answer = _wait(number)
+                children.discard(number)
+            connection.sendall(ANSWER.pack(answer))
+    except ConnectionError:
+        pass
+    finally:
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)  # nothing of torch needs to be taken down in order
+
+
+def _fork(
+    connection: socket.socket, descriptor: int, serve: Callable[[socket.socket], None]
+) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        os.close(descriptor)
+        return pid
+    status = 1
+    try:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # the server went between fork and prctl
+                os._exit(1)
+        connection.close()
+        serve(socket.socket(fileno=descriptor))
+        status = 0
+    except BaseException:  # noqa: BLE001 - nothing may climb into the server's loop
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _wait(pid: int, patience: float = 5.0) -> int:
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.001)
+    return STILL_RUNNING

@@ -1,0 +1,118 @@
+"""Messages between the pool and its workers: a length, then a pickle, over a local socket.
+
+A function defined in a regular package (a folder with an ``__init__.py``) travels by name.
+Everything else - functions in test files, notebooks and scripts, closures, lambdas - travels by
+value, because a worker has no way to import it. Tensors travel as copies on the CPU, detached from
+their graph; no handle to shared memory outlives the call.
+"""
+
+import importlib.util
+import io
+import pickle
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+try:
+    import cloudpickle  # type: ignore[import-untyped]
+except ModuleNotFoundError as error:  # pragma: no cover - depends on the installation
+    raise ModuleNotFoundError(
+        "megatron_parallel.testing needs cloudpickle: pip install 'megatron-parallel[testing]'",
+        name=error.name,
+    ) from error
+
+_LENGTH = struct.Struct("<Q")
+
+
+def _rebuild_tensor(
+    kind: type[torch.Tensor], data: bytes, dtype: torch.dtype, shape: tuple[int, ...], grad: bool
+) -> torch.Tensor:
+    if data:
+        tensor = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+    else:
+        tensor = torch.empty(shape, dtype=dtype)
+    return torch.nn.Parameter(tensor, requires_grad=grad) if kind is torch.nn.Parameter else tensor
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, with plain tensors written as bytes."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if (
+            type(obj) in (torch.Tensor, torch.nn.Parameter)
+            and obj.layout == torch.strided
+            and obj.device.type != "meta"
+            and not obj.is_quantized
+        ):
+            plain = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+            arguments = (type(obj), data, plain.dtype, tuple(plain.shape), obj.requires_grad)
+            return _rebuild_tensor, arguments
+        return super().reducer_override(obj)
+
+
+def _sent_by_value(function: Callable[..., Any]) -> ModuleType | None:
+    """The module of ``function`` where it is not part of a regular package."""
+    function = getattr(function, "func", function)  # functools.partial
+    name = getattr(function, "__module__", None)
+    module = sys.modules.get(name) if name else None
+    if module is None or module.__name__ == "__main__":  # by value already
+        return None
+    root = module.__name__.partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(root)
+    except (ValueError, ModuleNotFoundError):  # a parent that a test runner made up
+        return module
+    regular = spec is not None and spec.submodule_search_locations is not None and spec.has_location
+    return None if regular else module
+
+
+def dumps(message: Any, *functions: Callable[..., Any]) -> bytes:
+    """Pickle ``message``; the modules of ``functions`` go by value where they must."""
+    modules = []
+    for function in functions:
+        module = _sent_by_value(function)
+        if (
+            module is not None
+            and module.__name__ not in cloudpickle.list_registry_pickle_by_value()
+        ):
+            cloudpickle.register_pickle_by_value(module)
+            modules.append(module)
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(message)
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+    return buffer.getvalue()
+
+
+def send(connection: socket.socket, payload: bytes) -> None:
+    """Write one message."""
+    connection.sendall(_LENGTH.pack(len(payload)) + payload)
+
+
+def receive(connection: socket.socket) -> bytes:
+    """Read one message; ``EOFError`` if the other side is gone."""
+    (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
+    return _read(connection, length)
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    view = memoryview(data)
+    filled = 0
+    while filled < size:
+        try:
+            count = connection.recv_into(view[filled:])
+        except ConnectionError:
+            count = 0
+        if count == 0:
+            raise EOFError("the other side closed the connection")
+        filled += count
+    return bytes(data)

@@ -1,0 +1,144 @@
+"""One rank: a process that joins a process group once and then runs function after function."""
+
+import faulthandler
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_parallel.testing import wire
+
+if TYPE_CHECKING:
+    from megatron_parallel.layout import ParallelLayout
+    from megatron_parallel.mesh import Mesh
+
+
+@dataclass
+class Rank:
+    """What a function run by the pool is told: which rank it is, of how many, on which device."""
+
+    rank: int
+    size: int
+    device: torch.device
+    _meshes: "dict[ParallelLayout, Mesh]" = field(default_factory=dict, repr=False)
+
+    def mesh(self, layout: "ParallelLayout") -> "Mesh":
+        """The mesh of ``layout`` over all ranks of this call.
+
+        It is bound at the first call and reused by later tests while this set of workers lives.
+        Every rank must ask for the same layouts in the same order.
+        """
+        from megatron_parallel.mesh import Mesh
+
+        layout = layout.resolve(self.size)
+        if layout not in self._meshes:
+            self._meshes[layout] = Mesh.bind(layout, device=self.device)
+        return self._meshes[layout]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """First message to a worker: how to join its group."""
+
+    rank: int
+    size: int
+    backend: str
+    device: str
+    rendezvous: str
+    trace: str
+    collective_timeout: float
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call; function and arguments are pickled on their own, to be read under ``path``."""
+
+    path: list[str]
+    folder: str
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A rank's answer: its pickled result, or what it raised."""
+
+    result: bytes | None
+    summary: str = ""
+    traceback: str = ""
+
+
+def serve(connection: socket.socket) -> None:
+    """Join the group described by the first message, then answer calls until the pool is gone."""
+    setup: Setup = pickle.loads(wire.receive(connection))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Path(setup.trace).open("w") as trace:
+        faulthandler.enable(trace, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, trace, all_threads=True)
+        try:
+            rank = _join(setup)
+        except Exception as error:  # noqa: BLE001 - told to the pool, which raises it
+            wire.send(connection, wire.dumps(_outcome_of(error, "could not join its group: ")))
+            return
+        wire.send(connection, wire.dumps(Outcome(None)))
+        while True:
+            try:
+                call = pickle.loads(wire.receive(connection))
+            except EOFError:
+                return
+            wire.send(connection, wire.dumps(_answer(call, rank)))
+
+
+def _join(setup: Setup) -> Rank:
+    torch.set_num_threads(1)
+    device = torch.device(setup.device)
+    if device.type != "cpu":
+        device = torch.device(device.type, setup.rank)
+        torch.get_device_module(device).set_device(device)
+    dist.init_process_group(
+        setup.backend,
+        init_method=f"file://{setup.rendezvous}",
+        rank=setup.rank,
+        world_size=setup.size,
+        timeout=timedelta(seconds=setup.collective_timeout),
+    )
+    return Rank(setup.rank, setup.size, device)
+
+
+def _answer(call: Call, rank: Rank) -> Outcome:
+    sys.path[:] = call.path
+    os.chdir(call.folder)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    try:
+        function, arguments = pickle.loads(call.payload)
+        result = wire.dumps(function(rank, *arguments))
+    except BaseException as error:  # noqa: BLE001 - SystemExit too is told to the pool
+        return _outcome_of(error)
+    try:
+        if rank.size > 1:
+            dist.barrier()
+    except Exception as error:  # noqa: BLE001 - told to the pool
+        return _outcome_of(error, "returned, but the barrier behind it failed: ")
+    return Outcome(result)
+
+
+def _outcome_of(error: BaseException, prefix: str = "raised ") -> Outcome:
+    last = traceback.format_exception_only(error)[-1].strip()
+    # The first frame is ours. Text only: an exception may hold what does not pickle.
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return Outcome(None, prefix + last.partition("\n")[0], text)
