@@ -1,0 +1,8 @@
+"""The console script `megatron-data`.
+
+`main` is the entry point; every other module holds one command: its options and what it does.
+"""
+
+from .main import main
+
+__all__ = ["main"]

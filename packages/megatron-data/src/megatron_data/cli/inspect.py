@@ -1,0 +1,71 @@
+"""`megatron-data inspect`."""
+
+import argparse
+import sys
+from functools import partial
+from typing import Any
+
+from .options import add_tokenizer_options, tokenizer_of
+from .parser import Parser
+
+
+def add_parser(commands: Any) -> None:
+    """Declare the command."""
+    parser: Parser = commands.add_parser(
+        "inspect",
+        help="show documents, counts, lengths and vocabulary use of a dataset",
+        description="Show a dataset: counts, a histogram of document lengths, which part of the "
+        "vocabulary it uses, and its first documents (as text, given the tokenizer).",
+    )
+    parser.add_argument("prefix", help="path of the .bin/.idx pair without suffix")
+    parser.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show")
+    parser.add_argument(
+        "--tokens", type=int, default=60, metavar="N", help="tokens to show of each document"
+    )
+    add_tokenizer_options(parser)
+    parser.set_defaults(run=partial(run, parser))
+
+
+def run(parser: Parser, arguments: argparse.Namespace) -> int:
+    """Print the summary and the documents."""
+    from ..errors import DataError
+    from ..indexed.reader import IndexedDataset
+    from ..inspection import draw_histogram, summarize
+    from ..preprocessing.manifest import read_manifest
+
+    tokenizer = None
+    default = arguments.tokenizer_type == parser.get_default("tokenizer_type")
+    if not default or arguments.tokenizer_model is not None:
+        tokenizer = tokenizer_of(parser, arguments)
+    manifest = read_manifest(arguments.prefix)
+    recorded = manifest["tokenizer"] if manifest else {}
+    if tokenizer and recorded and recorded["fingerprint"] != tokenizer.fingerprint:
+        raise DataError(
+            f"{arguments.prefix} was made with tokenizer {recorded['fingerprint']}, not with "
+            f"{tokenizer.fingerprint}; give that one with --tokenizer-model"
+        )
+    with IndexedDataset(arguments.prefix) as dataset:
+        summary = summarize(dataset)
+        counts = summary.counts
+        empty = f" ({counts.empty_documents:,} empty)" if counts.empty_documents else ""
+        print(
+            f"{arguments.prefix}: {counts.documents:,} documents{empty}, {counts.sequences:,} "
+            f"sequences, {counts.tokens:,} tokens, {dataset.dtype}"
+        )
+        print("\ndocument lengths in tokens")
+        encoding = (sys.stdout.encoding or "").lower()
+        print(draw_histogram(summary.document_lengths, blocks=encoding.startswith("utf")))
+        vocab_size = tokenizer.vocab_size if tokenizer else recorded.get("vocab_size")
+        used = f"{summary.distinct_tokens:,}"
+        if vocab_size:
+            used += f" of {vocab_size:,} ({summary.distinct_tokens / vocab_size:.1%})"
+        print(f"\nvocabulary: {used} tokens occur; the most common:")
+        for token, times in summary.most_common(8):
+            text = f"  {tokenizer.decode([token])!r}" if tokenizer else ""
+            print(f"{token:>10}  {times / max(counts.tokens, 1):6.2%}{text}")
+        for number in range(min(arguments.documents, counts.documents)):
+            tokens = dataset.document(number)
+            shown = tokens[: arguments.tokens].tolist()
+            print(f"\ndocument {number}, {len(tokens):,} tokens")
+            print(tokenizer.decode(shown) if tokenizer else " ".join(map(str, shown)))
+    return 0

@@ -1,0 +1,32 @@
+"""`megatron-data verify`."""
+
+import argparse
+from typing import Any
+
+from .parser import Parser
+
+
+def add_parser(commands: Any) -> None:
+    """Declare the command."""
+    parser: Parser = commands.add_parser(
+        "verify",
+        help="check structure and digests of datasets",
+        description="Check every length, pointer and bound of a dataset, and its sizes, counts "
+        "and digests against its manifest if it has one. Exits with 1 at the first fault.",
+    )
+    parser.add_argument("prefix", nargs="+", help="path of a .bin/.idx pair without suffix")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verify each dataset; the first fault ends the command."""
+    from ..preprocessing.manifest import verify
+
+    for prefix in arguments.prefix:
+        found = verify(prefix)
+        compared = "digests match the manifest" if found.manifest else "no manifest: structure only"
+        print(
+            f"{prefix}: in order, {found.counts.documents:,} documents, "
+            f"{found.counts.tokens:,} tokens ({compared})"
+        )
+    return 0

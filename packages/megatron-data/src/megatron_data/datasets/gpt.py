@@ -1,0 +1,171 @@
+"""Samples of left-to-right language modelling."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError
+from ..order.spans import SampleOrder
+from .masks import document_masks
+
+Sample: TypeAlias = dict[str, NDArray[Any]]
+
+# Stands for padding inside a sample under construction; no vocabulary holds it.
+_NO_TOKEN = -1
+
+
+class TokenSource(Protocol):
+    """Where tokens come from: an `IndexedDataset`, or anything with these two."""
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """Tokens of every sequence, int32 `[S]`."""
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """Tokens of a sequence, or `length` of them from `offset` on."""
+
+
+@dataclass(frozen=True)
+class GPTDatasetConfig:
+    """How tokens become samples.
+
+    Raises:
+        DataError: an option that needs the end-of-document token without one, the same token as
+            padding and as the end of a document, or a length below 1.
+    """
+
+    sequence_length: int = field(
+        metadata={"help": "tokens in a sample", "flag": "--seq-length", "unit": "tokens"}
+    )
+    eod_id: int | None = field(default=None, metadata={"help": "token that ends a document"})
+    pad_id: int | None = field(
+        default=None,
+        metadata={"help": "token that is padding wherever it occurs; None: no token is"},
+    )
+    add_extra_token: bool = field(
+        default=True,
+        metadata={"help": "read one token more than the sequence length, for the last label"},
+    )
+    reset_position_ids: bool = field(
+        default=False,
+        metadata={"help": "restart positions after a document", "flag": "--reset-position-ids"},
+    )
+    reset_attention_mask: bool = field(
+        default=False,
+        metadata={"help": "attend within a document only", "flag": "--reset-attention-mask"},
+    )
+    eod_mask_loss: bool = field(
+        default=False,
+        metadata={
+            "help": "no loss where the input is the end-of-document token",
+            "flag": "--eod-mask-loss",
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 1:
+            raise DataError(f"sequence length {self.sequence_length}; give at least 1")
+        asked = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
+        if asked and self.eod_id is None:
+            raise DataError(
+                "resetting positions or attention, or masking the loss, at document ends needs "
+                "eod_id, the end-of-document token"
+            )
+        if self.pad_id is not None and self.pad_id == self.eod_id:
+            raise DataError(
+                f"token {self.pad_id} is both padding and the end of a document, so no loss would "
+                "fall on document ends; leave pad_id None"
+            )
+
+    @property
+    def extra(self) -> int:
+        """1 with `add_extra_token`, else 0."""
+        return int(self.add_extra_token)
+
+
+class GPTDataset:
+    """Samples cut out of a token source along an order.
+
+    A sample is a dictionary of arrays:
+
+    - `tokens`, `labels`: int64 `[s]`; label i is the token after token i.
+    - `loss_mask`: float32 `[s]`.
+    - `positions`: int32 `[s]`.
+    - `document_ids`: int32 `[s]`; -1 is padding.
+    - `sample_ids`: int64 scalar, the number asked for.
+
+    Padding is token 0 with loss mask 0. A token equal to `pad_id` inside the text counts as
+    padding, as in Megatron.
+
+    Args:
+        source: tokens.
+        order: which tokens make up which sample.
+        config: how they become a sample.
+
+    Raises:
+        DataError: an order built for another sequence length.
+    """
+
+    def __init__(self, source: TokenSource, order: SampleOrder, config: GPTDatasetConfig) -> None:
+        if order.sample_length != config.sequence_length + config.extra:
+            raise DataError(
+                f"the order was built for samples of {order.sample_length} tokens, the "
+                f"configuration asks for {config.sequence_length} + {config.extra}"
+            )
+        self.source = source
+        self.order = order
+        self.config = config
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self.order)
+
+    def __getitem__(self, sample: int) -> Sample:
+        config = self.config
+        text, padded = self._text(sample)
+        tokens = text[: config.sequence_length]
+        if config.add_extra_token:
+            labels = text[1:].copy()
+        else:
+            labels = np.append(text[1:], _NO_TOKEN)
+            padded = True
+        masks = document_masks(
+            tokens,
+            config.eod_id,
+            reset_position_ids=config.reset_position_ids,
+            reset_attention_mask=config.reset_attention_mask,
+            eod_mask_loss=config.eod_mask_loss,
+        )
+        if padded:
+            is_padding = tokens == _NO_TOKEN
+            tokens[is_padding] = 0
+            masks.document_ids[is_padding] = -1
+            is_padding = labels == _NO_TOKEN
+            labels[is_padding] = 0
+            masks.loss_mask[is_padding] = 0
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": masks.loss_mask,
+            "positions": masks.positions,
+            "document_ids": masks.document_ids,
+            "sample_ids": np.asarray(sample, np.int64),
+        }
+
+    def _text(self, sample: int) -> tuple[NDArray[np.int64], bool]:
+        """Tokens of a sample, int64 `[s + extra]`, and whether some of them are padding."""
+        text = np.empty(self.order.sample_length, np.int64)
+        filled = 0
+        for span in self.order.spans(sample):
+            part = self.source.get(span.sequence, span.offset, span.length)
+            text[filled : filled + len(part)] = part
+            filled += len(part)
+        padded = filled < len(text)
+        text[filled:] = _NO_TOKEN
+        if self.config.pad_id is not None:
+            is_padding = text == self.config.pad_id
+            padded = padded or bool(is_padding.any())
+            text[is_padding] = _NO_TOKEN
+        return text, padded

@@ -1,0 +1,36 @@
+"""Made-up tokens, for trying a configuration without data."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class MockTokens:
+    """Megatron's mock data: documents that count 1, 2, 3 … and end with the end-of-document token.
+
+    Args:
+        vocab_size: numbers are taken modulo this.
+        eod_id: last token of every document.
+        documents: how many.
+        longest: lengths are drawn from 1 to `longest` - 1, with seed 0.
+    """
+
+    def __init__(
+        self, vocab_size: int, eod_id: int, documents: int = 100_000, longest: int = 4096
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.eod_id = eod_id
+        self._lengths = np.random.default_rng(0).integers(1, longest, documents, dtype=np.int32)
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """Tokens of every document, int32 `[documents]`."""
+        return self._lengths
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[np.int64]:
+        """Tokens of a document, or `length` of them from `offset` on."""
+        whole = int(self._lengths[sequence])
+        end = whole if length is None else offset + length
+        tokens = np.arange(offset + 1, end + 1, dtype=np.int64) % self.vocab_size
+        if end == whole:
+            tokens[whole - 1 - offset :] = self.eod_id
+        return tokens

@@ -1,0 +1,101 @@
+"""Megatron's ways of naming data: `--data-path` and the files that stand for it."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import DataError
+from ..files import read_json
+from .split import SPLITS, SplitName
+
+
+class Blend(NamedTuple):
+    """Datasets to mix.
+
+    Attributes:
+        prefixes: `.bin/.idx` pairs without suffix.
+        weights: one per prefix, or None for the sizes of the datasets.
+    """
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
+
+
+def parse_data_path(values: str | os.PathLike[str] | Sequence[str]) -> Blend:
+    """Read a `--data-path` list: prefixes, or weights and prefixes in turn.
+
+    An odd number of words is all prefixes. An even number is weight, prefix, weight, prefix … if
+    every first word of a pair is a number, and all prefixes if none is.
+
+    Raises:
+        DataError: an empty list, or numbers in some pairs only.
+    """
+    if isinstance(values, str | os.PathLike):
+        return Blend((os.fspath(values).strip(),), None)
+    words = [value.strip() for value in values]
+    if not words:
+        raise DataError("--data-path is empty; name at least one dataset")
+    numbers = [_number(word) for word in words[::2]]
+    if len(words) % 2 or all(number is None for number in numbers):
+        return Blend(tuple(words), None)
+    weights = tuple(number for number in numbers if number is not None)
+    if len(weights) < len(numbers):
+        raise DataError(
+            f"--data-path {' '.join(words)}: a weight before every prefix, or before none"
+        )
+    return Blend(tuple(words[1::2]), weights)
+
+
+def read_data_args(path: str | os.PathLike[str]) -> Blend:
+    """Read a `--data-args-path` file: the same list, separated by white space.
+
+    Raises:
+        DataError: no such file, or a list that is not one.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"--data-args-path {path} does not exist")
+    return parse_data_path(path.read_text(encoding="utf-8").split())
+
+
+def read_per_split_data_args(path: str | os.PathLike[str]) -> dict[SplitName, Blend | None]:
+    """Read a `--per-split-data-args-path` file: `{"train": [...], "valid": [...], "test": [...]}`.
+
+    A value may also be one text, separated by white space.
+
+    Raises:
+        DataError: no such file, not JSON, or a key that is not a split.
+    """
+    if not Path(path).is_file():
+        raise DataError(f"--per-split-data-args-path {path} does not exist")
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is not a JSON object with the keys {', '.join(SPLITS)}")
+    return parse_per_split(content, where=str(path))
+
+
+def parse_per_split(
+    content: Mapping[str, str | Sequence[str] | None], where: str = "the data of each split"
+) -> dict[SplitName, Blend | None]:
+    """Blends by split from lists or texts by split; an absent or empty one is None.
+
+    Raises:
+        DataError: a key that is not a split.
+    """
+    unknown = sorted(set(content) - set(SPLITS))
+    if unknown:
+        raise DataError(f"{where}: {unknown[0]!r} is not one of {', '.join(SPLITS)}")
+    blends: dict[SplitName, Blend | None] = {}
+    for split in SPLITS:
+        value = content.get(split)
+        words = value.split() if isinstance(value, str) else value
+        blends[split] = parse_data_path(words) if words else None
+    return blends
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None

@@ -1,0 +1,45 @@
+"""Megatron's `--split`: which part of a dataset trains, validates and tests."""
+
+import re
+from itertools import accumulate, pairwise
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError
+
+SplitName: TypeAlias = Literal["train", "valid", "test"]
+SPLITS: tuple[SplitName, ...] = get_args(SplitName)
+DEFAULT_SPLIT = "969,30,1"
+
+Interval: TypeAlias = tuple[float, float]
+
+
+def parse_split(split: str) -> tuple[Interval | None, ...]:
+    """Intervals of train, valid and test in [0, 1], None for an empty one.
+
+    Any text with up to three numbers will do, `969,30,1` or `98, 2`; they need not sum to
+    anything.
+
+    Raises:
+        DataError: no number, more than three, or nothing but zeros.
+    """
+    try:
+        shares = [float(number) for number in re.findall(r"[.0-9]+", split)]
+    except ValueError:
+        raise DataError(f"split {split!r} is not three numbers such as {DEFAULT_SPLIT}") from None
+    if not 1 <= len(shares) <= len(SPLITS) or not sum(shares) or "-" in split:
+        raise DataError(
+            f"split {split!r}: give one to three numbers, not all zero, such as {DEFAULT_SPLIT}"
+        )
+    shares += [0.0] * (len(SPLITS) - len(shares))
+    total = np.sum(np.array(shares))
+    marks = list(accumulate((float(share / total) for share in shares), initial=0.0))
+    return tuple((begin, end) if end > begin else None for begin, end in pairwise(marks))
+
+
+def sequences_of(interval: Interval, count: int) -> NDArray[np.int32]:
+    """Numbers of the sequences in an interval, rounded as Megatron rounds (half to even)."""
+    begin, end = (round(mark * float(count)) for mark in interval)
+    return np.arange(begin, end, dtype=np.int32)

@@ -1,0 +1,218 @@
+"""Writing an indexed dataset so that a half-written one is never taken for whole."""
+
+import os
+from array import array
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..errors import DataError
+from ..files import AtomicFile
+from .format import LARGEST_LENGTH, Header, TokenType, bin_path, idx_path
+from .reader import IndexedDataset
+
+_COPY_TOKENS = 1 << 22
+
+
+class WrittenFile(NamedTuple):
+    """A finished file: its name, its size in bytes and its SHA-256 in hexadecimal."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+class WrittenDataset(NamedTuple):
+    """What `IndexedDatasetBuilder.finalize` wrote."""
+
+    bin: WrittenFile
+    idx: WrittenFile
+    documents: int
+    sequences: int
+    tokens: int
+
+
+class IndexedDatasetBuilder:
+    """Collects sequences into `PREFIX.bin` and `PREFIX.idx`.
+
+    Both files are written under temporary names; `finalize` flushes them to the disk and renames
+    them, the `.bin` first. Used as a context manager it discards everything when the block fails
+    or ends without `finalize`.
+
+    Args:
+        prefix: path of the pair without `.bin` or `.idx`.
+        dtype: token type; see `choose_dtype`.
+        multimodal: whether every sequence has a mode.
+
+    Raises:
+        DataError: a token type the format does not know, or another process writes the prefix.
+    """
+
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: TokenType | type[np.generic] | str = "int32",
+        multimodal: bool = False,
+    ) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        Header(self.dtype, 0, 0).pack()  # refuses a token type the format does not know
+        self.tokens = 0
+        self._lengths = array("i")
+        self._bounds = array("q", [0])
+        self._modes = array("b") if multimodal else None
+        self._bin = AtomicFile(bin_path(self.prefix))
+
+    def add_item(self, tokens: ArrayLike, mode: int = 0) -> None:
+        """Append one sequence; `end_document` closes the document it belongs to."""
+        data = self._convert(tokens)
+        self._append(data, [len(data)], [mode])
+
+    def end_document(self) -> None:
+        """Close the document of the sequences added since the last one."""
+        self._bounds.append(len(self._lengths))
+
+    def add_document(
+        self, tokens: ArrayLike, lengths: Sequence[int], modes: Sequence[int] | None = None
+    ) -> None:
+        """Append a document: its tokens, and the lengths of its sequences.
+
+        Raises:
+            DataError: lengths that do not sum to the tokens, or tokens the type cannot hold.
+        """
+        self._append(self._convert(tokens), lengths, modes)
+        self.end_document()
+
+    def add_documents(
+        self, tokens: ArrayLike, lengths: NDArray[np.integer], sequences: NDArray[np.integer]
+    ) -> None:
+        """Append many documents at once.
+
+        Args:
+            tokens: all tokens, joined.
+            lengths: tokens per sequence.
+            sequences: sequences per document; 0 for an empty document.
+        """
+        if int(np.sum(sequences, dtype=np.int64)) != len(lengths):
+            raise DataError(f"{np.sum(sequences)} sequences in documents, {len(lengths)} lengths")
+        start = len(self._lengths)
+        self._append(self._convert(tokens), lengths, None)
+        bounds = np.cumsum(sequences, dtype=np.int64) + start
+        self._bounds.frombytes(bounds.tobytes())
+
+    def add_index(self, prefix: str | os.PathLike[str]) -> None:
+        """Append a whole dataset, documents and modes included.
+
+        Raises:
+            DataError: it is damaged, has another token type, or one of the two has modes.
+        """
+        with IndexedDataset(prefix) as other:
+            other.check()
+            if other.dtype != self.dtype:
+                raise DataError(
+                    f"cannot append {other.prefix} ({other.dtype}) to {self.prefix} "
+                    f"({self.dtype}): the token types differ"
+                )
+            if len(other) and (other.sequence_modes is None) != (self._modes is None):
+                raise DataError(
+                    f"cannot append {other.prefix} to {self.prefix}: only one of them is multimodal"
+                )
+            for start in range(0, len(other.tokens), _COPY_TOKENS):
+                self._bin.write(other.tokens[start : start + _COPY_TOKENS].data)
+            self.tokens += len(other.tokens)
+            bounds = other.document_indices[1:] + len(self._lengths)
+            self._lengths.frombytes(other.sequence_lengths.tobytes())
+            self._bounds.frombytes(bounds.tobytes())
+            if self._modes is not None and other.sequence_modes is not None:
+                self._modes.frombytes(other.sequence_modes.tobytes())
+
+    def finalize(self) -> WrittenDataset:
+        """Write the index and give both files their names.
+
+        Raises:
+            DataError: sequences after the last `end_document`.
+        """
+        if self._bounds[-1] != len(self._lengths):
+            raise DataError(
+                f"{len(self._lengths) - self._bounds[-1]} sequences of {self.prefix} belong to no "
+                "document; call end_document after the last one"
+            )
+        lengths = np.frombuffer(self._lengths, np.int32)
+        pointers = np.zeros(len(lengths), np.int64)
+        np.cumsum(lengths[:-1], dtype=np.int64, out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        with AtomicFile(idx_path(self.prefix)) as index:
+            index.write(Header(self.dtype, len(lengths), len(self._bounds)).pack())
+            index.write(lengths.data)
+            index.write(pointers.data)
+            index.write(self._bounds)
+            if self._modes is not None:
+                index.write(self._modes)
+            # An older index must never be seen beside the new tokens.
+            idx_path(self.prefix).unlink(missing_ok=True)
+            self._bin.commit()
+        return WrittenDataset(
+            WrittenFile(self._bin.path.name, self._bin.bytes, self._bin.sha256),
+            WrittenFile(index.path.name, index.bytes, index.sha256),
+            documents=len(self._bounds) - 1,
+            sequences=len(self._lengths),
+            tokens=self.tokens,
+        )
+
+    def discard(self) -> None:
+        """Drop everything written. Does nothing after `finalize`."""
+        self._bin.discard()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.discard()
+
+    def _convert(self, tokens: ArrayLike) -> NDArray[Any]:
+        given = np.asarray(tokens)
+        if given.dtype == self.dtype:
+            return np.ascontiguousarray(given).reshape(-1)
+        if given.size == 0:
+            return np.empty(0, self.dtype)
+        if self.dtype.kind in "iu":
+            if given.dtype.kind not in "iu":
+                raise DataError(f"tokens of type {given.dtype} cannot be stored as {self.dtype}")
+            limits = np.iinfo(self.dtype)
+            low, high = int(given.min()), int(given.max())
+            if low < limits.min or high > limits.max:
+                raise DataError(
+                    f"token {low if low < limits.min else high} does not fit {self.dtype} in "
+                    f"{self.prefix}.bin; build it with a wider type"
+                )
+        return given.astype(self.dtype).reshape(-1)
+
+    def _append(
+        self,
+        tokens: NDArray[Any],
+        lengths: Sequence[int] | NDArray[np.integer],
+        modes: Sequence[int] | None,
+    ) -> None:
+        total = int(np.sum(lengths, dtype=np.int64))
+        if total != len(tokens):
+            raise DataError(f"{len(tokens)} tokens, but the sequence lengths sum to {total}")
+        if len(lengths) and int(np.max(lengths)) > LARGEST_LENGTH:
+            raise DataError(f"a sequence of {int(np.max(lengths)):,} tokens; the format holds 2^31")
+        if len(lengths) and int(np.min(lengths)) < 0:
+            raise DataError(f"a sequence of {int(np.min(lengths))} tokens")
+        if self._modes is not None:
+            modes = [0] * len(lengths) if modes is None else modes
+            if len(modes) != len(lengths):
+                raise DataError(f"{len(modes)} modes for {len(lengths)} sequences")
+            self._modes.extend(modes)
+        self._bin.write(tokens.data)
+        self.tokens += len(tokens)
+        self._lengths.frombytes(np.asarray(lengths, np.int32).tobytes())

@@ -1,0 +1,247 @@
+"""Reading an indexed dataset through a memory map."""
+
+import mmap
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError
+from .format import HEADER, Header, TokenType, bin_path, idx_path
+
+
+class IndexedDataset:
+    """The sequences of a `.bin`/`.idx` pair, mapped into memory.
+
+    Opening reads the header only. Arrays handed out are read-only views of the map: nothing is
+    copied, and the map lives until the dataset is closed and the last view is gone.
+
+    Args:
+        prefix: path of the pair without `.bin` or `.idx`.
+
+    Raises:
+        DataError: a file is missing or empty, damaged, or the two do not belong together.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        index, data = _existing_pair(self.prefix)
+        buffer = _map(index)
+        header = Header.unpack(bytes(buffer[: HEADER.size]), index)
+        multimodal = _is_multimodal(header, len(buffer), index)
+        self._dtype = header.dtype
+        self._closed = False
+
+        offset = HEADER.size
+        self._lengths = np.frombuffer(buffer, "<i4", header.sequences, offset)
+        offset += self._lengths.nbytes
+        self._pointers = np.frombuffer(buffer, "<i8", header.sequences, offset)
+        offset += self._pointers.nbytes
+        self._bounds = np.frombuffer(buffer, "<i8", header.bounds, offset)
+        offset += self._bounds.nbytes
+        self._modes = np.frombuffer(buffer, "i1", header.sequences, offset) if multimodal else None
+        self._check_ends(index, data)
+        size = data.stat().st_size
+        self._tokens: NDArray[Any] = np.frombuffer(
+            _map(data), header.dtype, size // header.dtype.itemsize
+        )
+
+    def _check_ends(self, index: Path, data: Path) -> None:
+        """The cheap checks of opening; `check` does the thorough ones."""
+        if len(self._bounds) == 0 or self._bounds[0] != 0 or self._bounds[-1] != len(self):
+            raise DataError(
+                f"{index} is damaged: its document bounds do not run from 0 to {len(self)}; "
+                "preprocess the text again"
+            )
+        expected = 0
+        if len(self):
+            expected = int(self._pointers[-1]) + int(self._lengths[-1]) * self._dtype.itemsize
+        actual = data.stat().st_size
+        if actual != expected:
+            raise DataError(
+                f"{index} does not match {data}: the index describes {expected:,} bytes, "
+                f"the .bin has {actual:,}; one of them is cut short or belongs to another dataset"
+            )
+
+    @property
+    def dtype(self) -> TokenType:
+        """Token type, as the index names it."""
+        return self._dtype
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """Length of every sequence in tokens, int32 `[S]`."""
+        return self._open(self._lengths)
+
+    @property
+    def sequence_pointers(self) -> NDArray[np.int64]:
+        """First byte of every sequence in the `.bin`, int64 `[S]`."""
+        return self._open(self._pointers)
+
+    @property
+    def document_indices(self) -> NDArray[np.int64]:
+        """First sequence of every document and S at the end, int64 `[documents + 1]`."""
+        return self._open(self._bounds)
+
+    @property
+    def sequence_modes(self) -> NDArray[np.int8] | None:
+        """Mode of every sequence, int8 `[S]`, or None where the dataset has one mode only."""
+        return None if self._modes is None else self._open(self._modes)
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return len(self._bounds) - 1
+
+    @property
+    def tokens(self) -> NDArray[Any]:
+        """All tokens in the order of the file."""
+        return self._open(self._tokens)
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self._lengths)
+
+    def __getitem__(self, sequence: int) -> NDArray[Any]:
+        return self.get(sequence)
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """Tokens of a sequence, or `length` of them from `offset` on.
+
+        Raises:
+            IndexError: no such sequence, or the range leaves it.
+            DataError: the dataset is closed, or its index points outside the `.bin`.
+        """
+        count = len(self._lengths)
+        if not -count <= sequence < count:
+            raise IndexError(f"sequence {sequence} of {count} in {self.prefix}")
+        whole = int(self._lengths[sequence])
+        if length is None:
+            length = whole - offset
+        if offset < 0 or length < 0 or offset + length > whole:
+            raise IndexError(
+                f"tokens {offset} to {offset + length} of sequence {sequence}, which has {whole}, "
+                f"in {self.prefix}"
+            )
+        return self._slice(int(self._pointers[sequence]), offset, length)
+
+    def document(self, document: int) -> NDArray[Any]:
+        """Tokens of a document: its sequences joined.
+
+        Raises:
+            IndexError: no such document.
+            DataError: the dataset is closed, or its index points outside the `.bin`.
+        """
+        if not -self.documents <= document < self.documents:
+            raise IndexError(f"document {document} of {self.documents} in {self.prefix}")
+        document %= self.documents
+        first, last = int(self._bounds[document]), int(self._bounds[document + 1])
+        if first == last:
+            return self._open(self._tokens)[:0]
+        length = int(self._lengths[first:last].sum(dtype=np.int64))
+        return self._slice(int(self._pointers[first]), 0, length)
+
+    def check(self) -> None:
+        """Check every length, pointer and bound; opening checks only the ends.
+
+        Raises:
+            DataError: the first thing found wrong, with its place.
+        """
+        lengths = self.sequence_lengths
+        if len(lengths) and (shortest := int(lengths.min())) < 0:
+            where = int(lengths.argmin())
+            raise DataError(f"{self.prefix}.idx is damaged: sequence {where} has length {shortest}")
+        ends = np.cumsum(lengths, dtype=np.int64)
+        ends *= self._dtype.itemsize
+        wrong = np.flatnonzero(self._pointers[1:] != ends[:-1])
+        if len(self) and self._pointers[0] != 0:
+            wrong = np.array([-1])
+        if len(wrong):
+            raise DataError(
+                f"{self.prefix}.idx is damaged: the pointer of sequence {int(wrong[0]) + 1} is not "
+                "the sum of the lengths before it"
+            )
+        backwards = np.flatnonzero(self._bounds[1:] < self._bounds[:-1])
+        if len(backwards):
+            raise DataError(
+                f"{self.prefix}.idx is damaged: document {int(backwards[0])} ends before it begins"
+            )
+
+    def _slice(self, pointer: int, offset: int, length: int) -> NDArray[Any]:
+        start = pointer // self._dtype.itemsize + offset
+        tokens = self._open(self._tokens)
+        if pointer < 0 or pointer % self._dtype.itemsize or start + length > len(tokens):
+            raise DataError(
+                f"{self.prefix}.idx is damaged: it points to byte {pointer:,} of a .bin of "
+                f"{tokens.nbytes:,} bytes; run `megatron-data verify {self.prefix}`"
+            )
+        return tokens[start : start + length]
+
+    def _open(self, array: NDArray[Any]) -> NDArray[Any]:
+        if self._closed:
+            raise DataError(f"{self.prefix} is closed")
+        return array
+
+    def close(self) -> None:
+        """Let go of both files. Views handed out before stay valid; new reads are refused."""
+        self._closed = True
+        self._lengths = self._lengths[:0].copy()
+        self._pointers = self._pointers[:0].copy()
+        self._bounds = np.zeros(1, np.int64)
+        self._modes = None
+        self._tokens = self._tokens[:0].copy()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str]]:
+        """Loader processes open the files anew."""
+        return type(self), (self.prefix,)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self):,} sequences, {self._dtype}"
+        return f"IndexedDataset({self.prefix!r}: {state})"
+
+
+def _map(path: Path) -> mmap.mmap | bytes:
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return b""  # an empty file cannot be mapped
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _is_multimodal(header: Header, size: int, index: Path) -> bool:
+    """Whether the index holds modes, which only its size tells."""
+    plain, multimodal = header.index_bytes(False), header.index_bytes(True)
+    if size not in (plain, multimodal):
+        raise DataError(
+            f"{index} has {size:,} bytes but its header ({header.sequences:,} sequences, "
+            f"{header.bounds:,} document bounds) asks for {plain:,}; it is damaged or cut short"
+        )
+    return size != plain
+
+
+def _existing_pair(prefix: str) -> tuple[Path, Path]:
+    index, data = idx_path(prefix), bin_path(prefix)
+    missing = [path for path in (index, data) if not path.is_file()]
+    if not missing:
+        return index, data
+    hint = "preprocess the text first"
+    if prefix.endswith((".bin", ".idx")):
+        hint = f"give the prefix without {prefix[-4:]}: {prefix[:-4]}"
+    elif len(missing) == 1:
+        hint = "the other one is there: the copy or the preprocessing was cut short"
+    elif idx_path(f"{prefix}_text_document").is_file():
+        hint = f"did you mean {prefix}_text_document?"
+    raise DataError(f"no dataset at {prefix}: {' and '.join(map(str, missing))} missing; {hint}")

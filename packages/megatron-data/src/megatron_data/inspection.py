@@ -1,0 +1,90 @@
+"""What is in a dataset, in numbers and as a picture."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import DataError
+from .indexed.reader import IndexedDataset
+from .preprocessing.manifest import Counts, count
+
+_BLOCK = 1 << 24
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `summarize` found.
+
+    Attributes:
+        counts: documents, sequences and tokens.
+        document_lengths: tokens of every document, int64.
+        token_counts: how often each token number occurs, int64, up to the largest that does.
+    """
+
+    counts: Counts
+    document_lengths: NDArray[np.int64]
+    token_counts: NDArray[np.int64]
+
+    @property
+    def distinct_tokens(self) -> int:
+        """How many token numbers occur."""
+        return int(np.count_nonzero(self.token_counts))
+
+    def most_common(self, number: int) -> list[tuple[int, int]]:
+        """Token and how often it occurs, the most common first."""
+        order = np.argsort(-self.token_counts, kind="stable")[:number]
+        return [(int(token), int(self.token_counts[token])) for token in order]
+
+
+def summarize(dataset: IndexedDataset) -> Summary:
+    """Read a dataset once, from end to end.
+
+    Raises:
+        DataError: its tokens are not numbers of a vocabulary.
+    """
+    if dataset.dtype.kind not in "iu":
+        raise DataError(f"{dataset.prefix} holds {dataset.dtype}, not token numbers")
+    if len(dataset.tokens) and int(dataset.tokens.min()) < 0:
+        raise DataError(f"{dataset.prefix} holds negative numbers; they are no tokens")
+    totals = np.zeros(len(dataset) + 1, np.int64)
+    np.cumsum(dataset.sequence_lengths, out=totals[1:])
+    lengths = np.diff(totals[dataset.document_indices])
+    return Summary(count(dataset), lengths, _bincount(dataset.tokens))
+
+
+def _bincount(tokens: NDArray[Any]) -> NDArray[np.int64]:
+    largest = int(tokens.max()) if len(tokens) else -1
+    counts = np.zeros(largest + 1, np.int64)
+    for start in range(0, len(tokens), _BLOCK):
+        counts += np.bincount(tokens[start : start + _BLOCK], minlength=largest + 1)
+    return counts
+
+
+def draw_histogram(values: NDArray[np.integer], width: int = 50, blocks: bool = True) -> str:
+    """Bars of how many values fall between powers of two, one line each.
+
+    Args:
+        values: not negative.
+        width: of the longest bar, in characters.
+        blocks: draw with block characters; otherwise with `#`.
+    """
+    exponents = np.frexp(values.astype(np.float64))[1]  # 0 -> 0, 1 -> 1, 2 and 3 -> 2, …
+    counts = np.bincount(exponents, minlength=1)
+    first = int(np.flatnonzero(counts)[0]) if counts.any() else 0
+    lines = []
+    for exponent in range(first, len(counts)):
+        low, high = (1 << exponent) >> 1, max((1 << exponent) - 1, 0)
+        name = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+        share = counts[exponent] / max(int(counts.max()), 1)
+        lines.append(f"{name:>24} {_bar(share, width, blocks)} {counts[exponent]:,}")
+    return "\n".join(lines)
+
+
+def _bar(share: float, width: int, blocks: bool) -> str:
+    if not blocks:
+        return "#" * max(round(share * width), int(share > 0))
+    eighths = max(round(share * width * 8), int(share > 0))
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()

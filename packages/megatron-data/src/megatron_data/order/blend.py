@@ -1,0 +1,93 @@
+"""Megatron's greedy mixing of several datasets.
+
+At step i the dataset is drawn that lags most behind its share: the one with the largest
+`weight * max(i, 1) - drawn so far`, the first of equals. Computed in float64 as Megatron does,
+the result is equal element by element.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError
+
+_MOST_DATASETS = 32_767
+
+
+class BlendIndices(NamedTuple):
+    """Sample number to dataset and to sample within the dataset.
+
+    Attributes:
+        dataset_index: int16 `[samples]`.
+        dataset_sample_index: int64 `[samples]`.
+    """
+
+    dataset_index: NDArray[np.int16]
+    dataset_sample_index: NDArray[np.int64]
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """Weights divided by their sum.
+
+    Raises:
+        DataError: none, one that is not positive, or one that is not finite.
+    """
+    array = np.array(weights, np.float64)
+    if not len(array) or not np.all(np.isfinite(array)) or not np.all(array > 0):
+        raise DataError(f"blend weights {list(weights)}; each must be a positive number")
+    return [float(weight) for weight in array / np.sum(array)]
+
+
+def blend_by_weight(weights: Sequence[float], size: int) -> BlendIndices:
+    """Draw `size` samples in proportion to `weights`.
+
+    Raises:
+        DataError: a weight that is not positive, or more than 32,766 datasets.
+    """
+    shares = np.array(normalize(weights), np.float64)
+    _check_count(len(shares))
+    indices = _empty(size)
+    drawn = np.zeros(len(shares), np.float64)
+    lag = np.empty_like(shares)
+    for step in range(size):
+        np.multiply(shares, max(float(step), 1.0), out=lag)
+        np.subtract(lag, drawn, out=lag)
+        dataset = int(lag.argmax())
+        indices.dataset_index[step] = dataset
+        indices.dataset_sample_index[step] = drawn[dataset]
+        drawn[dataset] += 1
+    return indices
+
+
+def blend_exhaustively(sizes: Sequence[int]) -> BlendIndices:
+    """Draw every sample of every dataset once, in proportion to their sizes.
+
+    Raises:
+        DataError: a size that is not positive, or more than 32,766 datasets.
+    """
+    if any(size < 1 for size in sizes):
+        raise DataError(f"blend sizes {list(sizes)}; each must be at least 1")
+    _check_count(len(sizes))
+    total = sum(sizes)
+    shares = np.array(sizes, np.float64) / total
+    indices = _empty(total)
+    drawn = np.zeros(len(shares), np.float64)
+    for step in range(total):
+        lag = shares * max(float(step), 1.0) - drawn
+        lag[drawn >= sizes] = -np.inf
+        dataset = int(lag.argmax())
+        indices.dataset_index[step] = dataset
+        indices.dataset_sample_index[step] = drawn[dataset]
+        drawn[dataset] += 1
+    return indices
+
+
+def _empty(size: int) -> BlendIndices:
+    return BlendIndices(np.empty(size, np.int16), np.empty(size, np.int64))
+
+
+def _check_count(count: int) -> None:
+    if count >= _MOST_DATASETS:
+        raise DataError(f"{count} datasets in one blend; at most {_MOST_DATASETS - 1}")

@@ -1,0 +1,83 @@
+"""Built indices kept on disk, so that the next start maps them instead of building them.
+
+An entry is a folder named by the digest of everything its arrays depend on: the name and version
+of the algorithm, every option, and the content of the arrays it read (not paths or times, so a
+copied dataset hits and a replaced one misses). It is written under a temporary name and renamed;
+any number of processes may do so at once, with or without a shared file system.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from ..files import sync_folder
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+def cache_key(options: Mapping[str, Any], *inputs: NDArray[Any]) -> str:
+    """Digest of plain options and of the content of arrays."""
+    digest = hashlib.sha256(orjson.dumps(dict(options), option=orjson.OPT_SORT_KEYS))
+    for array in inputs:
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()[:32]
+
+
+def load_or_build(
+    folder: str | os.PathLike[str] | None, key: str, build: Callable[[], Arrays]
+) -> Arrays:
+    """The arrays of a cache entry, mapped read-only; built and stored if they are not there.
+
+    An entry that cannot be read is built anew and replaced. Without a folder, only `build` runs.
+    """
+    if folder is None:
+        return build()
+    entry = Path(folder) / key
+    found = _load(entry)
+    if found is not None:
+        return found
+    arrays = build()
+    _store(entry, arrays)
+    return _load(entry) or arrays
+
+
+def _load(entry: Path) -> Arrays | None:
+    try:
+        return {
+            path.stem: np.load(path, mmap_mode="r", allow_pickle=False)
+            for path in (entry / name for name in orjson.loads((entry / "entry.json").read_bytes()))
+        }
+    except (OSError, ValueError, EOFError):
+        return None
+
+
+def _store(entry: Path, arrays: Arrays) -> None:
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=entry.parent))
+    try:
+        partial.chmod(0o755)
+        for name, array in arrays.items():
+            with (partial / f"{name}.npy").open("wb") as file:
+                np.save(file, array, allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())
+        (partial / "entry.json").write_bytes(orjson.dumps([f"{name}.npy" for name in arrays]))
+        sync_folder(partial)
+        if entry.exists() and _load(entry) is None:
+            shutil.rmtree(entry, ignore_errors=True)
+        try:
+            partial.rename(entry)
+        except OSError:
+            if _load(entry) is None:  # otherwise another process was first: same content
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

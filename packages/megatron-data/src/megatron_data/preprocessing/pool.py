@@ -1,0 +1,69 @@
+"""Mapping over processes: results in the order of the input, a bounded number in flight."""
+
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import Any, Generic, TypeVar
+
+from ..errors import DataError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_IN_FLIGHT_PER_WORKER = 3
+
+
+class _Task(Generic[T, R]):
+    """The mapped function of a worker process; sent once, not with every item."""
+
+    function: Callable[[Any], Any]
+
+
+def _start(function: Callable[[Any], Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one thread
+    _Task.function = function
+
+
+def _call(item: Any) -> Any:
+    return _Task.function(item)
+
+
+def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
+    """`map(function, items)`, in this process for one worker, else in `workers` processes.
+
+    Whatever the number of workers, results come in the order of the items, and at most three
+    items per worker are in flight.
+
+    Args:
+        function: can be pickled; sent to each process once.
+        items: read lazily.
+        workers: number of processes; with 1 the function runs here, in whatever threads it uses.
+
+    Raises:
+        DataError: a worker process died. Errors of `function` and `items` pass through.
+    """
+    if workers < 1:
+        raise DataError(f"{workers} workers; give at least 1")
+    if workers == 1:
+        yield from map(function, items)
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start, (function,))
+    waiting: deque[Future[R]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(_call, item))
+            if len(waiting) >= _IN_FLIGHT_PER_WORKER * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise DataError(
+            "a worker process died (killed, or out of memory); use fewer workers"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)

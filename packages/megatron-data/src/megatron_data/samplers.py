@@ -1,0 +1,102 @@
+"""Which samples a data-parallel rank takes next.
+
+A sampler is a pure function of a few numbers: how many samples there are, how many the whole
+run has consumed, the micro-batch size, and which of how many data-parallel ranks this is. To
+resume, on any number of ranks and with any micro-batch size, make a new one with the number
+consumed.
+"""
+
+from collections.abc import Iterator
+
+from .errors import DataError
+
+
+class SequentialSampler:
+    """Micro-batches in the order of the dataset, Megatron's `single` loader.
+
+    Every step takes the next `micro_batch_size * data_parallel_size` samples; rank r gets the
+    r-th micro-batch of them. A last step that is not full is dropped.
+
+    Args:
+        total_samples: samples in the dataset.
+        consumed_samples: samples that all ranks together have consumed before.
+        micro_batch_size: samples per rank and step.
+        data_parallel_rank: this rank.
+        data_parallel_size: number of ranks.
+
+    Raises:
+        DataError: a size below 1, or a rank or a count out of range.
+    """
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+    ) -> None:
+        check_sampler(
+            total_samples,
+            consumed_samples,
+            micro_batch_size,
+            data_parallel_rank,
+            data_parallel_size,
+        )
+        if consumed_samples > total_samples:
+            raise DataError(
+                f"{consumed_samples} samples consumed, the dataset has {total_samples}; ask for a "
+                "larger dataset to train on"
+            )
+        self.total_samples = total_samples
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.data_parallel_rank = data_parallel_rank
+        self.data_parallel_size = data_parallel_size
+
+    @property
+    def step_samples(self) -> int:
+        """Samples that all ranks take together in a step."""
+        return self.micro_batch_size * self.data_parallel_size
+
+    def __len__(self) -> int:
+        """Micro-batches that are left."""
+        return (self.total_samples - self.consumed_samples) // self.step_samples
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(len(self)):
+            first = self.consumed_samples + self.data_parallel_rank * self.micro_batch_size
+            self.consumed_samples += self.step_samples
+            yield list(range(first, first + self.micro_batch_size))
+
+    def state_dict(self) -> dict[str, int]:
+        """What to resume from: micro-batches handed out count as consumed.
+
+        A loader that reads ahead takes micro-batches before they are trained on; keep the
+        trainer's own count in that case.
+        """
+        return {"consumed_samples": self.consumed_samples}
+
+
+def check_sampler(
+    total_samples: int,
+    consumed_samples: int,
+    micro_batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+) -> None:
+    """Refuse numbers that no sampler can work with.
+
+    Raises:
+        DataError: a size below 1, or a rank or a count out of range.
+    """
+    if total_samples < 1:
+        raise DataError(f"{total_samples} samples to take micro-batches from")
+    if consumed_samples < 0:
+        raise DataError(f"{consumed_samples} consumed samples; give 0 to start")
+    if micro_batch_size < 1:
+        raise DataError(f"micro-batch size {micro_batch_size}; give at least 1")
+    if not 0 <= data_parallel_rank < data_parallel_size:
+        raise DataError(
+            f"data-parallel rank {data_parallel_rank} of {data_parallel_size}; ranks count from 0"
+        )

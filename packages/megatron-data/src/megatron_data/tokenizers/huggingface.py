@@ -1,0 +1,159 @@
+"""A `tokenizer.json` of the Hugging Face `tokenizers` library."""
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+import tokenizers
+
+from ..errors import DataError
+from ..files import AtomicFile, read_json, write_json
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+ROLES = ("eod", "bos", "eos", "pad")
+
+# Names by which published tokenizers are known to mark the end of a document, most specific
+# first; used only where neither the caller nor tokenizer_config.json names a token.
+_END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+
+class HuggingFaceTokenizer:
+    """Wraps `tokenizers.Tokenizer`.
+
+    Which token ends a document is taken from `special_tokens["eod"]`, else from the `eos_token`
+    of `tokenizer_config.json`, else from the first of `<|endoftext|>`, `<|end_of_text|>`,
+    `</s>`, `<eos>` that the vocabulary holds.
+
+    Args:
+        definition: content of a `tokenizer.json`. Truncation and padding in it are dropped:
+            they would cut documents.
+        special_tokens: token by role, the roles being "eod", "bos", "eos" and "pad".
+
+    Raises:
+        DataError: the definition is not one, or a named special token is not in the vocabulary.
+    """
+
+    def __init__(
+        self, definition: bytes | str, special_tokens: Mapping[str, str] | None = None
+    ) -> None:
+        try:
+            content: dict[str, Any] = orjson.loads(definition)
+            content.pop("truncation", None)
+            content.pop("padding", None)
+            self._tokenizer = tokenizers.Tokenizer.from_str(orjson.dumps(content).decode())
+        # The library raises plain Exception for a definition it does not understand.
+        except Exception as error:  # noqa: BLE001
+            raise DataError(f"this is not the definition of a tokenizer: {error}") from None
+        self._definition = bytes(definition, "utf-8") if isinstance(definition, str) else definition
+        canonical = orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
+        self._fingerprint = f"sha256:{hashlib.sha256(canonical).hexdigest()}"
+        self._vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self._special_tokens = dict(special_tokens or {})
+        self._ids = {role: self._special_id(role) for role in ROLES}
+
+    def _special_id(self, role: str) -> int | None:
+        token = self._special_tokens.get(role)
+        if token is not None:
+            number = self._tokenizer.token_to_id(token)
+            if number is None:
+                raise DataError(f"the {role} token {token!r} is not in the tokenizer's vocabulary")
+            return number
+        if role == "eod":
+            names = [*filter(None, [self._special_tokens.get("eos")]), *_END_OF_DOCUMENT]
+            found = (self._tokenizer.token_to_id(name) for name in names)
+            return next((number for number in found if number is not None), None)
+        return None
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], special_tokens: Mapping[str, str] | None = None
+    ) -> Self:
+        """Read a `tokenizer.json`, or a folder that holds one and maybe `tokenizer_config.json`.
+
+        Raises:
+            DataError: no such file, or not a tokenizer; the message names the path.
+        """
+        path = Path(path)
+        file = path / TOKENIZER_FILE if path.is_dir() else path
+        if not file.is_file():
+            raise DataError(f"no tokenizer at {path}: {file} does not exist")
+        roles = _configured_roles(file.with_name(CONFIG_FILE)) | dict(special_tokens or {})
+        try:
+            return cls(file.read_bytes(), roles)
+        except DataError as error:
+            raise DataError(f"{file}: {error}") from None
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token number, added tokens included."""
+        return self._vocab_size
+
+    @property
+    def eod_id(self) -> int | None:
+        """Token that ends a document, or None."""
+        return self._ids["eod"]
+
+    @property
+    def bos_id(self) -> int | None:
+        """Token that begins a text, or None."""
+        return self._ids["bos"]
+
+    @property
+    def eos_id(self) -> int | None:
+        """Token that ends a text, or None."""
+        return self._ids["eos"]
+
+    @property
+    def pad_id(self) -> int | None:
+        """Token that fills a batch, or None."""
+        return self._ids["pad"]
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the definition, keys sorted, without truncation and padding."""
+        return self._fingerprint
+
+    def encode(self, text: str) -> list[int]:
+        """Token numbers of a text. A special token spelled out in the text becomes that token."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` for many texts, in the threads of the `tokenizers` library."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token numbers, special tokens spelled out."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write `tokenizer.json` as it was read, and the special tokens beside it."""
+        folder = Path(folder)
+        with AtomicFile(folder / TOKENIZER_FILE) as file:
+            file.write(self._definition)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config |= {f"{role}_token": token for role, token in self._special_tokens.items()}
+        write_json(folder / CONFIG_FILE, config)
+
+    def __reduce__(self) -> tuple[type["HuggingFaceTokenizer"], tuple[bytes, dict[str, str]]]:
+        return type(self), (self._definition, self._special_tokens)
+
+
+def _configured_roles(path: Path) -> dict[str, str]:
+    """Special tokens by role from a `tokenizer_config.json`, if there is one."""
+    if not path.is_file():
+        return {}
+    config = read_json(path)
+    roles = {}
+    for role in ROLES:
+        token = config.get(f"{role}_token")
+        if isinstance(token, dict):  # a serialised AddedToken
+            token = token.get("content")
+        if token:
+            roles[role] = token
+    return roles

@@ -1,0 +1,87 @@
+"""Tokenizers that need no vocabulary file."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import DataError
+from ..files import write_json
+
+PLAIN_FILE = "megatron_tokenizer.json"
+
+
+class ByteTokenizer:
+    """Every byte of the UTF-8 text is a token; 256 ends a document."""
+
+    vocab_size = 257
+    eod_id = 256
+    eos_id = 256
+    bos_id = None
+    pad_id = None
+    fingerprint = "bytes:257"
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of the text."""
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The bytes of every text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of bytes; 256 is left out, bytes that are not UTF-8 become U+FFFD."""
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the file by which `load_tokenizer` knows this tokenizer."""
+        write_json(Path(folder) / PLAIN_FILE, {"type": "ByteTokenizer"})
+
+
+class NullTokenizer:
+    """Text that already is token numbers, separated by spaces; the end of a document comes last.
+
+    Megatron's tokenizer of the same name: `vocab_size` numbers plus one for the end of a
+    document, whose number is `vocab_size`.
+
+    Args:
+        vocab_size: how many numbers there are without the end of a document.
+    """
+
+    bos_id = None
+    pad_id = None
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 1:
+            raise DataError(f"a vocabulary of {vocab_size} tokens; give at least 1")
+        self.vocab_size = vocab_size + 1
+        self.eod_id = vocab_size
+        self.eos_id = vocab_size
+        self.fingerprint = f"null:{vocab_size}"
+
+    def encode(self, text: str) -> list[int]:
+        """The numbers in the text.
+
+        Raises:
+            DataError: a word that is not a number below `vocab_size`.
+        """
+        try:
+            tokens = [int(word) for word in text.split()]
+        except ValueError as error:
+            raise DataError(f"NullTokenizer reads numbers separated by spaces: {error}") from None
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            wrong = max(tokens) if max(tokens) >= self.vocab_size else min(tokens)
+            raise DataError(f"token {wrong} is not in 0 to {self.vocab_size - 1}")
+        return tokens
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The numbers in every text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The numbers, separated by spaces."""
+        return " ".join(str(int(token)) for token in tokens)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the file by which `load_tokenizer` knows this tokenizer."""
+        content = {"type": "NullTokenizer", "vocab_size": self.eod_id}
+        write_json(Path(folder) / PLAIN_FILE, content)

@@ -1,0 +1,67 @@
+"""Training a byte-level BPE vocabulary."""
+
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from ..errors import DataError
+from .huggingface import HuggingFaceTokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+_BYTES = 256
+
+
+def train_bpe(
+    texts: Iterable[str],
+    vocab_size: int,
+    *,
+    special_tokens: Sequence[str] = (END_OF_TEXT,),
+    min_frequency: int = 2,
+    progress: bool = False,
+) -> HuggingFaceTokenizer:
+    """Train a byte-level BPE tokenizer, as GPT-2's: any text round-trips, nothing is unknown.
+
+    Special tokens take the first numbers, in the order given; the first of them ends documents.
+    The vocabulary comes out smaller than asked when the texts have too few distinct pairs.
+
+    Args:
+        texts: what to learn from, such as `read_texts(["corpus.jsonl"])`.
+        vocab_size: largest size, special tokens and the 256 bytes included.
+        special_tokens: at least one.
+        min_frequency: how often a pair must occur to be merged.
+        progress: show the bar of the `tokenizers` library.
+
+    Raises:
+        DataError: a vocabulary too small to hold the bytes, no special token, or no text.
+    """
+    if not special_tokens:
+        raise DataError("give at least one special token; the first one ends documents")
+    smallest = _BYTES + len(special_tokens)
+    if vocab_size < smallest:
+        raise DataError(
+            f"a byte-level vocabulary of {vocab_size} cannot hold {_BYTES} bytes and "
+            f"{len(special_tokens)} special tokens; ask for at least {smallest}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=list(special_tokens),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=progress,
+    )
+    seen = 0
+
+    def counted() -> Iterable[str]:
+        nonlocal seen
+        for text in texts:
+            seen += len(text)
+            yield text
+
+    tokenizer.train_from_iterator(counted(), trainer=trainer)
+    if not seen:
+        raise DataError("no text to train a tokenizer on")
+    end = special_tokens[0]
+    return HuggingFaceTokenizer(tokenizer.to_str(pretty=True), {"eod": end, "eos": end})

@@ -1,0 +1,140 @@
+"""The only module that imports torch: batches of tensors, and a loader."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Sampler
+
+from .datasets.blended import Dataset
+from .errors import DataError
+from .samplers import SequentialSampler, check_sampler
+
+Batch = dict[str, torch.Tensor]
+
+
+def to_batch(samples: Sequence[Mapping[str, NDArray[Any]]]) -> Batch:
+    """Stack samples into tensors: arrays `[s]` become `[b, s]`, scalars `[b]`.
+
+    Raises:
+        DataError: no sample, or samples of different keys.
+    """
+    if not samples:
+        raise DataError("a batch of no sample")
+    keys = samples[0].keys()
+    if any(sample.keys() != keys for sample in samples):
+        raise DataError("samples of different kinds in one batch")
+    return {key: torch.from_numpy(np.stack([sample[key] for sample in samples])) for key in keys}
+
+
+def data_loader(
+    dataset: Dataset,
+    sampler: "SequentialSampler | CyclicSampler",
+    *,
+    workers: int = 0,
+    prefetch: int = 2,
+    pin_memory: bool = False,
+) -> "DataLoader[Batch]":
+    """A torch `DataLoader` that yields one batch per micro-batch of the sampler.
+
+    Args:
+        dataset: samples by number.
+        sampler: which samples come next.
+        workers: processes that read ahead; with 0 samples are read when asked for.
+        prefetch: batches each process reads ahead.
+        pin_memory: put batches into page-locked memory, for copies to a GPU.
+    """
+    return DataLoader(
+        dataset,  # type: ignore[arg-type]  # any object with __len__ and __getitem__ will do
+        batch_sampler=sampler,
+        num_workers=workers,
+        prefetch_factor=prefetch if workers else None,
+        persistent_workers=workers > 0,
+        pin_memory=pin_memory,
+        collate_fn=to_batch,
+    )
+
+
+class CyclicSampler(Sampler[list[int]]):
+    """Micro-batches in an order drawn anew each epoch, Megatron's `cyclic` loader.
+
+    One iteration ends with the epoch; iterate again for the next one. The permutation of epoch e
+    is `torch.randperm` with seed e.
+
+    Args:
+        total_samples: samples in the dataset; those beyond whole steps are left out.
+        consumed_samples: samples that all ranks together have consumed before.
+        micro_batch_size: samples per rank and step.
+        data_parallel_rank: this rank.
+        data_parallel_size: number of ranks.
+        data_sharding: every rank permutes its own contiguous part of the dataset; otherwise all
+            ranks share one permutation, and then any number of ranks sees the same order.
+
+    Raises:
+        DataError: a size below 1, fewer samples than one step takes, or, with `data_sharding` or
+            not, a count consumed that is not whole steps of this epoch.
+    """
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+        *,
+        data_sharding: bool = True,
+    ) -> None:
+        check_sampler(
+            total_samples,
+            consumed_samples,
+            micro_batch_size,
+            data_parallel_rank,
+            data_parallel_size,
+        )
+        self.step_samples = micro_batch_size * data_parallel_size
+        self.epoch_samples = total_samples - total_samples % self.step_samples
+        if not self.epoch_samples:
+            raise DataError(f"{total_samples} samples, one step takes {self.step_samples}")
+        if consumed_samples % self.epoch_samples % self.step_samples:
+            raise DataError(
+                f"{consumed_samples} consumed samples are not whole steps of {self.step_samples}"
+            )
+        self.total_samples = total_samples
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.data_parallel_rank = data_parallel_rank
+        self.data_parallel_size = data_parallel_size
+        self.data_sharding = data_sharding
+
+    def __len__(self) -> int:
+        """Micro-batches that are left in this epoch."""
+        return (
+            self.epoch_samples - self.consumed_samples % self.epoch_samples
+        ) // self.step_samples
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, done = divmod(self.consumed_samples, self.epoch_samples)
+        order = self._order(epoch, done)
+        for start in range(0, len(self) * self.micro_batch_size, self.micro_batch_size):
+            self.consumed_samples += self.step_samples
+            yield order[start : start + self.micro_batch_size]
+
+    def _order(self, epoch: int, done: int) -> list[int]:
+        """What is left of this rank's epoch."""
+        rank, ranks = self.data_parallel_rank, self.data_parallel_size
+        generator = torch.Generator().manual_seed(epoch)
+        if self.data_sharding:
+            own = self.epoch_samples // ranks
+            order = torch.randperm(own, generator=generator)[done // ranks :] + rank * own
+        else:
+            whole = self.total_samples - self.total_samples % self.micro_batch_size
+            order = torch.randperm(whole, generator=generator)[done:][rank::ranks]
+        indices: list[int] = order.tolist()
+        return indices
+
+    def state_dict(self) -> dict[str, int]:
+        """What to resume from: micro-batches handed out count as consumed."""
+        return {"consumed_samples": self.consumed_samples}
