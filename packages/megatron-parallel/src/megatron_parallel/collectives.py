@@ -1,0 +1,193 @@
+"""Communication over one axis of the mesh.
+
+The plain collectives are torch's with an `Axis` in place of a group. Over an axis of size 1 they
+return the tensor they were given, so nothing is copied and nothing waits. They work in every dtype
+the backend knows, float64 included (Gloo on CPUs, NCCL on GPUs). A rank that never arrives is an
+error after the time-out the mesh was bound with.
+
+The region mappings are pairs: what happens in the forward pass, and its transpose in the backward
+pass. They mark the borders between a region where all ranks of an axis hold the same activations
+and one where each holds its part (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022 for the
+sequence-parallel pair). They can be differentiated once.
+
+| mapping | forward | backward |
+|---|---|---|
+| `copy_to_axis` | identity | all-reduce |
+| `reduce_from_axis` | all-reduce | identity |
+| `gather_from_axis` | all-gather along `dim` | own part |
+| `scatter_to_axis` | own part along `dim` | all-gather |
+| `gather_sequence` | all-gather along dim 0 | reduce-scatter |
+| `scatter_sequence` | reduce-scatter along dim 0 | all-gather |
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Shaped
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron_parallel import _compat
+from megatron_parallel.layout import LayoutError
+from megatron_parallel.mesh import Axis
+
+ReduceOp = Literal["sum", "max", "min"]
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def all_reduce(
+    t: Shaped[Tensor, "*shape"], axis: Axis, op: ReduceOp = "sum"
+) -> Shaped[Tensor, "*shape"]:
+    """Reduce `t` over the axis, in place, and return it."""
+    if axis.size > 1:
+        dist.all_reduce(t, _OPS[op], group=axis.group)
+    return t
+
+
+def all_gather(t: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tensor, "..."]:
+    """Concatenate the equal parts of all ranks along `dim`, in the order of the axis."""
+    if axis.size == 1:
+        return t
+    part = t.movedim(dim, 0).contiguous()
+    whole = part.new_empty((axis.size * part.shape[0], *part.shape[1:]))
+    _compat.all_gather(whole, part, axis.group)
+    return whole.movedim(0, dim)
+
+
+def reduce_scatter(
+    t: Shaped[Tensor, "..."], axis: Axis, dim: int = 0, op: ReduceOp = "sum"
+) -> Shaped[Tensor, "..."]:
+    """Reduce over the axis and keep this rank's part along `dim`, which the size must divide."""
+    if axis.size == 1:
+        return t
+    whole = t.movedim(dim, 0).contiguous()
+    part = whole.new_empty((_part_length(t, axis, dim), *whole.shape[1:]))
+    _compat.reduce_scatter(part, whole, _OPS[op], axis.group)
+    return part.movedim(0, dim)
+
+
+def broadcast(t: Shaped[Tensor, "*shape"], axis: Axis, source: int = 0) -> Shaped[Tensor, "*shape"]:
+    """Overwrite `t` with that of the member whose index on the axis is `source`; return it."""
+    if axis.size > 1:
+        dist.broadcast(t, axis.ranks[source], group=axis.group)
+    return t
+
+
+def copy_to_axis(x: Float[Tensor, "*shape"], axis: Axis) -> Float[Tensor, "*shape"]:
+    """Enter a parallel region: identity; the gradients of all ranks are summed."""
+    return x if axis.size == 1 else _apply(_CopyTo, x, axis)
+
+
+def reduce_from_axis(x: Float[Tensor, "*shape"], axis: Axis) -> Float[Tensor, "*shape"]:
+    """Leave a parallel region: partial sums of all ranks are added; the gradient is identity."""
+    return x if axis.size == 1 else _apply(_ReduceFrom, x, axis)
+
+
+def gather_from_axis(x: Float[Tensor, "..."], axis: Axis, dim: int = -1) -> Float[Tensor, "..."]:
+    """Concatenate parts along `dim`; a rank's gradient is its part of the (common) gradient."""
+    return x if axis.size == 1 else _apply(_GatherFrom, x, axis, dim)
+
+
+def scatter_to_axis(x: Float[Tensor, "..."], axis: Axis, dim: int = -1) -> Float[Tensor, "..."]:
+    """Keep this rank's part along `dim`; the gradient parts are concatenated."""
+    return x if axis.size == 1 else _apply(_ScatterTo, x, axis, dim)
+
+
+def gather_sequence(x: Float[Tensor, "part ..."], axis: Axis) -> Float[Tensor, "sequence ..."]:
+    """Parts `[s/n, ...]` to all of `[s, ...]`, on entering a tensor-parallel region."""
+    return x if axis.size == 1 else _apply(_GatherSequence, x, axis)
+
+
+def scatter_sequence(x: Float[Tensor, "sequence ..."], axis: Axis) -> Float[Tensor, "part ..."]:
+    """Partial sums `[s, ...]` to their sum's part `[s/n, ...]`, on leaving the region again."""
+    return x if axis.size == 1 else _apply(_ScatterSequence, x, axis)
+
+
+def _part_length(t: Tensor, axis: Axis, dim: int) -> int:
+    if t.shape[dim] % axis.size:
+        raise LayoutError(
+            f"dim {dim} of shape {tuple(t.shape)} cannot be cut into {axis.size} equal parts "
+            f"over axis {axis.name!r}"
+        )
+    return t.shape[dim] // axis.size
+
+
+def _own_part(t: Tensor, axis: Axis, dim: int) -> Tensor:
+    length = _part_length(t, axis, dim)
+    return t.narrow(dim, axis.index * length, length).contiguous()
+
+
+def _sum(t: Tensor, axis: Axis) -> Tensor:
+    """Sum over the axis in memory of its own: autograd may hand out views of others' tensors."""
+    return all_reduce(t.clone(memory_format=torch.contiguous_format), axis)
+
+
+def _apply(function: type[Function], *args: object) -> Tensor:
+    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _CopyTo(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _sum(grads[0], ctx.axis), None
+
+
+class _ReduceFrom(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return _sum(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _GatherFrom(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return all_gather(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _own_part(grads[0], ctx.axis, ctx.dim), None, None
+
+
+class _ScatterTo(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _own_part(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grads[0], ctx.axis, ctx.dim), None, None
+
+
+class _GatherSequence(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(grads[0], ctx.axis), None
+
+
+class _ScatterSequence(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return reduce_scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grads[0], ctx.axis), None

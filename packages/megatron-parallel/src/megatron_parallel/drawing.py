@@ -1,0 +1,89 @@
+"""Layouts as text."""
+
+from megatron_parallel.layout import ParallelLayout, describe_group
+
+
+def draw(layout: ParallelLayout, width: int = 100) -> str:
+    """The picture behind `ParallelLayout.draw`: ranks by pipeline stage, then the groups.
+
+    One cell holds one tensor-parallel group; a row is a stage, a column a data- (and context-)
+    parallel position. What does not fit is left out, and the number of things left out is written.
+    """
+    parts = [f"{layout.world_size} ranks: {layout}", "", *_stages(layout, width), ""]
+    parts += _group_lists(layout, width)
+    return "\n".join(parts)
+
+
+def _stages(layout: ParallelLayout, width: int) -> list[str]:
+    digits = len(str(layout.world_size - 1))
+    # A stage's tensor groups, in the order of the first stage: cell (stage, column).
+    where = [layout.coordinates(rank) for rank in layout.stage_ranks(0)]
+    columns = sorted({(at.dp, at.cp) for at in where})
+    cells = {
+        (at.pp, at.dp, at.cp): group
+        for group in layout.groups("tp")
+        for at in (layout.coordinates(group[0]),)
+    }
+    titles = [f"dp {dp}" + (f" cp {cp}" if layout.cp > 1 else "") for dp, cp in columns]
+    rank_texts = [_ranks_text(cells[0, dp, cp], digits, width // 2) for dp, cp in columns]
+    cell = max(*(len(text) for text in rank_texts), *(len(title) for title in titles), 1) + 2
+    margin = len(f"stage {layout.pp - 1}") + 2
+    room = max(1, (width - margin - 1 - 12) // (cell + 1))
+    shown = columns if len(columns) * (cell + 1) + margin + 1 <= width else columns[:room]
+    hidden = len(columns) - len(shown)
+
+    def ruled(left: str, middle: str, right: str) -> str:
+        return " " * margin + left + middle.join("─" * cell for _ in shown) + right
+
+    more = f" … {hidden} more" if hidden else ""
+    lines = [(" " * margin + " " + " ".join(t.center(cell) for t in titles[: len(shown)])).rstrip()]
+    lines.append(ruled("┌", "┬", "┐"))
+    for stage in _elided(layout.pp, 16):
+        if stage is None:
+            lines.append(" " * margin + "  ⋮")
+            continue
+        texts = (_ranks_text(cells[stage, dp, cp], digits, width // 2) for dp, cp in shown)
+        row = "│".join(text.center(cell) for text in texts)
+        lines.append(f"stage {stage}".ljust(margin) + f"│{row}│{more}")
+    lines.append(ruled("└", "┴", "┘"))
+    return lines
+
+
+def _group_lists(layout: ParallelLayout, width: int) -> list[str]:
+    names = [name for name in layout.group_names if name not in ("world", "position_embedding")]
+    if not layout.has_expert_parallelism:
+        names = [name for name in names if name != "ep" and not name.startswith("expert_")]
+    lines, singles = [], []
+    for name in names:
+        groups = layout.groups(name)
+        if len(groups[0]) == 1:
+            singles.append(name)
+            continue
+        head = f"{name:<16}{len(groups):>5} x {len(groups[0]):<5} "
+        lines.append(head + _groups_text(groups, width - len(head)))
+        lines.append(" " * 4 + describe_group(name))
+    if singles:
+        lines.append("one rank each: " + ", ".join(singles))
+    return lines
+
+
+def _groups_text(groups: list[tuple[int, ...]], width: int) -> str:
+    text = ""
+    for i, group in enumerate(groups):
+        part = "[" + _ranks_text(group, 0, width // 2) + "] "
+        if text and len(text) + len(part) + (2 if i + 1 < len(groups) else 0) > width:
+            return text + "…"
+        text += part
+    return text.rstrip()
+
+
+def _ranks_text(ranks: tuple[int, ...], digits: int, width: int) -> str:
+    text = " ".join(f"{rank:>{digits}}" if digits else str(rank) for rank in ranks)
+    return text if len(text) <= width else f"{ranks[0]} {ranks[1]} … {ranks[-1]}"
+
+
+def _elided(count: int, limit: int) -> list[int | None]:
+    if count <= limit:
+        return list(range(count))
+    half = limit // 2
+    return [*range(half), None, *range(count - half, count)]

@@ -1,0 +1,147 @@
+"""Initial values that do not depend on the layout.
+
+A parameter is drawn in blocks: slabs along the dim its sharding cuts (the first dim if it is not
+cut), each from its own CPU generator seeded by a hash of (seed, global name, block number, and the
+expert's number for experts). A rank draws only the blocks it touches and keeps the part it holds,
+so 1 rank and 64 ranks start from the same numbers, and no rank ever holds a whole weight.
+
+Numbers are drawn in float32 and then cast: a float64 parameter holds exactly the values of the
+float32 one, a bfloat16 one their roundings. Padding is zero.
+
+The block size and the hash are part of the format: changing either changes every training curve.
+(torch seeds its CPU generator with 32 bits, so in a model of `n` blocks about `n^2 / 2^33` pairs of
+blocks start equal: none are to be expected below ten billion parameters, a few hundred of the 1.5
+million blocks at a hundred billion.)
+"""
+
+import math
+from collections.abc import Iterator
+from hashlib import blake2b
+from math import prod
+
+import torch
+from jaxtyping import Float
+from torch import Generator, Tensor, nn
+
+from megatron_parallel.mesh import Mesh
+from megatron_parallel.sharding import Box, Init, Sharding, collect_shardings
+
+BLOCK_NUMEL = 65536
+"""Elements per block, at most, unless one row is longer. Part of the format."""
+
+
+def initialize_parameters(module: nn.Module, *, seed: int, mesh: Mesh) -> None:
+    """Give every parameter of `module` the values its sharding's `init` asks for, by global name.
+
+    Layers are built without values (NaN), so that a model can be built on the meta device and
+    filled later; this fills it.
+    """
+    table = collect_shardings(module)
+    for name, parameter in module.named_parameters():
+        initialize(parameter, seed=seed, name=name, sharding=table[name], mesh=mesh)
+
+
+def initialize(
+    param: Float[Tensor, "..."],
+    *,
+    seed: int,
+    name: str,
+    sharding: Sharding,
+    mesh: Mesh,
+    init: Init | None = None,
+    expert: int | None = None,
+) -> None:
+    """Fill the local part of one parameter, in place, by `init` (default: the sharding's own)."""
+    init = init or sharding.init
+    with torch.no_grad():
+        if init.kind == "constant":
+            param.zero_()
+            for piece in sharding.pieces(mesh):
+                param[piece.local.slices] = init.scale
+        else:
+            _draw(param, init, (seed, name, expert), sharding, mesh)
+
+
+def normal_(
+    param: Float[Tensor, "..."],
+    *,
+    seed: int,
+    name: str,
+    sharding: Sharding,
+    std: float,
+    mesh: Mesh,
+    expert: int | None = None,
+) -> None:
+    """Fill the local part of parameter `name` from a normal distribution of mean 0, in place."""
+    spec = Init("normal", std)
+    initialize(param, seed=seed, name=name, sharding=sharding, mesh=mesh, init=spec, expert=expert)
+
+
+def uniform_(
+    param: Float[Tensor, "..."],
+    *,
+    seed: int,
+    name: str,
+    sharding: Sharding,
+    bound: float,
+    mesh: Mesh,
+    expert: int | None = None,
+) -> None:
+    """Fill the local part of parameter `name` uniformly from `[-bound, bound)`, in place."""
+    spec = Init("uniform", bound)
+    initialize(param, seed=seed, name=name, sharding=sharding, mesh=mesh, init=spec, expert=expert)
+
+
+def scaled_std(std: float, num_layers: int) -> float:
+    """Standard deviation of the projections that write to the residual stream, `std / sqrt(2 L)`.
+
+    Each of the `L` layers adds to the stream twice (Radford et al. 2019, section 2.3).
+    """
+    return std / math.sqrt(2.0 * num_layers)
+
+
+def _draw(
+    param: Tensor,
+    init: Init,
+    key: tuple[int, str, int | None],
+    sharding: Sharding,
+    mesh: Mesh,
+) -> None:
+    pieces = sharding.pieces(mesh)
+    if sum(piece.box.numel for piece in pieces) < param.numel():
+        param.zero_()
+    generator = Generator(device="cpu")
+    for box, local in pieces:
+        for number, block in _blocks(sharding, box):
+            values = torch.empty(block.lengths, dtype=torch.float32)
+            generator.manual_seed(_block_seed(*key, number))
+            if init.kind == "normal":
+                values.normal_(0.0, init.scale, generator=generator)
+            else:
+                values.uniform_(-init.scale, init.scale, generator=generator)
+            part = block.intersection(box)
+            here = part.shifted(tuple(-offset for offset in block.offsets))
+            moves = zip(local.offsets, box.offsets, strict=True)
+            there = part.shifted(tuple(mine - ours for mine, ours in moves))
+            param[there.slices].copy_(values[here.slices])
+
+
+def _blocks(sharding: Sharding, box: Box) -> Iterator[tuple[int, Box]]:
+    """Numbers and extents of the blocks that `box` touches; a scalar is one block."""
+    shape = sharding.shape
+    if not shape:
+        yield 0, Box((), ())
+        return
+    dim = sharding.block_dim
+    rows = max(1, BLOCK_NUMEL // max(1, prod(shape) // shape[dim]))
+    start, stop = box.offsets[dim], box.offsets[dim] + box.lengths[dim]
+    for number in range(start // rows, -(-stop // rows)):
+        first = number * rows
+        offsets = tuple(first if d == dim else 0 for d in range(len(shape)))
+        length = min(rows, shape[dim] - first)
+        yield number, Box(offsets, tuple(length if d == dim else n for d, n in enumerate(shape)))
+
+
+def _block_seed(seed: int, name: str, expert: int | None, block: int) -> int:
+    key = f"{seed}/{name}/{block}" + ("" if expert is None else f"/{expert}")
+    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,365 @@
+"""Which rank does what: the arithmetic of parallel layouts, in pure Python.
+
+A layout lays the ranks of a job out on a grid, one dimension per axis of parallelism, and every
+process group is a set of ranks that differ only along some of those axes. There are two grids over
+the same ranks: the dense grid `(tp, cp, dp, pp)` and the expert grid `(etp, ep, expert dp, pp)` on
+which the experts of a mixture-of-experts layer live. `order` says which axis varies fastest::
+
+    >>> layout = ParallelLayout(tp=2, pp=2).resolve(8)
+    >>> layout.groups("tp")
+    [(0, 1), (2, 3), (4, 5), (6, 7)]
+    >>> layout.groups("pp")
+    [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+Numbering and grouping equal Megatron-Core's (`megatron.core.parallel_state.RankGenerator`). Nothing
+here imports torch: layouts can be planned, checked and drawn on a login node.
+"""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
+from typing import Final, NamedTuple
+
+AXES: Final = ("tp", "cp", "ep", "dp", "pp")
+
+# Group name -> (grid, axes along which its members differ, what it is for).
+_GROUPS: Final[dict[str, tuple[str, tuple[str, ...], str]]] = {
+    "tp": ("dense", ("tp",), "tensor parallel: one layer cut over its ranks"),
+    "cp": ("dense", ("cp",), "context parallel: one sequence cut over its ranks"),
+    "dp": ("dense", ("dp",), "data parallel: copies that see different samples"),
+    "pp": ("dense", ("pp",), "pipeline parallel: one copy of the model, stage by stage"),
+    "dp_cp": ("dense", ("dp", "cp"), "gradients of dense parameters are summed here"),
+    "tp_cp": ("dense", ("tp", "cp"), "one micro-batch on one stage"),
+    "tp_dp": ("dense", ("tp", "dp"), "one pipeline stage at one context position"),
+    "tp_dp_cp": ("dense", ("tp", "dp", "cp"), "one whole pipeline stage"),
+    "model": ("dense", ("tp", "pp"), "one copy of the model"),
+    "ep": ("expert", ("ep",), "expert parallel: the experts of one layer"),
+    "expert_tp": ("expert", ("tp",), "tensor parallel inside one expert"),
+    "expert_dp": ("expert", ("dp",), "gradients of experts are summed here"),
+    "expert_tp_ep": ("expert", ("tp", "ep"), "all experts of one layer"),
+    "expert_tp_ep_pp": ("expert", ("tp", "ep", "pp"), "one copy of all experts"),
+    "embedding": ("stages", ("first", "last"), "holders of tied embeddings: first and last stage"),
+    "position_embedding": ("stages", ("first",), "holders of position embeddings: first stage"),
+    "world": ("dense", ("tp", "cp", "dp", "pp"), "every rank"),
+}
+_ALIASES: Final = {"tp_pp": "model", "tp_ep": "expert_tp_ep", "tp_ep_pp": "expert_tp_ep_pp"}
+
+
+class LayoutError(ValueError):
+    """A layout that cannot be, or ranks that do not agree on one."""
+
+
+class Coordinates(NamedTuple):
+    """Place of a rank on the dense grid."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+
+class ExpertCoordinates(NamedTuple):
+    """Place of a rank on the expert grid; `tp` and `dp` are the expert's own."""
+
+    tp: int
+    ep: int
+    dp: int
+    pp: int
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Ranks as mixed-radix numbers: `names[0]` varies fastest."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def strides(self) -> dict[str, int]:
+        return dict(zip(self.names, accumulate((1, *self.sizes), mul), strict=False))
+
+    def size(self, name: str) -> int:
+        return self.sizes[self.names.index(name)]
+
+    def coordinate(self, name: str, rank: int) -> int:
+        return rank // self.strides[name] % self.size(name)
+
+    def _span(self, axes: Iterable[str]) -> list[int]:
+        """Every rank whose coordinates are zero outside `axes`, in ascending grid order."""
+        strides, chosen = self.strides, set(axes)
+        ranks = [0]
+        for name, size in zip(self.names, self.sizes, strict=True):
+            if name in chosen:
+                ranks = [rank + i * strides[name] for i in range(size) for rank in ranks]
+        return ranks
+
+    def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        offsets = self._span(axes)
+        bases = self._span(name for name in self.names if name not in axes)
+        return [tuple([base + offset for offset in offsets]) for base in bases]
+
+    def group_of(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
+        base = rank - sum(self.coordinate(name, rank) * self.strides[name] for name in axes)
+        return tuple(base + offset for offset in self._span(axes))
+
+
+def _degree(text: str, flag: str | None) -> dict[str, object]:
+    return {"help": text, "flag": flag, "unit": "ranks"}
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Degrees of every kind of parallelism, and the order in which ranks are dealt to them.
+
+    `dp` may be left out and derived from the world size by `resolve`; if it is given, both must
+    agree. `vpp` does not cut the world: it is the number of model chunks each pipeline stage holds.
+    `etp` is the tensor-parallel degree inside experts and defaults to `tp`; the data-parallel
+    degree of experts follows, `world / (etp * ep * pp)`.
+
+    Raises `LayoutError`, naming the numbers, if the degrees cannot form the two grids.
+    """
+
+    tp: int = field(
+        default=1, metadata=_degree("Tensor-parallel degree", "--tensor-model-parallel-size")
+    )
+    cp: int = field(
+        default=1, metadata=_degree("Context-parallel degree", "--context-parallel-size")
+    )
+    ep: int = field(
+        default=1, metadata=_degree("Expert-parallel degree", "--expert-model-parallel-size")
+    )
+    dp: int | None = field(
+        default=None,
+        metadata=_degree("Data-parallel degree; derived from the world size if absent", None),
+    )
+    pp: int = field(
+        default=1, metadata=_degree("Pipeline stages", "--pipeline-model-parallel-size")
+    )
+    vpp: int = field(
+        default=1,
+        metadata={
+            "help": "Model chunks per pipeline stage (interleaved schedules)",
+            "flag": "--num-virtual-stages-per-pipeline-rank",
+            "unit": "chunks",
+        },
+    )
+    etp: int | None = field(
+        default=None,
+        metadata=_degree(
+            "Tensor-parallel degree inside experts; tp if absent",
+            "--expert-tensor-parallel-size",
+        ),
+    )
+    order: str = field(
+        default="tp-cp-ep-dp-pp",
+        metadata={"help": "Axes from fastest to slowest varying rank", "flag": None},
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "cp", "ep", "dp", "pp", "vpp", "etp"):
+            degree = getattr(self, name)
+            optional = name in ("dp", "etp")
+            if degree is None and optional:
+                continue
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise LayoutError(f"{name}={degree!r} is not a degree: give a whole number >= 1")
+        if self.vpp > 1 and self.pp == 1:
+            raise LayoutError(f"vpp={self.vpp} needs pipeline stages to interleave, but pp=1")
+        self._check_order()
+        if self.dp is not None and self.has_expert_parallelism:
+            self._expert()
+
+    def _check_order(self) -> None:
+        names = self.order.split("-")
+        for name in names:
+            if name not in AXES:
+                raise LayoutError(f"order={self.order!r} names {name!r}: axes are {'-'.join(AXES)}")
+            if names.count(name) > 1:
+                raise LayoutError(f"order={self.order!r} names {name!r} twice")
+        for name in AXES:
+            degree = getattr(self, name)
+            if name not in names and degree is not None and degree > 1:
+                raise LayoutError(f"order={self.order!r} leaves out {name!r}, but {name}={degree}")
+
+    # -- sizes ---------------------------------------------------------------------------------
+
+    def resolve(self, world_size: int) -> "ParallelLayout":
+        """The same layout with `dp` filled in for `world_size` ranks."""
+        if world_size < 1:
+            raise LayoutError(f"world size {world_size} is not a whole number >= 1")
+        model = self.tp * self.cp * self.pp
+        product = f"tp {self.tp} x cp {self.cp} x pp {self.pp} = {model}"
+        if world_size % model:
+            raise LayoutError(
+                f"world size {world_size} is not a multiple of {product}: "
+                f"use {_nearest_multiples(world_size, model)} ranks or change a degree"
+            )
+        dp = world_size // model
+        if self.dp is not None and self.dp != dp:
+            raise LayoutError(
+                f"dp={self.dp} does not fit: world size {world_size} / ({product}) gives dp={dp}"
+            )
+        return replace(self, dp=dp)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; the layout must be resolved."""
+        return self.tp * self.cp * self._dp * self.pp
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel degree inside experts: `etp`, or `tp` if that is not given."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def expert_dp(self) -> int:
+        """Number of copies of every expert."""
+        return self._expert().size("dp")
+
+    @property
+    def has_expert_parallelism(self) -> bool:
+        """Whether experts are laid out otherwise than the dense layers."""
+        return self.ep > 1 or self.expert_tp != self.tp
+
+    @property
+    def _dp(self) -> int:
+        if self.dp is None:
+            raise LayoutError("dp is not known yet: call resolve(world_size) first")
+        return self.dp
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        named = self.order.split("-")
+        return (*named, *(name for name in AXES if name not in named))
+
+    def _dense(self) -> _Grid:
+        sizes = {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self._dp, "pp": self.pp}
+        return _Grid(self._names, tuple(sizes[name] for name in self._names))
+
+    def _expert(self) -> _Grid:
+        experts = self.expert_tp * self.ep * self.pp
+        product = f"etp {self.expert_tp} x ep {self.ep} x pp {self.pp} = {experts}"
+        if self.world_size % experts:
+            raise LayoutError(f"world size {self.world_size} is not a multiple of {product}")
+        sizes = {"tp": self.expert_tp, "cp": 1, "ep": self.ep, "pp": self.pp}
+        sizes["dp"] = self.world_size // experts
+        grid = _Grid(self._names, tuple(sizes[name] for name in self._names))
+        strides = self._dense().strides["pp"], grid.strides["pp"]
+        if self.pp > 1 and strides[0] != strides[1]:
+            raise LayoutError(
+                f"order={self.order!r} puts stages {strides[0]} ranks apart for dense layers but "
+                f"{strides[1]} apart for experts ({product}): put pp last"
+            )
+        return grid
+
+    # -- groups --------------------------------------------------------------------------------
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """Names of all groups this layout has, in the one order in which a mesh creates them.
+
+        The expert groups are absent only if `order` lets the pipeline of the experts differ from
+        that of the dense layers, which is an error as soon as there is expert parallelism.
+        """
+        try:
+            self._expert()
+        except LayoutError:
+            return tuple(name for name, (grid, _, _) in _GROUPS.items() if grid != "expert")
+        return tuple(_GROUPS)
+
+    def groups(self, name: str) -> list[tuple[int, ...]]:
+        """All groups of one kind, each a tuple of ascending ranks.
+
+        Every rank is in exactly one, except for `embedding` and `position_embedding`, which only
+        the holding stages join.
+        """
+        kind, axes = self._kind(name)
+        if kind == "stages":
+            return [self._holders(ranks, axes) for ranks in self._dense().groups(("pp",))]
+        return self._grid(kind).groups(axes)
+
+    def group_of(self, name: str, rank: int) -> tuple[int, ...]:
+        """The group of that kind `rank` is in; `()` if it is in none."""
+        self._check_rank(rank)
+        kind, axes = self._kind(name)
+        if kind == "stages":
+            holders = self._holders(self._dense().group_of(("pp",), rank), axes)
+            return holders if rank in holders else ()
+        return self._grid(kind).group_of(axes, rank)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Place of `rank` on the dense grid."""
+        self._check_rank(rank)
+        grid = self._dense()
+        return Coordinates(*(grid.coordinate(name, rank) for name in Coordinates._fields))
+
+    def expert_coordinates(self, rank: int) -> ExpertCoordinates:
+        """Place of `rank` on the expert grid."""
+        self._check_rank(rank)
+        grid = self._expert()
+        names = ExpertCoordinates._fields
+        return ExpertCoordinates(*(grid.coordinate(name, rank) for name in names))
+
+    def stage_ranks(self, stage: int) -> tuple[int, ...]:
+        """Ranks of one pipeline stage, ascending."""
+        if not 0 <= stage < self.pp:
+            raise LayoutError(f"stage {stage} does not exist: pp={self.pp}")
+        offset = stage * self._dense().strides["pp"]
+        return tuple(rank + offset for rank in self._dense().group_of(("tp", "cp", "dp"), 0))
+
+    def _grid(self, kind: str) -> _Grid:
+        return self._expert() if kind == "expert" else self._dense()
+
+    def _kind(self, name: str) -> tuple[str, tuple[str, ...]]:
+        entry = _GROUPS.get(_ALIASES.get(name, name))
+        if entry is None:
+            known = [*_GROUPS, *_ALIASES]
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise LayoutError(f"no group is called {name!r}: {hint}")
+        return entry[0], entry[1]
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank {rank} is outside a world of {self.world_size} ranks")
+
+    @staticmethod
+    def _holders(pipeline: tuple[int, ...], which: tuple[str, ...]) -> tuple[int, ...]:
+        ends = {"first": pipeline[0], "last": pipeline[-1]}
+        return tuple(dict.fromkeys(ends[end] for end in which))
+
+    # -- text ----------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        degrees = [f"tp {self.tp}", f"cp {self.cp}", f"dp {self.dp or '?'}", f"pp {self.pp}"]
+        text = " x ".join(degrees)
+        if self.has_expert_parallelism:
+            text += f", experts etp {self.expert_tp} x ep {self.ep}"
+        if self.vpp > 1:
+            text += f", {self.vpp} chunks per stage"
+        return f"{text}, order {self.order}"
+
+    def draw(self, width: int = 100) -> str:
+        """A picture of the layout, at most `width` characters wide: ranks by stage, then groups."""
+        from megatron_parallel.drawing import draw
+
+        return draw(self, width)
+
+
+def describe_group(name: str) -> str:
+    """One line on what the group of that name is for."""
+    ParallelLayout()._kind(name)
+    return _GROUPS[_ALIASES.get(name, name)][2]
+
+
+def canonical_group_name(name: str) -> str:
+    """The name under which a group is listed: `model` for `tp_pp`."""
+    ParallelLayout()._kind(name)
+    return _ALIASES.get(name, name)
+
+
+def _nearest_multiples(number: int, step: int) -> str:
+    below = number // step * step
+    return f"{below} or {below + step}" if below else str(step)

@@ -1,0 +1,202 @@
+"""A layout bound to the process groups of this rank.
+
+`Mesh.single()` is one process: no `torch.distributed`, every axis of size 1, every collective a
+no-op. `Mesh.bind(layout, ...)` is one rank of many, started by torchrun. A mesh is passed
+explicitly to whatever communicates; there is no global one.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from megatron_parallel import _compat
+from megatron_parallel.agreement import agree
+from megatron_parallel.layout import LayoutError, ParallelLayout, canonical_group_name
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """This rank's process group of one name.
+
+    `ranks` are its members' global ranks, ascending, and `index` this rank's place among them.
+    `group` is None when `size` is 1: collectives over such an axis do nothing.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int
+    group: dist.ProcessGroup | None
+    size: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Axis":
+        return self  # process groups cannot be copied, and a copied model shares them
+
+
+class Mesh:
+    """One rank's view of the job: who it is, on which device, and its groups.
+
+    Built by `Mesh.single` or `Mesh.bind`.
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        rank: int,
+        device: torch.device,
+        groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+        *,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        owns_default_group: bool = False,
+    ) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.world_size = layout.world_size
+        self.device = device
+        self.timeout = timeout
+        self._groups = dict(groups)
+        self._owns_default_group = owns_default_group
+        self._closed = False
+        self._axes: dict[str, Axis] = {}
+        for name in layout.group_names:
+            ranks = layout.group_of(name, rank)
+            if ranks:
+                group = self._groups.get(ranks)
+                self._axes[name] = Axis(name, ranks, ranks.index(rank), group, len(ranks))
+
+    @classmethod
+    def single(cls, device: str | torch.device = "cpu") -> "Mesh":
+        """The mesh of a single process, which needs no `torch.distributed`."""
+        return cls(ParallelLayout(dp=1), 0, torch.device(device), {})
+
+    @classmethod
+    def bind(
+        cls,
+        layout: ParallelLayout,
+        *,
+        device: str | torch.device = "cpu",
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        configuration: str | Mapping[str, str] = "",
+    ) -> "Mesh":
+        """Join the job as one of its ranks: compare notes with the others, create all groups.
+
+        Uses the default process group if there is one, else creates it from the variables torchrun
+        sets (Gloo on CPUs, NCCL on GPUs; `device="cuda"` becomes this rank's own). Without either,
+        a layout of one rank gives a single-process mesh.
+
+        Before any communication every rank's layout and `configuration` (a digest, or several
+        things by name) are compared through the store. Any difference raises `LayoutError` on every
+        rank, naming the ranks and the values, within `timeout`; that is also the time-out of every
+        group's collectives. All ranks then create all groups in one fixed order.
+        """
+        created = False
+        if not dist.is_initialized():
+            if "WORLD_SIZE" not in os.environ and layout.tp * layout.cp * layout.pp == 1:
+                return cls(layout.resolve(1), 0, _local_device(device), {}, timeout=timeout)
+            _init_default_group(_local_device(device), timeout)
+            created = True
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        notes = (
+            {"configuration": configuration} if isinstance(configuration, str) else configuration
+        )
+        try:
+            agree(
+                _compat.default_store(),
+                "mesh",
+                {"layout": str(layout), **notes},
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+            )
+            resolved = layout.resolve(world_size)
+        except LayoutError:
+            if created:
+                dist.destroy_process_group()
+            raise
+        # One group per set of ranks; equal sets (tp and tp_cp when cp is 1) share it.
+        wanted = dict.fromkeys(
+            ranks
+            for name in resolved.group_names
+            for ranks in resolved.groups(name)
+            if len(ranks) > 1
+        )
+        groups = _compat.new_groups(list(wanted), timeout)
+        where = _local_device(device)
+        return cls(resolved, rank, where, groups, timeout=timeout, owns_default_group=created)
+
+    def axis(self, name: str) -> Axis:
+        """This rank's axis of that name; raises `LayoutError` if it is in no such group."""
+        found = self._axes.get(name) or self._axes.get(canonical_group_name(name))
+        if found is None:
+            raise LayoutError(f"rank {self.rank} is in no {name!r} group of layout {self.layout}")
+        return found
+
+    def has_axis(self, name: str) -> bool:
+        """Whether this rank is in a group of that name (`embedding`: only first and last stage)."""
+        return canonical_group_name(name) in self._axes
+
+    def agree(self, topic: str, values: Mapping[str, str]) -> None:
+        """Raise `LayoutError` on every rank unless all give equal `values` (shapes of stages)."""
+        if self.world_size > 1:
+            agree(
+                _compat.default_store(),
+                topic,
+                values,
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=self.timeout,
+            )
+
+    def close(self) -> None:
+        """Destroy the groups this mesh created; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if not dist.is_initialized():  # whoever made the default group has ended it
+            return
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        if self._owns_default_group:
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Mesh(rank {self.rank} of {self.world_size}, {self.layout}, {self.device})"
+
+
+def _local_device(device: str | torch.device) -> torch.device:
+    where = torch.device(device)
+    if where.type != "cuda":
+        return where
+    if str(where) == "cuda":  # no index given
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(where)
+    return where
+
+
+def _init_default_group(device: torch.device, timeout: timedelta) -> None:
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    absent = [name for name in needed if name not in os.environ]
+    if absent:
+        raise LayoutError(
+            f"no process group and no {', '.join(absent)} in the environment: "
+            "start the ranks with torchrun"
+        )
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)

@@ -1,0 +1,318 @@
+"""Which part of which parameter a rank holds: one table, read by everybody.
+
+Every module that owns parameters has an attribute `sharding`, a dict from its local parameter names
+to `Sharding`. `collect_shardings` gathers them into one table keyed by global name. Initialisation,
+weight-decay groups, gradient norms, checkpoints and conversion read that table; nobody writes a
+second one.
+
+A `Sharding` speaks of the *global* parameter, as a checkpoint stores it, and says which mesh axis
+cuts which dim. It is the same for every layout: only `pieces(mesh)`, which asks where this rank
+stands, differs. All coordinates are global and unpadded unless they are called local.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal, NamedTuple, cast
+
+from jaxtyping import Shaped
+from torch import Tensor, nn
+
+from megatron_parallel.layout import LayoutError
+from megatron_parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor: `offsets[i] <= index[i] < offsets[i] + lengths[i]`."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 0 for an empty box, 1 for a scalar's."""
+        return prod(self.lengths)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index: `tensor[box.slices]`."""
+        pairs = zip(self.offsets, self.lengths, strict=True)
+        return tuple(slice(offset, offset + length) for offset, length in pairs)
+
+    def shifted(self, by: tuple[int, ...]) -> "Box":
+        """The same box moved by `by`."""
+        moved = tuple(offset + step for offset, step in zip(self.offsets, by, strict=True))
+        return Box(moved, self.lengths)
+
+    def intersection(self, other: "Box") -> "Box":
+        """The part both cover; of zero `numel` where they do not meet."""
+        offsets, lengths = [], []
+        mine = zip(self.offsets, self.lengths, strict=True)
+        theirs = zip(other.offsets, other.lengths, strict=True)
+        for (a, length_a), (b, length_b) in zip(mine, theirs, strict=True):
+            start = max(a, b)
+            offsets.append(start)
+            lengths.append(max(0, min(a + length_a, b + length_b) - start))
+        return Box(tuple(offsets), tuple(lengths))
+
+
+class Piece(NamedTuple):
+    """One box of the global tensor and where it lies in the local one; lengths are equal."""
+
+    box: Box
+    local: Box
+
+
+class View(NamedTuple):
+    """A tensor that is a box of a global tensor: what is handed to a checkpoint.
+
+    `tensor` has shape `lengths` and shares memory with its owner. Of several views of one box, the
+    one of replica 0 is written.
+    """
+
+    tensor: Tensor
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    replica: int
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter starts: drawn with standard deviation or bound `scale`, or filled with it."""
+
+    kind: Literal["normal", "uniform", "constant"] = "normal"
+    scale: float = 0.02
+
+
+ZEROS = Init("constant", 0.0)
+ONES = Init("constant", 1.0)
+
+
+_DERIVED = None  # stands for "worked out in __post_init__", so that readers see a plain bool
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How one parameter is cut over the mesh.
+
+    shape        global shape as stored, without padding
+    axis, dim    mesh axis that cuts dim `dim` into equal parts; both absent: every rank holds all
+    padded       size of `dim` in memory, when it is padded (vocabulary); padding is never stored.
+                 Parts are `ceil(padded / axis size)` long, so that any axis size will do
+    fused_dim    dim that only enumerates fused weights (gate and up), which nobody may cut
+    matrix       the parameter as a matrix, for optimizers that orthogonalise (Muon); by default all
+                 dims but the last, times the last; a parameter of fewer than two true dims has none
+    weight_decay whether weight decay applies; by default to whatever has a matrix
+    init         how the parameter starts
+
+    Raises `LayoutError` if these contradict one another.
+    """
+
+    shape: tuple[int, ...]
+    axis: str | None = None
+    dim: int | None = None
+    padded: int | None = None
+    fused_dim: int | None = None
+    matrix: tuple[int, int] | None = None
+    weight_decay: bool = cast(bool, _DERIVED)
+    init: Init = field(default=Init())
+
+    def __post_init__(self) -> None:
+        if (self.axis is None) != (self.dim is None):
+            raise LayoutError(f"axis={self.axis!r} and dim={self.dim} must be given together")
+        for name in ("dim", "fused_dim"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < len(self.shape):
+                raise LayoutError(f"{name}={value} is not a dim of shape {self.shape}")
+        if self.dim is not None and self.dim == self.fused_dim:
+            raise LayoutError(f"dim={self.dim} of shape {self.shape} is fused and cannot be cut")
+        if self.padded is not None and (self.dim is None or self.padded < self.shape[self.dim]):
+            raise LayoutError(f"padded={self.padded} does not cover dim={self.dim} of {self.shape}")
+        true_dims = len(self.shape) - (self.fused_dim is not None)
+        if self.matrix is None and true_dims > 1:
+            object.__setattr__(self, "matrix", (prod(self.shape[:-1]), self.shape[-1]))
+        if self.matrix is not None and prod(self.matrix) != prod(self.shape):
+            raise LayoutError(f"matrix={self.matrix} does not hold shape {self.shape}")
+        if self.weight_decay is cast(bool, _DERIVED):
+            object.__setattr__(self, "weight_decay", self.matrix is not None)
+
+    @property
+    def block_dim(self) -> int:
+        """The dim along which initialisation draws blocks: the cut one, else the first unfused."""
+        return self.fully_shard_dim if self.dim is None else self.dim
+
+    @property
+    def fully_shard_dim(self) -> int:
+        """The dim that fully sharded data parallelism may cut: the first that is not fused."""
+        return 1 if self.fused_dim == 0 and len(self.shape) > 1 else 0
+
+    def part_length(self, mesh: Mesh) -> int:
+        """Local length of the cut dim, with padding."""
+        if self.axis is None or self.dim is None:
+            raise LayoutError(f"shape {self.shape} is not cut")
+        size, parts = self.shape[self.dim], mesh.axis(self.axis).size
+        if self.padded is not None:
+            return -(-self.padded // parts)
+        if size % parts:
+            raise LayoutError(
+                f"dim {self.dim} of shape {self.shape} cannot be cut into {parts} equal parts "
+                f"over axis {self.axis!r}: choose a degree that divides {size}"
+            )
+        return size // parts
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """Shape of this rank's tensor, with padding."""
+        shape = list(self.shape)
+        if self.dim is not None:
+            shape[self.dim] = self.part_length(mesh)
+        return tuple(shape)
+
+    def pieces(self, mesh: Mesh) -> tuple[Piece, ...]:
+        """The boxes this rank holds and where they lie locally; none if it holds only padding."""
+        whole = Box((0,) * len(self.shape), self.shape)
+        if self.axis is None or self.dim is None:
+            return (Piece(whole, whole),)
+        start = self.part_length(mesh) * mesh.axis(self.axis).index
+        corner = tuple(start if dim == self.dim else 0 for dim in range(len(self.shape)))
+        box = Box(corner, self.local_shape(mesh)).intersection(whole)
+        if box.lengths[self.dim] == 0:
+            return ()
+        return (Piece(box, Box(whole.offsets, box.lengths)),)
+
+    def boxes(self, mesh: Mesh) -> tuple[Box, ...]:
+        """The boxes of the global tensor this rank holds; none if it holds only padding."""
+        return tuple(piece.box for piece in self.pieces(mesh))
+
+    def box(self, mesh: Mesh) -> Box:
+        """The one box this rank holds, of zero `numel` if it holds only padding."""
+        boxes = self.boxes(mesh)
+        if not boxes:
+            return Box(self.shape, (0,) * len(self.shape))
+        if len(boxes) > 1:
+            raise LayoutError(f"shape {self.shape} is held as {len(boxes)} boxes: ask for boxes()")
+        return boxes[0]
+
+    def replica(self, mesh: Mesh) -> int:
+        """Number of this rank's copy among those that hold the same boxes; 0 is the one written."""
+        holders = {"tp": "dp_cp", "ep": "expert_dp", None: "tp_dp_cp"}.get(self.axis)
+        if holders is None:
+            raise LayoutError(f"copies along axis {self.axis!r} are not numbered")
+        return mesh.axis(holders).index
+
+
+# -- flat ranges -------------------------------------------------------------------------------
+
+
+def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
+    """Boxes that cover elements `start <= i < stop` of a row-major tensor, in order.
+
+    Each box is contiguous in memory and they follow one another; there are at most `2n - 1` of
+    them for `n` dims.
+    """
+    if not 0 <= start <= stop <= prod(shape):
+        raise LayoutError(
+            f"range {start}:{stop} is outside shape {shape} of {prod(shape)} elements"
+        )
+    return tuple(_flat_boxes(shape, start, stop)) if start < stop else ()
+
+
+def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    if not shape:
+        yield Box((), ())
+        return
+    row = prod(shape[1:])
+
+    def inside(index: int, first: int, last: int) -> Iterator[Box]:
+        for box in _flat_boxes(shape[1:], first, last):
+            yield Box((index, *box.offsets), (1, *box.lengths))
+
+    head, tail = divmod(start, row), divmod(stop, row)
+    if head[0] == tail[0]:  # within one row
+        yield from inside(head[0], head[1], tail[1])
+        return
+    first_whole = head[0]
+    if head[1]:
+        yield from inside(head[0], head[1], row)
+        first_whole += 1
+    if first_whole < tail[0]:
+        zeros = (0,) * (len(shape) - 1)
+        yield Box((first_whole, *zeros), (tail[0] - first_whole, *shape[1:]))
+    if tail[1]:
+        yield from inside(tail[0], 0, tail[1])
+
+
+def flat_range_views(
+    flat: Shaped[Tensor, " n"], start: int, sharding: Sharding, mesh: Mesh, replica: int = 0
+) -> list[View]:
+    """Views of `flat`, which holds elements `start : start + n` of this rank's flattened tensor.
+
+    For shards of a gradient bucket: padding is left out. `replica` is the caller's to give, since
+    whoever cuts a bucket decides who else holds the same range.
+    """
+    views = []
+    position = 0
+    for box in flat_range_boxes(sharding.local_shape(mesh), start, start + flat.numel()):
+        tensor = flat[position : position + box.numel].view(box.lengths)
+        position += box.numel
+        for piece in sharding.pieces(mesh):
+            part = box.intersection(piece.local)
+            if part.numel == 0:
+                continue
+            inside = part.shifted(tuple(-offset for offset in box.offsets))
+            to_global = zip(piece.box.offsets, piece.local.offsets, strict=True)
+            there = part.shifted(tuple(ours - local for ours, local in to_global))
+            shape = sharding.shape
+            views.append(View(tensor[inside.slices], shape, there.offsets, there.lengths, replica))
+    return views
+
+
+# -- tables ------------------------------------------------------------------------------------
+
+
+def collect_shardings(module: nn.Module) -> dict[str, Sharding]:
+    """The table of a module: global parameter name to `Sharding`, in the order of parameters.
+
+    Reads the attribute `sharding` of every submodule. A parameter that is used twice (tied) has one
+    entry, under its first name. Raises `LayoutError` for a parameter nobody describes.
+    """
+    owners = dict(module.named_modules(remove_duplicate=False))
+    table = {}
+    for name, _ in module.named_parameters():
+        prefix, _, local = name.rpartition(".")
+        described: Mapping[str, Sharding] = getattr(owners[prefix], "sharding", {})
+        if local not in described:
+            raise LayoutError(
+                f"parameter {name!r} has no sharding: add {local!r} to the attribute 'sharding' "
+                f"of {type(owners[prefix]).__name__}"
+            )
+        table[name] = described[local]
+    return table
+
+
+def parameter_views(
+    tensors: nn.Module | Mapping[str, Tensor], table: Mapping[str, Sharding], mesh: Mesh
+) -> dict[str, list[View]]:
+    """Views of parameters, or of tensors shaped like them (gradients, moments), for a checkpoint.
+
+    A name whose local part is all padding has an empty list.
+    """
+    named = dict(tensors.named_parameters()) if isinstance(tensors, nn.Module) else tensors
+    views: dict[str, list[View]] = {}
+    for name, tensor in named.items():
+        if name not in table:
+            raise LayoutError(f"parameter {name!r} is not in the sharding table")
+        sharding = table[name]
+        local = sharding.local_shape(mesh)
+        if tuple(tensor.shape) != local:
+            raise LayoutError(
+                f"{name!r} has shape {tuple(tensor.shape)}, its sharding says {local}"
+            )
+        replica = sharding.replica(mesh)
+        data = tensor.detach()
+        views[name] = [
+            View(data[at.slices], sharding.shape, box.offsets, box.lengths, replica)
+            for box, at in sharding.pieces(mesh)
+        ]
+    return views
