@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Every test marked `gpu`, from the bare source folders: nothing is installed, nothing downloaded.
+# Tests over several GPUs (NCCL) use as many devices as there are. What is skipped is printed with
+# its reason. PYTHON names the interpreter; arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+
+"$python" - <<'PRINT'
+import sys
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit(f"gpu.sh: error: torch is not installed for {sys.executable}; set PYTHON to one that has it")
+names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+nccl = ".".join(map(str, torch.cuda.nccl.version())) if names else "not used"
+print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, NCCL {nccl}")
+print("devices:", ", ".join(names) or "none; every test marked gpu is skipped")
+PRINT
+
+settings=$("$python" tooling/bare_install.py "$site")
+eval "$settings"
+export PYTHONPATH="$PYTHONPATH:$PWD/tooling"
+status=0
+# shellcheck disable=SC2086 - folders are separate words
+"$python" -m pytest -q -m gpu -rs -p skip_missing -p no:cacheprovider $TEST_FOLDERS "$@" || status=$?
+if [ "$status" = 5 ]; then
+    echo "gpu.sh: no test is marked gpu"
+    status=0
+fi
+exit "$status"
