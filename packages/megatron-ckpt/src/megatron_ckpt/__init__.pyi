@@ -1,1 +1,15 @@
 from ._version import __version__ as __version__
+from .coordinator import Coordinator as Coordinator
+from .coordinator import DistributedCoordinator as DistributedCoordinator
+from .coordinator import SingleProcess as SingleProcess
+from .errors import CheckpointError as CheckpointError
+from .errors import CorruptCheckpointError as CorruptCheckpointError
+from .store.checkpoint import Checkpoint as Checkpoint
+from .store.checkpoint import LoadedState as LoadedState
+from .store.manifest import ModelRecord as ModelRecord
+from .store.retention import Retention as Retention
+from .store.store import CheckpointStore as CheckpointStore
+from .store.store import find_checkpoint as find_checkpoint
+from .views import Box as Box
+from .views import View as View
+from .views import ViewLike as ViewLike

@@ -1,0 +1,18 @@
+"""Errors a user of checkpoints can meet, and the words that help to mend them."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class CheckpointError(ValueError):
+    """What was wrong with a checkpoint, a view or a conversion, where, and what to do: one line."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A checkpoint is torn or its bytes changed: files missing, short, or of another digest."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``" (nearest: 'x')"`` for the known name closest to ``name``, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (nearest: {close[0]!r})" if close else ""

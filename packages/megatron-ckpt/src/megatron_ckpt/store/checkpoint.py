@@ -1,0 +1,163 @@
+"""One complete checkpoint: a directory with a valid manifest, wherever it lies."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError, did_you_mean
+from megatron_ckpt.store.blocks import BlockReader
+from megatron_ckpt.store.directory import read_manifest
+from megatron_ckpt.store.manifest import Manifest, ModelRecord, TensorRecord
+from megatron_ckpt.store.reader import Cast, check_names, check_views, fill_views
+from megatron_ckpt.values import loads
+from megatron_ckpt.views import View, ViewLike
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STATE = "state.json"
+
+
+class LoadedState(dict[str, Any]):
+    """The plain values of a loaded checkpoint by name, and which checkpoint it was."""
+
+    def __init__(self, values: Mapping[str, Any], checkpoint: "Checkpoint") -> None:
+        super().__init__(values)
+        self.checkpoint = checkpoint
+
+    @property
+    def iteration(self) -> int:
+        """The iteration that was loaded."""
+        return self.checkpoint.iteration
+
+
+class Checkpoint:
+    """A complete checkpoint, open for reading.
+
+    ``Checkpoint(path)`` reads the manifest and checks that every file is there at its size; bytes
+    are checked against their digests when they are read.
+
+    Raises:
+        CorruptCheckpointError: the directory is torn; the message says what is missing.
+    """
+
+    def __init__(self, path: str | Path, manifest: Manifest | None = None) -> None:
+        self.path = Path(path)
+        self.manifest = manifest or read_manifest(self.path)
+
+    @property
+    def iteration(self) -> int:
+        """Iteration after which the checkpoint was saved."""
+        return self.manifest.iteration
+
+    @property
+    def model(self) -> ModelRecord | None:
+        """Family and configuration of the model, if they were given when saving."""
+        return self.manifest.model
+
+    @property
+    def tensors(self) -> Mapping[str, TensorRecord]:
+        """Every global tensor: dtype, shape, group and pieces."""
+        return self.manifest.tensors
+
+    def values(self) -> LoadedState:
+        """Return the plain values, without any tensor."""
+        content = loads(self.read_file(STATE))
+        if not isinstance(content, dict):
+            raise CorruptCheckpointError(f"{self.path / STATE} is not a JSON object")
+        return LoadedState({str(name): value for name, value in content.items()}, self)
+
+    def read_file(self, name: str) -> bytes:
+        """Return the checked content of a file of the checkpoint."""
+        if name not in self.manifest.files:
+            raise CheckpointError(
+                f"{self.path} has no file {name!r}{did_you_mean(name, self.manifest.files)}"
+            )
+        record = self.manifest.files[name]
+        content = bytearray(record.size)
+        with BlockReader(self.path / name, record) as reader:
+            reader.read_into(content, 0)
+        return bytes(content)
+
+    def read(self, name: str) -> "Tensor":
+        """Return a whole tensor in its stored dtype, on the CPU, checked."""
+        import torch
+
+        from megatron_ckpt.dtypes import torch_dtype
+
+        if name not in self.tensors:
+            raise CheckpointError(
+                f"{self.path} has no tensor {name!r}{did_you_mean(name, self.tensors)}"
+            )
+        record = self.tensors[name]
+        view = View.whole(torch.empty(record.shape, dtype=torch_dtype(record.dtype)))
+        fill_views(self.path, self.manifest, {name: [view]})
+        return view.tensor
+
+    def load(
+        self,
+        into: Mapping[str, Sequence[ViewLike]],
+        *,
+        groups: Sequence[str] | None = None,
+        cast: Cast = "refuse",
+        verify: bool = True,
+        progress: Callable[[int], object] = lambda count: None,
+    ) -> LoadedState:
+        """Fill the views in place and return the plain values; see `CheckpointStore.load`."""
+        wanted = {name: tuple(views[0].global_shape) for name, views in into.items() if views}
+        check_names(self.manifest, wanted, groups)
+        self.fill(into, cast=cast, verify=verify, progress=progress)
+        return self.values()
+
+    def fill(
+        self,
+        into: Mapping[str, Sequence[ViewLike]],
+        *,
+        cast: Cast = "refuse",
+        verify: bool = True,
+        progress: Callable[[int], object] = lambda count: None,
+    ) -> None:
+        """Fill the views in place; tensors of the checkpoint that are not named stay unread."""
+        check_views(self.manifest, into, cast)
+        fill_views(self.path, self.manifest, into, verify=verify, progress=progress)
+
+    def verify(self, progress: Callable[[int], object] = lambda count: None) -> list[str]:
+        """Check every digest of every file; return one line for each damaged file."""
+        problems = []
+        for name, record in self.manifest.files.items():
+            try:
+                with BlockReader(self.path / name, record) as reader:
+                    reader.check(progress)
+            except (CorruptCheckpointError, OSError) as error:
+                problems.append(str(error))
+        return problems
+
+
+class CheckpointTensors(Mapping[str, "Tensor"]):
+    """The tensors of one group of a checkpoint as a mapping that reads when asked."""
+
+    def __init__(self, checkpoint: Checkpoint, group: str = "model") -> None:
+        self._checkpoint = checkpoint
+        self._records = {n: r for n, r in checkpoint.tensors.items() if r.group == group}
+
+    def __getitem__(self, name: str) -> "Tensor":
+        if name not in self._records:
+            raise KeyError(name)
+        return self._checkpoint.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def meta(self) -> dict[str, "Tensor"]:
+        """Return tensors of the same shapes and dtypes without content."""
+        import torch
+
+        from megatron_ckpt.dtypes import torch_dtype
+
+        return {
+            name: torch.empty(record.shape, dtype=torch_dtype(record.dtype), device="meta")
+            for name, record in self._records.items()
+        }

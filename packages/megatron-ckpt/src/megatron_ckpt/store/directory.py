@@ -1,0 +1,125 @@
+"""The names in a checkpoint directory, and which of them are complete checkpoints.
+
+``iter_0001000``                  a checkpoint, if its manifest and files are whole
+``iter_0001000.tmp-<id>``         a save under way, or what a killed one left
+``iter_0001000.replaced-<id>``    the former checkpoint while a new one takes its name
+``iter_0001000.trash-<id>``       on its way out
+"""
+
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError
+from megatron_ckpt.store.durable import rename
+from megatron_ckpt.store.lock import is_being_written
+from megatron_ckpt.store.manifest import MANIFEST, Manifest
+
+POINTER = "latest_checkpointed_iteration.txt"
+_NAME = re.compile(r"iter_(\d{7,})(?:\.(tmp|replaced|trash)-[0-9a-f]+)?")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A directory that is or was to become a checkpoint; ``problem`` says what it lacks."""
+
+    iteration: int
+    path: Path
+    manifest: Manifest | None
+    problem: str | None
+
+
+def iteration_name(iteration: int) -> str:
+    """Name of the directory of an iteration."""
+    return f"iter_{iteration:07d}"
+
+
+def beside(path: Path, kind: str) -> Path:
+    """Return a new name beside ``path`` for a directory of ``kind`` (tmp, replaced, trash)."""
+    return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex[:12]}")
+
+
+def entries(directory: Path) -> list[tuple[int, str, Path]]:
+    """List ``(iteration, kind, path)``, newest first; kind is empty for plain names, which lead."""
+    if not directory.is_dir():
+        return []
+    found = [
+        (int(match[1]), match[2] or "", path)
+        for path in directory.iterdir()
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
+    ]
+    return sorted(found, key=lambda entry: (-entry[0], entry[1], entry[2].name))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of a checkpoint and check that each file is there at its size.
+
+    Raises:
+        CorruptCheckpointError: the checkpoint is torn; says what is missing.
+    """
+    try:
+        manifest = Manifest.from_bytes((path / MANIFEST).read_bytes(), path / MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CorruptCheckpointError(f"{path} is torn: it has no {MANIFEST}") from None
+    for name, record in manifest.files.items():
+        try:
+            size = (path / name).stat().st_size
+        except FileNotFoundError:
+            raise CorruptCheckpointError(f"{path} is torn: {name} is missing") from None
+        if size != record.size:
+            raise CorruptCheckpointError(
+                f"{path} is torn: {name} has {size} bytes, the manifest says {record.size}"
+            )
+    return manifest
+
+
+def inspect(iteration: int, path: Path) -> Candidate:
+    """Look whether ``path`` is a complete checkpoint of ``iteration``."""
+    try:
+        manifest = read_manifest(path)
+    except (CheckpointError, OSError) as error:
+        return Candidate(iteration, path, None, str(error))
+    if manifest.iteration != iteration:
+        problem = f"{path} holds iteration {manifest.iteration}: it was renamed"
+        return Candidate(iteration, path, None, problem)
+    return Candidate(iteration, path, manifest, None)
+
+
+def scan(directory: Path) -> Iterator[Candidate]:
+    """Look at what is in a checkpoint directory, newest first, as far as the caller goes.
+
+    Unfinished saves are left out while a writer is at work: they may be about to be finished.
+    """
+    complete = set()
+    for iteration, kind, path in entries(directory):
+        if kind == "tmp" and not is_being_written(directory):
+            yield Candidate(iteration, path, None, f"{path} is an unfinished save")
+        elif kind == "" or (kind == "replaced" and iteration not in complete):
+            candidate = inspect(iteration, path)
+            if candidate.manifest:
+                complete.add(iteration)
+            yield candidate
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint: under its name it is there whole or not at all."""
+    trash = path if ".trash-" in path.name else beside(path, "trash")
+    if trash != path:
+        rename(path, trash)
+    shutil.rmtree(trash)
+
+
+def tidy(directory: Path) -> None:
+    """Clear what killed saves left. The caller holds the writer lock."""
+    for iteration, kind, path in entries(directory):
+        if kind in ("tmp", "trash"):
+            shutil.rmtree(path)
+        elif kind == "replaced":
+            final = directory / iteration_name(iteration)
+            if not final.exists():
+                rename(path, final)
+            elif inspect(iteration, final).manifest:
+                discard(path)

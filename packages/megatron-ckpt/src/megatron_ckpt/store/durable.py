@@ -1,0 +1,66 @@
+"""File operations that reach the disk. All bytes of a checkpoint are written through here."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[int]:
+    """Create ``path``, which may not exist, yield its descriptor, and sync it at the end."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write all of ``data``, however many calls the system takes for it."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(path: Path) -> None:
+    """Make the names in a directory and in all directories below it durable."""
+    for below, _, _ in os.walk(path, topdown=False):
+        sync_directory(Path(below))
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Give ``path`` new content at once: readers see all of the old or all of the new."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    with new_file(temporary) as descriptor:
+        write_all(descriptor, data)
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename within one directory and make it durable."""
+    source.rename(target)
+    sync_directory(target.parent)
+
+
+def read_into(descriptor: int, buffer: bytearray | memoryview, start: int) -> bool:
+    """Fill ``buffer`` from byte ``start`` of a file; return False where the file is too short."""
+    rest = memoryview(buffer)
+    while rest:
+        count = os.preadv(descriptor, [rest], start)
+        if count == 0:
+            return False
+        rest, start = rest[count:], start + count
+    return True

@@ -1,0 +1,163 @@
+"""Filling views of any layout from the pieces of a checkpoint of any other."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from megatron_ckpt.dtypes import dtype_name, is_floating, item_size, torch_dtype
+from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError, did_you_mean
+from megatron_ckpt.store.blocks import BlockReader
+from megatron_ckpt.store.manifest import Manifest, Piece, TensorRecord
+from megatron_ckpt.views import Box, ViewLike, box_of, intersect
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: ``refuse``: a view has to have the stored dtype. ``floating``: floating point is converted.
+Cast = Literal["refuse", "floating"]
+
+_SLAB = 16 << 20  # bytes read at once
+_SEEK = 1 << 20  # rows at least this long are read one by one where only a part of each is needed
+
+
+class _Copy(NamedTuple):
+    piece: Piece
+    dtype: str
+    region: Box  # of the piece, counted from the piece's own first element
+    target: "Tensor"
+
+
+def check_names(
+    manifest: Manifest, wanted: Mapping[str, Sequence[int]], groups: Sequence[str] | None
+) -> None:
+    """Refuse names and shapes that differ between a checkpoint and what is to be loaded.
+
+    Args:
+        manifest: of the checkpoint.
+        wanted: global shape by name, over all ranks.
+        groups: groups of the checkpoint whose tensors must all be wanted; None is all of them.
+    """
+    stored = manifest.tensors
+    for name, shape in wanted.items():
+        _check_shape(manifest, name, shape)
+    for name, record in stored.items():
+        if name not in wanted and (groups is None or record.group in groups):
+            raise CheckpointError(
+                f"tensor {name!r} of the checkpoint ({record.group}) has no place to go"
+                f"{did_you_mean(name, wanted)}: it holds another model, or name the groups to load"
+            )
+
+
+def _check_shape(manifest: Manifest, name: str, shape: Sequence[int]) -> None:
+    if name not in manifest.tensors:
+        raise CheckpointError(
+            f"the checkpoint has no tensor {name!r}{did_you_mean(name, manifest.tensors)}: it "
+            "holds another model"
+        )
+    stored = manifest.tensors[name].shape
+    if tuple(shape) != stored:
+        raise CheckpointError(
+            f"tensor {name!r} has shape {stored} in the checkpoint, {tuple(shape)} in the model"
+        )
+
+
+def check_views(manifest: Manifest, into: Mapping[str, Sequence[ViewLike]], cast: Cast) -> None:
+    """Check boxes and dtypes of all views before the first of them is written to."""
+    for name, views in into.items():
+        for view in views:
+            _check_shape(manifest, name, view.global_shape)
+            box_of(name, view)
+            stored = manifest.tensors[name].dtype
+            dtype = dtype_name(view.tensor.dtype)
+            allowed = cast == "floating" and is_floating(dtype) and is_floating(stored)
+            if dtype != stored and not allowed:
+                raise CheckpointError(
+                    f"tensor {name!r} is stored as {stored}, the model has {dtype}: "
+                    "load with cast='floating' to convert floating point"
+                )
+
+
+def fill_views(
+    path: Path,
+    manifest: Manifest,
+    into: Mapping[str, Sequence[ViewLike]],
+    *,
+    verify: bool = True,
+    progress: Callable[[int], object] = lambda count: None,
+) -> None:
+    """Copy the stored elements into the tensors of the views, in place.
+
+    Reads the byte ranges the views need, file by file in ascending order; with ``verify`` whole
+    blocks, whose digests are checked first. After an error the tensors hold undefined values.
+    """
+    by_file: dict[str, list[_Copy]] = defaultdict(list)
+    for name, views in into.items():
+        for view in views:
+            for copy in _plan(name, manifest.tensors[name], view):
+                by_file[copy.piece.file].append(copy)
+    for file, copies in by_file.items():
+        copies.sort(key=lambda copy: copy.piece.start)
+        with BlockReader(path / file, manifest.files[file], verify=verify) as reader:
+            for copy in copies:
+                read_region(reader, copy.piece, copy.dtype, copy.region, copy.target)
+                progress(copy.region.volume * item_size(copy.dtype))
+
+
+def _plan(name: str, record: TensorRecord, view: ViewLike) -> list[_Copy]:
+    box = Box(tuple(view.offsets), tuple(view.lengths))
+    target = view.tensor.detach()
+    copies, found = [], 0
+    for piece in record.pieces:
+        common = intersect(box, piece.box)
+        if common is None:
+            continue
+        origin = tuple(o - p for o, p in zip(common.offsets, piece.offsets, strict=True))
+        region = Box(origin, common.lengths)
+        copies.append(_Copy(piece, record.dtype, region, target[common.within(box)]))
+        found += common.volume
+    if found != box.volume:
+        raise CorruptCheckpointError(f"the manifest has no piece for part of {name!r} {box}")
+    return copies
+
+
+def read_region(
+    reader: BlockReader, piece: Piece, dtype: str, region: Box, target: "Tensor"
+) -> None:
+    """Copy ``region`` of a piece into ``target``, which has the region's shape."""
+    _read(reader, piece.start, dtype, piece.lengths, region, target)
+
+
+def _read(
+    reader: BlockReader,
+    start: int,
+    dtype: str,
+    shape: tuple[int, ...],
+    region: Box,
+    target: "Tensor",
+) -> None:
+    import torch
+
+    if not shape:
+        shape, region, target = (1,), Box((0,), (1,)), target.reshape(1)
+    row = math.prod(shape[1:]) * item_size(dtype)
+    inner = Box(region.offsets[1:], region.lengths[1:])
+    first, count = region.offsets[0], region.lengths[0]
+    partly = inner.lengths != shape[1:]
+    if len(shape) > 1 and (row > _SLAB or (partly and row >= _SEEK)):
+        for i in range(count):
+            _read(reader, start + (first + i) * row, dtype, shape[1:], inner, target[i])
+        return
+    step = max(1, _SLAB // row)
+    for at in range(0, count, step):
+        rows = min(step, count - at)
+        buffer = bytearray(rows * row)
+        reader.read_into(buffer, start + (first + at) * row)
+        slab = torch.frombuffer(buffer, dtype=torch.uint8).view(torch_dtype(dtype))
+        slab = slab.view(rows, *shape[1:])[(slice(None), *inner.within(_origin(shape[1:])))]
+        target[at : at + rows].copy_(slab)
+
+
+def _origin(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape)

@@ -1,0 +1,122 @@
+"""Rank 0's part of a save: lock, make room, commit, and clear up whatever happens."""
+
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+from megatron_ckpt.errors import CheckpointError
+from megatron_ckpt.store.directory import (
+    POINTER,
+    beside,
+    discard,
+    inspect,
+    iteration_name,
+    scan,
+    tidy,
+)
+from megatron_ckpt.store.durable import rename, replace_file, sync_directory
+from megatron_ckpt.store.lock import writer_lock
+from megatron_ckpt.store.manifest import ModelRecord
+from megatron_ckpt.store.retention import Retention
+from megatron_ckpt.store.writer import (
+    Contribution,
+    Written,
+    check_contributions,
+    commit,
+    expand_attachments,
+)
+
+log = logging.getLogger("megatron_ckpt")
+
+
+class Transaction:
+    """One save, seen from rank 0. Leaving the context removes what was not committed.
+
+    Args:
+        directory: of the store.
+        iteration: to be saved.
+        model: see `CheckpointStore.save`; so are the others.
+        files: further files.
+        retention: what to remove afterwards.
+        replace: whether a complete checkpoint of this iteration may be replaced.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        iteration: int,
+        *,
+        model: ModelRecord | None,
+        files: Mapping[str, bytes | Path],
+        retention: Retention | None,
+        replace: bool,
+    ) -> None:
+        self.directory, self.iteration = directory, iteration
+        self.final = directory / iteration_name(iteration)
+        self.model, self.files, self.retention, self.replace = model, files, retention, replace
+        self._temporary = beside(self.final, "tmp")
+        self._contributions: Sequence[Contribution] = ()
+        self._values: dict[str, str] = {}
+        self._cleanup = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    def begin(self, contributions: Sequence[Contribution]) -> Path:
+        """Check what all ranks bring, take the lock, and return a new directory to write into."""
+        self._values = check_contributions(contributions)
+        self._contributions = contributions
+        expand_attachments(self.files)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._cleanup.enter_context(writer_lock(self.directory))
+        tidy(self.directory)
+        if self.final.exists() and not self.replace and not self._is_torn():
+            raise CheckpointError(
+                f"{self.final} exists and is complete: save with replace=True to replace it, or "
+                "give the run another directory"
+            )
+        self._temporary.mkdir()
+        self._cleanup.callback(shutil.rmtree, self._temporary, ignore_errors=True)
+        return self._temporary
+
+    def commit(self, written: Sequence[Written]) -> None:
+        """Complete the directory and give it its name; from then on it is the checkpoint."""
+        commit(
+            self._temporary,
+            self.iteration,
+            self._contributions,
+            written,
+            self._values,
+            self.model,
+            self.files,
+        )
+        former = None
+        if self.final.exists():
+            former = beside(self.final, "replaced")
+            rename(self.final, former)
+        rename(self._temporary, self.final)
+        sync_directory(self.directory.parent)
+        try:
+            if former:
+                discard(former)
+            replace_file(self.directory / POINTER, f"{self.iteration}\n".encode())
+            self._retain()
+        except OSError as error:
+            log.warning("%s is saved, but clearing up after it failed: %s", self.final, error)
+
+    def _is_torn(self) -> bool:
+        return inspect(self.iteration, self.final).manifest is None
+
+    def _retain(self) -> None:
+        if self.retention is None:
+            return
+        complete = {c.iteration: c.path for c in scan(self.directory) if c.manifest}
+        for iteration in self.retention.superfluous(complete):
+            if iteration != self.iteration:
+                discard(complete[iteration])

@@ -1,0 +1,243 @@
+"""The four steps of a save: say what each rank holds, check and prepare, write, commit.
+
+`contribute` and `write_rank` run on every rank, `prepare` and `commit` on rank 0.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from megatron_ckpt._version import __version__
+from megatron_ckpt.dtypes import dtype_name, item_size
+from megatron_ckpt.errors import CheckpointError
+from megatron_ckpt.store.blocks import FileRecord, copy_file, write_file
+from megatron_ckpt.store.checkpoint import STATE
+from megatron_ckpt.store.durable import sync_directory, sync_tree
+from megatron_ckpt.store.manifest import MANIFEST, Manifest, ModelRecord, Piece, TensorRecord
+from megatron_ckpt.store.tensorfile import TensorEntry, write_tensor_file
+from megatron_ckpt.values import dumps
+from megatron_ckpt.views import Box, ViewLike, box_of, check_tiling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MODEL, OPTIM = "model", "optim"
+_RESERVED = (MANIFEST, STATE)
+
+
+@dataclass(frozen=True)
+class Slab:
+    """A box of a global tensor that this rank holds, and how to get its elements."""
+
+    name: str
+    group: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    replica: int
+    produce: "Callable[[], Tensor]"
+
+    @property
+    def key(self) -> str:
+        """Name in the safetensors file: the tensor's own, with the box where it is a part."""
+        whole = self.box.lengths == self.shape
+        return self.name if whole else f"{self.name}{self.box}"
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one rank brings to a save, without the elements: small, sent to rank 0.
+
+    Attributes:
+        tensors: name -> (group, dtype, global shape, [(replica, offsets, lengths)]).
+        values: name -> plain value as JSON text.
+    """
+
+    tensors: dict[str, tuple[str, str, tuple[int, ...], list[tuple[int, Box]]]]
+    values: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote: its files, and where the boxes of each tensor lie."""
+
+    files: dict[str, FileRecord]
+    pieces: list[tuple[str, Piece]]
+
+
+def split_state(state: Mapping[str, object]) -> tuple[list[Slab], dict[str, str]]:
+    """Split a state into the slabs of its views and its plain values as JSON text.
+
+    Tensors go to the group ``model``, those whose name is another tensor's name and a suffix
+    (``layers.0.mlp.up.weight.exp_avg``) to ``optim``.
+    """
+    views: dict[str, Sequence[ViewLike]] = {}
+    values: dict[str, str] = {}
+    for name, value in state.items():
+        if isinstance(value, list) and value and all(hasattr(v, "global_shape") for v in value):
+            views[name] = value
+        else:
+            values[name] = dumps(value, name)
+    slabs = []
+    for name, held in views.items():
+        group = OPTIM if _extends_another(name, views) else MODEL
+        for view in held:
+            slabs.append(_slab(name, group, view))
+    return slabs, values
+
+
+def _slab(name: str, group: str, view: ViewLike) -> Slab:
+    box, tensor = box_of(name, view), view.tensor
+    dtype = dtype_name(tensor.dtype)
+    return Slab(name, group, dtype, tuple(view.global_shape), box, view.replica, lambda: tensor)
+
+
+def _extends_another(name: str, names: Mapping[str, object]) -> bool:
+    return any(name[:at] in names for at, mark in enumerate(name) if mark in ".:/@#")
+
+
+def contribute(slabs: Iterable[Slab], values: dict[str, str]) -> Contribution:
+    """Describe what this rank holds."""
+    tensors: dict[str, tuple[str, str, tuple[int, ...], list[tuple[int, Box]]]] = {}
+    for slab in slabs:
+        record = tensors.setdefault(slab.name, (slab.group, slab.dtype, slab.shape, []))
+        if record[:3] != (slab.group, slab.dtype, slab.shape):
+            raise CheckpointError(
+                f"tensor {slab.name!r}: views of {record[1]} {record[2]} and of "
+                f"{slab.dtype} {slab.shape} on one rank"
+            )
+        record[3].append((slab.replica, slab.box))
+    return Contribution(tensors, values)
+
+
+def check_contributions(ranks: Sequence[Contribution]) -> dict[str, str]:
+    """Check that all ranks together hold each tensor once; return the plain values of all.
+
+    Raises:
+        CheckpointError: ranks disagree, boxes overlap, or there is a hole; names the tensor.
+    """
+    first: dict[str, tuple[int, tuple[str, str, tuple[int, ...]]]] = {}
+    owners: dict[str, list[tuple[int, int, Box]]] = defaultdict(list)
+    values: dict[str, tuple[int, str]] = {}
+    for rank, contribution in enumerate(ranks):
+        for name, (group, dtype, shape, boxes) in contribution.tensors.items():
+            facts = (group, dtype, shape)
+            other, known = first.setdefault(name, (rank, facts))
+            if known != facts:
+                raise CheckpointError(
+                    f"tensor {name!r} is {' '.join(map(str, known))} on rank {other} and "
+                    f"{' '.join(map(str, facts))} on rank {rank}"
+                )
+            owners[name].extend((rank, replica, box) for replica, box in boxes)
+        for name, text in contribution.values.items():
+            other, known_text = values.setdefault(name, (rank, text))
+            if known_text != text:
+                raise CheckpointError(
+                    f"value {name!r} differs between ranks {other} and {rank}: give what belongs "
+                    "to one rank a name of its own"
+                )
+    for name, (_, (_, _, shape)) in first.items():
+        check_tiling(name, shape, owners[name])
+    if both := values.keys() & first.keys():
+        raise CheckpointError(f"{min(both)!r} is a tensor on one rank and a value on another")
+    return {name: text for name, (_, text) in values.items()}
+
+
+def write_rank(
+    directory: Path,
+    slabs: Iterable[Slab],
+    rank: int,
+    world_size: int,
+    progress: Callable[[int], object] = lambda count: None,
+) -> Written:
+    """Write this rank's slabs of replica 0, one file per group, synced."""
+    by_group: dict[str, list[Slab]] = defaultdict(list)
+    for slab in slabs:
+        # An empty box covers nothing; an empty tensor is recorded by whoever has all of it.
+        if slab.replica == 0 and (slab.box.volume or not math.prod(slab.shape)):
+            by_group[slab.group].append(slab)
+    files, pieces = {}, []
+    for group, held in sorted(by_group.items()):
+        file = f"{group}-{rank:05d}-of-{world_size:05d}.safetensors"
+        held.sort(key=lambda slab: (-item_size(slab.dtype), slab.name, slab.box))
+        entries = [TensorEntry(s.key, s.dtype, s.box.lengths, s.produce) for s in held]
+        try:
+            files[file], starts = write_tensor_file(directory / file, entries, progress=progress)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{directory} is not there on rank {rank}: checkpoints need a directory that all "
+                "ranks share"
+            ) from error
+        for slab, start in zip(held, starts, strict=True):
+            pieces.append((slab.name, Piece(file, start, slab.box.offsets, slab.box.lengths)))
+    sync_directory(directory)
+    return Written(files, pieces)
+
+
+def commit(
+    directory: Path,
+    iteration: int,
+    contributions: Sequence[Contribution],
+    written: Sequence[Written],
+    values: Mapping[str, str],
+    model: ModelRecord | None,
+    attachments: Mapping[str, bytes | Path],
+) -> Manifest:
+    """Write values, attachments and at last the manifest, all synced."""
+    content = ",\n".join(f"{dumps(name, name)}: {text}" for name, text in sorted(values.items()))
+    files = {STATE: write_file(directory / STATE, f"{{\n{content}\n}}\n".encode())}
+    for name, source in expand_attachments(attachments).items():
+        target = directory / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(source, bytes):
+            files[name] = write_file(target, source)
+        else:
+            files[name] = copy_file(source, target)
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    for rank in written:
+        files |= rank.files
+        for name, piece in rank.pieces:
+            pieces[name].append(piece)
+    tensors = {
+        name: TensorRecord(dtype, shape, group, tuple(sorted(pieces[name], key=lambda p: p.box)))
+        for contribution in contributions
+        for name, (group, dtype, shape, _) in contribution.tensors.items()
+    }
+    manifest = Manifest(iteration, len(written), files, tensors, model, _versions())
+    sync_tree(directory)
+    write_file(directory / MANIFEST, manifest.to_bytes())
+    sync_directory(directory)
+    return manifest
+
+
+def expand_attachments(attachments: Mapping[str, bytes | Path]) -> dict[str, bytes | Path]:
+    """Replace folders by the files in them, and check the names files will have."""
+    found: dict[str, bytes | Path] = {}
+    for name, source in attachments.items():
+        if isinstance(source, Path) and source.is_dir():
+            inside = sorted(path for path in source.rglob("*") if path.is_file())
+            found |= {f"{name}/{path.relative_to(source).as_posix()}": path for path in inside}
+        else:
+            found[name] = source
+    for name in found:
+        parts = PurePosixPath(name).parts
+        taken = name in _RESERVED or (len(parts) == 1 and name.endswith(".safetensors"))
+        if not parts or parts[0] == "/" or ".." in parts or taken:
+            raise CheckpointError(
+                f"a checkpoint cannot hold a file {name!r}: give a relative name that is not "
+                f"{STATE}, {MANIFEST} or a .safetensors file"
+            )
+    return found
+
+
+def _versions() -> dict[str, str]:
+    versions = {"megatron-ckpt": __version__}
+    try:
+        versions["torch"] = version("torch")
+    except PackageNotFoundError:
+        versions["torch"] = "unknown"
+    return versions

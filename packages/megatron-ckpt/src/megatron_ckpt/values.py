@@ -1,0 +1,77 @@
+"""Plain values as JSON that gives back exactly what was put in.
+
+JSON has null, booleans, numbers, strings, lists and objects with string keys. What it lacks is
+written as an object with one key that begins with ``$``: bytes, tuples, floats that are not
+finite, and dictionaries whose own keys are not plain strings or begin with ``$``.
+"""
+
+import base64
+import binascii
+import json
+import math
+from typing import TypeAlias
+
+from megatron_ckpt.errors import CheckpointError
+
+Plain: TypeAlias = (
+    "bool | int | float | str | bytes | list[Plain] | tuple[Plain, ...] | dict[Plain, Plain] | None"
+)
+
+
+def encode(value: object, where: str) -> object:
+    """Return ``value`` in terms JSON has; ``where`` names it in the error for other types."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, list | tuple):
+        items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
+        pairs = [
+            [encode(key, f"{where} key"), encode(item, f"{where}[{key!r}]")]
+            for key, item in value.items()
+        ]
+        return {"$dict": pairs}
+    raise CheckpointError(
+        f"state {where!r} holds a {type(value).__name__}: give a list of views for tensors, and "
+        "None, bool, int, float, str, bytes, list, tuple or dict otherwise"
+    )
+
+
+def decode(value: object) -> Plain:
+    """Undo `encode`."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value  # type: ignore[return-value]  # json gives nothing else
+    match list(value.items()):
+        case [("$float", str(text))]:
+            return float(text)
+        case [("$bytes", str(text))]:
+            return base64.b64decode(text)
+        case [("$tuple", list(items))]:
+            return tuple(decode(item) for item in items)
+        case [("$dict", list(pairs))]:
+            return {decode(key): decode(item) for key, item in pairs}
+        case items:
+            return {key: decode(item) for key, item in items}
+
+
+def dumps(value: object, where: str) -> str:
+    """Encode and serialise ``value``; the text depends on the value alone."""
+    return json.dumps(encode(value, where), ensure_ascii=False, allow_nan=False)
+
+
+def loads(text: str | bytes) -> Plain:
+    """Undo `dumps`."""
+    try:
+        return decode(json.loads(text))
+    except (ValueError, binascii.Error) as error:
+        raise CheckpointError(f"stored values are not readable: {error}") from error
