@@ -20,7 +20,7 @@ from pathlib import Path
 import nox
 
 nox.needs_version = ">=2025.2.9"
-nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.default_venv_backend = "uv"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests"]
 
@@ -115,12 +115,15 @@ def pytest(session: nox.Session, *args: str, slow: bool = False) -> None:
 
 
 def build_wheels(session: nox.Session) -> None:
-    """All eight wheels and sdists into one folder, made anew."""
-    install(session, "hatch")
+    """All eight wheels and sdists into one folder, made anew.
+
+    By hatchling itself: `hatch build` would first make an environment outside this repository.
+    """
+    install(session, "hatchling")
     shutil.rmtree(WHEELS, ignore_errors=True)
     for name in PACKAGES:
         with session.chdir(ROOT / "packages" / name):
-            session.run("hatch", "-q", "build", str(WHEELS))
+            session.run("hatchling", "build", "-d", str(WHEELS), silent=True)
 
 
 @job(venv_backend="none")
@@ -186,16 +189,12 @@ def unit(session: nox.Session, package: str) -> None:
     slow = split_slow(session)
     if not list(WHEELS.glob(f"{package.replace('-', '_')}-*.whl")):
         session.error("dist/ holds no wheel of it: run `nox -s wheels` first")
-    session.install(
-        "-q",
-        *CONSTRAINTS,
-        "--find-links",
-        str(WHEELS),
-        "--reinstall-package",
-        package,
-        *(part for name in PACKAGES for part in ("--reinstall-package", name)),
-        f"{package}[test] @ {next(WHEELS.glob(package.replace('-', '_') + '-*.whl')).as_uri()}",
-    )
+    wheel = next(WHEELS.glob(package.replace("-", "_") + "-*.whl"))
+    # A --find-links on the command line replaces the configured ones: name those again.
+    places = [str(WHEELS), *filter(None, session.env.get("UV_FIND_LINKS", "").split(","))]
+    links = [part for place in places for part in ("--find-links", place)]
+    anew = [part for name in PACKAGES for part in ("--reinstall-package", name)]
+    install(session, *links, *anew, f"{package}[test] @ {wheel.as_uri()}")
     session.run("python", "tooling/check_isolation.py", package)
     pytest(session, f"packages/{package}/tests", slow=slow)
 
@@ -241,11 +240,12 @@ def typecheck(session: nox.Session) -> None:
 
 @job()
 def boundaries(session: nox.Session) -> None:
-    """Who may import whom (import-linter), and nothing imported that is not declared (deptry)."""
+    """Who may import whom (import-linter, deptry), and that these checks can fail."""
     install(session, *EDITABLE, "import-linter", "deptry")
     session.run("lint-imports")
     for name in PACKAGES:
         session.run("python", "tooling/check_dependencies.py", name)
+    session.run("python", "-m", "pytest", "-q", "tooling/tests")
 
 
 @job()
