@@ -26,11 +26,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class Rank:
-    """What a function run by the pool is told: which rank it is, of how many, on which device."""
+    """What a function run by the pool is told about the rank it runs on.
+
+    Attributes:
+        rank: Which one it is, from 0.
+        size: Of how many.
+        device: Where its tensors belong.
+        collective_timeout: Time-out of the collectives of the default group and of its meshes.
+    """
 
     rank: int
     size: int
     device: torch.device
+    collective_timeout: timedelta
     _meshes: "dict[ParallelLayout, Mesh]" = field(default_factory=dict, repr=False)
 
     def mesh(self, layout: "ParallelLayout") -> "Mesh":
@@ -43,7 +51,9 @@ class Rank:
 
         layout = layout.resolve(self.size)
         if layout not in self._meshes:
-            self._meshes[layout] = Mesh.bind(layout, device=self.device)
+            self._meshes[layout] = Mesh.bind(
+                layout, device=self.device, timeout=self.collective_timeout
+            )
         return self._meshes[layout]
 
 
@@ -105,14 +115,15 @@ def _join(setup: Setup) -> Rank:
     if device.type != "cpu":
         device = torch.device(device.type, setup.rank)
         torch.get_device_module(device).set_device(device)
+    timeout = timedelta(seconds=setup.collective_timeout)
     dist.init_process_group(
         setup.backend,
         init_method=f"file://{setup.rendezvous}",
         rank=setup.rank,
         world_size=setup.size,
-        timeout=timedelta(seconds=setup.collective_timeout),
+        timeout=timeout,
     )
-    return Rank(setup.rank, setup.size, device)
+    return Rank(setup.rank, setup.size, device, timeout)
 
 
 def _answer(call: Call, rank: Rank) -> Outcome:
