@@ -1,5 +1,12 @@
 from ._version import __version__ as __version__
+from .clip import clip_coefficient as clip_coefficient
+from .clip import gradient_norm as gradient_norm
+from .clip import scale_gradients as scale_gradients
+from .clip import sum_of_squares as sum_of_squares
 from .config import OptimizerConfig as OptimizerConfig
 from .errors import OptimError as OptimError
+from .optimizer import Optimizer as Optimizer
+from .optimizer import StepResult as StepResult
+from .param_groups import parameter_groups as parameter_groups
 from .schedule import LearningRateSchedule as LearningRateSchedule
 from .schedule import WeightDecaySchedule as WeightDecaySchedule

@@ -1,0 +1,93 @@
+"""Drawing the next token of every request of a batch.
+
+Each request draws from a random generator of its own, one uniform number per token, on the CPU in
+float64. What it draws therefore depends on its seed and its logits alone, not on its neighbours in
+the batch, their number, or the device.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from megatron_infer.errors import InferError
+from megatron_infer.params import SamplingParams
+
+
+class Sampler:
+    """Chooses one token for each request; ``params`` holds the settings of each row."""
+
+    def __init__(self, params: Sequence[SamplingParams]) -> None:
+        self._params = list(params)
+        self._generators = [_generator(one.seed) for one in params]
+        self._greedy = torch.tensor([one.temperature == 0.0 for one in params])
+
+    def __call__(self, logits: Float[Tensor, "b v"]) -> Int[Tensor, " b"]:
+        """Return the next token of each row, int64, on the logits' device."""
+        if bool(logits.isnan().any()):
+            raise InferError("the model's logits contain NaN; its weights or precision are broken")
+        likeliest = logits.argmax(-1)
+        if bool(self._greedy.all()):
+            return likeliest
+        drawn = _inverse_cdf(probabilities(logits, self._params), self._uniform(logits.device))
+        return torch.where(self._greedy.to(logits.device), likeliest, drawn)
+
+    def _uniform(self, device: torch.device) -> Float[Tensor, " b"]:
+        numbers = [torch.rand(1, generator=g, dtype=torch.float64) for g in self._generators]
+        return torch.cat(numbers).to(device)
+
+
+def probabilities(
+    logits: Float[Tensor, "b v"], params: Sequence[SamplingParams]
+) -> Float[Tensor, "b v"]:
+    """Return the distribution, in float64, from which each row's next token is drawn.
+
+    Rows are handled independently. A row of temperature 0 has all its mass on the likeliest token.
+    """
+    vocabulary, device = logits.shape[-1], logits.device
+    result = torch.zeros(logits.shape, dtype=torch.float64, device=device)
+    result.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    warm = [row for row, one in enumerate(params) if one.temperature > 0.0]
+    if not warm:
+        return result
+    chosen = [params[row] for row in warm]
+    rows = torch.tensor(warm, device=device)
+
+    def column(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(-1)
+
+    temperature = column([one.temperature for one in chosen])
+    if all(one.top_k == 0 and one.top_p == 1.0 for one in chosen):
+        result[rows] = (logits[rows].double() / temperature).softmax(-1)
+        return result
+    ordered, tokens = logits[rows].sort(dim=-1, descending=True, stable=True)
+    ordered = ordered.double() / temperature
+    rank = torch.arange(vocabulary, device=device)
+    limit = column([float(one.top_k or vocabulary) for one in chosen])
+    weights = ordered.masked_fill(rank >= limit, float("-inf")).softmax(-1)
+    before = weights.cumsum(-1) - weights
+    # 2 for "no limit": rounding may carry the running sum of a long tail to 1.
+    mass = column([one.top_p if one.top_p < 1.0 else 2.0 for one in chosen])
+    weights = weights.masked_fill(before >= mass, 0.0)
+    result[rows] = torch.zeros_like(weights).scatter(-1, tokens, weights)
+    return result / result.sum(-1, keepdim=True)
+
+
+def _inverse_cdf(weights: Float[Tensor, "b v"], uniform: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
+    """Return the token at which the running sum of the weights passes ``uniform`` of the total."""
+    running = weights.cumsum(-1)
+    total = running[:, -1]
+    # Rounding must not carry the target to the total, beyond the last token with a weight.
+    below = torch.nextafter(total, torch.zeros_like(total))
+    target = torch.minimum(uniform * total, below).unsqueeze(-1)
+    return torch.searchsorted(running, target, right=True).squeeze(-1)
+
+
+def _generator(seed: int | None) -> torch.Generator:
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return generator

@@ -1,0 +1,147 @@
+import math
+
+import pytest
+import torch
+from megatron_infer import InferError, Sampler, SamplingParams, probabilities
+
+VOCABULARY = 20
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    torch.manual_seed(5)
+    return 2.0 * torch.randn(VOCABULARY)
+
+
+def exact(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> list[float]:
+    """The distribution by its definition, token by token."""
+    weights = [math.exp(x / temperature) for x in logits.tolist()]
+    order = sorted(range(len(weights)), key=lambda i: -weights[i])[: top_k or None]
+    total = math.fsum(weights[i] for i in order)
+    kept, reached = [], 0.0
+    for i in order:
+        if reached >= top_p:
+            break
+        kept.append(i)
+        reached += weights[i] / total
+    total = math.fsum(weights[i] for i in kept)
+    return [weights[i] / total if i in kept else 0.0 for i in range(len(weights))]
+
+
+def chi_square(draws: list[int], expected: list[float]) -> tuple[float, int]:
+    counts = [draws.count(token) for token in range(VOCABULARY)]
+    assert all(p > 0 for count, p in zip(counts, expected, strict=True) if count)
+    possible = [(c, p * len(draws)) for c, p in zip(counts, expected, strict=True) if p > 0]
+    return math.fsum((c - e) ** 2 / e for c, e in possible), len(possible) - 1
+
+
+def limit(degrees: int) -> float:
+    """Chi-square that is exceeded once in 10,000 (Wilson and Hilferty)."""
+    share = 2 / (9 * degrees)
+    return degrees * (1 - share + 3.719 * math.sqrt(share)) ** 3
+
+
+SETTINGS = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.0},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"temperature": 1.5, "top_k": 10, "top_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_distribution_is_the_definition(logits: torch.Tensor, settings: dict) -> None:
+    full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **settings}
+    ours = probabilities(logits[None], [SamplingParams(**settings)])[0]
+    assert ours.tolist() == pytest.approx(exact(logits, **full), rel=1e-6)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_successive_draws_follow_the_exact_distribution(
+    logits: torch.Tensor, settings: dict
+) -> None:
+    sampler = Sampler([SamplingParams(seed=seed, **settings) for seed in range(8)])
+    batch = logits.expand(8, -1)
+    draws = torch.cat([sampler(batch) for _ in range(500)]).tolist()
+    full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **settings}
+    statistic, degrees = chi_square(draws, exact(logits, **full))
+    assert statistic < limit(degrees)
+
+
+def test_first_draws_of_many_seeds_follow_the_exact_distribution(
+    logits: torch.Tensor,
+) -> None:
+    rows = 4000
+    sampler = Sampler([SamplingParams(seed=seed) for seed in range(rows)])
+    draws = sampler(logits.expand(rows, -1)).tolist()
+    statistic, degrees = chi_square(draws, exact(logits, 1.0, 0, 1.0))
+    assert statistic < limit(degrees)
+
+
+def test_temperature_zero_takes_the_likeliest_token() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(50, VOCABULARY)
+    tokens = Sampler([SamplingParams(temperature=0.0)] * 50)(logits)
+    assert torch.equal(tokens, logits.argmax(-1))
+
+
+def test_what_a_request_draws_does_not_depend_on_its_neighbours() -> None:
+    torch.manual_seed(0)
+    steps = torch.randn(30, 4, VOCABULARY)
+    params = [
+        SamplingParams(seed=1),
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=3, top_k=4, temperature=0.7),
+        SamplingParams(seed=4, top_p=0.6),
+    ]
+    together = Sampler(params)
+    batch = torch.stack([together(logits) for logits in steps])
+    for row, one in enumerate(params):
+        alone = Sampler([one])
+        tokens = [int(alone(logits[row : row + 1])[0]) for logits in steps]
+        assert tokens == batch[:, row].tolist()
+
+
+def test_equal_seeds_repeat_and_no_seed_does_not() -> None:
+    logits = torch.zeros(1, VOCABULARY)
+
+    def draw(seed: int | None) -> list[int]:
+        sampler = Sampler([SamplingParams(seed=seed)])
+        return [int(sampler(logits)[0]) for _ in range(40)]
+
+    assert draw(7) == draw(7)
+    assert draw(7) != draw(8)
+    assert draw(None) != draw(None)
+
+
+def test_a_tail_of_minus_infinity_is_never_drawn() -> None:
+    logits = torch.full((1, VOCABULARY), float("-inf"))
+    logits[0, 3] = 0.0
+    sampler = Sampler([SamplingParams(seed=0)])
+    assert {int(sampler(logits)[0]) for _ in range(100)} == {3}
+
+
+def test_logits_with_nan_are_an_error() -> None:
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, 2] = math.nan
+    with pytest.raises(InferError, match="NaN"):
+        Sampler([SamplingParams()])(logits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_impossible_settings_name_the_value(settings: dict, names: str) -> None:
+    with pytest.raises(InferError, match=names):
+        SamplingParams(**settings)

@@ -1,0 +1,73 @@
+"""Full-precision copies of low-precision parameters.
+
+A bf16 number has 8 bits of mantissa: an update smaller than 1/256 of a weight is lost when it is
+added to it. The optimizer therefore updates an fp32 main parameter and rounds the result into the
+bf16 parameter that the model computes with. Parameters in fp32 and float64 are their own main
+parameters and cost nothing here.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_optim.errors import OptimError
+
+FULL_PRECISION = (torch.float32, torch.float64)
+
+
+class MainParameters:
+    """The tensors that an optimizer updates on behalf of a model's parameters.
+
+    ``tensors`` maps every parameter's name to its main parameter, on the same device; ``copies``
+    holds those names whose main parameter is an fp32 copy.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+        self._parameters = dict(parameters)
+        self.tensors: dict[str, Tensor] = {}
+        self.copies: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            if parameter.dtype in FULL_PRECISION:
+                self.tensors[name] = parameter
+            elif parameter.dtype == torch.bfloat16:
+                main = parameter.detach().to(torch.float32, copy=True)
+                self.tensors[name] = self.copies[name] = main
+            else:
+                raise OptimError(
+                    f"parameter {name!r} is {parameter.dtype}; "
+                    "parameters must be float32, float64 or bfloat16"
+                )
+
+    def gradients(self) -> dict[str, Float[Tensor, "..."]]:
+        """Put every gradient beside its main parameter, in that parameter's dtype, and return them.
+
+        A parameter that the backward pass did not reach has a gradient of zero, so that its update
+        does not depend on which rank or micro-batch reached it.
+        """
+        gradients = {}
+        for name, parameter in self._parameters.items():
+            main, gradient = self.tensors[name], parameter.grad
+            gradient = torch.zeros_like(main) if gradient is None else gradient.to(main.dtype)
+            main.grad = gradients[name] = gradient
+        return gradients
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the fp32 copies into the model's parameters and free their gradients."""
+        for name, main in self.copies.items():
+            self._parameters[name].copy_(main)
+            main.grad = None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the fp32 copies anew from the model's parameters, after weights were loaded."""
+        for name, main in self.copies.items():
+            main.copy_(self._parameters[name])
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for name, parameter in self._parameters.items():
+            parameter.grad = self.tensors[name].grad = None

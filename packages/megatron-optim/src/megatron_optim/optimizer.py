@@ -1,0 +1,157 @@
+"""AdamW for sharded parameters in fp32, float64 or bf16."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from megatron_parallel import Mesh, Sharding, View, parameter_views
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_optim.clip import clip_coefficient, gradient_norm, scale_gradients
+from megatron_optim.config import OptimizerConfig
+from megatron_optim.errors import OptimError
+from megatron_optim.mixed_precision import MainParameters
+from megatron_optim.param_groups import parameter_groups
+
+FUSED_DEVICES = ("cpu", "cuda")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step did."""
+
+    grad_norm: float
+    """Norm of the whole gradient before clipping; not finite if the step was skipped."""
+    clip_coefficient: float
+    """What the gradient was multiplied by; 1 where it was not clipped."""
+    skipped: bool
+    """Whether parameters and state were left alone because the norm was not finite."""
+
+
+class Optimizer:
+    """AdamW (Loshchilov and Hutter 2019) with gradient clipping and weight-decay groups.
+
+    ``named_parameters`` maps global names to this rank's parameters, each of them once (a tied
+    weight has one name); those that do not require a gradient are left out. ``table`` and ``mesh``
+    say how they are cut. A gradient whose norm is NaN or infinite is not applied: the step is
+    skipped, on every rank alike, and counted in ``skipped_steps``.
+
+    bf16 parameters have fp32 main parameters, which hold the exact weights; optimizer state is fp32
+    (float64 for float64 parameters).
+    """
+
+    def __init__(
+        self,
+        named_parameters: Mapping[str, Parameter] | Iterable[tuple[str, Parameter]],
+        table: Mapping[str, Sharding],
+        mesh: Mesh,
+        config: OptimizerConfig,
+    ) -> None:
+        trainable = {n: p for n, p in dict(named_parameters).items() if p.requires_grad}
+        _require_distinct(trainable)
+        self.config = config
+        self.steps = 0
+        self.skipped_steps = 0
+        self._table = table
+        self._mesh = mesh
+        self._main = MainParameters(trainable)
+        tensors = self._main.tensors
+        self._adam = torch.optim.AdamW(
+            parameter_groups(tensors, table, config.weight_decay),
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            fused=all(tensor.device.type in FUSED_DEVICES for tensor in tensors.values()),
+        )
+        self._allocate_state()
+
+    def _allocate_state(self) -> None:
+        """Create AdamW's state now, so that a checkpoint can be loaded before the first step."""
+        for tensor in self._main.tensors.values():
+            step_device = tensor.device if self._adam.defaults["fused"] else "cpu"
+            self._adam.state[tensor] = {
+                "step": torch.zeros((), dtype=torch.float32, device=step_device),
+                **{moment: torch.zeros_like(tensor) for moment in MOMENTS},
+            }
+
+    def gradients(self) -> dict[str, Float[Tensor, "..."]]:
+        """Return the gradients that the next step will use, by global name, in main precision."""
+        return self._main.gradients()
+
+    def step(self, lr: float, weight_decay: float | None = None) -> StepResult:
+        """Clip the gradient and update every parameter once.
+
+        ``weight_decay`` (default: the configured one) applies to the parameters that take it.
+        Gradients must have been reduced over the data axis; they are scaled in place where clipped.
+        """
+        gradients = self.gradients()
+        norm = gradient_norm(gradients, self._table, self._mesh)
+        if not math.isfinite(norm):
+            self.skipped_steps += 1
+            return StepResult(norm, 1.0, skipped=True)
+        factor = clip_coefficient(norm, self.config.clip_grad)
+        scale_gradients(gradients.values(), factor)
+        decay = self.config.weight_decay if weight_decay is None else weight_decay
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = decay if group["decays"] else 0.0
+        self._adam.step()
+        self._main.publish()
+        self.steps += 1
+        return StepResult(norm, factor, skipped=False)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        self._main.zero_grad()
+
+    def refresh_main_parameters(self) -> None:
+        """Take the fp32 main parameters anew from the model.
+
+        Needed after weights were loaded into a bf16 model without this optimizer's state, for
+        example to fine-tune an imported checkpoint.
+        """
+        self._main.refresh()
+
+    def views(self) -> dict[str, list[View]]:
+        """Return views of all state tensors for a checkpoint, to save or to load into.
+
+        A tensor is called after its parameter: ``NAME.exp_avg``, ``NAME.exp_avg_sq`` and, for bf16
+        parameters, ``NAME.main``. The step counts are in `scalars`.
+        """
+        state: dict[str, dict[str, Tensor]] = {
+            moment: {name: self._adam.state[t][moment] for name, t in self._main.tensors.items()}
+            for moment in MOMENTS
+        }
+        state["main"] = self._main.copies
+        return {
+            f"{name}.{suffix}": views
+            for suffix, tensors in state.items()
+            for name, views in parameter_views(tensors, self._table, self._mesh).items()
+        }
+
+    def scalars(self) -> dict[str, Any]:
+        """Return the step counts, plain values that go into a checkpoint beside `views`."""
+        return {"steps": self.steps, "skipped_steps": self.skipped_steps}
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Restore what `scalars` returned; the tensors are loaded into `views`."""
+        missing = self.scalars().keys() - scalars.keys()
+        if missing:
+            raise OptimError(f"the optimizer state in the checkpoint lacks {sorted(missing)}")
+        self.steps = int(scalars["steps"])
+        self.skipped_steps = int(scalars["skipped_steps"])
+        for tensor in self._main.tensors.values():
+            self._adam.state[tensor]["step"].fill_(self.steps)
+
+
+def _require_distinct(parameters: Mapping[str, Parameter]) -> None:
+    names: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        other = names.setdefault(id(parameter), name)
+        if other != name:
+            raise OptimError(f"{other!r} and {name!r} are the same parameter; name it once")
+    if not parameters:
+        raise OptimError("there is no parameter to optimize: none requires a gradient")

@@ -1,0 +1,90 @@
+import math
+
+import pytest
+import torch
+from megatron_optim import (
+    OptimError,
+    clip_coefficient,
+    gradient_norm,
+    scale_gradients,
+    sum_of_squares,
+)
+from megatron_parallel import Mesh, Sharding
+
+
+def shardings(tensors: dict[str, torch.Tensor]) -> dict[str, Sharding]:
+    return {name: Sharding(tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+@pytest.fixture
+def gradients() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    shapes = {"a": (3, 5), "b": (4096,), "c": (4097, 3), "d": (), "e": (0,), "f": (2, 4096)}
+    return {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def test_norm_and_clipping_equal_torch_in_float64(
+    gradients: dict[str, torch.Tensor], mesh: Mesh
+) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in gradients.values()]
+    for parameter, gradient in zip(parameters, gradients.values(), strict=True):
+        parameter.grad = gradient.clone()
+    expected = torch.nn.utils.clip_grad_norm_(parameters, 0.25)
+
+    norm = gradient_norm(gradients, shardings(gradients), mesh)
+    scale_gradients(gradients.values(), clip_coefficient(norm, 0.25))
+
+    assert norm == pytest.approx(expected.item(), rel=1e-14)
+    for parameter, gradient in zip(parameters, gradients.values(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-14, atol=0)
+
+
+def test_infinity_norm_is_the_largest_magnitude(
+    gradients: dict[str, torch.Tensor], mesh: Mesh
+) -> None:
+    gradients["c"][17, 1] = -123.5
+    table = shardings(gradients)
+    assert gradient_norm(gradients, table, mesh, norm_type=math.inf) == 123.5
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_one_bad_element_makes_the_norm_not_finite(
+    gradients: dict[str, torch.Tensor], mesh: Mesh, value: float, norm_type: float
+) -> None:
+    gradients["c"][4000, 2] = value
+    norm = gradient_norm(gradients, shardings(gradients), mesh, norm_type=norm_type)
+    assert not math.isfinite(norm)
+
+
+def test_norm_of_a_hundred_million_fp32_elements_is_right() -> None:
+    torch.manual_seed(0)
+    gradient = torch.randn(10**8)
+    exact = math.fsum(float(part.double().square().sum()) for part in gradient.split(10**7))
+    assert sum_of_squares([gradient]).item() == pytest.approx(exact, rel=1e-6)
+
+
+def test_gradients_that_are_not_contiguous_count_whole() -> None:
+    gradient = torch.arange(3 * 5000, dtype=torch.float64).view(3, 5000).T
+    assert sum_of_squares([gradient]).item() == pytest.approx(
+        sum(k * k for k in range(15000)), rel=1e-14
+    )
+
+
+def test_coefficient_is_megatrons() -> None:
+    assert clip_coefficient(4.0, 1.0) == 1.0 / (4.0 + 1e-6)
+    assert clip_coefficient(0.5, 1.0) == 1.0
+    assert clip_coefficient(1.0, 1.0) == 1.0 / (1.0 + 1e-6)
+    assert clip_coefficient(4.0, 0.0) == 1.0
+
+
+def test_nothing_to_clip_has_norm_zero(mesh: Mesh) -> None:
+    assert gradient_norm({}, {}, mesh) == 0.0
+    assert gradient_norm({}, {}, mesh, norm_type=math.inf) == 0.0
+
+
+def test_mistakes_are_named(gradients: dict[str, torch.Tensor], mesh: Mesh) -> None:
+    with pytest.raises(OptimError, match="'a'"):
+        gradient_norm(gradients, {}, mesh)
+    with pytest.raises(OptimError, match="got 3"):
+        gradient_norm(gradients, shardings(gradients), mesh, norm_type=3.0)

@@ -1,0 +1,233 @@
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron_optim import OptimError, Optimizer, OptimizerConfig, parameter_groups
+from megatron_parallel import Mesh, Sharding
+from torch import nn
+
+Model = Callable[..., nn.Module]
+Table = Callable[[nn.Module], dict[str, Sharding]]
+CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95, clip_grad=0.05)
+
+
+@pytest.fixture
+def build(table: Table, mesh: Mesh) -> Callable[..., Optimizer]:
+    def make(network: nn.Module, config: OptimizerConfig = CONFIG) -> Optimizer:
+        return Optimizer(dict(network.named_parameters()), table(network), mesh, config)
+
+    return make
+
+
+def backward(network: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    dtype = next(network.parameters()).dtype
+    batch = torch.randn(13, 7, generator=generator, dtype=torch.float64).to(dtype)
+    network(batch).square().mean().backward()
+
+
+def decay_groups(network: nn.Module) -> list[dict[str, Any]]:
+    matrices = [p for p in network.parameters() if p.ndim > 1]
+    vectors = [p for p in network.parameters() if p.ndim == 1]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def test_twenty_steps_equal_torch_adamw_with_clipping(
+    model: Model, build: Callable[..., Optimizer]
+) -> None:
+    ours, theirs = model(), model()
+    optimizer = build(ours)
+    reference = torch.optim.AdamW(decay_groups(theirs), weight_decay=0.1, betas=(0.9, 0.95))
+    clipped = []
+    for step in range(20):
+        lr = 1e-2 * (step + 1) / 20
+        backward(ours, step)
+        result = optimizer.step(lr)
+        optimizer.zero_grad()
+
+        backward(theirs, step)
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
+        for group in reference.param_groups:
+            group["lr"] = lr
+        reference.step()
+        reference.zero_grad()
+
+        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-12)
+        clipped.append(result.clip_coefficient < 1.0)
+    assert any(clipped)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+
+
+def test_a_step_follows_the_written_formula(mesh: Mesh) -> None:
+    start = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
+    parameter = nn.Parameter(start.clone())
+    config = OptimizerConfig(adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3, clip_grad=0.0)
+    optimizer = Optimizer({"w": parameter}, {"w": Sharding((2, 3))}, mesh, config)
+    weight, mean, square = start.clone(), torch.zeros(2, 3), torch.zeros(2, 3)
+    for step, (lr, decay) in enumerate([(0.1, 0.0), (0.2, 0.5), (0.05, 0.3)], start=1):
+        gradient = (weight * step).cos()
+        parameter.grad = gradient.clone()
+        optimizer.step(lr, decay)
+        mean = 0.8 * mean + 0.2 * gradient
+        square = 0.9 * square + 0.1 * gradient**2
+        update = (mean / (1 - 0.8**step)) / ((square / (1 - 0.9**step)).sqrt() + 1e-3)
+        weight = weight - lr * decay * weight - lr * update
+        torch.testing.assert_close(parameter.data, weight, rtol=0, atol=1e-14)
+
+
+def test_decay_groups_come_from_the_global_shape() -> None:
+    parameters = {name: nn.Parameter(torch.zeros(4)) for name in ("a.weight", "b.weight")}
+    parameters["c.bias"] = nn.Parameter(torch.zeros(2, 4))
+    table = {
+        "a.weight": Sharding((8,)),
+        "b.weight": Sharding((4, 1)),
+        "c.bias": Sharding((2, 4), weight_decay=False),
+    }
+    decaying, others = parameter_groups(parameters, table, 0.1)
+    assert decaying == {"params": [parameters["b.weight"]], "weight_decay": 0.1, "decays": True}
+    assert others["params"] == [parameters["a.weight"], parameters["c.bias"]]
+    assert others["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_with_a_bad_gradient_changes_nothing_and_is_counted(
+    model: Model, build: Callable[..., Optimizer], value: float, dtype: torch.dtype
+) -> None:
+    network = model(dtype)
+    optimizer = build(network)
+    backward(network, 0)
+    optimizer.step(1e-2)
+    before = copy.deepcopy(network.state_dict())
+    state = {name: views[0].tensor.clone() for name, views in optimizer.views().items()}
+
+    next(network.parameters()).grad[1, 2] = value
+    result = optimizer.step(1e-2)
+
+    assert result.skipped
+    assert not math.isfinite(result.grad_norm)
+    assert optimizer.scalars() == {"steps": 1, "skipped_steps": 1}
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    for name, views in optimizer.views().items():
+        assert torch.equal(views[0].tensor, state[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_restored_optimizer_continues_bit_for_bit(
+    model: Model, build: Callable[..., Optimizer], dtype: torch.dtype
+) -> None:
+    network = model(dtype)
+    optimizer = build(network)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(network, step)
+        optimizer.step(1e-2)
+
+    resumed = model(dtype)
+    with torch.no_grad():
+        for parameter in resumed.parameters():
+            parameter.zero_()
+    other = build(resumed)
+    resumed.load_state_dict(network.state_dict())
+    for name, views in other.views().items():
+        for mine, saved in zip(views, optimizer.views()[name], strict=True):
+            assert mine[1:] == saved[1:]
+            mine.tensor.copy_(saved.tensor)
+    other.load_scalars(optimizer.scalars())
+
+    for step in range(3, 6):
+        results = []
+        for one, its_optimizer in ((network, optimizer), (resumed, other)):
+            its_optimizer.zero_grad()
+            backward(one, step)
+            results.append(its_optimizer.step(1e-2))
+        assert results[0] == results[1]
+    for one, two in zip(network.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, two)
+    for name, views in optimizer.views().items():
+        assert torch.equal(views[0].tensor, other.views()[name][0].tensor)
+
+
+def test_views_are_named_after_parameters(model: Model, build: Callable[..., Optimizer]) -> None:
+    plain = build(model(torch.float32)).views()
+    assert {name.rsplit(".", 1)[1] for name in plain} == {"exp_avg", "exp_avg_sq"}
+    assert plain["3.weight.exp_avg"][0].global_shape == (5, 11)
+    low = build(model(torch.bfloat16)).views()
+    assert {name.rsplit(".", 1)[1] for name in low} == {"exp_avg", "exp_avg_sq", "main"}
+    assert {views[0].tensor.dtype for views in low.values()} == {torch.float32}
+
+
+def test_bf16_parameters_follow_an_fp32_run_of_the_same_gradients(
+    model: Model, build: Callable[..., Optimizer]
+) -> None:
+    low, full = model(torch.bfloat16), model(torch.bfloat16).float()
+    one, two = build(low), build(full)
+    for step in range(30):
+        one.zero_grad()
+        backward(low, step)
+        for narrow, wide in zip(low.parameters(), full.parameters(), strict=True):
+            wide.grad = narrow.grad.float()
+        # Far below the resolution of bf16 (2^-8 of a weight): only main parameters can add it up.
+        results = one.step(1e-4), two.step(1e-4)
+        assert results[0] == results[1]
+    for name, parameter in full.named_parameters():
+        assert torch.equal(one.views()[f"{name}.main"][0].tensor, parameter.data)
+        assert torch.equal(low.get_parameter(name).data, parameter.data.bfloat16())
+
+
+def test_main_parameters_follow_weights_that_were_loaded_alone(
+    model: Model, build: Callable[..., Optimizer]
+) -> None:
+    network = model(torch.bfloat16)
+    optimizer = build(network)
+    with torch.no_grad():
+        network[0].weight.fill_(3.0)
+    optimizer.refresh_main_parameters()
+    assert torch.equal(optimizer.views()["0.weight.main"][0].tensor, torch.full((11, 7), 3.0))
+
+
+def test_a_parameter_the_backward_did_not_reach_has_gradient_zero(
+    model: Model, build: Callable[..., Optimizer]
+) -> None:
+    reached, zeroed = model(), model()
+    one, two = build(reached), build(zeroed)
+    for step in range(3):
+        for network, optimizer in ((reached, one), (zeroed, two)):
+            optimizer.zero_grad()
+            backward(network, step)
+        reached[0].weight.grad = None
+        zeroed[0].weight.grad.zero_()
+        assert one.step(1e-2) == two.step(1e-2)
+    for a, b in zip(reached.parameters(), zeroed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_frozen_parameters_stay_out(model: Model, build: Callable[..., Optimizer]) -> None:
+    network = model()
+    network[0].weight.requires_grad_(False)
+    before = network[0].weight.clone()
+    optimizer = build(network)
+    backward(network, 0)
+    optimizer.step(0.1)
+    assert torch.equal(network[0].weight, before)
+    assert "0.weight.exp_avg" not in optimizer.views()
+
+
+def test_mistakes_are_named(mesh: Mesh) -> None:
+    weight = nn.Parameter(torch.zeros(2, 2))
+    table = {"a": Sharding((2, 2)), "b": Sharding((2, 2))}
+    with pytest.raises(OptimError, match="'c'"):
+        Optimizer({"c": weight}, table, mesh, CONFIG)
+    with pytest.raises(OptimError, match="'a' and 'b' are the same"):
+        Optimizer({"a": weight, "b": weight}, table, mesh, CONFIG)
+    with pytest.raises(OptimError, match="no parameter"):
+        Optimizer({}, table, mesh, CONFIG)
+    with pytest.raises(OptimError, match="float16"):
+        Optimizer({"a": nn.Parameter(weight.half())}, table, mesh, CONFIG)
+    with pytest.raises(OptimError, match="steps"):
+        Optimizer({"a": weight}, table, mesh, CONFIG).load_scalars({})
