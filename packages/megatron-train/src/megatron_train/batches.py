@@ -1,0 +1,83 @@
+"""From a run's configuration to micro-batches: which samples each step sees.
+
+The order of samples depends on the seed and the length of the run, never on how often it was
+resumed: a loader that starts at ``consumed_samples`` continues exactly where another stopped.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from megatron_data import DataError, SequentialSampler, Tokenizer, build_gpt_datasets
+from megatron_data.datasets.blended import Dataset
+from megatron_data.torch import to_batch
+
+from megatron_train.config.run import RunConfig
+from megatron_train.errors import TrainError
+from megatron_train.tasks.task import Batch
+
+
+class GPTBatches:
+    """Training and validation micro-batches of a run.
+
+    Raises:
+        DataError: a corpus that is missing, damaged, or too small for what the run asks of it.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer | None) -> None:
+        data, training = config.data, config.training
+        self._micro_batch_size = training.micro_batch_size
+        self._accumulation = config.accumulation
+        self._vocab_size = config.model.vocab_size
+        self._train_samples = training.train_iters * config.global_batch_size
+        self._valid_samples = config.evaluation.eval_iters * config.global_batch_size
+        by_split = {"train": data.train_data_path, "valid": data.valid_data_path}
+        built = build_gpt_datasets(
+            data.data_path or by_split,
+            data.split,
+            (self._train_samples, self._valid_samples, 0),
+            data.seq_length,
+            training.seed,
+            eod_id=tokenizer.eod_id if tokenizer else None,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+            cache=data.data_cache_path,
+        )
+        self._train = _require(built.train, "train", self._train_samples)
+        self._valid = built.valid
+        if self._valid_samples:
+            _require(built.valid, "validate", self._valid_samples)
+
+    def training(self, consumed_samples: int) -> Iterator[Sequence[Batch]]:
+        """Yield the micro-batches of each step after ``consumed_samples`` samples."""
+        micro_batches = self._read(self._train, self._train_samples, consumed_samples)
+        while step := list(islice(micro_batches, self._accumulation)):
+            yield step
+
+    def validation(self) -> Iterator[Batch]:
+        """Yield the micro-batches of one evaluation, the same ones every time."""
+        if self._valid is None:
+            return iter(())
+        return self._read(self._valid, self._valid_samples, 0)
+
+    def _read(self, dataset: Dataset, samples: int, consumed: int) -> Iterator[Batch]:
+        for indices in SequentialSampler(samples, consumed, self._micro_batch_size):
+            batch = to_batch([dataset[index] for index in indices])
+            largest = int(batch["tokens"].max())
+            if largest >= self._vocab_size:
+                raise DataError(
+                    f"the corpus holds token {largest}, but the vocabulary has {self._vocab_size}; "
+                    "train with the tokenizer that the corpus was made with"
+                )
+            yield batch
+
+
+def _require(dataset: Dataset | None, purpose: str, samples: int) -> Dataset:
+    if dataset is None:
+        raise TrainError(f"--split leaves nothing to {purpose} on; give it a share")
+    if len(dataset) < samples:
+        raise TrainError(
+            f"the corpus to {purpose} on gives {len(dataset)} samples, the run asks for {samples}; "
+            "give more text, fewer steps or a smaller batch"
+        )
+    return dataset

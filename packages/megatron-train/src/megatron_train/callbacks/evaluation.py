@@ -1,0 +1,49 @@
+"""Measure the validation loss at intervals and at the end."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from megatron_train.callbacks.callback import Callback
+from megatron_train.metrics.console import Console
+from megatron_train.metrics.lines import evaluation_lines
+from megatron_train.tasks.task import Batch
+
+if TYPE_CHECKING:
+    from megatron_train.trainer import StepReport, Trainer
+
+Listener = Callable[[int, dict[str, float]], None]
+"""Told the step and the losses of every evaluation."""
+
+
+class Evaluation(Callback):
+    """Evaluate every ``interval`` steps and after the last step, always on the same samples.
+
+    Args:
+        console: where the result is printed.
+        batches: gives the validation micro-batches anew.
+        interval: steps between evaluations.
+        listeners: told every result.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        batches: Callable[[], Iterable[Batch]],
+        interval: int,
+        listeners: Iterable[Listener] = (),
+    ) -> None:
+        self._console = console
+        self._batches = batches
+        self._every = interval
+        self._listeners = list(listeners)
+
+    def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
+        """Evaluate where an interval ends, or the run."""
+        last = report.iteration == trainer.train_iters
+        if report.iteration % self._every and not last:
+            return
+        losses = trainer.evaluate(self._batches())
+        for line in evaluation_lines(f"iteration {report.iteration}", losses):
+            self._console.line(line)
+        for listener in self._listeners:
+            listener(report.iteration, losses)

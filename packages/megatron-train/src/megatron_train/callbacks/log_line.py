@@ -1,0 +1,104 @@
+"""Print a training line every so many steps."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from megatron_train.callbacks.callback import Callback
+from megatron_train.metrics.console import Console
+from megatron_train.metrics.lines import TrainingLine
+from megatron_train.metrics.peak import Peak
+
+if TYPE_CHECKING:
+    from megatron_train.trainer import StepReport, Trainer
+
+
+@dataclass
+class Interval:
+    """Sums over the steps since the last line."""
+
+    steps: int = 0
+    skipped: int = 0
+    nan: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    flops: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
+    denominators: dict[str, float] = field(default_factory=dict)
+
+    def add(self, report: "StepReport") -> None:
+        """Add one step; a step without a finite loss counts, but not in the loss."""
+        self.steps += 1
+        self.skipped += not report.updated
+        self.nan += not report.finite
+        self.seconds += report.seconds
+        self.tokens += report.tokens
+        self.flops += report.flops
+        for name in report.sums:
+            self.sums.setdefault(name, 0.0)
+            self.denominators.setdefault(name, 0.0)
+            if report.finite:
+                self.sums[name] += report.sums[name]
+                self.denominators[name] += report.denominators[name]
+
+    def losses(self) -> dict[str, float]:
+        """Return each loss per true token of the interval; NaN where no step had one."""
+        return {
+            name: total / self.denominators[name] if self.denominators[name] else math.nan
+            for name, total in self.sums.items()
+        }
+
+
+class LogLine(Callback):
+    """Print Megatron's training line with tokens/s and MFU appended.
+
+    The sums of an unfinished interval are kept in checkpoints: the line after a resume has the same
+    losses as that of an uninterrupted run.
+    """
+
+    name = "log_line"
+
+    def __init__(
+        self, console: Console, interval: int, *, peak: Peak | None, throughput: bool = False
+    ) -> None:
+        self._console = console
+        self._every = interval
+        self._peak = peak
+        self._throughput = throughput
+        self._interval = Interval()
+
+    def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
+        """Add the step, and print where an interval ends."""
+        self._interval.add(report)
+        if report.iteration % self._every == 0:
+            self._console.line(self._line(trainer, report).render(datetime.now()))
+            self._interval = Interval()
+
+    def _line(self, trainer: "Trainer", report: "StepReport") -> TrainingLine:
+        done = self._interval
+        rate = done.flops / done.seconds
+        return TrainingLine(
+            iteration=report.iteration,
+            train_iters=trainer.train_iters,
+            consumed_samples=report.consumed_samples,
+            milliseconds=1000 * done.seconds / done.steps,
+            learning_rate=report.learning_rate,
+            global_batch_size=report.samples,
+            losses=done.losses(),
+            grad_norm=report.grad_norm,
+            skipped=done.skipped,
+            nan=done.nan,
+            tokens_per_second=done.tokens / done.seconds,
+            teraflops=rate / 1e12 if self._throughput else None,
+            mfu=rate / self._peak.flops_per_second if self._peak else None,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return the sums of the unfinished interval."""
+        return asdict(self._interval)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue an unfinished interval."""
+        self._interval = Interval(**state)

@@ -1,0 +1,132 @@
+"""Keep what a run measures: metrics file and loss plot, TensorBoard, progress bar."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from megatron_train.callbacks.callback import Callback
+from megatron_train.metrics import plot, records
+from megatron_train.metrics.console import Console
+
+if TYPE_CHECKING:
+    from megatron_train.trainer import StepReport, Trainer
+
+
+class Recorder(Callback):
+    """Append steps and evaluations to ``folder/metrics.jsonl``; draw ``folder/loss.png``."""
+
+    def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
+        self._folder = folder
+        self._facts = facts
+        self._losses: list[str] = []
+        self._writer = records.RecordWriter(folder / records.FILE_NAME)
+
+    def on_start(self, trainer: "Trainer") -> None:
+        """Record where the run starts and with what."""
+        self._event("start", trainer, **self._facts)
+
+    def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
+        """Record the step."""
+        self._losses = list(report.losses)
+        self._writer.write(
+            {
+                "kind": "train",
+                "iteration": report.iteration,
+                "consumed_samples": report.consumed_samples,
+                **_finite(report.losses),
+                "learning_rate": report.learning_rate,
+                "grad_norm": report.grad_norm if math.isfinite(report.grad_norm) else None,
+                "updated": report.updated,
+                "seconds": report.seconds,
+                "tokens": report.tokens,
+            }
+        )
+
+    def evaluated(self, iteration: int, losses: dict[str, float]) -> None:
+        """Record an evaluation."""
+        self._writer.write({"kind": "validation", "iteration": iteration, **_finite(losses)})
+
+    def on_end(self, trainer: "Trainer") -> None:
+        """Record the end and draw the losses."""
+        reason = trainer.stopped.reason if trainer.stopped else "done"
+        self._event("end", trainer, reason=reason)
+        self._writer.close()
+        if self._losses:
+            done = records.read_records(self._folder / records.FILE_NAME)
+            plot.plot_losses(done, self._losses[0], self._folder / plot.FILE_NAME)
+
+    def _event(self, name: str, trainer: "Trainer", **more: Any) -> None:
+        record = {"kind": "event", "event": name, "iteration": trainer.iteration, **more}
+        self._writer.write(record)
+
+
+class TensorBoard(Callback):
+    """Write scalars of every ``interval``-th step and of evaluations, named as in Megatron."""
+
+    def __init__(self, folder: Path, interval: int) -> None:
+        self._folder = folder
+        self._every = interval
+        self._writer: SummaryWriter | None = None
+
+    def on_start(self, trainer: "Trainer") -> None:
+        """Open the event file; what it holds of later steps is dropped."""
+        self._writer = SummaryWriter(self._folder, purge_step=trainer.iteration + 1)
+
+    def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
+        """Write the step's scalars."""
+        if report.iteration % self._every:
+            return
+        scalars = {
+            **report.losses,
+            "learning-rate": report.learning_rate,
+            "grad-norm": report.grad_norm,
+            "batch-size": float(report.samples),
+            "tokens-per-second": report.tokens / report.seconds,
+        }
+        self._write(report.iteration, scalars)
+
+    def evaluated(self, iteration: int, losses: dict[str, float]) -> None:
+        """Write an evaluation."""
+        for name, value in losses.items():
+            ppl = math.exp(min(20.0, value))
+            self._write(iteration, {f"{name} validation": value, f"{name} validation ppl": ppl})
+
+    def on_end(self, trainer: "Trainer") -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, iteration: int, scalars: dict[str, float]) -> None:
+        for name, value in scalars.items():
+            if self._writer is not None:
+                self._writer.add_scalar(name, value, iteration)
+
+
+class Progress(Callback):
+    """Show a progress bar with tokens/s and the time left."""
+
+    def __init__(self, console: Console, tokens_per_step: int) -> None:
+        self._console = console
+        self._tokens = tokens_per_step
+
+    def on_start(self, trainer: "Trainer") -> None:
+        """Show the bar."""
+        self._console.start_bar(
+            trainer.train_iters * self._tokens, trainer.iteration * self._tokens
+        )
+
+    def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
+        """Move the bar."""
+        loss = ", ".join(f"{name} {value:.3f}" for name, value in report.losses.items())
+        self._console.advance(report.tokens, f"step {report.iteration}, {loss}")
+
+    def on_end(self, trainer: "Trainer") -> None:
+        """Remove the bar."""
+        self._console.stop_bar()
+
+
+def _finite(values: dict[str, float]) -> dict[str, float | None]:
+    """Replace what JSON cannot hold by None."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}

@@ -1,0 +1,59 @@
+"""End a run early and in order: at a step, after a time, or on a signal."""
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from megatron_train.callbacks.callback import Callback
+from megatron_train.trainer import Stop
+
+if TYPE_CHECKING:
+    from megatron_train.trainer import StepReport, Trainer
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopAt(Callback):
+    """Stop at the next multiple of ``interval`` steps, or after ``minutes``."""
+
+    def __init__(self, interval: int | None, minutes: float | None) -> None:
+        self._every = interval
+        self._minutes = minutes
+        self._start = time.monotonic()
+
+    def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
+        """Stop where the limit is reached."""
+        if self._every is not None and report.iteration % self._every == 0:
+            trainer.stop(Stop(f"--exit-interval {self._every}"))
+        minutes = (time.monotonic() - self._start) / 60
+        if self._minutes is not None and minutes >= self._minutes:
+            trainer.stop(Stop(f"--exit-duration-in-mins {self._minutes:g}"))
+
+
+class StopOnSignal:
+    """While entered, SIGTERM and SIGINT end ``trainer`` after its step, a second one at once."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self._trainer = trainer
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._stop) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self._trainer.stopped is not None:
+            raise KeyboardInterrupt
+        self._trainer.stop(Stop(signal.Signals(number).name, status=128 + number))

@@ -1,0 +1,161 @@
+"""Saving a run and continuing it.
+
+A checkpoint holds everything that decides how the run goes on: parameters, optimizer state,
+position in the data and the state of the callbacks. Initial weights and the order of samples follow
+from the seed, so there is no random state to keep. Model family, model configuration and tokenizer
+lie in it as well: whoever has the checkpoint can build the model without the command that trained
+it.
+"""
+
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ckpt import Checkpoint, CheckpointStore, ModelRecord, Retention, View
+from megatron_data import Tokenizer
+from megatron_parallel import Mesh, collect_shardings, parameter_views
+
+from megatron_train.callbacks.callback import Callback
+from megatron_train.errors import TrainError
+from megatron_train.metrics.console import Console
+from megatron_train.trainer import StepReport, Trainer
+
+TOKENIZER_FOLDER = "tokenizer"
+_CHECKPOINT = re.compile(r"iter_\d{7,}")
+
+
+class Saver(Callback):
+    """Save a checkpoint every ``interval`` steps and when the run ends.
+
+    Args:
+        store: where to.
+        mesh: how the parameters are cut.
+        run: what has to be equal for the data order to continue, as plain values.
+        tokenizer: kept in every checkpoint, if there is one.
+        interval: steps between checkpoints; None saves at the end only.
+        keep_last: complete checkpoints to keep; None keeps all.
+        console: where saves are told.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        mesh: Mesh,
+        run: Mapping[str, Any],
+        tokenizer: Tokenizer | None,
+        interval: int | None,
+        keep_last: int | None,
+        console: Console,
+    ) -> None:
+        self._store = store
+        self._mesh = mesh
+        self._run = dict(run)
+        self._files = {} if tokenizer is None else tokenizer_files(tokenizer)
+        self._every = interval
+        self._retention = Retention(latest=keep_last)
+        self._console = console
+        self._saved = 0
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Note what needs no saving: where the run continues from."""
+        self._saved = trainer.iteration
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        """Save where an interval ends."""
+        if self._every is not None and report.iteration % self._every == 0:
+            self._save(trainer)
+
+    def on_end(self, trainer: Trainer) -> None:
+        """Save where the run ends."""
+        self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        if trainer.iteration == self._saved:
+            return
+        path = self._store.save(
+            trainer.iteration,
+            {
+                **views_of(trainer, self._mesh),
+                "trainer": trainer.state(),
+                "optimizer": trainer.optimizer.scalars(),
+                "run": self._run,
+            },
+            model=ModelRecord(trainer.task.family, trainer.task.model_config),
+            files=self._files,
+            retention=self._retention,
+            replace=True,
+        )
+        self._saved = trainer.iteration
+        self._console.line(f"saved checkpoint {path}")
+
+
+def restore(
+    trainer: Trainer, folder: Path, mesh: Mesh, run: Mapping[str, Any], console: Console
+) -> bool:
+    """Continue from the newest complete checkpoint in ``folder``; returns whether there was one.
+
+    ``folder`` may also be one checkpoint itself. Torn checkpoints are named in one warning.
+
+    Raises:
+        TrainError: the checkpoint holds another model; the message names the differing fields.
+        CheckpointError: ``folder`` is a torn checkpoint, or one that cannot be read.
+    """
+    store, iteration = CheckpointStore(folder), None
+    if _CHECKPOINT.fullmatch(folder.name) and folder.is_dir():
+        store, iteration = CheckpointStore(folder.parent), Checkpoint(folder).iteration
+        refuse_other_model(trainer, Checkpoint(folder).model, folder)
+    else:
+        newest, torn = store.survey()
+        if newest is None or newest.manifest is None:
+            if torn:
+                console.warn("; ".join(str(candidate.problem) for candidate in torn))
+            return False
+        refuse_other_model(trainer, newest.manifest.model, newest.path)
+    state: Any = store.load(iteration, views_of(trainer, mesh))
+    trainer.optimizer.load_scalars(state["optimizer"])
+    trainer.load_state(state["trainer"])
+    changed = differing(state["run"], run)
+    if changed:
+        console.warn(
+            f"samples come in another order than before step {trainer.iteration}, so some may be "
+            f"seen again and others not: {changed}"
+        )
+    return True
+
+
+def views_of(trainer: Trainer, mesh: Mesh) -> dict[str, list[View]]:
+    """Return views of all parameters and of the optimizer's state by global name."""
+    views: dict[str, Any] = {}
+    for stage in trainer.task.stages:
+        views.update(parameter_views(stage, collect_shardings(stage), mesh))
+    return {**views, **trainer.optimizer.views()}
+
+
+def refuse_other_model(trainer: Trainer, model: ModelRecord | None, path: Path) -> None:
+    """Raise `TrainError` unless ``model`` is the model of ``trainer``."""
+    if model is None:
+        raise TrainError(f"{path} says nothing of its model; it cannot be continued")
+    changed = differing(model.config, trainer.task.model_config)
+    if changed:
+        raise TrainError(
+            f"{path} holds another model: {changed}; give its sizes, or another --load folder"
+        )
+
+
+def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Say in which keys two mappings differ, with both values; empty if in none."""
+    keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    return ", ".join(f"{key} {there.get(key)} there, {here.get(key)} here" for key in keys)
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return the files of a tokenizer by the names they have in a checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        return {
+            f"{TOKENIZER_FOLDER}/{path.relative_to(folder).as_posix()}": path.read_bytes()
+            for path in sorted(Path(folder).rglob("*"))
+            if path.is_file()
+        }

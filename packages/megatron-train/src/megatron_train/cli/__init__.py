@@ -1,0 +1,5 @@
+"""The ``megatron-train`` command."""
+
+from megatron_train.cli.main import main
+
+__all__ = ["main"]

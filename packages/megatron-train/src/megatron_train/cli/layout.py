@@ -1,0 +1,34 @@
+"""``megatron-train layout``: draw how ranks are grouped, without starting anything."""
+
+import argparse
+
+from megatron_parallel import ParallelLayout
+
+from megatron_train.config.flags import Parser, add_options, given_flags
+from megatron_train.config.options import options_of
+from megatron_train.errors import UsageError
+
+
+def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Add the command to ``commands``."""
+    summary = "draw the groups of ranks of a parallel layout"
+    parser = commands.add_parser("layout", help=summary, description=summary.capitalize() + ".")
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks in all")
+    parser.add_argument(
+        "--order",
+        default=ParallelLayout.order,
+        metavar="AXES",
+        help=f"axes from fastest to slowest varying rank [default {ParallelLayout.order}]",
+    )
+    add_options(parser, options_of(ParallelLayout, "layout"), {"layout": "parallel layout"})
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the drawing."""
+    if arguments.world_size < 1:
+        raise UsageError(f"--world-size must be positive, got {arguments.world_size}")
+    values = given_flags(arguments, options_of(ParallelLayout, "layout"))
+    layout = ParallelLayout(**values.section("layout"), order=arguments.order)
+    print(layout.resolve(arguments.world_size).draw())
+    return 0

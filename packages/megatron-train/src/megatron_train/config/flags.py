@@ -1,0 +1,141 @@
+"""Command-line flags made from options, with errors of one line that name the nearest flag."""
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from megatron_train.config.options import Option, nearest
+from megatron_train.config.values import Given, Values
+from megatron_train.errors import UsageError
+
+_PREFIX = "option:"
+
+ALIASES: dict[str, tuple[str, Any, str]] = {
+    "--swiglu": ("model.activation", "swiglu", "the same as --activation swiglu"),
+}
+"""Flags that set another option to a fixed value: option, value, help."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that reports every mistake as one line and names the nearest spelling."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        kwargs.setdefault("formatter_class", _Help)
+        super().__init__(*args, **kwargs)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse; an unknown word is an error that names the nearest flag of the chosen command."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        result, unknown = self.parse_known_args(arguments, namespace)
+        if unknown:
+            word = unknown[0].split("=")[0]
+            flags = getattr(result, "parser", self).flags()
+            raise UsageError(f"unknown argument {word}{nearest(word, flags)}")
+        return result
+
+    def flags(self) -> list[str]:
+        """Return every flag of this parser."""
+        return list(self._option_string_actions)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the mistake as a `UsageError` instead of printing the usage."""
+        raise UsageError(message)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            what = action.metavar or action.dest
+            near = nearest(str(value), known)
+            raise UsageError(f"unknown {what} {value!r}{near} (known: {', '.join(known)})")
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=38, width=100)
+
+
+class _Store(argparse.Action):
+    """Keep a value under its option, with the spelling it was given in."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if self.nargs == 0:
+            values = self.const
+        setattr(namespace, self.dest, (values, option_string or ""))
+
+
+def add_options(
+    parser: argparse.ArgumentParser, options: Iterable[Option], titles: Mapping[str, str]
+) -> None:
+    """Add a flag for each option, grouped by section."""
+    groups: dict[str, Any] = {}
+    for option in options:
+        if option.section not in groups:
+            groups[option.section] = parser.add_argument_group(titles[option.section])
+        _add(groups[option.section], option)
+        for flag, (key, value, text) in ALIASES.items():
+            if key == option.key:
+                groups[option.section].add_argument(
+                    flag, nargs=0, const=value, help=text, **_keep(option)
+                )
+
+
+def _add(group: Any, option: Option) -> None:
+    keep = _keep(option)
+    text = describe(option).replace("%", "%%")
+    if option.kind == "switch":
+        group.add_argument(option.flag, nargs=0, const=option.flag_sets(), help=text, **keep)
+        other = argparse.SUPPRESS
+        group.add_argument(
+            option.opposite, nargs=0, const=not option.flag_sets(), help=other, **keep
+        )
+        return
+    metavar = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else _metavar(option)
+    group.add_argument(
+        option.flag, nargs="+" if option.repeated else None, metavar=metavar, help=text, **keep
+    )
+
+
+def _keep(option: Option) -> dict[str, Any]:
+    return {"dest": _PREFIX + option.key, "default": argparse.SUPPRESS, "action": _Store}
+
+
+def _metavar(option: Option) -> str:
+    return {"integer": "N", "number": "X", "text": "TEXT"}[option.kind]
+
+
+def describe(option: Option) -> str:
+    """Return the help of an option with its unit and default."""
+    notes = []
+    if option.unit:
+        notes.append(option.unit)
+    if option.required:
+        notes.append("required")
+    elif option.kind != "switch" and option.default is not None:
+        notes.append(f"default {option.default}")
+    return option.help + (f" [{', '.join(notes)}]" if notes else "")
+
+
+def given_flags(namespace: argparse.Namespace, options: Sequence[Option]) -> Values:
+    """Return the values of the flags in ``namespace`` that were given."""
+    given: dict[str, Given] = {}
+    for option in options:
+        stored = getattr(namespace, _PREFIX + option.key, None)
+        if stored is not None:
+            value, spelling = stored
+            given[option.key] = Given(_coerce(option, value, spelling), spelling)
+    return Values(given)
+
+
+def _coerce(option: Option, value: Any, spelling: str) -> Any:
+    try:
+        return option.coerce(value, spelling)
+    except ValueError as error:
+        raise UsageError(str(error)) from error

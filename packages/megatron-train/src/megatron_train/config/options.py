@@ -1,0 +1,200 @@
+"""Every setting as one plain record, read from the fields of a configuration dataclass.
+
+A field's ``metadata`` may hold ``help``, ``flag`` (the flag's spelling; by default the field's
+name), ``unit`` and ``choices``. Flags, YAML keys, the reference table and the checks are all made
+from the records here, so a setting is described in exactly one place.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union
+
+from megatron_train.errors import TrainError
+
+_SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "switch"}
+_OFF_PREFIXES = ("--no-", "--disable-")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting: where it lives, what it takes and how it is spelt.
+
+    Attributes:
+        section: name of the section of the run's configuration that holds it.
+        name: field of the section's dataclass, and key in a YAML file.
+        flag: command-line spelling. For a switch it is the spelling that changes the default.
+        opposite: for a switch, the spelling that sets it the other way; otherwise None.
+        kind: ``integer``, ``number``, ``text`` or ``switch``; of each element where ``repeated``.
+        repeated: whether it takes several values.
+        optional: whether it may be left unset (None).
+        required: whether it has no default at all.
+        default: the default; None where ``required``.
+        choices: the values it may take, empty if any.
+        help: one line of explanation.
+        unit: unit of the value, empty if none.
+    """
+
+    section: str
+    name: str
+    flag: str
+    opposite: str | None
+    kind: str
+    repeated: bool
+    optional: bool
+    required: bool
+    default: Any
+    choices: tuple[Any, ...]
+    help: str
+    unit: str
+
+    @property
+    def key(self) -> str:
+        """The setting's place in a YAML file, ``section.name``."""
+        return f"{self.section}.{self.name}"
+
+    def flag_sets(self) -> bool:
+        """For a switch, the value that ``flag`` sets."""
+        return not self.flag.startswith(_OFF_PREFIXES)
+
+    def spelling(self, value: Any) -> str:
+        """Return the command-line text that sets this option to ``value``."""
+        if self.kind == "switch":
+            return self.flag if value == self.flag_sets() else str(self.opposite)
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        return f"{self.flag} {shown}"
+
+    def coerce(self, value: Any, origin: str) -> Any:
+        """Return ``value`` as this option's type, or raise an error that names ``origin``.
+
+        Text is accepted for numbers (a flag always gives text, and YAML reads ``1e-4`` as text);
+        a switch takes only true and false, and a number is never taken for text.
+        """
+        if value is None:
+            if self.optional:
+                return None
+            raise TrainError(f"{origin} needs {self._wanted()}, got nothing")
+        if self.repeated:
+            items = value if isinstance(value, list | tuple) else [value]
+            return tuple(self._coerce_one(item, origin) for item in items)
+        return self._coerce_one(value, origin)
+
+    def _coerce_one(self, value: Any, origin: str) -> Any:
+        result = _read(self.kind, value)
+        if result is None:
+            raise TrainError(f"{origin} needs {self._wanted()}, got {value!r}")
+        if self.choices and result not in self.choices:
+            near = nearest(str(result), map(str, self.choices))
+            raise TrainError(f"{origin} needs {self._wanted()}, got {value!r}{near}")
+        return result
+
+    def _wanted(self) -> str:
+        if self.choices:
+            return "one of " + ", ".join(map(str, self.choices))
+        article = "an" if self.kind == "integer" else "a"
+        return "text" if self.kind == "text" else f"{article} {self.kind}"
+
+
+def options_of(cls: type, section: str) -> tuple[Option, ...]:
+    """Read the options of the configuration dataclass ``cls``, in the order of its fields.
+
+    A field with ``metadata={"flag": None}`` is not an option: only code sets it.
+    """
+    hints = typing.get_type_hints(cls)
+    fields = (
+        f for f in dataclasses.fields(cls) if f.init and f.metadata.get("flag", "") is not None
+    )
+    return tuple(_option(field, hints[field.name], section) for field in fields)
+
+
+def _option(field: "dataclasses.Field[Any]", hint: Any, section: str) -> Option:
+    kind, repeated, optional, literal = _type_of(hint, f"{section}.{field.name}")
+    default, required = _default_of(field)
+    flag = field.metadata.get("flag") or "--" + field.name.replace("_", "-")
+    if kind == "switch" and default is True and not flag.startswith(_OFF_PREFIXES):
+        flag = "--no-" + flag.removeprefix("--")
+    return Option(
+        section=section,
+        name=field.name,
+        flag=flag,
+        opposite=_opposite(flag, field.name) if kind == "switch" else None,
+        kind=kind,
+        repeated=repeated,
+        optional=optional or (default is None and not required),
+        required=required,
+        default=default,
+        choices=tuple(field.metadata.get("choices") or literal),
+        help=field.metadata.get("help", ""),
+        unit=field.metadata.get("unit", ""),
+    )
+
+
+def _opposite(flag: str, name: str) -> str:
+    if flag.startswith("--no-"):
+        return "--" + flag.removeprefix("--no-")
+    if flag.startswith("--disable-"):
+        return "--" + name.replace("_", "-")
+    return "--no-" + flag.removeprefix("--")
+
+
+def _default_of(field: "dataclasses.Field[Any]") -> tuple[Any, bool]:
+    if field.default is not dataclasses.MISSING:
+        return field.default, False
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory(), False
+    return None, True
+
+
+def _type_of(hint: Any, where: str) -> tuple[str, bool, bool, tuple[Any, ...]]:
+    """Split a type hint into (kind, repeated, optional, choices of a Literal)."""
+    optional = False
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        members = [member for member in typing.get_args(hint) if member is not type(None)]
+        optional = len(members) < len(typing.get_args(hint))
+        if members == [int, float]:
+            members = [float]
+        if len(members) != 1:
+            raise TypeError(f"{where}: a setting cannot have the type {hint}")
+        hint = members[0]
+    repeated = typing.get_origin(hint) is tuple
+    if repeated:
+        hint = typing.get_args(hint)[0]
+    literal: tuple[Any, ...] = ()
+    if typing.get_origin(hint) is Literal:
+        literal = typing.get_args(hint)
+        hint = type(literal[0])
+    if hint is Path:
+        hint = str
+    if hint not in _SCALARS:
+        raise TypeError(f"{where}: a setting cannot have the type {hint}")
+    return _SCALARS[hint], repeated, optional, literal
+
+
+def _read(kind: str, value: Any) -> Any:
+    """Return ``value`` as ``kind``, or None if it is not one."""
+    if kind == "switch":
+        return value if isinstance(value, bool) else None
+    if isinstance(value, bool):
+        return None
+    if kind == "text":
+        return value if isinstance(value, str) and value else None
+    if not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+        if kind == "number":
+            return number
+        return int(value) if isinstance(value, str) or number == int(number) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean X?"`` for the known word nearest to ``word``, or an empty string."""
+    candidates: Sequence[str] = list(known)
+    match = difflib.get_close_matches(word, candidates, n=1, cutoff=0.5)
+    return f"; did you mean {match[0]}?" if match else ""

@@ -1,0 +1,62 @@
+"""The configuration reference (docs/configuration.md), made from the dataclasses."""
+
+from megatron_train.config.flags import ALIASES
+from megatron_train.config.options import Option
+from megatron_train.config.run import SECTIONS, run_options
+
+_INTRODUCTION = """\
+# Configuration reference
+
+Every setting of `megatron-train pretrain gpt`, made from the configuration dataclasses by
+`megatron_train.config.reference` (a test keeps this page equal to them).
+
+A setting is given as a flag, or in a YAML file named by `--config`, under its section:
+
+```yaml
+model:
+  num_layers: 4
+training:
+  micro_batch_size: 8
+```
+
+Flags override the file, the file overrides the defaults. An unknown flag or key is an error that
+names the nearest one. A switch has a second spelling that sets it the other way, so that a flag can
+override a file.
+"""
+
+
+def render_reference() -> str:
+    """Return the page as Markdown text."""
+    parts = [_INTRODUCTION]
+    options = run_options()
+    for section, (title, _) in SECTIONS.items():
+        rows = [_row(option) for option in options if option.section == section]
+        head = "| flag | YAML key | takes | default | meaning |\n|---|---|---|---|---|\n"
+        parts.append(f"## {title.capitalize()}: `{section}`\n\n{head}" + "\n".join(rows) + "\n")
+    rows = [f"| `{flag}` | {text} |" for flag, (_, _, text) in ALIASES.items()]
+    parts.append("## Other spellings\n\n| flag | meaning |\n|---|---|\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def _row(option: Option) -> str:
+    flag = f"`{option.flag}`"
+    if option.opposite:
+        flag += f" / `{option.opposite}`"
+    takes = ", ".join(f"`{choice}`" for choice in option.choices) or option.kind
+    if option.unit:
+        takes += f" ({option.unit})"
+    if option.repeated:
+        takes += ", one or more"
+    return f"| {flag} | `{option.name}` | {takes} | {_default(option)} | {_cell(option.help)} |"
+
+
+def _default(option: Option) -> str:
+    if option.required:
+        return "required"
+    if option.kind == "switch":
+        return "on" if option.default else "off"
+    return "" if option.default is None else f"`{option.default}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,74 @@
+"""Lines on standard output and one progress bar on standard error that do not tear each other."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+
+class Console:
+    """Print lines above a progress bar, where there is one."""
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        self._out = out
+        self._bar: tqdm[Any] | None = None
+
+    def line(self, text: str) -> None:
+        """Print one line and flush it."""
+        out = self._out or sys.stdout
+        with tqdm.external_write_mode(file=out):
+            out.write(text + "\n")
+            out.flush()
+
+    def warn(self, text: str) -> None:
+        """Print one line that starts with ``warning:`` to standard error."""
+        with tqdm.external_write_mode(file=sys.stderr):
+            sys.stderr.write(f"warning: {text}\n")
+            sys.stderr.flush()
+
+    @contextmanager
+    def warnings_of(self, logger: str) -> Iterator[None]:
+        """Show what ``logger`` warns of, as `warn` does."""
+        handler = _Warnings(self)
+        logging.getLogger(logger).addHandler(handler)
+        try:
+            yield
+        finally:
+            logging.getLogger(logger).removeHandler(handler)
+
+    def start_bar(self, total_tokens: int, done_tokens: int) -> None:
+        """Show a bar that counts tokens, unless standard error is not a terminal."""
+        self._bar = tqdm(
+            total=total_tokens,
+            initial=done_tokens,
+            unit="tok",
+            unit_scale=True,
+            desc="training",
+            disable=None,
+            dynamic_ncols=True,
+            file=sys.stderr,
+        )
+
+    def advance(self, tokens: int, postfix: str) -> None:
+        """Move the bar by ``tokens`` and show ``postfix`` behind it."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(postfix, refresh=False)
+            self._bar.update(tokens)
+
+    def stop_bar(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class _Warnings(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.warn(record.getMessage())

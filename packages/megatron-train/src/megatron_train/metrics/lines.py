@@ -1,0 +1,67 @@
+"""The lines a run prints, in Megatron-LM's format (docs/formats.md).
+
+Every number in a training line covers exactly the steps since the previous line. Megatron logs step
+1 without resetting its sums, which counts the first step after every resume twice, and leaves a
+loss out where it is negative; neither happens here.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+
+@dataclass(frozen=True)
+class TrainingLine:
+    """The content of one training log line.
+
+    ``milliseconds`` is the mean time of a step, ``losses`` the losses per token over the interval,
+    ``mfu`` the share of the device's peak (0.25 is 25 %); ``teraflops`` and ``mfu`` may be unknown.
+    """
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    milliseconds: float
+    learning_rate: float
+    global_batch_size: int
+    losses: Mapping[str, float]
+    grad_norm: float
+    skipped: int
+    nan: int
+    tokens_per_second: float
+    teraflops: float | None = None
+    mfu: float | None = None
+    loss_scale: float = 1.0
+
+    def render(self, now: datetime) -> str:
+        """Return the line."""
+        fields = [
+            f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {self.iteration:8d}/{self.train_iters:8d}",
+            f"consumed samples: {self.consumed_samples:12d}",
+            f"elapsed time per iteration (ms): {self.milliseconds:.1f}",
+        ]
+        if self.teraflops is not None:
+            fields.append(f"throughput per GPU (TFLOP/s/GPU): {self.teraflops:.1f}")
+        fields.append(f"learning rate: {self.learning_rate:.6E}")
+        fields.append(f"global batch size: {self.global_batch_size:5d}")
+        fields += [f"{name}: {value:.6E}" for name, value in self.losses.items()]
+        fields += [
+            f"loss scale: {self.loss_scale:.1f}",
+            f"grad norm: {self.grad_norm:.3f}",
+            f"number of skipped iterations: {self.skipped:3d}",
+            f"number of nan iterations: {self.nan:3d}",
+            f"tokens/s: {self.tokens_per_second:.1f}",
+        ]
+        if self.mfu is not None:
+            fields.append(f"MFU: {100 * self.mfu:.1f} %")
+        return " | ".join(fields) + " |"
+
+
+def evaluation_lines(place: str, losses: Mapping[str, float]) -> list[str]:
+    """Return the lines of an evaluation: a rule, losses with their perplexities, a rule."""
+    text = f" validation loss at {place} | "
+    for name, value in losses.items():
+        text += f"{name} value: {value:.6E} | {name} PPL: {math.exp(min(20.0, value)):.6E} | "
+    rule = "-" * (len(text) + 1)
+    return [rule, text, rule]

@@ -1,0 +1,101 @@
+"""The arithmetic peak that model FLOPs utilisation (MFU) is measured against.
+
+Known GPUs have the dense figures of their data sheets (no sparsity). Elsewhere the peak is one
+measured matrix product, which is what the machine reaches at best rather than what it could in
+theory.
+"""
+
+import re
+import time
+from dataclasses import dataclass
+
+import torch
+
+_TERA = 1e12
+
+# Dense TFLOP/s by device name, from NVIDIA's and AMD's data sheets: bf16 on tensor (matrix) cores,
+# and fp32. Where a data sheet gives only the figure with sparsity, half of it. More specific names
+# first.
+_KNOWN: tuple[tuple[str, float, float], ...] = (
+    ("GB200", 2500, 80),
+    ("B200", 2250, 75),
+    ("GH200", 989, 67),
+    ("H200", 989, 67),
+    ("H100 PCIe", 756, 51),
+    ("H100 NVL", 835, 60),
+    ("H100", 989, 67),
+    ("H800", 989, 67),
+    ("H20", 148, 44),
+    ("A100", 312, 19.5),
+    ("A800", 312, 19.5),
+    ("A40", 149.7, 37.4),
+    ("A30", 165, 10.3),
+    ("L40S", 362, 91.6),
+    ("L40", 181, 90.5),
+    ("L4", 121, 30.3),
+    ("MI300X", 1307, 163.4),
+)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Peak FLOP/s of one device, and where the figure comes from."""
+
+    flops_per_second: float
+    source: str
+
+
+def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
+    """Return the peak of ``device`` for matrix products in ``dtype``, or None where none is known.
+
+    The table is used for known GPUs unless TF32 changes what an fp32 product means; otherwise one
+    matrix product is timed.
+    """
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+        listed = None if tf32 else table_peak(name, dtype)
+        if listed is not None:
+            return Peak(listed, f"data sheet of {name}, dense {_short(dtype)}")
+    return measured_peak(device, dtype)
+
+
+def table_peak(device_name: str, dtype: torch.dtype) -> float | None:
+    """Return the data-sheet peak in FLOP/s of a device by name, or None if it is not listed."""
+    for name, bf16, fp32 in _KNOWN:
+        if re.search(rf"(?<![A-Za-z0-9]){name}(?![A-Za-z0-9])", device_name):
+            figure = {torch.bfloat16: bf16, torch.float32: fp32}.get(dtype)
+            return None if figure is None else figure * _TERA
+    return None
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype, size: int | None = None) -> Peak | None:
+    """Return the best of five timed square matrix products, or None if they cannot run."""
+    size = size or (8192 if device.type == "cuda" else 1024)
+    try:
+        a = torch.ones(size, size, device=device, dtype=dtype)
+        b = torch.ones(size, size, device=device, dtype=dtype)
+        torch.mm(a, b)
+        best = min(_time_product(a, b) for _ in range(5))
+    except RuntimeError:
+        return None
+    return Peak(2.0 * size**3 / best, f"measured {size}x{size} {_short(dtype)} matrix product")
+
+
+def _time_product(a: torch.Tensor, b: torch.Tensor) -> float:
+    _wait(a.device)
+    start = time.perf_counter()
+    torch.mm(a, b)
+    _wait(a.device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}.get(
+        dtype, str(dtype).removeprefix("torch.")
+    )

@@ -1,0 +1,60 @@
+"""The loss plot of a run."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_train.metrics.records import Records
+
+FILE_NAME = "loss.png"
+
+
+def plot_losses(records: Records, loss: str, path: Path) -> None:
+    """Draw training and validation loss over steps into the PNG file ``path``.
+
+    The training curve is drawn faintly for each step, with a running mean over it. The file is
+    written under a temporary name and renamed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    steps, values = _curve(records.train, loss)
+    if values:
+        axes.plot(steps, values, color="tab:blue", alpha=0.3, linewidth=1)
+        window = max(1, len(values) // 50)
+        axes.plot(steps, running_mean(values, window), color="tab:blue", label="train")
+    evaluated, validation = _curve(records.validation, loss)
+    if validation:
+        axes.plot(
+            evaluated, validation, color="tab:orange", marker="o", markersize=4, label="validation"
+        )
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"{loss} (nats per token)")
+    axes.set_title(f"{loss} by step")
+    axes.grid(alpha=0.3)
+    if values or validation:
+        axes.legend()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    figure.savefig(temporary, format="png")
+    temporary.replace(path)
+
+
+def running_mean(values: list[float], window: int) -> list[float]:
+    """Return the mean of each value and up to ``window - 1`` values before it."""
+    means: list[float] = []
+    total = 0.0
+    for index, value in enumerate(values):
+        total += value
+        if index >= window:
+            total -= values[index - window]
+        means.append(total / min(index + 1, window))
+    return means
+
+
+def _curve(records: list[dict[str, Any]], loss: str) -> tuple[list[int], list[float]]:
+    """Return steps and losses of the records whose loss was finite."""
+    finite = [record for record in records if record.get(loss) is not None]
+    return [record["iteration"] for record in finite], [record[loss] for record in finite]

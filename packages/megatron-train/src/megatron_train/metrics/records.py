@@ -1,0 +1,87 @@
+"""The metrics file of a run: one JSON object a line, appended as the run goes.
+
+Floats are written with Python's shortest exact representation, so equality of two runs can be
+checked to the last bit. The key ``kind`` is ``train`` (every step, its losses under their names),
+``validation`` or ``event``. A run that resumes appends an event ``start`` with the step it
+continues from; records of later steps before it belong to work that was lost, and `read_records`
+leaves them out.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megatron_train.errors import TrainError
+
+FILE_NAME = "metrics.jsonl"
+
+
+class RecordWriter:
+    """Append records to a metrics file; every line is complete or absent after a kill."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_torn_line(path)
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record."""
+        self._file.write((json.dumps(record) + "\n").encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Records:
+    """The records of a run that count, in order of their steps."""
+
+    train: list[dict[str, Any]]
+    validation: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+
+
+def read_records(path: Path) -> Records:
+    """Read a metrics file, leaving out the steps that a later start did again.
+
+    Raises:
+        TrainError: a line other than an unfinished last one is not a record.
+    """
+    found: dict[str, list[dict[str, Any]]] = {"train": [], "validation": [], "event": []}
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            record = json.loads(line)
+            kind, iteration = record["kind"], record["iteration"]
+            found[kind].append(record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrainError(f"{path}, line {number}: not a metrics record") from error
+        if kind == "event" and record["event"] == "start":
+            for name in ("train", "validation"):
+                found[name] = [r for r in found[name] if r["iteration"] <= iteration]
+    return Records(found["train"], found["validation"], found["event"])
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut an unfinished last line, left by a run that was killed while writing it."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        os.truncate(path, end)

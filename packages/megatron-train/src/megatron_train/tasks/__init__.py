@@ -1,0 +1,1 @@
+"""What is trained: models, losses and their denominators, each behind the same contract."""

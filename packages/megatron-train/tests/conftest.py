@@ -1,0 +1,99 @@
+"""A small task with unequal loss masks, in float64, and trainers for it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from megatron_optim import LearningRateSchedule, Optimizer, OptimizerConfig, WeightDecaySchedule
+from megatron_parallel import Mesh, Sharding
+from megatron_train.tasks.task import Batch
+from megatron_train.trainer import Trainer
+from torch import Tensor, nn
+
+VOCABULARY, LENGTH = 11, 6
+
+
+class BigramTask:
+    """Predict each token from the one before it."""
+
+    family = "bigram"
+    model_config = {"vocabulary": VOCABULARY}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        table = nn.Embedding(VOCABULARY, VOCABULARY, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            table.weight.normal_(generator=generator)
+        self.stages = (table,)
+
+    def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
+        return {"lm loss": float(sum(batch["loss_mask"].sum() for batch in batches))}
+
+    def inputs(self, batch: Batch, stage: int = 0) -> dict[str, Any]:
+        return {"input": batch["tokens"]}
+
+    def loss(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+        losses = nn.functional.cross_entropy(
+            output.flatten(0, 1), batch["labels"].flatten(), reduction="none"
+        )
+        return {"lm loss": (losses * batch["loss_mask"].flatten()).sum()}
+
+    def flops(self, batches: Sequence[Batch]) -> float:
+        return 10.0 * sum(batch["tokens"].numel() for batch in batches)
+
+
+def sample(index: int) -> dict[str, Tensor]:
+    """A sample whose loss mask keeps between one token and all of them."""
+    generator = torch.Generator().manual_seed(index)
+    text = torch.randint(VOCABULARY, (LENGTH + 1,), generator=generator)
+    kept = 1 + index % LENGTH
+    mask = (torch.arange(LENGTH) < kept).double()
+    return {"tokens": text[:-1], "labels": text[1:], "loss_mask": mask}
+
+
+def steps(micro: int, accumulation: int) -> Callable[[int], Iterator[Sequence[Batch]]]:
+    """Steps over samples 0, 1, 2, … in micro-batches of ``micro``."""
+
+    def read(consumed: int) -> Iterator[Sequence[Batch]]:
+        def micro_batches() -> Iterator[Batch]:
+            index = consumed
+            while True:
+                rows = [sample(i) for i in range(index, index + micro)]
+                yield {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+                index += micro
+
+        batches = micro_batches()
+        while True:
+            yield list(islice(batches, accumulation))
+
+    return read
+
+
+@pytest.fixture
+def make_trainer():
+    """Return a function that makes a trainer of the bigram task."""
+
+    def make(micro: int = 2, accumulation: int = 3, **changes: Any) -> Trainer:
+        task = BigramTask()
+        parameters = dict(task.stages[0].named_parameters())
+        table = {"weight": Sharding((VOCABULARY, VOCABULARY))}
+        config = OptimizerConfig(lr=0.1)
+        arguments: dict[str, Any] = {
+            "task": task,
+            "optimizer": Optimizer(parameters, table, Mesh.single(), config),
+            "learning_rate": LearningRateSchedule(max_lr=0.1, decay_samples=1000),
+            "weight_decay": WeightDecaySchedule(start=0.01, end=0.01, samples=1000),
+            "steps": steps(micro, accumulation),
+            "train_iters": 8,
+        }
+        return Trainer(**{**arguments, **changes})
+
+    return make
+
+
+@pytest.fixture
+def make_steps():
+    """Return `steps`."""
+    return steps

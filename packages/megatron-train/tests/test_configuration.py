@@ -1,0 +1,197 @@
+import argparse
+import dataclasses
+from pathlib import Path
+
+import pytest
+from megatron_models import ConfigError
+from megatron_optim import OptimError
+from megatron_train.config.files import read_file, to_yaml
+from megatron_train.config.flags import Parser, add_options, given_flags
+from megatron_train.config.reference import render_reference
+from megatron_train.config.resolve import resolve
+from megatron_train.config.run import SECTIONS, RunConfig, run_options
+from megatron_train.errors import TrainError, UsageError
+
+ROOT = Path(__file__).parents[3]
+TITLES = {name: title for name, (title, _) in SECTIONS.items()}
+SIZES = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --vocab-size 100"
+REST = "--seq-length 16 --micro-batch-size 2 --train-iters 10 --data-path corpus"
+MINIMAL = f"{SIZES} {REST}"
+
+
+def parse(command: str, config: Path | None = None) -> RunConfig:
+    parser = Parser()
+    add_options(parser, run_options(), TITLES)
+    namespace = parser.parse_args(command.split())
+    namespace.config = config
+    return resolve(namespace)[0]
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_are_megatrons():
+    run = parse(MINIMAL)
+    assert run.training.seed == 1234
+    assert run.data.split == "969,30,1"
+    assert (run.optimizer.lr_decay_style, run.optimizer.min_lr) == ("linear", 0.0)
+    assert (run.optimizer.clip_grad, run.optimizer.weight_decay) == (1.0, 0.01)
+    assert (run.evaluation.eval_interval, run.evaluation.eval_iters) == (1000, 100)
+    assert run.logging.log_interval == 100
+    assert run.global_batch_size == 2 and run.accumulation == 1
+
+
+def test_positions_follow_the_sequence_unless_given():
+    assert parse(MINIMAL).model.max_position_embeddings == 16
+    assert parse(f"{MINIMAL} --max-position-embeddings 64").model.max_position_embeddings == 64
+    with pytest.raises(TrainError, match="--seq-length 16 exceeds --max-position-embeddings 8"):
+        parse(f"{MINIMAL} --max-position-embeddings 8")
+
+
+def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path):
+    text = "training: {seed: 7, bf16: true}\noptimizer: {lr: 1e-4, clip_grad: 0.5}\n"
+    run = parse(f"{MINIMAL} --lr 0.5 --no-bf16", write(tmp_path, text))
+    assert run.training.seed == 7
+    assert run.training.bf16 is False
+    assert (run.optimizer.lr, run.optimizer.clip_grad) == (0.5, 0.5)
+
+
+def test_a_file_may_hold_everything_that_is_required(tmp_path):
+    given = {
+        "model": {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9},
+        "data": {"seq_length": 16, "data_path": ("corpus",)},
+        "training": {"micro_batch_size": 2, "train_iters": 10},
+    }
+    run = parse("", write(tmp_path, to_yaml(given)))
+    assert run.model.num_layers == 2
+    assert run.data.data_path == ("corpus",)
+
+
+def test_what_is_missing_is_named():
+    with pytest.raises(UsageError, match=r"missing: --num-layers, --hidden-size.*--train-iters"):
+        parse("--vocab-size 100")
+    with pytest.raises(UsageError, match="vocabulary size is unknown: give --tokenizer-model"):
+        parse(f"{REST} --num-layers 2 --hidden-size 8 --num-attention-heads 2")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trianing: {seed: 1}", "unknown section 'trianing'; did you mean training?"),
+        ("seed: 1", "unknown section 'seed'; did you mean training.seed?"),
+        ("training: {sead: 1}", "unknown key training.sead; did you mean training.seed?"),
+        ("training: {lr: 1}", "unknown key training.lr; did you mean optimizer.lr?"),
+        ("training: {seed: x}", "training.seed needs an integer, got 'x'"),
+        ("training: 3", "section 'training' must hold `key: value` lines, got 3"),
+        ("- a", "must hold sections such as `model:`, not list"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_mistakes_in_a_file_name_file_place_and_nearest(tmp_path, text, message):
+    path = write(tmp_path, text)
+    with pytest.raises(TrainError) as caught:
+        read_file(path, run_options())
+    assert message in str(caught.value) and str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--num-layer 3", "unknown argument --num-layer; did you mean --num-layers?"),
+        ("--lr fast", "--lr needs a number, got 'fast'"),
+        ("--lr-decay-style cosin", "did you mean cosine?"),
+        ("--seed", "expected one argument"),
+    ],
+)
+def test_mistakes_in_flags_are_usage_errors(flags, message):
+    with pytest.raises(UsageError) as caught:
+        parse(f"{MINIMAL} {flags}")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--global-batch-size 3",
+            "--global-batch-size 3 is not a multiple of --micro-batch-size 2",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --context-parallel-size 4",
+            "--tensor-model-parallel-size 2, --context-parallel-size 4",
+        ),
+        ("--bf16 --float64", "exclude each other"),
+        ("--train-data-path other", "exclude each other"),
+        ("--lr-warmup-iters 3 --lr-warmup-fraction 0.1", "exclude each other"),
+        ("--lr-warmup-fraction 1.5", "must be below 1, got 1.5"),
+        ("--save-interval 5", "--save-interval needs --save"),
+        ("--exit-on-missing-checkpoint", "needs --load"),
+        ("--micro-batch-size 0", "--micro-batch-size must be positive, got 0"),
+        ("--seed -1", "--seed must not be negative, got -1"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(flags, message):
+    with pytest.raises(TrainError) as caught:
+        parse(f"{MINIMAL} {flags}")
+    assert message in str(caught.value)
+
+
+def test_other_packages_refuse_what_is_theirs():
+    with pytest.raises(ConfigError, match="hidden_size 9 is not a multiple"):
+        parse(f"{MINIMAL} --hidden-size 9")
+    with pytest.raises(OptimError, match="warm-up must end before"):
+        parse(f"{MINIMAL} --lr-warmup-iters 10")
+
+
+def test_schedule_lengths_are_samples():
+    run = parse(
+        f"{MINIMAL} --global-batch-size 8 --lr-warmup-fraction 0.25 --lr 1.0 --lr-decay-iters 20"
+    )
+    schedule = run.learning_rate_schedule()
+    assert (schedule.warmup_samples, schedule.decay_samples) == (40, 160)
+    assert schedule.at(40) == 1.0 and schedule.at(100) == pytest.approx(0.5)
+
+
+def test_an_alias_sets_its_option():
+    assert parse(f"{MINIMAL} --swiglu").model.activation == "swiglu"
+
+
+def test_every_flag_reaches_its_field():
+    parser = Parser()
+    options = run_options()
+    add_options(parser, options, TITLES)
+    for option in options:
+        if option.kind == "switch":
+            value, words = not option.default, [option.spelling(not option.default)]
+        else:
+            number = option.choices[-1] if option.choices else "3"
+            value = option.coerce([number] if option.repeated else number, "")
+            words = [option.flag, str(number)]
+        given = given_flags(parser.parse_args(words), options)
+        assert {key: g.value for key, g in given.given.items()} == {option.key: value}
+        assert given.given[option.key].origin == words[0]
+
+
+def test_no_two_options_share_a_flag():
+    parser = argparse.ArgumentParser()
+    add_options(parser, run_options(), TITLES)  # argparse refuses a flag that is taken
+
+
+def test_every_option_has_a_help_text():
+    assert [option.key for option in run_options() if not option.help] == []
+
+
+def test_sections_are_fields_of_the_run():
+    assert list(SECTIONS) and {f.name for f in dataclasses.fields(RunConfig)} == set(SECTIONS)
+
+
+def test_the_reference_page_is_up_to_date():
+    page = ROOT / "docs" / "configuration.md"
+    if not page.parent.exists():
+        pytest.skip("the documentation is not beside the package")
+    assert page.read_text() == render_reference(), (
+        "run tooling: write render_reference() to the page"
+    )

@@ -1,0 +1,127 @@
+import json
+import re
+from datetime import datetime
+
+import pytest
+import torch
+from megatron_train.errors import TrainError
+from megatron_train.metrics.lines import TrainingLine, evaluation_lines
+from megatron_train.metrics.peak import device_peak, measured_peak, table_peak
+from megatron_train.metrics.plot import plot_losses, running_mean
+from megatron_train.metrics.records import Records, RecordWriter, read_records
+
+NOW = datetime(2025, 1, 2, 3, 4, 5, 678)
+
+
+def line(**changes):
+    values = {
+        "iteration": 20,
+        "train_iters": 1000,
+        "consumed_samples": 160,
+        "milliseconds": 12.345,
+        "learning_rate": 1.5e-4,
+        "global_batch_size": 8,
+        "losses": {"lm loss": 6.5},
+        "grad_norm": 1.23456,
+        "skipped": 0,
+        "nan": 0,
+        "tokens_per_second": 12345.67,
+    }
+    return TrainingLine(**{**values, **changes}).render(NOW)
+
+
+def test_the_training_line_is_megatrons_with_ours_appended():
+    assert line(mfu=0.25) == (
+        " [2025-01-02 03:04:05.000678] iteration       20/    1000 |"
+        " consumed samples:          160 |"
+        " elapsed time per iteration (ms): 12.3 | learning rate: 1.500000E-04 |"
+        " global batch size:     8 | lm loss: 6.500000E+00 | loss scale: 1.0 | grad norm: 1.235 |"
+        " number of skipped iterations:   0 | number of nan iterations:   0 |"
+        " tokens/s: 12345.7 | MFU: 25.0 % |"
+    )
+
+
+def test_unknown_figures_are_absent_and_negative_losses_are_printed():
+    assert "MFU" not in line()
+    assert "lm loss: -1.000000E+00" in line(losses={"lm loss": -1.0})
+    text = line(teraflops=3.21)
+    assert "(ms): 12.3 | throughput per GPU (TFLOP/s/GPU): 3.2 | learning rate" in text
+
+
+def test_evaluation_lines_are_ruled():
+    rule, text, closing = evaluation_lines("iteration 5", {"lm loss": 1.0})
+    assert text == (
+        " validation loss at iteration 5 |"
+        " lm loss value: 1.000000E+00 | lm loss PPL: 2.718282E+00 | "
+    )
+    assert rule == closing == "-" * (len(text) + 1)
+    assert "PPL: 4.851652E+08" in evaluation_lines("x", {"lm loss": 100.0})[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756),
+        ("NVIDIA H200", torch.bfloat16, 989),
+        ("NVIDIA B200", torch.bfloat16, 2250),
+        ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
+        ("NVIDIA L40S", torch.bfloat16, 362),
+        ("NVIDIA RTX A4000", torch.bfloat16, None),
+        ("NVIDIA H100 80GB HBM3", torch.float64, None),
+    ],
+)
+def test_known_devices_have_their_data_sheet_peak(name, dtype, teraflops):
+    expected = None if teraflops is None else teraflops * 1e12
+    assert table_peak(name, dtype) == expected
+
+
+def test_the_peak_of_a_cpu_is_measured():
+    peak = measured_peak(torch.device("cpu"), torch.float32, size=64)
+    assert peak is not None and peak.flops_per_second > 1e6
+    assert peak.source == "measured 64x64 fp32 matrix product"
+    assert device_peak(torch.device("cpu"), torch.float32).source.startswith("measured 1024x1024")
+
+
+def step(iteration, loss):
+    return {"kind": "train", "iteration": iteration, "lm loss": loss}
+
+
+def start(iteration):
+    return {"kind": "event", "event": "start", "iteration": iteration}
+
+
+def test_steps_done_again_replace_those_that_were_lost(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    with RecordWriter(path) as writer:
+        for record in (start(0), step(1, 5.0), step(2, 4.0), step(3, 3.0), start(2), step(3, 2.5)):
+            writer.write(record)
+        writer.write({"kind": "validation", "iteration": 3, "lm loss": 0.1 + 0.2})
+    records = read_records(path)
+    assert [r["lm loss"] for r in records.train] == [5.0, 4.0, 2.5]
+    assert records.validation[0]["lm loss"] == 0.1 + 0.2
+    assert len(records.events) == 2
+
+
+def test_an_unfinished_line_is_cut_and_a_foreign_one_refused(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(step(1, 5.0)) + '\n{"train": {"iter')
+    with RecordWriter(path) as writer:
+        writer.write(step(2, 4.0))
+    assert len(read_records(path).train) == 2
+    path.write_text("hello\n")
+    with pytest.raises(TrainError, match=re.escape(f"{path}, line 1: not a metrics record")):
+        read_records(path)
+
+
+def test_the_plot_is_a_png(tmp_path):
+    train = [{"iteration": i, "lm loss": 5.0 / i} for i in range(1, 200)]
+    train[5]["lm loss"] = None
+    validation = [{"iteration": 100, "lm loss": 1.0}]
+    plot_losses(Records(train, validation, []), "lm loss", tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_the_running_mean_looks_back():
+    assert running_mean([1.0, 2.0, 3.0, 4.0], 2) == [1.0, 1.5, 2.5, 3.5]

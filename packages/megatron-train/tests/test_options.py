@@ -1,0 +1,92 @@
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+from megatron_train.config.options import Option, options_of
+from megatron_train.errors import TrainError
+
+
+@dataclass(frozen=True)
+class Sample:
+    steps: int = field(metadata={"help": "how many", "unit": "steps"})
+    rate: float = 0.1
+    style: Literal["linear", "cosine"] = "linear"
+    fast: bool = False
+    bias: bool = field(default=True, metadata={"flag": "--disable-bias-linear"})
+    bar: bool = True
+    paths: tuple[str, ...] | None = None
+    hidden: int = field(default=1, metadata={"flag": None})
+
+
+def options() -> dict[str, Option]:
+    return {option.name: option for option in options_of(Sample, "sample")}
+
+
+def test_records_describe_fields():
+    found = options()
+    assert list(found) == ["steps", "rate", "style", "fast", "bias", "bar", "paths"]
+    assert found["steps"].required and found["steps"].unit == "steps"
+    assert found["style"].choices == ("linear", "cosine")
+    assert found["paths"].repeated and found["paths"].optional
+    assert found["rate"].flag == "--rate"
+
+
+def test_a_switch_has_a_spelling_for_each_side():
+    found = options()
+    assert (found["fast"].flag, found["fast"].opposite) == ("--fast", "--no-fast")
+    assert (found["bias"].flag, found["bias"].opposite) == ("--disable-bias-linear", "--bias")
+    assert (found["bar"].flag, found["bar"].opposite) == ("--no-bar", "--bar")
+    assert found["fast"].flag_sets() is True
+    assert found["bias"].flag_sets() is False
+    assert found["bias"].spelling(True) == "--bias"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "result"),
+    [
+        ("steps", "12", 12),
+        ("steps", 12.0, 12),
+        ("rate", "1e-4", 1e-4),
+        ("rate", 1, 1.0),
+        ("paths", "a", ("a",)),
+        ("paths", ["a", "b"], ("a", "b")),
+        ("paths", None, None),
+        ("style", "cosine", "cosine"),
+        ("fast", True, True),
+    ],
+)
+def test_values_become_the_type_of_the_field(name, value, result):
+    coerced = options()[name].coerce(value, "here")
+    assert coerced == result and type(coerced) is type(result)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("steps", "twelve", "here needs an integer, got 'twelve'"),
+        ("steps", 1.5, "here needs an integer, got 1.5"),
+        ("steps", True, "here needs an integer, got True"),
+        ("steps", None, "here needs an integer, got nothing"),
+        ("rate", "fast", "here needs a number, got 'fast'"),
+        ("fast", "yes", "here needs a switch, got 'yes'"),
+        ("paths", [1], "here needs text, got 1"),
+        (
+            "style",
+            "cosinus",
+            "here needs one of linear, cosine, got 'cosinus'; did you mean cosine?",
+        ),
+    ],
+)
+def test_other_values_are_refused_with_place_and_value(name, value, message):
+    with pytest.raises(TrainError) as caught:
+        options()[name].coerce(value, "here")
+    assert str(caught.value) == message
+
+
+def test_a_type_that_cannot_be_a_setting_is_a_bug():
+    @dataclass
+    class Bad:
+        values: dict[str, int]
+
+    with pytest.raises(TypeError, match=r"bad\.values"):
+        options_of(Bad, "bad")

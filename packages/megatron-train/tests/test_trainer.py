@@ -1,0 +1,169 @@
+import math
+
+import pytest
+import torch
+from megatron_train.callbacks.callback import Callback
+from megatron_train.callbacks.evaluation import Evaluation
+from megatron_train.callbacks.log_line import LogLine
+from megatron_train.callbacks.stopping import StopAt
+from megatron_train.errors import TrainError
+from megatron_train.metrics.console import Console
+from megatron_train.metrics.peak import Peak
+
+
+class Listener(Callback):
+    def __init__(self):
+        self.reports = []
+
+    def on_step(self, trainer, report):
+        self.reports.append(report)
+
+    @property
+    def losses(self):
+        return [report.losses["lm loss"] for report in self.reports]
+
+
+class Lines(Console):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def line(self, text):
+        self.lines.append(text)
+
+
+def weights(trainer):
+    return trainer.task.stages[0].weight.detach().clone()
+
+
+@pytest.mark.parametrize(("micro", "accumulation"), [(1, 6), (2, 3), (3, 2)])
+def test_accumulation_equals_one_big_batch(make_trainer, micro, accumulation):
+    whole, parts = make_trainer(6, 1), make_trainer(micro, accumulation)
+    a, b = Listener(), Listener()
+    whole.callbacks, parts.callbacks = [a], [b]
+    whole.run()
+    parts.run()
+    assert b.losses == pytest.approx(a.losses, rel=1e-13)
+    assert torch.allclose(weights(whole), weights(parts), rtol=0, atol=1e-13)
+    norms = [(x.grad_norm, y.grad_norm) for x, y in zip(a.reports, b.reports, strict=True)]
+    assert all(y == pytest.approx(x, rel=1e-12) for x, y in norms)
+
+
+def test_the_loss_is_the_sum_over_true_tokens_divided_by_their_number(make_trainer):
+    trainer = make_trainer(2, 3)
+    batches = next(trainer.steps(0))
+    logits = torch.cat([trainer.task.stages[0](b["tokens"]) for b in batches]).flatten(0, 1)
+    labels = torch.cat([b["labels"] for b in batches]).flatten()
+    mask = torch.cat([b["loss_mask"] for b in batches]).flatten().bool()
+    expected = torch.nn.functional.cross_entropy(logits[mask], labels[mask])
+    report = trainer.step(iter([batches]))
+    assert report.losses["lm loss"] == pytest.approx(expected.item(), rel=1e-14)
+    assert report.denominators["lm loss"] == mask.sum()
+    assert (report.samples, report.tokens, report.flops) == (6, 36, 360.0)
+
+
+def test_a_resumed_run_has_the_same_losses_bit_for_bit(make_trainer):
+    whole, first, second = make_trainer(), make_trainer(), make_trainer()
+    everything, before, after = Listener(), Listener(), Listener()
+    whole.callbacks = [everything]
+    first.callbacks = [before, StopAt(3, None)]
+    second.callbacks = [after]
+    whole.run()
+    stop = first.run()
+    assert stop is not None and stop.reason == "--exit-interval 3"
+    second.load_state(first.state())
+    second.optimizer.load_scalars(first.optimizer.scalars())
+    pairs = zip(first.optimizer.views().items(), second.optimizer.views().values(), strict=True)
+    for (_, ours), theirs in pairs:
+        theirs[0].tensor.copy_(ours[0].tensor)
+    with torch.no_grad():
+        second.task.stages[0].weight.copy_(weights(first))
+    second.run()
+    assert before.losses + after.losses == everything.losses
+    assert torch.equal(weights(second), weights(whole))
+
+
+def test_schedules_are_asked_for_the_samples_consumed_before_the_step(make_trainer):
+    listener = Listener()
+    trainer = make_trainer(callbacks=[listener])
+    trainer.run()
+    rates = [report.learning_rate for report in listener.reports]
+    assert rates == [trainer.learning_rate.at(6 * step) for step in range(8)]
+    assert [report.consumed_samples for report in listener.reports] == list(range(6, 49, 6))
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(make_trainer):
+    console, listener = Lines(), Listener()
+    trainer = make_trainer(callbacks=[listener, LogLine(console, 2, peak=None)], train_iters=2)
+    good = make_trainer(train_iters=1)
+    good.run()
+
+    def spoiled(consumed):
+        for number, batches in enumerate(good.steps(consumed)):
+            if number == 1:
+                batches[1]["loss_mask"][0, 0] = math.inf
+            yield batches
+
+    trainer.steps = spoiled
+    trainer.run()
+    assert [(r.updated, r.finite) for r in listener.reports] == [(True, True), (False, False)]
+    assert torch.equal(weights(trainer), weights(good))
+    assert f"lm loss: {listener.losses[0]:.6E}" in console.lines[0]
+    assert "skipped iterations:   1 | number of nan iterations:   1 |" in console.lines[0]
+    assert all(p.grad is None or not p.grad.any() for p in trainer.task.stages[0].parameters())
+
+
+def test_a_run_without_any_finite_step_gives_up(make_trainer):
+    trainer = make_trainer(train_iters=100)
+    with torch.no_grad():
+        trainer.task.stages[0].weight.fill_(math.nan)
+    with pytest.raises(TrainError, match="no finite loss and gradient in 10 steps up to step 10"):
+        trainer.run()
+
+
+def test_lines_cover_every_step_once_also_after_a_resume(make_trainer):
+    console, listener = Lines(), Listener()
+    trainer = make_trainer(callbacks=[listener, LogLine(console, 4, peak=Peak(1e15, ""))])
+    trainer.run()
+    assert len(console.lines) == 2
+
+    resumed = Lines()
+    first = make_trainer(callbacks=[LogLine(resumed, 4, peak=None), StopAt(3, None)])
+    first.run()
+    assert resumed.lines == []
+    second = make_trainer(callbacks=[LogLine(resumed, 4, peak=None)], train_iters=4)
+    second.load_state(first.state())
+    with torch.no_grad():
+        second.task.stages[0].weight.copy_(weights(first))
+    second.run()
+    interval = listener.reports[:4]
+    total = sum(report.sums["lm loss"] for report in interval)
+    expected = total / sum(report.denominators["lm loss"] for report in interval)
+    assert f"lm loss: {expected:.6E}" in console.lines[0]
+    assert len(resumed.lines) == 1 and "iteration        4/       4" in resumed.lines[0]
+
+
+def test_evaluation_uses_the_same_samples_and_changes_nothing(make_trainer, make_steps):
+    console, results = Lines(), []
+    source = make_steps(4, 5)
+    evaluation = Evaluation(
+        console,
+        lambda: next(source(1000)),
+        3,
+        [lambda iteration, losses: results.append((iteration, losses["lm loss"]))],
+    )
+    plain, evaluated = Listener(), Listener()
+    make_trainer(callbacks=[plain]).run()
+    trainer = make_trainer(callbacks=[evaluated, evaluation])
+    trainer.run()
+    assert plain.losses == evaluated.losses
+    assert [iteration for iteration, _ in results] == [3, 6, 8]
+    assert results[-1][1] == trainer.evaluate(next(source(1000)))["lm loss"]
+    assert "validation loss at iteration 3 | lm loss value:" in console.lines[1]
+
+
+def test_a_stop_keeps_the_first_reason(make_trainer):
+    trainer = make_trainer(callbacks=[StopAt(2, 1e-9)])
+    stop = trainer.run()
+    assert stop is not None and trainer.iteration == 1
+    assert stop.reason.startswith("--exit-duration-in-mins")
