@@ -1,0 +1,1 @@
+"""The operations, one folder per family."""

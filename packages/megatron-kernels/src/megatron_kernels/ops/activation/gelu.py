@@ -1,0 +1,53 @@
+"""GELU (Hendrycks and Gimpel, 2016)."""
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from megatron_kernels.ops.precision import raised
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
+
+Approximation = Literal["none", "tanh"]
+
+
+def reference(x: Tensor, approximate: Approximation) -> Tensor:
+    """Written out: x times the normal distribution function, or its tanh approximation."""
+    values = raised(x)
+    if approximate == "none":
+        probability = 0.5 * (1 + torch.erf(values / math.sqrt(2)))
+    else:
+        inner = math.sqrt(2 / math.pi) * (values + 0.044715 * values**3)
+        probability = 0.5 * (1 + torch.tanh(inner))
+    return (values * probability).to(x.dtype)
+
+
+def fused(x: Tensor, approximate: Approximation) -> Tensor:
+    """`F.gelu`."""
+    return F.gelu(x, approximate=approximate)
+
+
+@op(
+    Backend("torch", fused, accept_all, "F.gelu"),
+    Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
+)
+def gelu(
+    x: Float[Tensor, "*shape"],
+    approximate: Approximation = "none",
+    *,
+    backend: str = AUTO,
+) -> Float[Tensor, "*shape"]:
+    """Gaussian error linear unit, x * P(X <= x) for a standard normal X, elementwise.
+
+    Args:
+        x: Input of any shape.
+        approximate: "none" for the error function, "tanh" for the approximation GPT-2 was trained with.
+        backend: "auto" or the name of one backend.
+
+    Returns:
+        The shape and dtype of `x`.
+    """
+    return gelu.run(backend, x, approximate)

@@ -1,0 +1,1 @@
+"""Attention over the mask contract, and the block pair that ring attention is built from."""

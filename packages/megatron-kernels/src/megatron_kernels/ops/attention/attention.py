@@ -1,0 +1,51 @@
+"""The attention operation."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from megatron_kernels.errors import KernelError
+from megatron_kernels.ops.attention.flash import flash, flash_refusal
+from megatron_kernels.ops.attention.mask import Mask
+from megatron_kernels.ops.attention.reference import reference
+from megatron_kernels.ops.attention.sdpa import sdpa
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
+
+
+@op(
+    Backend("flash_attn", flash, flash_refusal, "flash-attn's flash_attn_func"),
+    Backend("torch", sdpa, accept_all, "F.scaled_dot_product_attention"),
+    Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
+)
+def attention(
+    q: Float[Tensor, "s b n d"],
+    k: Float[Tensor, "t b g d"],
+    v: Float[Tensor, "t b g dv"],
+    mask: Mask,
+    scale: float | None = None,
+    query_offset: int = 0,
+    *,
+    backend: str = AUTO,
+) -> Float[Tensor, "s b n dv"]:
+    """softmax(scale * q k^T, where allowed) v, for every head.
+
+    Args:
+        q: Queries `[s, b, n, d]`.
+        k: Keys `[t, b, g, d]`; each of the g groups serves n/g neighbouring heads.
+        v: Values `[t, b, g, dv]`, usually dv = d.
+        mask: Who may attend to whom; a token that may attend nowhere (padding) gets zeros.
+        scale: Multiplies the scores; None for 1/sqrt(d).
+        query_offset: Index of the first query among the keys: the number of tokens that a key-value
+            cache held before these. Keys after the last query may be unused room of a cache.
+        backend: "auto" or the name of one backend.
+
+    Returns:
+        `[s, b, n, dv]` in the dtype of `q`; its memory need not be contiguous.
+
+    Raises:
+        KernelError: n is not a multiple of g.
+    """
+    if q.shape[2] % k.shape[2]:
+        raise KernelError(
+            f"attention: {q.shape[2]} heads do not divide over {k.shape[2]} query groups"
+        )
+    return attention.run(backend, q, k, v, mask, scale, query_offset)

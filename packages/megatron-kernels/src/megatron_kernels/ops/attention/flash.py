@@ -1,0 +1,61 @@
+"""Attention by the flash-attn library (Dao, FlashAttention-2): CUDA, float16 and bfloat16."""
+
+import torch
+from torch import Tensor
+
+from megatron_kernels.availability import why_not
+from megatron_kernels.ops.attention.mask import Mask
+
+_LARGEST_HEAD = 256
+
+
+@torch.compiler.assume_constant_result
+def _missing() -> str | None:
+    return why_not("flash-attn")
+
+
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, query_offset: int
+) -> Tensor:
+    """`flash_attn_func`, on views `[b, s, n, d]`.
+
+    Its causal mask puts the last query at the last key, which is ours once keys after the last query
+    are cut off. Its window counts the keys to the left and right of a query, ours counts itself too.
+    """
+    from flash_attn import flash_attn_func
+
+    if mask.causal:
+        end = query_offset + q.shape[0]
+        k, v = k[:end], v[:end]
+    reach = -1 if mask.window is None else mask.window - 1
+    out: Tensor = flash_attn_func(
+        q.transpose(0, 1),
+        k.transpose(0, 1),
+        v.transpose(0, 1),
+        softmax_scale=scale,
+        causal=mask.causal,
+        window_size=(reach, 0 if mask.causal and mask.window is not None else reach),
+    )
+    return out.transpose(0, 1)
+
+
+def flash_refusal(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, query_offset: int
+) -> str | None:
+    """Why `flash` cannot serve these arguments, cheapest test first."""
+    if not q.is_cuda:
+        return f"needs a CUDA tensor, q is on {q.device.type}"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"needs float16 or bfloat16, q is {q.dtype}"
+    if q.shape[-1] > _LARGEST_HEAD:
+        return f"head dimension {q.shape[-1]} is above {_LARGEST_HEAD}"
+    if v.shape[-1] != q.shape[-1]:
+        return f"value heads of {v.shape[-1]} channels differ from query heads of {q.shape[-1]}"
+    if not mask.by_index:
+        return "the mask has documents, positions, a prefix or is written out"
+    aligned = query_offset + q.shape[0]
+    if (mask.causal and k.shape[0] < aligned) or (
+        not mask.causal and mask.window is not None and k.shape[0] != aligned
+    ):
+        return f"{k.shape[0]} keys do not end with query {aligned}"
+    return _missing()

@@ -1,0 +1,120 @@
+"""Attention written out, and the pair of block functions that ring attention is built from.
+
+    scores = scale * q k^T        p = softmax of the allowed scores        out = p v
+
+A block pass also gives the log of each row's sum of exponentials, lse. Passes over disjoint sets of
+keys combine to the whole by weighting each `out` with exp(lse - logaddexp of all lse). The backward
+pass takes the *final* out and lse and recomputes p = exp(scores - lse), so that each block's share of
+the gradients needs nothing from the other blocks (Dao, FlashAttention-2, section 3.1).
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from megatron_kernels.ops.attention.mask import Mask
+from megatron_kernels.ops.precision import raised
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, query_offset: int
+) -> Tensor:
+    """The forward block pass, without its lse; autograd differentiates it."""
+    return attention_forward(q, k, v, mask, scale, query_offset)[0]
+
+
+def attention_forward(
+    q: Float[Tensor, "s b n d"],
+    k: Float[Tensor, "t b g d"],
+    v: Float[Tensor, "t b g dv"],
+    mask: Mask,
+    scale: float | None = None,
+    query_offset: int = 0,
+) -> tuple[Float[Tensor, "s b n dv"], Float[Tensor, "s b n"]]:
+    """Attention over one block of keys.
+
+    Args:
+        q: Queries `[s, b, n, d]`.
+        k: Keys `[t, b, g, d]`; each of the g groups serves n/g heads.
+        v: Values `[t, b, g, dv]`.
+        mask: Who may attend to whom within this block.
+        scale: Multiplies the scores; None for 1/sqrt(d).
+        query_offset: Index of the first query among the keys.
+
+    Returns:
+        out `[s, b, n, dv]` in the dtype of `q`, and lse `[s, b, n]` in float32 (float64 for float64),
+        -inf for a row that may attend nowhere, whose out is zero.
+    """
+    scores, values = _scores(q, k, mask, scale, query_offset), raised(v)
+    lse = torch.logsumexp(scores, -1)
+    p = _probabilities(scores, lse)
+    out = torch.einsum("bgmst,tbgd->sbgmd", p, values).flatten(2, 3)
+    return out.to(q.dtype), _ungrouped(lse)
+
+
+def attention_backward(
+    dout: Float[Tensor, "s b n dv"],
+    q: Float[Tensor, "s b n d"],
+    k: Float[Tensor, "t b g d"],
+    v: Float[Tensor, "t b g dv"],
+    out: Float[Tensor, "s b n dv"],
+    lse: Float[Tensor, "s b n"],
+    mask: Mask,
+    scale: float | None = None,
+    query_offset: int = 0,
+) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "t b g d"], Float[Tensor, "t b g dv"]]:
+    """Gradients of attention from one block of keys.
+
+    Args:
+        dout: Gradient of the final output.
+        q: Queries.
+        k: Keys of this block.
+        v: Values of this block.
+        out: The final output, combined over all blocks.
+        lse: The final log-sum-exp, combined over all blocks.
+        mask: Who may attend to whom within this block.
+        scale: As in the forward pass.
+        query_offset: As in the forward pass.
+
+    Returns:
+        This block's share of dq, and the whole of its dk and dv, in the dtypes of q, k and v.
+    """
+    groups = k.shape[2]
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = _scores(q, k, mask, scale, query_offset)
+    p = _probabilities(scores, _grouped(lse, groups))
+    gradient, final = (raised(x).unflatten(2, (groups, -1)) for x in (dout, out))
+    dv = torch.einsum("bgmst,sbgmd->tbgd", p, gradient)
+    dp = torch.einsum("sbgmd,tbgd->bgmst", gradient, raised(v))
+    share = (gradient * final).sum(-1).permute(1, 2, 3, 0)[..., None]
+    dscores = scale * p * (dp - share)
+    dq = torch.einsum("bgmst,tbgd->sbgmd", dscores, raised(k)).flatten(2, 3)
+    dk = torch.einsum("bgmst,sbgmd->tbgd", dscores, raised(q).unflatten(2, (groups, -1)))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Mask, scale: float | None, query_offset: int) -> Tensor:
+    """Scaled scores `[b, g, n/g, s, t]` with -inf where attending is forbidden."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    heads = raised(q).unflatten(2, (k.shape[2], -1))
+    scores = torch.einsum("sbgmd,tbgd->bgmst", heads, raised(k)) * scale
+    allowed = mask.allowed(q.shape[0], k.shape[0], query_offset, device=q.device)
+    return scores.masked_fill(~allowed[:, None, None], -math.inf)
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse); a row that may attend nowhere (lse = -inf) gets zeros, in the gradient too."""
+    safe = torch.where(torch.isneginf(lse), 0, lse)
+    return torch.exp(scores - safe[..., None])
+
+
+def _grouped(lse: Tensor, groups: int) -> Tensor:
+    """`[s, b, n]` to `[b, g, n/g, s]`."""
+    return lse.unflatten(2, (groups, -1)).permute(1, 2, 3, 0)
+
+
+def _ungrouped(lse: Tensor) -> Tensor:
+    """`[b, g, n/g, s]` to `[s, b, n]`."""
+    return lse.permute(3, 0, 1, 2).flatten(2)

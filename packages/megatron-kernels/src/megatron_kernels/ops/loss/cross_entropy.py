@@ -1,0 +1,50 @@
+"""Cross-entropy of logits against target indices, per token."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from megatron_kernels.ops.precision import raised
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
+
+IGNORED = -100
+
+
+def reference(logits: Tensor, targets: Tensor) -> Tensor:
+    """Written out: log of the sum of exponentials minus the target's logit."""
+    values = raised(logits)
+    counted = targets != IGNORED
+    picked = values.gather(-1, torch.where(counted, targets, 0)[..., None])[..., 0]
+    return torch.where(counted, torch.logsumexp(values, -1) - picked, 0)
+
+
+def fused(logits: Tensor, targets: Tensor) -> Tensor:
+    """`F.cross_entropy` without reduction."""
+    values = raised(logits).reshape(-1, logits.shape[-1])
+    loss = F.cross_entropy(values, targets.reshape(-1), reduction="none", ignore_index=IGNORED)
+    return loss.view(targets.shape)
+
+
+@op(
+    Backend("torch", fused, accept_all, "F.cross_entropy"),
+    Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
+)
+def cross_entropy(
+    logits: Float[Tensor, "*tokens v"],
+    targets: Int[Tensor, "*tokens"],
+    *,
+    backend: str = AUTO,
+) -> Float[Tensor, "*tokens"]:
+    """Minus the log-probability of each target under softmax(logits), in nats.
+
+    Args:
+        logits: `[..., v]`.
+        targets: int64 `[...]`, each in [0, v); -100 marks a token whose loss is zero.
+        backend: "auto" or the name of one backend.
+
+    Returns:
+        `[...]`, float32, or float64 for float64 logits. Nothing is averaged: sums and denominators are
+        the caller's.
+    """
+    return cross_entropy.run(backend, logits, targets)

@@ -1,0 +1,1 @@
+"""Normalisation over the last dimension: LayerNorm and RMSNorm."""

@@ -1,0 +1,59 @@
+"""LayerNorm (Ba et al., 2016)."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from megatron_kernels.ops.norm import apex
+from megatron_kernels.ops.precision import raised
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Written out, with statistics in float32 at least."""
+    values = raised(x)
+    centred = values - values.mean(-1, keepdim=True)
+    variance = centred.square().mean(-1, keepdim=True)
+    normal = centred * torch.rsqrt(variance + eps)
+    return (normal * weight + bias).to(x.dtype)
+
+
+def fused(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """`F.layer_norm`."""
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def fused_refusal(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> str | None:
+    """torch's kernel takes one dtype for everything (its CPU kernel alone allows a mixture)."""
+    if weight.dtype == x.dtype and bias.dtype == x.dtype:
+        return None
+    return f"x is {x.dtype}, weight {weight.dtype}, bias {bias.dtype}; they must agree"
+
+
+@op(
+    Backend("torch", fused, fused_refusal, "F.layer_norm"),
+    Backend("apex", apex.layer_norm, apex.layer_norm_refusal, "Apex's fused LayerNorm"),
+    Backend("reference", reference, accept_all, "plain torch, statistics in float32 or float64"),
+)
+def layer_norm(
+    x: Float[Tensor, "*rows h"],
+    weight: Float[Tensor, " h"],
+    bias: Float[Tensor, " h"],
+    eps: float = 1e-5,
+    *,
+    backend: str = AUTO,
+) -> Float[Tensor, "*rows h"]:
+    """Subtract the mean of the last dimension, divide by its standard deviation, scale and shift.
+
+    Args:
+        x: Input `[..., h]`.
+        weight: Gain `[h]`.
+        bias: Shift `[h]`.
+        eps: Added to the variance.
+        backend: "auto" or the name of one backend.
+
+    Returns:
+        `[..., h]` in the dtype of `x`.
+    """
+    return layer_norm.run(backend, x, weight, bias, eps)

@@ -1,0 +1,55 @@
+"""RMSNorm (Zhang and Sennrich, 2019)."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from megatron_kernels.ops.norm import apex
+from megatron_kernels.ops.precision import raised
+from megatron_kernels.registry import AUTO, Backend, accept_all, op
+
+
+def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Written out, with the mean square in float32 at least."""
+    values = raised(x)
+    normal = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    return (normal * weight).to(x.dtype)
+
+
+def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`F.rms_norm`."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def fused_refusal(x: Tensor, weight: Tensor, eps: float) -> str | None:
+    """torch's kernel takes one dtype for both."""
+    if weight.dtype == x.dtype:
+        return None
+    return f"x is {x.dtype}, weight {weight.dtype}; they must agree"
+
+
+@op(
+    Backend("torch", fused, fused_refusal, "F.rms_norm"),
+    Backend("apex", apex.rms_norm, apex.rms_norm_refusal, "Apex's fused RMSNorm"),
+    Backend("reference", reference, accept_all, "plain torch, mean square in float32 or float64"),
+)
+def rms_norm(
+    x: Float[Tensor, "*rows h"],
+    weight: Float[Tensor, " h"],
+    eps: float = 1e-5,
+    *,
+    backend: str = AUTO,
+) -> Float[Tensor, "*rows h"]:
+    """Divide the last dimension by its root mean square and scale.
+
+    Args:
+        x: Input `[..., h]`.
+        weight: Gain `[h]`.
+        eps: Added to the mean square.
+        backend: "auto" or the name of one backend.
+
+    Returns:
+        `[..., h]` in the dtype of `x`.
+    """
+    return rms_norm.run(backend, x, weight, eps)

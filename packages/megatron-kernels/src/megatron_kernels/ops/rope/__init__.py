@@ -1,0 +1,1 @@
+"""Rotary position embedding: frequencies, tables and the rotation."""
