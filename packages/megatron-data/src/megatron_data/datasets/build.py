@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import NamedTuple, TypeAlias
 
@@ -35,15 +35,22 @@ class Datasets(NamedTuple):
     test: Built | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Builder:
-    """What every dataset of one call shares."""
+    """What every dataset of one call shares; each prefix is opened once."""
 
     config: GPTDatasetConfig
     seed: int
     drop_last_partial_validation: bool
     surplus: float
     cache: str | os.PathLike[str] | None
+    opened: dict[str, IndexedDataset] = field(default_factory=dict)
+
+    def source(self, prefix: str) -> IndexedDataset:
+        """The dataset at a prefix."""
+        if prefix not in self.opened:
+            self.opened[prefix] = IndexedDataset(prefix)
+        return self.opened[prefix]
 
     def dataset(
         self, source: TokenSource, name: str, split: SplitName, interval: Interval, size: int | None
@@ -96,7 +103,7 @@ class _Builder:
         self, blend: Blend, split: SplitName, interval: Interval, size: int | None
     ) -> GPTDataset | BlendedDataset:
         """One split of one or more sources, mixed."""
-        sources = [IndexedDataset(prefix) for prefix in blend.prefixes]
+        sources = [self.source(prefix) for prefix in blend.prefixes]
         if len(sources) == 1 and blend.weights is None:
             return self.dataset(sources[0], blend.prefixes[0], split, interval, size)
         weights: Sequence[float]

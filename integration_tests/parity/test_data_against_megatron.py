@@ -1,0 +1,379 @@
+"""megatron-data against megatron-core: the same files, the same order, the same samples."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron_data import (
+    DataError,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    MockTokens,
+    blend_by_weight,
+    blend_exhaustively,
+    build_gpt_datasets,
+    build_gpt_indices,
+    build_mock_gpt_datasets,
+)
+from megatron_data.datasets.gpt import GPTDatasetConfig
+from megatron_data.datasets.split import parse_split, sequences_of
+from megatron_data.order.compat import build_document_index, build_sample_index
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")  # theirs
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+import torch  # noqa: E402
+from megatron.core.datasets import helpers  # noqa: E402
+from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E402
+    BlendedMegatronDatasetBuilder,
+)
+from megatron.core.datasets.blended_megatron_dataset_config import (  # noqa: E402
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.gpt_dataset import (  # noqa: E402
+    GPTDataset,
+    MockGPTDataset,
+)
+from megatron.core.datasets.gpt_dataset import (  # noqa: E402
+    GPTDatasetConfig as MegatronConfig,
+)
+from megatron.core.datasets.indexed_dataset import (  # noqa: E402
+    IndexedDataset as MegatronIndexedDataset,
+)
+from megatron.core.datasets.indexed_dataset import (  # noqa: E402
+    IndexedDatasetBuilder as MegatronBuilder,
+)
+
+VOCAB_SIZE = 500
+EOD = 0
+PAD = VOCAB_SIZE - 1
+COMPARED = 50
+KEYS = {
+    "tokens": "tokens",
+    "labels": "labels",
+    "loss_mask": "loss_mask",
+    "positions": "position_ids",
+}
+
+
+class StandInTokenizer:
+    """What megatron-core asks of a tokenizer when it builds a dataset."""
+
+    vocab_size = VOCAB_SIZE
+    eod = EOD
+    eos = EOD
+    pad = PAD
+    unique_identifiers = {"class": "StandInTokenizer"}  # noqa: RUF012
+
+
+def documents(seed: int, count: int, longest: int) -> list[np.ndarray]:
+    """Documents of 1 to `longest` tokens that end with the end-of-document token."""
+    random = np.random.default_rng(seed)
+    made = []
+    for length in random.integers(1, longest + 1, count):
+        tokens = random.integers(1, VOCAB_SIZE, length)
+        tokens[-1] = EOD
+        made.append(tokens)
+    return made
+
+
+def write_ours(prefix: Path, texts: list[np.ndarray], dtype: str = "uint16") -> str:
+    with IndexedDatasetBuilder(prefix, dtype) as builder:
+        for tokens in texts:
+            builder.add_document(tokens, [len(tokens)])
+        builder.finalize()
+    return str(prefix)
+
+
+def write_theirs(prefix: Path, texts: list[np.ndarray], dtype: type[np.number]) -> str:
+    builder = MegatronBuilder(f"{prefix}.bin", dtype=dtype)
+    for tokens in texts:
+        builder.add_document(torch.from_numpy(tokens), [len(tokens)])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
+def test_files_are_byte_equal_and_read_by_the_other_side(
+    tmp_path: Path, dtype: type[np.number]
+) -> None:
+    texts = documents(1, 40, 30)
+    ours = write_ours(tmp_path / "ours", texts, np.dtype(dtype).name)
+    theirs = write_theirs(tmp_path / "theirs", texts, dtype)
+    for suffix in (".bin", ".idx"):
+        assert Path(ours + suffix).read_bytes() == Path(theirs + suffix).read_bytes()
+    read_by_them, read_by_us = MegatronIndexedDataset(ours), IndexedDataset(theirs)
+    read_by_us.check()
+    np.testing.assert_array_equal(read_by_them.document_indices, read_by_us.document_indices)
+    for number, tokens in enumerate(texts):
+        np.testing.assert_array_equal(read_by_them[number], tokens)
+        np.testing.assert_array_equal(read_by_us[number], tokens)
+
+
+def test_several_sequences_empty_documents_and_merging_are_byte_equal(tmp_path: Path) -> None:
+    parts = [np.arange(7), np.arange(3), np.arange(5)]
+    with IndexedDatasetBuilder(tmp_path / "ours") as builder:
+        for tokens in parts:
+            builder.add_item(tokens)
+        builder.end_document()
+        builder.add_document([], [])
+        builder.add_document(np.arange(9), [4, 5])
+        builder.finalize()
+    other = MegatronBuilder(str(tmp_path / "theirs.bin"))
+    for tokens in parts:
+        other.add_item(torch.from_numpy(tokens))
+    other.end_document()
+    other.add_document(torch.tensor([]), [])
+    other.add_document(torch.arange(9), [4, 5])
+    other.finalize(str(tmp_path / "theirs.idx"))
+    with IndexedDatasetBuilder(tmp_path / "ours_twice") as builder:
+        builder.add_index(tmp_path / "ours")
+        builder.add_index(tmp_path / "theirs")
+        builder.finalize()
+    other = MegatronBuilder(str(tmp_path / "theirs_twice.bin"))
+    other.add_index(str(tmp_path / "theirs"))
+    other.add_index(str(tmp_path / "ours"))
+    other.finalize(str(tmp_path / "theirs_twice.idx"))
+    for name in ("", "_twice"):
+        for suffix in (".bin", ".idx"):
+            ours, theirs = (tmp_path / f"{side}{name}{suffix}" for side in ("ours", "theirs"))
+            assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_multimodal_files_are_byte_equal(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "ours", "uint8", multimodal=True) as builder:
+        builder.add_item(np.arange(5), mode=0)
+        builder.add_item(np.arange(250, 256), mode=1)
+        builder.end_document()
+        builder.finalize()
+    other = MegatronBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint8, multimodal=True)
+    other.add_item(torch.arange(5), mode=0)
+    other.add_item(torch.arange(250, 256), mode=1)
+    other.end_document()
+    other.finalize(str(tmp_path / "theirs.idx"))
+    assert (tmp_path / "ours.idx").read_bytes() == (tmp_path / "theirs.idx").read_bytes()
+    modes = IndexedDataset(tmp_path / "theirs").sequence_modes
+    assert modes is not None
+    assert modes.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("case", range(60))
+def test_sample_index_equals_the_compiled_helper(case: int) -> None:
+    random = np.random.default_rng(case)
+    lengths = random.integers(0 if case % 2 else 1, 40, random.integers(1, 60)).astype(np.int32)
+    lengths[-1] = 7  # the helper cannot end in an empty sequence
+    extra, drop = int(random.integers(2)), bool(random.integers(2))
+    epochs = int(random.integers(1, 4))
+    sequences = np.arange(len(lengths), dtype=np.int32)
+    document_index = np.concatenate(
+        [build_document_index(sequences, epochs, np.random.RandomState(case))[:-1], sequences[-1:]]
+    )
+    tokens = int(lengths[document_index].sum())
+    sequence_length = int(random.integers(2, min(60, tokens)))
+    ours = build_sample_index(
+        lengths,
+        document_index,
+        sequence_length=sequence_length,
+        extra=extra,
+        drop_last_partial=drop,
+    )
+    theirs = helpers.build_sample_idx(
+        lengths, document_index, sequence_length, 1, tokens, drop, bool(extra)
+    )
+    np.testing.assert_array_equal(ours, theirs)
+    assert ours.dtype == theirs.dtype
+
+
+@pytest.mark.parametrize("case", range(10))
+def test_blends_equal_the_compiled_helper(case: int) -> None:
+    random = np.random.default_rng(case)
+    weights = (random.integers(1, 5, 5) if case % 2 else random.random(5)).astype(np.float64)
+    weights /= weights.sum()
+    ours = blend_by_weight(weights.tolist(), 500)
+    index, sample_index = np.zeros(500, np.int16), np.zeros(500, np.int64)
+    normalized = (weights / weights.sum()).tolist()
+    helpers.build_blending_indices(index, sample_index, normalized, 5, 500, False)
+    np.testing.assert_array_equal(ours.dataset_index, index)
+    np.testing.assert_array_equal(ours.dataset_sample_index, sample_index)
+
+    sizes = random.integers(1, 60, 4).tolist()
+    ours = blend_exhaustively(sizes)
+    index, sample_index = np.zeros(sum(sizes), np.int16), np.zeros(sum(sizes), np.int64)
+    helpers.build_exhaustive_blending_indices(index, sample_index, sizes, 4)
+    np.testing.assert_array_equal(ours.dataset_index, index)
+    np.testing.assert_array_equal(ours.dataset_sample_index, sample_index)
+
+
+@pytest.mark.parametrize("split", ["969, 30, 1", "98,2", "1,1,1", "0.5,0,0.25", "7,3,90", "100"])
+@pytest.mark.parametrize("count", [7, 138, 1001])
+def test_splits_equal(split: str, count: int) -> None:
+    theirs = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    ours = parse_split(split)
+    assert [part is None for part in ours] == [part is None for part in theirs]
+    for our_part, their_part in zip(ours, theirs, strict=True):
+        if our_part is not None and their_part is not None:
+            begin, end = (round(mark * float(count)) for mark in their_part)
+            assert sequences_of(our_part, count).tolist() == list(range(begin, end))
+
+
+def megatron_datasets(sizes: list[int | None], **options: object) -> list[object]:
+    settings = {
+        "random_seed": 1234,
+        "sequence_length": 64,
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": False,
+        "tokenizer": StandInTokenizer(),
+    }
+    config = MegatronConfig(**{**settings, **options})
+    kind = MockGPTDataset if config.mock else GPTDataset
+    built: list[object] = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
+    return built
+
+
+def assert_same_samples(ours: object, theirs: object) -> None:
+    """The first samples of two datasets, element by element.
+
+    megatron-core keeps the loss mask of the first sample it reads and then zeroes the padding of
+    that sample in it, so the mask leaks into every later sample; its cache is switched off here.
+    """
+    for dataset in getattr(theirs, "datasets", [theirs]):
+        dataset.masks_and_position_ids_are_cacheable = False
+    assert len(ours) == len(theirs)
+    for number in range(min(COMPARED, len(ours))):
+        our_sample, their_sample = ours[number], theirs[number]
+        for our_key, their_key in KEYS.items():
+            np.testing.assert_array_equal(our_sample[our_key], their_sample[their_key].numpy())
+        attends = np.tril(
+            our_sample["document_ids"][:, None] == our_sample["document_ids"][None, :]
+        )
+        if (our_sample["document_ids"] >= 0).all():
+            np.testing.assert_array_equal(~attends, their_sample["attention_mask"][0].numpy())
+        if "dataset_ids" in our_sample:
+            assert our_sample["dataset_ids"] == their_sample["dataset_id"]
+
+
+@pytest.mark.parametrize("resets", [False, True], ids=["plain", "document-resets"])
+def test_one_dataset_over_several_epochs(tmp_path: Path, resets: bool) -> None:
+    prefix = write_ours(tmp_path / "a", documents(2, 200, 90))
+    flags = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), resets)
+    ours = build_gpt_datasets(
+        prefix, "80,15,5", (700, 40, 11), 64, 1234, eod_id=EOD, pad_id=PAD, **flags
+    )
+    theirs = megatron_datasets([700, 40, 11], blend=([prefix], None), split="80,15,5", **flags)
+    for our_split, their_split in zip(ours, theirs, strict=True):
+        assert_same_samples(our_split, their_split)
+
+
+def test_weighted_blend(tmp_path: Path) -> None:
+    prefixes = [
+        write_ours(tmp_path / name, documents(seed, count, longest))
+        for name, seed, count, longest in (("a", 3, 150, 80), ("b", 4, 60, 200), ("c", 5, 300, 9))
+    ]
+    words = [word for pair in zip(("0.5", "0.3", "0.2"), prefixes, strict=True) for word in pair]
+    ours = build_gpt_datasets(words, "90,5,5", (400, 12, 7), 64, 99, eod_id=EOD, pad_id=PAD)
+    theirs = megatron_datasets(
+        [400, 12, 7], blend=(prefixes, [0.5, 0.3, 0.2]), split="90,5,5", random_seed=99
+    )
+    for our_split, their_split in zip(ours, theirs, strict=True):
+        assert_same_samples(our_split, their_split)
+
+
+def test_blends_by_dataset_size(tmp_path: Path) -> None:
+    prefixes = [
+        write_ours(tmp_path / "a", documents(6, 150, 80)),
+        write_ours(tmp_path / "b", documents(7, 90, 60)),
+    ]
+    for sizes in ([30, 5, 2], [None, None, None]):
+        ours = build_gpt_datasets(prefixes, "80,15,5", tuple(sizes), 64, 7, pad_id=PAD)
+        theirs = megatron_datasets(sizes, blend=(prefixes, None), split="80,15,5", random_seed=7)
+        for our_split, their_split in zip(ours, theirs, strict=True):
+            assert_same_samples(our_split, their_split)
+
+
+def test_each_split_from_its_own_data(tmp_path: Path) -> None:
+    prefixes = [write_ours(tmp_path / f"d{seed}", documents(seed, 80, 70)) for seed in range(4)]
+    ours = build_gpt_datasets(
+        {
+            "train": ["3", prefixes[0], "1", prefixes[1]],
+            "valid": prefixes[2],
+            "test": [prefixes[3]],
+        },
+        None,
+        (120, 30, 9),
+        64,
+        pad_id=PAD,
+    )
+    theirs = megatron_datasets(
+        [120, 30, 9],
+        blend_per_split=[
+            ([*prefixes[:2]], [3.0, 1.0]),
+            ([prefixes[2]], None),
+            ([prefixes[3]], None),
+        ],
+    )
+    for our_split, their_split in zip(ours, theirs, strict=True):
+        assert_same_samples(our_split, their_split)
+
+
+def test_the_last_partial_validation_sample_is_padded_alike(tmp_path: Path) -> None:
+    prefix = write_ours(tmp_path / "a", documents(8, 120, 50))
+    ours = build_gpt_datasets(
+        prefix,
+        "50,50",
+        (None, None, None),
+        100,
+        eod_id=EOD,
+        pad_id=PAD,
+        drop_last_partial_validation=False,
+    )
+    theirs = megatron_datasets(
+        [None, None, None],
+        blend=([prefix], None),
+        split="50,50",
+        sequence_length=100,
+        drop_last_partial_validation_sequence=False,
+    )
+    assert any(
+        (ours.valid[number]["document_ids"] == -1).any() for number in range(len(ours.valid))
+    )
+    for our_split, their_split in zip(ours[:2], theirs[:2], strict=True):
+        assert_same_samples(our_split, their_split)
+
+
+def test_without_the_extra_token(tmp_path: Path) -> None:
+    prefix = write_ours(tmp_path / "a", documents(9, 120, 50))
+    ours = build_gpt_datasets(prefix, "90,10", (300, 5, 0), 32, pad_id=PAD, add_extra_token=False)
+    theirs = megatron_datasets(
+        [300, 5, 0],
+        blend=([prefix], None),
+        split="90,10",
+        sequence_length=32,
+        add_extra_token_to_sequence=False,
+    )
+    for our_split, their_split in zip(ours[:2], theirs[:2], strict=True):
+        assert_same_samples(our_split, their_split)
+
+
+def test_mock_data() -> None:
+    ours = build_mock_gpt_datasets(
+        MockTokens(VOCAB_SIZE, EOD), (100, 20, 10), GPTDatasetConfig(64, eod_id=EOD)
+    )
+    tokenizer = StandInTokenizer()
+    tokenizer.pad = -1
+    theirs = megatron_datasets([100, 20, 10], tokenizer=tokenizer)
+    for our_split, their_split in zip(ours, theirs, strict=True):
+        assert_same_samples(our_split, their_split)
+
+
+def test_where_megatron_is_wrong_we_are_exact() -> None:
+    """The number of samples with a partial last one, which Megatron rounds through float32."""
+    lengths = np.array([16_777_217], np.int32)
+    index = np.zeros(1, np.int32)
+    theirs = helpers.build_sample_idx(lengths, index, 8, 1, 16_777_217, False, False)
+    ours = build_sample_index(lengths, index, sequence_length=8, extra=0, drop_last_partial=False)
+    assert (len(theirs) - 1, len(ours) - 1) == (2_097_152, 2_097_153)
+    with pytest.raises(DataError, match="holds no token"):
+        build_gpt_indices(np.zeros(3, np.int32), np.arange(3), sequence_length=8, seed=1)

@@ -1,0 +1,137 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron_data.cli import main
+from megatron_data.inspection import draw_histogram
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def tokenizer_folder(corpus: Path, tmp_path: Path, capsys: Capture) -> Path:
+    folder = tmp_path / "tokenizer"
+    command = ["train-tokenizer", "--input", str(corpus), "--vocab-size", "300"]
+    assert main([*command, "--output", str(folder)]) == 0
+    capsys.readouterr()
+    return folder
+
+
+def test_from_text_to_a_dataset_one_can_look_at(
+    corpus: Path, tokenizer_folder: Path, tmp_path: Path, capsys: Capture, texts: list[str]
+) -> None:
+    prefix = str(tmp_path / "d")
+    command = ["preprocess", "--input", str(corpus), "--output-prefix", prefix, "--append-eod"]
+    assert main([*command, "--tokenizer-model", str(tokenizer_folder)]) == 0
+    assert "300 documents" in capsys.readouterr().out
+    prefix += "_text_document"
+    assert main(["verify", prefix]) == 0
+    assert "digests match" in capsys.readouterr().out
+    command = ["inspect", prefix, "--tokenizer-model", str(tokenizer_folder), "--documents", "1"]
+    assert main([*command, "--tokens", "100000"]) == 0
+    shown = capsys.readouterr().out
+    assert texts[0] in shown
+    assert texts[1] not in shown
+    assert "document lengths" in shown
+    assert "of 300 (" in shown
+    assert main(["inspect", prefix]) == 0
+
+
+def test_inspect_refuses_the_wrong_tokenizer(
+    corpus: Path, tokenizer_folder: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    prefix = str(tmp_path / "d")
+    command = ["preprocess", "--input", str(corpus), "--output-prefix", prefix]
+    assert main([*command, "--tokenizer-type", "ByteTokenizer"]) == 0
+    command = ["inspect", f"{prefix}_text_document"]
+    assert main([*command, "--tokenizer-model", str(tokenizer_folder)]) == 1
+    assert "was made with tokenizer bytes:257" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "message"),
+    [
+        (["preproces"], 2, "did you mean preprocess?"),
+        (["verify", "--deeep", "x"], 2, "unrecognized argument --deeep"),
+        (["preprocess", "--input", "a", "--output-prefix", "b", "--worker", "2"], 2, "--workers?"),
+        (["preprocess", "--input", "a", "--output-prefix", "b"], 2, "--tokenizer-model PATH"),
+        (["preprocess", "--inp", "a", "--output-prefix", "b"], 2, "--input"),
+        (
+            [
+                "preprocess",
+                "--input",
+                "a",
+                "--output-prefix",
+                "b",
+                "--tokenizer-type",
+                "NullTokeniser",
+            ],
+            2,
+            "did you mean NullTokenizer?",
+        ),
+        ([], 2, "COMMAND"),
+        (["verify", "nowhere"], 1, "no dataset at nowhere"),
+        (["inspect", "nowhere"], 1, "no dataset at nowhere"),
+    ],
+)
+def test_errors_are_one_line(
+    command: list[str], status: int, message: str, capsys: Capture
+) -> None:
+    try:
+        found: object = main(command)
+    except SystemExit as exit_:
+        found = exit_.code
+    printed = capsys.readouterr()
+    assert found == status
+    assert message in printed.err
+    assert printed.err.startswith("megatron-data")
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_input_errors_name_file_and_line(
+    tokenizer_folder: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\nnot json\n')
+    for command in (
+        ["preprocess", "--tokenizer-model", str(tokenizer_folder), "--output-prefix", "x"],
+        ["train-tokenizer", "--vocab-size", "300", "--output", "x"],
+    ):
+        assert main([*command, "--input", str(path)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"megatron-data: error: {path}:2: not JSON")
+        assert error.count("\n") == 1
+
+
+def test_a_full_disk_or_a_forbidden_folder_is_one_line(
+    corpus: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "file").write_text("")
+    command = ["preprocess", "--input", str(corpus), "--tokenizer-type", "ByteTokenizer"]
+    assert main([*command, "--output-prefix", str(tmp_path / "file" / "x")]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("megatron-data: error: ")
+    assert error.count("\n") == 1
+
+
+def test_interruption_has_its_own_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    from megatron_data.preprocessing import manifest
+
+    def interrupt(prefix: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(manifest, "verify", interrupt)
+    assert main(["verify", "x"]) == 130
+    assert capsys.readouterr().err == "megatron-data: interrupted\n"
+
+
+def test_the_histogram_counts_every_value() -> None:
+    picture = draw_histogram(np.array([0, 1, 2, 3, 4, 7, 8, 8, 8]), width=6, blocks=False)
+    rows = [line.split() for line in picture.splitlines()]
+    assert [row[-1] for row in rows] == ["1", "1", "2", "2", "3"]
+    assert [" ".join(row[:-2]) for row in rows] == ["0", "1", "2 to 3", "4 to 7", "8 to 15"]
+    assert rows[-1][-2] == "######"
+    assert "█" in draw_histogram(np.array([5]))

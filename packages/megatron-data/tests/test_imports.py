@@ -1,0 +1,58 @@
+"""What this package does not need, it does not import."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import megatron_data
+
+SOURCE = Path(megatron_data.__file__).parent
+
+SCRIPT = """
+import sys
+import megatron_data
+assert "numpy" not in sys.modules, "importing the package is not free"
+from megatron_data import ByteTokenizer, build_gpt_datasets, preprocess
+made, = preprocess([sys.argv[1]], sys.argv[2], ByteTokenizer(), append_eod=True)
+train = build_gpt_datasets(made.prefix, "90,10", (20, 0, 0), 32, eod_id=256).train
+train[0]
+for name in megatron_data.__all__:
+    getattr(megatron_data, name)
+from megatron_data.cli import main
+assert main(["inspect", made.prefix]) == 0
+for name in ("torch", "nltk", "transformers", "tensorflow"):
+    assert name not in sys.modules, name
+"""
+
+
+def test_neither_torch_nor_nltk_is_imported(corpus: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(corpus), str(tmp_path / "o")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_only_one_module_may_import_torch_and_none_nltk_or_a_sibling() -> None:
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            for name in names:
+                root = name.split(".")[0]
+                assert root != "nltk", path
+                assert root != "torch" or path == SOURCE / "torch.py", path
+                assert not root.startswith("megatron"), path
+
+
+def test_public_names_exist_and_are_documented() -> None:
+    for name in megatron_data.__all__:
+        value = getattr(megatron_data, name)
+        if callable(value) and hasattr(value, "__module__"):
+            assert value.__doc__, name

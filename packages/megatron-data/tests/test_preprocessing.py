@@ -1,0 +1,237 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron_data import (
+    ByteTokenizer,
+    DataError,
+    HuggingFaceTokenizer,
+    IndexedDataset,
+    NullTokenizer,
+    preprocess,
+    read_texts,
+    verify,
+)
+from megatron_data.preprocessing.chunks import Chunk, open_sources, parse
+from megatron_data.preprocessing.pool import ordered_map
+
+
+def test_documents_decode_to_the_texts_they_came_from(
+    corpus: Path, texts: list[str], tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    (made,) = preprocess([corpus], tmp_path / "out", tokenizer, append_eod=True)
+    assert made.prefix == str(tmp_path / "out_text_document")
+    dataset = IndexedDataset(made.prefix)
+    assert dataset.documents == len(texts) == made.counts.documents
+    assert dataset.dtype == np.uint16
+    for number, text in enumerate(texts):
+        tokens = dataset.document(number).tolist()
+        assert tokens[-1] == tokenizer.eod_id
+        assert tokenizer.decode(tokens[:-1]) == text
+    assert verify(made.prefix).manifest
+
+
+def test_files_are_equal_whatever_the_workers_and_the_pieces(
+    corpus: Path, tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_data.preprocessing import chunks
+
+    contents = set()
+    for workers, chunk_bytes in ((1, 1 << 20), (1, 100), (2, 1000)):
+        monkeypatch.setattr(chunks.Source.chunks, "__defaults__", (chunk_bytes,))
+        folder = tmp_path / f"{workers}-{chunk_bytes}"
+        preprocess([corpus, corpus], folder / "o", tokenizer, append_eod=True, workers=workers)
+        names = sorted(path.name for path in folder.iterdir())
+        assert names == [f"o_text_document.{end}" for end in ("bin", "idx", "meta.json")]
+        contents.add(tuple((folder / name).read_bytes() for name in names))
+    assert len(contents) == 1
+
+
+def test_chunks_end_with_lines_and_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    data = b"".join(b'{"text": "%s"}\n' % (b"x" * (i * 7 % 40)) for i in range(50))[:-1]
+    path.write_bytes(data)
+    (source,) = open_sources([path])
+    for size in (1, 10, 100, 10_000):
+        chunks = list(source.chunks(size))
+        assert b"".join(chunk.data for chunk in chunks) == data
+        assert all(chunk.data.endswith(b"\n") for chunk in chunks[:-1])
+        assert chunks[-1].line + chunks[-1].data.count(b"\n") == 50 == source.lines
+        assert [record.line for chunk in chunks for record in parse(chunk)] == list(range(1, 51))
+
+
+def test_several_keys_sentences_blank_lines_and_empty_documents(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"text": "1 2", "other": "7"}\r\n'
+        "\n"
+        '{"other": "8 9", "text": ["3", "", "4 5"], "unused": 1}\n'
+        "   \n"
+        '{"text": "", "other": "6"}'
+    )
+    text, other = preprocess(
+        [path], tmp_path / "o", NullTokenizer(10), json_keys=["text", "other"], append_eod=True
+    )
+    dataset = IndexedDataset(text.prefix)
+    assert [dataset[i].tolist() for i in range(len(dataset))] == [[1, 2, 10], [3], [4, 5, 10]]
+    assert dataset.document_indices.tolist() == [0, 1, 3, 3]
+    assert (text.counts.documents, text.counts.empty_documents) == (3, 1)
+    assert IndexedDataset(other.prefix).tokens.tolist() == [7, 10, 8, 9, 10, 6, 10]
+    assert other.prefix.endswith("o_other_document")
+
+
+BROKEN = [
+    (b'{"text": "a"}\n{"text": "b"\n', r"a\.jsonl:2: not JSON"),
+    (b'{"text": "a"}\n\n{"body": "b"}\n', r"a\.jsonl:3: no key 'text' \(keys here: 'body'\)"),
+    (b'{"text": "a"}\n{"text": "\xff"}\n', r"a\.jsonl:2: byte 10 of the line, 0xff, is not UTF-8"),
+    (b'{"text": 5}\n', r"a\.jsonl:1: 'text' holds a int"),
+    (b'{"text": ["a", 5]}\n', r"a\.jsonl:1: 'text' holds a list"),
+    (b'["text"]\n', r"a\.jsonl:1: a JSON list, not an object"),
+    (b"", r"a\.jsonl is empty"),
+    (b"\n \n", r"no document with text under 'text' in .*a\.jsonl"),
+    (b'{"text": ""}\n', r"no document with text under 'text' in .*a\.jsonl"),
+]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_wrong_with_the_input_is_named(tmp_path: Path, workers: int) -> None:
+    for content, message in BROKEN if workers == 1 else BROKEN[:1]:
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=message) as raised:
+            preprocess([path], tmp_path / "out" / "o", ByteTokenizer(), workers=workers)
+        assert "\n" not in str(raised.value)
+        assert not list((tmp_path / "out").glob("*")), "something half-written was left"
+    with pytest.raises(DataError, match="no input file at"):
+        preprocess([tmp_path / "none.jsonl"], tmp_path / "o", ByteTokenizer())
+    with pytest.raises(DataError, match="no input file given"):
+        preprocess([], tmp_path / "o", ByteTokenizer())
+
+
+def test_appending_needs_an_end_of_document_token(
+    tokenizer: HuggingFaceTokenizer, corpus: Path, tmp_path: Path
+) -> None:
+    tokenizer.save(tmp_path)
+    definition = (tmp_path / "tokenizer.json").read_text().replace("<|endoftext|>", "<|stop|>")
+    with pytest.raises(DataError, match="has no end-of-document token"):
+        preprocess([corpus], tmp_path / "o", HuggingFaceTokenizer(definition), append_eod=True)
+
+
+def test_a_failed_run_keeps_the_older_dataset(corpus: Path, tmp_path: Path) -> None:
+    (made,) = preprocess([corpus], tmp_path / "o", ByteTokenizer())
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    broken = tmp_path / "broken.jsonl"
+    broken.write_bytes(corpus.read_bytes() + b"{")
+    with pytest.raises(DataError, match=r"broken\.jsonl:301"):
+        preprocess([broken], tmp_path / "o", ByteTokenizer())
+    broken.unlink()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    verify(made.prefix)
+
+
+def test_a_killed_run_leaves_nothing_that_reads_as_whole(corpus: Path, tmp_path: Path) -> None:
+    """The next run takes the temporary names over and ends in the bytes of an undisturbed one."""
+    script = (
+        "import sys, time\n"
+        "from megatron_data import ByteTokenizer, preprocess\n"
+        "class Slow(ByteTokenizer):\n"
+        "    def encode_batch(self, texts):\n"
+        "        print('started', flush=True)\n"
+        "        time.sleep(60)\n"
+        "preprocess([sys.argv[1]], sys.argv[2], Slow())\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(corpus), str(tmp_path / "o")], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"started\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    process.stdout.close()
+    with pytest.raises(DataError, match="no dataset at"):
+        IndexedDataset(tmp_path / "o_text_document")
+    preprocess([corpus], tmp_path / "o", ByteTokenizer())
+    preprocess([corpus], tmp_path / "undisturbed" / "o", ByteTokenizer())
+    for path in (tmp_path / "undisturbed").iterdir():
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_verify_finds_a_flipped_bit_a_swapped_file_and_a_token_too_large(
+    corpus: Path, tmp_path: Path
+) -> None:
+    prefix = preprocess([corpus], tmp_path / "o", ByteTokenizer())[0].prefix
+    data = Path(f"{prefix}.bin")
+    whole = data.read_bytes()
+    data.write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    with pytest.raises(DataError, match=r"\.bin is not the file its manifest describes"):
+        verify(prefix)
+    data.write_bytes(whole)
+    manifest = Path(f"{prefix}.meta.json")
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"tokenizer": {"vocab_size": 50}}))
+    with pytest.raises(DataError, match="the vocabulary has 50"):
+        verify(prefix)
+    manifest.write_text("{")
+    with pytest.raises(DataError, match=r"meta\.json is not JSON"):
+        verify(prefix)
+    manifest.unlink()
+    assert not verify(prefix).manifest
+
+
+def test_the_manifest_records_sources_tokenizer_and_counts(
+    corpus: Path, tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    import hashlib
+
+    prefix = preprocess([corpus], tmp_path / "o", tokenizer)[0].prefix
+    content = json.loads(Path(f"{prefix}.meta.json").read_text())
+    (source,) = content["sources"]
+    assert source["sha256"] == hashlib.sha256(corpus.read_bytes()).hexdigest()
+    assert (source["bytes"], source["lines"]) == (corpus.stat().st_size, 300)
+    assert content["tokenizer"]["fingerprint"] == tokenizer.fingerprint
+    assert content["counts"]["documents"] == 300
+    for suffix in ("bin", "idx"):
+        data = Path(f"{prefix}.{suffix}").read_bytes()
+        assert content["files"][suffix] == {
+            "bytes": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+
+
+def test_texts_can_be_read_without_preprocessing(corpus: Path, texts: list[str]) -> None:
+    assert list(read_texts([corpus, corpus])) == texts * 2
+
+
+def _late_first(number: int) -> int:
+    time.sleep(0.2 if number == 0 else 0)
+    return number * number
+
+
+def _die(number: int) -> int:
+    os._exit(1)
+
+
+def test_results_keep_the_order_of_the_input() -> None:
+    assert list(ordered_map(_late_first, range(20), workers=2)) == [i * i for i in range(20)]
+
+
+def test_a_worker_that_dies_is_an_error() -> None:
+    with pytest.raises(DataError, match="a worker process died"):
+        list(ordered_map(_die, range(3), workers=2))
+    with pytest.raises(DataError, match="0 workers"):
+        list(ordered_map(_die, range(3), workers=0))
+
+
+def test_a_text_that_cannot_be_tokenized_names_its_lines() -> None:
+    from megatron_data.preprocessing.encoding import Encoder
+
+    chunk = Chunk("a.jsonl", 5, b'{"text": "1"}\n{"text": "x"}')
+    with pytest.raises(DataError, match=r"a\.jsonl, lines 5 to 6: .*'x'"):
+        Encoder(NullTokenizer(9), ("text",), append_eod=False)(chunk)

@@ -1,0 +1,68 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron_data import DataError, SequentialSampler
+
+
+def steps(total: int, consumed: int, micro: int, ranks: int) -> list[list[int]]:
+    """Samples of each step, all ranks in order."""
+    own = [list(SequentialSampler(total, consumed, micro, rank, ranks)) for rank in range(ranks)]
+    return [[i for part in step for i in part] for step in zip(*own, strict=True)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    total=st.integers(1, 300),
+    micro=st.integers(1, 7),
+    ranks=st.integers(1, 5),
+    data=st.data(),
+)
+def test_every_sample_exactly_once_in_order(
+    total: int, micro: int, ranks: int, data: st.DataObject
+) -> None:
+    consumed = data.draw(st.integers(0, total))
+    taken = [i for step in steps(total, consumed, micro, ranks) for i in step]
+    whole = (total - consumed) // (micro * ranks) * (micro * ranks)
+    assert taken == list(range(consumed, consumed + whole))
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_run_resumed_on_other_layouts_misses_and_repeats_nothing(data: st.DataObject) -> None:
+    total, consumed, taken = 600, 0, []
+    for _ in range(data.draw(st.integers(1, 5))):
+        micro, ranks = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
+        samplers = [SequentialSampler(total, consumed, micro, rank, ranks) for rank in range(ranks)]
+        parts = [iter(sampler) for sampler in samplers]
+        for _ in range(data.draw(st.integers(0, 6))):
+            step = [i for part in parts for i in next(part, [])]
+            taken += step
+        states = [sampler.state_dict() for sampler in samplers]
+        assert all(state == states[0] for state in states)
+        assert len(json.dumps(states[0])) < 100
+        consumed = states[0]["consumed_samples"]
+    assert taken == list(range(consumed))
+
+
+def test_megatrons_example() -> None:
+    """Of every 4 samples rank r of 2 takes [2r, 2r + 2); the last 3 of 11 are dropped."""
+    assert list(SequentialSampler(11, 0, 2, 0, 2)) == [[0, 1], [4, 5]]
+    assert list(SequentialSampler(11, 0, 2, 1, 2)) == [[2, 3], [6, 7]]
+    assert len(SequentialSampler(11, 4, 2, 1, 2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 0, 1, 0, 1), "0 samples"),
+        ((10, -1, 1, 0, 1), "-1 consumed"),
+        ((10, 11, 1, 0, 1), "11 samples consumed, the dataset has 10"),
+        ((10, 0, 0, 0, 1), "micro-batch size 0"),
+        ((10, 0, 1, 2, 2), "rank 2 of 2"),
+    ],
+)
+def test_impossible_numbers_are_refused(arguments: tuple[int, ...], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        SequentialSampler(*arguments)

@@ -1,0 +1,75 @@
+"""The torch adapter; skipped where torch is not installed."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from megatron_data import DataError, SequentialSampler, build_gpt_datasets
+
+pytest.importorskip("torch", reason="torch is an extra of this package")
+
+import torch
+from megatron_data.torch import CyclicSampler, data_loader, to_batch
+
+Write = Callable[..., str]
+
+
+def test_a_batch_stacks_samples() -> None:
+    samples = [
+        {"tokens": np.arange(4) + i, "sample_ids": np.asarray(i, np.int64)} for i in range(3)
+    ]
+    batch = to_batch(samples)
+    assert batch["tokens"].shape == (3, 4)
+    assert batch["tokens"].dtype == torch.int64
+    assert batch["sample_ids"].tolist() == [0, 1, 2]
+    with pytest.raises(DataError, match="no sample"):
+        to_batch([])
+    with pytest.raises(DataError, match="different kinds"):
+        to_batch([samples[0], {"tokens": np.arange(4)}])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_loader_yields_what_the_sampler_asks_for(write_dataset: Write, workers: int) -> None:
+    prefix = write_dataset([range(i * 9, i * 9 + 9) for i in range(60)])
+    train = build_gpt_datasets(prefix, "100", sequence_length=16).train
+    assert train is not None
+    sampler = SequentialSampler(len(train), 4, 2, 1, 2)
+    batches = list(data_loader(train, sampler, workers=workers))
+    expected = list(SequentialSampler(len(train), 4, 2, 1, 2))
+    assert [batch["sample_ids"].tolist() for batch in batches] == expected
+    np.testing.assert_array_equal(batches[0]["tokens"][1].numpy(), train[expected[0][1]]["tokens"])
+
+
+@pytest.mark.parametrize("sharding", [False, True])
+def test_a_cyclic_epoch_takes_every_sample_once(sharding: bool) -> None:
+    seen = []
+    for rank in range(3):
+        sampler = CyclicSampler(31, 0, 2, rank, 3, data_sharding=sharding)
+        first, second = list(sampler), list(sampler)
+        assert len(first) == len(second) == 5
+        assert first != second
+        seen += [i for batch in first for i in batch]
+    assert len(set(seen)) == len(seen) == 30
+
+
+@pytest.mark.parametrize("sharding", [False, True])
+def test_a_cyclic_epoch_resumes_exactly(sharding: bool) -> None:
+    for rank in range(2):
+        whole = CyclicSampler(23, 0, 3, rank, 2, data_sharding=sharding)
+        expected = [*whole, *whole]
+        for done in range(1, 6):
+            resumed = CyclicSampler(23, done * 6, 3, rank, 2, data_sharding=sharding)
+            rest = list(resumed)
+            if len(rest) + done < 6:
+                rest += list(resumed)
+            assert rest == expected[done : done + len(rest)]
+
+
+def test_cyclic_numbers_by_hand() -> None:
+    """Rank 1 of 2, micro 2, 9 samples: 4 of its own, from 4 on, in torch's order of seed 0."""
+    order = (torch.randperm(4, generator=torch.Generator().manual_seed(0)) + 4).tolist()
+    assert list(CyclicSampler(9, 0, 2, 1, 2)) == [order[:2], order[2:]]
+    with pytest.raises(DataError, match="not whole steps of 4"):
+        CyclicSampler(9, 3, 2, 1, 2)
+    with pytest.raises(DataError, match="one step takes 4"):
+        CyclicSampler(3, 0, 2, 1, 2)
