@@ -1,0 +1,36 @@
+"""Pages of docs/ that are made from code.
+
+Usage: python tooling/generated_docs.py [--check]
+"""
+
+import sys
+from pathlib import Path
+
+from megatron_train.config.reference import render_reference
+
+ROOT = Path(__file__).parents[1]
+PAGES = {"docs/configuration.md": render_reference}
+
+
+def main(check: bool) -> int:
+    """Write the pages, or say which are out of date."""
+    stale = []
+    for name, render in PAGES.items():
+        page, text = ROOT / name, render()
+        if page.exists() and page.read_text() == text:
+            continue
+        if check:
+            stale.append(name)
+        else:
+            page.write_text(text)
+            print(f"wrote {name}")
+    for name in stale:
+        print(
+            f"generated_docs: error: {name} is out of date: run python tooling/generated_docs.py",
+            file=sys.stderr,
+        )
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main("--check" in sys.argv[1:]))
