@@ -1,9 +1,13 @@
 from ._version import __version__ as __version__
+from .convert import export_hf as export_hf
+from .convert import import_hf as import_hf
 from .coordinator import Coordinator as Coordinator
 from .coordinator import DistributedCoordinator as DistributedCoordinator
 from .coordinator import SingleProcess as SingleProcess
 from .errors import CheckpointError as CheckpointError
 from .errors import CorruptCheckpointError as CorruptCheckpointError
+from .families import Family as Family
+from .ops.interpreter import apply as apply
 from .store.checkpoint import Checkpoint as Checkpoint
 from .store.checkpoint import LoadedState as LoadedState
 from .store.manifest import ModelRecord as ModelRecord

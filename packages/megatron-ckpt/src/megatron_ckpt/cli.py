@@ -1,0 +1,232 @@
+"""The command ``megatron-ckpt``. Looking and verifying need no torch."""
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron_ckpt._version import __version__
+from megatron_ckpt.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from megatron_ckpt.convert import Total
+    from megatron_ckpt.store.checkpoint import Checkpoint
+    from megatron_ckpt.store.manifest import TensorRecord
+
+PROG = "megatron-ckpt"
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that names the nearest option or subcommand."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(allow_abbrev=False, **settings)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and one line."""
+        known = [option for action in self._actions for option in action.option_strings]
+        choices = [name for action in self._actions for name in action.choices or ()]
+        if wrong := re.search(r"unrecognized arguments: (-\S*)", message):
+            near = difflib.get_close_matches(wrong[1].partition("=")[0], known, n=1)
+        elif wrong := re.search(r"invalid choice: '([^']*)'", message):
+            near = difflib.get_close_matches(wrong[1], map(str, choices), n=1)
+        else:
+            near = []
+        hint = f" (nearest: {near[0]})" if near else ""
+        self.exit(2, f"{self.prog}: error: {message}{hint}\n")
+
+    def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """Parse; unknown options are answered by the subcommand that was given them."""
+        parsed, rest = self.parse_known_args(argv)
+        if rest:
+            parsed.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        return parsed
+
+
+def build_parser() -> Parser:
+    """Return the parser with all subcommands."""
+    parser = Parser(prog=PROG, description="Look at, verify and convert checkpoints.")
+    parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
+    commands = parser.add_subparsers(metavar="command", required=True)
+
+    inspect = commands.add_parser(
+        "inspect",
+        help="print what a checkpoint holds",
+        description="Print iteration, model, files and tensors. Sizes are checked, digests not.",
+    )
+    _add_path(inspect)
+    inspect.add_argument("--all", action="store_true", help="each tensor on a line of its own")
+    inspect.set_defaults(run=_inspect, parser=inspect)
+
+    verify = commands.add_parser(
+        "verify",
+        help="check every byte against the digests",
+        description="Read every file and compare its digests; exit with 1 if any differs.",
+    )
+    _add_path(verify)
+    verify.set_defaults(run=_verify, parser=verify)
+
+    convert = commands.add_parser(
+        "convert",
+        help="convert a model from or to Hugging Face's format",
+        description="Make a checkpoint of a Hugging Face folder, or such a folder of a checkpoint: "
+        "the direction follows from what SOURCE is.",
+    )
+    convert.add_argument("source", type=Path, help="Hugging Face folder, or checkpoint")
+    convert.add_argument("destination", type=Path, help="run directory, or new folder")
+    convert.add_argument("--family", help="family of the model (default: as the source says)")
+    convert.add_argument("--dtype", choices=list(_DTYPES), help="floating point (default: as is)")
+    convert.add_argument(
+        "--iteration", type=int, help="to save as (default 0), or to convert (default: the newest)"
+    )
+    convert.add_argument(
+        "--max-shard-gb", type=float, default=5.0, help="largest weight file (default: 5)"
+    )
+    convert.set_defaults(run=_convert, parser=convert)
+    return parser
+
+
+def _add_path(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, help="a checkpoint, or a run's directory of them")
+    parser.add_argument("--iteration", type=int, help="which one (default: the newest complete)")
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from megatron_ckpt.store.store import find_checkpoint
+
+    checkpoint = find_checkpoint(arguments.path, arguments.iteration)
+    manifest = checkpoint.manifest
+    print(f"checkpoint  {checkpoint.path}")
+    print(f"iteration   {manifest.iteration}")
+    print(f"saved by    {manifest.world_size} rank(s), {_pairs(manifest.versions)}")
+    if manifest.model:
+        print(f"model       {manifest.model.family or 'of no family'}")
+        print(f"            {_pairs(manifest.model.config)}")
+    print("files")
+    for name, record in manifest.files.items():
+        print(f"  {_size(record.size):>10}  {name}")
+    for group in sorted({record.group for record in manifest.tensors.values()}):
+        held = {n: r for n, r in manifest.tensors.items() if r.group == group}
+        elements = sum(_elements(record) for record in held.values())
+        total = _size(sum(map(_bytes, held.values())))
+        print(f"{group}: {len(held)} tensors, {elements:,} elements, {total}")
+        _print_tensors(held, each=arguments.all)
+    return 0
+
+
+def _print_tensors(tensors: "dict[str, TensorRecord]", *, each: bool) -> None:
+    """Print tensors; those that differ in the layer number alone share a line unless ``each``."""
+    lines: dict[tuple[str, str, str], list[int]] = {}
+    for name, record in tensors.items():
+        shown = name if each else re.sub(r"(?<=\.)\d+(?=\.)", "{i}", name)
+        key = (shown, "x".join(map(str, record.shape)) or "scalar", record.dtype)
+        lines.setdefault(key, []).append(_bytes(record))
+    width = max((len(name) for name, _, _ in lines), default=0)
+    for (name, shape, dtype), sizes in sorted(lines.items()):
+        count = f"{len(sizes)} x " if len(sizes) > 1 else ""
+        print(f"  {name:<{width}}  {dtype:<5} {shape:<18} {count}{_size(sizes[0])}")
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from megatron_ckpt.store.store import find_checkpoint
+
+    checkpoint = find_checkpoint(arguments.path, arguments.iteration)
+    files = checkpoint.manifest.files
+    size = sum(record.size for record in files.values())
+    with _bar(size, "verify") as bar:
+        problems = checkpoint.verify(bar.update)
+    for problem in problems:
+        print(f"{PROG}: error: {problem}", file=sys.stderr)
+    if problems:
+        return 1
+    print(f"{checkpoint.path}: {len(files)} files, {_size(size)}, all digests match")
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from megatron_ckpt.convert import export_hf, import_hf
+    from megatron_ckpt.dtypes import torch_dtype
+    from megatron_ckpt.huggingface import CONFIG
+    from megatron_ckpt.store.manifest import MANIFEST
+    from megatron_ckpt.store.store import find_checkpoint
+
+    dtype = torch_dtype(_DTYPES[arguments.dtype]) if arguments.dtype else None
+    source, target = arguments.source, arguments.destination
+    with _bar(0, "convert") as bar:
+
+        def announce(total: "Total") -> None:
+            bar.reset(total.nbytes)
+
+        if (source / CONFIG).is_file() and not (source / MANIFEST).exists():
+            made = import_hf(
+                source,
+                target,
+                family=arguments.family,
+                dtype=dtype,
+                iteration=arguments.iteration or 0,
+                announce=announce,
+                progress=bar.update,
+            )
+        else:
+            checkpoint: Checkpoint = find_checkpoint(source, arguments.iteration)
+            made = export_hf(
+                checkpoint,
+                target,
+                family=arguments.family,
+                dtype=dtype,
+                max_shard_bytes=int(arguments.max_shard_gb * 1e9),
+                announce=announce,
+                progress=bar.update,
+            )
+    print(made)
+    return 0
+
+
+def _bar(total: int, what: str) -> "tqdm[NoReturn]":
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024)
+
+
+def _elements(record: "TensorRecord") -> int:
+    count = 1
+    for extent in record.shape:
+        count *= extent
+    return count
+
+
+def _bytes(record: "TensorRecord") -> int:
+    from megatron_ckpt.dtypes import item_size
+
+    return _elements(record) * item_size(record.dtype)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def _pairs(values: object) -> str:
+    return ", ".join(f"{key} {value}" for key, value in dict(values).items())  # type: ignore[call-overload]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command: 0, 1 for an error, 2 for a usage error, 130 when interrupted."""
+    try:
+        arguments = build_parser().parse(argv)
+        return int(arguments.run(arguments))
+    except (CheckpointError, OSError) as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{PROG}: interrupted", file=sys.stderr)
+        return 130

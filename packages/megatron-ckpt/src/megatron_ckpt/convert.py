@@ -1,0 +1,280 @@
+"""Models between Hugging Face's format and ours, tensor by tensor."""
+
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_ckpt.coordinator import SingleProcess
+from megatron_ckpt.dtypes import DTYPES, dtype_name, item_size
+from megatron_ckpt.errors import CheckpointError
+from megatron_ckpt.families import Family, detect_family, find_family
+from megatron_ckpt.huggingface import (
+    CONFIG,
+    GENERATION,
+    INDEX,
+    TOKENIZER_FILES,
+    WEIGHTS,
+    SafetensorsFolder,
+    read_json,
+)
+from megatron_ckpt.ops.interpreter import check_source
+from megatron_ckpt.ops.rows import Row, expand
+from megatron_ckpt.store.blocks import write_file
+from megatron_ckpt.store.checkpoint import Checkpoint, CheckpointTensors
+from megatron_ckpt.store.durable import rename, sync_tree
+from megatron_ckpt.store.manifest import ModelRecord
+from megatron_ckpt.store.store import find_checkpoint, save_slabs
+from megatron_ckpt.store.tensorfile import TensorEntry, write_tensor_file
+from megatron_ckpt.store.transaction import Transaction
+from megatron_ckpt.store.writer import MODEL, Slab
+from megatron_ckpt.views import Box
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+#: Folders in a checkpoint for what is passed through.
+TOKENIZER, HUGGINGFACE = "tokenizer", "huggingface"
+
+
+class Total(NamedTuple):
+    """How much a conversion will write, told before it begins."""
+
+    tensors: int
+    nbytes: int
+
+
+def _ignore(_: object) -> None:
+    """Show no progress."""
+
+
+def import_hf(
+    source: str | Path,
+    directory: str | Path,
+    *,
+    family: str | None = None,
+    dtype: "torch.dtype | None" = None,
+    iteration: int = 0,
+    announce: Callable[[Total], object] = _ignore,
+    progress: Callable[[int], object] = _ignore,
+) -> Path:
+    """Make a checkpoint of a Hugging Face model.
+
+    Tokenizer files, ``config.json`` and ``generation_config.json`` are kept in the checkpoint.
+    Memory holds the tensors of one row of the family at a time.
+
+    Args:
+        source: folder with ``config.json`` and safetensors.
+        directory: of the store to save into.
+        family: name of the family; found by ``architectures`` if not given.
+        dtype: of floating point tensors; None keeps theirs.
+        iteration: to save as.
+        announce: told the total before writing.
+        progress: called with the bytes of each tensor written.
+
+    Returns:
+        The directory of the checkpoint.
+
+    Raises:
+        CheckpointError: a family, configuration or tensor that does not fit; nothing
+            is left behind.
+    """
+    source = Path(source)
+    values = read_json(source / CONFIG)
+    kind = find_family(family) if family else detect_family(values.get("architectures") or ())
+    config = _checked(source / CONFIG, kind.config_from_hf, values)
+    tensors = SafetensorsFolder(source, kind.prefix)
+    rows = expand(kind.active_rows(config), config)
+    check_source(rows, tensors, ignored=kind.ignored)
+    meta = tensors.meta()
+    slabs, sizes = [], 0
+    for row in rows:
+        made = _cast(row.forward([meta[name] for name in row.theirs]), dtype)
+        sizes += made.nbytes
+        shape, box = tuple(made.shape), Box((0,) * made.ndim, tuple(made.shape))
+
+        def produce(row: Row = row) -> "Tensor":
+            return _cast(row.forward([tensors[name] for name in row.theirs]), dtype)
+
+        slabs.append(Slab(row.ours, MODEL, dtype_name(made.dtype), shape, box, 0, produce))
+    announce(Total(len(slabs), sizes))
+    record = ModelRecord(kind.name, json.loads(config.to_json()))
+    kept = {f"{TOKENIZER}/{name}": source / name for name in TOKENIZER_FILES}
+    kept |= {f"{HUGGINGFACE}/{name}": source / name for name in (CONFIG, GENERATION)}
+    transaction = Transaction(
+        Path(directory),
+        iteration,
+        model=record,
+        files={name: path for name, path in kept.items() if path.is_file()},
+        retention=None,
+        replace=False,
+    )
+    return save_slabs(SingleProcess(), transaction, lambda: (slabs, {}), progress)
+
+
+def export_hf(
+    checkpoint: str | Path | Checkpoint,
+    directory: str | Path,
+    *,
+    family: str | None = None,
+    dtype: "torch.dtype | None" = None,
+    max_shard_bytes: int = 5_000_000_000,
+    announce: Callable[[Total], object] = _ignore,
+    progress: Callable[[int], object] = _ignore,
+) -> Path:
+    """Write the model of a checkpoint as a folder that ``transformers`` loads.
+
+    The folder appears under its name when it is whole. Settings that the family does not know (such
+    as token ids) are taken from the ``config.json`` that came with an import, if there is one.
+
+    Args:
+        checkpoint: its directory, a store's directory (the newest one), or an open checkpoint.
+        directory: to be made; it may not exist, or be empty.
+        family: name of the family; the one in the checkpoint if not given.
+        dtype: of floating point tensors; None keeps ours.
+        max_shard_bytes: tensors are spread over files of about this size.
+        announce: told the total before writing.
+        progress: called with the bytes of each tensor written.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: the checkpoint names no family, or does not fit it.
+    """
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else find_checkpoint(checkpoint)
+    target = Path(directory)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists and is not empty: give another folder")
+    kind, config = _model_of(opened, family)
+    tensors = CheckpointTensors(opened)
+    rows = expand(kind.active_rows(config), config)
+    check_source(rows, tensors, inverse=True)
+    groups = [_Group(row, tensors, dtype) for row in rows]
+    meta = tensors.meta()
+    planned = [group.entries(meta[group.row.ours]) for group in groups]
+    # Larger elements first, so that each tensor is aligned in its file.
+    planned.sort(key=lambda entries: -item_size(entries[0].dtype))
+    every = [entry for entries in planned for entry in entries]
+    announce(Total(len(every), sum(entry.nbytes for entry in every)))
+    temporary = target.with_name(f"{target.name}.tmp-{uuid.uuid4().hex[:12]}")
+    temporary.mkdir(parents=True)
+    try:
+        _write_weights(temporary, planned, max_shard_bytes, progress)
+        _write_settings(temporary, opened, kind, config, planned)
+        sync_tree(temporary)
+        if target.exists():
+            target.rmdir()
+        rename(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return target
+
+
+class _Group:
+    """The foreign tensors of one row: made together when the first is wanted, then handed out."""
+
+    def __init__(
+        self, row: Row, source: Mapping[str, "Tensor"], dtype: "torch.dtype | None"
+    ) -> None:
+        self.row, self._source, self._dtype = row, source, dtype
+        self._made: dict[int, Tensor] = {}
+
+    def entries(self, meta: "Tensor") -> list[TensorEntry]:
+        """Plan the tensors, given ours without content."""
+        shapes = [_cast(tensor, self._dtype) for tensor in self.row.inverse(meta)]
+        return [
+            TensorEntry(name, dtype_name(t.dtype), tuple(t.shape), partial(self._take, i))
+            for i, (name, t) in enumerate(zip(self.row.theirs, shapes, strict=True))
+        ]
+
+    def _take(self, index: int) -> "Tensor":
+        if not self._made:
+            made = self.row.inverse(self._source[self.row.ours])
+            self._made = dict(enumerate(made))
+        return _cast(self._made.pop(index), self._dtype)
+
+
+def _write_weights(
+    folder: Path,
+    groups: Sequence[Sequence[TensorEntry]],
+    max_shard_bytes: int,
+    progress: Callable[[int], object],
+) -> None:
+    shards: list[list[TensorEntry]] = [[]]
+    filled = 0
+    for group in groups:
+        size = sum(entry.nbytes for entry in group)
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].extend(group)
+        filled += size
+    if len(shards) == 1:
+        write_tensor_file(folder / WEIGHTS, shards[0], progress=progress)
+        return
+    weight_map: dict[str, str] = {}
+    for at, entries in enumerate(shards, 1):
+        file = f"model-{at:05d}-of-{len(shards):05d}.safetensors"
+        write_tensor_file(folder / file, entries, progress=progress)
+        weight_map |= {entry.key: file for entry in entries}
+    total = sum(entry.nbytes for shard in shards for entry in shard)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_json(folder / INDEX, index)
+
+
+def _write_settings(
+    folder: Path,
+    checkpoint: Checkpoint,
+    family: Family,
+    config: Any,
+    groups: Sequence[Sequence[TensorEntry]],
+) -> None:
+    ours = _checked(checkpoint.path, family.config_to_hf, config)
+    theirs: dict[str, Any] = {}
+    original = f"{HUGGINGFACE}/{CONFIG}"
+    if original in checkpoint.manifest.files:
+        theirs = json.loads(checkpoint.read_file(original))
+        if not set(theirs.get("architectures") or ()) & set(family.architectures):
+            theirs = {}
+    dtypes = [entry.dtype for group in groups for entry in group]
+    theirs.pop("dtype", None)
+    stored = {"torch_dtype": DTYPES[max(set(dtypes), key=dtypes.count)][0]}
+    _write_json(folder / CONFIG, theirs | dict(ours) | stored)
+    for name in checkpoint.manifest.files:
+        place, _, file = name.partition("/")
+        if (place == TOKENIZER and file) or name == f"{HUGGINGFACE}/{GENERATION}":
+            path = folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, checkpoint.read_file(name))
+
+
+def _model_of(checkpoint: Checkpoint, family: str | None) -> tuple[Family, Any]:
+    record = checkpoint.model
+    name = family or (record.family if record else None)
+    if record is None or name is None:
+        raise CheckpointError(
+            f"{checkpoint.path} does not say of which family its model is: it cannot be exported"
+        )
+    kind = find_family(name)
+    return kind, _checked(checkpoint.path, kind.config_from_json, record.config)
+
+
+def _checked(where: Path, read: Callable[[Any], Any], values: Any) -> Any:
+    try:
+        return read(values)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def _cast(tensor: "Tensor", dtype: "torch.dtype | None") -> "Tensor":
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_file(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())

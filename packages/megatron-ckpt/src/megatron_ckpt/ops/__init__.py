@@ -1,0 +1,1 @@
+"""Rows of reversible operations between our tensors and those of other projects."""

@@ -1,0 +1,74 @@
+"""Running the rows of a family over all tensors of a model, one of ours at a time."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from megatron_ckpt.errors import CheckpointError, did_you_mean
+from megatron_ckpt.ops.rows import LAYER, Row, RowData, expand
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def apply(
+    rows: Sequence[RowData],
+    config: object,
+    source: Mapping[str, "Tensor"],
+    *,
+    inverse: bool = False,
+    ignored: Sequence[str] = (),
+) -> Iterator[tuple[str, "Tensor"]]:
+    """Yield ``(name, tensor)`` of ours made from theirs, or with ``inverse`` of theirs from ours.
+
+    The source is asked for the tensors of one row at a time, so memory holds the largest row if the
+    mapping reads when asked.
+
+    Args:
+        rows: of the family (`schema.json` describes them).
+        config: the model's configuration, fields as attributes or keys.
+        source: tensors by name.
+        inverse: from ours to theirs.
+        ignored: patterns of foreign names that may be there without a row.
+
+    Raises:
+        CheckpointError: before anything is yielded for bad rows and for missing or unused tensors,
+            with the nearest name; later for a tensor of a shape an operation cannot take.
+    """
+    expanded = expand(rows, config)
+    check_source(expanded, source, inverse=inverse, ignored=ignored)
+    for row in expanded:
+        if inverse:
+            yield from zip(row.theirs, row.inverse(source[row.ours]), strict=True)
+        else:
+            yield row.ours, row.forward([source[name] for name in row.theirs])
+
+
+def check_source(
+    rows: Sequence[Row],
+    source: Iterable[str],
+    *,
+    inverse: bool = False,
+    ignored: Sequence[str] = (),
+) -> None:
+    """Refuse a source that lacks a tensor of a row or has one that no row uses."""
+    there = set(source)
+    needed = {name: None for row in rows for name in ((row.ours,) if inverse else row.theirs)}
+    unused = [
+        name
+        for name in sorted(there - needed.keys())
+        if not any(_matches(pattern, name) for pattern in ignored)
+    ]
+    missing = [name for name in needed if name not in there]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        hint = did_you_mean(missing[0], unused)
+        raise CheckpointError(f"the source has no tensor {missing[0]!r}{more}{hint}")
+    if unused:
+        more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+        hint = did_you_mean(unused[0], needed)
+        raise CheckpointError(f"no row uses tensor {unused[0]!r}{more} of the source{hint}")
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(re.escape(pattern).replace(re.escape(LAYER), r"\d+"), name) is not None
