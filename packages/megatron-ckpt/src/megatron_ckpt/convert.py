@@ -151,6 +151,7 @@ def export_hf(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not empty: give another folder")
     kind, config = _model_of(opened, family)
+    settings = _checked(opened.path, kind.config_to_hf, config)
     tensors = CheckpointTensors(opened)
     rows = expand(kind.active_rows(config), config)
     check_source(rows, tensors, inverse=True)
@@ -165,7 +166,7 @@ def export_hf(
     temporary.mkdir(parents=True)
     try:
         _write_weights(temporary, planned, max_shard_bytes, progress)
-        _write_settings(temporary, opened, kind, config, planned)
+        _write_settings(temporary, opened, kind, settings, planned)
         sync_tree(temporary)
         if target.exists():
             target.rmdir()
@@ -232,10 +233,9 @@ def _write_settings(
     folder: Path,
     checkpoint: Checkpoint,
     family: Family,
-    config: Any,
+    ours: Mapping[str, Any],
     groups: Sequence[Sequence[TensorEntry]],
 ) -> None:
-    ours = _checked(checkpoint.path, family.config_to_hf, config)
     theirs: dict[str, Any] = {}
     original = f"{HUGGINGFACE}/{CONFIG}"
     if original in checkpoint.manifest.files:

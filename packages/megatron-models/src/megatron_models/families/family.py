@@ -34,6 +34,7 @@ class Family:
             express the model.
         config_from_hf: reads the content of ``config.json``; raises ConfigError for settings this
             package does not implement.
+        config_from_json: reads the configuration a checkpoint holds, as ``to_json`` wrote it.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Family:
     conditions: Mapping[str, str]
     ignored: tuple[str, ...] = ()
     prefix: str = ""
+    config_from_json: Callable[[Mapping[str, Any]], GPTConfig] = GPTConfig.from_dict
 
     def active_rows(self, config: GPTConfig) -> tuple[Row, ...]:
         """Return the rows of the parameters that a model of ``config`` has."""

@@ -1,0 +1,195 @@
+"""Hugging Face models into our checkpoints and back: megatron-ckpt with megatron-models' families.
+
+The models are transformers' own with random weights, and the truth is what transformers wrote.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_ckpt import Checkpoint, CheckpointError, CheckpointStore, View, export_hf, import_hf
+from safetensors.torch import load_file, save_file
+
+transformers = pytest.importorskip("transformers")
+
+GPT2 = {"n_layer": 3, "n_embd": 32, "n_head": 4, "n_positions": 24, "vocab_size": 101}
+LLAMA = {
+    "num_hidden_layers": 3,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "intermediate_size": 40,
+    "vocab_size": 101,
+    "max_position_embeddings": 24,
+    "eos_token_id": 7,
+}
+SCALING = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+CASES = {
+    "gpt2": ("GPT2", GPT2),
+    "gpt2-untied-wide": ("GPT2", GPT2 | {"n_inner": 72, "tie_word_embeddings": False}),
+    "llama": ("Llama", LLAMA),
+    "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True}),
+    "llama-biases": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": ("Llama", LLAMA | {"rope_parameters": SCALING}),
+}
+
+
+def write_model(kind: str, settings: dict, folder: Path, dtype: torch.dtype = torch.float32):
+    """A model of transformers whose every parameter is random, norms and biases too."""
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    model = getattr(transformers, f"{kind}ForCausalLM" if kind == "Llama" else f"{kind}LMHeadModel")
+    model = model(config).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(folder)
+    return model
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert sorted(left) == sorted(right)
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_comes_back_bit_for_bit_and_loads_in_transformers(tmp_path, case, dtype):
+    kind, settings = CASES[case]
+    model = write_model(kind, settings, tmp_path / "theirs", dtype)
+    import_hf(tmp_path / "theirs", tmp_path / "run")
+    back = export_hf(tmp_path / "run", tmp_path / "back")
+    assert_equal(tensors(tmp_path / "theirs"), tensors(back))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(back, dtype="auto").eval()
+    assert loaded.dtype == dtype
+    assert_equal(dict(model.named_parameters()), dict(loaded.named_parameters()))
+    tokens = torch.arange(20).reshape(2, 10)
+    original = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype="auto")
+    with torch.no_grad():
+        assert torch.equal(original.eval()(tokens).logits, loaded(tokens).logits)
+    assert loaded.config.eos_token_id == model.config.eos_token_id
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_checkpoint_holds_exactly_the_parameters_of_our_model(tmp_path, case):
+    models = pytest.importorskip("megatron_models.parameters")
+    from megatron_models import GPTConfig
+
+    kind, settings = CASES[case]
+    write_model(kind, settings, tmp_path / "theirs")
+    checkpoint = Checkpoint(import_hf(tmp_path / "theirs", tmp_path / "run"))
+    config = GPTConfig.from_json(json.dumps(checkpoint.model.config))
+    stored = {name: record.shape for name, record in checkpoint.tensors.items()}
+    assert stored == {name: tuple(s) for name, s in models.parameter_shapes(config).items()}
+
+
+def test_query_key_and_value_rows_of_a_group_stand_together(tmp_path):
+    write_model("Llama", LLAMA, tmp_path / "theirs")
+    theirs = tensors(tmp_path / "theirs")
+    ours = Checkpoint(import_hf(tmp_path / "theirs", tmp_path / "run"))
+    qkv = ours.read("layers.1.attention.qkv.weight")
+    part = {x: theirs[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"}
+    for group in range(2):  # of 2 query heads of 12 channels each
+        assert torch.equal(qkv[group, :24], part["q"][24 * group : 24 * group + 24])
+        assert torch.equal(qkv[group, 24:36], part["k"][12 * group : 12 * group + 12])
+        assert torch.equal(qkv[group, 36:], part["v"][12 * group : 12 * group + 12])
+
+
+def test_shards_an_index_and_another_dtype(tmp_path):
+    model = write_model("Llama", LLAMA, tmp_path / "theirs")
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="30KB")
+    import_hf(tmp_path / "sharded", tmp_path / "run", dtype=torch.bfloat16)
+    back = export_hf(tmp_path / "run", tmp_path / "back", max_shard_bytes=20_000)
+    assert len(list(back.glob("*.safetensors"))) > 2
+    half = {name: t.bfloat16() for name, t in tensors(tmp_path / "theirs").items()}
+    assert_equal(half, tensors(back))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(back, dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    assert_equal(dict(model.to(torch.bfloat16).named_parameters()), dict(loaded.named_parameters()))
+
+
+def test_files_of_the_headless_gpt2_and_its_buffers_are_read(tmp_path):
+    write_model("GPT2", GPT2, tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    theirs = load_file(file)
+    headless = {name.removeprefix("transformer."): tensor for name, tensor in theirs.items()}
+    headless["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
+    save_file(headless, file, {"format": "pt"})
+    import_hf(tmp_path / "theirs", tmp_path / "run")
+    assert_equal(theirs, tensors(export_hf(tmp_path / "run", tmp_path / "back")))
+
+
+def test_padding_of_a_foreign_vocabulary_is_dropped(tmp_path):
+    write_model("GPT2", GPT2, tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    theirs = load_file(file)
+    word = "transformer.wte.weight"
+    padded = theirs | {word: torch.cat([theirs[word], torch.zeros(27, 32)])}
+    save_file(padded, file, {"format": "pt"})
+    import_hf(tmp_path / "theirs", tmp_path / "run")
+    assert_equal(theirs, tensors(export_hf(tmp_path / "run", tmp_path / "back")))
+
+
+def test_tokenizer_files_and_foreign_settings_pass_through(tmp_path):
+    write_model("GPT2", GPT2 | {"summary_type": "cls_index"}, tmp_path / "theirs")
+    (tmp_path / "theirs" / "tokenizer.json").write_text('{"version": "1.0"}')
+    (tmp_path / "theirs" / "merges.txt").write_text("#version: 0.2\n")
+    checkpoint = Checkpoint(import_hf(tmp_path / "theirs", tmp_path / "run"))
+    assert (checkpoint.path / "tokenizer" / "merges.txt").read_text() == "#version: 0.2\n"
+    back = export_hf(checkpoint, tmp_path / "back")
+    assert (back / "tokenizer.json").read_text() == '{"version": "1.0"}'
+    assert json.loads((back / "config.json").read_text())["summary_type"] == "cls_index"
+    before = json.loads((tmp_path / "theirs" / "generation_config.json").read_text())
+    assert json.loads((back / "generation_config.json").read_text()) == before
+
+
+def test_tensors_that_do_not_fit_are_named_and_nothing_is_left(tmp_path):
+    write_model("GPT2", GPT2, tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    theirs = load_file(file)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    wrong = {
+        "no tensor": {k: v for k, v in theirs.items() if k != name} | {name + "s": theirs[name]},
+        "no row uses tensor 'transformer.extra'": theirs | {"transformer.extra": torch.ones(2)},
+        "c_fc.weight": theirs | {name: torch.ones(3, 3, 3)},
+    }
+    for words, changed in wrong.items():
+        save_file(changed, file, {"format": "pt"})
+        with pytest.raises(CheckpointError, match=words):
+            import_hf(tmp_path / "theirs", tmp_path / "run")
+    assert not list((tmp_path / "run").glob("iter_*"))
+
+
+def test_errors_name_what_is_wrong(tmp_path):
+    write_model("GPT2", GPT2, tmp_path / "theirs")
+    import_hf(tmp_path / "theirs", tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"no family 'gpt'.*nearest: 'gpt2'"):
+        import_hf(tmp_path / "theirs", tmp_path / "other", family="gpt")
+    with pytest.raises(CheckpointError, match="cannot be exported to that family"):
+        export_hf(tmp_path / "run", tmp_path / "back", family="llama")
+    config = tmp_path / "theirs" / "config.json"
+    config.write_text(json.dumps({"architectures": ["FalconForCausalLM"]}))
+    with pytest.raises(CheckpointError, match=r"FalconForCausalLM; installed are gpt2, llama"):
+        import_hf(tmp_path / "theirs", tmp_path / "other")
+    CheckpointStore(tmp_path / "plain").save(1, {"w": [View.whole(torch.ones(2))]})
+    with pytest.raises(CheckpointError, match="does not say of which family"):
+        export_hf(tmp_path / "plain", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
