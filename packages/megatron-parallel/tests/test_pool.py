@@ -176,15 +176,16 @@ def test_a_number_of_ranks_out_of_range_is_refused(worker_pool: WorkerPool, rank
 
 
 PARENT = """
-import os, signal, time
+import os, signal, threading, time
 from megatron_parallel.testing import WorkerPool
 pool = WorkerPool(2)
 print(pool._server.pid, *pool.run(lambda rank: os.getpid()), pool._directory, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+pool.run(lambda rank: time.sleep(600))
 """
 
 
-def test_workers_end_with_a_killed_parent(tmp_path) -> None:
+def test_busy_workers_end_with_a_killed_parent(tmp_path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, timeout=120, check=False
     )
