@@ -20,6 +20,7 @@ from .layout import LayoutError as LayoutError
 from .layout import ParallelLayout as ParallelLayout
 from .mesh import Axis as Axis
 from .mesh import Mesh as Mesh
+from .sharding import DEFAULT_INIT as DEFAULT_INIT
 from .sharding import ONES as ONES
 from .sharding import ZEROS as ZEROS
 from .sharding import Box as Box
@@ -31,3 +32,10 @@ from .sharding import collect_shardings as collect_shardings
 from .sharding import flat_range_boxes as flat_range_boxes
 from .sharding import flat_range_views as flat_range_views
 from .sharding import parameter_views as parameter_views
+from .tensor_parallel.cross_entropy import (
+    vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
+)
+from .tensor_parallel.layers import ColumnParallelLinear as ColumnParallelLinear
+from .tensor_parallel.layers import RowParallelLinear as RowParallelLinear
+from .tensor_parallel.layers import VocabParallelEmbedding as VocabParallelEmbedding
+from .tensor_parallel.layers import column_parallel_linear as column_parallel_linear

@@ -11,7 +11,7 @@ stands, differs. All coordinates are global and unpadded unless they are called 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple, cast
 
@@ -86,6 +86,7 @@ class Init:
     scale: float = 0.02
 
 
+DEFAULT_INIT = Init()
 ZEROS = Init("constant", 0.0)
 ONES = Init("constant", 1.0)
 
@@ -117,7 +118,7 @@ class Sharding:
     fused_dim: int | None = None
     matrix: tuple[int, int] | None = None
     weight_decay: bool = cast(bool, _DERIVED)
-    init: Init = field(default=Init())
+    init: Init = DEFAULT_INIT
 
     def __post_init__(self) -> None:
         if (self.axis is None) != (self.dim is None):

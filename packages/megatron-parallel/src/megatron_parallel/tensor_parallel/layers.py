@@ -1,0 +1,207 @@
+"""Linear layers and embeddings cut over an axis of the mesh (Shoeybi et al. 2019, section 3).
+
+A column-parallel layer cuts its outputs, a row-parallel one its inputs; put one after the other
+they need one sum over the ranks. With `sequence_parallel` the activations outside the pair are cut
+along the sequence, dim 0, and that sum becomes an all-gather before and a reduce-scatter after
+(Korthikanti et al. 2022, section 4.2.2).
+
+    x --copy/gather--> [ column-parallel -> activation -> row-parallel ] --reduce/scatter--> y
+
+On an axis of size 1 each forward is one `F.linear` or `F.embedding`. Parameters are built without
+values (NaN); `initialize_parameters(model, seed=..., mesh=...)` fills them, by global name.
+"""
+
+from math import nan
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron_parallel.collectives import (
+    copy_to_axis,
+    gather_sequence,
+    reduce_from_axis,
+    scatter_sequence,
+)
+from megatron_parallel.mesh import Axis, Mesh
+from megatron_parallel.sharding import DEFAULT_INIT, ZEROS, Init, Sharding
+
+
+class ColumnParallelLinear(nn.Module):
+    """`y = x W^T + b` with the outputs cut over an axis.
+
+    `[..., in]` (`[s/n, ..., in]` with `sequence_parallel`) to `[..., *out]`, where dim `dim` of
+    `out_features` is this rank's part.
+
+    in_features    size of the last dim of the input
+    out_features   size or shape of the output, e.g. `(groups, width)` for queries, keys and values
+                   or `(2, ffn)` for gate and up; the weight has shape `(*out_features, in)`
+    dim            dim of `out_features` that is cut
+    fused_dim      dim of `out_features` that enumerates fused weights
+    padded         size of the cut dim in memory, when it is a padded vocabulary
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        mesh: Mesh,
+        *,
+        bias: bool = True,
+        dim: int = 0,
+        fused_dim: int | None = None,
+        padded: int | None = None,
+        axis: str = "tp",
+        sequence_parallel: bool = False,
+        init: Init = DEFAULT_INIT,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        out = (out_features,) if isinstance(out_features, int) else tuple(out_features)
+        weight = Sharding((*out, in_features), axis, dim, padded, fused_dim, init=init)
+        self.sharding = {"weight": weight}
+        self.weight = _parameter(weight, mesh, dtype, device)
+        if bias:
+            self.sharding["bias"] = Sharding(
+                out, axis, dim, padded, fused_dim, weight_decay=False, init=ZEROS
+            )
+            self.bias = _parameter(self.sharding["bias"], mesh, dtype, device)
+        else:
+            self.register_parameter("bias", None)
+        self.axis = mesh.axis(axis)
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, x: Float[Tensor, "... in"]) -> Float[Tensor, "..."]:
+        """This rank's part of the output."""
+        return column_parallel_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)
+
+    def extra_repr(self) -> str:
+        """Global weight shape and how it is cut."""
+        return _repr(self.sharding["weight"], self.axis, self.sequence_parallel)
+
+
+class RowParallelLinear(nn.Module):
+    """`y = x W^T + b` with the inputs cut over an axis.
+
+    `[..., in/n]` to `[..., out]`, summed over the axis, or with `sequence_parallel` to this rank's
+    part of the sequence, `[s/n, ..., out]`. The bias is added after the sum, once.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        mesh: Mesh,
+        *,
+        bias: bool = True,
+        axis: str = "tp",
+        sequence_parallel: bool = False,
+        init: Init = DEFAULT_INIT,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        weight = Sharding((out_features, in_features), axis, 1, init=init)
+        self.sharding = {"weight": weight}
+        self.weight = _parameter(weight, mesh, dtype, device)
+        if bias:
+            self.sharding["bias"] = Sharding((out_features,), weight_decay=False, init=ZEROS)
+            self.bias = _parameter(self.sharding["bias"], mesh, dtype, device)
+        else:
+            self.register_parameter("bias", None)
+        self.axis = mesh.axis(axis)
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, x: Float[Tensor, "... part"]) -> Float[Tensor, "... out"]:
+        """The summed output, or this rank's part of its sequence."""
+        if self.axis.size == 1:
+            return functional.linear(x, self.weight, self.bias)
+        partial = functional.linear(x, self.weight)
+        if not self.sequence_parallel:
+            y = reduce_from_axis(partial, self.axis)
+            return y if self.bias is None else y + self.bias
+        y = scatter_sequence(partial, self.axis)
+        # Each rank adds the bias to its own positions, so its gradient there is a partial sum.
+        return y if self.bias is None else y + copy_to_axis(self.bias, self.axis)
+
+    def extra_repr(self) -> str:
+        """Global weight shape and how it is cut."""
+        return _repr(self.sharding["weight"], self.axis, self.sequence_parallel)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token embeddings with the vocabulary cut over an axis.
+
+    Token numbers `[...]` to `[..., h]`; with `sequence_parallel`, `[s, ...]` to `[s/n, ..., h]`.
+    `padded` is the vocabulary's size in memory; padded rows are zero and not stored.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        mesh: Mesh,
+        *,
+        padded: int | None = None,
+        axis: str = "tp",
+        sequence_parallel: bool = False,
+        init: Init = DEFAULT_INIT,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        weight = Sharding((num_embeddings, embedding_dim), axis, 0, padded, init=init)
+        self.sharding = {"weight": weight}
+        self.weight = _parameter(weight, mesh, dtype, device)
+        self.axis = mesh.axis(axis)
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, tokens: Int[Tensor, "..."]) -> Float[Tensor, "... h"]:
+        """Embeddings of `tokens`, or of this rank's part of their sequence."""
+        if self.axis.size == 1:
+            return functional.embedding(tokens, self.weight)
+        rows = self.weight.shape[0]
+        local = tokens - self.axis.index * rows
+        elsewhere = (local < 0) | (local >= rows)
+        partial = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        partial = partial.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        leave = scatter_sequence if self.sequence_parallel else reduce_from_axis
+        return leave(partial, self.axis)
+
+    def extra_repr(self) -> str:
+        """Global weight shape and how it is cut."""
+        return _repr(self.sharding["weight"], self.axis, self.sequence_parallel)
+
+
+def column_parallel_linear(
+    x: Float[Tensor, "... in"],
+    weight: Float[Tensor, "*out in"],
+    bias: Float[Tensor, "*out"] | None,
+    axis: Axis,
+    sequence_parallel: bool = False,
+) -> Float[Tensor, "..."]:
+    """What `ColumnParallelLinear` does, with a weight held elsewhere (tied output embeddings)."""
+    x = gather_sequence(x, axis) if sequence_parallel else copy_to_axis(x, axis)
+    if weight.dim() == 2:
+        return functional.linear(x, weight, bias)
+    flat_bias = None if bias is None else bias.flatten()
+    y = functional.linear(x, weight.flatten(0, -2), flat_bias)
+    return y.view(*y.shape[:-1], *weight.shape[:-1])
+
+
+def _parameter(
+    sharding: Sharding, mesh: Mesh, dtype: torch.dtype | None, device: str | torch.device | None
+) -> nn.Parameter:
+    where = mesh.device if device is None else device
+    return nn.Parameter(torch.full(sharding.local_shape(mesh), nan, dtype=dtype, device=where))
+
+
+def _repr(sharding: Sharding, axis: Axis, sequence_parallel: bool) -> str:
+    text = f"{sharding.shape}, dim {sharding.dim} over {axis.name} {axis.size}"
+    return text + (", sequence parallel" if sequence_parallel else "")
