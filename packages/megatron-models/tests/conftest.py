@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from jaxtyping import install_import_hook
 
 # Configurations check their own values; what they say about a wrong one is tested.
@@ -11,6 +12,38 @@ _CHECKED = [f"megatron_models.{room}" for room in ("cache", "gpt", "layers")]
 install_import_hook(_CHECKED, "beartype.beartype")
 
 from megatron_models.config import GPTConfig  # noqa: E402
+from megatron_models.gpt import GPT  # noqa: E402
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2-exact-gelu": {},
+    "untied": {"activation": "gelu_tanh", "untie_embeddings_and_output_weights": True},
+    "qkv-bias-only": {"add_bias_linear": False, "add_qkv_bias": True, "num_query_groups": 2},
+    "multi-query-wide": {"normalization": "RMSNorm", "num_query_groups": 1, "kv_channels": 10},
+    "llama": {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "num_query_groups": 2,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "interleaved": {
+        "position_embedding_type": "rope",
+        "activation": "swiglu",
+        "rotary_interleaved": True,
+    },
+    "partial-rotary": {
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.34,
+        "kv_channels": 12,
+    },
+    "llama3-scaling": {
+        "position_embedding_type": "rope",
+        "rope_scaling_type": "llama3",
+        "rope_scaling_original_length": 8,
+    },
+    "linear-scaling": {"position_embedding_type": "rope", "rope_scaling_type": "linear"},
+}
 
 
 @pytest.fixture
@@ -31,41 +64,30 @@ def small() -> Callable[..., GPTConfig]:
     return make
 
 
-@pytest.fixture(
-    params=[
-        {},
-        {"activation": "gelu_tanh", "untie_embeddings_and_output_weights": True},
-        {"add_bias_linear": False, "add_qkv_bias": True, "num_query_groups": 2},
-        {"normalization": "RMSNorm", "num_query_groups": 1, "kv_channels": 10},
-        {
-            "position_embedding_type": "rope",
-            "normalization": "RMSNorm",
-            "activation": "swiglu",
-            "num_query_groups": 2,
-            "add_bias_linear": False,
-            "untie_embeddings_and_output_weights": True,
-        },
-        {"position_embedding_type": "rope", "activation": "swiglu", "rotary_interleaved": True},
-        {"position_embedding_type": "rope", "rotary_percent": 0.34, "kv_channels": 12},
-        {
-            "position_embedding_type": "rope",
-            "rope_scaling_type": "llama3",
-            "rope_scaling_original_length": 8,
-        },
-        {"position_embedding_type": "rope", "rope_scaling_type": "linear"},
-    ],
-    ids=[
-        "gpt2-exact-gelu",
-        "untied",
-        "qkv-bias-only",
-        "multi-query-wide",
-        "llama",
-        "interleaved",
-        "partial-rotary",
-        "llama3-scaling",
-        "linear-scaling",
-    ],
-)
+@pytest.fixture(params=MODELS.values(), ids=MODELS.keys())
 def config(request: pytest.FixtureRequest, small: Callable[..., GPTConfig]) -> GPTConfig:
     """Every option of the model at least once."""
     return small(**request.param)
+
+
+@pytest.fixture
+def model_changes() -> dict[str, dict[str, Any]]:
+    """What `config` changes in a small model, all at once."""
+    return MODELS
+
+
+@pytest.fixture
+def scramble() -> Callable[[GPT], GPT]:
+    """Give a model gains that are not 1, biases that are not 0 and weights that are not small."""
+
+    def fill(model: GPT) -> GPT:
+        generator = torch.Generator().manual_seed(5)
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            with torch.no_grad():
+                parameter.copy_(noise * 0.3 + ("norm.weight" in name))
+                if name in ("embedding.word.weight", "output.weight"):
+                    parameter[model.config.vocab_size :] = 0  # padding, as a checkpoint leaves it
+        return model
+
+    return fill

@@ -1,6 +1,10 @@
 from ._version import __version__ as __version__
+from .cache import KVCache as KVCache
+from .cache import StaticKVCache as StaticKVCache
 from .config import ConfigError as ConfigError
 from .config import GPTConfig as GPTConfig
+from .families.family import Family as Family
 from .flops import gpt_flops as gpt_flops
+from .gpt import GPT as GPT
 from .parameters import parameter_count as parameter_count
 from .parameters import parameter_shapes as parameter_shapes

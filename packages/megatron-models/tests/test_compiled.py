@@ -1,0 +1,37 @@
+import json
+import subprocess
+import sys
+
+COMPILE = """
+import json, sys
+import torch
+from megatron_models import GPT, GPTConfig
+from megatron_parallel import Mesh
+
+for text in json.load(sys.stdin):
+    model = GPT(GPTConfig.from_json(text), Mesh.single())
+    tokens = torch.randint(model.config.vocab_size, (2, 8))
+    labels = torch.randint(model.config.vocab_size, (2, 8))
+    model.loss(tokens, labels).mean().backward()
+    eager = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    torch.compiler.reset()
+    # Traces forward and backward as the default backend does, without compiling any C++.
+    compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
+    compiled(tokens, labels).mean().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, eager[name], rtol=1e-4, atol=1e-6, msg=name)
+"""
+
+
+def test_loss_compiles_as_one_graph_and_gives_the_same_gradients(small, model_changes):
+    """In a process of its own: what is compiled must not carry the checks of shapes."""
+    models = [small(**changes).to_json() for changes in model_changes.values()]
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        input=json.dumps(models),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -1,0 +1,129 @@
+"""The model against the same mathematics written out in float64, one loop at a time."""
+
+import math
+
+import pytest
+import torch
+from megatron_models.gpt import GPT
+from megatron_parallel import Mesh
+
+
+def inverse_frequencies(config):
+    dim = config.rotary_dim
+    result = []
+    for pair in range(dim // 2):
+        frequency = config.rotary_base ** (-2 * pair / dim)
+        if config.rope_scaling_type == "linear":
+            frequency /= config.rope_scaling_factor
+        if config.rope_scaling_type == "llama3":
+            low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
+            turns = config.rope_scaling_original_length * frequency / (2 * math.pi)
+            smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
+            frequency *= smooth + (1 - smooth) / config.rope_scaling_factor
+        result.append(frequency)
+    return result
+
+
+def rotate(head, position, config):
+    """Turn the pairs of channels of one head ``[d]``, each by its angle."""
+    turned, half = head.clone(), config.rotary_dim // 2
+    for pair, frequency in enumerate(inverse_frequencies(config)):
+        first, second = pair, pair + half
+        if config.rotary_interleaved:
+            first, second = 2 * pair, 2 * pair + 1
+        cos, sin = math.cos(position * frequency), math.sin(position * frequency)
+        turned[first] = head[first] * cos - head[second] * sin
+        turned[second] = head[second] * cos + head[first] * sin
+    return turned
+
+
+def norm(x, weights, name, config):
+    if config.normalization == "LayerNorm":
+        x = x - x.mean(-1, keepdim=True)
+    scale = (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt()
+    return x / scale * weights[f"{name}.weight"] + weights.get(f"{name}.bias", 0.0)
+
+
+def linear(x, weights, name):
+    return x @ weights[f"{name}.weight"].flatten(0, -2).T + weights.get(
+        f"{name}.bias", torch.zeros(())
+    ).reshape(-1)
+
+
+def attention(x, weights, name, config):
+    """One sequence ``[s, h]``, one head and one position at a time."""
+    length, d, m = len(x), config.kv_channels, config.heads_per_group
+    fused = linear(x, weights, f"{name}.qkv").view(length, config.num_query_groups, (m + 2) * d)
+    outputs = []
+    for group in range(config.num_query_groups):
+        parts = fused[:, group].split(d, dim=-1)
+        queries, keys, values = parts[:m], parts[m], parts[m + 1]
+        if config.position_embedding_type == "rope":
+            keys = torch.stack([rotate(key, t, config) for t, key in enumerate(keys)])
+        for head in queries:
+            rows = []
+            for t in range(length):
+                query = head[t]
+                if config.position_embedding_type == "rope":
+                    query = rotate(query, t, config)
+                scores = keys[: t + 1] @ query / math.sqrt(d)
+                rows.append(torch.softmax(scores, 0) @ values[: t + 1])
+            outputs.append(torch.stack(rows))
+    return linear(torch.cat(outputs, -1), weights, f"{name}.out")
+
+
+def feed_forward(x, weights, name, config):
+    up = linear(x, weights, f"{name}.up")
+    if config.activation == "swiglu":
+        gate, value = up.chunk(2, -1)
+        return linear(gate * torch.sigmoid(gate) * value, weights, f"{name}.down")
+    if config.activation == "gelu":
+        active = up * 0.5 * (1 + torch.erf(up / math.sqrt(2)))
+    else:
+        inner = math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)
+        active = up * 0.5 * (1 + torch.tanh(inner))
+    return linear(active, weights, f"{name}.down")
+
+
+def straight_line_logits(weights, config, tokens):
+    """Logits ``[s, v]`` of one sequence ``[s]`` for the true vocabulary."""
+    x = weights["embedding.word.weight"][tokens]
+    if "embedding.position.weight" in weights:
+        x = x + weights["embedding.position.weight"][: len(tokens)]
+    for i in range(config.num_layers):
+        block = f"layers.{i}"
+        inner = norm(x, weights, f"{block}.attention_norm", config)
+        x = x + attention(inner, weights, f"{block}.attention", config)
+        inner = norm(x, weights, f"{block}.mlp_norm", config)
+        x = x + feed_forward(inner, weights, f"{block}.mlp", config)
+    x = norm(x, weights, "final_norm", config)
+    output = weights.get("output.weight", weights["embedding.word.weight"])
+    return x @ output[: config.vocab_size].T
+
+
+@pytest.fixture
+def model(config, scramble):
+    return scramble(GPT(config, Mesh.single(), dtype=torch.float64))
+
+
+def test_logits_loss_and_every_gradient_equal_straight_line_code(model):
+    config = model.config
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(config.vocab_size, (2, 9), generator=generator)
+    labels = torch.randint(config.vocab_size, (2, 9), generator=generator)
+    loss = model.loss(tokens, labels)
+    weights = {
+        name: parameter.detach().clone().requires_grad_()
+        for name, parameter in model.named_parameters()
+    }
+    logits = torch.stack([straight_line_logits(weights, config, row) for row in tokens])
+    wanted = -logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+    v = config.vocab_size
+    torch.testing.assert_close(model(tokens)[..., :v].transpose(0, 1), logits, rtol=0, atol=1e-11)
+    torch.testing.assert_close(loss, wanted, rtol=0, atol=1e-11)
+    loss.mean().backward()
+    wanted.mean().backward()
+    for name, parameter in model.named_parameters():
+        grad = weights[name].grad
+        torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=1e-12, msg=name)
