@@ -19,8 +19,8 @@ class Library:
         name: As users know it, and the name of the extra that installs it if there is one.
         module: What is imported.
         minimum: Oldest version whose interface the backends here were written for; () for any.
-        evidence: A submodule that tells it from other projects of the same name.
         how: How to get it.
+        evidence: A submodule that tells it from other projects of the same name.
         cuda: Whether it is of use only with a CUDA device.
     """
 
@@ -78,7 +78,7 @@ def library(name: str) -> Library:
 
 
 def probe(wanted: Library) -> Availability:
-    """Look for one library: installed, the right project, new enough, and with a device to run on."""
+    """Look for one library: installed, the right project, new enough, with a device to run on."""
     if importlib.util.find_spec(wanted.module) is None:
         return Availability(wanted.name, None, f"not installed ({wanted.how})")
     if wanted.evidence is not None and not _exists(wanted.evidence):
@@ -105,7 +105,8 @@ def report() -> tuple[Availability, ...]:
 def why_not(name: str) -> str | None:
     """Why the named library cannot be used, None when it can.
 
-    Cached, because backends ask at every call: installing a library takes effect in the next process.
+    Cached, because backends ask at every call: a library installed meanwhile counts in the next
+    process.
     """
     found = probe(library(name))
     return None if found.reason is None else f"{name} is {found.reason}"

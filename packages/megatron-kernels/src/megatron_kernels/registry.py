@@ -1,16 +1,19 @@
 """One operation, several backends: which one runs, and why.
 
-An `Op` is a public function and the tuple of backends that can carry it out, most wanted first. A call
-takes the first backend that does not refuse its arguments; a caller that names a backend gets that one
-or a `KernelError` with the reason, never a silent substitute. Nothing is registered at run time and
-nothing is remembered between calls: the choice is a pure function of the arguments.
+An `Op` is a public function and the tuple of backends that can carry it out, most wanted first. A
+call takes the first backend that does not refuse its arguments; a caller that names a backend gets
+that one or a `KernelError` with the reason, never a silent substitute. Nothing is registered at run
+time and nothing is remembered between calls: the choice is a pure function of the arguments.
 
-    @op(Backend("torch", fused, accept_all, "F.gelu"), Backend("reference", plain, accept_all, "..."))
+    @op(
+        Backend("torch", fused, accept_all, "F.gelu"),
+        Backend("reference", reference, accept_all, "plain torch"),
+    )
     def gelu(x, approximate="none", *, backend="auto"):
         return gelu.run(backend, x, approximate)
 
-The decorated function is the signature that every backend shares: it is what callers, type checkers,
-documentation and run-time shape checks see. Its body passes the arguments on by position.
+The decorated function is the signature that every backend shares: it is what callers, type
+checkers, documentation and run-time shape checks see. Its body passes the arguments by position.
 """
 
 import difflib
@@ -110,24 +113,29 @@ class Op(Generic[P, R]):
         return self.signature.__name__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the public function."""
         return self.signature(*args, **kwargs)
 
-    def run(self, request: str, *args: Any) -> Any:
+    def run(self, request: str, *args: Any) -> R:
         """Carry out the operation with the backend that `request` selects ("auto" or a name).
 
         Raises:
             KernelError: The named backend does not exist or refuses these arguments.
         """
+        out: R
         if request == AUTO:
             for candidate in self.backends:
                 if candidate.refusal(*args) is None:
-                    return candidate.run(*args)
-            raise KernelError(f"{self.name}: no backend takes these arguments: {self._why(args)}")
+                    out = candidate.run(*args)
+                    return out
+            refusals = "; ".join(f"{b.name}: {b.refusal(*args)}" for b in self.backends)
+            raise KernelError(f"{self.name}: no backend takes these arguments: {refusals}")
         backend = self.backend(request)
         refusal = backend.refusal(*args)
         if refusal is not None:
             raise KernelError(f"{self.name}: backend {request!r} cannot run here: {refusal}")
-        return backend.run(*args)
+        out = backend.run(*args)
+        return out
 
     def backend(self, name: str) -> Backend:
         """The backend of that name.
@@ -144,7 +152,7 @@ class Op(Generic[P, R]):
         raise KernelError(f"{self.name} has no backend {name!r}; {hint}")
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> Choice:
-        """Which backend a call with these arguments would use, and what each backend says to them."""
+        """Which backend a call with these arguments would use, and what each says to them."""
         bound = inspect.signature(self.signature).bind(*args, **kwargs)
         bound.apply_defaults()
         request = str(bound.arguments.pop("backend"))
@@ -154,9 +162,6 @@ class Op(Generic[P, R]):
             self.backend(request)
         able = [v.backend for v in verdicts if v.refusal is None and request in (AUTO, v.backend)]
         return Choice(self.name, request, able[0] if able else None, verdicts)
-
-    def _why(self, args: tuple[Any, ...]) -> str:
-        return "; ".join(f"{b.name}: {b.refusal(*args)}" for b in self.backends)
 
 
 def accept_all(*_: Any) -> str | None:

@@ -4,9 +4,9 @@ import math
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_kernels.ops.precision import raised
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
@@ -27,7 +27,7 @@ def reference(x: Tensor, approximate: Approximation) -> Tensor:
 
 def fused(x: Tensor, approximate: Approximation) -> Tensor:
     """`F.gelu`."""
-    return F.gelu(x, approximate=approximate)
+    return functional.gelu(x, approximate=approximate)
 
 
 @op(
@@ -44,7 +44,7 @@ def gelu(
 
     Args:
         x: Input of any shape.
-        approximate: "none" for the error function, "tanh" for the approximation GPT-2 was trained with.
+        approximate: "none" for the error function, "tanh" for the approximation of GPT-2.
         backend: "auto" or the name of one backend.
 
     Returns:

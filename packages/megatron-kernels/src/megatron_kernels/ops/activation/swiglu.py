@@ -1,9 +1,9 @@
 """SwiGLU (Shazeer, 2020), on a fused gate-and-up projection."""
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_kernels.ops.precision import raised
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
@@ -23,7 +23,7 @@ def fused(x: Tensor) -> Tensor:
     selections would each fill a zero tensor of the whole size and add them.
     """
     gate, up = x.unbind(-2)
-    return F.silu(gate) * up
+    return functional.silu(gate) * up
 
 
 @op(

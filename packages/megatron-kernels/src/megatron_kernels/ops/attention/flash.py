@@ -3,15 +3,10 @@
 import torch
 from torch import Tensor
 
-from megatron_kernels.availability import why_not
 from megatron_kernels.ops.attention.mask import Mask
+from megatron_kernels.ops.optional import missing
 
 _LARGEST_HEAD = 256
-
-
-@torch.compiler.assume_constant_result
-def _missing() -> str | None:
-    return why_not("flash-attn")
 
 
 def flash(
@@ -19,10 +14,13 @@ def flash(
 ) -> Tensor:
     """`flash_attn_func`, on views `[b, s, n, d]`.
 
-    Its causal mask puts the last query at the last key, which is ours once keys after the last query
-    are cut off. Its window counts the keys to the left and right of a query, ours counts itself too.
+    Its causal mask puts the last query at the last key, which is ours once keys after the last
+    query are cut off. Its window counts the keys to the left and right of a query, ours counts the
+    query's own place too.
     """
-    from flash_attn import flash_attn_func
+    from flash_attn import (  # type: ignore[import-not-found,unused-ignore]
+        flash_attn_func,
+    )
 
     if mask.causal:
         end = query_offset + q.shape[0]
@@ -58,4 +56,5 @@ def flash_refusal(
         not mask.causal and mask.window is not None and k.shape[0] != aligned
     ):
         return f"{k.shape[0]} keys do not end with query {aligned}"
-    return _missing()
+    reason: str | None = missing("flash-attn")
+    return reason

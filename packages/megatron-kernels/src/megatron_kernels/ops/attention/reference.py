@@ -2,10 +2,10 @@
 
     scores = scale * q k^T        p = softmax of the allowed scores        out = p v
 
-A block pass also gives the log of each row's sum of exponentials, lse. Passes over disjoint sets of
-keys combine to the whole by weighting each `out` with exp(lse - logaddexp of all lse). The backward
-pass takes the *final* out and lse and recomputes p = exp(scores - lse), so that each block's share of
-the gradients needs nothing from the other blocks (Dao, FlashAttention-2, section 3.1).
+A block pass also gives the log of each row's sum of exponentials, lse. Passes over disjoint sets
+of keys combine to the whole by weighting each `out` with exp(lse - logaddexp of all lse). The
+backward pass takes the *final* out and lse and recomputes p = exp(scores - lse), so that a block's
+share of the gradients needs nothing from the other blocks (Dao, FlashAttention-2, section 3.1).
 """
 
 import math
@@ -44,8 +44,8 @@ def attention_forward(
         query_offset: Index of the first query among the keys.
 
     Returns:
-        out `[s, b, n, dv]` in the dtype of `q`, and lse `[s, b, n]` in float32 (float64 for float64),
-        -inf for a row that may attend nowhere, whose out is zero.
+        out `[s, b, n, dv]` in the dtype of `q`, and lse `[s, b, n]` in float32 (float64 for
+        float64), -inf for a row that may attend nowhere, whose out is zero.
     """
     scores, values = _scores(q, k, mask, scale, query_offset), raised(v)
     lse = torch.logsumexp(scores, -1)
@@ -85,34 +85,40 @@ def attention_backward(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = _scores(q, k, mask, scale, query_offset)
     p = _probabilities(scores, _grouped(lse, groups))
-    gradient, final = (raised(x).unflatten(2, (groups, -1)) for x in (dout, out))
+    gradient, final = (_by_group(raised(x), groups) for x in (dout, out))
     dv = torch.einsum("bgmst,sbgmd->tbgd", p, gradient)
     dp = torch.einsum("sbgmd,tbgd->bgmst", gradient, raised(v))
     share = (gradient * final).sum(-1).permute(1, 2, 3, 0)[..., None]
     dscores = scale * p * (dp - share)
     dq = torch.einsum("bgmst,tbgd->sbgmd", dscores, raised(k)).flatten(2, 3)
-    dk = torch.einsum("bgmst,sbgmd->tbgd", dscores, raised(q).unflatten(2, (groups, -1)))
+    dk = torch.einsum("bgmst,sbgmd->tbgd", dscores, _by_group(raised(q), groups))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Mask, scale: float | None, query_offset: int) -> Tensor:
     """Scaled scores `[b, g, n/g, s, t]` with -inf where attending is forbidden."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    heads = raised(q).unflatten(2, (k.shape[2], -1))
+    heads = _by_group(raised(q), k.shape[2])
     scores = torch.einsum("sbgmd,tbgd->bgmst", heads, raised(k)) * scale
     allowed = mask.allowed(q.shape[0], k.shape[0], query_offset, device=q.device)
     return scores.masked_fill(~allowed[:, None, None], -math.inf)
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse); a row that may attend nowhere (lse = -inf) gets zeros, in the gradient too."""
+    """exp(scores - lse); a row that may attend nowhere (lse = -inf) gets zeros, not NaN."""
     safe = torch.where(torch.isneginf(lse), 0, lse)
     return torch.exp(scores - safe[..., None])
 
 
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """`[s, b, n, ...]` to `[s, b, g, n/g, ...]`."""
+    s, b, _, *rest = x.shape
+    return x.view(s, b, groups, -1, *rest)
+
+
 def _grouped(lse: Tensor, groups: int) -> Tensor:
     """`[s, b, n]` to `[b, g, n/g, s]`."""
-    return lse.unflatten(2, (groups, -1)).permute(1, 2, 3, 0)
+    return _by_group(lse, groups).permute(1, 2, 3, 0)
 
 
 def _ungrouped(lse: Tensor) -> Tensor:

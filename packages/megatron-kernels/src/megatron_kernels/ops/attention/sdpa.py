@@ -1,7 +1,7 @@
 """Attention by torch's `scaled_dot_product_attention`."""
 
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_kernels.ops.attention.mask import Mask
 
@@ -14,27 +14,20 @@ def sdpa(
     Causal masks over keys in order need no mask tensor: `is_causal` when queries and keys coincide,
     nothing at all for a single query. Everything else is written out as a boolean mask.
     """
-    queries = q.shape[0]
-    if mask.causal and mask.by_index:
-        end = (
-            query_offset + queries
-        )  # no query sees a later key, so a cache may be longer than used
+    end = query_offset + q.shape[0]
+    if k.shape[0] > end and mask.causal and mask.in_order:
+        # No query sees a key after the last query: the unused room of a cache costs nothing.
         k, v = k[:end], v[:end]
-    keys = k.shape[0]
-    allowed, is_causal = None, False
-    if not mask.by_index or mask.limits(keys):
-        allowed = mask.allowed(queries, keys, query_offset, device=q.device)[:, None]
-    elif mask.causal and queries > 1:
-        is_causal = query_offset == 0 and queries == keys
-        if not is_causal:
-            allowed = mask.allowed(queries, keys, query_offset, device=q.device)[:, None]
+    allowed, is_causal = mask.lower(q.shape[0], k.shape[0], query_offset, device=q.device)
     empty = None
-    if allowed is not None and q.device.type != "cpu" and not mask.by_index:
-        # Not every CUDA kernel gives zeros for a row that may attend nowhere: let it attend
-        # everywhere and drop the result. The CPU kernel does give zeros, gradients too.
-        empty = ~allowed.any(-1, keepdim=True)
-        allowed = allowed | empty
-    out = F.scaled_dot_product_attention(
+    if allowed is not None:
+        allowed = allowed[:, None]
+        if q.device.type != "cpu" and not mask.by_index:
+            # Not every CUDA kernel gives zeros for a row that may attend nowhere: let it attend
+            # everywhere and drop the result. The CPU kernel does give zeros, gradients too.
+            empty = ~allowed.any(-1, keepdim=True)
+            allowed = allowed | empty
+    out = functional.scaled_dot_product_attention(
         q.permute(1, 2, 0, 3),
         k.permute(1, 2, 0, 3),
         v.permute(1, 2, 0, 3),

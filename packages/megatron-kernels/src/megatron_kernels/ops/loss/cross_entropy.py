@@ -1,9 +1,9 @@
 """Cross-entropy of logits against target indices, per token."""
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_kernels.ops.precision import raised
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
@@ -22,7 +22,9 @@ def reference(logits: Tensor, targets: Tensor) -> Tensor:
 def fused(logits: Tensor, targets: Tensor) -> Tensor:
     """`F.cross_entropy` without reduction."""
     values = raised(logits).reshape(-1, logits.shape[-1])
-    loss = F.cross_entropy(values, targets.reshape(-1), reduction="none", ignore_index=IGNORED)
+    loss = functional.cross_entropy(
+        values, targets.reshape(-1), reduction="none", ignore_index=IGNORED
+    )
     return loss.view(targets.shape)
 
 
@@ -44,7 +46,7 @@ def cross_entropy(
         backend: "auto" or the name of one backend.
 
     Returns:
-        `[...]`, float32, or float64 for float64 logits. Nothing is averaged: sums and denominators are
-        the caller's.
+        `[...]`, float32, or float64 for float64 logits. Nothing is averaged: sums and denominators
+        are the caller's.
     """
     return cross_entropy.run(backend, logits, targets)

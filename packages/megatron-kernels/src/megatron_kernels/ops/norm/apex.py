@@ -6,14 +6,9 @@ Apex is looked for, never required; it is built from its repository, not install
 import torch
 from torch import Tensor
 
-from megatron_kernels.availability import why_not
+from megatron_kernels.ops.optional import missing
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@torch.compiler.assume_constant_result
-def _missing() -> str | None:
-    return why_not("apex")
 
 
 def _refusal(x: Tensor, weight: Tensor) -> str | None:
@@ -21,12 +16,15 @@ def _refusal(x: Tensor, weight: Tensor) -> str | None:
         return f"needs a CUDA tensor, x is on {x.device.type}"
     if x.dtype not in _DTYPES or weight.dtype != x.dtype:
         return f"needs one dtype of float32, float16, bfloat16; got {x.dtype} and {weight.dtype}"
-    return _missing()
+    reason: str | None = missing("apex")
+    return reason
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """`apex.normalization.fused_layer_norm.fused_layer_norm_affine`."""
-    from apex.normalization import fused_layer_norm
+    from apex.normalization import (  # type: ignore[import-not-found,unused-ignore]
+        fused_layer_norm,
+    )
 
     out: Tensor = fused_layer_norm.fused_layer_norm_affine(x, weight, bias, weight.shape, eps)
     return out
@@ -39,7 +37,9 @@ def layer_norm_refusal(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> s
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`apex.normalization.fused_layer_norm.fused_rms_norm_affine`."""
-    from apex.normalization import fused_layer_norm
+    from apex.normalization import (  # type: ignore[import-not-found,unused-ignore]
+        fused_layer_norm,
+    )
 
     out: Tensor = fused_layer_norm.fused_rms_norm_affine(x, weight, weight.shape, eps)
     return out

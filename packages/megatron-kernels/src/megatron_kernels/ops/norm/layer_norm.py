@@ -1,9 +1,9 @@
 """LayerNorm (Ba et al., 2016)."""
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_kernels.ops.norm import apex
 from megatron_kernels.ops.precision import raised
@@ -21,7 +21,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 def fused(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """`F.layer_norm`."""
-    return F.layer_norm(x, weight.shape, weight, bias, eps)
+    return functional.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def fused_refusal(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> str | None:

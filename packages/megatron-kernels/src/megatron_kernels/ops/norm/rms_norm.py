@@ -1,9 +1,9 @@
 """RMSNorm (Zhang and Sennrich, 2019)."""
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_kernels.ops.norm import apex
 from megatron_kernels.ops.precision import raised
@@ -19,7 +19,7 @@ def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`F.rms_norm`."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return functional.rms_norm(x, weight.shape, weight, eps)
 
 
 def fused_refusal(x: Tensor, weight: Tensor, eps: float) -> str | None:

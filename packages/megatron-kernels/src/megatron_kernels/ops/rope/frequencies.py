@@ -18,8 +18,8 @@ from megatron_kernels.errors import KernelError
 class RopeScaling(Protocol):
     """A rule that fits the frequencies of a short context to a longer one.
 
-    `LinearScaling`, `Llama3Scaling` and `YarnScaling` are the rules; their fields have the names used
-    in Hugging Face's `rope_scaling`.
+    `LinearScaling`, `Llama3Scaling` and `YarnScaling` are the rules; their fields have the names
+    used in Hugging Face's `rope_scaling`.
     """
 
     @property
@@ -32,7 +32,7 @@ class RopeScaling(Protocol):
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation (Chen et al., 2023): positions, so frequencies, are divided by `factor`."""
+    """Position interpolation (Chen et al., 2023): positions are divided by `factor`."""
 
     factor: float
 
@@ -48,7 +48,7 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """The rule of Llama 3.1: long waves are slowed by `factor`, short ones kept, blended between."""
+    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between blended."""
 
     factor: float
     low_freq_factor: float = 1.0
@@ -70,8 +70,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al., 2023): waves of fewer than `beta_slow` turns are slowed, those of more than
-    `beta_fast` kept, and the logits are sharpened by a factor that grows with `factor`.
+    """YaRN (Peng et al., 2023): long waves are slowed, and the logits sharpened to make up for it.
+
+    A wave of fewer than `beta_slow` turns within the original context is slowed by `factor`, one of
+    more than `beta_fast` is kept, those between are blended.
     """
 
     factor: float
@@ -118,7 +120,7 @@ def rope_frequencies(
     *,
     device: torch.device | str | None = None,
 ) -> Float[Tensor, " half"]:
-    """Angles per position: base^(-2i/r) for i < r/2, where r = int(dim * percent) channels are turned.
+    """Angles per position: base^(-2i/r) for i < r/2, r = int(dim * percent) channels turned.
 
     Args:
         dim: Head dimension d.
@@ -155,8 +157,8 @@ def rope_tables(
     Args:
         positions: `[s]`, or `[b, s]` when they differ between the samples of a batch.
         frequencies: `[r/2]` from `rope_frequencies`.
-        dtype: float32, or float64 for proofs. Low-precision queries are turned with float32 tables.
-        scaling: The same rule as given to `rope_frequencies`; its attention factor goes into the tables.
+        dtype: float32, also for queries of low precision, or float64 for proofs.
+        scaling: The rule given to `rope_frequencies`; its attention factor goes into the tables.
 
     Returns:
         cos and sin, `[s, 1, r/2]` or `[s, b, r/2]`.

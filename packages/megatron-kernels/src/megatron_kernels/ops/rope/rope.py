@@ -9,14 +9,14 @@ from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """As the paper puts it: each pair is a complex number, turned by multiplying with cos + i sin."""
+    """As in the paper: a pair is a complex number, turned by multiplying with cos + i sin."""
     half = cos.shape[-1]
     values = raised(x)
     turned, rest = values[..., : 2 * half], values[..., 2 * half :]
     if interleaved:
-        pairs = turned.unflatten(-1, (half, 2))
+        pairs = turned.view(*x.shape[:-1], half, 2)
     else:
-        pairs = turned.unflatten(-1, (2, half)).transpose(-1, -2)
+        pairs = turned.view(*x.shape[:-1], 2, half).transpose(-1, -2)
     turn = torch.complex(cos.to(values.dtype), sin.to(values.dtype))[:, :, None, :]
     pairs = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
     turned = (pairs if interleaved else pairs.transpose(-1, -2)).flatten(-2)
@@ -29,7 +29,7 @@ def direct(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     c, s = cos[:, :, None, :], sin[:, :, None, :]
     turned = x[..., : 2 * half] if 2 * half < x.shape[-1] else x
     if interleaved:
-        first, second = turned.unflatten(-1, (half, 2)).unbind(-1)
+        first, second = turned.view(*x.shape[:-1], half, 2).unbind(-1)
     else:
         first, second = turned.chunk(2, -1)
     parts = (first * c - second * s, second * c + first * s)

@@ -48,12 +48,12 @@ def softmax(
 
     Args:
         scores: `[..., t]`.
-        allowed: True where a place may be attended; broadcasts against `scores`. None for everywhere.
+        allowed: True where a place may be attended; broadcasts against `scores`. None for all.
         scale: Multiplies the scores first.
         backend: "auto" or the name of one backend.
 
     Returns:
-        `[..., t]` in the dtype of `scores`, computed in float32 at least. Each row sums to one; a row
-        with no allowed place is all zeros.
+        `[..., t]` in the dtype of `scores`, computed in float32 at least. Each row sums to one; a
+        row with no allowed place is all zeros.
     """
     return softmax.run(backend, scores, allowed, scale)
