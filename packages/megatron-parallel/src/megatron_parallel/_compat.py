@@ -14,7 +14,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup | None) -> None:
+def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
     """Fill `whole` with the parts of all members, along dim 0."""
     _all_gather(whole, part, group=group)
 

@@ -41,7 +41,7 @@ def all_reduce(
 ) -> Shaped[Tensor, "*shape"]:
     """Reduce `t` over the axis, in place, and return it."""
     if axis.size > 1:
-        dist.all_reduce(t, _OPS[op], group=axis.group)
+        dist.all_reduce(t, _OPS[op], group=axis.bound)
     return t
 
 
@@ -51,7 +51,7 @@ def all_gather(t: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Ten
         return t
     part = t.movedim(dim, 0).contiguous()
     whole = part.new_empty((axis.size * part.shape[0], *part.shape[1:]))
-    _compat.all_gather(whole, part, axis.group)
+    _compat.all_gather(whole, part, axis.bound)
     return whole.movedim(0, dim)
 
 
@@ -63,14 +63,14 @@ def reduce_scatter(
         return t
     whole = t.movedim(dim, 0).contiguous()
     part = whole.new_empty((_part_length(t, axis, dim), *whole.shape[1:]))
-    _compat.reduce_scatter(part, whole, _OPS[op], axis.group)
+    _compat.reduce_scatter(part, whole, _OPS[op], axis.bound)
     return part.movedim(0, dim)
 
 
 def broadcast(t: Shaped[Tensor, "*shape"], axis: Axis, source: int = 0) -> Shaped[Tensor, "*shape"]:
     """Overwrite `t` with that of the member whose index on the axis is `source`; return it."""
     if axis.size > 1:
-        dist.broadcast(t, axis.ranks[source], group=axis.group)
+        dist.broadcast(t, axis.ranks[source], group=axis.bound)
     return t
 
 

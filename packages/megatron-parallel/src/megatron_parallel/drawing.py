@@ -9,7 +9,8 @@ def draw(layout: ParallelLayout, width: int = 100) -> str:
     One cell holds one tensor-parallel group; a row is a stage, a column a data- (and context-)
     parallel position. What does not fit is left out, and the number of things left out is written.
     """
-    parts = [f"{layout.world_size} ranks: {layout}", "", *_stages(layout, width), ""]
+    ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks"
+    parts = [f"{ranks}: {layout}", "", *_stages(layout, width), ""]
     parts += _group_lists(layout, width)
     return "\n".join(parts)
 
@@ -27,7 +28,7 @@ def _stages(layout: ParallelLayout, width: int) -> list[str]:
     titles = [f"dp {dp}" + (f" cp {cp}" if layout.cp > 1 else "") for dp, cp in columns]
     rank_texts = [_ranks_text(cells[0, dp, cp], digits, width // 2) for dp, cp in columns]
     cell = max(*(len(text) for text in rank_texts), *(len(title) for title in titles), 1) + 2
-    margin = len(f"stage {layout.pp - 1}") + 2
+    margin = len(_stage_name(layout, layout.pp - 1)) + 2
     room = max(1, (width - margin - 1 - 12) // (cell + 1))
     shown = columns if len(columns) * (cell + 1) + margin + 1 <= width else columns[:room]
     hidden = len(columns) - len(shown)
@@ -44,34 +45,49 @@ def _stages(layout: ParallelLayout, width: int) -> list[str]:
             continue
         texts = (_ranks_text(cells[stage, dp, cp], digits, width // 2) for dp, cp in shown)
         row = "│".join(text.center(cell) for text in texts)
-        lines.append(f"stage {stage}".ljust(margin) + f"│{row}│{more}")
+        lines.append(_stage_name(layout, stage).ljust(margin) + f"│{row}│{more}")
     lines.append(ruled("└", "┴", "┘"))
     return lines
+
+
+def _stage_name(layout: ParallelLayout, stage: int) -> str:
+    if layout.vpp == 1:
+        return f"stage {stage}"
+    chunks = [str(stage + layout.pp * chunk) for chunk in range(layout.vpp)]
+    if len(chunks) > 4:
+        chunks[2:-1] = ["…"]
+    return f"stage {stage} (chunks {' '.join(chunks)})"
 
 
 def _group_lists(layout: ParallelLayout, width: int) -> list[str]:
     names = [name for name in layout.group_names if name not in ("world", "position_embedding")]
     if not layout.has_expert_parallelism:
         names = [name for name in names if name != "ep" and not name.startswith("expert_")]
-    lines, singles = [], []
+    same: dict[tuple[bool, tuple[tuple[int, ...], ...]], list[str]] = {}
     for name in names:
-        groups = layout.groups(name)
+        of_experts = name == "ep" or name.startswith("expert_")
+        same.setdefault((of_experts, tuple(layout.groups(name))), []).append(name)
+    lines: list[str] = []
+    singles: list[str] = []
+    for (_, groups), equal in same.items():
         if len(groups[0]) == 1:
-            singles.append(name)
+            singles += equal
             continue
-        head = f"{name:<16}{len(groups):>5} x {len(groups[0]):<5} "
+        head = f"{equal[0]:<16}{len(groups):>6} x {len(groups[0]):<6}"
         lines.append(head + _groups_text(groups, width - len(head)))
-        lines.append(" " * 4 + describe_group(name))
+        also = f"; also {', '.join(equal[1:])}" if len(equal) > 1 else ""
+        lines.append(f"    {describe_group(equal[0])}{also}")
     if singles:
         lines.append("one rank each: " + ", ".join(singles))
     return lines
 
 
-def _groups_text(groups: list[tuple[int, ...]], width: int) -> str:
+def _groups_text(groups: tuple[tuple[int, ...], ...], width: int) -> str:
     text = ""
     for i, group in enumerate(groups):
         part = "[" + _ranks_text(group, 0, width // 2) + "] "
-        if text and len(text) + len(part) + (2 if i + 1 < len(groups) else 0) > width:
+        room_for_dots = 1 if i + 1 < len(groups) else 0
+        if text and len(text) + len(part.rstrip()) + room_for_dots > width:
             return text + "…"
         text += part
     return text.rstrip()

@@ -36,6 +36,16 @@ class Axis:
     group: dist.ProcessGroup | None
     size: int
 
+    @property
+    def bound(self) -> dist.ProcessGroup:
+        """The group, for torch's collectives; raises `LayoutError` if there is none."""
+        if self.group is None:
+            raise LayoutError(
+                f"axis {self.name!r} of {self.size} ranks has no process group: "
+                "build the mesh with Mesh.bind to communicate"
+            )
+        return self.group
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Axis":
         return self  # process groups cannot be copied, and a copied model shares them
 
@@ -43,25 +53,26 @@ class Axis:
 class Mesh:
     """One rank's view of the job: who it is, on which device, and its groups.
 
-    Built by `Mesh.single` or `Mesh.bind`.
+    Built by `Mesh.single` or `Mesh.bind`. `Mesh(layout, rank)` has no groups: it answers where that
+    rank stands and what it holds, for planning, tests and checkpoint tools, and cannot communicate.
     """
 
     def __init__(
         self,
         layout: ParallelLayout,
         rank: int,
-        device: torch.device,
-        groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+        device: str | torch.device = "cpu",
         *,
+        groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         owns_default_group: bool = False,
     ) -> None:
         self.layout = layout
         self.rank = rank
         self.world_size = layout.world_size
-        self.device = device
+        self.device = torch.device(device)
         self.timeout = timeout
-        self._groups = dict(groups)
+        self._groups = dict(groups or {})
         self._owns_default_group = owns_default_group
         self._closed = False
         self._axes: dict[str, Axis] = {}
@@ -74,7 +85,7 @@ class Mesh:
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> "Mesh":
         """The mesh of a single process, which needs no `torch.distributed`."""
-        return cls(ParallelLayout(dp=1), 0, torch.device(device), {})
+        return cls(ParallelLayout(dp=1), 0, device)
 
     @classmethod
     def bind(
@@ -99,7 +110,7 @@ class Mesh:
         created = False
         if not dist.is_initialized():
             if "WORLD_SIZE" not in os.environ and layout.tp * layout.cp * layout.pp == 1:
-                return cls(layout.resolve(1), 0, _local_device(device), {}, timeout=timeout)
+                return cls(layout.resolve(1), 0, _local_device(device), timeout=timeout)
             _init_default_group(_local_device(device), timeout)
             created = True
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -128,8 +139,14 @@ class Mesh:
             if len(ranks) > 1
         )
         groups = _compat.new_groups(list(wanted), timeout)
-        where = _local_device(device)
-        return cls(resolved, rank, where, groups, timeout=timeout, owns_default_group=created)
+        return cls(
+            resolved,
+            rank,
+            _local_device(device),
+            groups=groups,
+            timeout=timeout,
+            owns_default_group=created,
+        )
 
     def axis(self, name: str) -> Axis:
         """This rank's axis of that name; raises `LayoutError` if it is in no such group."""

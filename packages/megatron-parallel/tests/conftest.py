@@ -1,0 +1,28 @@
+"""Checks tensor annotations at run time, here and inside the ranks of the worker pool."""
+
+from jaxtyping import install_import_hook
+
+TENSOR_MODULES = tuple(
+    f"megatron_parallel.{name}" for name in ("collectives", "init", "sharding", "tensor_parallel")
+)
+install_import_hook(TENSOR_MODULES, "beartype.beartype")
+
+import pytest  # noqa: E402
+from megatron_parallel import Mesh, ParallelLayout  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def worker_pool_typecheck() -> tuple[str, ...]:
+    return TENSOR_MODULES
+
+
+@pytest.fixture
+def single() -> Mesh:
+    return Mesh.single()
+
+
+@pytest.fixture(params=[1, 2, 3, 4], ids=lambda size: f"tp{size}")
+def tensor_ranks(request: pytest.FixtureRequest) -> list[Mesh]:
+    """Meshes, without groups, of all ranks of one tensor-parallel group of 1 to 4."""
+    layout = ParallelLayout(tp=request.param).resolve(request.param)
+    return [Mesh(layout, rank) for rank in range(request.param)]

@@ -1,0 +1,126 @@
+"""Meshes: one process without torch.distributed, and ranks that must agree before they talk."""
+
+import copy
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from megatron_parallel import LayoutError, Mesh, ParallelLayout, all_reduce
+from megatron_parallel.testing import Rank, WorkerPool
+
+
+def test_a_single_process_needs_no_process_group(single: Mesh) -> None:
+    assert not torch.distributed.is_initialized()
+    for name in ("tp", "cp", "dp", "pp", "ep", "dp_cp", "model", "tp_pp", "embedding", "world"):
+        axis = single.axis(name)
+        assert (axis.size, axis.index, axis.ranks, axis.group) == (1, 0, (0,), None)
+    single.agree("anything", {"a": "b"})
+    single.close()
+
+
+def test_bind_without_torchrun_serves_one_rank_and_refuses_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with Mesh.bind(ParallelLayout()) as mesh:
+        assert (mesh.world_size, mesh.rank, mesh.device) == (1, 0, torch.device("cpu"))
+    with pytest.raises(LayoutError, match=r"no process group and no RANK, .* torchrun"):
+        Mesh.bind(ParallelLayout(tp=2))
+
+
+def test_a_rank_without_groups_knows_its_place_and_cannot_communicate() -> None:
+    mesh = Mesh(ParallelLayout(tp=2, pp=4).resolve(16), 6)
+    assert mesh.axis("tp").ranks == (6, 7) and mesh.axis("pp").index == 1
+    assert not mesh.has_axis("embedding")
+    with pytest.raises(LayoutError, match="rank 6 is in no 'embedding' group"):
+        mesh.axis("embedding")
+    with pytest.raises(LayoutError, match="axis 'tp' of 2 ranks has no process group"):
+        all_reduce(torch.ones(1), mesh.axis("tp"))
+
+
+def groups_of(mesh: Mesh) -> dict[str, tuple[tuple[int, ...], int, float]]:
+    found = {}
+    for name in mesh.layout.group_names:
+        if mesh.has_axis(name):
+            axis = mesh.axis(name)
+            total = all_reduce(torch.tensor(2.0**mesh.rank, dtype=torch.float64), axis)
+            found[name] = (axis.ranks, axis.index, total.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(tp=2, pp=2, dp=2),
+        ParallelLayout(cp=2, ep=4, dp=2, pp=2),
+        ParallelLayout(tp=2, dp=2, order="dp-tp-pp"),
+    ],
+    ids=str,
+)
+def test_every_group_communicates_among_its_ranks(
+    worker_pool: WorkerPool, layout: ParallelLayout
+) -> None:
+    for rank, found in enumerate(worker_pool.run_mesh(layout, groups_of, timeout=60)):
+        for name, (ranks, index, total) in found.items():
+            assert ranks == layout.group_of(name, rank) and ranks[index] == rank
+            assert total == sum(2.0**member for member in ranks)
+
+
+def test_equal_sets_of_ranks_share_one_group(worker_pool: WorkerPool) -> None:
+    def shared(mesh: Mesh) -> bool:
+        tp = mesh.axis("tp").group
+        return tp is mesh.axis("tp_cp").group and tp is mesh.axis("model").group
+
+    assert worker_pool.run_mesh(ParallelLayout(tp=2), shared, ranks=4) == [True] * 4
+
+
+def test_closing_destroys_the_groups_and_a_new_mesh_can_follow(worker_pool: WorkerPool) -> None:
+    def rebind(rank: Rank) -> list[int]:
+        sizes = []
+        for layout in (ParallelLayout(tp=2), ParallelLayout(pp=4), ParallelLayout(tp=4)):
+            with Mesh.bind(layout, timeout=timedelta(seconds=20)) as mesh:
+                total = all_reduce(torch.ones(1), mesh.axis("model"))
+                sizes.append(int(total.item()))
+            mesh.close()
+        return sizes
+
+    assert worker_pool.run(rebind, ranks=4, timeout=60) == [[2, 4, 4]] * 4
+
+
+def test_configurations_that_differ_are_an_error_on_every_rank(worker_pool: WorkerPool) -> None:
+    def bind(rank: Rank) -> tuple[str, float]:
+        notes = {"configuration": f"digest{rank.rank // 3}", "stage shapes": f"{rank.rank % 2}"}
+        start = time.monotonic()
+        with pytest.raises(LayoutError) as caught:
+            Mesh.bind(ParallelLayout(tp=2), configuration=notes, timeout=timedelta(seconds=20))
+        return str(caught.value), time.monotonic() - start
+
+    answers = worker_pool.run(bind, ranks=4, timeout=60)
+    assert {message for message, _ in answers} == {
+        "ranks disagree on configuration: ranks 0-2: digest0; rank 3: digest1 | "
+        "ranks disagree on stage shapes: ranks 0, 2: 0; ranks 1, 3: 1"
+    }
+    assert all(seconds < 10 for _, seconds in answers)
+
+
+def test_later_agreements_are_checked_too(worker_pool: WorkerPool) -> None:
+    def stages(mesh: Mesh) -> str:
+        mesh.agree("stages", {"shape": "same"})
+        try:
+            mesh.agree("stages", {"shape": str(mesh.rank)})
+        except LayoutError as error:
+            return str(error)
+        return ""
+
+    message = "ranks disagree on shape: rank 0: 0; rank 1: 1"
+    assert worker_pool.run_mesh(ParallelLayout(pp=2), stages, ranks=2) == [message] * 2
+
+
+def test_a_model_that_holds_an_axis_can_be_copied(worker_pool: WorkerPool) -> None:
+    def copied(mesh: Mesh) -> bool:
+        axis = mesh.axis("tp")
+        return copy.deepcopy({"axis": axis})["axis"] is axis
+
+    assert worker_pool.run_mesh(ParallelLayout(tp=2), copied, ranks=2) == [True, True]

@@ -1,0 +1,197 @@
+"""What a rank holds, as boxes of global tensors."""
+
+from itertools import pairwise
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron_parallel import (
+    Box,
+    LayoutError,
+    Mesh,
+    ParallelLayout,
+    Sharding,
+    collect_shardings,
+    flat_range_boxes,
+    flat_range_views,
+    parameter_views,
+)
+from torch import nn
+
+
+class Part(nn.Module):
+    """Owner of parameters that describes them."""
+
+    def __init__(self, **parameters: tuple[tuple[int, ...], Sharding]) -> None:
+        super().__init__()
+        self.sharding = {name: sharding for name, (_, sharding) in parameters.items()}
+        for name, (shape, _) in parameters.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+
+def assemble(sharding: Sharding, meshes: list[Mesh], parts: list[torch.Tensor]) -> torch.Tensor:
+    """Put the ranks' parts together through the boxes; fails on gaps and overlaps."""
+    whole = torch.zeros(sharding.shape)
+    hits = torch.zeros(sharding.shape, dtype=torch.int64)
+    for mesh, part in zip(meshes, parts, strict=True):
+        for box, local in sharding.pieces(mesh):
+            whole[box.slices] = part[local.slices]
+            hits[box.slices] += 1
+    assert hits.unique().tolist() == [1]
+    return whole
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_parts_along_any_dim_make_up_the_whole(tensor_ranks: list[Mesh], dim: int) -> None:
+    whole = torch.arange(24.0 * 12 * 36).reshape(24, 12, 36)
+    sharding = Sharding((24, 12, 36), "tp", dim)
+    parts = list(whole.chunk(len(tensor_ranks), dim))
+    assert [part.shape for part in parts] == [sharding.local_shape(mesh) for mesh in tensor_ranks]
+    assert torch.equal(assemble(sharding, tensor_ranks, parts), whole)
+
+
+def test_a_parameter_that_is_not_cut_is_held_whole(tensor_ranks: list[Mesh]) -> None:
+    sharding = Sharding((5, 7))
+    for mesh in tensor_ranks:
+        assert sharding.boxes(mesh) == (Box((0, 0), (5, 7)),)
+        assert sharding.replica(mesh) == mesh.rank
+
+
+def test_padded_vocabulary_is_clipped_and_a_part_may_be_empty() -> None:
+    layout = ParallelLayout(tp=4).resolve(4)
+    sharding = Sharding((130, 8), "tp", 0, padded=256)
+    lengths = []
+    for rank in range(4):
+        mesh = Mesh(layout, rank)
+        assert sharding.local_shape(mesh) == (64, 8)
+        lengths.append(sharding.box(mesh).lengths[0])
+    assert lengths == [64, 64, 2, 0]
+    assert sharding.boxes(Mesh(layout, 3)) == ()
+    assert parameter_views({"w": torch.zeros(64, 8)}, {"w": sharding}, Mesh(layout, 3)) == {"w": []}
+
+
+def test_padding_makes_room_for_any_number_of_parts(tensor_ranks: list[Mesh]) -> None:
+    sharding = Sharding((100, 4), "tp", 0, padded=128)
+    rows = [sharding.local_shape(mesh)[0] for mesh in tensor_ranks]
+    assert sum(rows) >= 128 and sum(rows) - 128 < len(tensor_ranks)
+    assert sum(sharding.box(mesh).lengths[0] for mesh in tensor_ranks) == 100
+
+
+def test_replicas_are_numbered_over_the_ranks_that_hold_the_same_box() -> None:
+    layout = ParallelLayout(tp=2, cp=2, pp=2).resolve(16)
+    for sharding, copies in ((Sharding((4, 4), "tp", 0), 4), (Sharding((4,)), 8)):
+        held: dict[tuple[int, Box], list[int]] = {}
+        for rank in range(16):
+            mesh = Mesh(layout, rank)
+            key = layout.coordinates(rank).pp, sharding.box(mesh)
+            held.setdefault(key, []).append(sharding.replica(mesh))
+        assert all(sorted(replicas) == list(range(copies)) for replicas in held.values())
+
+
+def test_what_is_derived_from_the_shape() -> None:
+    bias, matrix, fused = Sharding((8,)), Sharding((2, 3, 8)), Sharding((2, 3, 8), fused_dim=0)
+    assert (bias.matrix, bias.weight_decay) == (None, False)
+    assert (matrix.matrix, matrix.weight_decay, matrix.fully_shard_dim) == ((6, 8), True, 0)
+    assert (fused.matrix, fused.weight_decay, fused.fully_shard_dim) == ((6, 8), True, 1)
+    fused_bias = Sharding((2, 8), fused_dim=0)
+    assert (fused_bias.matrix, fused_bias.weight_decay) == (None, False)
+    assert Sharding((2, 8), weight_decay=False).weight_decay is False
+    assert Sharding(()).weight_decay is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shape": (4,), "axis": "tp"}, "must be given together"),
+        ({"shape": (4,), "axis": "tp", "dim": 1}, "not a dim of shape"),
+        ({"shape": (2, 4), "axis": "tp", "dim": 0, "fused_dim": 0}, "fused and cannot be cut"),
+        ({"shape": (4,), "axis": "tp", "dim": 0, "padded": 3}, "padded=3 does not cover"),
+        ({"shape": (4, 4), "matrix": (3, 4)}, "does not hold shape"),
+    ],
+)
+def test_contradictions_are_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        Sharding(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_dim_that_does_not_divide_is_refused_with_its_numbers() -> None:
+    mesh = Mesh(ParallelLayout(tp=4).resolve(4), 0)
+    with pytest.raises(LayoutError, match=r"dim 0 of shape \(6, 2\) cannot be cut into 4 equal"):
+        Sharding((6, 2), "tp", 0).local_shape(mesh)
+
+
+# -- flat ranges -------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_flat_ranges_become_few_boxes_in_order(sizes: list[int], data: st.DataObject) -> None:
+    shape, numel = tuple(sizes), prod(sizes)
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    numbers = torch.arange(numel).reshape(shape)
+    boxes = flat_range_boxes(shape, start, stop)
+    covered = [i for box in boxes for i in numbers[box.slices].flatten().tolist()]
+    assert covered == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_the_bound_on_the_number_of_boxes_is_reached() -> None:
+    assert len(flat_range_boxes((4, 4, 4), 5, 59)) == 5
+
+
+def test_views_of_bucket_shards_make_up_the_global_tensor(tensor_ranks: list[Mesh]) -> None:
+    sharding = Sharding((10, 3, 4), "tp", 0, padded=16)
+    whole = torch.zeros(10, 3, 4)
+    for mesh in tensor_ranks:
+        shape = sharding.local_shape(mesh)
+        first = sharding.part_length(mesh) * mesh.rank
+        rows = torch.arange(prod(shape), dtype=torch.float32) + 1000 * first
+        cuts = [0, 5, 23, prod(shape)]
+        for start, stop in pairwise(cuts):
+            for view in flat_range_views(rows[start:stop], start, sharding, mesh, replica=2):
+                assert view.replica == 2 and tuple(view.tensor.shape) == view.lengths
+                box = Box(view.offsets, view.lengths)
+                assert (whole[box.slices] == 0).all()
+                whole[box.slices] = view.tensor + 1
+    expected = [
+        (torch.arange(prod(sharding.local_shape(mesh))) + 1000.0 * sharding.part_length(mesh) * i)
+        .reshape(sharding.local_shape(mesh))
+        .add(1)
+        for i, mesh in enumerate(tensor_ranks)
+    ]
+    assert torch.equal(whole, torch.cat(expected)[:10])
+
+
+# -- tables ------------------------------------------------------------------------------------
+
+
+def test_the_table_has_global_names_and_a_tied_parameter_once() -> None:
+    cut = Sharding((4, 2), "tp", 0)
+    first, last = Part(weight=((4, 2), cut)), Part(weight=((4, 2), cut))
+    last.weight = first.weight
+    layers = nn.ModuleDict({"7": Part(gain=((2,), Sharding((2,))))})
+    model = nn.ModuleDict({"embedding": first, "layers": layers, "output": last})
+    assert collect_shardings(model) == {
+        "embedding.weight": cut,
+        "layers.7.gain": Sharding((2,)),
+    }
+
+
+def test_a_parameter_nobody_describes_is_named() -> None:
+    with pytest.raises(LayoutError, match=r"'0\.weight' has no sharding: .* of Linear"):
+        collect_shardings(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_parameter_views_share_memory_and_check_shapes(single: Mesh) -> None:
+    model = Part(weight=((6, 2), Sharding((5, 2), "tp", 0, padded=6)))
+    views = parameter_views(model, collect_shardings(model), single)
+    (view,) = views["weight"]
+    assert (view.global_shape, view.offsets, view.lengths) == ((5, 2), (0, 0), (5, 2))
+    view.tensor.fill_(3.0)
+    assert model.weight.sum() == 30.0
+    with pytest.raises(LayoutError, match=r"'weight' has shape \(5, 2\), its sharding says \(6, 2"):
+        parameter_views({"weight": torch.zeros(5, 2)}, collect_shardings(model), single)
+    with pytest.raises(LayoutError, match="'other' is not in the sharding table"):
+        parameter_views({"other": torch.zeros(1)}, {}, single)

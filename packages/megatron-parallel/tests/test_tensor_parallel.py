@@ -1,0 +1,182 @@
+"""Tensor-parallel layers on several ranks against plain torch on one, in float64."""
+
+import pytest
+import torch
+from megatron_parallel import (
+    ColumnParallelLinear,
+    Init,
+    Mesh,
+    ParallelLayout,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    collect_shardings,
+    column_parallel_linear,
+    initialize_parameters,
+    normal_,
+    parameter_views,
+    vocab_parallel_cross_entropy,
+)
+from megatron_parallel.testing import WorkerPool
+from torch import nn
+from torch.nn import functional
+
+S, B, H, FFN, GROUPS, VOCAB = 12, 2, 8, 24, 12, 37
+TP = {n: ParallelLayout(tp=n) for n in (2, 3, 4)}
+Tensors = dict[str, torch.Tensor]
+Reference = tuple[torch.Tensor, Tensors, Tensors]  # loss, parameters, gradients
+Parts = list[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]  # offsets, lengths, part
+Outcome = tuple[torch.Tensor, dict[str, Parts], dict[str, Parts]]
+
+NORMAL = Init("normal", 0.5)
+
+
+class Network(nn.Module):
+    """Embedding, fused two-dim column layers, a row layer and a tied output, as in a GPT."""
+
+    def __init__(self, mesh: Mesh, sequence_parallel: bool) -> None:
+        super().__init__()
+        options = {"sequence_parallel": sequence_parallel, "init": NORMAL, "dtype": torch.float64}
+        self.axis, self.sequence_parallel = mesh.axis("tp"), sequence_parallel
+        self.embedding = VocabParallelEmbedding(VOCAB, H, mesh, padded=48, **options)  # type: ignore[arg-type]
+        self.qkv = ColumnParallelLinear(H, (GROUPS, 3), mesh, **options)  # type: ignore[arg-type]
+        self.out = RowParallelLinear(GROUPS * 3, H, mesh, **options)  # type: ignore[arg-type]
+        self.up = ColumnParallelLinear(H, (2, FFN), mesh, dim=1, fused_dim=0, **options)  # type: ignore[arg-type]
+        self.down = RowParallelLinear(FFN, H, mesh, bias=False, **options)  # type: ignore[arg-type]
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = x + self.out(torch.tanh(self.qkv(x)).flatten(-2))
+        gate, up = self.up(x).unbind(-2)
+        x = x + self.down(torch.sigmoid(gate) * up)
+        weight = self.embedding.weight
+        logits = column_parallel_linear(x, weight, None, self.axis, self.sequence_parallel)
+        return vocab_parallel_cross_entropy(logits, targets, self.axis, VOCAB)
+
+
+def plain_loss(
+    p: dict[str, torch.Tensor], tokens: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
+    """The same network from torch's own functions and global tensors."""
+    x = functional.embedding(tokens, p["embedding.weight"])
+    qkv = functional.linear(x, p["qkv.weight"].reshape(-1, H), p["qkv.bias"].reshape(-1))
+    x = x + functional.linear(torch.tanh(qkv), p["out.weight"], p["out.bias"])
+    gate = functional.linear(x, p["up.weight"][0], p["up.bias"][0])
+    up = functional.linear(x, p["up.weight"][1], p["up.bias"][1])
+    x = x + functional.linear(torch.sigmoid(gate) * up, p["down.weight"])
+    logits = functional.linear(x, p["embedding.weight"])
+    loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return loss.view_as(targets)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(0, VOCAB, (2, S, B), generator=generator)
+    return tokens, targets, torch.rand(S, B, generator=generator, dtype=torch.float64)
+
+
+def train_once(
+    mesh: Mesh, sequence_parallel: bool
+) -> tuple[torch.Tensor, dict[str, Parts], dict[str, Parts]]:
+    """Loss per token, and parameters and gradients as (offsets, lengths, part)."""
+    model = Network(mesh, sequence_parallel)
+    table = collect_shardings(model)
+    initialize_parameters(model, seed=3, mesh=mesh)
+    with torch.no_grad():  # biases must not be zero, or a doubled one would go unnoticed
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                normal_(parameter, seed=3, name=name, sharding=table[name], std=0.3, mesh=mesh)
+    tokens, targets, weights = batch()
+    loss = model(tokens, targets)
+    (loss * weights).sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    parts = [
+        {n: [(v.offsets, v.lengths, v.tensor) for v in views] for n, views in found.items()}
+        for found in (parameter_views(model, table, mesh), parameter_views(grads, table, mesh))
+    ]
+    return loss.detach(), parts[0], parts[1]
+
+
+def whole(
+    parts: list[dict[str, Parts]], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, torch.Tensor]:
+    """Global tensors from all ranks' parts; parts held twice must be equal."""
+    tensors = {
+        name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in shapes.items()
+    }
+    for rank_parts in parts:
+        for name, boxes in rank_parts.items():
+            for offsets, lengths, part in boxes:
+                place = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+                there = tensors[name][place]
+                assert torch.isnan(there).all() or torch.allclose(there, part, rtol=0, atol=1e-12)
+                tensors[name][place] = part
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    mesh = Mesh.single()
+    _, parts, _ = train_once(mesh, False)
+    shapes = {name: s.shape for name, s in collect_shardings(Network(mesh, False)).items()}
+    parameters = {n: t.requires_grad_() for n, t in whole([parts], shapes).items()}
+    tokens, targets, weights = batch()
+    loss = plain_loss(parameters, tokens, targets)
+    (loss * weights).sum().backward()
+    grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    return loss.detach(), {n: p.detach() for n, p in parameters.items()}, grads
+
+
+def check(
+    results: list[Outcome],
+    reference: Reference,
+) -> None:
+    loss, parameters, grads = reference
+    shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+    for rank_loss, _, _ in results:
+        assert (rank_loss - loss).abs().max() < 1e-12
+    found = whole([result[1] for result in results], shapes)
+    found_grads = whole([result[2] for result in results], shapes)
+    for name in parameters:
+        assert torch.equal(found[name], parameters[name])
+        error = (found_grads[name] - grads[name]).abs().max() / grads[name].abs().max()
+        assert error < 1e-12, name
+
+
+def test_one_rank_equals_plain_torch(
+    reference: Reference,
+) -> None:
+    check([train_once(Mesh.single(), False)], reference)
+    check([train_once(Mesh.single(), True)], reference)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence-parallel"])
+def test_ranks_equal_plain_torch(
+    worker_pool: WorkerPool,
+    reference: Reference,
+    ranks: int,
+    sequence_parallel: bool,
+) -> None:
+    check(worker_pool.run_mesh(TP[ranks], train_once, sequence_parallel, ranks=ranks), reference)
+
+
+def test_layers_are_built_without_values(single: Mesh) -> None:
+    layer = ColumnParallelLinear(4, 6, single)
+    assert layer.weight.isnan().all()
+    meta = ColumnParallelLinear(4, 6, single, device="meta", dtype=torch.bfloat16)
+    assert meta.weight.is_meta and meta.weight.dtype is torch.bfloat16
+    initialize_parameters(meta.to_empty(device="cpu"), seed=0, mesh=single)
+    assert meta.weight.isfinite().all() and not meta.bias.any()
+
+
+def test_what_decays_and_what_is_cut(single: Mesh) -> None:
+    column = ColumnParallelLinear(4, (2, 6), single, dim=1, fused_dim=0)
+    row = RowParallelLinear(6, 4, single)
+    assert [s.weight_decay for s in (*column.sharding.values(), *row.sharding.values())] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert (column.sharding["bias"].dim, row.sharding["bias"].dim) == (1, None)
+    assert (row.sharding["weight"].dim, row.sharding["weight"].axis) == (1, "tp")
