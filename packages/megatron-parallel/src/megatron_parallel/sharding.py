@@ -98,17 +98,20 @@ _DERIVED = None  # stands for "worked out in __post_init__", so that readers see
 class Sharding:
     """How one parameter is cut over the mesh.
 
-    shape        global shape as stored, without padding
-    axis, dim    mesh axis that cuts dim `dim` into equal parts; both absent: every rank holds all
-    padded       size of `dim` in memory, when it is padded (vocabulary); padding is never stored.
-                 Parts are `ceil(padded / axis size)` long, so that any axis size will do
-    fused_dim    dim that only enumerates fused weights (gate and up), which nobody may cut
-    matrix       the parameter as a matrix, for optimizers that orthogonalise (Muon); by default all
-                 dims but the last, times the last; a parameter of fewer than two true dims has none
-    weight_decay whether weight decay applies; by default to whatever has a matrix
-    init         how the parameter starts
+    Attributes:
+        shape: Global shape as stored, without padding.
+        axis: Mesh axis that cuts `dim` into equal parts; without one, every rank holds all.
+        dim: The dim that is cut.
+        padded: Size of `dim` in memory, when it is padded (vocabulary). Padding is never stored.
+            Parts are `ceil(padded / axis size)` long, so that any axis size will do.
+        fused_dim: Dim that only enumerates fused weights (gate and up), which nobody may cut.
+        matrix: The parameter as a matrix, for optimizers that orthogonalise (Muon); by default all
+            dims but the last, times the last. A parameter of fewer than two true dims has none.
+        weight_decay: Whether weight decay applies; by default to whatever has a matrix.
+        init: How the parameter starts.
 
-    Raises `LayoutError` if these contradict one another.
+    Raises:
+        LayoutError: These contradict one another.
     """
 
     shape: tuple[int, ...]

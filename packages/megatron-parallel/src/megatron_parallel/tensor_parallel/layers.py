@@ -34,12 +34,20 @@ class ColumnParallelLinear(nn.Module):
     `[..., in]` (`[s/n, ..., in]` with `sequence_parallel`) to `[..., *out]`, where dim `dim` of
     `out_features` is this rank's part.
 
-    in_features    size of the last dim of the input
-    out_features   size or shape of the output, e.g. `(groups, width)` for queries, keys and values
-                   or `(2, ffn)` for gate and up; the weight has shape `(*out_features, in)`
-    dim            dim of `out_features` that is cut
-    fused_dim      dim of `out_features` that enumerates fused weights
-    padded         size of the cut dim in memory, when it is a padded vocabulary
+    Args:
+        in_features: Size of the last dim of the input.
+        out_features: Size or shape of the output, e.g. `(groups, width)` for queries, keys and
+            values or `(2, ffn)` for gate and up. The weight has shape `(*out_features, in)`.
+        mesh: Whose axis cuts the layer.
+        bias: Whether there is one, of shape `out_features`.
+        dim: Dim of `out_features` that is cut.
+        fused_dim: Dim of `out_features` that enumerates fused weights.
+        padded: Size of the cut dim in memory, when it is a padded vocabulary.
+        axis: Name of the axis.
+        sequence_parallel: Whether the input is cut along dim 0 and has to be gathered.
+        init: How the weight starts; the bias starts at zero.
+        dtype: Of the parameters.
+        device: Of the parameters; the mesh's by default.
     """
 
     bias: nn.Parameter | None
