@@ -1,0 +1,130 @@
+"""Small calls of every operation, for the commands and the tests: shapes that are not round, the
+options that change the path taken, and rows that a careless kernel would turn into NaN.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_kernels.ops.activation.gelu import gelu
+from megatron_kernels.ops.activation.swiglu import swiglu
+from megatron_kernels.ops.attention.attention import attention
+from megatron_kernels.ops.attention.mask import Mask
+from megatron_kernels.ops.loss.cross_entropy import IGNORED, cross_entropy
+from megatron_kernels.ops.norm.layer_norm import layer_norm
+from megatron_kernels.ops.norm.rms_norm import rms_norm
+from megatron_kernels.ops.rope.frequencies import rope_frequencies, rope_tables
+from megatron_kernels.ops.rope.rope import rope
+from megatron_kernels.ops.softmax.softmax import softmax
+from megatron_kernels.registry import Op
+
+
+@dataclass(frozen=True)
+class Source:
+    """Draws inputs: the same numbers for every dtype and device."""
+
+    dtype: torch.dtype
+    device: torch.device
+    seed: int = 1234
+
+    def normal(self, *shape: int, mean: float = 0.0) -> Tensor:
+        """A leaf that requires a gradient, from a normal distribution of deviation one."""
+        numbers = torch.randn(shape, generator=self._generator(shape), dtype=torch.float64) + mean
+        return numbers.to(self.device, self.dtype).requires_grad_()
+
+    def integers(self, below: int, *shape: int) -> Tensor:
+        """int64 in [0, below)."""
+        generator = self._generator(shape)
+        return torch.randint(below, shape, generator=generator).to(self.device)
+
+    def _generator(self, shape: tuple[int, ...]) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed + sum(shape))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: the operation, what is special about it, and how to make its arguments."""
+
+    op: Op[Any, Any]
+    label: str
+    arguments: Callable[[Source], tuple[Any, ...]]
+
+
+def _norm(draw: Source, *, bias: bool) -> tuple[Any, ...]:
+    shift = (draw.normal(43),) if bias else ()
+    return (draw.normal(7, 3, 43, mean=0.5), draw.normal(43, mean=1), *shift, 1e-5)
+
+
+def _gelu(draw: Source, approximate: str) -> tuple[Any, ...]:
+    return (draw.normal(9, 2, 31), approximate)
+
+
+def _swiglu(draw: Source) -> tuple[Any, ...]:
+    return (draw.normal(9, 3, 2, 31),)
+
+
+def _softmax(draw: Source, *, masked: bool) -> tuple[Any, ...]:
+    if not masked:
+        return (draw.normal(3, 5, 17), None, 0.7)
+    allowed = draw.integers(3, 3, 5, 17) > 0
+    allowed[1, 2] = False
+    return (draw.normal(3, 5, 17), allowed, 0.7)
+
+
+def _rope(draw: Source, *, interleaved: bool, percent: float, batch: int) -> tuple[Any, ...]:
+    places = torch.arange(11, device=draw.device)
+    if batch > 1:
+        places = torch.stack([places + 100 * i for i in range(batch)])
+    table = torch.float64 if draw.dtype is torch.float64 else torch.float32
+    tables = rope_tables(places, rope_frequencies(16, percent=percent, device=draw.device), table)
+    return (draw.normal(11, max(batch, 2), 3, 16), *tables, interleaved)
+
+
+def _attention(
+    draw: Source, mask: Mask, *, queries: int = 13, keys: int = 13, groups: int = 4, offset: int = 0
+) -> tuple[Any, ...]:
+    q = draw.normal(queries, 2, 4, 16)
+    k, v = draw.normal(keys, 2, groups, 16), draw.normal(keys, 2, groups, 16, mean=0.5)
+    return (q, k, v, mask, None, offset)
+
+
+def _documents(draw: Source) -> tuple[Any, ...]:
+    ids = torch.tensor([[0] * 5 + [1] * 8, [0] * 3 + [1] * 4 + [-1] * 6], dtype=torch.int32)
+    return _attention(draw, Mask(document_ids=ids.to(draw.device)), groups=2)
+
+
+def _prefixes(draw: Source) -> tuple[Any, ...]:
+    return _attention(draw, Mask(prefix=torch.tensor([4, 9], device=draw.device)))
+
+
+def _cross_entropy(draw: Source) -> tuple[Any, ...]:
+    targets = draw.integers(37, 5, 3)
+    targets[2, 1] = IGNORED
+    return (draw.normal(5, 3, 37), targets)
+
+
+CASES = (
+    Case(layer_norm, "", partial(_norm, bias=True)),
+    Case(rms_norm, "", partial(_norm, bias=False)),
+    Case(gelu, "exact", partial(_gelu, approximate="none")),
+    Case(gelu, "tanh", partial(_gelu, approximate="tanh")),
+    Case(swiglu, "", _swiglu),
+    Case(softmax, "everywhere", partial(_softmax, masked=False)),
+    Case(softmax, "masked", partial(_softmax, masked=True)),
+    Case(rope, "halves", partial(_rope, interleaved=False, percent=1.0, batch=1)),
+    Case(rope, "interleaved", partial(_rope, interleaved=True, percent=1.0, batch=2)),
+    Case(rope, "partial", partial(_rope, interleaved=False, percent=0.5, batch=2)),
+    Case(attention, "causal", partial(_attention, mask=Mask())),
+    Case(attention, "causal, grouped", partial(_attention, mask=Mask(), groups=2)),
+    Case(attention, "full", partial(_attention, mask=Mask(causal=False), keys=9)),
+    Case(attention, "window", partial(_attention, mask=Mask(window=4), groups=1)),
+    Case(attention, "prefix", _prefixes),
+    Case(attention, "documents", _documents),
+    Case(attention, "cache", partial(_attention, mask=Mask(), queries=4, offset=7)),
+    Case(attention, "decode", partial(_attention, mask=Mask(), queries=1, offset=9, groups=2)),
+    Case(cross_entropy, "", _cross_entropy),
+)

@@ -1,0 +1,87 @@
+"""Every usable backend against the reference in float64, values and gradients."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_kernels.cases import CASES, Case, Source
+from megatron_kernels.registry import Backend
+
+TOLERANCES = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 5e-3,
+    torch.bfloat16: 4e-2,
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of one check.
+
+    Both errors are largest deviations, relative to the largest true value where that is above one;
+    they are zero where the backend refused the case.
+    """
+
+    op: str
+    case: str
+    backend: str
+    dtype: torch.dtype
+    refusal: str | None
+    error: float
+    gradient_error: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether both errors are within the tolerance of the dtype (NaN is not)."""
+        allowed = TOLERANCES[self.dtype]
+        return self.refusal is not None or (
+            self.error <= allowed and self.gradient_error <= allowed
+        )
+
+
+def check(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
+    """Check every backend of every operation on small inputs.
+
+    The reference is checked too, in the precisions other than the one it is the standard in.
+    """
+    for case in CASES:
+        checked = case.op.backends[:-1] if dtype is torch.float64 else case.op.backends
+        for backend in checked:
+            yield check_backend(case, backend, dtype, device)
+
+
+def check_backend(case: Case, backend: Backend, dtype: torch.dtype, device: torch.device) -> Result:
+    """Run one case in `dtype` with a backend, and in float64 with the reference on the same inputs."""
+    given = case.arguments(Source(dtype, device))
+    name, reference = case.op.name, case.op.backends[-1]
+    refusal = backend.refusal(*given)
+    if refusal is not None:
+        return Result(name, case.label, backend.name, dtype, refusal, 0.0, 0.0)
+    exact = tuple(_in_float64(value) for value in given)
+    truth, found = _run(reference, exact), _run(backend, given)
+    errors = [_deviation(f, t) for f, t in zip(found, truth, strict=True)]
+    return Result(name, case.label, backend.name, dtype, None, errors[0], max(errors[1:]))
+
+
+def _run(backend: Backend, arguments: tuple[Any, ...]) -> list[Tensor]:
+    """The output, then the gradients of a weighted sum of it."""
+    out: Tensor = backend.run(*arguments)
+    leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
+    weights = torch.linspace(0.5, 1.5, out.numel(), dtype=torch.float64, device=out.device)
+    gradient = weights.reshape(out.shape).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+
+
+def _in_float64(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.detach().double().requires_grad_(value.requires_grad)
+    return value
+
+
+def _deviation(found: Tensor, truth: Tensor) -> float:
+    scale = max(1.0, float(truth.abs().max()))
+    return float((found.double() - truth).abs().max()) / scale
