@@ -147,9 +147,11 @@ def test_a_range_outside_the_sequence_is_refused(
 
 
 def test_an_index_that_does_not_match_its_bin_names_both_sizes(by_hand: Path) -> None:
-    (by_hand.with_suffix(".bin")).write_bytes(TOKENS_BY_HAND[:-2])
-    with pytest.raises(DataError, match=r"d\.idx does not match .*d\.bin.* 12 bytes.* 10;"):
-        IndexedDataset(by_hand)
+    for data in (TOKENS_BY_HAND[:-2], TOKENS_BY_HAND + b"\x00\x00"):
+        by_hand.with_suffix(".bin").write_bytes(data)
+        message = rf"d\.idx does not match .*d\.bin.* 12 bytes.* {len(data)};"
+        with pytest.raises(DataError, match=message):
+            IndexedDataset(by_hand)
 
 
 @pytest.mark.parametrize(
