@@ -1,5 +1,6 @@
 from ._version import __version__ as __version__
 from .datasets.blended import BlendedDataset as BlendedDataset
+from .datasets.blended import Dataset as Dataset
 from .datasets.build import Datasets as Datasets
 from .datasets.build import build_gpt_datasets as build_gpt_datasets
 from .datasets.build import build_mock_gpt_datasets as build_mock_gpt_datasets
