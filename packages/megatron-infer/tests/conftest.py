@@ -1,5 +1,54 @@
-"""Checks tensor annotations at run time."""
+"""Checks tensor annotations at run time, and builds small models with lively weights."""
+
+from collections.abc import Callable
 
 from jaxtyping import install_import_hook
 
 install_import_hook("megatron_infer", "beartype.beartype")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from megatron_models import GPT, GPTConfig  # noqa: E402
+from megatron_parallel import Mesh  # noqa: E402
+
+# Tensors here are tiny: threads would only wait for one another.
+torch.set_num_threads(1)
+
+KINDS = {
+    "gpt2": {"position_embedding_type": "learned_absolute"},
+    "llama": {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "num_query_groups": 2,
+    },
+}
+
+
+@pytest.fixture
+def make_model() -> Callable[..., GPT]:
+    """Make a tiny GPT; large weights make its choices differ from place to place."""
+
+    def make(
+        kind: str = "gpt2",
+        *,
+        vocab_size: int = 61,
+        positions: int = 48,
+        dtype: torch.dtype = torch.float64,
+        mesh: Mesh | None = None,
+    ) -> GPT:
+        config = GPTConfig(
+            num_layers=2,
+            hidden_size=32,
+            num_attention_heads=4,
+            vocab_size=vocab_size,
+            max_position_embeddings=positions,
+            make_vocab_size_divisible_by=16,
+            init_method_std=0.3,
+            **KINDS[kind],
+        )
+        return GPT(config, mesh or Mesh.single(), dtype=dtype, seed=7)
+
+    return make

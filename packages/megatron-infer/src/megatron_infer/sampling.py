@@ -16,26 +16,35 @@ from megatron_infer.params import SamplingParams
 
 
 class Sampler:
-    """Chooses one token for each request; ``params`` holds the settings of each row."""
+    """Chooses the next token of requests; ``params`` holds the settings of each."""
 
     def __init__(self, params: Sequence[SamplingParams]) -> None:
         self._params = list(params)
         self._generators = [_generator(one.seed) for one in params]
-        self._greedy = torch.tensor([one.temperature == 0.0 for one in params])
 
-    def __call__(self, logits: Float[Tensor, "b v"]) -> Int[Tensor, " b"]:
-        """Return the next token of each row, int64, on the logits' device."""
+    def __call__(
+        self, logits: Float[Tensor, "b v"], requests: Sequence[int] | None = None
+    ) -> Int[Tensor, " b"]:
+        """Return the next token of each row, int64, on the logits' device.
+
+        ``requests`` says which request each row is of; by default the rows are all requests in
+        order. Raises InferError if a logit is NaN.
+        """
         if bool(logits.isnan().any()):
             raise InferError("the model's logits contain NaN; its weights or precision are broken")
+        requests = range(len(self._params)) if requests is None else requests
+        params = [self._params[request] for request in requests]
         likeliest = logits.argmax(-1)
-        if bool(self._greedy.all()):
+        greedy = torch.tensor([one.temperature == 0.0 for one in params], device=logits.device)
+        if bool(greedy.all()):
             return likeliest
-        drawn = _inverse_cdf(probabilities(logits, self._params), self._uniform(logits.device))
-        return torch.where(self._greedy.to(logits.device), likeliest, drawn)
-
-    def _uniform(self, device: torch.device) -> Float[Tensor, " b"]:
-        numbers = [torch.rand(1, generator=g, dtype=torch.float64) for g in self._generators]
-        return torch.cat(numbers).to(device)
+        numbers = [
+            torch.rand(1, generator=self._generators[request], dtype=torch.float64)
+            for request in requests
+        ]
+        uniform = torch.cat(numbers).to(logits.device)
+        drawn = _inverse_cdf(probabilities(logits, params), uniform)
+        return torch.where(greedy, likeliest, drawn)
 
 
 def probabilities(

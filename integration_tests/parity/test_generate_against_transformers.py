@@ -1,0 +1,99 @@
+"""Greedy continuations of imported models against transformers' own generate.
+
+A random model is written by transformers with a tokenizer beside it, imported as a checkpoint, and
+loaded from the checkpoint alone. Both compute in float64, so every token has to be equal.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_ckpt import import_hf
+from megatron_infer import LoadedModel, SamplingParams, generate, generate_tokens, load_model
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+VOCABULARY, POSITIONS = 301, 64
+GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": POSITIONS}
+LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": POSITIONS,
+}
+PROMPTS = ["a", "The whale swam", "Call me", "One two three four five six"]
+
+
+def random_model(family: str) -> Any:
+    torch.manual_seed(11)
+    if family == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None, **GPT2
+        )
+    else:
+        config = transformers.LlamaConfig(vocab_size=VOCABULARY, **LLAMA)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            gain = name.endswith("weight") and ("norm" in name or "ln_" in name)
+            parameter.normal_(1.0 if gain else 0.0, 0.3)
+    return model.double().eval()
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer whose tokens are bytes, numbered in the order of the byte alphabet."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, LoadedModel]:
+    """One model: in transformers, and loaded from the checkpoint it was imported to."""
+    theirs = random_model(request.param)
+    theirs.save_pretrained(tmp_path / "theirs")
+    write_tokenizer(tmp_path / "theirs")
+    import_hf(tmp_path / "theirs", tmp_path / "ours")
+    return theirs, load_model(tmp_path / "ours", dtype=torch.float64)
+
+
+def their_greedy(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
+    settings = transformers.GenerationConfig(
+        do_sample=False, max_new_tokens=count, eos_token_id=None, pad_token_id=0
+    )
+    tokens = torch.tensor([prompt])
+    result = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), generation_config=settings
+    )
+    return tuple(result[0, len(prompt) :].tolist())
+
+
+def test_greedy_continuations_equal_theirs_token_by_token(pair: tuple[Any, LoadedModel]) -> None:
+    theirs, ours = pair
+    prompts = ours.tokenizer.encode_batch(PROMPTS)
+    params = SamplingParams(max_new_tokens=30, temperature=0.0)
+    results = generate_tokens(ours.model, prompts, params)
+    expected = [their_greedy(theirs, prompt, 30) for prompt in prompts]
+    assert [one.tokens for one in results] == expected
+    assert len({token for tokens in expected for token in tokens}) > 10  # not a constant
+
+
+def test_text_is_what_their_tokenizer_decodes(
+    pair: tuple[Any, LoadedModel], tmp_path: Path
+) -> None:
+    theirs, ours = pair
+    params = SamplingParams(max_new_tokens=20, temperature=0.0)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "theirs" / "tokenizer.json")
+    )
+    for completion in generate(ours.model, ours.tokenizer, PROMPTS, params):
+        prompt = tokenizer(completion.prompt)["input_ids"]
+        tokens = their_greedy(theirs, prompt, 20)
+        assert completion.text == tokenizer.decode(tokens, clean_up_tokenization_spaces=False)

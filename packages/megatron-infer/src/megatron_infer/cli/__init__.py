@@ -1,0 +1,3 @@
+"""The command ``megatron-infer``. Importing it does not import torch."""
+
+from megatron_infer.cli.main import main as main

@@ -1,0 +1,202 @@
+"""Decoding a batch of token sequences, each of its own length.
+
+Prompts are first run through the model (prefill), shorter ones padded on the right: a causal model
+does not look there. Then every step feeds each running sequence its newest token. Sequences lie at
+the beginning of their cache slots and end on their own, so what one request yields does not depend
+on its neighbours, beyond the rounding of matrix products of another size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from megatron_kernels import Mask
+from megatron_models import GPT
+from megatron_parallel import all_gather, broadcast
+from torch import Tensor, nn
+
+from megatron_infer.engine.cache import SlotCache
+from megatron_infer.errors import InferError
+from megatron_infer.params import SamplingParams
+from megatron_infer.sampling import Sampler
+
+FinishReason = Literal["stop", "length", "positions"]
+
+PREFILL_TOKENS = 4096
+"""Prompt tokens, with padding, in one pass over several prompts; it bounds the logits' memory."""
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The tokens that follow a prompt, and why they end.
+
+    ``finish_reason`` is ``stop`` (a stop token came; it is left out), ``length``
+    (``max_new_tokens`` are there) or ``positions`` (the model has no position for another token).
+    """
+
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+def generate_tokens(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    stop_tokens: frozenset[int] = frozenset(),
+    on_token: Callable[[int, int], object] | None = None,
+) -> list[Continuation]:
+    """Continue token sequences of any lengths, all at once.
+
+    Args:
+        model: a GPT on any device; its modules keep the mode (train or eval) they are in.
+        prompts: token numbers, at least one for each prompt.
+        params: settings of each prompt, or one for all of them. Equal prompts with equal seeds get
+            equal continuations.
+        stop_tokens: tokens that end a continuation.
+        on_token: called with the prompt's index and each new token as it is chosen, except a stop
+            token.
+
+    Returns:
+        One continuation for each prompt.
+
+    Raises:
+        InferError: an empty prompt, one that leaves no position for a new token, or a token that is
+            not in the model's vocabulary.
+    """
+    settings = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(settings) != len(prompts):
+        raise InferError(f"{len(prompts)} prompts came with settings for {len(settings)}")
+    for index, prompt in enumerate(prompts):
+        _check_prompt(model, index, prompt)
+    if not prompts:
+        return []
+    with _evaluating(model), torch.no_grad():
+        batch = _Batch(model, prompts, settings, stop_tokens, on_token or (lambda row, token: None))
+        batch.prefill()
+        while running := [row for row in range(len(prompts)) if row not in batch.ended]:
+            batch.advance(running, [batch.tokens[row][-1:] for row in running])
+    return [
+        Continuation(tuple(tokens), batch.ended[row]) for row, tokens in enumerate(batch.tokens)
+    ]
+
+
+class _Batch:
+    """The state of one call: the cache, and what each sequence has got so far."""
+
+    def __init__(
+        self,
+        model: GPT,
+        prompts: Sequence[Sequence[int]],
+        settings: Sequence[SamplingParams],
+        stop_tokens: frozenset[int],
+        on_token: Callable[[int, int], object],
+    ) -> None:
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.ended: dict[int, FinishReason] = {}
+        self._model = model
+        self._prompts = prompts
+        self._settings = settings
+        self._stop_tokens = stop_tokens
+        self._on_token = on_token
+        self._sampler = Sampler(settings)
+        self._cached = [0] * len(prompts)
+        self._positions = model.config.max_position_embeddings
+        weight = model.embedding.word.weight
+        self._device = weight.device
+        room = max(len(p) + s.max_new_tokens for p, s in zip(prompts, settings, strict=True))
+        self._cache = SlotCache(
+            model.config,
+            model.mesh,
+            len(prompts),
+            min(room, self._positions),
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+
+    def prefill(self) -> None:
+        """Run the prompts through the model, those of similar lengths together."""
+        group: list[int] = []
+        for row in sorted(range(len(self._prompts)), key=lambda row: len(self._prompts[row])):
+            if group and (len(group) + 1) * len(self._prompts[row]) > PREFILL_TOKENS:
+                self.advance(group, [self._prompts[one] for one in group])
+                group = []
+            group.append(row)
+        self.advance(group, [self._prompts[one] for one in group])
+
+    def advance(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> None:
+        """Feed each row its new tokens, and choose the one that follows."""
+        chosen = self._sampler(self._logits(rows, new), rows)
+        broadcast(chosen, self._model.mesh.axis("tp"))
+        for row, token in zip(rows, chosen.tolist(), strict=True):
+            self._accept(row, token)
+
+    def _logits(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Float[Tensor, "rows v"]:
+        """Return the logits of the token that follows each row's new tokens."""
+        lengths = [len(tokens) for tokens in new]
+        width = max(lengths)
+        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in new]
+        starts = [self._cached[row] for row in rows]
+        self._cache.aim(rows, starts)
+        positions, mask = self._places(starts, width)
+        tokens = torch.tensor(padded, device=self._device)
+        logits = self._model(tokens, positions=positions, mask=mask, cache=self._cache)
+        for row, length in zip(rows, lengths, strict=True):
+            self._cached[row] += length
+        ends = torch.tensor(lengths, device=self._device) - 1
+        last = logits[ends, torch.arange(len(rows), device=self._device)]
+        whole = all_gather(last, self._model.mesh.axis("tp"), dim=-1)
+        return whole[:, : self._model.config.vocab_size]
+
+    def _places(self, starts: Sequence[int], width: int) -> tuple[Tensor | None, Mask | None]:
+        """Return positions and mask of the new tokens; None where all rows start alike."""
+        if len(set(starts)) == 1:
+            return None, None
+        new = torch.arange(width, device=self._device)
+        places = torch.tensor(starts, device=self._device).unsqueeze(-1) + new
+        keys = torch.arange(max(starts) + width, device=self._device)
+        return places, Mask(positions=keys.expand(len(starts), -1), query_positions=places)
+
+    def _accept(self, row: int, token: int) -> None:
+        """Add a token to a continuation, and note if it ends."""
+        if token in self._stop_tokens:
+            self.ended[row] = "stop"
+            return
+        self.tokens[row].append(token)
+        self._on_token(row, token)
+        if len(self.tokens[row]) == self._settings[row].max_new_tokens:
+            self.ended[row] = "length"
+        elif len(self._prompts[row]) + len(self.tokens[row]) == self._positions:
+            self.ended[row] = "positions"
+
+
+def _check_prompt(model: GPT, index: int, prompt: Sequence[int]) -> None:
+    config = model.config
+    if not prompt:
+        raise InferError(f"prompt {index + 1} is empty: there is nothing to continue")
+    if len(prompt) >= config.max_position_embeddings:
+        raise InferError(
+            f"prompt {index + 1} has {len(prompt)} tokens and the model "
+            f"{config.max_position_embeddings} positions, so none is left for a new token; "
+            "shorten the prompt"
+        )
+    if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+        raise InferError(
+            f"prompt {index + 1} has token {max(prompt)}, the model's vocabulary "
+            f"{config.vocab_size} tokens; is it another model's tokenizer?"
+        )
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model in eval mode, and every module back into its own mode afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

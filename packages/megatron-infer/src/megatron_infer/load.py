@@ -1,0 +1,105 @@
+"""A model and its tokenizer from a checkpoint alone.
+
+A checkpoint of megatron-train holds what is needed: the model's configuration in its manifest, the
+weights, and the tokenizer's files in the folder ``tokenizer``.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from megatron_ckpt import Checkpoint, find_checkpoint
+from megatron_data import Tokenizer, load_tokenizer
+from megatron_models import GPT, GPTConfig
+from megatron_parallel import Mesh, collect_shardings, parameter_views
+
+from megatron_infer.errors import InferError
+
+TOKENIZER_FOLDER = "tokenizer"
+
+
+class LoadedModel(NamedTuple):
+    """What a checkpoint holds for generation."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    checkpoint: Checkpoint
+
+
+def load_model(
+    path: str | Path,
+    *,
+    iteration: int | None = None,
+    mesh: Mesh | None = None,
+    dtype: torch.dtype = torch.float32,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> LoadedModel:
+    """Build the model of a checkpoint, fill it, and open its tokenizer.
+
+    Args:
+        path: a checkpoint, or a run's folder, of which the newest complete checkpoint is taken.
+        iteration: another checkpoint of the run.
+        mesh: where the model goes and how it is cut; a single process on the CPU by default.
+        dtype: of the model's parameters, whatever the checkpoint's floating-point type.
+        progress: called with the bytes of weights read so far, and those there are.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        InferError: the checkpoint does not say which model it holds, or has no tokenizer, or that
+            of another model.
+    """
+    checkpoint = find_checkpoint(path, iteration)
+    if checkpoint.model is None:
+        raise InferError(
+            f"{checkpoint.path} does not say which model it holds; save it with a model record"
+        )
+    config = GPTConfig.from_dict(checkpoint.model.config)
+    tokenizer = _open_tokenizer(checkpoint, config)
+    mesh = mesh or Mesh.single()
+    model = _empty_model(config, mesh, dtype)
+    views = parameter_views(model, collect_shardings(model), mesh)
+    total, done = _weight_bytes(checkpoint), 0
+
+    def count(read: int) -> None:
+        nonlocal done
+        done += read
+        progress(done, total)
+
+    checkpoint.load(views, groups=["model"], cast="floating", progress=count)
+    return LoadedModel(model.eval(), tokenizer, checkpoint)
+
+
+def _empty_model(config: GPTConfig, mesh: Mesh, dtype: torch.dtype) -> GPT:
+    """Build a model of zeros; drawing initial weights would take longer than reading them."""
+    model = GPT(config, mesh, dtype=dtype, device="meta")
+    model.to_empty(device=mesh.device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    if model.rotary is not None:
+        model.rotary.reset()
+    return model
+
+
+def _weight_bytes(checkpoint: Checkpoint) -> int:
+    """Return the size of the files that hold the model's tensors."""
+    records = [record for record in checkpoint.tensors.values() if record.group == "model"]
+    files = {piece.file for record in records for piece in record.pieces}
+    return sum(checkpoint.manifest.files[name].size for name in files)
+
+
+def _open_tokenizer(checkpoint: Checkpoint, config: GPTConfig) -> Tokenizer:
+    folder = checkpoint.path / TOKENIZER_FOLDER
+    if not folder.is_dir():
+        raise InferError(
+            f"{checkpoint.path} holds no tokenizer; train with --tokenizer-model, which keeps it "
+            "in every checkpoint"
+        )
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise InferError(
+            f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, the model "
+            f"{config.vocab_size}: they do not belong together"
+        )
+    return tokenizer

@@ -1,0 +1,157 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from megatron_infer import InferError, Sampler, SamplingParams, generate_tokens
+from megatron_infer.engine import batch as engine
+from megatron_models import GPT
+from megatron_parallel import Mesh, ParallelLayout
+from megatron_parallel.testing import WorkerPool
+
+Make = Callable[..., GPT]
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
+PROMPTS = [[5], [17, 3, 44, 9, 9, 20, 1], [2, 60], [11, 12, 13, 14], [30, 31]]
+
+
+@torch.no_grad()
+def without_cache(model: GPT, prompt: list[int], params: SamplingParams) -> tuple[int, ...]:
+    """The continuation by its definition: the whole sequence through the model for every token."""
+    tokens, sampler = list(prompt), Sampler([params])
+    for _ in range(params.max_new_tokens):
+        logits = model(torch.tensor([tokens]))[-1, :, : model.config.vocab_size]
+        tokens.append(int(sampler(logits)[0]))
+    return tuple(tokens[len(prompt) :])
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, SamplingParams(max_new_tokens=12, seed=3, top_p=0.95)],
+    ids=["greedy", "drawn"],
+)
+def test_a_ragged_batch_with_cache_equals_each_prompt_alone_without(
+    make_model: Make, kind: str, params: SamplingParams
+) -> None:
+    model = make_model(kind)
+    together = generate_tokens(model, PROMPTS, params)
+    expected = [without_cache(model, prompt, params) for prompt in PROMPTS]
+    assert [one.tokens for one in together] == expected
+    assert len({token for one in expected for token in one}) > 10  # not a constant
+
+
+def test_neighbours_with_other_settings_change_nothing(make_model: Make) -> None:
+    model = make_model("llama")
+    params = [
+        SamplingParams(max_new_tokens=3 + 4 * row, seed=row, temperature=row / 2)
+        for row in range(len(PROMPTS))
+    ]
+    together = generate_tokens(model, PROMPTS, params)
+    backwards = generate_tokens(model, PROMPTS[::-1], params[::-1])[::-1]
+    alone = [
+        generate_tokens(model, [prompt], one)[0]
+        for prompt, one in zip(PROMPTS, params, strict=True)
+    ]
+    assert together == alone == backwards
+
+
+def test_prompts_are_prefilled_in_groups_of_bounded_size(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    whole = generate_tokens(model, PROMPTS, GREEDY)
+    sizes = []
+    forward = GPT.forward
+
+    def counting(self: GPT, tokens: torch.Tensor, **settings: object) -> torch.Tensor:
+        sizes.append(tokens.numel())
+        return forward(self, tokens, **settings)
+
+    monkeypatch.setattr(engine, "PREFILL_TOKENS", 5)
+    monkeypatch.setattr(GPT, "forward", counting)
+    assert generate_tokens(model, PROMPTS, GREEDY) == whole
+    assert sizes[:4] == [4, 2, 4, 7]
+
+
+def test_a_stop_token_ends_a_continuation_and_is_left_out(make_model: Make) -> None:
+    model = make_model()
+    free = generate_tokens(model, PROMPTS, GREEDY)
+    stop = free[1].tokens[5]
+    stopped = generate_tokens(model, PROMPTS, GREEDY, stop_tokens=frozenset([stop]))
+    for before, after in zip(free, stopped, strict=True):
+        if stop in before.tokens:
+            assert after.tokens == before.tokens[: before.tokens.index(stop)]
+            assert after.finish_reason == "stop"
+        else:
+            assert after == before
+            assert after.finish_reason == "length"
+
+
+def test_a_continuation_ends_with_the_models_positions(make_model: Make) -> None:
+    model = make_model(positions=10)
+    params = SamplingParams(max_new_tokens=6, temperature=0.0)
+    short, long = generate_tokens(model, [[1, 2], [1, 2, 3, 4, 5, 6, 7]], params)
+    assert (len(short.tokens), short.finish_reason) == (6, "length")
+    assert (len(long.tokens), long.finish_reason) == (3, "positions")
+
+
+def test_tokens_are_reported_as_they_are_chosen(make_model: Make) -> None:
+    seen: list[list[int]] = [[] for _ in PROMPTS]
+    order = []
+
+    def note(row: int, token: int) -> None:
+        seen[row].append(token)
+        order.append(len(seen[row]))
+
+    result = generate_tokens(make_model(), PROMPTS, GREEDY, on_token=note)
+    assert [tuple(tokens) for tokens in seen] == [one.tokens for one in result]
+    assert order == sorted(order)
+
+
+def test_a_model_in_training_goes_on_training(make_model: Make) -> None:
+    model = make_model()
+    model.train()
+    model.final_norm.eval()
+    generate_tokens(model, PROMPTS, GREEDY)
+    assert model.training
+    assert model.layers["0"].training
+    assert not model.final_norm.training
+    model.loss(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]])).sum().backward()
+    assert model.embedding.word.weight.grad is not None
+
+
+def test_two_tensor_parallel_ranks_yield_what_one_does(
+    make_model: Make, worker_pool: WorkerPool
+) -> None:
+    expected = generate_tokens(make_model("llama"), PROMPTS, GREEDY)
+
+    def on_ranks(mesh: Mesh) -> tuple[list, list]:
+        model = make_model("llama", mesh=mesh)
+        unseeded = SamplingParams(max_new_tokens=5)
+        return generate_tokens(model, PROMPTS, GREEDY), generate_tokens(model, PROMPTS, unseeded)
+
+    results = worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), on_ranks)
+    assert [greedy for greedy, _ in results] == [expected, expected]
+    assert results[0][1] == results[1][1]
+
+
+def test_no_prompt_is_no_work(make_model: Make) -> None:
+    assert generate_tokens(make_model(), [], GREEDY) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "names"),
+    [
+        ([[1], []], "prompt 2 is empty"),
+        ([[1] * 48], "48 tokens and the model 48 positions"),
+        ([[61]], "token 61"),
+        ([[-1]], "token -1"),
+    ],
+)
+def test_impossible_prompts_are_named(make_model: Make, prompts: list, names: str) -> None:
+    with pytest.raises(InferError, match=names):
+        generate_tokens(make_model(), prompts, GREEDY)
+
+
+def test_settings_must_match_the_prompts(make_model: Make) -> None:
+    with pytest.raises(InferError, match="5 prompts came with settings for 2"):
+        generate_tokens(make_model(), PROMPTS, [GREEDY, GREEDY])

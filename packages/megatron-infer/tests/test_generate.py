@@ -1,0 +1,49 @@
+from collections.abc import Callable
+
+import pytest
+from megatron_data import ByteTokenizer
+from megatron_infer import InferError, SamplingParams, generate, generate_tokens
+from megatron_models import GPT
+
+PROMPTS = ["The whale", "naïve", "日本"]
+
+
+@pytest.fixture
+def model(make_model: Callable[..., GPT]) -> GPT:
+    return make_model(vocab_size=257)
+
+
+def test_texts_are_the_decoded_tokens_and_pieces_add_up(model: GPT) -> None:
+    tokenizer, params = ByteTokenizer(), SamplingParams(max_new_tokens=20, seed=1)
+    pieces = [""] * len(PROMPTS)
+
+    def add(row: int, piece: str) -> None:
+        assert piece
+        pieces[row] += piece
+
+    completions = generate(model, tokenizer, PROMPTS, params, on_text=add)
+    tokens = generate_tokens(
+        model, tokenizer.encode_batch(PROMPTS), params, stop_tokens=frozenset([256])
+    )
+    assert [one.tokens for one in completions] == [one.tokens for one in tokens]
+    assert [one.text for one in completions] == pieces
+    assert pieces == [tokenizer.decode(one.tokens) for one in tokens]
+    assert [one.prompt for one in completions] == PROMPTS
+
+
+def test_a_document_ends_at_the_tokenizers_token(model: GPT) -> None:
+    class Ends(ByteTokenizer):
+        eod_id = eos_id = None
+
+    greedy = SamplingParams(max_new_tokens=8, temperature=0.0)
+    free = generate(model, Ends(), ["The whale"], greedy)[0]
+    assert free.finish_reason == "length"
+    Ends.eod_id = free.tokens[3]
+    ended = generate(model, Ends(), ["The whale"], greedy)[0]
+    assert ended.finish_reason == "stop"
+    assert ended.tokens == free.tokens[: free.tokens.index(Ends.eod_id)]
+
+
+def test_an_empty_text_is_refused(model: GPT) -> None:
+    with pytest.raises(InferError, match="prompt 1 is empty"):
+        generate(model, ByteTokenizer(), [""], SamplingParams())

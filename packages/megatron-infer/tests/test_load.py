@@ -1,0 +1,106 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_ckpt import CheckpointError, CheckpointStore, ModelRecord
+from megatron_data import ByteTokenizer, NullTokenizer
+from megatron_infer import InferError, load_model
+from megatron_models import GPT, ConfigError
+from megatron_parallel import Mesh, collect_shardings, parameter_views
+
+Save = Callable[..., GPT]
+
+
+@pytest.fixture
+def save(make_model: Callable[..., GPT], tmp_path: Path) -> Save:
+    """Save a tiny model as the trainer does, in ``tmp_path / "run"``."""
+
+    def save(
+        kind: str = "gpt2",
+        *,
+        iteration: int = 5,
+        dtype: torch.dtype = torch.float32,
+        tokenizer: ByteTokenizer | NullTokenizer | None = ByteTokenizer(),  # noqa: B008
+        record: bool = True,
+        config: dict | None = None,
+    ) -> GPT:
+        model = make_model(kind, vocab_size=257, dtype=dtype)
+        views = parameter_views(model, collect_shardings(model), Mesh.single())
+        state = {"trainer": {"iteration": iteration}, **views}
+        weight = views["embedding.word.weight"]
+        state["embedding.word.weight.exp_avg"] = [
+            view._replace(tensor=torch.ones_like(view.tensor)) for view in weight
+        ]
+        files = {}
+        if tokenizer is not None:
+            tokenizer.save(tmp_path / "tokenizer")
+            files = {"tokenizer": tmp_path / "tokenizer"}
+        CheckpointStore(tmp_path / "run").save(
+            iteration,
+            state,
+            model=ModelRecord(None, config or model.config.to_dict()) if record else None,
+            files=files,
+        )
+        return model
+
+    return save
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_checkpoint_alone_rebuilds_model_and_tokenizer(
+    save: Save, tmp_path: Path, kind: str
+) -> None:
+    model = save(kind)
+    loaded = load_model(tmp_path / "run")
+    tokens = torch.tensor([[84, 104, 101, 32]])
+    assert torch.equal(loaded.model(tokens), model(tokens))
+    assert not loaded.model.training
+    assert loaded.tokenizer.encode("The ") == tokens[0].tolist()
+    assert loaded.checkpoint.iteration == 5
+
+
+def test_a_run_gives_its_newest_checkpoint_or_the_one_named(save: Save, tmp_path: Path) -> None:
+    save(iteration=5)
+    save(iteration=9)
+    assert load_model(tmp_path / "run").checkpoint.iteration == 9
+    assert load_model(tmp_path / "run", iteration=5).checkpoint.iteration == 5
+    assert load_model(tmp_path / "run" / "iter_0000005").checkpoint.iteration == 5
+
+
+def test_weights_are_converted_to_the_precision_asked_for(save: Save, tmp_path: Path) -> None:
+    model = save(dtype=torch.bfloat16)
+    loaded = load_model(tmp_path / "run", dtype=torch.float64).model
+    for ours, saved in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert ours.dtype == torch.float64
+        assert torch.equal(
+            ours[:257] if ours.shape[0] > 257 else ours, saved[: len(ours)].double()[:257]
+        )
+
+
+def test_progress_ends_with_all_weights(save: Save, tmp_path: Path) -> None:
+    save()
+    seen = []
+    load_model(tmp_path / "run", progress=lambda done, total: seen.append((done, total)))
+    dones, totals = zip(*seen, strict=True)
+    assert list(dones) == sorted(dones)
+    assert 0.9 < dones[-1] / totals[0] <= 1.0
+
+
+def test_what_is_missing_is_named(save: Save, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nothing-here"):
+        load_model(tmp_path / "nothing-here")
+    save(iteration=1, tokenizer=None)
+    with pytest.raises(InferError, match="no tokenizer"):
+        load_model(tmp_path / "run")
+    save(iteration=2, record=False)
+    with pytest.raises(InferError, match="which model"):
+        load_model(tmp_path / "run")
+    save(iteration=3, tokenizer=NullTokenizer(1000))
+    with pytest.raises(InferError, match=r"1001 tokens, the model 257"):
+        load_model(tmp_path / "run", iteration=3)
+    save(iteration=4, config={"num_layer": 2})
+    with pytest.raises(ConfigError, match="num_layer"):
+        load_model(tmp_path / "run", iteration=4)
+    with pytest.raises(CheckpointError, match="8"):
+        load_model(tmp_path / "run", iteration=8)
