@@ -1,8 +1,11 @@
 """Meshes: one process without torch.distributed, and ranks that must agree before they talk."""
 
 import copy
+import subprocess
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +41,21 @@ def test_a_rank_without_groups_knows_its_place_and_cannot_communicate() -> None:
         mesh.axis("embedding")
     with pytest.raises(LayoutError, match="axis 'tp' of 2 ranks has no process group"):
         all_reduce(torch.ones(1), mesh.axis("tp"))
+
+
+def test_ranks_started_by_torchrun_find_each_other(tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import torch\n"
+        "from megatron_parallel import Mesh, ParallelLayout, all_reduce\n"
+        "with Mesh.bind(ParallelLayout(tp=2)) as mesh:\n"
+        "    total = all_reduce(torch.ones(3), mesh.axis('tp'))\n"
+        "    assert total.tolist() == [2.0] * 3 and mesh.world_size == 2\n"
+        "assert not torch.distributed.is_initialized()\n"
+    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*launch, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def groups_of(mesh: Mesh) -> dict[str, tuple[tuple[int, ...], int, float]]:
