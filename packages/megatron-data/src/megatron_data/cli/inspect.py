@@ -38,10 +38,11 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     if not default or arguments.tokenizer_model is not None:
         tokenizer = tokenizer_of(parser, arguments)
     manifest = read_manifest(arguments.prefix)
-    recorded = manifest["tokenizer"] if manifest else {}
-    if tokenizer and recorded and recorded["fingerprint"] != tokenizer.fingerprint:
+    recorded = (manifest or {}).get("tokenizer", {})
+    fingerprint = recorded.get("fingerprint")
+    if tokenizer and fingerprint not in (None, tokenizer.fingerprint):
         raise DataError(
-            f"{arguments.prefix} was made with tokenizer {recorded['fingerprint']}, not with "
+            f"{arguments.prefix} was made with tokenizer {fingerprint}, not with "
             f"{tokenizer.fingerprint}; give that one with --tokenizer-model"
         )
     with IndexedDataset(arguments.prefix) as dataset:
