@@ -5,7 +5,13 @@ from megatron_models.cache import StaticKVCache
 from megatron_models.config import ConfigError
 from megatron_models.gpt import GPT
 from megatron_models.parameters import parameter_count, parameter_shapes
-from megatron_parallel import Mesh, collect_shardings, initialize_parameters
+from megatron_parallel import (
+    Mesh,
+    ParallelLayout,
+    collect_shardings,
+    initialize_parameters,
+    parameter_views,
+)
 
 
 @pytest.fixture
@@ -206,3 +212,17 @@ def test_a_sequence_longer_than_the_positions_is_refused(model):
         model(draw(model.config, 1, 9), cache=cache)
     with pytest.raises(ConfigError, match=r"17 tokens .* 16"):
         StaticKVCache(model.config, model.mesh, 1, 17)
+
+
+def test_initial_weights_do_not_depend_on_the_layout(small, mesh):
+    config = small(activation="swiglu", untie_embeddings_and_output_weights=True, vocab_size=150)
+    whole = dict(GPT(config, mesh).named_parameters())
+    for rank in range(2):
+        part = Mesh(ParallelLayout(tp=2).resolve(2), rank, torch.device("cpu"), {})
+        model = GPT(config, part)
+        views = parameter_views(model, collect_shardings(model), part)
+        for name, pieces in views.items():
+            for view in pieces:
+                box = (slice(o, o + n) for o, n in zip(view.offsets, view.lengths, strict=True))
+                assert torch.equal(view.tensor, whole[name][tuple(box)]), name
+        assert model.output.weight.shape == (128, config.hidden_size)

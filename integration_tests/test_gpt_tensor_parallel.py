@@ -1,0 +1,85 @@
+"""GPT on several tensor-parallel ranks equals GPT on one rank, in float64."""
+
+import pytest
+import torch
+from megatron_models import GPT, GPTConfig, StaticKVCache
+from megatron_parallel import LayoutError, Mesh, ParallelLayout, collect_shardings, parameter_views
+
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "vocab_size": 150,  # two ranks hold 128 rows each: 22 true ones on the second
+    "max_position_embeddings": 16,
+}
+GPT2 = GPTConfig(**SMALL)
+LLAMA = GPTConfig(
+    **SMALL,
+    num_query_groups=2,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    activation="swiglu",
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+)
+
+
+def loss_and_gradients(mesh, config, tokens, labels):
+    """The loss of each token, and every piece of a gradient as (name, offsets, values)."""
+    torch.manual_seed(3)
+    model = GPT(config, mesh, dtype=torch.float64)
+    table = collect_shardings(model)
+    with torch.no_grad():  # biases that are not 0 and gains that are not 1, alike on all ranks
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 and table[name].dim is None:
+                parameter.add_(torch.randn(parameter.shape, dtype=torch.float64) * 0.1)
+    device = mesh.device
+    loss = model.loss(tokens.to(device), labels.to(device))
+    loss.mean().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    views = parameter_views(gradients, table, mesh)
+    pieces = [(name, view.offsets, view.tensor.cpu()) for name in views for view in views[name]]
+    return loss.detach().cpu(), pieces
+
+
+def decoded_logits(mesh, config, tokens):
+    model = GPT(config, mesh, dtype=torch.float64)
+    cache = StaticKVCache(config, mesh, len(tokens), 16, dtype=torch.float64)
+    tokens = tokens.to(mesh.device)
+    with torch.no_grad():
+        parts = [model(tokens[:, :4], cache=cache), model(tokens[:, 4:], cache=cache)]
+    return torch.cat(parts).cpu()
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(150, (2, 13), generator=generator)
+    return text[:, :-1], text[:, 1:]
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_loss_and_gradients_on_two_ranks_equal_one(rank_pool, config, batch):
+    one, pieces = loss_and_gradients(Mesh.single(), config, *batch)
+    whole = {name: values for name, _, values in pieces}
+    layout = ParallelLayout(tp=2, dp=1)
+    for loss, parts in rank_pool.run_mesh(layout, loss_and_gradients, config, *batch):
+        torch.testing.assert_close(loss, one, rtol=0, atol=1e-12)
+        for name, offsets, values in parts:
+            box = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+            torch.testing.assert_close(values, whole[name][box], rtol=0, atol=1e-13, msg=name)
+
+
+def test_logits_with_a_cache_on_two_ranks_equal_one(rank_pool, batch):
+    tokens, _ = batch
+    one = decoded_logits(Mesh.single(), LLAMA, tokens)
+    parts = rank_pool.run_mesh(ParallelLayout(tp=2, dp=1), decoded_logits, LLAMA, tokens)
+    two = torch.cat(parts, -1)
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-12)
+    assert (two[..., 150:] == -torch.inf).all()
+
+
+def test_groups_that_do_not_divide_over_the_ranks_are_refused():
+    mesh = Mesh(ParallelLayout(tp=4).resolve(4), 0, torch.device("cpu"), {})
+    with pytest.raises(LayoutError, match=r"\(2, .* 4 equal parts over axis 'tp'"):
+        GPT(LLAMA, mesh)
