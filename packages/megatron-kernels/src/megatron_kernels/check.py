@@ -55,7 +55,7 @@ def check(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
 
 
 def check_backend(case: Case, backend: Backend, dtype: torch.dtype, device: torch.device) -> Result:
-    """Run one case in `dtype` with a backend, and in float64 with the reference on the same inputs."""
+    """Run one case with a backend in `dtype`, and with the reference in float64 on the same."""
     given = case.arguments(Source(dtype, device))
     name, reference = case.op.name, case.op.backends[-1]
     refusal = backend.refusal(*given)

@@ -6,7 +6,7 @@ frequency alone would put the angle off by up to 0.006.
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_kernels.errors import KernelError
 
 
+@runtime_checkable
 class RopeScaling(Protocol):
     """A rule that fits the frequencies of a short context to a longer one.
 
@@ -98,8 +99,8 @@ class YarnScaling:
             for turns in (self.beta_fast, self.beta_slow)
         )
         if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        return max(low, 0), min(high, dim - 1)
+            low, high = float(math.floor(low)), float(math.ceil(high))
+        return max(low, 0.0), min(high, dim - 1.0)
 
     def scale(self, frequencies: Tensor, base: float) -> Tensor:
         """Blend along a ramp over the correction range."""

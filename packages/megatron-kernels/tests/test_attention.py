@@ -1,0 +1,175 @@
+"""Attention: independent truths, rows that see nothing, caches, and the block pair."""
+
+import math
+
+import pytest
+import torch
+from megatron_kernels import KernelError, Mask, attention, attention_backward, attention_forward
+from torch import Tensor
+
+F64 = torch.float64
+BACKENDS = ("torch", "reference")
+PADDED = torch.tensor([[0, 0, 0, 1, 1, -1, -1], [0, 1, 1, 1, 2, 2, 2]], dtype=torch.int32)
+
+
+def inputs(s: int = 7, t: int = 7, n: int = 4, g: int = 2, d: int = 6) -> tuple[Tensor, ...]:
+    shapes = ((s, 2, n, d), (t, 2, g, d), (t, 2, g, d))
+    return tuple(torch.randn(shape, dtype=F64, requires_grad=True) for shape in shapes)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, offset: int = 0) -> Tensor:
+    """Query by query, in plain arithmetic."""
+    s, b, n, _ = q.shape
+    out = torch.zeros(s, b, n, v.shape[-1], dtype=F64)
+    allowed = mask.allowed(s, k.shape[0], offset).expand(b, -1, -1)
+    for row in range(s):
+        for sample in range(b):
+            for head in range(n):
+                group = head // (n // k.shape[2])
+                seen = [key for key in range(k.shape[0]) if allowed[sample, row, key]]
+                powers = [
+                    math.exp(scale * float(q[row, sample, head] @ k[key, sample, group]))
+                    for key in seen
+                ]
+                for key, power in zip(seen, powers, strict=True):
+                    out[row, sample, head] += power / sum(powers) * v[key, sample, group].detach()
+    return out
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mask", [Mask(), Mask(causal=False), Mask(document_ids=PADDED, window=2)])
+def test_equal_to_arithmetic_by_hand(mask: Mask, backend: str) -> None:
+    q, k, v = (x.detach() for x in inputs())
+    expected = by_hand(q, k, v, mask, 0.3)
+    torch.testing.assert_close(attention(q, k, v, mask, 0.3, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_default_scale_is_one_over_the_root_of_the_head_dimension(backend: str) -> None:
+    q, k, v = inputs()
+    default = attention(q, k, v, Mask(), backend=backend)
+    torch.testing.assert_close(default, attention(q, k, v, Mask(), 6**-0.5, backend=backend))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_gives_zeros_and_no_nan_in_any_gradient(backend: str, dtype: torch.dtype) -> None:
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in inputs())
+    out = attention(q, k, v, Mask(document_ids=PADDED), backend=backend)
+    out.sum().backward()
+    assert torch.equal(out[5:, 0], torch.zeros_like(out[5:, 0]))
+    assert not out[:5].eq(0).all()
+    for x in (q, k, v):
+        assert x.grad is not None and torch.isfinite(x.grad).all()
+        assert torch.equal(x.grad[5:, 0], torch.zeros_like(x.grad[5:, 0]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("steps", [[7], [3, 4], [1] * 7, [4, 1, 1, 1]], ids=str)
+def test_attending_step_by_step_with_a_cache_equals_the_whole(
+    steps: list[int], window: int | None, backend: str
+) -> None:
+    q, k, v = (x.detach() for x in inputs())
+    whole = attention(q, k, v, Mask(window=window), backend=backend)
+    room = torch.full((3, 2, 2, 6), math.nan, dtype=F64)  # unused room of the cache is never read
+    cache_k, cache_v = torch.cat((k, room)), torch.cat((v, room))
+    at, parts = 0, []
+    for step in steps:
+        now = slice(at, at + step)
+        # The reference multiplies by zero, which leaves a NaN a NaN: give it what is used.
+        end = at + step if backend == "reference" else None
+        mask = Mask(window=window)
+        keys, values = cache_k[:end], cache_v[:end]
+        parts.append(attention(q[now], keys, values, mask, query_offset=at, backend=backend))
+        at += step
+    torch.testing.assert_close(torch.cat(parts), whole)
+
+
+def test_inputs_are_not_copied_on_the_way_to_the_fused_kernel() -> None:
+    q, k, v = inputs()
+    kept: set[int] = set()
+
+    def note(x: Tensor) -> Tensor:
+        kept.add(x.data_ptr())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        attention(q, k, v, Mask())
+    assert {x.data_ptr() for x in (q, k, v)} <= kept
+
+
+def test_heads_that_do_not_divide_over_groups_are_an_error() -> None:
+    q, k, v = inputs(n=4, g=3)
+    with pytest.raises(KernelError, match="4 heads do not divide over 3 query groups"):
+        attention(q, k, v, Mask())
+
+
+MASKS = [
+    Mask(),
+    Mask(causal=False),
+    Mask(window=3),
+    Mask(prefix=4),
+    Mask(document_ids=PADDED),
+]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_block_backward_equals_autograd(mask: Mask) -> None:
+    q, k, v = inputs()
+    out, lse = attention_forward(q, k, v, mask)
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), dout)
+    with torch.no_grad():
+        ours = attention_backward(dout, q, k, v, out, lse, mask)
+    for got, want in zip(ours, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_lse_is_the_log_of_the_sum_of_exponentials_of_the_scores() -> None:
+    q, k, v = (x.detach() for x in inputs(n=2))
+    _, lse = attention_forward(q, k, v, Mask(document_ids=PADDED), scale=0.5)
+    scores = torch.einsum("sbnd,tbnd->sbnt", q, k) * 0.5
+    allowed = Mask(document_ids=PADDED).allowed(7, 7).transpose(0, 1)[:, :, None]
+    expected = scores.masked_fill(~allowed, -math.inf).logsumexp(-1)
+    torch.testing.assert_close(lse, expected)
+    assert torch.isneginf(lse[5:, 0]).all()
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_blocks_of_keys_and_queries_combine_to_the_whole(documents: bool) -> None:
+    """Ring attention on one process: zigzag halves of queries and keys, both passes."""
+    q, k, v = inputs(s=8, t=8)
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1, -1, -1], [0, 1, 1, 1, 1, 1, 2, 2]], dtype=torch.int32)
+    places = torch.arange(8, dtype=torch.int32).expand(2, 8)
+    whole = Mask(document_ids=ids if documents else None)
+    out, lse = attention_forward(q, k, v, whole)
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, (q, k, v), dout)
+    halves = (torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5]))
+
+    def block(queries: Tensor, keys: Tensor) -> Mask:
+        own = (ids[:, queries], ids[:, keys]) if documents else (None, None)
+        return Mask(own[1], places[:, keys], query_document_ids=own[0],
+                    query_positions=places[:, queries])  # fmt: skip
+
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    with torch.no_grad():
+        for queries in halves:
+            passes = [
+                attention_forward(q[queries], k[at], v[at], block(queries, at)) for at in halves
+            ]
+            total = torch.logaddexp(passes[0][1], passes[1][1])
+            safe = torch.where(torch.isneginf(total), 0, total)
+            combined = sum(o * torch.exp(part - safe)[..., None] for o, part in passes)
+            torch.testing.assert_close(combined, out[queries])
+            torch.testing.assert_close(total, lse[queries])
+            for at in halves:
+                dq, dk, dv = attention_backward(
+                    dout[queries], q[queries], k[at], v[at], combined, total, block(queries, at)
+                )
+                grads[0][queries] += dq
+                grads[1][at] += dk
+                grads[2][at] += dv
+    for got, want in zip(grads, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)

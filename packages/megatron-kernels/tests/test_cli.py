@@ -1,0 +1,63 @@
+"""The command `megatron-kernels`."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from megatron_kernels import check
+from megatron_kernels.cli import main
+
+
+def test_list_names_every_operation_backend_and_library(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--dtype", "bfloat16"]) == 0
+    out = capsys.readouterr().out
+    for name in ("layer_norm", "rms_norm", "gelu", "swiglu", "softmax", "rope", "cross_entropy"):
+        assert f"{name}: torch (request: auto)" in out
+    assert " > torch" in out and "flash_attn cannot: needs a CUDA tensor, q is on cpu" in out
+    for library in ("triton", "flash-attn", "transformer-engine", "apex"):
+        assert f"   {library}" in out
+
+
+def test_check_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--dtype", "float64"]) == 0
+    out = capsys.readouterr().out
+    assert "float64 on cpu, tolerance 1e-12" in out and "FAILED" not in out
+    assert "attention, flash_attn: needs a CUDA tensor" in out
+    count, total = out.splitlines()[-1].split(" checks")[0].split(" of ")
+    assert count == total and int(total) >= 19
+
+
+def test_check_fails_when_a_tolerance_is_exceeded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(check.TOLERANCES, torch.float32, 1e-12)
+    assert main(["check", "--dtype", "float32"]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_a_device_that_is_not_here_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--device", "cuda:99"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("megatron-kernels: error: --device cuda:99: ")
+    assert error.endswith("use --device cpu\n") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [(["lst"], "did you mean list?"), (["list", "--dtpe", "float32"], "did you mean --dtype?")],
+)
+def test_misspelt_words_exit_2_and_name_the_nearest(
+    argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_help_does_not_import_torch() -> None:
+    script = "import sys\nfrom megatron_kernels.cli import main\ntry: main(['--help'])\n" \
+        "except SystemExit: pass\nassert 'torch' not in sys.modules"  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,55 @@
+"""Operations disappear under torch.compile: no graph breaks, equal results.
+
+Dynamo cannot trace functions under the annotation hook, so this runs in a process without it.
+"""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import torch
+import megatron_kernels as mk
+from megatron_kernels.cases import CASES, Source
+
+source = Source(torch.float64, torch.device("cpu"))
+calls = [(case.op, case.arguments(source)) for case in CASES]
+
+def everything():
+    return [op(*arguments) for op, arguments in calls]
+
+traced = torch.compile(everything, fullgraph=True, backend="aot_eager")()
+for (op, _), ours, plain in zip(calls, traced, everything(), strict=True):
+    assert torch.equal(ours, plain), op.name
+sum(t.sum() for t in traced).backward()
+
+def prepared(q, ids):
+    mask = mk.Mask(document_ids=ids).prepare(q.shape[0], q.shape[0], device=q.device)
+    return mk.attention(q, q, q, mask, backend="torch")
+
+q, ids = torch.randn(6, 1, 2, 8), torch.tensor([[0, 0, 1, 1, 1, -1]], dtype=torch.int32)
+traced = torch.compile(prepared, fullgraph=True, backend="aot_eager")(q, ids)
+torch.testing.assert_close(traced, prepared(q, ids))
+
+# The state of an optional library is a constant of the trace, not a graph break.
+from megatron_kernels.ops.optional import missing
+refusing = mk.Backend("absent", lambda x: x, lambda x: missing("flash-attn"), "")
+plain = mk.Backend("plain", lambda x: x + 1, lambda x: None, "")
+
+@mk.op(refusing, plain)
+def more(x, *, backend="auto"):
+    return more.run(backend, x)
+
+expected = torch.zeros(2) if missing("flash-attn") is None else torch.ones(2)
+assert torch.equal(
+    torch.compile(lambda x: more(x), fullgraph=True, backend="aot_eager")(torch.zeros(2)), expected
+)
+print("whole graphs")
+"""
+
+
+def test_every_operation_compiles_to_one_graph_with_equal_results() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "whole graphs"

@@ -1,0 +1,109 @@
+"""The choice among backends, on an operation made up for the purpose."""
+
+import inspect
+
+import pytest
+import torch
+from megatron_kernels import Backend, KernelError, attention, layer_norm, op
+from megatron_kernels.ops.attention.mask import Mask
+from torch import Tensor
+
+
+def even_only(x: int) -> str | None:
+    return None if x % 2 == 0 else f"{x} is odd"
+
+
+def positive_only(x: int) -> str | None:
+    return None if x > 0 else f"{x} is not positive"
+
+
+@op(
+    Backend("halve", lambda x: ("halve", x // 2), even_only, "exact halves"),
+    Backend("floor", lambda x: ("floor", x // 2), positive_only, "rounded down"),
+)
+def half(x: int, *, backend: str = "auto") -> tuple[str, int]:
+    """Half of a number."""
+    return half.run(backend, x)
+
+
+def test_the_first_backend_that_does_not_refuse_runs() -> None:
+    assert half(6) == ("halve", 3)
+    assert half(7) == ("floor", 3)
+
+
+def test_a_named_backend_runs_even_if_another_is_preferred() -> None:
+    assert half(6, backend="floor") == ("floor", 3)
+
+
+def test_a_named_backend_that_refuses_is_an_error_with_its_reason() -> None:
+    with pytest.raises(KernelError, match="half: backend 'halve' cannot run here: 7 is odd"):
+        half(7, backend="halve")
+
+
+def test_an_unknown_backend_is_an_error_that_names_the_nearest() -> None:
+    with pytest.raises(KernelError, match="half has no backend 'flor'; did you mean 'floor'"):
+        half(7, backend="flor")
+    with pytest.raises(KernelError, match="it has halve, floor"):
+        half(7, backend="zzz")
+    with pytest.raises(KernelError, match="no backend 'zzz'"):
+        half.explain(7, backend="zzz")
+
+
+def test_refused_by_all_names_every_reason() -> None:
+    with pytest.raises(KernelError, match="halve: -3 is odd; floor: -3 is not positive"):
+        half(-3)
+
+
+@pytest.mark.parametrize(
+    ("x", "request_", "backend", "reason"),
+    [
+        (6, "auto", "halve", "first choice"),
+        (7, "auto", "floor", "halve: 7 is odd"),
+        (6, "floor", "floor", "requested"),
+        (-3, "auto", None, "halve: -3 is odd; floor: -3 is not positive"),
+        (7, "halve", None, "halve: 7 is odd"),
+    ],
+)
+def test_explain_foretells_the_choice(
+    x: int, request_: str, backend: str | None, reason: str
+) -> None:
+    choice = half.explain(x, backend=request_)
+    assert (choice.backend, choice.reason) == (backend, reason)
+    if backend is not None:
+        assert half(x, backend=request_)[0] == backend
+
+
+def test_a_choice_prints_one_line_per_backend_and_marks_the_one_taken() -> None:
+    lines = str(half.explain(x=7)).splitlines()
+    assert lines[0] == "half: floor (request: auto)"
+    assert "halve" in lines[1] and "cannot: 7 is odd" in lines[1]
+    assert lines[2].lstrip().startswith("> floor") and "rounded down" in lines[2]
+
+
+def test_an_operation_looks_like_its_function_and_cannot_be_changed() -> None:
+    assert half.name == half.__name__ == "half"
+    assert half.__doc__ == "Half of a number."
+    assert list(inspect.signature(half).parameters) == ["x", "backend"]
+    with pytest.raises(AttributeError):
+        half.backends = ()  # type: ignore[misc]
+
+
+def test_absent_libraries_are_refusals_with_a_reason_not_import_errors() -> None:
+    q = torch.zeros(2, 1, 1, 8)
+    verdicts = {v.backend: v.refusal for v in attention.explain(q, q, q, Mask()).verdicts}
+    assert verdicts["flash_attn"] == "needs a CUDA tensor, q is on cpu"
+    with pytest.raises(KernelError, match="'apex' cannot run here: needs a CUDA tensor"):
+        layer_norm(torch.zeros(3, 4), torch.ones(4), torch.zeros(4), backend="apex")
+
+
+def test_dtypes_that_torch_refuses_go_to_the_reference() -> None:
+    x, ones = torch.randn(3, 4, dtype=torch.bfloat16), torch.ones(4)
+    assert layer_norm.explain(x, ones, ones).backend == "reference"
+    assert layer_norm(x, ones, ones).dtype == torch.bfloat16
+
+
+def test_annotations_are_enforced_here_whatever_the_backend() -> None:
+    wrong: tuple[Tensor, Tensor] = (torch.ones(5), torch.ones(4))
+    for backend in ("auto", "reference"):
+        with pytest.raises(Exception, match="layer_norm"):
+            layer_norm(torch.randn(3, 4), *wrong, backend=backend)
