@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from bigram import BigramModel
-from megatron_data import GPTDataset, IndexedDataset
+from megatron_data import IndexedDataset, build_gpt_datasets
 
 ROOT = Path(__file__).parents[1]
 RUN = Path("runs/quickstart")
@@ -148,11 +148,14 @@ def report(iterations: int, half: int) -> None:
     model = validation_loss(RUN / "whole")
     with IndexedDataset(RUN / "moby_dick_text_document") as train:
         tokens = np.concatenate([train[index] for index in range(len(train))]).astype(np.int64)
-    with IndexedDataset(RUN / "state_of_the_union_text_document") as valid:
-        samples = GPTDataset(
-            valid, num_samples=eval_batches() * MICRO_BATCH, sequence_length=SEQUENCE, seed=1234
-        )
-        rows = [samples[index] for index in range(eval_batches() * MICRO_BATCH)]
+    samples = build_gpt_datasets(
+        {"valid": f"{RUN}/state_of_the_union_text_document"},
+        sizes=(0, eval_batches() * MICRO_BATCH, 0),
+        sequence_length=SEQUENCE,
+    ).valid
+    if samples is None:
+        sys.exit("quickstart: error: the validation text gives no sample")
+    rows = [samples[index] for index in range(eval_batches() * MICRO_BATCH)]
     inputs = np.concatenate([row["tokens"] for row in rows])
     labels = np.concatenate([row["labels"] for row in rows])
     loss, *weights = BigramModel(tokens, VOCABULARY).loss(inputs, labels)
