@@ -28,6 +28,10 @@ UNUSED_BY_NAME = "|".join(
     ("numpy", "tensorboard", "triton", "flash-attn", "transformer-engine", "beartype")
 )
 
+# Imported although not declared: Apex is built from its repository (the project of that name on the
+# index is another), so kernels only looks for it.
+UNDECLARED = "apex"
+
 
 def command(package: str, folder: Path) -> list[str]:
     """The deptry call for the package that lies in `folder`."""
@@ -37,7 +41,7 @@ def command(package: str, folder: Path) -> list[str]:
         "--config", str(folder / "pyproject.toml"),
         "--known-first-party", package.replace("-", "_"),
         "--package-module-name-map", mapping,
-        "--per-rule-ignores", f"DEP002={UNUSED_BY_NAME}",
+        "--per-rule-ignores", f"DEP001={UNDECLARED},DEP002={UNUSED_BY_NAME}",
         "--optional-dependencies-dev-groups", "test",
     ]  # fmt: skip
 
