@@ -31,8 +31,8 @@ class BigramTask:
     def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
         return {"lm loss": float(sum(batch["loss_mask"].sum() for batch in batches))}
 
-    def inputs(self, batch: Batch, stage: int = 0) -> dict[str, Any]:
-        return {"input": batch["tokens"]}
+    def forward(self, batch: Batch) -> Tensor:
+        return self.stages[0](batch["tokens"])
 
     def loss(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         losses = nn.functional.cross_entropy(

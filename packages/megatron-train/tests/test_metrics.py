@@ -123,5 +123,6 @@ def test_the_plot_is_a_png(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]
 
 
-def test_the_running_mean_looks_back():
-    assert running_mean([1.0, 2.0, 3.0, 4.0], 2) == [1.0, 1.5, 2.5, 3.5]
+def test_the_running_mean_looks_to_both_sides():
+    assert running_mean([1.0, 2.0, 3.0, 8.0], 1) == [1.5, 2.0, 13 / 3, 5.5]
+    assert running_mean([1.0, 2.0], 0) == [1.0, 2.0]

@@ -20,7 +20,8 @@ class GPTBatches:
     """Training and validation micro-batches of a run.
 
     Raises:
-        DataError: a corpus that is missing, damaged, or too small for what the run asks of it.
+        DataError: a corpus that is missing, damaged or too small for one sample.
+        TrainError: a split that leaves nothing to train or to validate on.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer | None) -> None:
@@ -43,10 +44,10 @@ class GPTBatches:
             eod_mask_loss=data.eod_mask_loss,
             cache=data.data_cache_path,
         )
-        self._train = _require(built.train, "train", self._train_samples)
+        self._train = _require(built.train, "train")
         self._valid = built.valid
         if self._valid_samples:
-            _require(built.valid, "validate", self._valid_samples)
+            _require(built.valid, "validate")
 
     def training(self, consumed_samples: int) -> Iterator[Sequence[Batch]]:
         """Yield the micro-batches of each step after ``consumed_samples`` samples."""
@@ -63,7 +64,7 @@ class GPTBatches:
     def _read(self, dataset: Dataset, samples: int, consumed: int) -> Iterator[Batch]:
         for indices in SequentialSampler(samples, consumed, self._micro_batch_size):
             batch = to_batch([dataset[index] for index in indices])
-            largest = int(batch["tokens"].max())
+            largest = max(int(batch[name].max()) for name in ("tokens", "labels"))
             if largest >= self._vocab_size:
                 raise DataError(
                     f"the corpus holds token {largest}, but the vocabulary has {self._vocab_size}; "
@@ -72,12 +73,7 @@ class GPTBatches:
             yield batch
 
 
-def _require(dataset: Dataset | None, purpose: str, samples: int) -> Dataset:
+def _require(dataset: Dataset | None, purpose: str) -> Dataset:
     if dataset is None:
         raise TrainError(f"--split leaves nothing to {purpose} on; give it a share")
-    if len(dataset) < samples:
-        raise TrainError(
-            f"the corpus to {purpose} on gives {len(dataset)} samples, the run asks for {samples}; "
-            "give more text, fewer steps or a smaller batch"
-        )
     return dataset

@@ -81,7 +81,6 @@ def build_gpt_trainer(
     )
     task = GPTTask(
         model,
-        mesh,
         family_of(config.model),
         reset_position_ids=config.data.reset_position_ids,
         reset_attention_mask=config.data.reset_attention_mask,
@@ -211,8 +210,8 @@ def _refuse_foreign_folder(config: RunConfig) -> None:
     found, _ = CheckpointStore(save).survey()
     if found is not None:
         raise TrainError(
-            f"--save {save} already holds a run, at step {found.iteration}; add --load {save} to continue "
-            "it, or give another folder"
+            f"--save {save} already holds a run, at step {found.iteration}; add --load {save} to "
+            "continue it, or give another folder"
         )
 
 

@@ -208,8 +208,7 @@ class Trainer:
     # -- parts of a step -----------------------------------------------------------------------
 
     def _forward(self, batch: Batch) -> dict[str, Tensor]:
-        output = self.task.stages[0](**self.task.inputs(batch))
-        return self.task.loss(output, batch)
+        return self.task.loss(self.task.forward(batch), batch)
 
     def _accumulate(
         self, batches: Sequence[Batch], denominators: Mapping[str, float]

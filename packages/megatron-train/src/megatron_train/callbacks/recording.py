@@ -4,13 +4,13 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from megatron_train.callbacks.callback import Callback
 from megatron_train.metrics import plot, records
 from megatron_train.metrics.console import Console
 
 if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
     from megatron_train.trainer import StepReport, Trainer
 
 
@@ -72,6 +72,8 @@ class TensorBoard(Callback):
 
     def on_start(self, trainer: "Trainer") -> None:
         """Open the event file; what it holds of later steps is dropped."""
+        from torch.utils.tensorboard import SummaryWriter  # takes a second
+
         self._writer = SummaryWriter(self._folder, purge_step=trainer.iteration + 1)
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:

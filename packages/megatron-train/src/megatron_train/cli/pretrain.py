@@ -21,6 +21,7 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     families = pretrain.add_subparsers(metavar="model", required=True)
     parser = families.add_parser(
         "gpt",
+        usage="%(prog)s [--config FILE] [flags]",
         help="a decoder-only language model",
         description="Train a decoder-only language model. Flags override --config, which overrides "
         "the defaults.",

@@ -108,15 +108,19 @@ def _keep(option: Option) -> dict[str, Any]:
 
 
 def _metavar(option: Option) -> str:
+    if option.unit == "path":
+        return "PATH"
     return {"integer": "N", "number": "X", "text": "TEXT"}[option.kind]
 
 
 def describe(option: Option) -> str:
     """Return the help of an option with its unit and default."""
     notes = []
-    if option.unit:
+    if option.unit and option.unit != "path":
         notes.append(option.unit)
-    if option.required:
+    if option.derived:
+        notes.append(f"default {option.derived}")
+    elif option.required:
         notes.append("required")
     elif option.kind != "switch" and option.default is not None:
         notes.append(f"default {option.default}")

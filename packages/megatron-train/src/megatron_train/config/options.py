@@ -17,6 +17,10 @@ from typing import Any, Literal, Union
 from megatron_train.errors import TrainError
 
 _SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "switch"}
+_DERIVED = {
+    "model.vocab_size": "the tokenizer's",
+    "model.max_position_embeddings": "--seq-length",
+}
 _OFF_PREFIXES = ("--no-", "--disable-")
 
 
@@ -33,6 +37,7 @@ class Option:
         repeated: whether it takes several values.
         optional: whether it may be left unset (None).
         required: whether it has no default at all.
+        derived: what stands in for the default of a required option that nobody gives, if anything.
         default: the default; None where ``required``.
         choices: the values it may take, empty if any.
         help: one line of explanation.
@@ -51,6 +56,7 @@ class Option:
     choices: tuple[Any, ...]
     help: str
     unit: str
+    derived: str = ""
 
     @property
     def key(self) -> str:
@@ -130,6 +136,7 @@ def _option(field: "dataclasses.Field[Any]", hint: Any, section: str) -> Option:
         choices=tuple(field.metadata.get("choices") or literal),
         help=field.metadata.get("help", ""),
         unit=field.metadata.get("unit", ""),
+        derived=_DERIVED.get(f"{section}.{field.name}", ""),
     )
 
 

@@ -51,6 +51,8 @@ def _row(option: Option) -> str:
 
 
 def _default(option: Option) -> str:
+    if option.derived:
+        return option.derived
     if option.required:
         return "required"
     if option.kind == "switch":

@@ -43,25 +43,28 @@ class DataConfig:
         None,
         "path of a tokenised corpus without .bin/.idx, divided by --split; several corpora are "
         "given as weight path pairs",
+        unit="path",
     )
     train_data_path: tuple[str, ...] | None = _setting(
-        None, "tokenised corpus to train on, in the forms of --data-path"
+        None, "tokenised corpus to train on, in the forms of --data-path", unit="path"
     )
     valid_data_path: tuple[str, ...] | None = _setting(
-        None, "tokenised corpus to validate on, in the forms of --data-path"
+        None, "tokenised corpus to validate on, in the forms of --data-path", unit="path"
     )
     split: str = _setting(
         "969,30,1", "shares of train, validation and test that --data-path is divided into"
     )
     tokenizer_model: str | None = _setting(
-        None, "tokenizer file or folder; gives the vocabulary size and is kept in the checkpoint"
+        None,
+        "tokenizer file or folder; gives the vocabulary size and is kept in the checkpoint",
+        unit="path",
     )
 
     reset_position_ids: bool = _setting(False, "restart positions after each document")
     reset_attention_mask: bool = _setting(False, "attend within a document only")
     eod_mask_loss: bool = _setting(False, "no loss where the input is the end-of-document token")
     data_cache_path: str | None = _setting(
-        None, "folder that keeps built sample indices for the next start"
+        None, "folder that keeps built sample indices for the next start", unit="path"
     )
 
     def __post_init__(self) -> None:
@@ -163,10 +166,10 @@ class CheckpointConfig:
     """Where checkpoints are written and read."""
 
     save: str | None = _setting(
-        None, "folder for checkpoints, metrics and the loss plot of this run"
+        None, "folder for checkpoints, metrics and the loss plot of this run", unit="path"
     )
     load: str | None = _setting(
-        None, "folder to continue from; takes its newest complete checkpoint"
+        None, "folder to continue from; takes its newest complete checkpoint", unit="path"
     )
     save_interval: int | None = _setting(
         None, "steps between checkpoints; one is written at the end in any case", unit="steps"
@@ -195,7 +198,7 @@ class LoggingConfig:
 
     log_interval: int = _setting(100, "steps between log lines", unit="steps")
     log_throughput: bool = _setting(False, "add throughput per GPU (TFLOP/s/GPU) to the log line")
-    tensorboard_dir: str | None = _setting(None, "folder for TensorBoard event files")
+    tensorboard_dir: str | None = _setting(None, "folder for TensorBoard event files", unit="path")
     progress: bool = _setting(
         True, "show a progress bar where standard error is a terminal (our name)"
     )

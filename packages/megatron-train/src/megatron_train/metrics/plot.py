@@ -1,6 +1,7 @@
 """The loss plot of a run."""
 
 import os
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ def plot_losses(records: Records, loss: str, path: Path) -> None:
     steps, values = _curve(records.train, loss)
     if values:
         axes.plot(steps, values, color="tab:blue", alpha=0.3, linewidth=1)
-        window = max(1, len(values) // 50)
-        axes.plot(steps, running_mean(values, window), color="tab:blue", label="train")
+        smooth = running_mean(values, len(values) // 100)
+        axes.plot(steps, smooth, color="tab:blue", label="train")
     evaluated, validation = _curve(records.validation, loss)
     if validation:
         axes.plot(
@@ -42,16 +43,11 @@ def plot_losses(records: Records, loss: str, path: Path) -> None:
     temporary.replace(path)
 
 
-def running_mean(values: list[float], window: int) -> list[float]:
-    """Return the mean of each value and up to ``window - 1`` values before it."""
-    means: list[float] = []
-    total = 0.0
-    for index, value in enumerate(values):
-        total += value
-        if index >= window:
-            total -= values[index - window]
-        means.append(total / min(index + 1, window))
-    return means
+def running_mean(values: list[float], reach: int) -> list[float]:
+    """Return the mean of each value and up to ``reach`` values on either side of it."""
+    sums = [0.0, *accumulate(values)]
+    ends = [(max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values))]
+    return [(sums[end] - sums[start]) / (end - start) for start, end in ends]
 
 
 def _curve(records: list[dict[str, Any]], loss: str) -> tuple[list[int], list[float]]:

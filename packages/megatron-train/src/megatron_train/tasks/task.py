@@ -35,11 +35,11 @@ class Task(Protocol):
         averages.
         """
 
-    def inputs(self, batch: Batch, stage: int = 0) -> dict[str, Any]:
-        """Return the arguments of ``stages[stage]`` that come from the batch."""
+    def forward(self, batch: Batch) -> Tensor:
+        """Run the stages on a micro-batch and return what `loss` needs of it."""
 
     def loss(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return each loss of a micro-batch as a sum, from the output of the last stage."""
+        """Return each loss of a micro-batch as a sum, from the output of `forward`."""
 
     def flops(self, batches: Sequence[Batch]) -> float:
         """Return the operations of a forward and backward pass over the batches."""

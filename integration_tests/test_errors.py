@@ -1,0 +1,166 @@
+"""Every mistake a person can make is answered with one line and a non-zero exit status."""
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from megatron_data import ByteTokenizer, IndexedDatasetBuilder
+
+SIZES = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16"
+LENGTH = "--micro-batch-size 2 --train-iters 3 --eval-iters 0 --no-progress"
+
+
+def call(command: str) -> int:
+    """Run a console script in this process; a traceback would end the test."""
+    name, *words = command.split()
+    (script,) = entry_points(group="console_scripts", name=name)
+    return script.load()(words)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A folder with files in every state a command may find them in."""
+    folder = tmp_path_factory.mktemp("errors")
+    ByteTokenizer().save(folder / "bytes")
+    with IndexedDatasetBuilder(str(folder / "good"), "uint16") as builder:
+        for start in range(40):
+            builder.add_item([(start + i) % 250 for i in range(60)])
+            builder.end_document()
+        builder.finalize()
+    (folder / "empty.jsonl").write_text("")
+    lines = [json.dumps({"text": "fine"}), json.dumps({"text": "fine"})]
+    (folder / "broken.jsonl").write_text("\n".join([*lines, '{"text": "torn']) + "\n")
+    (folder / "keyless.jsonl").write_text("\n".join([*lines, '{"body": "x"}']) + "\n")
+    shutil.copy(folder / "good.idx", folder / "short.idx")
+    (folder / "short.bin").write_bytes((folder / "good.bin").read_bytes()[:-20])
+    shutil.copy(folder / "good.bin", folder / "foreign.bin")
+    (folder / "foreign.idx").write_bytes(b"not an index at all")
+    (folder / "key.yaml").write_text("model: {num_layer: 2}\n")
+    (folder / "section.yaml").write_text("modle: {num_layers: 2}\n")
+    (folder / "value.yaml").write_text("model: {num_layers: two}\n")
+    with contextlib.chdir(folder):
+        assert call(f"{TRAIN} {DATA} --save trained") == 0
+    shutil.copytree(folder / "trained", folder / "torn")
+    next((folder / "torn" / "iter_0000003").glob("*.safetensors")).write_bytes(b"torn")
+    return folder
+
+
+DATA = "--data-path good --tokenizer-model bytes"
+TRAIN = f"megatron-train pretrain gpt {SIZES} {LENGTH}"
+PREPROCESS = "megatron-data preprocess --tokenizer-model bytes --output-prefix out"
+
+MISTAKES = {
+    "missing corpus": (f"{PREPROCESS} --input nowhere.jsonl", ["nowhere.jsonl"]),
+    "empty corpus": (f"{PREPROCESS} --input empty.jsonl", ["empty.jsonl"]),
+    "a line that is not JSON": (f"{PREPROCESS} --input broken.jsonl", ["broken.jsonl", "3"]),
+    "a line without the key": (
+        f"{PREPROCESS} --input keyless.jsonl",
+        ["keyless.jsonl", "3", "text"],
+    ),
+    "missing tokens": (f"{TRAIN} --tokenizer-model bytes --data-path nowhere", ["nowhere"]),
+    "an index of another file": (f"{TRAIN} --tokenizer-model bytes --data-path short", ["short"]),
+    "an index that is none": (
+        f"{TRAIN} --tokenizer-model bytes --data-path foreign",
+        ["foreign.idx"],
+    ),
+    "a split without training text": (f"{TRAIN} {DATA} --split 0,1,0", ["--split", "train"]),
+    "a split without validation text": (
+        f"{TRAIN} {DATA} --split 1,0,0 --eval-iters 1",
+        ["--split", "validate"],
+    ),
+    "nothing to validate on": (
+        f"{TRAIN} --train-data-path good --tokenizer-model bytes --eval-iters 1",
+        ["--valid-data-path"],
+    ),
+    "missing tokenizer": (f"{TRAIN} --tokenizer-model nowhere --data-path good", ["nowhere"]),
+    "a tokenizer too large for the model": (f"{TRAIN} {DATA} --vocab-size 8", ["--vocab-size 8"]),
+    "tokens beyond the vocabulary": (
+        f"{TRAIN} --data-path good --vocab-size 20",
+        ["the vocabulary has 20", "tokenizer"],
+    ),
+    "heads that do not divide": (f"{TRAIN} {DATA} --num-attention-heads 3", ["16", "3"]),
+    "groups that do not divide": (
+        f"{TRAIN} {DATA} --num-attention-heads 4 --num-query-groups 3",
+        ["4", "3"],
+    ),
+    "a batch that does not divide": (
+        f"{TRAIN} {DATA} --global-batch-size 3",
+        ["--global-batch-size 3", "--micro-batch-size 2"],
+    ),
+    "a sequence beyond the positions": (
+        f"{TRAIN} {DATA} --max-position-embeddings 8",
+        ["--seq-length 16", "--max-position-embeddings 8"],
+    ),
+    "several ranks": (
+        f"{TRAIN} {DATA} --tensor-model-parallel-size 2",
+        ["--tensor-model-parallel-size 2", "one rank"],
+    ),
+    "a layout that does not divide": (
+        "megatron-train layout --world-size 6 --tensor-model-parallel-size 4",
+        ["6", "4"],
+    ),
+    "a misspelt flag": (f"{TRAIN} {DATA} --num-layer 2", ["--num-layer;", "--num-layers?"]),
+    "a misspelt command": ("megatron-train pretrian gpt", ["'pretrian'", "pretrain?"]),
+    "a flag without its value": (f"{TRAIN} {DATA} --seed", ["--seed"]),
+    "a value of another type": (f"{TRAIN} {DATA} --lr fast", ["--lr", "'fast'"]),
+    "a misspelt value": (f"{TRAIN} {DATA} --lr-decay-style cosin", ["'cosin'", "cosine?"]),
+    "a misspelt key": (
+        f"{TRAIN} {DATA} --config key.yaml",
+        ["key.yaml", "model.num_layer;", "model.num_layers?"],
+    ),
+    "a misspelt section": (f"{TRAIN} {DATA} --config section.yaml", ["'modle'", "model?"]),
+    "a key of another type": (
+        f"{TRAIN} {DATA} --config value.yaml",
+        ["value.yaml: model.num_layers", "'two'"],
+    ),
+    "what is required": (f"megatron-train pretrain gpt {DATA}", ["--num-layers", "--train-iters"]),
+    "a warm-up as long as the run": (f"{TRAIN} {DATA} --lr-warmup-iters 3", ["warm-up"]),
+    "a checkpoint of another model": (
+        f"{TRAIN} {DATA} --num-layers 3 --load trained",
+        ["num_layers 2 there, 3 here"],
+    ),
+    "a torn checkpoint by name": (
+        f"{TRAIN} {DATA} --load torn/iter_0000003",
+        ["iter_0000003", "torn"],
+    ),
+    "nothing but torn checkpoints": (
+        f"{TRAIN} {DATA} --load torn --exit-on-missing-checkpoint",
+        ["--load torn"],
+    ),
+    "a folder that holds another run": (
+        f"{TRAIN} {DATA} --save trained",
+        ["--save trained", "--load trained"],
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_in_one_line(prepared, mistake, capsys, monkeypatch):
+    command, parts = MISTAKES[mistake]
+    monkeypatch.chdir(prepared)
+    status = call(command)
+    check(command, status, capsys.readouterr().err, parts)
+
+
+@pytest.mark.parametrize("mistake", ["a line that is not JSON", "a misspelt key", "missing tokens"])
+def test_a_process_exits_with_that_status(prepared, mistake):
+    command, parts = MISTAKES[mistake]
+    name, *words = command.split()
+    script = Path(sys.executable).with_name(name)
+    done = subprocess.run([script, *words], cwd=prepared, capture_output=True, text=True)
+    check(command, done.returncode, done.stderr, parts)
+
+
+def check(command: str, status: int, stderr: str, parts: list[str]) -> None:
+    errors = [line for line in stderr.splitlines() if "error:" in line]
+    assert status in (1, 2), stderr
+    assert "Traceback" not in stderr
+    program = command.split(maxsplit=1)[0]
+    assert len(errors) == 1 and errors[0].startswith(f"{program}: error: "), stderr
+    for part in parts:
+        assert part in errors[0]

@@ -1,0 +1,227 @@
+"""`megatron-train pretrain gpt`, from text to a trained model, as a person runs it."""
+
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_ckpt import find_checkpoint
+from megatron_data import load_tokenizer
+from megatron_models import GPTConfig
+from megatron_train import read_records
+from megatron_train.cli import main
+
+SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
+LENGTH = "--micro-batch-size 4 --global-batch-size 8 --train-iters 12"
+RATE = "--lr 1e-2 --min-lr 1e-3 --lr-warmup-iters 2 --lr-decay-style cosine"
+WATCH = "--log-interval 4 --eval-interval 6 --eval-iters 2"
+
+
+def program(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A folder with tokenizer, `train_text_document` and `valid_text_document`."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = random.Random(1)
+    phrases = ("the whale", "the white sea", "a ship", "sails on", "and the captain", "sees")
+    for name, count in (("train", 150), ("valid", 60)):
+        texts = [" ".join(words.choice(phrases) for _ in range(40)) for _ in range(count)]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / f"{name}.jsonl").write_text(lines)
+    data = program("megatron-data")
+    options = ("--input", "train.jsonl", "--vocab-size", "300", "--output", "tokenizer")
+    run(folder, data, "train-tokenizer", *options)
+    for name in ("train", "valid"):
+        options = ("--input", f"{name}.jsonl", "--output-prefix", name)
+        run(folder, data, "preprocess", *options, "--tokenizer-model", "tokenizer", "--append-eod")
+    return folder
+
+
+DATA = "--train-data-path train_text_document --valid-data-path valid_text_document"
+ALWAYS = f"pretrain gpt {DATA} --tokenizer-model tokenizer {SIZES} {LENGTH} {RATE} {WATCH}"
+
+
+@pytest.fixture(scope="module")
+def pretrain(corpus):
+    """Return a function that runs `pretrain gpt` with more flags, as a process of its own."""
+
+    def start(more: str) -> subprocess.CompletedProcess[str]:
+        return run(corpus, program("megatron-train"), *ALWAYS.split(), *more.split())
+
+    return start
+
+
+@pytest.fixture
+def train(corpus, capsys, monkeypatch):
+    """Return a function that does the same in this process, and gives what was printed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.chdir(corpus)
+
+    def start(words: str, status: int = 0) -> str:
+        assert main(words.split()) == status
+        printed = capsys.readouterr()
+        return printed.out + printed.err
+
+    yield start
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def whole(corpus, pretrain):
+    """The uninterrupted run: its output and its records."""
+    done = pretrain("--save whole --tensorboard-dir whole/tensorboard")
+    return done, read_records(corpus / "whole" / "metrics.jsonl")
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {r["iteration"]: r["lm loss"] for r in read_records(folder / "metrics.jsonl").train}
+
+
+def test_the_loss_goes_down(whole):
+    _, records = whole
+    train = [record["lm loss"] for record in records.train]
+    assert [record["iteration"] for record in records.train] == list(range(1, 13))
+    assert train[-1] < train[0] - 1
+    valid = [record["lm loss"] for record in records.validation]
+    assert [record["iteration"] for record in records.validation] == [6, 12]
+    assert valid[1] < valid[0] < math.log(300) + 0.5
+
+
+def test_lines_are_megatrons(whole):
+    done, records = whole
+    lines = [line for line in done.stdout.splitlines() if " iteration " in line and "[20" in line]
+    assert len(lines) == 3
+    shape = (
+        r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration        4/      12 \|"
+        r" consumed samples:           32 \| elapsed time per iteration \(ms\): [\d.]+ \|"
+        r" learning rate: [\d.]+E[+-]\d\d \| global batch size:     8 \|"
+        r" lm loss: [\d.]+E\+00 \| loss scale: 1\.0 \| grad norm: [\d.]+ \|"
+        r" number of skipped iterations:   0 \| number of nan iterations:   0 \|"
+        r" tokens/s: [\d.]+ \| MFU: [\d.]+ % \|"
+    )
+    assert re.fullmatch(shape, lines[0]), lines[0]
+    sums = [(r["lm loss"], r["tokens"]) for r in records.train[:4]]
+    mean = sum(loss * tokens for loss, tokens in sums) / sum(tokens for _, tokens in sums)
+    assert f"lm loss: {mean:.6E}" in lines[0]
+    assert "validation loss at iteration 6 | lm loss value:" in done.stdout
+    assert "MFU is measured against" in done.stdout and "matrix product" in done.stdout
+    assert "environment: python" in done.stdout and "model: " in done.stdout
+
+
+def test_a_run_leaves_everything_needed_to_look_at_it_and_go_on(corpus, whole):
+    folder = corpus / "whole"
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    checkpoint = find_checkpoint(folder)
+    assert checkpoint.iteration == 12
+    assert GPTConfig.from_dict(checkpoint.model.config).num_layers == 2
+    assert checkpoint.model.family == "gpt2"
+    tokenizer = load_tokenizer(checkpoint.path / "tokenizer")
+    assert tokenizer.fingerprint == load_tokenizer(corpus / "tokenizer").fingerprint
+
+
+def test_a_stopped_run_resumes_bit_for_bit(corpus, pretrain, whole):
+    first = pretrain("--save stopped --exit-interval 5")
+    assert "stopped after step 5 of 12: --exit-interval 5" in first.stdout
+    second = pretrain("--save stopped --load stopped")
+    assert "continuing from stopped after step 5" in second.stdout
+    assert losses(corpus / "stopped") == losses(corpus / "whole")
+    _, records = whole
+    again = read_records(corpus / "stopped" / "metrics.jsonl")
+    assert [r["grad_norm"] for r in again.train] == [r["grad_norm"] for r in records.train]
+    assert [r["lm loss"] for r in again.validation] == [r["lm loss"] for r in records.validation]
+    line = re.compile(r"iteration +8/.*?(lm loss: \S+)")
+    assert line.search(second.stdout)[1] == line.search(whole[0].stdout)[1]
+
+
+def test_the_configuration_of_a_run_can_be_run_again(corpus, train, whole):
+    train("pretrain gpt --config whole/config.yaml --save again --no-progress")
+    assert losses(corpus / "again") == losses(corpus / "whole")
+
+
+def test_a_signal_ends_a_run_in_order(corpus):
+    words = f"{ALWAYS} --train-iters 100000 --log-interval 1 --eval-iters 0 --save signalled"
+    with subprocess.Popen(
+        [program("megatron-train"), *words.split()], cwd=corpus, stdout=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stdout:
+            if "iteration        3/" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    stopped = int(re.search(r"stopped after step (\d+) of 100000: SIGTERM", rest)[1])
+    assert find_checkpoint(corpus / "signalled").iteration == stopped >= 3
+
+
+def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(corpus, train, whole):
+    flags = f"{ALWAYS} --save killed --save-interval 2"
+    train(f"{flags} --exit-interval 6")
+    torn = corpus / "killed" / "iter_0000006"
+    next(torn.glob("*.safetensors")).write_bytes(b"")
+    printed = train(f"{flags} --load killed")
+    assert "continuing from killed after step 4" in printed
+    assert printed.count("warning: ") == 1 and "iter_0000006 is torn" in printed
+    assert losses(corpus / "killed") == losses(corpus / "whole")
+
+
+def test_without_a_checkpoint_a_run_starts_fresh_or_refuses(train):
+    printed = train(f"{ALWAYS} --load nowhere --exit-interval 1")
+    assert "no complete checkpoint in nowhere: starting fresh" in printed
+    printed = train(f"{ALWAYS} --load nowhere --exit-on-missing-checkpoint", status=1)
+    assert "--load nowhere has no complete checkpoint" in printed
+
+
+def test_bf16_trains_and_resumes_bit_for_bit(corpus, train, whole):
+    train(f"{ALWAYS} --bf16 --save bf16")
+    train(f"{ALWAYS} --bf16 --save bf16-stopped --exit-interval 5")
+    train(f"{ALWAYS} --bf16 --save bf16-stopped --load bf16-stopped")
+    bf16 = losses(corpus / "bf16")
+    assert losses(corpus / "bf16-stopped") == bf16
+    fp32 = losses(corpus / "whole")
+    assert bf16 != fp32
+    assert all(bf16[step] == pytest.approx(fp32[step], abs=0.05) for step in fp32)
+
+
+def test_accumulation_equals_one_big_batch_in_float64(corpus, train):
+    train(f"{ALWAYS} --float64 --eod-mask-loss --micro-batch-size 2 --save parts")
+    train(f"{ALWAYS} --float64 --eod-mask-loss --micro-batch-size 8 --save big")
+    parts, big = losses(corpus / "parts"), losses(corpus / "big")
+    assert parts == pytest.approx(big, rel=1e-12)
+
+
+def test_documents_can_be_kept_apart(corpus, train, whole):
+    flags = "--reset-position-ids --reset-attention-mask"
+    train(f"{ALWAYS} {flags} --save apart")
+    apart, across = losses(corpus / "apart"), losses(corpus / "whole")
+    assert apart != across and apart[12] < apart[1] - 1
+
+
+def test_a_compiled_run_has_the_same_losses(corpus, train, whole):
+    train(f"{ALWAYS} --compile --save compiled")
+    expected = losses(corpus / "whole")
+    assert losses(corpus / "compiled") == pytest.approx(expected, rel=1e-4)
