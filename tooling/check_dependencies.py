@@ -23,9 +23,18 @@ MODULES = {
 
 # Declared although no source line imports them by that name: torch's object collectives and
 # `Tensor.numpy` need numpy at run time, `torch.utils.tensorboard` needs tensorboard, and kernels
-# looks for its extras by name instead of importing them; jaxtyping imports beartype by name.
+# looks for its extras by name instead of importing them; jaxtyping imports beartype by name; infer
+# is an extra of train that adds a command, no import.
 UNUSED_BY_NAME = "|".join(
-    ("numpy", "tensorboard", "triton", "flash-attn", "transformer-engine", "beartype")
+    (
+        "numpy",
+        "tensorboard",
+        "triton",
+        "flash-attn",
+        "transformer-engine",
+        "beartype",
+        "megatron-infer",
+    )
 )
 
 # Imported although not declared: Apex is built from its repository (the project of that name on the
