@@ -1,0 +1,45 @@
+import pytest
+import torch
+from megatron_models.gpt import GPT
+from megatron_models.memory import training_memory
+from megatron_models.parameters import parameter_count
+from megatron_parallel import Mesh
+
+
+def kept_for_backward(model, tokens):
+    """Bytes of every storage that autograd keeps, once, other than parameters and tables."""
+    own = [*model.parameters(), *model.buffers()]
+    known = {tensor.untyped_storage().data_ptr() for tensor in own}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.loss(tokens, tokens)
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_estimated_activations_are_what_autograd_keeps(config, precision):
+    model = GPT(config, Mesh.single(), dtype=getattr(torch, precision))
+    tokens = torch.randint(config.vocab_size, (3, 15))
+    kept = kept_for_backward(model, tokens)
+    estimate = training_memory(config, 15, 3, precision).activations
+    if config.normalization == "LayerNorm":
+        assert estimate == pytest.approx(kept, rel=0.02)
+    else:  # not fused on CPUs, where it keeps up to two more tensors in float32
+        norms = 2 * config.num_layers + 1
+        assert estimate <= kept <= estimate + norms * tokens.numel() * config.hidden_size * 8
+
+
+def test_parameters_gradients_and_moments(small):
+    config = small(hidden_size=64, vocab_size=500)
+    count = parameter_count(config, padded=True)
+    full, half = (training_memory(config, 8, 1, p) for p in ("float32", "bfloat16"))
+    assert (full.parameters, full.gradients, full.optimizer) == (4 * count, 4 * count, 8 * count)
+    assert (half.parameters, half.gradients, half.optimizer) == (2 * count, 2 * count, 12 * count)
+    assert full.total == 16 * count + full.activations
