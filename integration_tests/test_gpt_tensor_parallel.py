@@ -80,6 +80,6 @@ def test_logits_with_a_cache_on_two_ranks_equal_one(rank_pool, batch):
 
 
 def test_groups_that_do_not_divide_over_the_ranks_are_refused():
-    mesh = Mesh(ParallelLayout(tp=4).resolve(4), 0, torch.device("cpu"), {})
+    mesh = Mesh(ParallelLayout(tp=4).resolve(4), 0)
     with pytest.raises(LayoutError, match=r"\(2, .* 4 equal parts over axis 'tp'"):
         GPT(LLAMA, mesh)

@@ -218,7 +218,7 @@ def test_initial_weights_do_not_depend_on_the_layout(small, mesh):
     config = small(activation="swiglu", untie_embeddings_and_output_weights=True, vocab_size=150)
     whole = dict(GPT(config, mesh).named_parameters())
     for rank in range(2):
-        part = Mesh(ParallelLayout(tp=2).resolve(2), rank, torch.device("cpu"), {})
+        part = Mesh(ParallelLayout(tp=2).resolve(2), rank)
         model = GPT(config, part)
         views = parameter_views(model, collect_shardings(model), part)
         for name, pieces in views.items():
