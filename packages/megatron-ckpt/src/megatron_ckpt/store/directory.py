@@ -39,7 +39,8 @@ def iteration_name(iteration: int) -> str:
 
 def beside(path: Path, kind: str) -> Path:
     """Return a new name beside ``path`` for a directory of ``kind`` (tmp, replaced, trash)."""
-    return path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex[:12]}")
+    plain = path.name.partition(".")[0]
+    return path.with_name(f"{plain}.{kind}-{uuid.uuid4().hex[:12]}")
 
 
 def entries(directory: Path) -> list[tuple[int, str, Path]]:

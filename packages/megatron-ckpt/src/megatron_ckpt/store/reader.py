@@ -71,11 +71,11 @@ def check_views(manifest: Manifest, into: Mapping[str, Sequence[ViewLike]], cast
             box_of(name, view)
             stored = manifest.tensors[name].dtype
             dtype = dtype_name(view.tensor.dtype)
-            allowed = cast == "floating" and is_floating(dtype) and is_floating(stored)
-            if dtype != stored and not allowed:
+            floating = is_floating(dtype) and is_floating(stored)
+            if dtype != stored and not (cast == "floating" and floating):
+                hint = ": load with cast='floating' to convert it" if floating else ""
                 raise CheckpointError(
-                    f"tensor {name!r} is stored as {stored}, the model has {dtype}: "
-                    "load with cast='floating' to convert floating point"
+                    f"tensor {name!r} is stored as {stored}, the model has {dtype}{hint}"
                 )
 
 

@@ -1,0 +1,141 @@
+"""Ranks as threads, deaths at chosen system calls, and small blocks."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_ckpt.store import blocks, manifest, reader
+
+#: What a save may call that changes the disk or makes it durable.
+CALLS = ("open", "write", "pwrite", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+
+
+class Meeting:
+    """Where threads that play ranks exchange objects."""
+
+    def __init__(self, world_size: int) -> None:
+        self.values: list[Any] = [None] * world_size
+        self.barrier = threading.Barrier(world_size, timeout=20)
+
+
+class ThreadRank:
+    """A coordinator for one thread of a `Meeting`."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank, self.world_size = meeting, rank, len(meeting.values)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        values = self._share(value)
+        return values if self.rank == 0 else None
+
+    def broadcast(self, value: Any) -> Any:
+        return self._share(value)[0]
+
+    def _share(self, value: Any) -> list[Any]:
+        self.meeting.values[self.rank] = value
+        self.meeting.barrier.wait()
+        values = list(self.meeting.values)
+        self.meeting.barrier.wait()
+        return values
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> Callable[..., list[Any]]:
+    """``on_ranks(n, call)`` runs ``call(coordinator)`` on n ranks: results, or exceptions."""
+
+    def run(world_size: int, call: Callable[[ThreadRank], Any]) -> list[Any]:
+        meeting = Meeting(world_size)
+
+        def one(rank: int) -> Any:
+            try:
+                return call(ThreadRank(meeting, rank))
+            except Exception as error:  # noqa: BLE001 - handed to the test
+                return error
+
+        with ThreadPoolExecutor(world_size) as pool:
+            return list(pool.map(one, range(world_size)))
+
+    return run
+
+
+class Death(BaseException):
+    """The process dies here."""
+
+
+class Disk:
+    """Counts the calls that reach the disk and lets the process die, or the disk fill, at one.
+
+    A dead process does nothing more: every later call dies too. What was written but not synced
+    is lost by `lose_power`.
+    """
+
+    def __init__(self, at: int | None = None, full: bool = False) -> None:
+        self.at, self.full = at, full
+        self.log: list[tuple[str, str]] = []
+        self._real = {name: getattr(os, name) for name in CALLS}
+        self._dirty: set[int] = set()
+
+    @contextmanager
+    def installed(self) -> Iterator["Disk"]:
+        for name in CALLS:
+            setattr(os, name, self._wrap(name))
+        try:
+            yield self
+        finally:
+            for name in CALLS:
+                setattr(os, name, self._real[name])
+
+    def lose_power(self, folder: Path) -> None:
+        for path in folder.rglob("*"):
+            if path.is_file() and path.stat().st_ino in self._dirty:
+                os.truncate(path, 0)
+
+    def _wrap(self, name: str) -> Callable[..., Any]:
+        real = self._real[name]
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name == "open" and not args[1] & os.O_CREAT:
+                return real(*args, **kwargs)
+            self.log.append((name, str(args[0])))
+            now = len(self.log) - 1
+            if self.full and self.at is not None and now >= self.at and name in ("write", "open"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(args[0]))
+            if not self.full and self.at is not None and now >= self.at:
+                if name == "write" and now == self.at:
+                    real(args[0], memoryview(args[1])[: len(args[1]) // 2])
+                    self._dirty.add(os.fstat(args[0]).st_ino)
+                raise Death
+            if name == "write":
+                self._dirty.add(os.fstat(args[0]).st_ino)
+            if name == "fsync":
+                self._dirty.discard(os.fstat(args[0]).st_ino)
+                return None  # as good as done, and milliseconds saved
+            return real(*args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def disk() -> type[Disk]:
+    return Disk
+
+
+@pytest.fixture
+def death() -> type[BaseException]:
+    return Death
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Blocks, slabs and rows of bytes instead of megabytes, so small tensors cross all borders."""
+    for module in (blocks, manifest):
+        monkeypatch.setattr(module, "BLOCK_SIZE", 256)
+    monkeypatch.setattr(reader, "_SLAB", 96)
+    monkeypatch.setattr(reader, "_SEEK", 24)
+    return 256

@@ -1,0 +1,239 @@
+"""A save that dies or cannot write at any call: the former checkpoint, or all of the new one."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from megatron_ckpt import CheckpointError, CheckpointStore, CorruptCheckpointError, Retention, View
+
+NAMES = ("a", "a.exp_avg", "b.c")
+
+
+def state(value):
+    tensors = {name: torch.full((5, 3), float(value)) for name in NAMES}
+    return {**{name: [View.whole(t)] for name, t in tensors.items()}, "n": value}
+
+
+def save(folder, iteration, value=None, **settings):
+    value = iteration if value is None else value
+    files = {"tokenizer/t.json": b"%05d" % value, "notes": b"notes"}
+    CheckpointStore(folder).save(iteration, state(value), files=files, **settings)
+
+
+def loaded(folder):
+    """The one value everything in the newest checkpoint has; a mix fails here."""
+    into = state(0)
+    views = {name: into[name] for name in NAMES}
+    values = CheckpointStore(folder).load(None, views)
+    attached = int(values.checkpoint.read_file("tokenizer/t.json"))
+    seen = {values["n"], attached, *(v for n in NAMES for v in into[n][0].tensor.unique().tolist())}
+    assert len(seen) == 1, f"mixed: {seen}"
+    return seen.pop()
+
+
+SCENES = {
+    "first": ((), lambda folder: save(folder, 2), {2}),
+    "next": ((1,), lambda folder: save(folder, 2), {1, 2}),
+    "replacing": ((1,), lambda folder: save(folder, 1, 9, replace=True), {1, 9}),
+    "retaining": (
+        (1, 2, 3),
+        lambda folder: save(folder, 4, retention=Retention(latest=1)),
+        {3, 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("power_lost", [False, True], ids=["killed", "power lost"])
+@pytest.mark.parametrize("scene", SCENES)
+def test_death_at_every_call_leaves_one_whole_checkpoint(
+    disk, death, tmp_path, scene, power_lost, caplog
+):
+    before, act, allowed = SCENES[scene]
+    origin = tmp_path / "origin"
+    origin.mkdir()
+    for iteration in before:
+        save(origin, iteration)
+    folder = shutil.copytree(origin, tmp_path / "rehearsal")
+    with disk().installed() as rehearsal:
+        act(folder)
+    assert len(rehearsal.log) > 25
+    seen = set()
+    for at in range(len(rehearsal.log)):
+        folder = shutil.copytree(origin, tmp_path / str(at))
+        failing = disk(at)
+        with failing.installed(), pytest.raises(death):
+            act(folder)
+        if power_lost:
+            failing.lose_power(folder)
+        if before or CheckpointStore(folder).latest() is not None:
+            seen.add(loaded(folder))
+        with disk().installed():
+            save(folder, 8)
+        assert loaded(folder) == 8
+        rest = [p.name for p in folder.iterdir() if "-" in p.name and p.suffix != ".txt"]
+        assert not [name for name in rest if name.startswith("iter_")], rehearsal.log[at]
+        shutil.rmtree(folder)
+    assert seen == allowed
+
+
+def test_everything_is_durable_before_it_gets_its_name(disk, tmp_path):
+    with disk().installed() as recorded:
+        save(tmp_path / "run", 1)
+    names = [name for name, _ in recorded.log]
+    rename = names.index("rename")
+    opened = [target for name, target in recorded.log[:rename] if name == "open"]
+    assert [t.rpartition("/")[2] for t in opened[1:]] == [
+        "model-00000-of-00001.safetensors",
+        "optim-00000-of-00001.safetensors",
+        "state.json",
+        "t.json",
+        "notes",
+        "MANIFEST.json",
+    ]
+    # Of the files each one, and of the directories before and after the manifest.
+    assert names[:rename].count("fsync") >= len(opened) - 1 + 3
+    assert names[rename - 1] == "fsync" and names[rename + 1] == "fsync"
+
+
+@pytest.mark.parametrize("iteration", [1, 2], ids=["replacing", "next"])
+def test_a_full_disk_fails_the_save_with_its_reason_and_leaves_the_former(
+    disk, tmp_path, iteration
+):
+    save(tmp_path / "run", 1)
+    shutil.copytree(tmp_path / "run", tmp_path / "rehearsal")
+    with disk().installed() as rehearsal:
+        save(tmp_path / "rehearsal", iteration, 9, replace=True)
+    rename = [name for name, _ in rehearsal.log].index("rename")
+    for at, (name, _) in enumerate(rehearsal.log[:rename]):
+        if name not in ("write", "open"):
+            continue
+        with disk(at, full=True).installed(), pytest.raises(OSError, match="No space left"):
+            save(tmp_path / "run", iteration, 9, replace=True)
+        assert loaded(tmp_path / "run") == 1
+        assert not list((tmp_path / "run").glob("*.tmp-*"))
+
+
+def test_a_full_disk_after_the_commit_is_a_warning(disk, tmp_path, caplog):
+    with disk().installed() as rehearsal:
+        save(tmp_path / "rehearsal", 1)
+    rename = [name for name, _ in rehearsal.log].index("rename")
+    with disk(rename + 1, full=True).installed():
+        save(tmp_path / "run", 1)
+    assert "is saved, but clearing up after it failed" in caplog.text
+    assert loaded(tmp_path / "run") == 1
+
+
+def test_every_flipped_bit_is_found_in_every_file(tmp_path):
+    save(tmp_path, 1)
+    folder = CheckpointStore(tmp_path).path(1)
+    generator = random.Random(1)
+    for path in [p for p in folder.rglob("*") if p.is_file()]:
+        whole = path.read_bytes()
+        for _ in range(40):
+            bit = generator.randrange(8 * len(whole))
+            data = bytearray(whole)
+            data[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(data)
+            with pytest.raises(CorruptCheckpointError, match=path.name):
+                into = state(0)
+                store = CheckpointStore(tmp_path)
+                found = store.load(1, {name: into[name] for name in NAMES}).checkpoint
+                raise CorruptCheckpointError("; ".join(found.verify()))
+        path.write_bytes(whole)
+    assert loaded(tmp_path) == 1
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(tmp_path, caplog):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    file = CheckpointStore(tmp_path).path(2) / "optim-00000-of-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 4
+    file.write_bytes(data)
+    assert loaded(tmp_path) == 1
+    assert "iter_0000002 is damaged and passed over" in caplog.text
+    with pytest.raises(CorruptCheckpointError, match="digest differs"):
+        CheckpointStore(tmp_path).load(2, {n: v for n, v in state(0).items() if n in NAMES})
+
+
+def test_truncated_files_are_torn(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    for path in [p for p in CheckpointStore(tmp_path).path(2).rglob("*") if p.is_file()]:
+        whole = path.read_bytes()
+        for size in (0, 1, len(whole) // 2, len(whole) - 1):
+            os.truncate(path, size)
+            assert loaded(tmp_path) == 1
+            path.write_bytes(whole)
+    assert loaded(tmp_path) == 2
+
+
+def test_a_second_writer_is_refused_with_the_name_of_the_first(tmp_path):
+    save(tmp_path, 1)
+    script = """
+        import sys, time
+        from pathlib import Path
+        from megatron_ckpt.store.lock import writer_lock
+        with writer_lock(Path(sys.argv[1])):
+            print("held", flush=True)
+            time.sleep(60)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match=f"by another process \\(pid {other.pid} on "):
+            save(tmp_path, 2)
+        assert loaded(tmp_path) == 1
+        other.kill()
+    save(tmp_path, 2)  # the kernel released the lock
+    assert loaded(tmp_path) == 2
+
+
+def test_an_unfinished_save_is_not_reported_while_its_writer_lives(tmp_path, caplog):
+    from megatron_ckpt.store.lock import writer_lock
+
+    save(tmp_path, 1)
+    (tmp_path / "iter_0000002.tmp-0a").mkdir()
+    with writer_lock(tmp_path):
+        assert CheckpointStore(tmp_path).latest() == 1
+    assert not caplog.messages
+    assert CheckpointStore(tmp_path).latest() == 1
+    assert "unfinished" in caplog.text
+
+
+SAVER = """
+    import itertools, sys, torch
+    from megatron_ckpt import CheckpointStore, Retention, View
+    store = CheckpointStore(sys.argv[1])
+    for i in itertools.count((store.latest() or 0) + 1):
+        w = torch.full((300, 1000), float(i))
+        state = {n: [View.whole(w)] for n in ("a", "a.exp_avg", "b.c")}
+        files = {"tokenizer/t.json": str(i).encode()}
+        store.save(i, {**state, "n": i}, files=files, retention=Retention(latest=2))
+        print(i, flush=True)
+"""
+
+
+def test_kill_9_at_random_instants_loses_nothing_that_was_reported_saved(tmp_path):
+    generator = random.Random(2)
+    reported = 0
+    for _ in range(3):
+        command = [sys.executable, "-c", textwrap.dedent(SAVER), str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+            run.stdout.readline()
+            time.sleep(generator.uniform(0.05, 0.4))
+            run.send_signal(signal.SIGKILL)
+            lines = run.stdout.read().split()
+        reported = max([reported, *map(int, lines)])
+        into = {n: [View.whole(torch.zeros(300, 1000))] for n in NAMES}
+        found = CheckpointStore(tmp_path).load(None, into)
+        assert found["n"] == found.iteration >= reported
+        assert all((into[n][0].tensor == found["n"]).all() for n in NAMES)
+        assert found.checkpoint.verify() == []

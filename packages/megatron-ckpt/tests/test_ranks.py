@@ -1,0 +1,175 @@
+"""Several ranks save and load together: all of them, or none."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from megatron_ckpt import CheckpointError, CheckpointStore, CorruptCheckpointError, View
+from safetensors.torch import load_file
+
+WHOLE = torch.arange(24.0).reshape(4, 6)
+
+
+def columns(rank, size=2, value=WHOLE):
+    width = 6 // size
+    part = value[:, rank * width : (rank + 1) * width].contiguous()
+    return View(part, (4, 6), (0, rank * width), (4, width))
+
+
+def shared(rank, value=1.0):
+    """A tensor all ranks have a copy of."""
+    return View(torch.full((3,), value), (3,), (0,), (3,), rank)
+
+
+def save(ranks, folder, iteration=1, scale=1.0):
+    state = {
+        "w": [columns(ranks.rank, value=WHOLE * scale)],
+        "norm": [shared(ranks.rank)],
+        "n": iteration,
+        f"seed.{ranks.rank}": ranks.rank,
+    }
+    return CheckpointStore(folder, ranks).save(iteration, state)
+
+
+def test_each_rank_writes_its_own_boxes_and_copies_are_written_once(on_ranks, tmp_path):
+    paths = on_ranks(2, lambda ranks: save(ranks, tmp_path))
+    assert paths == [CheckpointStore(tmp_path).path(1)] * 2
+    first = load_file(paths[0] / "model-00000-of-00002.safetensors")
+    second = load_file(paths[0] / "model-00001-of-00002.safetensors")
+    assert sorted(first) == ["norm", "w[0:4,0:3]"] and sorted(second) == ["w[0:4,3:6]"]
+    assert torch.equal(second["w[0:4,3:6]"], WHOLE[:, 3:])
+    back = torch.zeros(4, 6)
+    into = {"w": [View.whole(back)], "norm": [View.whole(torch.zeros(3))]}
+    values = CheckpointStore(tmp_path).load(None, into)
+    assert torch.equal(back, WHOLE)
+    assert values == {"n": 1, "seed.0": 0, "seed.1": 1}
+
+
+def test_ranks_may_hold_different_tensors_when_loading(on_ranks, tmp_path):
+    on_ranks(2, lambda ranks: save(ranks, tmp_path))
+
+    def load(ranks):
+        tensor = torch.zeros(4, 6) if ranks.rank == 0 else torch.zeros(3)
+        name = "w" if ranks.rank == 0 else "norm"
+        CheckpointStore(tmp_path, ranks).load(None, {name: [View.whole(tensor)]})
+        return tensor
+
+    stage0, stage1 = on_ranks(2, load)
+    assert torch.equal(stage0, WHOLE) and torch.equal(stage1, torch.ones(3))
+
+    def lacking(ranks):
+        into = {"w": [View.whole(torch.zeros(4, 6))]}
+        return CheckpointStore(tmp_path, ranks).load(None, into)
+
+    for error in on_ranks(2, lacking):
+        assert isinstance(error, CheckpointError) and "'norm'" in str(error)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failing_rank_fails_the_save_everywhere_with_its_message(on_ranks, tmp_path, failing):
+    on_ranks(2, lambda ranks: save(ranks, tmp_path))
+
+    class Broken(torch.Tensor):
+        def detach(self):
+            raise OSError(28, "No space left on device")
+
+    def broken(ranks):
+        tensor = torch.zeros(4, 3)
+        view = columns(ranks.rank)
+        if ranks.rank == failing:
+            view = view._replace(tensor=tensor.as_subclass(Broken))
+        return CheckpointStore(tmp_path, ranks).save(2, {"w": [view]})
+
+    errors = on_ranks(2, broken)
+    assert isinstance(errors[failing], OSError)
+    assert str(errors[1 - failing]) == f"rank {failing}: [Errno 28] No space left on device"
+    assert CheckpointStore(tmp_path).latest() == 1
+    assert not list(tmp_path.glob("*.tmp-*"))
+    on_ranks(2, lambda ranks: save(ranks, tmp_path, 3))
+    assert CheckpointStore(tmp_path).latest() == 3
+
+
+def test_views_that_do_not_make_a_whole_are_refused_on_all_ranks_before_writing(on_ranks, tmp_path):
+    def states(rank):
+        return {
+            "ranks 0 and 1 both hold": {"w": [View.whole(WHOLE)]},
+            "no rank holds": {"w": [columns(rank, 3)]},
+            "on rank 1": {"w": [columns(rank)._replace(tensor=torch.zeros(4, 3 + rank))]}
+            | {
+                "w": [
+                    View(
+                        torch.zeros(4, 3).to([torch.float32, torch.float64][rank]),
+                        (4, 6),
+                        (0, 3 * rank),
+                        (4, 3),
+                    )
+                ]
+            },
+            "value 'n' differs between ranks 0 and 1": {"n": rank},
+            "'x' is a tensor on one rank": {"x": 1 if rank else [View.whole(WHOLE)]},
+        }
+
+    for words in states(0):
+        call = lambda ranks, words=words: CheckpointStore(tmp_path, ranks).save(  # noqa: E731
+            1, states(ranks.rank)[words]
+        )
+        for error in on_ranks(2, call):
+            assert isinstance(error, CheckpointError) and words in str(error), error
+    assert not list(tmp_path.glob("iter_*"))
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_all_ranks_together(on_ranks, tmp_path, caplog):
+    on_ranks(2, lambda ranks: save(ranks, tmp_path, 1))
+    on_ranks(2, lambda ranks: save(ranks, tmp_path, 2, scale=5.0))
+    file = CheckpointStore(tmp_path).path(2) / "model-00001-of-00002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+    def load(ranks, iteration=None):
+        part = columns(ranks.rank)._replace(tensor=torch.zeros(4, 3))
+        into = {"w": [part], "norm": [shared(ranks.rank, 0.0)]}
+        return CheckpointStore(tmp_path, ranks).load(iteration, into).iteration, part.tensor
+
+    for rank, (iteration, tensor) in enumerate(on_ranks(2, load)):
+        assert iteration == 1
+        assert torch.equal(tensor, columns(rank).tensor)
+    assert caplog.text.count("passed over") == 1
+    for error in on_ranks(2, lambda ranks: load(ranks, 2)):
+        assert isinstance(error, CorruptCheckpointError)
+
+
+RANK = """
+    import sys, torch, torch.distributed as dist
+    from datetime import timedelta
+    from megatron_ckpt import CheckpointStore, DistributedCoordinator, View
+    rank, folder = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2,
+                            timeout=timedelta(seconds=60))
+    store = CheckpointStore(folder + "/run", DistributedCoordinator())
+    part = torch.full((2, 3), float(rank))
+    store.save(1, {"w": [View(part, (4, 3), (2 * rank, 0), (2, 3))], "n": 1})
+    other = torch.zeros(2, 3)
+    assert store.load(None, {"w": [View(other, (4, 3), (2 - 2 * rank, 0), (2, 3))]}) == {"n": 1}
+    assert (other == 1 - rank).all()
+    try:
+        store.save(2, {"w": [View(part, (4, 3), (0, 0), (2, 3))]})
+    except ValueError as error:
+        print(error)
+    assert store.latest() == 1
+    dist.destroy_process_group()
+"""
+
+
+def test_processes_over_torch_distributed(tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(RANK)]
+    runs = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    messages = [run.communicate(timeout=120)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    assert messages[0].startswith("tensor 'w': ranks 0 and 1 both hold [0:2,0:3] as replica 0")
+    assert messages[1] == f"rank 0: {messages[0]}"

@@ -1,0 +1,61 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron_ckpt import CheckpointError
+from megatron_ckpt.values import dumps, loads
+
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(max_size=20)
+)
+KEYS = st.text(max_size=5) | st.integers() | st.sampled_from(["$bytes", "$dict", "$"])
+PLAIN = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def typed(value):
+    """The value with its types, so that 1, 1.0 and True differ, and lists and tuples too."""
+    if isinstance(value, list | tuple):
+        return type(value).__name__, [typed(item) for item in value]
+    if isinstance(value, dict):
+        return [(typed(key), typed(item)) for key, item in value.items()]
+    return type(value).__name__, value, math.copysign(1, value) if value == 0.0 else 0
+
+
+@given(PLAIN)
+def test_values_come_back_as_they_went_in(value):
+    assert typed(loads(dumps(value, "x"))) == typed(value)
+
+
+def test_ordinary_values_are_ordinary_json():
+    value = {"step": 3, "rate": 0.1, "name": "Ä", "flags": [True, None]}
+    assert json.loads(dumps(value, "x")) == value
+
+
+def test_floats_that_are_not_finite_and_bytes_come_back():
+    nan, inf, data = loads(dumps([math.nan, -math.inf, b"\0\xff"], "x"))
+    assert math.isnan(nan) and inf == -math.inf and data == b"\0\xff"
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), {1, 2}, np.arange(2), object()])
+def test_other_types_are_refused_with_the_place_they_stand_at(value):
+    with pytest.raises(
+        CheckpointError, match=rf"'sched.groups\[1\]' holds a {type(value).__name__}"
+    ):
+        dumps({"groups": [0, value]}, "sched")

@@ -1,0 +1,97 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron_ckpt import CheckpointError, View
+from megatron_ckpt.views import Box, box_of, check_tiling, find_hole, find_overlap, intersect
+
+
+@st.composite
+def boxes(draw, ndim=None, size=6):
+    ndim = draw(st.integers(1, 3)) if ndim is None else ndim
+    offsets = draw(st.tuples(*[st.integers(0, size - 1)] * ndim))
+    return Box(offsets, tuple(draw(st.integers(0, size - o)) for o in offsets))
+
+
+def cells(box):
+    return set(itertools.product(*map(range, box.offsets, box.ends)))
+
+
+@given(st.integers(0, 3).flatmap(lambda n: st.tuples(boxes(n), boxes(n))))
+def test_intersection_is_the_set_of_common_elements(pair):
+    common = intersect(*pair)
+    assert cells(pair[0]) & cells(pair[1]) == (cells(common) if common else set())
+
+
+@given(st.integers(0, 3).flatmap(lambda n: st.lists(boxes(n), max_size=6)))
+def test_an_overlap_is_found_exactly_where_two_boxes_share_an_element(held):
+    pairs = {(i, j) for i, j in itertools.combinations(range(len(held)), 2)}
+    sharing = {(i, j) for i, j in pairs if cells(held[i]) & cells(held[j])}
+    found = find_overlap(held)
+    assert found in sharing if sharing else found is None
+
+
+@given(st.integers(0, 3).flatmap(lambda n: st.lists(boxes(n), max_size=6).map(lambda b: (n, b))))
+def test_a_hole_is_found_exactly_where_elements_are_left(case):
+    ndim, held = case
+    region = Box((0,) * ndim, (6,) * ndim)
+    left = cells(region).difference(*map(cells, held))
+    hole = find_hole(region, held)
+    assert (cells(hole) <= left and cells(hole)) if left else hole is None
+
+
+def test_an_overlap_names_the_tensor_the_ranks_and_the_elements():
+    owners = [(0, 0, Box((0, 0), (3, 4))), (5, 0, Box((2, 0), (2, 4)))]
+    with pytest.raises(CheckpointError, match=r"'w': ranks 0 and 5 both hold \[2:3,0:4\] as repl"):
+        check_tiling("w", (4, 4), owners)
+    check_tiling("w", (4, 4), [(0, 0, Box((0, 0), (4, 4))), (1, 1, Box((0, 0), (4, 4)))])
+    twins = [(0, 0, Box((0,), (4,))), (1, 1, Box((0,), (4,))), (2, 1, Box((3,), (1,)))]
+    with pytest.raises(CheckpointError, match=r"ranks 1 and 2 both hold .* as replica 1"):
+        check_tiling("w", (4,), twins)
+
+
+def test_a_gap_names_the_tensor_and_the_hole():
+    owners = [(0, 0, Box((0, 0), (4, 2))), (1, 0, Box((0, 2), (2, 2)))]
+    with pytest.raises(CheckpointError, match=r"'w' of shape \(4, 4\): no rank holds \[2:4,2:4\]"):
+        check_tiling("w", (4, 4), owners)
+    with pytest.raises(CheckpointError, match="no rank holds"):
+        check_tiling("w", (4,), [(0, 1, Box((0,), (4,)))])
+
+
+def test_a_tensor_cut_over_many_ranks_is_checked_quickly():
+    rows = [(rank, 0, Box((0, 3 * rank), (512, 3))) for rank in range(4096)]
+    check_tiling("w", (512, 3 * 4096), rows)
+
+
+def test_scalars_and_empty_tensors_are_covered_by_one_owner_or_none():
+    check_tiling("scalar", (), [(0, 0, Box((), ())), (1, 1, Box((), ()))])
+    with pytest.raises(CheckpointError, match="both hold"):
+        check_tiling("scalar", (), [(0, 0, Box((), ())), (1, 0, Box((), ()))])
+    with pytest.raises(CheckpointError, match="no rank"):
+        check_tiling("scalar", (), [])
+    check_tiling("empty", (0, 3), [])
+
+
+@pytest.mark.parametrize(
+    ("view", "words"),
+    [
+        (View(torch.ones(2), (4,), (0,), (3,)), r"shape \(2,\) but the lengths are \(3,\)"),
+        (View(torch.ones(2), (4,), (3,), (2,)), r"\[3:5\] reaches out of global shape \(4,\)"),
+        (View(torch.ones(2), (4,), (-1,), (2,)), "reaches out"),
+        (View(torch.ones(2), (4, 1), (0,), (2,)), "number of dimensions"),
+        (View(torch.ones(2), (4,), (0,), (2,), -1), "replica -1"),
+    ],
+)
+def test_views_that_do_not_fit_are_refused_by_name(view, words):
+    with pytest.raises(CheckpointError, match=f"'w'.*{words}"):
+        box_of("w", view)
+
+
+def test_a_box_cuts_itself_out_of_what_holds_it():
+    whole = np.arange(24).reshape(4, 6)
+    held, inner = Box((1, 2), (3, 4)), Box((2, 3), (2, 2))
+    part = whole[1:4, 2:6][inner.within(held)]
+    assert part.tolist() == whole[2:4, 3:5].tolist()
