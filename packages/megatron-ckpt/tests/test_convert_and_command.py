@@ -1,0 +1,201 @@
+"""Conversion with a made-up family, and the command; real families are tested with transformers."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron_ckpt import Checkpoint, CheckpointError, export_hf, import_hf
+from megatron_ckpt.cli import main
+from safetensors.torch import load_file, save_file
+
+
+@dataclass
+class Config:
+    num_layers: int
+    vocab: int = 5
+
+    def to_json(self):
+        return json.dumps(asdict(self))
+
+
+FAMILY = SimpleNamespace(
+    name="toy",
+    architectures=("ToyModel",),
+    ignored=("old.{i}",),
+    prefix="net.",
+    active_rows=lambda config: [
+        ("word", ["net.word"], [("slice_rows", {"rows": "$vocab"})]),
+        ("layers.{i}.w", ["net.{i}.a", "net.{i}.b"], [("concat", {"dim": 0})]),
+    ],
+    config_from_hf=lambda values: Config(values["depth"]),
+    config_to_hf=lambda config: {"architectures": ["ToyModel"], "depth": config.num_layers},
+    config_from_json=lambda values: Config(**values),
+)
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "FAMILY", FAMILY)
+    module = SimpleNamespace(FAMILY=FAMILY)
+    monkeypatch.setitem(sys.modules, "toy_family", module)
+    entry = EntryPoint("toy", "toy_family:FAMILY", "megatron.families")
+    monkeypatch.setattr("megatron_ckpt.families.entry_points", lambda group: [entry])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "theirs"
+    path.mkdir()
+    (path / "config.json").write_text(
+        json.dumps({"architectures": ["ToyModel"], "depth": 2, "eos": 3, "dtype": "float64"})
+    )
+    (path / "tokenizer.json").write_text("{}")
+    torch.manual_seed(0)
+    tensors = {"net.word": torch.randn(5, 2)}
+    tensors |= {f"net.{i}.{x}": torch.randn(3, 2) for i in range(2) for x in "ab"}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def test_there_and_back(folder, tmp_path):
+    checkpoint = Checkpoint(import_hf(folder, tmp_path / "run", iteration=4))
+    assert checkpoint.iteration == 4 and checkpoint.model.family == "toy"
+    assert checkpoint.model.config == {"num_layers": 2, "vocab": 5}
+    back = export_hf(tmp_path / "run", tmp_path / "back")
+    before, after = load_file(folder / "model.safetensors"), load_file(back / "model.safetensors")
+    assert sorted(before) == sorted(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((back / "config.json").read_text()) == {
+        "architectures": ["ToyModel"],
+        "depth": 2,
+        "eos": 3,
+        "torch_dtype": "float32",
+    }
+
+
+def test_a_tensor_is_read_when_its_turn_comes_and_let_go(folder, tmp_path, monkeypatch):
+    """At no time are more tensors alive than one row needs."""
+    import gc
+
+    from megatron_ckpt.store import tensorfile
+
+    alive = []
+    write = tensorfile.tensor_bytes
+
+    def counting(tensor):
+        gc.collect()
+        held = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.device.type == "cpu"]
+        alive.append(len(held))
+        return write(tensor)
+
+    monkeypatch.setattr(tensorfile, "tensor_bytes", counting)
+    before = sum(type(o) is torch.Tensor and o.device.type == "cpu" for o in gc.get_objects())
+    import_hf(folder, tmp_path / "run")
+    assert len(alive) == 3 and max(alive) - before <= 1
+    alive.clear()
+    export_hf(tmp_path / "run", tmp_path / "back")
+    assert len(alive) == 5 and max(alive) - before <= 3
+
+
+def test_a_failed_export_leaves_no_folder(folder, tmp_path, disk):
+    import_hf(folder, tmp_path / "run")
+    with disk(3, full=True).installed(), pytest.raises(OSError, match="No space left"):
+        export_hf(tmp_path / "run", tmp_path / "back")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "theirs"]
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "precious").touch()
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        export_hf(tmp_path / "run", tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda f: (f / "config.json").unlink(), "config.json is missing"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
+        (lambda f: (f / "config.json").write_text("{}"), "a config.json without architectures"),
+        (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"x"), "cannot be read"),
+    ],
+)
+def test_folders_that_are_no_models_are_refused_with_the_file(folder, tmp_path, damage, words):
+    damage(folder)
+    with pytest.raises(CheckpointError, match=words):
+        import_hf(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_any_family_the_package_to_install_is_named(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_ckpt.families.entry_points", lambda group: [])
+    with pytest.raises(CheckpointError, match="none is installed: install megatron-models"):
+        import_hf(folder, tmp_path / "run")
+
+
+def test_the_command_converts_inspects_and_verifies(folder, tmp_path, capsys):
+    run, back = str(tmp_path / "run"), str(tmp_path / "back")
+    assert main(["convert", str(folder), run, "--dtype", "bfloat16"]) == 0
+    made = capsys.readouterr().out.strip()
+    assert made == f"{run}/iter_0000000"
+    assert main(["inspect", run]) == 0
+    out = capsys.readouterr().out
+    assert "iteration   0" in out and "model       toy" in out and "num_layers 2" in out
+    assert "model: 3 tensors, 34 elements, 68 B" in out
+    assert "  layers.{i}.w  BF16  6x2                2 x 24 B" in out
+    assert main(["inspect", made, "--all"]) == 0
+    assert "  layers.1.w  BF16  6x2" in capsys.readouterr().out
+    assert main(["verify", run]) == 0
+    shown = capsys.readouterr()
+    assert "all digests match" in shown.out and "100%" in shown.err
+    assert main(["convert", run, back, "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out.strip() == back
+    assert load_file(tmp_path / "back" / "model.safetensors")["net.word"].dtype == torch.float32
+
+
+def test_the_command_names_damage_and_exits_with_1(folder, tmp_path, capsys):
+    made = import_hf(folder, tmp_path / "run")
+    file = made / "tokenizer" / "tokenizer.json"
+    file.write_text("[]")
+    assert main(["verify", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(f"megatron-ckpt: error: {file}: bytes 0 to 2 changed")
+    file.unlink()
+    for command in ("inspect", "verify"):
+        assert main([command, str(made)]) == 1
+        error = capsys.readouterr().err
+        assert error == (
+            f"megatron-ckpt: error: {made} is torn: tokenizer/tokenizer.json is missing\n"
+        )
+    assert main(["inspect", str(tmp_path / "nowhere")]) == 1
+    assert "is not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["inspct", "x"], "(nearest: inspect)"),
+        (["inspect", "x", "--iteratoin", "3"], "(nearest: --iteration)"),
+        (["convert", "x", "y", "--dtype", "bfloat61"], "(nearest: bfloat16)"),
+        ([], "required: command"),
+    ],
+)
+def test_misspelt_words_name_the_nearest_and_exit_with_2(capsys, arguments, words):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_help_listing_and_verifying_do_not_import_torch(folder, tmp_path):
+    made = import_hf(folder, tmp_path / "run")
+    script = (
+        "import sys; from megatron_ckpt.cli import main\n"
+        f"main(['inspect', {str(made)!r}]); main(['verify', {str(made)!r}])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)

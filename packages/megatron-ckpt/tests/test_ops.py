@@ -1,0 +1,251 @@
+import json
+from importlib.resources import files
+from types import SimpleNamespace
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron_ckpt import CheckpointError, apply
+from megatron_ckpt.ops.definitions import OPS
+from megatron_ckpt.ops.rows import Row, expand
+
+SCHEMA = json.loads(files("megatron_ckpt.ops").joinpath("schema.json").read_text())
+CONFIG = SimpleNamespace(num_layers=2, heads=4, groups=2, head_dim=2, vocab=5, hidden=3, tied=True)
+
+
+def numbered(*shape):
+    """A tensor in which every element differs."""
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+def one(theirs, *ops):
+    count = theirs if isinstance(theirs, list) else [theirs]
+    return expand([("ours", [f"theirs.{i}" for i in range(len(count))], ops)], CONFIG)[0]
+
+
+def there_and_back(row, tensors):
+    ours = row.forward(tensors)
+    back = row.inverse(ours)
+    assert len(back) == len(tensors)
+    for before, after in zip(tensors, back, strict=True):
+        assert before.dtype == after.dtype and torch.equal(before, after)
+    return ours
+
+
+sizes = st.integers(1, 4)
+
+
+@st.composite
+def cases(draw):
+    """An operation with tensors it takes."""
+    name = draw(st.sampled_from(sorted(OPS)))
+    if name == "transpose":
+        return (name, {}), [numbered(draw(sizes), draw(sizes))]
+    if name in ("concat", "stack"):
+        shape = draw(st.lists(sizes, min_size=1, max_size=3))
+        dim = draw(st.integers(0, len(shape) - (name == "concat")))
+        count = draw(st.integers(1, 3))
+        if name == "stack" or draw(st.booleans()):
+            return (name, {"dim": dim}), [numbered(*shape) + 100 * i for i in range(count)]
+        extents = draw(st.lists(sizes, min_size=count, max_size=count))
+        shapes = [[*shape[:dim], n, *shape[dim + 1 :]] for n in extents]
+        tensors = [numbered(*shape) + 100 * i for i, shape in enumerate(shapes)]
+        return (name, {"dim": dim, "sizes": extents}), tensors
+    if name == "reshape":
+        a, b, c = draw(st.tuples(sizes, sizes, sizes))
+        return (name, {"shape": [-1, c], "source": [a, b, c]}), [numbered(a, b, c)]
+    if name == "interleave_qkv":
+        groups, per, d = draw(st.tuples(sizes, sizes, sizes))
+        rest = draw(st.lists(sizes, max_size=1))
+        rows = [groups * per * d, groups * d, groups * d]
+        tensors = [numbered(n, *rest) + 1000 * i for i, n in enumerate(rows)]
+        arguments = {"heads": groups * per, "groups": groups, "head_dim": d}
+        return (name, arguments), tensors if draw(st.booleans()) else [torch.cat(tensors)]
+    if name == "rope_permute":
+        heads, half = draw(st.tuples(sizes, sizes))
+        rest = draw(st.lists(sizes, max_size=1))
+        return (name, {"heads": heads, "head_dim": 2 * half}), [numbered(heads * 2 * half, *rest)]
+    rows = draw(sizes)
+    return (name, {"rows": rows}), [numbered(rows, draw(sizes))]
+
+
+@given(cases())
+def test_every_operation_is_undone_by_its_inverse(case):
+    op, tensors = case
+    there_and_back(one(tensors, op), tensors)
+
+
+@given(cases(), st.sampled_from([torch.bfloat16, torch.float64, torch.int32]))
+def test_operations_need_no_content_and_keep_the_dtype(case, dtype):
+    op, tensors = case
+    row = one(tensors, op)
+    typed = [tensor.to(dtype) for tensor in tensors]
+    planned = row.forward([tensor.to("meta") for tensor in typed])
+    made = row.forward(typed)
+    assert (planned.shape, planned.dtype) == (made.shape, made.dtype)
+    assert made.dtype == dtype
+
+
+def test_gpt2_rows_transposed_and_interleaved_by_hand():
+    # 2 heads, 2 groups, head size 1: theirs [h, 3h] has columns q0 q1 k0 k1 v0 v1.
+    theirs = torch.tensor([[0.0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15]])
+    step = ("interleave_qkv", {"heads": 2, "groups": 2, "head_dim": 1})
+    ours = there_and_back(one(theirs, ("transpose", {}), step), [theirs])
+    assert ours.tolist() == [[[0, 10], [2, 12], [4, 14]], [[1, 11], [3, 13], [5, 15]]]
+
+
+def test_grouped_queries_by_hand():
+    step = ("interleave_qkv", {"heads": "$heads", "groups": "$groups", "head_dim": 1})
+    q, k, v = torch.tensor([0.0, 1, 2, 3]), torch.tensor([10.0, 11]), torch.tensor([20.0, 21])
+    ours = there_and_back(one([q, k, v], step), [q, k, v])
+    assert ours.tolist() == [[0, 1, 10, 20], [2, 3, 11, 21]]
+
+
+def test_rotary_pairs_become_halves_by_hand():
+    step = ("rope_permute", {"heads": 2, "head_dim": 4})
+    theirs = torch.tensor([0.0, 1, 2, 3, 10, 11, 12, 13])
+    ours = there_and_back(one(theirs, step), [theirs])
+    assert ours.tolist() == [0, 2, 1, 3, 10, 12, 11, 13]
+
+
+def test_permuting_queries_and_keys_of_different_heads_only():
+    steps = [
+        ("rope_permute", {"heads": 2, "head_dim": 4, "only": 0}),
+        ("rope_permute", {"heads": 1, "head_dim": 4, "only": 1}),
+        ("interleave_qkv", {"heads": 2, "groups": 1, "head_dim": 4}),
+    ]
+    q, k, v = numbered(8), numbered(4) + 20, numbered(4) + 30
+    ours = there_and_back(one([q, k, v], *steps), [q, k, v])
+    assert ours[0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7, 20, 22, 21, 23, 30, 31, 32, 33]
+
+
+def test_padding_rows_go_and_do_not_come_back():
+    row = one(numbered(8, 2), ("slice_rows", {"rows": "$vocab"}))
+    ours = row.forward([numbered(8, 2)])
+    assert torch.equal(ours, numbered(5, 2))
+    assert torch.equal(row.inverse(ours)[0], numbered(5, 2))
+
+
+ROWS = [
+    ("embedding", ["wte"], [("slice_rows", {"rows": "$vocab"})]),
+    ("layers.{i}.up", ["h.{i}.gate", "h.{i}.up"], [("stack", {"dim": 0})]),
+    ("layers.{i}.out", ["h.{i}.proj"], [("transpose", {})]),
+]
+
+
+def theirs():
+    tensors = {"wte": numbered(5, 3)}
+    for i in range(2):
+        for at, name in enumerate(("gate", "up", "proj")):
+            tensors[f"h.{i}.{name}"] = numbered(4, 3) + 100 * i + 1000 * at
+    return tensors
+
+
+def test_a_whole_model_goes_there_and_back_one_row_at_a_time():
+    asked = []
+
+    class Recorded(dict):
+        def __getitem__(self, name):
+            asked.append(name)
+            return super().__getitem__(name)
+
+    stream = apply(ROWS, CONFIG, Recorded(theirs()))
+    name, first = next(stream)
+    assert (name, asked) == ("embedding", ["wte"])
+    ours = {name: first, **dict(stream)}
+    assert list(ours) == [
+        "embedding",
+        "layers.0.up",
+        "layers.1.up",
+        "layers.0.out",
+        "layers.1.out",
+    ]
+    assert ours["layers.1.up"].shape == (2, 4, 3)
+    assert torch.equal(ours["layers.1.up"][0], theirs()["h.1.gate"])
+    back = dict(apply(ROWS, vars(CONFIG), ours, inverse=True))  # fields may be keys
+    assert sorted(back) == sorted(theirs())
+    assert all(torch.equal(back[name], tensor) for name, tensor in theirs().items())
+
+
+def test_missing_and_unused_tensors_are_named_with_the_nearest_before_anything_is_made():
+    source = theirs()
+    source["h.0.porj"] = source.pop("h.0.proj")
+    with pytest.raises(CheckpointError, match=r"no tensor 'h.0.proj' \(nearest: 'h.0.porj'\)"):
+        next(apply(ROWS, CONFIG, source))
+    source = theirs() | {"h.1.proj_bias": torch.ones(1), "x": torch.ones(1)}
+    with pytest.raises(CheckpointError, match=r"uses tensor 'h.1.proj_bias' and 1 more .*'h.1.pr"):
+        next(apply(ROWS, CONFIG, source))
+    assert next(apply(ROWS, CONFIG, source, ignored=["h.{i}.proj_bias", "x"]))
+    with pytest.raises(CheckpointError, match="no tensor 'embedding' and 4 more"):
+        next(apply(ROWS, CONFIG, {}, inverse=True))
+
+
+def test_a_tensor_of_another_shape_is_named_with_the_row_and_the_operation():
+    source = theirs() | {"h.1.up": numbered(7, 3)}
+    with pytest.raises(CheckpointError, match=r"h.1.gate \+ h.1.up <-> layers.1.up: Stack.*\(7, 3"):
+        list(apply(ROWS, CONFIG, source))
+
+
+BAD = {
+    "unknown operation 'transpos'.*nearest: 'transpose'": ("a", ["b"], [("transpos", {})]),
+    "stack has no argument 'dmi'.*nearest: 'dim'": ("a", ["b"], [("stack", {"dmi": 0})]),
+    "stack needs the argument 'dim'": ("a", ["b"], [("stack", {})]),
+    r"no '\$head'.*nearest: 'heads'": ("a", ["b"], [("slice_rows", {"rows": "$head"})]),
+    "no 'heads'": ("a", ["b"], [("slice_rows", {"rows": "heads"})]),
+    "'0' is not|0 is not a number from 1": ("a", ["b"], [("slice_rows", {"rows": 0})]),
+    "1.5 is not a number": ("a", ["b"], [("slice_rows", {"rows": 1.5})]),
+    "True is not a number": ("a", ["b"], [("slice_rows", {"rows": True})]),
+    "takes a list for 'shape'": ("a", ["b"], [("reshape", {"shape": 3, "source": [3]})]),
+    "needs the argument 'source'": ("a", ["b"], [("reshape", {"shape": [3]})]),
+    "another pattern": ("a.{j}", ["b.{j}"], []),
+    "is not \\(ours": ("a", "b", []),
+    "is not \\(ours, ": ("a", [], []),
+    "is not \\(ours, \\[": ("a", ["b"], ["transpose"]),
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_rows_are_refused_and_the_schema_refuses_them_too(words):
+    with pytest.raises(CheckpointError, match=words):
+        expand([BAD[words]], CONFIG)
+    if "head'" not in words:  # whether a field exists, no schema can know
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(json.loads(json.dumps([BAD[words]])), SCHEMA)
+
+
+def test_rows_that_do_not_fit_together_are_refused():
+    with pytest.raises(CheckpointError, match="nothing joins its 2 tensors"):
+        expand([("a", ["b", "c"], [])], CONFIG)
+    with pytest.raises(CheckpointError, match=r"\{i\} stands in some"):
+        expand([("a.{i}", ["b"], [])], CONFIG)
+    with pytest.raises(CheckpointError, match="two rows name 'a' \\(ours\\)"):
+        expand([("a", ["b"], []), ("a", ["c"], [])], CONFIG)
+    with pytest.raises(CheckpointError, match="two rows name 'b' \\(theirs\\)"):
+        expand([("a", ["b"], []), ("c", ["b"], [])], CONFIG)
+
+
+def test_the_schema_is_valid_and_takes_what_the_interpreter_takes():
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    rows = [
+        *ROWS,
+        ("q", ["q"], [("rope_permute", {"heads": "$heads", "head_dim": 2, "only": 0})]),
+        ("r", ["r"], [("reshape", {"shape": [-1, "$hidden"], "source": [2, -1, 3]})]),
+        ("s", ["s", "t"], [("concat", {"dim": 0, "sizes": ["$heads", 1]})]),
+        ("i", ["i"], [("interleave_qkv", {"heads": 4, "groups": "$groups", "head_dim": 1})]),
+    ]
+    jsonschema.validate(json.loads(json.dumps(rows)), SCHEMA)
+    assert all(isinstance(row, Row) for row in expand(rows, CONFIG))
+
+
+def test_the_schema_lists_exactly_the_operations_and_their_arguments():
+    import dataclasses
+
+    steps = [ref["$ref"].rpartition("/")[2] for ref in SCHEMA["$defs"]["step"]["oneOf"]]
+    assert sorted(steps) == sorted(OPS)
+    for name, kind in OPS.items():
+        described = SCHEMA["$defs"][name]["prefixItems"][1]
+        fields = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(kind)}
+        assert set(described.get("properties", {})) == set(fields)
+        assert set(described.get("required", [])) == {f for f, needed in fields.items() if needed}
