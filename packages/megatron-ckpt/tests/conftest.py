@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from megatron_ckpt.store import blocks, manifest, reader
+
+# torch takes seconds to import the first time an example needs a part of it.
+settings.register_profile("ckpt", deadline=None)
+settings.load_profile("ckpt")
 
 #: What a save may call that changes the disk or makes it durable.
 CALLS = ("open", "write", "pwrite", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import weakref
 from dataclasses import asdict, dataclass
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
@@ -78,28 +79,38 @@ def test_there_and_back(folder, tmp_path):
     }
 
 
-def test_a_tensor_is_read_when_its_turn_comes_and_let_go(folder, tmp_path, monkeypatch):
-    """At no time are more tensors alive than one row needs."""
-    import gc
+def test_a_row_is_read_when_its_turn_comes_and_let_go_before_the_next(
+    folder, tmp_path, monkeypatch
+):
+    from megatron_ckpt.huggingface import SafetensorsFolder
+    from megatron_ckpt.store.checkpoint import CheckpointTensors
 
-    from megatron_ckpt.store import tensorfile
+    read, alive = [], []
 
-    alive = []
-    write = tensorfile.tensor_bytes
+    def watch(kind):
+        original = kind.__getitem__
 
-    def counting(tensor):
-        gc.collect()
-        held = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.device.type == "cpu"]
-        alive.append(len(held))
-        return write(tensor)
+        def getitem(self, name):
+            alive.append((name, sum(reference() is not None for reference in read)))
+            tensor = original(self, name)
+            read.append(weakref.ref(tensor.untyped_storage()))
+            return tensor
 
-    monkeypatch.setattr(tensorfile, "tensor_bytes", counting)
-    before = sum(type(o) is torch.Tensor and o.device.type == "cpu" for o in gc.get_objects())
+        monkeypatch.setattr(kind, "__getitem__", getitem)
+
+    watch(SafetensorsFolder)
     import_hf(folder, tmp_path / "run")
-    assert len(alive) == 3 and max(alive) - before <= 1
+    assert sorted(alive) == [
+        ("net.0.a", 0),
+        ("net.0.b", 1),
+        ("net.1.a", 0),
+        ("net.1.b", 1),
+        ("net.word", 0),
+    ]
+    watch(CheckpointTensors)
     alive.clear()
     export_hf(tmp_path / "run", tmp_path / "back")
-    assert len(alive) == 5 and max(alive) - before <= 3
+    assert sorted(alive) == [("layers.0.w", 0), ("layers.1.w", 0), ("word", 0)]
 
 
 def test_a_failed_export_leaves_no_folder(folder, tmp_path, disk):
@@ -138,7 +149,7 @@ def test_without_any_family_the_package_to_install_is_named(folder, tmp_path, mo
 
 def test_the_command_converts_inspects_and_verifies(folder, tmp_path, capsys):
     run, back = str(tmp_path / "run"), str(tmp_path / "back")
-    assert main(["convert", str(folder), run, "--dtype", "bfloat16"]) == 0
+    assert main(["convert", "--from-hf", str(folder), run, "--dtype", "bfloat16"]) == 0
     made = capsys.readouterr().out.strip()
     assert made == f"{run}/iter_0000000"
     assert main(["inspect", run]) == 0
@@ -151,7 +162,7 @@ def test_the_command_converts_inspects_and_verifies(folder, tmp_path, capsys):
     assert main(["verify", run]) == 0
     shown = capsys.readouterr()
     assert "all digests match" in shown.out and "100%" in shown.err
-    assert main(["convert", run, back, "--dtype", "float32"]) == 0
+    assert main(["convert", "--to-hf", run, back, "--dtype", "float32"]) == 0
     assert capsys.readouterr().out.strip() == back
     assert load_file(tmp_path / "back" / "model.safetensors")["net.word"].dtype == torch.float32
 
@@ -179,7 +190,8 @@ def test_the_command_names_damage_and_exits_with_1(folder, tmp_path, capsys):
     [
         (["inspct", "x"], "(nearest: inspect)"),
         (["inspect", "x", "--iteratoin", "3"], "(nearest: --iteration)"),
-        (["convert", "x", "y", "--dtype", "bfloat61"], "(nearest: bfloat16)"),
+        (["convert", "--to-hf", "x", "y", "--dtype", "bfloat61"], "(nearest: bfloat16)"),
+        (["convert", "x", "y"], "one of the arguments --from-hf --to-hf is required"),
         ([], "required: command"),
     ],
 )

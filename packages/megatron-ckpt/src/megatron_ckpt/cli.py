@@ -75,9 +75,11 @@ def build_parser() -> Parser:
     convert = commands.add_parser(
         "convert",
         help="convert a model from or to Hugging Face's format",
-        description="Make a checkpoint of a Hugging Face folder, or such a folder of a checkpoint: "
-        "the direction follows from what SOURCE is.",
+        description="Make a checkpoint of a Hugging Face folder, or such a folder of a checkpoint.",
     )
+    direction = convert.add_mutually_exclusive_group(required=True)
+    direction.add_argument("--from-hf", action="store_true", help="Hugging Face to checkpoint")
+    direction.add_argument("--to-hf", action="store_true", help="checkpoint to Hugging Face")
     convert.add_argument("source", type=Path, help="Hugging Face folder, or checkpoint")
     convert.add_argument("destination", type=Path, help="run directory, or new folder")
     convert.add_argument("--family", help="family of the model (default: as the source says)")
@@ -152,8 +154,6 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> int:
     from megatron_ckpt.convert import export_hf, import_hf
     from megatron_ckpt.dtypes import torch_dtype
-    from megatron_ckpt.huggingface import CONFIG
-    from megatron_ckpt.store.manifest import MANIFEST
     from megatron_ckpt.store.store import find_checkpoint
 
     dtype = torch_dtype(_DTYPES[arguments.dtype]) if arguments.dtype else None
@@ -163,7 +163,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         def announce(total: "Total") -> None:
             bar.reset(total.nbytes)
 
-        if (source / CONFIG).is_file() and not (source / MANIFEST).exists():
+        if arguments.from_hf:
             made = import_hf(
                 source,
                 target,

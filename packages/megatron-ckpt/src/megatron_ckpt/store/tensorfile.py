@@ -87,5 +87,6 @@ def write_tensor_file(
                     f"{tuple(tensor.shape)}, planned was {entry.dtype} {entry.shape}"
                 )
             writer.write(tensor_bytes(tensor))
+            del tensor  # or it would still be there while the next is made
             progress(entry.nbytes)
     return writer.record(), starts
