@@ -288,3 +288,24 @@ def test_only_the_blocks_that_are_needed_are_read(tmp_path, small_blocks):
         store.load(1, last)
     store.load(1, last, verify=False)
     assert torch.equal(part[:-1], tensor[924:-1]) and part[-1] != tensor[-1]
+
+
+def test_a_part_of_long_rows_reads_only_its_own_bytes(tmp_path, small_blocks, monkeypatch):
+    from megatron_ckpt.store import blocks
+
+    store = CheckpointStore(tmp_path)
+    tensor = torch.arange(400.0).reshape(10, 2, 20)  # rows of 160 bytes, more than a seek is worth
+    store.save(1, whole({"w": tensor}))
+    read = []
+    real = blocks.read_into
+
+    def counting(descriptor, buffer, start):
+        read.append(len(buffer))
+        return real(descriptor, buffer, start)
+
+    monkeypatch.setattr(blocks, "read_into", counting)
+    part = torch.zeros(10, 1, 20)
+    into = {"w": [View(part, (10, 2, 20), (0, 1, 0), (10, 1, 20))]}
+    Checkpoint(store.path(1)).fill(into, verify=False)
+    assert torch.equal(part, tensor[:, 1:])
+    assert sum(read) == part.nbytes
