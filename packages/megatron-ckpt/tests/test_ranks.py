@@ -141,6 +141,24 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_ranks_together(on_ranks, tmp
         assert isinstance(error, CorruptCheckpointError)
 
 
+def test_ranks_that_fail_for_different_reasons_raise_alike_and_do_not_part(on_ranks, tmp_path):
+    """One finds damage, which alone would mean trying the checkpoint before, the other a dtype."""
+    for iteration in (1, 2):
+        on_ranks(2, lambda ranks, i=iteration: save(ranks, tmp_path, i))
+    file = CheckpointStore(tmp_path).path(2) / "model-00001-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+    def load(ranks):
+        dtype = [torch.float64, torch.float32][ranks.rank]
+        part = columns(ranks.rank)._replace(tensor=torch.zeros(4, 3, dtype=dtype))
+        into = {"w": [part], "norm": [shared(ranks.rank)]}
+        return CheckpointStore(tmp_path, ranks).load(None, into)
+
+    errors = on_ranks(2, load)
+    assert [type(error) for error in errors] == [CheckpointError] * 2
+    assert str(errors[1]) == f"rank 0: {errors[0]}"
+
+
 RANK = """
     import sys, torch, torch.distributed as dist
     from datetime import timedelta

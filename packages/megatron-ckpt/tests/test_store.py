@@ -180,6 +180,18 @@ def test_names_and_shapes_that_differ_are_refused_with_the_nearest(tmp_path):
         assert all(not tensor.any() for tensor in tensors.values())
 
 
+@pytest.mark.gpu
+def test_tensors_of_a_device_are_saved_and_filled_where_they_are(tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    store = CheckpointStore(tmp_path)
+    tensor = torch.randn(300, 7, device="cuda", dtype=torch.bfloat16)
+    store.save(1, whole({"w": tensor}))
+    back = torch.zeros_like(tensor)
+    store.load(1, whole({"w": back}))
+    assert torch.equal(back, tensor)
+
+
 def test_floating_point_is_converted_only_when_asked(tmp_path):
     store = CheckpointStore(tmp_path)
     stored = torch.randn(8, dtype=torch.float32)

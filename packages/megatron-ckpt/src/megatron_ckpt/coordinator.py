@@ -89,8 +89,9 @@ def exchange(
     """Run ``local`` on every rank, then ``lead`` on rank 0 with all results, by rank.
 
     Every rank returns what ``lead`` returned, or, if ``local`` failed on any rank or ``lead``
-    failed, every rank raises: the failing rank its own exception, the others a `CheckpointError`
-    with the rank and its message.
+    failed, every rank raises: the first failing rank its own exception, all others a
+    `CheckpointError` with that rank and its message. So all ranks raise the same kind of error and
+    can go on alike.
     """
     failure: Exception | None = None
     result: Local | None = None
@@ -111,12 +112,12 @@ def exchange(
                 failure = error
                 verdict = (None, (0, *_describe(error)))  # type: ignore[misc]
     agreed, problem = coordinator.broadcast(verdict)
-    if failure is not None:
-        raise failure
     if problem is not None:
         rank, message, corrupt = problem
+        if rank == coordinator.rank and failure is not None:
+            raise failure
         kind = CorruptCheckpointError if corrupt else CheckpointError
-        raise kind(f"rank {rank}: {message}")
+        raise kind(f"rank {rank}: {message}") from failure
     return agreed  # type: ignore[no-any-return]
 
 

@@ -88,6 +88,8 @@ class BlockReader:
     def __init__(self, path: Path, record: FileRecord, *, verify: bool = True) -> None:
         self.path, self.record, self.verify = path, record, verify
         self._kept: tuple[int, memoryview] = (-1, memoryview(b""))
+        # Reused: memory that is new for every block costs more than the reading.
+        self._buffer = self._scratch = bytearray()
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         size = os.fstat(self._descriptor).st_size
         if size != record.size:
@@ -108,11 +110,35 @@ class BlockReader:
             rest[: len(part)] = part
             rest, start = rest[len(part) :], start + len(part)
 
+    def view(self, start: int, length: int) -> memoryview:
+        """Return ``length`` bytes from ``start``, to be used before the next call.
+
+        Within a block nothing is copied; `room` tells how far that reaches.
+        """
+        if self.verify and length <= self.room(start):
+            within = start % BLOCK_SIZE
+            return self.block(start // BLOCK_SIZE)[within : within + length]
+        if len(self._scratch) < length:
+            self._scratch = bytearray(length)
+        part = memoryview(self._scratch)[:length]
+        self.read_into(part, start)
+        return part
+
+    def room(self, start: int) -> int:
+        """Bytes from ``start`` to the end of its block."""
+        return BLOCK_SIZE - start % BLOCK_SIZE
+
     def block(self, index: int) -> memoryview:
-        """Return one checked block. The last one read is kept, so ranges in order cost one read."""
+        """Return one checked block, to be used before the next call.
+
+        The last one read is kept, so ranges in order cost one read.
+        """
         if self._kept[0] != index:
             size = min(BLOCK_SIZE, self.record.size - index * BLOCK_SIZE)
-            data = memoryview(bytearray(size))
+            if not self._buffer:
+                self._buffer = bytearray(min(BLOCK_SIZE, self.record.size))
+            self._kept = (-1, memoryview(b""))
+            data = memoryview(self._buffer)[:size]
             self._fill(data, index * BLOCK_SIZE)
             if digest(data) != self.record.blocks[index]:
                 raise CorruptCheckpointError(

@@ -149,14 +149,15 @@ def _read(
         for i in range(count):
             _read(reader, start + (first + i) * row, dtype, shape[1:], inner, target[i])
         return
-    step = max(1, _SLAB // row)
-    for at in range(0, count, step):
-        rows = min(step, count - at)
-        buffer = bytearray(rows * row)
-        reader.read_into(buffer, start + (first + at) * row)
-        slab = torch.frombuffer(buffer, dtype=torch.uint8).view(torch_dtype(dtype))
+    at = 0
+    while at < count:
+        begin = start + (first + at) * row
+        rows = min(max(1, min(_SLAB, reader.room(begin)) // row), count - at)
+        data = reader.view(begin, rows * row)
+        slab = torch.frombuffer(data, dtype=torch.uint8).view(torch_dtype(dtype))
         slab = slab.view(rows, *shape[1:])[(slice(None), *inner.within(_origin(shape[1:])))]
         target[at : at + rows].copy_(slab)
+        at += rows
 
 
 def _origin(shape: tuple[int, ...]) -> Box:
