@@ -189,6 +189,14 @@ def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(corpus, train,
     assert losses(corpus / "killed") == losses(corpus / "whole")
 
 
+def test_another_order_of_samples_is_warned_of(corpus, train, whole):
+    printed = train(f"{ALWAYS} --load whole --train-iters 13")
+    assert printed.count("warning: ") == 1
+    assert "samples come in another order than before step 12" in printed
+    assert "samples 96 there, 104 here" in printed
+    assert "nothing left to do" in train(f"{ALWAYS} --load whole")
+
+
 def test_without_a_checkpoint_a_run_starts_fresh_or_refuses(train):
     printed = train(f"{ALWAYS} --load nowhere --exit-interval 1")
     assert "no complete checkpoint in nowhere: starting fresh" in printed

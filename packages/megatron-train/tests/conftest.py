@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_optim import LearningRateSchedule, Optimizer, OptimizerConfig, WeightDecaySchedule
-from megatron_parallel import Mesh, Sharding
+from megatron_parallel import Mesh, Sharding, collect_shardings
 from megatron_train.tasks.task import Batch
 from megatron_train.trainer import Trainer
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ class BigramTask:
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
             table.weight.normal_(generator=generator)
+        table.sharding = {"weight": Sharding((VOCABULARY, VOCABULARY))}
         self.stages = (table,)
 
     def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
@@ -78,7 +79,7 @@ def make_trainer():
     def make(micro: int = 2, accumulation: int = 3, **changes: Any) -> Trainer:
         task = BigramTask()
         parameters = dict(task.stages[0].named_parameters())
-        table = {"weight": Sharding((VOCABULARY, VOCABULARY))}
+        table = collect_shardings(task.stages[0])
         config = OptimizerConfig(lr=0.1)
         arguments: dict[str, Any] = {
             "task": task,

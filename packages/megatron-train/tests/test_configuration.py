@@ -192,6 +192,4 @@ def test_the_reference_page_is_up_to_date():
     page = ROOT / "docs" / "configuration.md"
     if not page.parent.exists():
         pytest.skip("the documentation is not beside the package")
-    assert page.read_text() == render_reference(), (
-        "run tooling: write render_reference() to the page"
-    )
+    assert page.read_text() == render_reference(), "run python tooling/generated_docs.py"

@@ -50,6 +50,7 @@ def test_a_switch_has_a_spelling_for_each_side():
         ("rate", 1, 1.0),
         ("paths", "a", ("a",)),
         ("paths", ["a", "b"], ("a", "b")),
+        ("paths", [0.3, "a", 1, "b"], ("0.3", "a", "1", "b")),
         ("paths", None, None),
         ("style", "cosine", "cosine"),
         ("fast", True, True),
@@ -69,7 +70,7 @@ def test_values_become_the_type_of_the_field(name, value, result):
         ("steps", None, "here needs an integer, got nothing"),
         ("rate", "fast", "here needs a number, got 'fast'"),
         ("fast", "yes", "here needs a switch, got 'yes'"),
-        ("paths", [1], "here needs text, got 1"),
+        ("paths", [True], "here needs text, got True"),
         (
             "style",
             "cosinus",

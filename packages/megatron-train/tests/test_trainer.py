@@ -113,6 +113,19 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(make_trainer):
     assert all(p.grad is None or not p.grad.any() for p in trainer.task.stages[0].parameters())
 
 
+def test_an_infinite_loss_with_a_finite_gradient_changes_nothing(make_trainer):
+    trainer = make_trainer()
+    batches = next(trainer.steps(0))
+    token, label = batches[0]["tokens"][0, 0], batches[0]["labels"][0, 0]
+    with torch.no_grad():
+        trainer.task.stages[0].weight[token, label] = -math.inf
+    before = weights(trainer)
+    report = trainer.step(iter([batches]))
+    assert report.losses["lm loss"] == math.inf
+    assert not report.updated and not report.finite
+    assert torch.equal(weights(trainer), before)
+
+
 def test_a_run_without_any_finite_step_gives_up(make_trainer):
     trainer = make_trainer(train_iters=100)
     with torch.no_grad():
@@ -141,6 +154,7 @@ def test_lines_cover_every_step_once_also_after_a_resume(make_trainer):
     expected = total / sum(report.denominators["lm loss"] for report in interval)
     assert f"lm loss: {expected:.6E}" in console.lines[0]
     assert len(resumed.lines) == 1 and "iteration        4/       4" in resumed.lines[0]
+    assert f"lm loss: {expected:.6E}" in resumed.lines[0]
 
 
 def test_evaluation_uses_the_same_samples_and_changes_nothing(make_trainer, make_steps):

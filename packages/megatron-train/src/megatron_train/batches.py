@@ -6,14 +6,23 @@ resumed: a loader that starts at ``consumed_samples`` continues exactly where an
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import TypeAlias
 
-from megatron_data import DataError, SequentialSampler, Tokenizer, build_gpt_datasets
-from megatron_data.datasets.blended import Dataset
+from megatron_data import (
+    BlendedDataset,
+    DataError,
+    GPTDataset,
+    SequentialSampler,
+    Tokenizer,
+    build_gpt_datasets,
+)
 from megatron_data.torch import to_batch
 
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
 from megatron_train.tasks.task import Batch
+
+Dataset: TypeAlias = GPTDataset | BlendedDataset
 
 
 class GPTBatches:

@@ -23,7 +23,7 @@ from megatron_train.callbacks.stopping import StopAt, StopOnSignal
 from megatron_train.checkpointing import Saver, restore
 from megatron_train.config.files import to_yaml
 from megatron_train.config.options import options_of
-from megatron_train.config.run import SECTIONS, RunConfig
+from megatron_train.config.run import SECTIONS, RunConfig, run_options
 from megatron_train.config.values import Values
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
@@ -63,8 +63,11 @@ def pretrain_gpt(config: RunConfig, values: Values | None = None) -> int:
         trainer.callbacks = _callbacks(config, console, mesh, dtype, batches, tokenizer, facts)
         if config.checkpoint.load is not None:
             _continue(config, trainer, mesh, order, console)
-        with StopOnSignal(trainer):
-            stop = trainer.run()
+        try:
+            with StopOnSignal(trainer):
+                stop = trainer.run()
+        finally:
+            console.stop_bar()
     if stop is None:
         return 0
     console.line(f"stopped after step {trainer.iteration} of {trainer.train_iters}: {stop.reason}")
@@ -222,6 +225,8 @@ def _continue(
     load = str(config.checkpoint.load)
     if restore(trainer, Path(load), mesh, order, console):
         console.line(f"continuing from {load} after step {trainer.iteration}")
+        if trainer.iteration >= trainer.train_iters:
+            console.line(f"nothing left to do: --train-iters is {trainer.train_iters}")
     elif config.checkpoint.exit_on_missing_checkpoint:
         raise TrainError(f"--load {load} has no complete checkpoint; give a folder that has one")
     else:
@@ -239,7 +244,8 @@ def _describe(
     console.line("environment: " + ", ".join(f"{name} {value}" for name, value in facts.items()))
     if values is not None:
         console.line("configuration (what is not listed is the default):")
-        for key, given in values.given.items():
+        for key in (option.key for option in run_options() if option.key in values.given):
+            given = values.given[key]
             value = " ".join(given.value) if isinstance(given.value, tuple) else given.value
             console.line(f"  {key}: {value}  [{given.origin}]")
     count = parameter_count(config.model)

@@ -131,7 +131,7 @@ class Trainer:
                 callback.on_step(self, report)
         for callback in self.callbacks:
             callback.on_end(self)
-        return self.stopped
+        return self.stopped if self.iteration < self.train_iters else None
 
     def stop(self, stop: Stop) -> None:
         """End the run after the current step; the first reason given counts."""

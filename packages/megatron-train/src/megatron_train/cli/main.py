@@ -42,13 +42,15 @@ def _user_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions that are answered with one line; called only when one was raised."""
     from megatron_ckpt import CheckpointError
     from megatron_data import DataError
+    from megatron_kernels import KernelError
     from megatron_models import ConfigError
     from megatron_optim import OptimError
     from megatron_parallel import LayoutError
 
     from megatron_train.errors import TrainError
 
-    return (TrainError, CheckpointError, DataError, ConfigError, OptimError, LayoutError, OSError)
+    ours = (CheckpointError, DataError, KernelError, ConfigError, OptimError, LayoutError)
+    return (TrainError, *ours, OSError)
 
 
 def _fail(error: Exception, status: int) -> int:

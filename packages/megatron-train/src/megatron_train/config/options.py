@@ -86,6 +86,8 @@ class Option:
             raise TrainError(f"{origin} needs {self._wanted()}, got nothing")
         if self.repeated:
             items = value if isinstance(value, list | tuple) else [value]
+            if self.kind == "text":  # weights among paths
+                items = [str(item) if type(item) in (int, float) else item for item in items]
             return tuple(self._coerce_one(item, origin) for item in items)
         return self._coerce_one(value, origin)
 

@@ -1,0 +1,116 @@
+import dataclasses
+
+import pytest
+import torch
+from megatron_ckpt import CheckpointStore
+from megatron_data import ByteTokenizer, load_tokenizer
+from megatron_models import GPTConfig
+from megatron_optim import OptimizerConfig
+from megatron_parallel import Mesh
+from megatron_train import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
+from megatron_train.checkpointing import Saver, differing, restore, tokenizer_files
+from megatron_train.config.files import read_file
+from megatron_train.config.run import build_run, run_options
+from megatron_train.errors import TrainError
+from megatron_train.metrics.console import Console
+from megatron_train.pretrain import _deterministic, choose_device, family_of, write_config
+
+MODEL = GPTConfig(
+    num_layers=1,
+    hidden_size=8,
+    num_attention_heads=2,
+    vocab_size=10,
+    max_position_embeddings=4,
+)
+
+
+def run_config(**changes):
+    sections = {
+        "model": MODEL,
+        "data": DataConfig(seq_length=4, data_path=("0.3", "a", "0.7", "b")),
+        "training": TrainingConfig(train_iters=3, micro_batch_size=2, bf16=True),
+        "optimizer": OptimizerConfig(lr=1e-4),
+    }
+    return RunConfig(**{**sections, **changes})
+
+
+def test_a_written_configuration_reads_back_as_the_same_run(tmp_path):
+    config = run_config(checkpoint=CheckpointConfig(save="run"))
+    path = tmp_path / "run" / "config.yaml"
+    write_config(config, path)
+    assert build_run(read_file(path, run_options())) == config
+    assert [p.name for p in path.parent.iterdir()] == ["config.yaml"]
+
+
+def test_the_family_is_one_that_can_express_the_model():
+    assert family_of(MODEL) == "gpt2"
+    llama = dataclasses.replace(
+        MODEL,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        activation="swiglu",
+        ffn_hidden_size=64,
+        add_bias_linear=False,
+    )
+    assert family_of(llama) == "llama"
+    assert family_of(dataclasses.replace(MODEL, normalization="RMSNorm")) is None
+
+
+def test_a_missing_gpu_is_refused():
+    assert choose_device("cpu") == torch.device("cpu")
+    if not torch.cuda.is_available():
+        assert choose_device("auto") == torch.device("cpu")
+        with pytest.raises(TrainError, match="torch sees no GPU"):
+            choose_device("cuda")
+
+
+def test_deterministic_mode_lasts_as_long_as_the_run():
+    with _deterministic(True):
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    with _deterministic(False):
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_differences_are_named_with_both_values():
+    assert differing({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == (
+        "b 2 there, 3 here, c None there, 4 here"
+    )
+    assert differing({"a": 1}, {"a": 1}) == ""
+
+
+def test_the_files_of_a_tokenizer_make_an_equal_one(tmp_path):
+    files = tokenizer_files(ByteTokenizer())
+    for name, content in files.items():
+        assert name.startswith("tokenizer/")
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert load_tokenizer(tmp_path / "tokenizer").fingerprint == ByteTokenizer().fingerprint
+
+
+def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tmp_path, capsys):
+    mesh, console = Mesh.single(), Console()
+    store, order = CheckpointStore(tmp_path), {"seed": 1}
+
+    def saver(interval):
+        return Saver(store, mesh, order, None, interval, 2, console)
+
+    make_trainer(callbacks=[saver(2)], train_iters=7).run()
+    assert [store.path(n).exists() for n in (2, 4, 6, 7)] == [False, False, True, True]
+    assert not restore(make_trainer(), tmp_path / "nowhere", mesh, order, console)
+
+    second = make_trainer(callbacks=[saver(None)])
+    assert restore(second, tmp_path, mesh, order, console)
+    assert (second.iteration, second.consumed_samples) == (7, 42)
+    second.run()
+    whole = make_trainer()
+    whole.run()
+    table = [trainer.task.stages[0].weight for trainer in (second, whole)]
+    assert torch.equal(*table)
+
+    assert restore(make_trainer(), tmp_path / "iter_0000007", mesh, {"seed": 2}, console)
+    assert "seed 1 there, 2 here" in capsys.readouterr().err
+    other = make_trainer()
+    other.task.model_config = {"vocabulary": 12}
+    with pytest.raises(TrainError, match="vocabulary 11 there, 12 here"):
+        restore(other, tmp_path, mesh, order, console)
