@@ -231,3 +231,29 @@ def test_mistakes_are_named(mesh: Mesh) -> None:
         Optimizer({"a": nn.Parameter(weight.half())}, table, mesh, CONFIG)
     with pytest.raises(OptimError, match="steps"):
         Optimizer({"a": weight}, table, mesh, CONFIG).load_scalars({})
+
+
+def test_gradients_may_be_handed_in(model: Model, mesh: Mesh, table: Table) -> None:
+    """fp32 gradients of bf16 parameters are used as they are, and nothing on the parameters is."""
+    network, reference = model(torch.bfloat16), model(torch.bfloat16).float()
+    generator = torch.Generator().manual_seed(1)
+    drawn = {n: torch.randn(p.shape, generator=generator) for n, p in network.named_parameters()}
+    handed = {name: gradient.clone() for name, gradient in drawn.items()}
+    for name, parameter in reference.named_parameters():
+        parameter.grad = drawn[name].clone()
+    next(network.parameters()).grad = torch.full((11, 7), math.nan, dtype=torch.bfloat16)
+
+    named = dict(network.named_parameters())
+    one = Optimizer(named, table(network), mesh, CONFIG, gradients=lambda: handed)
+    two = Optimizer(reference.named_parameters(), table(reference), mesh, CONFIG)
+    assert one.gradients()["0.weight"] is handed["0.weight"]
+    assert one.step(1e-2) == two.step(1e-2)
+    for name, parameter in reference.named_parameters():
+        assert torch.equal(one.views()[f"{name}.main"][0].tensor, parameter.data)
+        assert torch.equal(handed[name], parameter.grad)  # both clipped in place
+    one.zero_grad()
+    assert next(network.parameters()).grad is not None
+
+    del handed["3.bias"]
+    with pytest.raises(OptimError, match=r"handed in lack 1 .* first is '3\.bias'"):
+        one.step(1e-2)

@@ -1,11 +1,12 @@
 """Norms and steps on several ranks equal those of one rank."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from megatron_optim import Optimizer, OptimizerConfig, gradient_norm
-from megatron_parallel import Mesh, ParallelLayout, Sharding
+from megatron_parallel import GradientBuffers, Mesh, ParallelLayout, Sharding
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor
 from torch.nn import Parameter
@@ -91,3 +92,65 @@ def test_five_steps_equal_those_of_one_rank(
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(worker_pool: WorkerPool) -> None:
     for results, _ in worker_pool.run_mesh(LAYOUTS[1], steps, 3, 3):
         assert [skipped for _, skipped in results] == [False, True, False]
+
+
+TIED = Sharding((7, 3), tied=True)
+PIPELINE = {"embedding": TIED, "0.gain": Sharding((5,)), "1.gain": Sharding((5,))}
+
+
+def pipeline_steps(
+    mesh: Mesh, counted: Sharding = TIED, times: int = 20
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Steps of a toy whose first stage uses the embedding one way, and its last another way.
+
+    Stage and data rank add terms to one loss, so that every layout has the same gradient.
+    """
+    stages = range(2) if mesh.layout.pp == 1 else [mesh.axis("pp").index]
+    names = ["embedding", *(f"{stage}.gain" for stage in stages)]
+    weights = {
+        name: Parameter(torch.linspace(-1, 2, math.prod(PIPELINE[name].shape)).double())
+        for name in names
+    }
+    for name, weight in weights.items():
+        weight.data = weight.data.view(PIPELINE[name].shape)
+    buffers = GradientBuffers(weights, PIPELINE, mesh, bucket_size=10)
+    config = OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
+    table = {**PIPELINE, "embedding": counted}
+    optimizer = Optimizer(weights, table, mesh, config, gradients=buffers.gradients)
+    data = mesh.axis("dp")
+    norms = []
+    for step in range(times):
+        samples = range(data.index, 4, data.size)
+        for number, sample in enumerate(samples):
+            buffers.begin(last=number + 1 == len(samples))
+            terms = []
+            for stage in stages:
+                gain, tied = weights[f"{stage}.gain"], weights["embedding"]
+                used = tied.sin() if stage == 0 else (tied * (step + 2)).cos()
+                terms.append(used.sum() * gain.square().sum() * (sample + 1))
+            sum(terms).backward()
+        buffers.finish()
+        norms.append(optimizer.step(1e-2).grad_norm)
+        buffers.zero()
+    return norms, {name: weight.detach() for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(dp=2), ParallelLayout(dp=4), ParallelLayout(pp=2, dp=2)], ids=str
+)
+def test_twenty_steps_on_gradient_buffers_equal_one_rank(
+    worker_pool: WorkerPool, layout: ParallelLayout
+) -> None:
+    expected, whole = pipeline_steps(Mesh.single())
+    for norms, weights in worker_pool.run_mesh(layout, pipeline_steps):
+        assert norms == pytest.approx(expected, rel=1e-12)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, whole[name], rtol=0, atol=1e-12)
+
+
+def test_a_tied_weight_counted_on_both_stages_shows(worker_pool: WorkerPool) -> None:
+    twice = dataclasses.replace(TIED, tied=False)
+    right, _ = pipeline_steps(Mesh.single(), times=1)
+    layout = ParallelLayout(pp=2, dp=1)
+    wrong = worker_pool.run_mesh(layout, pipeline_steps, twice, 1)[0][0]
+    assert abs(wrong[0] - right[0]) > 1e-3 * right[0]

@@ -2,9 +2,8 @@
 
 from jaxtyping import install_import_hook
 
-TENSOR_MODULES = tuple(
-    f"megatron_parallel.{name}" for name in ("collectives", "init", "sharding", "tensor_parallel")
-)
+MODULES = ("collectives", "data_parallel", "init", "sharding", "tensor_parallel")
+TENSOR_MODULES = tuple(f"megatron_parallel.{name}" for name in MODULES)
 install_import_hook(TENSOR_MODULES, "beartype.beartype")
 
 import pytest  # noqa: E402

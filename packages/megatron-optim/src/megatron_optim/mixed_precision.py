@@ -6,7 +6,7 @@ bf16 parameter that the model computes with. Parameters in fp32 and float64 are 
 parameters and cost nothing here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from jaxtyping import Float
@@ -15,6 +15,9 @@ from torch.nn import Parameter
 
 from megatron_optim.errors import OptimError
 
+Gradients = Callable[[], Mapping[str, Tensor]]
+"""Returns gradients by global parameter name, such as `GradientBuffers.gradients`."""
+
 FULL_PRECISION = (torch.float32, torch.float64)
 
 
@@ -22,11 +25,15 @@ class MainParameters:
     """The tensors that an optimizer updates on behalf of a model's parameters.
 
     ``tensors`` maps every parameter's name to its main parameter, on the same device; ``copies``
-    holds those names whose main parameter is an fp32 copy.
+    holds those names whose main parameter is an fp32 copy. Gradients are read from the parameters,
+    or asked from ``source`` where it is given.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Parameter], source: Gradients | None = None
+    ) -> None:
         self._parameters = dict(parameters)
+        self._source = source
         self.tensors: dict[str, Tensor] = {}
         self.copies: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
@@ -47,12 +54,25 @@ class MainParameters:
         A parameter that the backward pass did not reach has a gradient of zero, so that its update
         does not depend on which rank or micro-batch reached it.
         """
+        given = self._given()
         gradients = {}
-        for name, parameter in self._parameters.items():
-            main, gradient = self.tensors[name], parameter.grad
+        for name, main in self.tensors.items():
+            gradient = given[name]
             gradient = torch.zeros_like(main) if gradient is None else gradient.to(main.dtype)
             main.grad = gradients[name] = gradient
         return gradients
+
+    def _given(self) -> Mapping[str, Tensor | None]:
+        if self._source is None:
+            return {name: parameter.grad for name, parameter in self._parameters.items()}
+        given = self._source()
+        missing = sorted(self.tensors.keys() - given.keys())
+        if missing:
+            raise OptimError(
+                f"the gradients handed in lack {len(missing)} of the parameters, the first is "
+                f"{missing[0]!r}; make the buffers and the optimizer from the same parameters"
+            )
+        return given
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -68,6 +88,9 @@ class MainParameters:
             main.copy_(self._parameters[name])
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
-        for name, parameter in self._parameters.items():
-            parameter.grad = self.tensors[name].grad = None
+        """Drop all gradients; those that were handed in are for their holder to drop."""
+        for main in self.copies.values():
+            main.grad = None
+        if self._source is None:
+            for parameter in self._parameters.values():
+                parameter.grad = None

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from megatron_optim.clip import clip_coefficient, gradient_norm, scale_gradients
 from megatron_optim.config import OptimizerConfig
 from megatron_optim.errors import OptimError
-from megatron_optim.mixed_precision import MainParameters
+from megatron_optim.mixed_precision import Gradients, MainParameters
 from megatron_optim.param_groups import parameter_groups
 
 FUSED_DEVICES = ("cpu", "cuda")
@@ -41,6 +41,10 @@ class Optimizer:
 
     bf16 parameters have fp32 main parameters, which hold the exact weights; optimizer state is fp32
     (float64 for float64 parameters).
+
+    Gradients are those on the parameters, unless ``gradients`` is given: it is called once a step
+    and returns them by name, summed over the data axis and in main precision, as
+    ``megatron_parallel.GradientBuffers.gradients`` does. Clipping scales them in place.
     """
 
     def __init__(
@@ -49,6 +53,8 @@ class Optimizer:
         table: Mapping[str, Sharding],
         mesh: Mesh,
         config: OptimizerConfig,
+        *,
+        gradients: Gradients | None = None,
     ) -> None:
         trainable = {n: p for n, p in dict(named_parameters).items() if p.requires_grad}
         _require_distinct(trainable)
@@ -57,7 +63,7 @@ class Optimizer:
         self.skipped_steps = 0
         self._table = table
         self._mesh = mesh
-        self._main = MainParameters(trainable)
+        self._main = MainParameters(trainable, gradients)
         tensors = self._main.tensors
         self._adam = torch.optim.AdamW(
             parameter_groups(tensors, table, config.weight_decay),
@@ -104,7 +110,7 @@ class Optimizer:
         return StepResult(norm, factor, skipped=False)
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Drop all gradients; those that were handed in are for their holder to drop."""
         self._main.zero_grad()
 
     def refresh_main_parameters(self) -> None:

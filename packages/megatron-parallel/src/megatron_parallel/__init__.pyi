@@ -1,4 +1,5 @@
 from ._version import __version__ as __version__
+from .collective_failure import CollectiveError as CollectiveError
 from .collectives import all_gather as all_gather
 from .collectives import all_reduce as all_reduce
 from .collectives import broadcast as broadcast
@@ -9,6 +10,7 @@ from .collectives import reduce_from_axis as reduce_from_axis
 from .collectives import reduce_scatter as reduce_scatter
 from .collectives import scatter_sequence as scatter_sequence
 from .collectives import scatter_to_axis as scatter_to_axis
+from .data_parallel.buffers import GradientBuffers as GradientBuffers
 from .init import initialize as initialize
 from .init import initialize_parameters as initialize_parameters
 from .init import normal_ as normal_

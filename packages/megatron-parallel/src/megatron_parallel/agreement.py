@@ -6,7 +6,7 @@ collective, where the outcome is an abort inside the library, a hang, or silentl
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from torch.distributed import DistStoreError
@@ -66,13 +66,13 @@ def _judge(store: _compat.Store, base: str, world_size: int, deadline: float) ->
         for rank, answer in enumerate(answers):
             by_value.setdefault(answer.get(key, "not given"), []).append(rank)
         if len(by_value) > 1:
-            sides = [f"{_ranks(ranks)}: {value}" for value, ranks in by_value.items()]
+            sides = [f"{rank_list(ranks)}: {value}" for value, ranks in by_value.items()]
             differences.append(f"ranks disagree on {key}: " + "; ".join(sides))
     return " | ".join(differences)
 
 
 def _absence(missing: list[int], world_size: int) -> str:
-    return f"{_ranks(missing)} of {world_size} did not arrive in time: see their own output"
+    return f"{rank_list(missing)} of {world_size} did not arrive in time: see their own output"
 
 
 def _read(store: _compat.Store, key: str, deadline: float) -> str | None:
@@ -84,8 +84,8 @@ def _read(store: _compat.Store, key: str, deadline: float) -> str | None:
     return store.get(key).decode()
 
 
-def _ranks(ranks: list[int]) -> str:
-    """`rank 3`, `ranks 0-5, 7`."""
+def rank_list(ranks: Sequence[int]) -> str:
+    """Ascending ranks in words: `rank 3`, `ranks 0-5, 7`."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][1] == rank - 1:

@@ -109,6 +109,8 @@ class Sharding:
             dims but the last, times the last. A parameter of fewer than two true dims has none.
         weight_decay: Whether weight decay applies; by default to whatever has a matrix.
         init: How the parameter starts.
+        tied: The first and the last pipeline stage both hold it (tied embeddings): its gradient is
+            the sum over both, and it counts once.
 
     Raises:
         LayoutError: These contradict one another.
@@ -122,6 +124,7 @@ class Sharding:
     matrix: tuple[int, int] | None = None
     weight_decay: bool = cast(bool, _DERIVED)
     init: Init = DEFAULT_INIT
+    tied: bool = False
 
     def __post_init__(self) -> None:
         if (self.axis is None) != (self.dim is None):
@@ -203,7 +206,10 @@ class Sharding:
         holders = {"tp": "dp_cp", "ep": "expert_dp", None: "tp_dp_cp"}.get(self.axis)
         if holders is None:
             raise LayoutError(f"copies along axis {self.axis!r} are not numbered")
-        return mesh.axis(holders).index
+        copies = mesh.axis(holders)
+        if self.tied and mesh.has_axis("embedding"):
+            return copies.size * mesh.axis("embedding").index + copies.index
+        return copies.index
 
 
 # -- flat ranges -------------------------------------------------------------------------------

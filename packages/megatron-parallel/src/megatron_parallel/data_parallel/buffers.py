@@ -1,0 +1,210 @@
+"""Gradient buffers: what a data-parallel rank does between its backward passes and its optimizer.
+
+    buffers = GradientBuffers(model.named_parameters(), collect_shardings(model), mesh)
+    for number, batch in enumerate(micro_batches):
+        buffers.begin(last=number == len(micro_batches) - 1)
+        (losses(model, batch).sum() / true_tokens_of_all_ranks).backward()
+    buffers.finish()                 # every rank has the gradient of the global batch
+    optimizer.step(buffers.gradients())
+    buffers.zero()
+
+Gradients are *summed* over the axis, never averaged: the loss is already divided by the number of
+true tokens of the global batch, so every token has the same weight however many of them a rank got.
+
+In the last micro-batch the sum of a bucket starts as soon as its gradients are complete, while the
+backward pass goes on. There are two ways of telling that they are:
+
+- `begin(last=True)` before a plain backward pass: hooks on the parameters report each gradient.
+- `complete()` from a pipeline schedule, once it knows that no backward pass of this stage is left.
+  Under schedules that split the backward pass, weight gradients appear without any hook being
+  called, so nothing is counted there.
+
+Buckets start in one fixed order on all ranks, also where a rank does not use a parameter. Without
+either signal, `finish()` starts all of them: later, but just as right.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from megatron_parallel.data_parallel.bucket import Bucket, Reduction
+from megatron_parallel.data_parallel.plan import BUCKET_SIZE, plan_buckets
+from megatron_parallel.layout import LayoutError
+from megatron_parallel.mesh import Axis, Mesh
+from megatron_parallel.sharding import Sharding
+
+
+class GradientBuffers:
+    """Main gradients of one rank, in buckets, summed over the data-parallel axis.
+
+    Main gradients are float32, or float64 for float64 parameters. On an axis of one rank,
+    full-precision gradients stay where autograd puts them and no hook is installed. A pipeline rank
+    makes one of these for each model chunk it holds.
+
+    Args:
+        named_parameters: Global names and this rank's parameters in forward order, each of them
+            once. Those that need no gradient are left out.
+        table: Says over which axis a gradient is summed (`dp_cp`; `expert_dp` for experts) and
+            whether its weight is tied over pipeline stages.
+        mesh: Where this rank stands.
+        bucket_size: Elements of a bucket, at most; a larger parameter has one of its own.
+
+    Raises:
+        LayoutError: A parameter the table does not know, or a call out of turn.
+        CollectiveError: Within the mesh's time-out, if a rank of the axis does not take part.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Mapping[str, Parameter] | Iterable[tuple[str, Parameter]],
+        table: Mapping[str, Sharding],
+        mesh: Mesh,
+        *,
+        bucket_size: int = BUCKET_SIZE,
+    ) -> None:
+        parameters = {n: p for n, p in dict(named_parameters).items() if p.requires_grad}
+        _require_distinct(parameters)
+        axes = {"dp_cp": _data_axis(mesh)}
+        if mesh.has_axis("expert_dp"):
+            axes["expert_dp"] = mesh.axis("expert_dp")
+        sizes = {name: axis.size for name, axis in axes.items()}
+        plans = plan_buckets(parameters, table, sizes, bucket_size)
+        twins = mesh.axis("embedding") if mesh.has_axis("embedding") else None
+        self.buckets = tuple(
+            Bucket(
+                label=f"{number + 1} of {len(plans)}",
+                plan=plan,
+                parameters=parameters,
+                axis=axes[plan.axis],
+                twins=twins if plan.tied else None,
+            )
+            for number, plan in enumerate(plans)
+        )
+        self._names = tuple(parameters)
+        self._last = False
+        self._next = 0  # first bucket whose sum has not started
+        self._finished = False
+        self._hooks: list[RemovableHandle] = []
+        for bucket in self.buckets:
+            for name, parameter in bucket.parameters.items() if bucket.views else ():
+                hook = partial(self._arrived, bucket, name)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._hooks.append(handle)
+
+    def begin(self, *, last: bool = False) -> None:
+        """Announce a forward and a plain backward pass; `last`: no other one follows.
+
+        In the last one, sums start as soon as hooks have reported all gradients of a bucket.
+        """
+        self._require_open("begin()")
+        self._last = last
+        if last:
+            for bucket in self.buckets:
+                bucket.awaited = set(bucket.parameters)
+
+    def absorb(self) -> None:
+        """Bring gradients that were put on `.grad` without hooks into the buckets.
+
+        For split backward passes of low-precision parameters: call it after each, lest gradients
+        be added up in low precision. In all other cases it happens by itself.
+        """
+        self._require_open("absorb()")
+        for bucket in self.buckets:
+            for name in bucket.views:
+                bucket.absorb(name)
+
+    def complete(self) -> None:
+        """Say that all gradients are there: every sum that has not started starts now."""
+        self._require_open("complete()")
+        self._last = False
+        for bucket in self.buckets:
+            bucket.awaited = set()
+        self._launch()
+
+    def finish(self) -> None:
+        """Wait until all sums are there. Afterwards every rank of an axis has equal gradients."""
+        if self._finished:
+            raise LayoutError("finish() was called twice: call zero() after the optimizer's step")
+        if self._next < len(self.buckets):
+            for bucket in self.buckets:
+                bucket.awaited = set()
+            self._launch()
+        for bucket in self.buckets:
+            bucket.wait()
+        for bucket in self.buckets:
+            bucket.add_twin()
+        self._finished = True
+        self._last = False
+
+    def gradients(self) -> dict[str, Float[Tensor, "..."]]:
+        """This rank's summed main gradients by global name, as views of the buckets.
+
+        They may be scaled in place. A parameter that no backward pass reached has gradient zero.
+        """
+        if not self._finished:
+            raise LayoutError("the gradients are not summed yet: call finish() first")
+        found = {name: g for bucket in self.buckets for name, g in bucket.gradients().items()}
+        return {name: found[name] for name in self._names}
+
+    def zero(self) -> None:
+        """Drop all gradients and start the next step."""
+        if self._next and not self._finished:
+            raise LayoutError("zero() while gradients are being summed: call finish() first")
+        for bucket in self.buckets:
+            bucket.clear()
+        self._finished, self._last, self._next = False, False, 0
+
+    def reductions(self) -> list[Reduction]:
+        """What this step has summed over several ranks, in the order in which it was started."""
+        found = [reduction for bucket in self.buckets for reduction in bucket.reductions]
+        return sorted(found, key=lambda reduction: reduction.launched)
+
+    def close(self) -> None:
+        """Remove the hooks; the parameters are as before."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _arrived(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
+        """A gradient was added to `.grad` by autograd."""
+        if self._finished or bucket.launched:
+            raise LayoutError(
+                f"a gradient of {name!r} came after its bucket had been handed to the other ranks: "
+                "announce the last backward pass of a step only, and call zero() before the next"
+            )
+        bucket.absorb(name)
+        if self._last:
+            bucket.awaited.discard(name)
+            if not bucket.awaited:
+                self._launch()
+
+    def _launch(self) -> None:
+        """Start every sum whose turn it is."""
+        while self._next < len(self.buckets) and not self.buckets[self._next].awaited:
+            self.buckets[self._next].launch()
+            self._next += 1
+
+    def _require_open(self, call: str) -> None:
+        if self._finished:
+            raise LayoutError(f"{call} after finish(): call zero() to start the next step")
+        if self._next or self._last:
+            raise LayoutError(
+                f"{call} after the last backward pass of the step was announced: call finish()"
+            )
+
+
+def _data_axis(mesh: Mesh) -> Axis:
+    """The axis of samples and of their parts; called `dp` where samples are not cut."""
+    return mesh.axis("dp" if mesh.layout.cp == 1 else "dp_cp")
+
+
+def _require_distinct(parameters: Mapping[str, Parameter]) -> None:
+    names: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        other = names.setdefault(id(parameter), name)
+        if other != name:
+            raise LayoutError(f"{other!r} and {name!r} are the same parameter: name it once")

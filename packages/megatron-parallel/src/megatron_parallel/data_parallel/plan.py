@@ -1,0 +1,171 @@
+"""Which gradient lies where: buckets of flat storage, planned from shapes and dtypes alone.
+
+Parameters are taken in backward order, that is last registered first, because that is about the
+order in which their gradients appear. A bucket is closed when the next parameter would overfill it,
+so its reduction can start while the backward pass goes on.
+
+    bucket 0  | output.weight ........................... |pad|
+    bucket 1  | final_norm.bias | final_norm.weight | layers.1.mlp.down.bias | ... |pad|
+
+The boundaries depend on the parameters and on the bucket size only. Whether a bucket is reduced as
+a whole (every rank keeps all of it) or cut into one shard per rank, and over how many ranks,
+changes nothing but the padding at its end.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from megatron_parallel.layout import LayoutError
+from megatron_parallel.sharding import Sharding
+
+BUCKET_SIZE: Final = 2**22
+"""Elements of a bucket unless told otherwise; a larger parameter has a bucket of its own."""
+
+ALIGNMENT: Final = 64
+"""Elements: every parameter, and every shard of a bucket, starts at a multiple of this."""
+
+_MAIN_DTYPES: Final = {
+    torch.float64: torch.float64,
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter's gradient: elements `start <= i < stop` of its bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """End of the slot."""
+        return self.start + prod(self.shape)
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket.
+
+    Attributes:
+        slots: Parameters in backward order.
+        numel: Elements with padding, a multiple of `ALIGNMENT * parts`.
+        parts: Number of shards the bucket can be cut into: the size of the axis.
+        axis: Mesh axis over which the gradients are summed.
+        tied: Holds a weight that the first and the last pipeline stage share.
+        dtype: Of the main gradients.
+        device: Where the parameters are.
+    """
+
+    slots: tuple[Slot, ...]
+    numel: int
+    parts: int
+    axis: str
+    tied: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    def shard(self, index: int) -> tuple[int, int]:
+        """Start and stop of the shard of the rank whose index on the axis is `index`."""
+        if not 0 <= index < self.parts:
+            raise LayoutError(f"shard {index} does not exist: the bucket has {self.parts}")
+        length = self.numel // self.parts
+        return index * length, (index + 1) * length
+
+
+def main_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of parameters of `dtype` are added up and summed over ranks.
+
+    float32 for bfloat16, float16 and float32; float64 for float64.
+    """
+    if dtype not in _MAIN_DTYPES:
+        raise LayoutError(f"parameters of {dtype} have no gradients: use a floating-point dtype")
+    return _MAIN_DTYPES[dtype]
+
+
+def reduction_axis(sharding: Sharding) -> str:
+    """The mesh axis whose ranks hold the same part and see other samples."""
+    return "expert_dp" if sharding.axis == "ep" else "dp_cp"
+
+
+def plan_buckets(
+    parameters: Mapping[str, Tensor],
+    table: Mapping[str, Sharding],
+    parts: Mapping[str, int],
+    bucket_size: int = BUCKET_SIZE,
+) -> tuple[BucketPlan, ...]:
+    """Buckets for `parameters`, in the order in which the backward pass completes them.
+
+    A bucket holds gradients of one dtype, device and axis. A parameter that is tied over pipeline
+    stages has a bucket of its own, cut alike on both stages.
+
+    Args:
+        parameters: In forward order; only their shapes, dtypes and devices are read.
+        table: Their sharding.
+        parts: Sizes of the axes `dp_cp` and `expert_dp`.
+        bucket_size: Elements of a bucket, at most, unless it holds a single parameter.
+
+    Raises:
+        LayoutError: A parameter without a sharding or a gradient, or a bad bucket size.
+    """
+    if bucket_size < 1:
+        raise LayoutError(f"bucket size {bucket_size} is not a number of elements >= 1")
+    closed: list[tuple[int, BucketPlan]] = []  # with the place of the last parameter
+    filling: dict[tuple[torch.dtype, torch.device, str], _Filling] = {}
+
+    def close(bucket: "_Filling") -> None:
+        closed.append((bucket.place, bucket.plan(parts[bucket.axis])))
+
+    for place, (name, parameter) in enumerate(reversed(list(parameters.items()))):
+        if name not in table:
+            raise LayoutError(f"parameter {name!r} is not in the sharding table")
+        axis, tied = reduction_axis(table[name]), table[name].tied
+        key = (main_dtype(parameter.dtype), parameter.device, axis)
+        if tied:
+            close(_Filling(*key, tied=True).add(name, parameter, place))
+            continue
+        bucket = filling.get(key)
+        if bucket is not None and bucket.end + parameter.numel() > bucket_size:
+            close(bucket)
+            bucket = None
+        if bucket is None:
+            bucket = filling[key] = _Filling(*key)
+        bucket.add(name, parameter, place)
+    for bucket in filling.values():
+        close(bucket)
+    return tuple(plan for _, plan in sorted(closed, key=lambda pair: pair[0]))
+
+
+class _Filling:
+    """A bucket that is being filled."""
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, axis: str, tied: bool = False
+    ) -> None:
+        self.dtype, self.device, self.axis, self.tied = dtype, device, axis, tied
+        self.slots: list[Slot] = []
+        self.end = 0
+        self.place = 0
+
+    def add(self, name: str, parameter: Tensor, place: int) -> "_Filling":
+        self.slots.append(Slot(name, tuple(parameter.shape), self.end))
+        self.end = _aligned(self.slots[-1].stop, ALIGNMENT)
+        self.place = place
+        return self
+
+    def plan(self, parts: int) -> BucketPlan:
+        numel = _aligned(self.end, ALIGNMENT * parts)
+        slots = tuple(self.slots)
+        return BucketPlan(slots, numel, parts, self.axis, self.tied, self.dtype, self.device)
+
+
+def _aligned(number: int, step: int) -> int:
+    return -(-number // step) * step

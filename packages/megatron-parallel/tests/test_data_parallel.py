@@ -1,0 +1,516 @@
+"""Gradients of several data-parallel ranks equal one rank's, in float64 and with unequal masks.
+
+The batch is cut unevenly in every respect that can matter: samples have different numbers of true
+tokens, one rank has a whole micro-batch without any, and one parameter is used by one rank only.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron_parallel import GradientBuffers, LayoutError, Mesh, ParallelLayout, Sharding
+from megatron_parallel.data_parallel.bucket import Bucket
+from megatron_parallel.testing import WorkerError, WorkerPool
+from torch import Tensor, nn
+from torch.nn import functional
+
+SAMPLES, LENGTH, VOCABULARY, HIDDEN = 16, 6, 13, 10
+SIZES = (1, 150, 10**6)  # elements of a bucket: one for each parameter, several, one for all
+
+
+class Model(nn.Module):
+    """Embedding, a block, output tied to the embedding; `seldom` has a gradient in few batches."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.up = nn.Linear(HIDDEN, 17)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.down = nn.Linear(17, HIDDEN)
+        self.seldom = nn.Parameter(torch.ones(HIDDEN))
+        self.norm = nn.LayerNorm(HIDDEN)
+        generator = torch.Generator().manual_seed(5)
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.data = draw
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.down(functional.gelu(self.up(x)))
+        special = (tokens == 0).any(dim=1)
+        if special.any():
+            x = torch.where(special[:, None, None], x * self.seldom, x)
+        logits = functional.linear(self.norm(x), self.embedding.weight)
+        losses = functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"
+        )
+        return losses.view(len(tokens), -1)
+
+
+def global_batch() -> tuple[Tensor, Tensor]:
+    """Tokens `[b, s]` and loss mask `[b, s - 1]`: rows 12 to 15 are masked altogether."""
+    generator = torch.Generator().manual_seed(9)
+    tokens = torch.randint(1, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+    tokens[1, 2] = tokens[2, 0] = 0
+    lengths = torch.arange(SAMPLES) * 7 % LENGTH
+    mask = torch.arange(LENGTH - 1) < lengths[:, None]
+    mask[12:] = False
+    return tokens, mask.double()
+
+
+def table(model: nn.Module, **special: Sharding) -> dict[str, Sharding]:
+    return {name: Sharding(tuple(p.shape)) for name, p in model.named_parameters()} | special
+
+
+def train_step(
+    mesh: Mesh,
+    size: int,
+    micro_batches: int,
+    dtype: torch.dtype = torch.float64,
+    signal: str = "begin",
+    local_denominator: bool = False,
+    steps: int = 1,
+) -> dict[str, Tensor]:
+    """This rank's gradients of its contiguous part of the batch."""
+    model = Model(dtype)
+    buffers = GradientBuffers(model.named_parameters(), table(model), mesh, bucket_size=size)
+    tokens, mask = global_batch()
+    axis = mesh.axis("dp")
+    mine = slice(axis.index * SAMPLES // axis.size, (axis.index + 1) * SAMPLES // axis.size)
+    total = mask[mine].sum().clamp(min=1) * axis.size if local_denominator else mask.sum()
+    chunks = tokens[mine].chunk(micro_batches), mask[mine].chunk(micro_batches)
+    parts = list(zip(*chunks, strict=True))
+    for step in range(steps):
+        for number, (some, kept) in enumerate(parts):
+            if signal == "begin":
+                buffers.begin(last=number + 1 == len(parts))
+            ((model(some) * kept).sum() / total).backward()
+        if signal == "complete":
+            buffers.complete()
+        buffers.finish()
+        gradients = {name: g.clone() for name, g in buffers.gradients().items()}
+        if step + 1 < steps:
+            buffers.zero()
+    return gradients
+
+
+def difference(gradients: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """Largest relative difference of any gradient, as the project defines it."""
+    assert list(gradients) == list(truth)
+    everything = torch.cat([g.flatten() for g in truth.values()])
+    floor = 1e-3 * everything.square().mean().sqrt()
+    return max(
+        ((gradients[name] - g).abs().max() / torch.maximum(g.abs().max(), floor)).item()
+        for name, g in truth.items()
+    )
+
+
+def plain_gradients(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    model = Model(dtype)
+    tokens, mask = global_batch()
+    ((model(tokens) * mask).sum() / mask.sum()).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 1), (2, 4), (4, 1), (4, 2)])
+def test_ranks_together_have_the_gradient_of_one(
+    worker_pool: WorkerPool, ranks: int, micro_batches: int, size: int
+) -> None:
+    layout = ParallelLayout(dp=ranks)
+    truth = plain_gradients()
+    results = worker_pool.run_mesh(layout, train_step, size, micro_batches)
+    assert difference(results[0], truth) < 1e-12
+    for other in results[1:]:
+        assert all(torch.equal(other[name], g) for name, g in results[0].items())
+
+
+@pytest.mark.parametrize("signal", ["complete", "none"])
+def test_every_way_of_signalling_gives_the_same(worker_pool: WorkerPool, signal: str) -> None:
+    arguments = (150, 2, torch.float64, signal)
+    results = worker_pool.run_mesh(ParallelLayout(dp=2), train_step, *arguments)
+    assert difference(results[1], plain_gradients()) < 1e-12
+
+
+def test_the_next_step_starts_from_nothing(worker_pool: WorkerPool) -> None:
+    def two(mesh: Mesh) -> float:
+        return difference(train_step(mesh, 150, 2, steps=3), train_step(mesh, 150, 2, steps=1))
+
+    assert worker_pool.run_mesh(ParallelLayout(dp=2), two) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tensor_and_context_ranks_are_told_apart(worker_pool: WorkerPool, tp: int) -> None:
+    """Sums go over data and context ranks, not over tensor ranks."""
+
+    def ranks_in_sum(mesh: Mesh) -> float:
+        weight = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        buffers = GradientBuffers({"w": weight}, {"w": Sharding((3,))}, mesh)
+        buffers.begin(last=True)
+        (weight * 10.0**mesh.rank).sum().backward()
+        buffers.finish()
+        return buffers.gradients()["w"][0].item()
+
+    layout = ParallelLayout(tp=tp, cp=2, dp=2 // tp)
+    results = worker_pool.run_mesh(layout, ranks_in_sum)
+    assert results == ([1111.0] * 4 if tp == 1 else [101.0, 1010.0, 101.0, 1010.0])
+
+
+# -- planted defects ---------------------------------------------------------------------------
+
+
+def averaged(stack: ExitStack) -> None:
+    wait = Bucket.wait
+
+    def divide(bucket: Bucket) -> None:
+        wait(bucket)
+        bucket.flat /= bucket.axis.size
+
+    stack.enter_context(patch.object(Bucket, "wait", divide))
+
+
+def bucket_skipped(stack: ExitStack) -> None:
+    launch = Bucket.launch
+
+    def skip(bucket: Bucket) -> None:
+        if not bucket.label.startswith("2 "):
+            launch(bucket)
+
+    stack.enter_context(patch.object(Bucket, "launch", skip))
+
+
+def last_micro_batch_left_out(stack: ExitStack) -> None:
+    begin = GradientBuffers.begin
+
+    def too_early(buffers: GradientBuffers, *, last: bool = False) -> None:
+        if last:
+            buffers.complete()
+            for bucket in buffers.buckets:
+                bucket.wait()
+        else:
+            begin(buffers)
+
+    stack.enter_context(patch.object(GradientBuffers, "begin", too_early))
+    stack.enter_context(patch.object(GradientBuffers, "_arrived", lambda *_: None))
+
+
+def stale_gradient_kept(stack: ExitStack) -> None:
+    stack.enter_context(patch.object(Bucket, "_fill_if_empty", lambda *_: None))
+    stack.enter_context(patch("megatron_parallel.data_parallel.bucket.torch.zeros", torch.ones))
+
+
+@pytest.mark.parametrize(
+    "defect", [averaged, bucket_skipped, last_micro_batch_left_out, stale_gradient_kept]
+)
+def test_a_planted_defect_shows(
+    worker_pool: WorkerPool, defect: Callable[[ExitStack], None]
+) -> None:
+    def broken(mesh: Mesh) -> dict[str, Tensor]:
+        with ExitStack() as stack:
+            defect(stack)
+            return train_step(mesh, 150, 2)
+
+    results = worker_pool.run_mesh(ParallelLayout(dp=2), broken)
+    assert max(difference(result, plain_gradients()) for result in results) > 1e-3
+
+
+def test_an_average_of_averages_shows(worker_pool: WorkerPool) -> None:
+    arguments = (150, 2, torch.float64, "begin", True)
+    results = worker_pool.run_mesh(ParallelLayout(dp=2), train_step, *arguments)
+    assert difference(results[0], plain_gradients()) > 1e-3
+
+
+# -- tied weights ------------------------------------------------------------------------------
+
+
+def tied_step(mesh: Mesh) -> tuple[Tensor, Tensor, list[str]]:
+    """A weight that first and last stage use in different ways, and one of the stage alone."""
+    stage, sample = mesh.axis("pp").index, mesh.axis("dp").index
+    tied = nn.Parameter(torch.arange(1.0, 6.0, dtype=torch.float64))
+    own = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    shardings = {"embedding": Sharding((5,), tied=True), "own": Sharding((2,))}
+    buffers = GradientBuffers({"embedding": tied, "own": own}, shardings, mesh)
+    for number in range(2):
+        buffers.begin(last=number == 1)
+        used = tied**2 if stage == 0 else tied.exp() if stage == mesh.layout.pp - 1 else 0 * own
+        (used.sum() * (1 + sample + number) + own.sum() * 10.0**mesh.rank).backward()
+    buffers.finish()
+    gradients = buffers.gradients()
+    return gradients["embedding"], gradients["own"], [r.axis for r in buffers.reductions()]
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (2, 2), (3, 1)])
+def test_a_tied_weight_is_summed_over_both_stages(
+    worker_pool: WorkerPool, pp: int, dp: int
+) -> None:
+    weights = torch.arange(1.0, 6.0, dtype=torch.float64)
+    factor = sum(1 + sample + number for sample in range(dp) for number in range(2))
+    truth = factor * (2 * weights + weights.exp())
+    results = worker_pool.run_mesh(ParallelLayout(pp=pp, dp=dp), tied_step)
+    for rank, (tied, own, axes) in enumerate(results):
+        stage = rank // dp
+        peers = range(stage * dp, stage * dp + dp)
+        torch.testing.assert_close(
+            own, torch.full((2,), sum(2 * 10.0**r for r in peers), dtype=torch.float64)
+        )
+        sums = ["dp"] * 2 if dp > 1 else []
+        if stage in (0, pp - 1):
+            torch.testing.assert_close(tied, truth, rtol=1e-14, atol=0)
+            assert axes == [*sums, "embedding"]
+        else:
+            assert axes == sums
+    assert torch.equal(results[0][0], results[-1][0])
+
+
+def test_a_tied_weight_summed_twice_shows(worker_pool: WorkerPool) -> None:
+    def twice(mesh: Mesh) -> Tensor:
+        with patch.object(Bucket, "add_twin", _twice(Bucket.add_twin)):
+            return tied_step(mesh)[0]
+
+    right = worker_pool.run_mesh(ParallelLayout(pp=2, dp=1), tied_step)[0][0]
+    wrong = worker_pool.run_mesh(ParallelLayout(pp=2, dp=1), twice)[0]
+    assert torch.equal(wrong, 2 * right)
+
+
+def _twice(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    def call(argument: Any) -> None:
+        function(argument)
+        function(argument)
+
+    return call
+
+
+def test_copies_of_a_tied_weight_are_numbered_over_both_stages() -> None:
+    """The norm counts, and a checkpoint writes, copy 0 alone."""
+    layout = ParallelLayout(tp=2, dp=2, pp=3)
+    cut, whole = Sharding((8, 2), "tp", 0, tied=True), Sharding((8,), tied=True)
+    plain = Sharding((8, 2), "tp", 0)
+    copies = [cut.replica(Mesh(layout, rank)) for rank in range(12)]
+    assert [copies[rank] for rank in (0, 2, 8, 10)] == [0, 1, 2, 3]
+    assert [copies[rank] for rank in (1, 3, 9, 11)] == [0, 1, 2, 3]
+    copies = [whole.replica(Mesh(layout, rank)) for rank in range(12)]
+    assert [copies[rank] for rank in (0, 1, 2, 3, 8, 9, 10, 11)] == list(range(8))
+    assert [plain.replica(Mesh(layout, rank)) for rank in (0, 2, 8, 10)] == [0, 1, 0, 1]
+
+
+# -- precision ---------------------------------------------------------------------------------
+
+
+def test_gradients_of_bf16_parameters_are_added_up_in_fp32(worker_pool: WorkerPool) -> None:
+    def step(mesh: Mesh) -> tuple[Tensor, Tensor | None]:
+        weight = nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
+        buffers = GradientBuffers({"w": weight}, {"w": Sharding((300,))}, mesh)
+        for number in range(4):
+            buffers.begin(last=number == 3)
+            # 1, then three times 2^-9: bf16, with 8 bits, would stay at 1
+            (weight * (1.0 if number == 0 else 2.0**-9)).sum().backward()
+        buffers.finish()
+        return buffers.gradients()["w"], weight.grad
+
+    expected = torch.full((300,), 1 + 3 * 2.0**-9)
+    for ranks in (1, 2):
+        for gradient, left in worker_pool.run_mesh(ParallelLayout(dp=ranks), step):
+            assert gradient.dtype == torch.float32
+            assert torch.equal(gradient, ranks * expected)
+            assert left is None
+
+
+def test_split_backward_passes_of_bf16_parameters_are_absorbed(single: Mesh) -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    buffers = GradientBuffers({"w": weight}, {"w": Sharding((3,))}, single)
+    for value in (1.0, 2.0**-9, 2.0**-9):
+        gradient = torch.full((3,), value, dtype=torch.bfloat16)
+        weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        buffers.absorb()
+    buffers.complete()
+    buffers.finish()
+    assert torch.equal(buffers.gradients()["w"], torch.full((3,), 1 + 2.0**-8))
+
+
+def test_mixed_precision_equals_fp32_sums_of_its_own_gradients(worker_pool: WorkerPool) -> None:
+    """Against a loop that keeps each micro-batch's bf16 gradient and adds them up itself."""
+
+    def by_hand(mesh: Mesh) -> dict[str, Tensor]:
+        model = Model(torch.bfloat16)
+        tokens, mask = global_batch()
+        total: dict[str, Tensor] = {}
+        for some, kept in zip(tokens.chunk(4), mask.chunk(4), strict=True):
+            model.zero_grad()
+            ((model(some) * kept).sum() / mask.sum()).backward()
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    gradient = parameter.grad.float()
+                    total[name] = total[name] + gradient if name in total else gradient
+        return total
+
+    truth = worker_pool.run_mesh(ParallelLayout(dp=1), by_hand)[0]
+    for gradients in worker_pool.run_mesh(ParallelLayout(dp=2), train_step, 150, 2, torch.bfloat16):
+        ordered = {name: truth[name] for name in gradients}
+        assert difference(gradients, ordered) < 1e-6
+
+
+# -- one rank ----------------------------------------------------------------------------------
+
+
+def test_on_one_rank_gradients_stay_where_autograd_puts_them(single: Mesh) -> None:
+    model = Model(torch.float64)
+    buffers = GradientBuffers(model.named_parameters(), table(model), single)
+    assert all(bucket.flat is None for bucket in buffers.buckets)
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    tokens, _ = global_batch()
+    buffers.begin(last=True)
+    model(tokens[:1]).sum().backward()
+    buffers.finish()
+    gradients = buffers.gradients()
+    assert gradients["up.weight"] is model.up.weight.grad
+    assert model.seldom.grad is None and not gradients["seldom"].any()
+    assert "frozen" not in gradients
+    assert buffers.reductions() == []
+    buffers.zero()
+    assert model.up.weight.grad is None
+
+
+def test_one_rank_equals_plain_torch(single: Mesh) -> None:
+    assert difference(train_step(single, 150, 1), plain_gradients()) == 0.0
+    assert difference(train_step(single, 150, 4), plain_gradients()) < 1e-13
+
+
+# -- views, order and overlap ------------------------------------------------------------------
+
+
+def test_gradients_are_views_of_the_buckets_and_of_grad(worker_pool: WorkerPool) -> None:
+    def shared(mesh: Mesh) -> list[bool]:
+        model = Model(torch.float32)
+        buffers = GradientBuffers(model.named_parameters(), table(model), mesh, bucket_size=150)
+        tokens, _ = global_batch()
+        found = []
+        for _ in range(2):
+            buffers.begin(last=True)
+            model(tokens).sum().backward()
+            buffers.finish()
+            gradients = buffers.gradients()
+            found += [p.grad is gradients[n] for n, p in model.named_parameters() if n in gradients]
+            addresses = sorted(g.untyped_storage().data_ptr() for g in gradients.values())
+            flats = {b.flat.untyped_storage().data_ptr() for b in buffers.buckets}
+            found.append(set(addresses) == flats)
+            buffers.zero()
+        buffers.close()
+        found.append(not any(p._post_accumulate_grad_hooks for p in model.parameters()))
+        return found
+
+    for found in worker_pool.run_mesh(ParallelLayout(dp=2), shared):
+        assert all(found)
+
+
+class _Watch(torch.autograd.Function):
+    """Identity whose backward pass waits until a condition holds, ten seconds at most."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, condition: Callable[[], bool], seen: list[float]) -> Tensor:
+        ctx.condition, ctx.seen = condition, seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        deadline = time.monotonic() + 10
+        while not ctx.condition() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        ctx.seen.append(time.perf_counter())
+        return grad, None, None
+
+
+def test_sums_are_there_before_the_backward_pass_has_ended(worker_pool: WorkerPool) -> None:
+    def overlapping(mesh: Mesh) -> tuple[list[bool], list[tuple[str, ...]]]:
+        layers = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(3))).double()
+        buffers = GradientBuffers(layers.named_parameters(), table(layers), mesh, bucket_size=1)
+        seen: list[float] = []
+        x = torch.ones(5, 40, dtype=torch.float64)
+        for number in range(2):
+            last = number == 1
+            buffers.begin(last=last)
+            hidden = layers[0](x)
+            # The first layer's backward pass does not begin before both other sums are complete.
+            done = (lambda: all(b.done for b in buffers.buckets[:2])) if last else (lambda: True)
+            hidden = _Watch.apply(hidden, done, seen)
+            layers[2](layers[1](hidden)).square().sum().backward()
+        buffers.finish()
+        reductions = buffers.reductions()
+        early = [reduction.launched < seen[1] for reduction in reductions]
+        none_before_the_last = reductions[0].launched > seen[0]
+        return [*early, none_before_the_last], [reduction.parameters for reduction in reductions]
+
+    for early, order in worker_pool.run_mesh(ParallelLayout(dp=2), overlapping):
+        assert early == [True, True, False, True]
+        assert order == [("2.weight",), ("1.weight",), ("0.weight",)]
+
+
+def test_ranks_that_use_different_parameters_start_sums_in_one_order(
+    worker_pool: WorkerPool,
+) -> None:
+    def choosy(mesh: Mesh) -> tuple[list[tuple[str, ...]], list[float]]:
+        weights = {n: nn.Parameter(torch.ones(1, dtype=torch.float64)) for n in "abc"}
+        shardings = dict.fromkeys(weights, Sharding((1,)))
+        buffers = GradientBuffers(weights, shardings, mesh, bucket_size=1)
+        buffers.begin(last=True)
+        used = "ab" if mesh.rank == 0 else "ac"
+        sum(weights[name] * (1 + mesh.rank) for name in used).backward()
+        buffers.finish()
+        gradients = [g.item() for g in buffers.gradients().values()]
+        return [r.parameters for r in buffers.reductions()], gradients
+
+    for order, gradients in worker_pool.run_mesh(ParallelLayout(dp=2), choosy):
+        assert order == [("c",), ("b",), ("a",)]
+        assert gradients == [3.0, 1.0, 2.0]
+
+
+# -- mistakes ----------------------------------------------------------------------------------
+
+
+def test_calls_out_of_turn_are_refused(single: Mesh) -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    buffers = GradientBuffers({"w": weight}, {"w": Sharding((2,))}, single)
+    with pytest.raises(LayoutError, match=r"not summed yet: call finish\(\)"):
+        buffers.gradients()
+    buffers.begin(last=True)
+    with pytest.raises(LayoutError, match=r"begin\(\) after the last backward pass"):
+        buffers.begin()
+    weight.sum().backward()
+    with pytest.raises(LayoutError, match=r"'w' came after its bucket"):
+        weight.sum().backward()
+    with pytest.raises(LayoutError, match=r"zero\(\) while"):
+        buffers.zero()
+    buffers.finish()
+    with pytest.raises(LayoutError, match=r"finish\(\) was called twice"):
+        buffers.finish()
+    with pytest.raises(LayoutError, match=r"begin\(\) after finish\(\): call zero\(\)"):
+        buffers.begin()
+    with pytest.raises(LayoutError, match=r"'w' came after its bucket"):
+        weight.sum().backward()
+    buffers.zero()
+    buffers.begin()
+
+
+def test_parameters_are_named_once_and_in_the_table(single: Mesh) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(LayoutError, match="'a' and 'b' are the same parameter"):
+        GradientBuffers({"a": weight, "b": weight}, {}, single)
+    with pytest.raises(LayoutError, match="'a' is not in the sharding table"):
+        GradientBuffers({"a": weight}, {}, single)
+
+
+def test_a_late_gradient_is_refused_before_it_spoils_a_sum(worker_pool: WorkerPool) -> None:
+    def careless(mesh: Mesh) -> None:
+        weight = nn.Parameter(torch.ones(2))
+        buffers = GradientBuffers({"w": weight}, {"w": Sharding((2,))}, mesh)
+        buffers.begin(last=True)
+        weight.sum().backward()
+        weight.sum().backward()
+
+    with pytest.raises(WorkerError, match="announce the last backward pass of a step only"):
+        worker_pool.run_mesh(ParallelLayout(dp=2), careless)

@@ -1,0 +1,93 @@
+"""Where each gradient lies: boundaries, order and padding, from shapes alone."""
+
+import itertools
+import math
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from megatron_parallel import LayoutError, Sharding
+from megatron_parallel.data_parallel.plan import ALIGNMENT, BucketPlan, plan_buckets
+from torch import Tensor
+
+
+def tensors(**numels: int) -> dict[str, Tensor]:
+    return {name: torch.empty(numel, device="meta") for name, numel in numels.items()}
+
+
+def plan(
+    parameters: dict[str, Tensor], size: int, *, parts: int = 1, **shardings: Sharding
+) -> tuple[BucketPlan, ...]:
+    table = {name: Sharding(tuple(t.shape)) for name, t in parameters.items()} | shardings
+    return plan_buckets(parameters, table, {"dp_cp": parts, "expert_dp": parts}, size)
+
+
+def names(plans: tuple[BucketPlan, ...]) -> list[list[str]]:
+    return [[slot.name for slot in bucket.slots] for bucket in plans]
+
+
+def test_parameters_come_in_backward_order_and_buckets_close_when_full() -> None:
+    parameters = tensors(a=64, b=64, c=65, d=1, e=500, f=10)
+    plans = plan(parameters, 255)
+    assert names(plans) == [["f"], ["e"], ["d", "c"], ["b", "a"]]
+    assert [bucket.numel for bucket in plans] == [64, 512, 192, 128]
+    assert [slot.start for slot in plans[2].slots] == [0, 64]
+    assert names(plan(parameters, 10**6)) == [["f", "e", "d", "c", "b", "a"]]
+
+
+def test_a_tied_weight_has_a_bucket_of_its_own() -> None:
+    parameters = tensors(embedding=30, a=10, b=10)
+    plans = plan(parameters, 10**6, embedding=Sharding((30,), tied=True))
+    assert names(plans) == [["b", "a"], ["embedding"]]
+    assert [bucket.tied for bucket in plans] == [False, True]
+    alone = plan(tensors(embedding=30), 10**6, embedding=Sharding((30,), tied=True))
+    assert alone == plans[1:]  # the other stage, which has other neighbours, cuts it alike
+
+
+def test_axes_and_dtypes_do_not_mix_but_widths_of_one_main_dtype_do() -> None:
+    parameters = tensors(a=10, b=10, c=10, d=10)
+    parameters["b"] = parameters["b"].double()
+    parameters["c"] = parameters["c"].bfloat16()
+    plans = plan(parameters, 10**6, a=Sharding((4, 10), axis="ep", dim=0))
+    assert names(plans) == [["d", "c"], ["b"], ["a"]]
+    assert [bucket.dtype for bucket in plans] == [torch.float32, torch.float64, torch.float32]
+    assert [bucket.axis for bucket in plans] == ["dp_cp", "dp_cp", "expert_dp"]
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    with pytest.raises(LayoutError, match="'b' is not in the sharding table"):
+        plan_buckets(tensors(a=1, b=1), {"a": Sharding((1,))}, {"dp_cp": 1}, 10)
+    with pytest.raises(LayoutError, match="bucket size 0"):
+        plan(tensors(a=1), 0)
+    with pytest.raises(LayoutError, match="int64"):
+        plan({"a": torch.empty(1, dtype=torch.int64, device="meta")}, 10)
+    with pytest.raises(LayoutError, match="shard 2 does not exist: the bucket has 2"):
+        plan(tensors(a=1), 10, parts=2)[0].shard(2)
+
+
+@hypothesis.given(
+    st.lists(st.integers(0, 700), min_size=1, max_size=20),
+    st.integers(1, 1500),
+    st.integers(1, 7),
+)
+def test_boundaries_do_not_depend_on_how_many_ranks_share_a_bucket(
+    numels: list[int], size: int, parts: int
+) -> None:
+    parameters = tensors(**{f"p{i}": numel for i, numel in enumerate(numels)})
+    one, many = plan(parameters, size), plan(parameters, size, parts=parts)
+    assert [bucket.slots for bucket in one] == [bucket.slots for bucket in many]
+    assert [name for bucket in names(many) for name in bucket] == list(reversed(parameters))
+    for bucket in many:
+        assert len(bucket.slots) == 1 or bucket.slots[-1].stop <= size
+        ends = [0, *(slot.stop for slot in bucket.slots)]
+        for end, slot in zip(ends, bucket.slots, strict=False):
+            assert slot.start % ALIGNMENT == 0
+            assert end <= slot.start < end + ALIGNMENT
+            assert slot.stop - slot.start == math.prod(slot.shape)
+        shards = [bucket.shard(index) for index in range(parts)]
+        assert shards[0][0] == 0 and shards[-1][1] == bucket.numel
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(shards))
+        assert len({stop - start for start, stop in shards}) == 1
+        assert all(start % ALIGNMENT == 0 for start, _ in shards)
+        assert bucket.numel - bucket.slots[-1].stop < ALIGNMENT * (parts + 1)
