@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron_kernels import Mask
@@ -128,6 +130,10 @@ def test_cached_sequences_of_different_lengths_are_padded_on_the_left(model):
     with torch.no_grad():
         model(rows[:, :5], mask=mask, cache=cache)
         last = model(rows[:, 5:], mask=mask, cache=cache)[0]
+        cache.truncate(5)
+        blank = torch.cat([places[:, :5], places[:, :1]], 1)  # the last key's place is not told
+        own = replace(mask, positions=blank, query_positions=places[:, 5:])
+        assert torch.equal(model(rows[:, 5:], mask=own, cache=cache)[0], last)
         torch.testing.assert_close(last[0], model(long)[-1, 0], rtol=0, atol=1e-12)
         torch.testing.assert_close(last[1], model(short)[-1, 0], rtol=0, atol=1e-12)
 

@@ -139,6 +139,8 @@ class GPT(nn.Module):
         self.config.check_sequence_length(end)
         if mask is None:
             mask = Mask()
+        elif positions is None and mask.query_positions is not None:
+            positions = mask.query_positions
         elif positions is None and mask.positions is not None:
             positions = mask.positions[:, offset:end]
         mask = mask.prepare(length, end, offset, device=tokens.device)
