@@ -1,11 +1,18 @@
 """Every contact with private or fast-moving parts of torch, in one place."""
 
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 Store = _distributed_c10d.Store  # torch.distributed has it, but its type stubs hide it
 
@@ -42,3 +49,61 @@ def new_groups(
         if rank in ranks:
             mine[ranks] = group
     return mine
+
+
+def schedule_1f1b(stage: "PipelineStage", micro_batches: int, loss: Callable[..., Tensor]) -> Any:
+    """1F1B for any number of micro-batches.
+
+    torch's constructor refuses fewer than there are stages, though its loop runs them.
+    """
+    from torch.distributed.pipelining import Schedule1F1B
+
+    count = max(micro_batches, stage.num_stages)
+    schedule = Schedule1F1B(stage, count, loss_fn=loss, scale_grads=False)
+    schedule._n_microbatches = micro_batches
+    return schedule
+
+
+def run_schedule(
+    schedule: Any,
+    stages: "Sequence[PipelineStage]",
+    micro_batches: Sequence[Any],
+    *,
+    backward: bool,
+) -> None:
+    """One step over micro-batches as they are; torch's `step` would split a batch of tensors.
+
+    Each micro-batch is the target of the loss and the keyword argument `micro_batch` of stages.
+    """
+    schedule._has_backward = backward
+    schedule._internal_losses.clear()
+    for stage in stages:
+        stage.has_backward = backward
+        stage.clear_runtime_states()
+    try:
+        with _quiet(logging.getLogger("torch.distributed.pipelining.schedules")):
+            schedule._step_microbatches(
+                [()] * len(micro_batches),
+                [{"micro_batch": micro_batch} for micro_batch in micro_batches],
+                list(micro_batches),
+                return_outputs=False,
+            )
+    finally:
+        for stage in stages:
+            stage.clear_runtime_states()
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """Errors of this logger are details: it dumps whole schedules, and the error is raised too."""
+
+    def demote(record: logging.LogRecord) -> bool:
+        if record.levelno > logging.DEBUG:
+            record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+        return logger.isEnabledFor(record.levelno)
+
+    logger.addFilter(demote)
+    try:
+        yield
+    finally:
+        logger.removeFilter(demote)

@@ -37,7 +37,7 @@ def naming_failures(axis: Axis, operation: str) -> Iterator[None]:
 
 def _explain(axis: Axis, operation: str, error: RuntimeError) -> str:
     where = f"{operation} on axis {axis.name!r} ({rank_list(axis.ranks)})"
-    cause = _backend_text(error)
+    cause = backend_text(error)
     own_key = _key(axis.ranks[axis.index])
     try:
         store = _compat.default_store()
@@ -71,7 +71,7 @@ def _key(rank: int) -> str:
     return f"collective-failed/{rank}"
 
 
-def _backend_text(error: RuntimeError) -> str:
-    """The first line of the backend's message, without the place in its source."""
+def backend_text(error: RuntimeError) -> str:
+    """The first sentence of the backend's message, without the place in its source."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return re.sub(r"^\[[^\]]*\]\s*", "", lines[0]).rstrip(".")
+    return re.sub(r"^\[[^\]]*\]\s*", "", lines[0]).split(". ")[0].rstrip(".")

@@ -159,16 +159,18 @@ class Mesh:
         """Whether this rank is in a group of that name (`embedding`: only first and last stage)."""
         return canonical_group_name(name) in self._axes
 
-    def agree(self, topic: str, values: Mapping[str, str]) -> None:
-        """Raise `LayoutError` on every rank unless all give equal `values` (shapes of stages)."""
-        if self.world_size > 1:
+    def agree(self, topic: str, values: Mapping[str, str], axis: str = "world") -> None:
+        """Raise `LayoutError` on every rank of `axis` unless all of them give equal `values`."""
+        ranks = self.axis(axis).ranks
+        if len(ranks) > 1:
             agree(
                 _compat.default_store(),
-                topic,
+                f"{topic}/{axis}/{ranks[0]}",
                 values,
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=self.timeout,
+                ranks=ranks,
             )
 
     def close(self) -> None:

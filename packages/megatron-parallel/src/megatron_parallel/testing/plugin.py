@@ -33,7 +33,8 @@ class _Pools:
                 backend="gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl",
                 device=device,
                 typecheck=typecheck,
-                preload=["pytest", "torch.distributed.tensor"],  # rewritten asserts refer to pytest
+                # Rewritten asserts refer to pytest; the others take seconds to import.
+                preload=["pytest", "torch.distributed.tensor", "torch.distributed.pipelining"],
             )
         return self.pools[key]
 

@@ -1,0 +1,5 @@
+"""Pipeline parallelism: layers split into stages, micro-batches that follow one another."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,15 @@
+from .engine import PipelineEngine as PipelineEngine
+from .failure import PeerError as PeerError
+from .order import SCHEDULES as SCHEDULES
+from .order import Action as Action
+from .order import check_micro_batches as check_micro_batches
+from .order import draw as draw
+from .order import planned_actions as planned_actions
+from .shared import broadcast_from_last_stage as broadcast_from_last_stage
+from .shared import copy_tied_parameter as copy_tied_parameter
+from .shared import stage_parameters as stage_parameters
+from .shared import sum_tied_gradient as sum_tied_gradient
+from .split import split_layers as split_layers
+from .split import stage_layers as stage_layers
+from .stage import Backward as Backward
+from .stage import Passed as Passed

@@ -1,0 +1,133 @@
+"""The pipeline engine: one step over micro-batches, on one stage or on many.
+
+    engine = PipelineEngine(mesh, chunks, loss, inputs=inputs, passed=passed)
+    sums = engine.run(micro_batches, {"loss": true_tokens})     # gradients are in .grad
+    sums = engine.evaluate(micro_batches)                       # forward only
+
+The loss is a sum. `loss(output, micro_batch)` returns sums by name, and a step divides those that
+are to be differentiated by denominators that are known before it starts: the number of true tokens
+of the *global* batch, over all micro-batches and data-parallel ranks. So nothing is averaged twice,
+however unequal micro-batches are.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_parallel.layout import LayoutError
+from megatron_parallel.mesh import Mesh
+from megatron_parallel.pipeline.objective import Loss, Objective
+from megatron_parallel.pipeline.order import Action, check_micro_batches
+from megatron_parallel.pipeline.runner import LoopRunner, PassedOn, Runner, StageRunner
+from megatron_parallel.pipeline.stage import AroundBackward, Inputs, no_context
+
+
+class PipelineEngine:
+    """Runs the micro-batches of a step through the stages of this rank.
+
+    Args:
+        mesh: Its axis `pp` is the pipeline. With `pp=1` everything runs in a plain loop and needs
+            no `torch.distributed`.
+        chunks: The module of this rank's stage; `vpp` modules if it has several stages (stage
+            `i * pp + rank` is `chunks[i]`). The first stage is called with keyword arguments
+            only, others with what the stage before passed on, then keyword arguments. A stage
+            returns the tensor, or tuple of tensors, it passes on; the last one returns any value.
+        loss: `loss(output, micro_batch)`, called on the last stage, returns the sums by name.
+        inputs: `inputs(micro_batch, stage)` gives a stage's keyword arguments.
+        passed: `passed(micro_batch, stage)` gives shape and dtype of what `stage` passes on; every
+            rank answers for all stages. Needed if there is more than one.
+        sums: Names of the sums that `loss` returns.
+        schedule: `1f1b` or `gpipe`; `interleaved-1f1b` if the layout has `vpp > 1`.
+        around_backward: Gives a context for each pass that adds to gradients, with its stage and
+            whether it is that stage's last: from then on a bucket may be reduced when it is full.
+
+    Raises:
+        LayoutError: Chunks, schedule and layout do not fit together.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        chunks: nn.Module | Sequence[nn.Module],
+        loss: Loss,
+        *,
+        inputs: Inputs,
+        passed: PassedOn | None = None,
+        sums: Sequence[str] = ("loss",),
+        schedule: str = "1f1b",
+        around_backward: AroundBackward = no_context,
+    ) -> None:
+        pp, vpp = mesh.layout.pp, mesh.layout.vpp
+        self.mesh = mesh
+        self.chunks = [chunks] if isinstance(chunks, nn.Module) else list(chunks)
+        self.schedule = schedule
+        self.trace: list[Action] = []
+        """What this rank computed in the last step, in order."""
+        if len(self.chunks) != vpp:
+            raise LayoutError(f"{len(self.chunks)} chunks were given, but the layout has vpp={vpp}")
+        check_micro_batches(schedule, pp, vpp, 1)
+        self._objective = Objective(loss, sums, mesh.device)
+        self._runner: Runner
+        if pp == 1:
+            self._runner = LoopRunner(self.chunks[0], self._objective, inputs, around_backward)
+        elif passed is None:
+            raise LayoutError(f"pp={pp} needs `passed`, which says what goes from stage to stage")
+        else:
+            self._runner = StageRunner(
+                mesh,
+                self.chunks,
+                self._objective,
+                schedule=schedule,
+                inputs=inputs,
+                passed=passed,
+                around_backward=around_backward,
+            )
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Numbers of this rank's stages, one for each chunk."""
+        pp = self.mesh.axis("pp")
+        return tuple(i * pp.size + pp.index for i in range(len(self.chunks)))
+
+    def run(
+        self, micro_batches: Sequence[Any], denominators: Mapping[str, float | Tensor]
+    ) -> dict[str, Tensor]:
+        """Forward and backward passes of all micro-batches; gradients are added to `.grad`.
+
+        What is differentiated is the sum, over micro-batches and the names in `denominators`, of
+        `sum / denominator`; sums without a denominator are only reported. Every rank of the
+        pipeline calls this with the same number of micro-batches of the same shapes.
+
+        Returns the sums over all micro-batches, not divided, on every stage, as float64 scalars.
+
+        Raises:
+            LayoutError: The schedule cannot run that many micro-batches, or the stages do not agree
+                on what goes between them.
+            PeerError: Another rank of the pipeline died, froze or failed.
+        """
+        if not denominators or not torch.is_grad_enabled():
+            raise LayoutError(
+                "run() needs a denominator and enabled gradients; evaluate() needs neither"
+            )
+        layout = self.mesh.layout
+        check_micro_batches(self.schedule, layout.pp, layout.vpp, len(micro_batches))
+        return self._step(micro_batches, denominators, backward=True)
+
+    def evaluate(self, micro_batches: Sequence[Any]) -> dict[str, Tensor]:
+        """Forward passes only, of any number of micro-batches; returns the sums as `run` does."""
+        if not micro_batches:
+            raise LayoutError("0 micro-batches: an evaluation needs at least 1")
+        with torch.no_grad():
+            return self._step(micro_batches, {}, backward=False)
+
+    def _step(
+        self,
+        micro_batches: Sequence[Any],
+        denominators: Mapping[str, float | Tensor],
+        backward: bool,
+    ) -> dict[str, Tensor]:
+        self._objective.begin(denominators)
+        self.trace = self._runner.run(micro_batches, backward)
+        return dict(zip(self._objective.names, self._objective.totals.unbind(), strict=True))

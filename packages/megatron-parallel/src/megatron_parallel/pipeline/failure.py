@@ -1,0 +1,171 @@
+"""What a rank was doing when the pipeline broke, in one line that names the rank it missed.
+
+A backend knows only that a connection broke or that nobody answered within the time-out. `Watch`
+notes what the stages of this rank compute, send and wait for. When a wait fails, the rank says in
+the job's store whom it waited for; if that rank waited for another one, its line is passed on, so
+that the ranks of a long pipeline name the one that is at fault and not their neighbour. (Under a
+time-out that is best effort: a rank looks for others' reports for two seconds, no longer.)
+"""
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, NamedTuple
+
+from megatron_parallel import _compat
+from megatron_parallel.collective_failure import GRACE, CollectiveError, backend_text
+from megatron_parallel.mesh import Mesh
+from megatron_parallel.pipeline.order import Action
+
+SHORT_GRACE: Final = 0.2
+"""Seconds to look for the report of a rank whose connection broke: it reports before it leaves."""
+
+
+class PeerError(CollectiveError):
+    """Another rank of the pipeline died, froze or failed; the job must end."""
+
+
+class _Wait(NamedTuple):
+    what: str
+    micro_batch: int
+    peer: int  # stage
+    receives: bool
+
+
+class _Report(NamedTuple):
+    line: str
+    peer: int | None  # rank this one waited for
+    number: int = 0  # in the order in which ranks noticed
+
+
+class Watch:
+    """What the stages of one rank have computed in this step, and what they wait for.
+
+    `trace` holds the passes in the order in which they were completed.
+    """
+
+    def __init__(self, mesh: Mesh, stages: int) -> None:
+        self.trace: list[Action] = []
+        self._mesh = mesh
+        self._axis = mesh.axis("pp")
+        self._stages = stages
+        self._plan: Sequence[Action] = ()
+        self._wait: _Wait | None = None
+        self._computes = 0
+        store = _compat.default_store()
+        turn = store.add(f"pipeline/engines/{mesh.rank}/{self._axis.ranks}", 1)
+        self._topic = f"pipeline/failures/{self._axis.ranks}/{turn}"
+
+    @property
+    def computes(self) -> bool:
+        """Whether code of the model or the loss is running, so that an error is its own."""
+        return self._computes > 0
+
+    def begin(self, plan: Sequence[Action]) -> None:
+        """Start a step. `plan` is needed for ranks with several chunks, which receive ahead."""
+        self.trace = []
+        self._plan, self._wait, self._computes = plan, None, 0
+
+    @contextmanager
+    def computing(self, action: Action | None = None) -> Iterator[None]:
+        """Around code of the model (`action`) or the loss (None)."""
+        self._computes += 1
+        yield
+        self._computes -= 1  # not after an error: `computes` tells where it came from
+        if action is not None:
+            self.trace.append(action)
+            self._wait = self._earlier_send(action)
+
+    def receives(self, what: str, micro_batch: int, peer: int) -> None:
+        """This rank is about to wait for a tensor of stage `peer`."""
+        self._wait = _Wait(what, micro_batch, peer, receives=True)
+
+    def sends(self, what: str, micro_batch: int, peer: int) -> None:
+        """This rank is about to wait until stage `peer` has taken a tensor."""
+        self._wait = _Wait(what, micro_batch, peer, receives=False)
+
+    def publish(self, error: BaseException) -> None:
+        """Tell the others that this rank raised `error` in its own code."""
+        text = " ".join(str(error).split())
+        line = f"rank {self._mesh.rank} raised {type(error).__name__}: {text}"
+        with contextlib.suppress(RuntimeError):  # the store may be gone, and the error matters more
+            self._post(_compat.default_store(), _Report(line, None))
+
+    def explain(self, error: RuntimeError) -> str:
+        """The line for a wait that failed with `error`, after a look at what others report."""
+        own = self._own_report(error)
+        grace = GRACE if re.search("time[d ]*.?out", str(error), re.IGNORECASE) else SHORT_GRACE
+        try:
+            store = _compat.default_store()
+            own = self._post(store, own)
+            return self._blame(store, own, grace)
+        except RuntimeError:
+            return f"{own.line}; rank 0, which keeps the job's store, does not answer either"
+
+    def _own_report(self, error: RuntimeError) -> _Report:
+        me, where = self._mesh.rank, f"on axis {self._axis.name!r}"
+        cause = backend_text(error)
+        wait = self._next_of_plan() if self._plan else self._wait
+        if wait is None:
+            return _Report(f"the stages could not meet {where} ({cause})", None)
+        peer = self._axis.ranks[wait.peer % self._axis.size]
+        verb, direction = ("send", "to") if wait.receives else ("take", "from")
+        return _Report(
+            f"rank {peer} (stage {wait.peer} of {self._stages}) did not {verb} the {wait.what} of "
+            f"micro-batch {wait.micro_batch} {direction} rank {me} {where} ({cause})",
+            peer,
+        )
+
+    def _blame(self, store: _compat.Store, own: _Report, grace: float) -> str:
+        me = self._mesh.rank
+        if own.peer is None:
+            others = [rank for rank in self._axis.ranks if rank != me]
+            silent = [rank for rank in others if self._read(store, rank, grace) is None]
+            names = f"{'ranks' if silent[1:] else 'rank'} {', '.join(map(str, silent))}"
+            return f"{names} gave no sign of life: {own.line}" if silent else own.line
+        chain = {me: own}
+        rank: int | None = own.peer
+        while rank is not None and rank not in chain:
+            theirs = self._read(store, rank, grace)
+            if theirs is None:
+                break
+            chain[rank], rank = theirs, theirs.peer
+        # Ranks that blame one another: whoever noticed first is right.
+        in_circle = rank in chain
+        cause = min(chain.values(), key=lambda r: r.number) if in_circle else [*chain.values()][-1]
+        return own.line if cause is own else f"{cause.line}; rank {me} waited for rank {own.peer}"
+
+    def _earlier_send(self, action: Action) -> _Wait | None:
+        """After a pass, its stage first waits until the previous pass's result has been taken."""
+        what, peer = ("activations", action.stage + 1)
+        if action.kind == "B":
+            what, peer = ("gradient", action.stage - 1)
+        if not 0 <= peer < self._stages:
+            return None
+        return _Wait(what, max(0, action.micro_batch - 1), peer, receives=False)
+
+    def _next_of_plan(self) -> _Wait | None:
+        if len(self.trace) >= len(self._plan):
+            return None
+        kind, stage, micro_batch = self._plan[len(self.trace)]
+        what, peer = ("activations", stage - 1) if kind == "F" else ("gradient", stage + 1)
+        if not 0 <= peer < self._stages:
+            return None
+        return _Wait(what, micro_batch, peer, receives=True)
+
+    def _post(self, store: _compat.Store, report: _Report) -> _Report:
+        report = report._replace(number=store.add(f"{self._topic}/count", 1))
+        store.set(f"{self._topic}/{self._mesh.rank}", json.dumps(report))
+        return report
+
+    def _read(self, store: _compat.Store, rank: int, grace: float) -> _Report | None:
+        key = f"{self._topic}/{rank}"
+        deadline = time.monotonic() + grace
+        while not store.check([key]):  # a store's own wait may take longer than it is told to
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.02)
+        return _Report(*json.loads(store.get(key)))

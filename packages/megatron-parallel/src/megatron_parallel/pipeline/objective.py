@@ -1,0 +1,42 @@
+"""The loss of a step: sums over micro-batches, some of them divided by what is known beforehand."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_parallel.layout import LayoutError
+
+Loss = Callable[[Any, Any], Mapping[str, Tensor]]
+"""`loss(output, micro_batch)`: sums over the micro-batch, by name."""
+
+
+class Objective:
+    """Sums of the micro-batches of a step, by name, and the scalar that is differentiated."""
+
+    def __init__(self, loss: Loss, names: Sequence[str], device: torch.device) -> None:
+        self.names = tuple(names)
+        self.totals = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+        """Sums over the micro-batches so far."""
+        self._loss = loss
+        self._denominators: dict[str, float | Tensor] = {}
+
+    def begin(self, denominators: Mapping[str, float | Tensor]) -> None:
+        """Start a step."""
+        unknown = [name for name in denominators if name not in self.names]
+        if unknown:
+            raise LayoutError(f"denominators for {unknown}, but the sums are {list(self.names)}")
+        self._denominators = dict(denominators)
+        self.totals = torch.zeros_like(self.totals)
+
+    def add(self, output: Any, micro_batch: Any) -> Tensor:
+        """Add the sums of a micro-batch; returns its part of what is differentiated."""
+        sums = self._loss(output, micro_batch)
+        if set(sums) != set(self.names):
+            raise LayoutError(
+                f"the loss returned the sums {list(sums)}, but {list(self.names)} were announced"
+            )
+        self.totals += torch.stack([sums[name].detach().to(self.totals) for name in self.names])
+        parts = [sums[name] / denominator for name, denominator in self._denominators.items()]
+        return torch.stack(parts).sum() if parts else self.totals.new_zeros(())

@@ -1,0 +1,210 @@
+"""Runs the micro-batches of a step: in a loop on one stage, by a schedule on several."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron_parallel import _compat
+from megatron_parallel.collective_failure import CollectiveError, naming_failures
+from megatron_parallel.collectives import all_gather
+from megatron_parallel.layout import LayoutError
+from megatron_parallel.mesh import Mesh
+from megatron_parallel.pipeline.failure import PeerError, Watch
+from megatron_parallel.pipeline.objective import Objective
+from megatron_parallel.pipeline.order import Action
+from megatron_parallel.pipeline.schedules import (
+    actions_ahead,
+    build_forward_schedule,
+    build_schedule,
+)
+from megatron_parallel.pipeline.shared import broadcast_from_last_stage
+from megatron_parallel.pipeline.stage import (
+    AroundBackward,
+    Backward,
+    Inputs,
+    Passed,
+    Stage,
+    StageSpec,
+)
+
+CACHED_SHAPES: Final = 8
+"""Stages of how many different shapes are kept; they own the buffers tensors are received into."""
+
+PassedOn = Callable[[Any, int], Passed | tuple[Passed, ...]]
+"""`passed(micro_batch, stage)`: what a stage passes on to the next."""
+
+
+class Runner(Protocol):
+    """Runs the micro-batches of a step and says what this rank computed, in order."""
+
+    def run(self, micro_batches: Sequence[Any], backward: bool) -> list[Action]:
+        """Run one step."""
+
+
+class LoopRunner:
+    """One stage: one micro-batch after another, without `torch.distributed`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        objective: Objective,
+        inputs: Inputs,
+        around_backward: AroundBackward,
+    ) -> None:
+        self._module = module
+        self._objective = objective
+        self._inputs = inputs
+        self._around_backward = around_backward
+
+    def run(self, micro_batches: Sequence[Any], backward: bool) -> list[Action]:
+        """Forward and, if asked for, backward pass of each micro-batch."""
+        trace = []
+        for i, micro_batch in enumerate(micro_batches):
+            output = self._module(**self._inputs(micro_batch, 0))
+            loss = self._objective.add(output, micro_batch)
+            trace.append(Action("F", 0, i))
+            if backward:
+                with self._around_backward(Backward(0, i, last=i == len(micro_batches) - 1)):
+                    loss.backward()  # type: ignore[no-untyped-call]
+                trace.append(Action("B", 0, i))
+        return trace
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    schedule: Any
+    stages: list[Stage]
+    plan: list[Action]
+
+
+class StageRunner:
+    """This rank's stages of several, run by torch's schedules."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        chunks: Sequence[nn.Module],
+        objective: Objective,
+        *,
+        schedule: str,
+        inputs: Inputs,
+        passed: PassedOn,
+        around_backward: AroundBackward,
+    ) -> None:
+        self._mesh = mesh
+        self._pp = mesh.axis("pp")
+        self._chunks = chunks
+        self._objective = objective
+        self._schedule = schedule
+        self._inputs = inputs
+        self._passed = passed
+        self._around_backward = around_backward
+        self._count = self._pp.size * len(chunks)
+        self._watch = Watch(mesh, self._count)
+        self._prepared: OrderedDict[object, _Prepared] = OrderedDict()
+
+    def run(self, micro_batches: Sequence[Any], backward: bool) -> list[Action]:
+        """One step; afterwards the totals of the objective are the same on all stages."""
+        watch = self._watch
+        watch.begin(())
+        try:
+            with watch.computing():
+                borders = self._borders(micro_batches)
+            self._agree(len(micro_batches), borders, backward)
+            prepared = self._prepare(len(micro_batches), borders, backward)
+            watch.begin(prepared.plan)
+            _compat.run_schedule(
+                prepared.schedule, prepared.stages, micro_batches, backward=backward
+            )
+            with naming_failures(self._pp, "the broadcast of the loss"):
+                broadcast_from_last_stage(self._objective.totals, self._mesh)
+        except Exception as error:
+            self._prepared.clear()  # they are in the middle of a step
+            if watch.computes:
+                watch.publish(error)
+            elif isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
+                raise PeerError(watch.explain(error)) from error
+            raise
+        return watch.trace
+
+    def _borders(self, micro_batches: Sequence[Any]) -> list[tuple[Passed, ...]]:
+        """What every stage but the last passes on; the same for all micro-batches of a step."""
+        first: list[tuple[Passed, ...]] = []
+        for i, micro_batch in enumerate(micro_batches):
+            for stage in range(self._count - 1):
+                passed = self._passed(micro_batch, stage)
+                found = (passed,) if isinstance(passed, Passed) else tuple(passed)
+                if i == 0:
+                    first.append(found)
+                elif found != first[stage]:
+                    raise LayoutError(
+                        "micro-batches of one step must have equal shapes: stage "
+                        f"{stage} passes on {_text(first[stage])} for micro-batch 0 but "
+                        f"{_text(found)} for micro-batch {i}"
+                    )
+        return first
+
+    def _agree(self, count: int, borders: list[tuple[Passed, ...]], backward: bool) -> None:
+        """Raise `LayoutError` on all ranks of the pipeline unless they are about to do the same.
+
+        A digest goes round first; only if digests differ are the values themselves compared,
+        through the store, to be named.
+        """
+        values = {
+            "the step": f"{'training' if backward else 'evaluation'} under {self._schedule}",
+            "the sums of the loss": ", ".join(self._objective.names),
+            "the number of micro-batches": str(count),
+        }
+        for stage, passed in enumerate(borders):
+            values[f"what stage {stage} passes to stage {stage + 1}"] = _text(passed)
+        digest = int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest(), "big")
+        own = torch.tensor([digest], dtype=torch.int64, device=self._mesh.device)
+        with naming_failures(self._pp, "the comparison of shapes before a step"):
+            everybody = all_gather(own, self._pp)
+        if bool((everybody != own).any()):
+            self._mesh.agree("pipeline", values, axis="pp")
+
+    def _prepare(self, count: int, borders: list[tuple[Passed, ...]], backward: bool) -> _Prepared:
+        key = (count, tuple(borders), backward)
+        if key in self._prepared:
+            self._prepared.move_to_end(key)
+            return self._prepared[key]
+        stages = [self._stage(i, chunk, borders) for i, chunk in enumerate(self._chunks)]
+        if backward:
+            schedule = build_schedule(self._schedule, stages, count, self._add)
+        else:
+            schedule = build_forward_schedule(stages, count, self._add)
+        self._prepared[key] = _Prepared(schedule, stages, actions_ahead(schedule, backward))
+        if len(self._prepared) > CACHED_SHAPES:
+            self._prepared.popitem(last=False)
+        return self._prepared[key]
+
+    def _stage(self, i: int, chunk: nn.Module, borders: list[tuple[Passed, ...]]) -> Stage:
+        index = i * self._pp.size + self._pp.index
+        last_output = (Passed((), torch.float32),)  # a stand-in: it is not passed on
+        return Stage(
+            chunk,
+            StageSpec(
+                index=index,
+                count=self._count,
+                received=borders[index - 1] if index else (),
+                passed=borders[index] if index < len(borders) else last_output,
+            ),
+            self._mesh,
+            inputs=self._inputs,
+            around_backward=self._around_backward,
+            watch=self._watch,
+        )
+
+    def _add(self, output: Any, micro_batch: Any) -> Tensor:
+        with self._watch.computing():
+            return self._objective.add(output, micro_batch)
+
+
+def _text(passed: Sequence[Passed]) -> str:
+    return ", ".join(str(p) for p in passed)

@@ -1,0 +1,111 @@
+"""Which layers a pipeline stage holds, in pure Python.
+
+A pipeline of `pp` ranks with `vpp` chunks each has `pp * vpp` stages. Stage `i` lives on rank
+`i % pp` and is its chunk `i // pp`, so that a micro-batch passes every rank `vpp` times (Narayanan
+et al. 2021, section 2.2). Layers keep their global numbers.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from megatron_parallel.layout import LayoutError
+
+
+def split_layers(
+    num_layers: int,
+    pp: int,
+    vpp: int = 1,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    count_embedding: bool = False,
+    count_loss: bool = False,
+) -> tuple[range, ...]:
+    """The global layer numbers of every stage, in the order of the model.
+
+    By default all stages are equal. There are two ways to uneven ones:
+
+    Args:
+        num_layers: Layers of the whole model.
+        pp: Ranks of the pipeline.
+        vpp: Chunks per rank.
+        first: Layers on the first rank (over all its chunks); the other ranks share the rest.
+        last: Layers on the last rank (over all its chunks).
+        count_embedding: The embedding takes the place of a layer on the first stage.
+        count_loss: Output layer and loss take the place of a layer on the last stage.
+
+    Raises:
+        LayoutError: The numbers do not divide; no layer is ever dropped. The line names them.
+    """
+    if num_layers < 1 or pp < 1 or vpp < 1:
+        raise LayoutError(f"{num_layers} layers over pp={pp}, vpp={vpp}: all must be at least 1")
+    if first is None and last is None:
+        sizes = _even(num_layers, pp, vpp, count_embedding, count_loss)
+    elif count_embedding or count_loss:
+        raise LayoutError(
+            f"sizes of the first and last stage (first={first}, last={last}) and embedding or loss "
+            "counted as layers exclude one another: give one of them"
+        )
+    else:
+        sizes = _with_given_ends(num_layers, pp, vpp, first, last)
+    ends = accumulate(sizes, initial=0)
+    return tuple(range(start, stop) for start, stop in pairwise(ends))
+
+
+def stage_layers(split: Sequence[range], pp: int, rank: int) -> tuple[range, ...]:
+    """The chunks of one rank of the pipeline, first to last: every `pp`-th stage of `split`."""
+    if not 0 <= rank < pp:
+        raise LayoutError(f"pipeline rank {rank} does not exist: pp={pp}")
+    return tuple(split[rank::pp])
+
+
+def _even(num_layers: int, pp: int, vpp: int, embedding: bool, loss: bool) -> list[int]:
+    stages, total = pp * vpp, num_layers + embedding + loss
+    if total % stages:
+        counted = [name for name, there in (("embedding", embedding), ("loss", loss)) if there]
+        extra = "".join(f" + {name}" for name in counted)
+        below = total // stages * stages - len(counted)
+        nearest = " or ".join(str(n) for n in (below, below + stages) if n > 0)
+        raise LayoutError(
+            f"{num_layers} layers{extra} cannot be split evenly over {_product(pp, vpp)}: "
+            f"use {nearest} layers, give the sizes of the first or last stage, or count embedding "
+            "and loss as layers"
+        )
+    sizes = [total // stages] * stages
+    sizes[0] -= embedding
+    sizes[-1] -= loss
+    return sizes
+
+
+def _with_given_ends(
+    num_layers: int, pp: int, vpp: int, first: int | None, last: int | None
+) -> list[int]:
+    given = {"first": first, "last": last}
+    named = {name: size for name, size in given.items() if size is not None}
+    asked = ", ".join(f"{name}={size}" for name, size in named.items())
+    for name, size in named.items():
+        if size < 0 or size % vpp:
+            raise LayoutError(f"{name}={size} layers cannot be split over vpp={vpp} chunks")
+    between, rest = pp - len(named), num_layers - sum(named.values())
+    if between < 0:
+        raise LayoutError(f"{asked}: pp={pp} has no first and last stage apart; leave them out")
+    stages = between * vpp
+    if rest < 0 or (rest > 0 if stages == 0 else rest % stages or rest == 0):
+        raise LayoutError(
+            f"{num_layers} layers with {asked} leave {rest} for the other {between} ranks of the "
+            f"pipeline ({between} x vpp {vpp} = {stages} stages), which is not a positive multiple "
+            f"of {stages}"
+            if stages
+            else f"{num_layers} layers are not {asked}: pp={pp} has no other stage"
+        )
+    inner = rest // stages if stages else 0
+    per_rank = [inner] * pp
+    if first is not None:
+        per_rank[0] = first // vpp
+    if last is not None:
+        per_rank[-1] = last // vpp
+    return per_rank * vpp
+
+
+def _product(pp: int, vpp: int) -> str:
+    return f"{pp} stages" if vpp == 1 else f"{pp} ranks x {vpp} chunks = {pp * vpp} stages"

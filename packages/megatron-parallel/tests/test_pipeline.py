@@ -1,0 +1,408 @@
+"""The pipeline engine on Gloo ranks equals plain autograd of the whole model, in float64."""
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron_parallel import LayoutError, Mesh, ParallelLayout, all_reduce
+from megatron_parallel.pipeline import (
+    Action,
+    Backward,
+    Passed,
+    PipelineEngine,
+    copy_tied_parameter,
+    planned_actions,
+    split_layers,
+    stage_layers,
+    stage_parameters,
+    sum_tied_gradient,
+)
+from megatron_parallel.testing import WorkerPool
+from torch import Tensor, nn
+
+VOCAB, HIDDEN, LENGTH = 11, 6, 5
+Batch = dict[str, Tensor]
+
+
+class Chunk(nn.Module):
+    """Some layers of a small stack; the first has the embedding, the last the output."""
+
+    def __init__(self, layers: range, first: bool, last: bool, tied: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): nn.Linear(HIDDEN, HIDDEN) for i in layers})
+        if first or (last and tied):
+            self.embedding = nn.Embedding(VOCAB, HIDDEN)
+        if last and not tied:
+            self.output = nn.Linear(HIDDEN, VOCAB)
+        self.first, self.last, self.tied = first, last, tied
+        self.double()
+        for name, parameter in self.named_parameters():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            nn.init.normal_(parameter, std=0.5, generator=generator)
+
+    def forward(
+        self, x: Tensor | None = None, *, tokens: Tensor | None = None, gain: float = 1.0
+    ) -> Tensor:
+        if self.first:
+            x = self.embedding(tokens)
+        assert x is not None
+        for layer in self.layers.values():
+            x = x + gain * torch.tanh(layer(x))
+        if not self.last:
+            return x.transpose(0, 1).contiguous().transpose(0, 1)  # strides that cannot be sent
+        return x @ self.embedding.weight.t() if self.tied else self.output(x)
+
+
+def inputs(batch: Batch, stage: int) -> dict[str, Any]:
+    return {"tokens": batch["tokens"], "gain": 0.7} if stage == 0 else {"gain": 0.7}
+
+
+def passed(batch: Batch, stage: int) -> Passed:
+    return Passed((*batch["tokens"].shape, HIDDEN), torch.float64)
+
+
+def loss(output: Tensor, batch: Batch) -> dict[str, Tensor]:
+    each = nn.functional.cross_entropy(
+        output.flatten(0, 1), batch["labels"].flatten(), reduction="none"
+    )
+    mask = batch["mask"].flatten()
+    return {"loss": (each * mask).sum(), "tokens": mask.sum(), "square": (output**2).sum()}
+
+
+def make_batches(count: int, seed: int = 0, length: int = LENGTH) -> list[Batch]:
+    """Micro-batches whose numbers of true tokens differ."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for i in range(count):
+        tokens = torch.randint(VOCAB, (length, 2), generator=generator)
+        labels = torch.randint(VOCAB, (length, 2), generator=generator)
+        mask = torch.ones(length, 2, dtype=torch.float64)
+        mask[: (i + seed) % length] = 0
+        batches.append({"tokens": tokens, "labels": labels, "mask": mask})
+    return batches
+
+
+def denominators(batches: list[Batch]) -> dict[str, float]:
+    return {"loss": float(sum(b["mask"].sum() for b in batches)), "square": 1000.0}
+
+
+def reference(
+    batches: list[Batch], layers: int, tied: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Sums and gradients by plain autograd on one process."""
+    model = Chunk(range(layers), True, True, tied)
+    total = {"loss": 0.0, "tokens": 0.0, "square": 0.0}
+    for batch in batches:
+        sums = loss(model(**inputs(batch, 0)), batch)
+        total = {name: total[name] + sums[name] for name in total}
+    divided = [total[name] / below for name, below in denominators(batches).items()]
+    sum(divided).backward()  # type: ignore[union-attr]
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {name: t.detach() for name, t in total.items()}, gradients  # type: ignore[union-attr, return-value]
+
+
+def build(mesh: Mesh, split: tuple[range, ...], tied: bool, **options: Any) -> PipelineEngine:
+    pp, count = mesh.axis("pp"), len(split)
+    chunks = [
+        Chunk(layers, i * pp.size + pp.index == 0, i * pp.size + pp.index == count - 1, tied)
+        for i, layers in enumerate(stage_layers(split, pp.size, pp.index))
+    ]
+    return PipelineEngine(
+        mesh,
+        chunks,
+        loss,
+        inputs=inputs,
+        passed=passed,
+        sums=("loss", "tokens", "square"),
+        **options,
+    )
+
+
+def train(
+    mesh: Mesh, split: tuple[range, ...], counts: list[int], tied: bool, schedule: str
+) -> list[tuple[dict[str, Tensor], dict[str, Tensor], str]]:
+    """Sums, gradients and order of a step with each number of micro-batches."""
+    engine = build(mesh, split, tied, schedule=schedule)
+    parameters = stage_parameters(engine.chunks)
+    results = []
+    dp = mesh.axis("dp")
+    for count in counts:
+        batches = make_batches(count * dp.size)
+        own = batches[dp.index :: dp.size]
+        for parameter in parameters.values():
+            parameter.grad = None
+        sums = engine.run(own, denominators(batches))
+        for total in sums.values():
+            all_reduce(total, dp)
+        if tied and "embedding.weight" in parameters:
+            sum_tied_gradient(parameters["embedding.weight"], mesh)
+        for parameter in parameters.values():
+            all_reduce(parameter.grad, dp)
+        gradients = {name: p.grad.clone() for name, p in parameters.items()}
+        results.append((sums, gradients, " ".join(map(str, engine.trace))))
+    return results
+
+
+def largest_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    return max(
+        ((found[n] - wanted[n]).abs().max() / wanted[n].abs().max().clamp(min=1e-3)).item()
+        for n in found
+    )
+
+
+def assert_equal(
+    ranks: list[Any], counts: list[int], layout: ParallelLayout, layers: int, tied: bool
+) -> None:
+    for step, count in enumerate(counts):
+        wanted_sums, wanted = reference(make_batches(count * (layout.dp or 1)), layers, tied)
+        names: set[str] = set()
+        for steps in ranks:
+            sums, gradients, _ = steps[step]
+            assert largest_difference(sums, wanted_sums) < 1e-12
+            assert largest_difference(gradients, wanted) < 1e-12
+            names |= set(gradients)
+        assert names == set(wanted)  # every gradient was compared
+
+
+CASES = [
+    ("pp2", ParallelLayout(pp=2, dp=1), split_layers(4, 2), "1f1b"),
+    ("pp2-gpipe", ParallelLayout(pp=2, dp=1), split_layers(4, 2), "gpipe"),
+    ("pp2-uneven", ParallelLayout(pp=2, dp=1), split_layers(5, 2, first=2), "1f1b"),
+    (
+        "pp4",
+        ParallelLayout(pp=4, dp=1),
+        split_layers(6, 4, count_embedding=True, count_loss=True),
+        "1f1b",
+    ),
+    ("pp2-dp2", ParallelLayout(pp=2, dp=2), split_layers(4, 2), "1f1b"),
+    ("pp2-vpp2", ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "interleaved-1f1b"),
+]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("layout", "split", "schedule"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+)
+def test_sums_and_gradients_equal_those_of_one_process(
+    worker_pool: WorkerPool,
+    layout: ParallelLayout,
+    split: tuple[range, ...],
+    schedule: str,
+    tied: bool,
+) -> None:
+    counts = [1, 2, 3, 4, 5, 6, 7, 8] if layout.vpp == 1 else [1, 2, 4, 8]
+    ranks = worker_pool.run_mesh(layout, train, split, counts, tied, schedule)
+    assert_equal(ranks, counts, layout, split[-1].stop, tied)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_one_stage_is_a_plain_loop_with_the_same_results(single: Mesh, tied: bool) -> None:
+    assert not torch.distributed.is_initialized()
+    counts = [1, 3]
+    steps = train(single, (range(3),), counts, tied, "1f1b")
+    assert_equal([steps], counts, single.layout, 3, tied)
+    assert steps[1][2] == "F0 B0 F1 B1 F2 B2"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_ranks_compute_in_the_planned_order(worker_pool: WorkerPool, schedule: str) -> None:
+    counts = [1, 2, 3, 4, 6]
+    ranks = worker_pool.run_mesh(
+        ParallelLayout(pp=4, dp=1), train, split_layers(4, 4), counts, False, schedule
+    )
+    for stage, steps in enumerate(ranks):
+        for count, (_, _, trace) in zip(counts, steps, strict=True):
+            assert trace == " ".join(map(str, planned_actions(schedule, 4, stage, count)))
+    if schedule == "1f1b":
+        assert ranks[0][3][2] == "F0 F1 F2 F3 B0 B1 B2 B3"
+        assert ranks[2][3][2] == "F0 F1 B0 F2 B1 F3 B2 B3"
+        assert ranks[3][3][2] == "F0 B0 F1 B1 F2 B2 F3 B3"
+
+
+def test_evaluation_is_forward_only_and_leaves_no_trace_in_training(
+    worker_pool: WorkerPool,
+) -> None:
+    def alternate(mesh: Mesh, split: tuple[range, ...], schedule: str) -> Any:
+        engine = build(mesh, split, False, schedule=schedule)
+        batches = make_batches(4)
+        before = engine.evaluate(make_batches(3, seed=5))
+        no_gradients = all(p.grad is None for c in engine.chunks for p in c.parameters())
+        kinds = {action.kind for action in engine.trace}
+        engine.run(batches, denominators(batches))
+        after = engine.evaluate(make_batches(3, seed=5))
+        gradients = {n: p.grad for n, p in stage_parameters(engine.chunks).items()}
+        return before, after, gradients, no_gradients, kinds
+
+    wanted, _ = reference(make_batches(3, seed=5), 4, False)
+    _, wanted_gradients = reference(make_batches(4), 4, False)
+    for layout, split, schedule in [
+        (ParallelLayout(pp=2, dp=1), split_layers(4, 2), "1f1b"),
+        (ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "interleaved-1f1b"),
+    ]:
+        for before, after, gradients, untouched, kinds in worker_pool.run_mesh(
+            layout, alternate, split, schedule
+        ):
+            assert largest_difference(before, wanted) < 1e-12
+            assert largest_difference(after, wanted) < 1e-12
+            assert largest_difference(gradients, wanted_gradients) < 1e-12
+            assert untouched and kinds == {"F"}
+
+
+def test_a_new_shape_builds_new_stages_and_old_ones_are_kept(worker_pool: WorkerPool) -> None:
+    def lengths(mesh: Mesh) -> list[tuple[dict[str, Tensor], int]]:
+        engine = build(mesh, split_layers(2, 2), False)
+        runner: Any = engine._runner
+        results = []
+        for length in [5, 7, 5, *range(8, 16), 5]:
+            batches = make_batches(2, length=length)
+            results.append((engine.run(batches, denominators(batches)), len(runner._prepared)))
+        return results
+
+    for results in worker_pool.run_mesh(ParallelLayout(pp=2, dp=1), lengths):
+        assert [kept for _, kept in results] == [1, 2, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8]
+        for (sums, _), length in zip(results, [5, 7, 5, *range(8, 16), 5], strict=True):
+            assert (
+                largest_difference(sums, reference(make_batches(2, length=length), 2, False)[0])
+                < 1e-12
+            )
+
+
+def test_the_last_backward_pass_of_each_stage_is_announced(worker_pool: WorkerPool) -> None:
+    def announced(mesh: Mesh, split: tuple[range, ...], schedule: str) -> Any:
+        seen: list[tuple[Backward, int, int]] = []
+        tracked: dict[int, nn.Parameter] = {}
+
+        @contextlib.contextmanager
+        def around(backward: Backward) -> Iterator[None]:
+            def gradient() -> Tensor:
+                grad = tracked[backward.stage].grad
+                return torch.zeros(()) if grad is None else grad.clone()
+
+            before = gradient()
+            yield
+            seen.append((backward, int(bool((gradient() != before).any())), len(engine.trace)))
+
+        engine = build(mesh, split, False, schedule=schedule, around_backward=around)
+        for stage, chunk in zip(engine.stages, engine.chunks, strict=True):
+            tracked[stage] = next(chunk.parameters())
+        batches = make_batches(4)
+        engine.run(batches, denominators(batches))
+        return engine.stages, [(b, changed) for b, changed, _ in seen]
+
+    for layout, split, schedule in [
+        (ParallelLayout(pp=2, dp=1), split_layers(4, 2), "1f1b"),
+        (ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "interleaved-1f1b"),
+    ]:
+        for stages, seen in worker_pool.run_mesh(layout, announced, split, schedule):
+            for stage in stages:
+                passes = [b for b, _ in seen if b.stage == stage]
+                assert [b.micro_batch for b in passes] == [0, 1, 2, 3]
+                assert [b.last for b in passes] == [False, False, False, True]
+            assert all(changed for _, changed in seen)  # gradients grow inside the context only
+
+
+def test_tied_copies_are_made_equal(worker_pool: WorkerPool) -> None:
+    def copies(mesh: Mesh) -> Tensor:
+        weight = nn.Parameter(torch.full((2,), float(mesh.rank)))
+        copy_tied_parameter(weight, mesh)
+        return weight.data
+
+    ranks = worker_pool.run_mesh(ParallelLayout(pp=4, dp=1), copies)
+    assert [t[0].item() for t in ranks] == [0.0, 1.0, 2.0, 0.0]  # inner stages hold none
+
+
+def test_a_tied_gradient_that_one_stage_did_not_reach_is_zero_there(
+    worker_pool: WorkerPool,
+) -> None:
+    def summed(mesh: Mesh) -> Tensor | None:
+        weight = nn.Parameter(torch.zeros(2))
+        if mesh.rank == 0:
+            weight.grad = torch.ones(2)
+        sum_tied_gradient(weight, mesh)
+        return weight.grad
+
+    first, last = worker_pool.run_mesh(ParallelLayout(pp=2, dp=1), summed)
+    assert torch.equal(first, torch.ones(2)) and torch.equal(last, torch.ones(2))
+
+
+def test_a_parameter_that_two_chunks_share_is_listed_once() -> None:
+    first, last = Chunk(range(1), True, False, True), Chunk(range(1, 2), False, True, True)
+    with pytest.raises(LayoutError, match=r"two chunks .* a parameter 'embedding.weight' each"):
+        stage_parameters([first, last])
+    last.embedding = first.embedding
+    parameters = stage_parameters([first, last])
+    assert list(parameters) == [
+        "layers.0.weight", "layers.0.bias", "embedding.weight", "layers.1.weight", "layers.1.bias",
+    ]  # fmt: skip
+
+
+# -- planted defects: the comparison above must notice each of them ------------------------------
+
+
+def without_tied_sum(mesh: Mesh) -> Any:
+    engine = build(mesh, split_layers(4, 2), True)
+    batches = make_batches(3)
+    sums = engine.run(batches, denominators(batches))
+    return [(sums, {n: p.grad for n, p in stage_parameters(engine.chunks).items()}, "")]
+
+
+def with_average_of_averages(mesh: Mesh) -> Any:
+    engine = build(mesh, split_layers(4, 2), False)
+    batches = make_batches(3)
+    for batch in batches:
+        engine.run([batch], {name: 3 * d for name, d in denominators([batch]).items()})
+    sums = engine.run(batches, {"loss": float("inf")})
+    return [(sums, {n: p.grad for n, p in stage_parameters(engine.chunks).items()}, "")]
+
+
+def with_scaled_gradients(mesh: Mesh) -> Any:
+    from megatron_parallel import _compat
+
+    run_schedule = _compat.run_schedule
+
+    def scaled(schedule: Any, stages: Any, *args: Any, **options: Any) -> None:
+        run_schedule(schedule, stages, *args, **options)
+        for stage in stages:
+            stage.scale_grads(3)
+
+    _compat.run_schedule = scaled
+    try:
+        return train(mesh, split_layers(4, 2), [3], False, "1f1b")
+    finally:
+        _compat.run_schedule = run_schedule
+
+
+def with_swapped_gradients(mesh: Mesh) -> Any:
+    """The gradient of one micro-batch is used for another."""
+    from megatron_parallel.pipeline.stage import Stage
+
+    retrieve = Stage._retrieve_recv_grads
+    Stage._retrieve_recv_grads = lambda self, i: retrieve(self, 0)  # type: ignore[method-assign]
+    try:
+        return train(mesh, split_layers(4, 2), [3], False, "gpipe")
+    finally:
+        del Stage._retrieve_recv_grads
+
+
+@pytest.mark.parametrize(
+    ("defect", "tied"),
+    [
+        (without_tied_sum, True),
+        (with_average_of_averages, False),
+        (with_scaled_gradients, False),
+        (with_swapped_gradients, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_planted_defect_is_noticed(worker_pool: WorkerPool, defect: Any, tied: bool) -> None:
+    layout = ParallelLayout(pp=2, dp=1)
+    ranks = worker_pool.run_mesh(layout, defect)
+    with pytest.raises(AssertionError):
+        assert_equal(ranks, [3], layout, 4, tied)
+
+
+def test_actions_are_printed_as_in_papers() -> None:
+    assert str(Action("B", 1, 12)) == "B12"

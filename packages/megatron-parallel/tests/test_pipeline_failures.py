@@ -1,0 +1,205 @@
+"""Stages that disagree, and ranks that raise, die or freeze, end all ranks with one line each."""
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from megatron_parallel import LayoutError, Mesh, ParallelLayout
+from megatron_parallel.pipeline import Passed, PeerError, PipelineEngine
+from megatron_parallel.testing import Rank, WorkerError, WorkerPool
+from torch import Tensor, nn
+
+SECONDS = 2.0
+Batch = Tensor
+Trouble = Callable[[int, int], None]
+
+
+class Chunk(nn.Module):
+    """A linear layer that may be in trouble when it computes the `n`-th forward pass."""
+
+    def __init__(self, rank: int, trouble: Trouble) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.rank, self.trouble, self.passes = rank, trouble, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.trouble(self.rank, self.passes)
+        self.passes += 1
+        result: Tensor = self.linear(x)
+        return result
+
+
+def no_trouble(rank: int, passes: int) -> None:
+    pass
+
+
+def inputs(batch: Batch, stage: int) -> dict[str, Any]:
+    return {"x": batch} if stage == 0 else {}
+
+
+def passed(batch: Batch, stage: int) -> Passed:
+    return Passed(tuple(batch.shape), batch.dtype)
+
+
+def loss(output: Tensor, batch: Batch) -> dict[str, Tensor]:
+    return {"loss": output.sum()}
+
+
+def step(
+    rank: Rank, layout: ParallelLayout, trouble: Trouble = no_trouble, **options: Any
+) -> tuple[str, str, float]:
+    """Run two steps on a mesh with a short time-out; returns what was raised and after how long."""
+    mesh = Mesh.bind(layout, timeout=timedelta(seconds=SECONDS))
+    chunk = Chunk(rank.rank, trouble)
+    sizes = options.pop("sizes", [2] * 4)
+    engine = PipelineEngine(mesh, chunk, loss, **{"inputs": inputs, "passed": passed} | options)
+    started = time.monotonic()
+    try:
+        for _ in range(2):
+            started = time.monotonic()
+            engine.run([torch.ones(size, 4) for size in sizes], {"loss": 8.0})
+    except BaseException as error:  # noqa: BLE001 - it is what the test looks at
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", time.monotonic() - started
+
+
+def test_stages_that_disagree_on_shapes_are_named_before_anything_is_sent(
+    worker_pool: WorkerPool,
+) -> None:
+    def disagree(rank: Rank) -> Any:
+        return step(rank, ParallelLayout(pp=2, dp=1), sizes=[2, 2] if rank.rank == 0 else [3, 3])
+
+    answers = worker_pool.run(disagree, ranks=2)
+    assert {kind for kind, _, _ in answers} == {LayoutError.__name__}
+    for _, line, _ in answers:
+        assert line == (
+            "ranks disagree on what stage 0 passes to stage 1: "
+            "rank 0: [2, 4] float32; rank 1: [3, 4] float32"
+        )
+
+
+def test_only_the_ranks_of_one_pipeline_have_to_agree(worker_pool: WorkerPool) -> None:
+    def other_lengths(rank: Rank) -> Any:
+        size = 2 if rank.rank % 2 == 0 else 5  # stages of one pipeline are two ranks apart
+        return step(rank, ParallelLayout(pp=2, dp=2), sizes=[size] * 3)
+
+    assert [kind for kind, _, _ in worker_pool.run(other_lengths, ranks=4)] == [""] * 4
+
+
+def test_counts_of_micro_batches_that_differ_are_named(worker_pool: WorkerPool) -> None:
+    def disagree(rank: Rank) -> Any:
+        return step(rank, ParallelLayout(pp=2, dp=1), sizes=[2] * (3 + rank.rank))
+
+    for kind, line, _ in worker_pool.run(disagree, ranks=2):
+        assert kind == "LayoutError"
+        assert line == "ranks disagree on the number of micro-batches: rank 0: 3; rank 1: 4"
+
+
+def test_unequal_micro_batches_of_one_step_are_refused(worker_pool: WorkerPool) -> None:
+    def unequal(rank: Rank) -> Any:
+        return step(rank, ParallelLayout(pp=2, dp=1), sizes=[2, 2, 3])
+
+    for kind, line, _ in worker_pool.run(unequal, ranks=2):
+        assert kind == "LayoutError"
+        assert (
+            "passes on [2, 4] float32 for micro-batch 0 but [3, 4] float32 for micro-batch 2"
+            in line
+        )
+
+
+def test_an_output_that_is_not_what_was_announced_is_not_sent(worker_pool: WorkerPool) -> None:
+    def wrong(rank: Rank) -> Any:
+        return step(
+            rank,
+            ParallelLayout(pp=2, dp=1),
+            passed=lambda batch, stage: Passed((7, 4), batch.dtype),
+        )
+
+    with pytest.raises(WorkerError) as failed:
+        worker_pool.run(_ends_with_its_error, wrong, ranks=2)
+    assert (
+        "stage 0 of 2 passes on [2, 4] float32 for micro-batch 0, "
+        "but stage 1 expects [7, 4] float32"
+    ) in str(failed.value)
+
+
+def test_a_rank_that_raises_is_quoted_by_the_others(worker_pool: WorkerPool) -> None:
+    def trouble(rank: int, passes: int) -> None:
+        if (rank, passes) == (1, 2):
+            raise ValueError("the layer\nis broken")
+
+    def run(rank: Rank) -> Any:
+        return step(rank, ParallelLayout(pp=2, dp=1), trouble)
+
+    (kind0, line0, seconds), (kind1, line1, _) = worker_pool.run(run, ranks=2)
+    assert (kind1, line1) == ("ValueError", "the layer\nis broken")
+    assert kind0 == PeerError.__name__
+    assert line0 == ("rank 1 raised ValueError: the layer is broken; rank 0 waited for rank 1")
+    assert seconds < SECONDS + 4
+
+
+def test_a_rank_that_freezes_is_named_within_the_time_out(worker_pool: WorkerPool) -> None:
+    def trouble(rank: int, passes: int) -> None:
+        if (rank, passes) == (1, 4):
+            time.sleep(SECONDS + 3)
+
+    def run(rank: Rank) -> Any:
+        return step(rank, ParallelLayout(pp=2, dp=1), trouble)
+
+    (kind, line, seconds), (_, other, _) = worker_pool.run(run, ranks=2)
+    assert kind == "PeerError"
+    assert line.startswith("rank 1 (stage 1 of 2) did not ")
+    assert "on axis 'pp'" in line and "micro-batch" in line and "\n" not in line
+    assert SECONDS - 1 < seconds < SECONDS + 3
+    assert other == f"{line}; rank 1 waited for rank 0"  # when it is back
+
+
+def test_the_others_name_a_rank_whose_process_ends(worker_pool: WorkerPool) -> None:
+    def trouble(rank: int, passes: int) -> None:
+        if (rank, passes) == (1, 5):
+            os._exit(7)
+
+    def run(rank: Rank) -> Any:
+        kind, line, _ = step(rank, ParallelLayout(pp=2, dp=1), trouble)
+        raise RuntimeError(f"{kind}: {line}")
+
+    with pytest.raises(WorkerError) as failed:
+        worker_pool.run(run, ranks=2)
+    summaries = {failure.rank: failure.summary for failure in failed.value.failures}
+    assert summaries[1] == "exited with status 7"
+    assert "PeerError: rank 1 (stage 1 of 2) did not " in summaries[0]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_all_ranks_of_a_pipeline_name_the_one_that_left(
+    worker_pool: WorkerPool, victim: int
+) -> None:
+    class Leaves(BaseException):
+        """Not reported to the others, who only see that the rank does not answer."""
+
+    def trouble(rank: int, passes: int) -> None:
+        if (rank, passes) == (victim, 5):
+            raise Leaves
+
+    def run(rank: Rank) -> Any:
+        return step(rank, ParallelLayout(pp=4, dp=1), trouble)
+
+    answers = worker_pool.run(run, ranks=4)
+    for rank, (kind, line, seconds) in enumerate(answers):
+        assert seconds < SECONDS + 3
+        if rank == victim:
+            assert kind == "Leaves"
+        else:
+            assert kind == "PeerError"
+            assert f"rank {victim} (stage {victim} of 4) did not " in line, answers
+            assert "on axis 'pp'" in line and "\n" not in line
+
+
+def _ends_with_its_error(rank: Rank, run: Callable[[Rank], tuple[str, str, float]]) -> None:
+    kind, line, _ = run(rank)
+    if kind:
+        raise RuntimeError(f"{kind}: {line}")
