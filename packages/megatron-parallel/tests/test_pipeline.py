@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_parallel import LayoutError, Mesh, ParallelLayout, all_reduce
+from megatron_parallel import (
+    GradientBuffers,
+    LayoutError,
+    Mesh,
+    ParallelLayout,
+    Sharding,
+    all_reduce,
+)
 from megatron_parallel.pipeline import (
     Action,
     Backward,
@@ -302,6 +309,39 @@ def test_the_last_backward_pass_of_each_stage_is_announced(worker_pool: WorkerPo
                 assert [b.micro_batch for b in passes] == [0, 1, 2, 3]
                 assert [b.last for b in passes] == [False, False, False, True]
             assert all(changed for _, changed in seen)  # gradients grow inside the context only
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+def test_gradient_buffers_are_told_of_the_last_backward_pass(
+    worker_pool: WorkerPool, schedule: str
+) -> None:
+    def buffered(mesh: Mesh, split: tuple[range, ...]) -> Any:
+        def around(backward: Backward) -> contextlib.AbstractContextManager[None]:
+            buffers[backward.stage].begin(last=backward.last)
+            return contextlib.nullcontext()
+
+        engine = build(mesh, split, True, schedule=schedule, around_backward=around)
+        buffers = {}
+        for stage, chunk in zip(engine.stages, engine.chunks, strict=True):
+            named = dict(chunk.named_parameters())
+            table = {n: Sharding(tuple(p.shape), tied="embedding" in n) for n, p in named.items()}
+            buffers[stage] = GradientBuffers(named, table, mesh, bucket_size=50)
+        dp = mesh.axis("dp")
+        batches = make_batches(8)
+        sums = engine.run(batches[dp.index :: dp.size], denominators(batches))
+        for total in sums.values():
+            all_reduce(total, dp)
+        gradients = {}
+        for of_stage in buffers.values():
+            of_stage.finish()
+            gradients |= of_stage.gradients()
+            of_stage.close()
+        return [(sums, gradients, "")]
+
+    vpp = 2 if schedule == "interleaved-1f1b" else 1
+    layout = ParallelLayout(pp=2, vpp=vpp, dp=2)
+    ranks = worker_pool.run_mesh(layout, buffered, split_layers(4, 2, vpp))
+    assert_equal(ranks, [4], layout, 4, True)
 
 
 def test_tied_copies_are_made_equal(worker_pool: WorkerPool) -> None:

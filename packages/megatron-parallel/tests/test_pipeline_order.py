@@ -1,5 +1,8 @@
 """Plans of schedules, and their picture."""
 
+import subprocess
+import sys
+
 import pytest
 from megatron_parallel import LayoutError
 from megatron_parallel.pipeline import check_micro_batches, draw, planned_actions
@@ -58,6 +61,14 @@ def test_a_schedule_can_be_drawn() -> None:
         names = [word.strip("-") for word in row.split("|")[1].split() if word != "."]
         assert " ".join(names) == order("1f1b", 3, stage, 4)
     assert picture.endswith("idle 33%; micro-batches alive at most, by stage: 3, 2, 1")
+
+
+def test_splits_and_plans_import_no_torch() -> None:
+    code = (
+        "import sys; from megatron_parallel.pipeline import draw, split_layers; "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_idle_part_is_the_formula_of_the_papers() -> None:

@@ -1,7 +1,7 @@
 """torch's schedules, by name, and what this rank will compute under them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.distributed.pipelining import (
@@ -43,9 +43,12 @@ def actions_ahead(schedule: Any, backward: bool) -> list[Action]:
     """
     if not isinstance(schedule, PipelineScheduleMulti):
         return []
+    kinds: dict[str, Literal["F", "B"]] = {"F": "F", "B": "B"} if backward else {"F": "F"}
     plan = []
     for entry in schedule.pipeline_order[schedule.rank]:
-        kind = None if entry is None else entry.computation_type.value
-        if kind == "F" or (kind == "B" and backward):
+        if entry is None or entry.microbatch_index is None:
+            continue
+        kind = kinds.get(entry.computation_type.value)
+        if kind is not None:
             plan.append(Action(kind, entry.stage_index, entry.microbatch_index))
     return plan
