@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -97,19 +98,24 @@ def buffered(
     return step
 
 
-def interleaved(steps: dict[str, Step], repeats: int) -> dict[str, list[float]]:
+class Times(NamedTuple):
+    wall: float
+    cpu: float
+
+
+def interleaved(steps: dict[str, Step], repeats: int) -> dict[str, list[Times]]:
     """Seconds of each step, taken in turns; every round starts with another one."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[Times]] = {name: [] for name in steps}
     names = list(steps)
     for number in range(repeats + 2):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             if dist.is_initialized():
                 dist.barrier()
-            start = time.perf_counter()
+            start = Times(time.perf_counter(), time.process_time())
             steps[name]()
-            elapsed = time.perf_counter() - start
+            end = Times(time.perf_counter(), time.process_time())
             if number >= 2:  # DDP rebuilds its buckets after its first step
-                times[name].append(elapsed)
+                times[name].append(Times(end.wall - start.wall, end.cpu - start.cpu))
     return times
 
 
@@ -120,7 +126,7 @@ def rank_times(
     sequences: int,
     sizes: list[int],
     repeats: int,
-) -> dict[str, list[float]]:
+) -> dict[str, list[Times]]:
     """Times of all ways on this rank; checks that they give equal gradients."""
 
     def model() -> GPT:
@@ -148,36 +154,42 @@ def rank_times(
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[str]:
-    yield "| layers x hidden | micro-batches x tokens | way | ms | efficiency |"
-    yield "|---|---|---|---|---|"
+    yield "| micro-batches x tokens | way | wall ms | efficiency | CPU ms | CPU efficiency |"
+    yield "|---|---|---|---|---|---|"
+    sizes = [int(size * 2**20) for size in arguments.bucket_sizes]
     with WorkerPool(2, timeout=3600, collective_timeout=600) as pool:
-        for micro_batches, sequences in ((1, 2), (1, 4), (4, 2)):
-            shape = (arguments.layers, arguments.hidden)
-            sizes = [int(size * 2**20) for size in arguments.bucket_sizes]
-            times = pool.run_mesh(
+        for micro_batches, sequences in ((1, 1), (1, 4), (4, 1)):
+            ranks = pool.run_mesh(
                 ParallelLayout(dp=2),
                 rank_times,
-                shape,
+                (arguments.layers, arguments.hidden),
                 micro_batches,
                 sequences,
                 sizes,
                 arguments.repeats,
             )
-            # A step has ended when the slower rank has.
+            # A step has ended when the slower rank has; both ranks' work counts.
             both = {
-                name: [max(pair) for pair in zip(*(t[name] for t in times), strict=True)]
-                for name in times[0]
+                name: [
+                    Times(max(a.wall, b.wall), a.cpu + b.cpu)
+                    for a, b in zip(ranks[0][name], ranks[1][name], strict=True)
+                ]
+                for name in ranks[0]
             }
-            for name, values in both.items():
-                ratios = [a / b for a, b in zip(both["no sum"], values, strict=True)]
-                yield (
-                    f"| {shape[0]} x {shape[1]} | {micro_batches} x {sequences * LENGTH} | {name} "
-                    f"| {statistics.median(values) * 1e3:.0f} | {statistics.median(ratios):.1%} |"
-                )
+            for name, steps in both.items():
+                bound = both["no sum"]
+                cells = [f"{micro_batches} x {sequences * LENGTH}", name]
+                for clock in Times._fields:
+                    taken = [getattr(step, clock) for step in steps]
+                    least = [getattr(step, clock) for step in bound]
+                    ratios = [a / b for a, b in zip(least, taken, strict=True)]
+                    cells.append(f"{statistics.median(taken) * 1e3:.0f}")
+                    cells.append(f"{statistics.median(ratios):.1%}")
+                yield f"| {' | '.join(cells)} |"
 
 
 def overhead(arguments: argparse.Namespace) -> Iterator[str]:
-    yield "| parameters | tokens | plain ms | GradientBuffers ms | ratio |"
+    yield "| parameters | tokens | plain, CPU ms | GradientBuffers, CPU ms | ratio |"
     yield "|---|---|---|---|---|"
     torch.set_num_threads(1)
     for sequences in (1, 4):
@@ -189,12 +201,12 @@ def overhead(arguments: argparse.Namespace) -> Iterator[str]:
             "ours": buffered(model, data, sequences * LENGTH, Mesh.single(), BUCKET_SIZE),
         }
         times = interleaved(steps, 2 * arguments.repeats)
-        ratios = [b / a for a, b in zip(times["plain"], times["ours"], strict=True)]
-        medians = [statistics.median(times[name]) * 1e3 for name in steps]
+        pairs = list(zip(times["plain"], times["ours"], strict=True))
+        medians = [statistics.median(t.cpu for t in times[name]) * 1e3 for name in steps]
         count = sum(p.numel() for p in model.parameters())
         yield (
             f"| {count:,} | {sequences * LENGTH} | {medians[0]:.1f} | {medians[1]:.1f} "
-            f"| {statistics.median(ratios):.3f} |"
+            f"| {statistics.median(b.cpu / a.cpu for a, b in pairs):.3f} |"
         )
 
 
