@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from megatron_parallel import DropoutKey, dropout
+from megatron_parallel import DropoutKey, keyed_dropout
 from torch import Tensor
 from torch.nn import functional
 
@@ -35,7 +35,7 @@ def main() -> None:
         seed=1, iteration=1, samples=torch.arange(SAMPLES), positions=SEQUENCE
     )
     ways: dict[str, Way] = {
-        "dropout": lambda x: dropout(x, 0.1, key, layer=0, site=0),
+        "keyed_dropout": lambda x: keyed_dropout(x, 0.1, key, layer=0, site=0),
         "F.dropout": lambda x: functional.dropout(x, 0.1),
         "x * 2 (the bound)": lambda x: x * 2,
     }

@@ -17,9 +17,9 @@ from megatron_parallel import (
     ParallelLayout,
     RowParallelLinear,
     collect_shardings,
-    dropout,
     gather_sequence,
     keep_mask,
+    keyed_dropout,
     parameter_views,
 )
 from megatron_parallel.dropout import _bits
@@ -179,14 +179,14 @@ def test_every_input_bit_moves_every_output_bit_half_of_the_time() -> None:
 
 def test_no_probability_returns_the_tensor_itself() -> None:
     x = torch.randn(64, 2, 3)
-    assert dropout(x, 0.0, key_of(), **PLACE) is x
+    assert keyed_dropout(x, 0.0, key_of(), **PLACE) is x
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_kept_elements_are_scaled_and_others_are_zero(dtype: torch.dtype) -> None:
     x = torch.randn(64, 2, 5, 7, dtype=dtype)
     x[0, 0, 0, 0] = math.inf
-    y = dropout(x, 0.25, key_of(), **PLACE)
+    y = keyed_dropout(x, 0.25, key_of(), **PLACE)
     mask = keep_mask(tuple(x.shape), 0.25, key_of(), **PLACE)
     assert y.dtype == dtype
     assert torch.equal(y, torch.where(mask, x * (1 / 0.75), 0.0))
@@ -197,14 +197,14 @@ def test_large_tensors_are_done_in_pieces_with_the_same_mask() -> None:
     x = torch.ones(50, 3, 4000)
     key = key_of(samples=3, positions=50)
     assert torch.equal(
-        dropout(x, 0.5, key, **PLACE) > 0, keep_mask((50, 3, 4000), 0.5, key, **PLACE)
+        keyed_dropout(x, 0.5, key, **PLACE) > 0, keep_mask((50, 3, 4000), 0.5, key, **PLACE)
     )
 
 
 def test_gradients_are_those_of_the_same_mask() -> None:
     x = torch.randn(8, 2, 3, dtype=torch.float64, requires_grad=True)
     key = key_of(positions=8)
-    assert torch.autograd.gradcheck(lambda x: dropout(x, 0.4, key, **PLACE), (x,))
+    assert torch.autograd.gradcheck(lambda x: keyed_dropout(x, 0.4, key, **PLACE), (x,))
 
 
 def test_the_mask_is_not_stored_for_the_backward_pass() -> None:
@@ -216,7 +216,7 @@ def test_the_mask_is_not_stored_for_the_backward_pass() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        dropout(x, 0.1, key, **PLACE)
+        keyed_dropout(x, 0.1, key, **PLACE)
     assert sum(tensor.numel() for tensor in saved) == 2 * 64 * 2 + 1000  # the key, the channels
 
 
@@ -226,7 +226,7 @@ def test_recomputation_sees_the_same_mask() -> None:
     key = key_of()
 
     def block(x: Tensor) -> Tensor:
-        return dropout((x @ weight).tanh(), 0.3, key, **PLACE)
+        return keyed_dropout((x @ weight).tanh(), 0.3, key, **PLACE)
 
     gradients = []
     for recompute in (False, True):
@@ -238,12 +238,12 @@ def test_recomputation_sees_the_same_mask() -> None:
 @pytest.mark.parametrize("p", [-0.1, 1.0, 1.5, math.nan])
 def test_a_probability_out_of_range_is_refused(p: float) -> None:
     with pytest.raises(LayoutError, match="is not in 0 <= p < 1"):
-        dropout(torch.ones(64, 2, 3), p, key_of(), **PLACE)
+        keyed_dropout(torch.ones(64, 2, 3), p, key_of(), **PLACE)
 
 
 def test_a_key_of_another_shape_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"shape \(2, 64, 3\) with a key for \(64, 2\)"):
-        dropout(torch.ones(2, 64, 3), 0.1, key_of(), **PLACE)
+        keyed_dropout(torch.ones(2, 64, 3), 0.1, key_of(), **PLACE)
 
 
 # -- layouts -----------------------------------------------------------------------------------
@@ -300,9 +300,9 @@ def block_gradients(
     if sequence_parallel:
         x, hidden_key = x.chunk(tp.size)[tp.index], key.part(tp)
     first = 0 if forget_channels else tp.index * (FFN // tp.size)
-    x = dropout(x, 0.2, hidden_key, layer=0, site=0)
-    y = dropout(functional.gelu(model["up"](x)), 0.3, key, layer=0, site=1, channels=first)
-    z = dropout(model["down"](y), 0.1, hidden_key, layer=0, site=2)
+    x = keyed_dropout(x, 0.2, hidden_key, layer=0, site=0)
+    y = keyed_dropout(functional.gelu(model["up"](x)), 0.3, key, layer=0, site=1, channels=first)
+    z = keyed_dropout(model["down"](y), 0.1, hidden_key, layer=0, site=2)
     if sequence_parallel:
         z = gather_sequence(z, tp)
     loss = z.square().sum()
@@ -348,10 +348,10 @@ def test_channels_that_ignore_the_rank_show(worker_pool: WorkerPool) -> None:
 COMPILED = """
 import sys
 import torch
-from megatron_parallel import DropoutKey, dropout
+from megatron_parallel import DropoutKey, keyed_dropout
 
 def run(x, key):
-    return dropout(x, 0.3, key, layer=2, site=1, channels=40).square()
+    return keyed_dropout(x, 0.3, key, layer=2, site=1, channels=40).square()
 
 compiled = torch.compile(run, fullgraph=True, backend=sys.argv[1])
 torch._dynamo.config.error_on_recompile = True

@@ -12,8 +12,8 @@ from .collectives import scatter_sequence as scatter_sequence
 from .collectives import scatter_to_axis as scatter_to_axis
 from .data_parallel.buffers import GradientBuffers as GradientBuffers
 from .dropout import DropoutKey as DropoutKey
-from .dropout import dropout as dropout
 from .dropout import keep_mask as keep_mask
+from .dropout import keyed_dropout as keyed_dropout
 from .init import initialize as initialize
 from .init import initialize_parameters as initialize_parameters
 from .init import normal_ as normal_

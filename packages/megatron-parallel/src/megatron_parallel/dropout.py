@@ -7,9 +7,9 @@ what one rank would drop, recomputation drops what the forward pass dropped, and
 on as if it had not stopped. There is no generator and no state to save.
 
     key = DropoutKey.for_batch(seed=1234, iteration=7, samples=numbers, positions=4096)   # [s, b]
-    x = dropout(x, 0.1, key, layer=3, site=1)                              # [s, b, h]: all channels
-    y = dropout(y, 0.1, key, layer=3, site=2, channels=tp.index * width)   # [s, b, f/tp]
-    z = dropout(z, 0.1, key.part(tp), layer=3, site=3)                     # [s/tp, b, h]
+    x = keyed_dropout(x, 0.1, key, layer=3, site=1)                             # [s, b, h]
+    y = keyed_dropout(y, 0.1, key, layer=3, site=2, channels=tp.index * width)  # [s, b, f/tp]
+    z = keyed_dropout(z, 0.1, key.part(tp), layer=3, site=3)                    # [s/tp, b, h]
 
 The hash is integer arithmetic modulo 2^32: the mixer `triple32` found by C. Wellons' search ("hash
 prospector", public domain), four xor-shifts with three multiplications between them, made a
@@ -104,7 +104,7 @@ class DropoutKey:
         return DropoutKey(self.word0[start:stop], self.word1[start:stop])
 
 
-def dropout(
+def keyed_dropout(
     x: Float[Tensor, "s b *channels"],
     p: float,
     key: DropoutKey,
@@ -123,7 +123,7 @@ def dropout(
         p: Probability of dropping an element, `0 <= p < 1`.
         key: Of the same `[s, b]`.
         layer: Global number of the layer.
-        site: Number of the place in the layer, different for each call of `dropout`.
+        site: Number of the place in the layer, different for each call of `keyed_dropout`.
         channels: Global number of the first channel, where a rank holds one range of them; or the
             numbers of all, in a shape that broadcasts to that of the channels.
 
@@ -150,7 +150,7 @@ def keep_mask(
     site: int,
     channels: int | Int[Tensor, "..."] = 0,
 ) -> Bool[Tensor, "s b *channels"]:
-    """The mask that `dropout` applies to a tensor of `shape`: True where an element is kept."""
+    """The mask that `keyed_dropout` applies to a tensor of `shape`: True where it keeps."""
     _require_shape(shape, key)
     numbers = _numbers(torch.empty(shape, device="meta"), channels).to(key.word0.device)
     return _keep(key.word0, key.word1, numbers, p, layer, site)
