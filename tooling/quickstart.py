@@ -93,7 +93,7 @@ def validation_loss(run_folder: Path) -> float:
 def main() -> None:
     """Run all steps."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=1600, help="training steps (1600)")
+    parser.add_argument("--iterations", type=int, default=1400, help="training steps (1400)")
     iterations = parser.parse_args().iterations
     os.chdir(ROOT)
     shutil.rmtree(RUN, ignore_errors=True)
