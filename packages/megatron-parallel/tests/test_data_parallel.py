@@ -270,7 +270,7 @@ def test_a_tied_weight_is_summed_over_both_stages(
 
 def test_a_tied_weight_summed_twice_shows(worker_pool: WorkerPool) -> None:
     def twice(mesh: Mesh) -> Tensor:
-        with patch.object(Bucket, "add_twin", _twice(Bucket.add_twin)):
+        with patch.object(Bucket, "sum_further", _twice(Bucket.sum_further)):
             return tied_step(mesh)[0]
 
     right = worker_pool.run_mesh(ParallelLayout(pp=2, dp=1), tied_step)[0][0]

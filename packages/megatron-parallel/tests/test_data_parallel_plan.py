@@ -45,6 +45,18 @@ def test_a_tied_weight_has_a_bucket_of_its_own() -> None:
     assert alone == plans[1:]  # the other stage, which has other neighbours, cuts it alike
 
 
+def test_partial_gradients_of_all_layers_share_a_bucket() -> None:
+    parameters = tensors(norm0=10, a=100, norm1=10, b=100, norm2=10, c=100)
+    partial = {name: Sharding((10,), partial="tp") for name in ("norm0", "norm1", "norm2")}
+    plans = plan(parameters, 150, **partial)
+    assert names(plans) == [["c"], ["b"], ["a"], ["norm2", "norm1", "norm0"]]
+    assert [bucket.partial for bucket in plans] == [None, None, None, "tp"]
+    in_two = names(plan(parameters, 100, **partial))
+    assert [n for n in in_two if "norm" in n[0]] == [["norm2", "norm1"], ["norm0"]]
+    both = plan(tensors(w=10), 100, w=Sharding((10,), partial="tp", tied=True))
+    assert [(bucket.partial, bucket.tied) for bucket in both] == [("tp", True)]
+
+
 def test_axes_and_dtypes_do_not_mix_but_widths_of_one_main_dtype_do() -> None:
     parameters = tensors(a=10, b=10, c=10, d=10)
     parameters["b"] = parameters["b"].double()

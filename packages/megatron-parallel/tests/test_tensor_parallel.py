@@ -4,6 +4,7 @@ import pytest
 import torch
 from megatron_parallel import (
     ColumnParallelLinear,
+    GradientBuffers,
     Init,
     Mesh,
     ParallelLayout,
@@ -87,8 +88,10 @@ def train_once(
                 normal_(parameter, seed=3, name=name, sharding=table[name], std=0.3, mesh=mesh)
     tokens, targets, weights = batch()
     loss = model(tokens, targets)
+    buffers = GradientBuffers(model.named_parameters(), table, mesh)
     (loss * weights).sum().backward()
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    buffers.finish()
+    grads = buffers.gradients()
     parts = [
         {n: [(v.offsets, v.lengths, v.tensor) for v in views] for n, views in found.items()}
         for found in (parameter_views(model, table, mesh), parameter_views(grads, table, mesh))
@@ -180,3 +183,6 @@ def test_what_decays_and_what_is_cut(single: Mesh) -> None:
     ]
     assert (column.sharding["bias"].dim, row.sharding["bias"].dim) == (1, None)
     assert (row.sharding["weight"].dim, row.sharding["weight"].axis) == (1, "tp")
+    parted = RowParallelLinear(6, 4, single, sequence_parallel=True)
+    assert [s.partial for s in row.sharding.values()] == [None, None]
+    assert [s.partial for s in parted.sharding.values()] == [None, "tp"]

@@ -111,6 +111,9 @@ class Sharding:
         init: How the parameter starts.
         tied: The first and the last pipeline stage both hold it (tied embeddings): its gradient is
             the sum over both, and it counts once.
+        partial: Axis whose ranks all hold the parameter but see different parts of the same
+            samples, so that a local gradient is only its part of a sum over the axis: norms and
+            biases in sequence-parallel regions. `GradientBuffers` adds the parts up, nobody else.
 
     Raises:
         LayoutError: These contradict one another.
@@ -125,6 +128,7 @@ class Sharding:
     weight_decay: bool = cast(bool, _DERIVED)
     init: Init = DEFAULT_INIT
     tied: bool = False
+    partial: str | None = None
 
     def __post_init__(self) -> None:
         if (self.axis is None) != (self.dim is None):
@@ -137,6 +141,11 @@ class Sharding:
             raise LayoutError(f"dim={self.dim} of shape {self.shape} is fused and cannot be cut")
         if self.padded is not None and (self.dim is None or self.padded < self.shape[self.dim]):
             raise LayoutError(f"padded={self.padded} does not cover dim={self.dim} of {self.shape}")
+        if self.partial is not None and self.partial == self.axis:
+            raise LayoutError(
+                f"shape {self.shape} is cut over axis {self.axis!r}: its gradient cannot be "
+                "partial over that axis too"
+            )
         true_dims = len(self.shape) - (self.fused_dim is not None)
         if self.matrix is None and true_dims > 1:
             object.__setattr__(self, "matrix", (prod(self.shape[:-1]), self.shape[-1]))

@@ -1,7 +1,7 @@
 """One bucket: flat storage, a view of it for each parameter, and a reduction in flight."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ class Reduction(NamedTuple):
 
 
 class Bucket:
-    """Gradients of a few parameters, and their sum over an axis.
+    """Gradients of a few parameters, and their sum over an axis, then over `further` ones.
 
     Of a parameter in full precision, `.grad` is the gradient: the first micro-batch's is copied
     into the bucket, `.grad` becomes the view of it, and autograd adds the others in place. Of a
@@ -50,12 +50,12 @@ class Bucket:
         plan: BucketPlan,
         parameters: Mapping[str, Parameter],
         axis: Axis,
-        twins: Axis | None,
+        further: Sequence[Axis],
     ) -> None:
         self.label = label
         self.plan = plan
         self.axis = axis
-        self.twins = twins if twins is not None and twins.size > 1 else None
+        self.further = tuple(other for other in further if other.size > 1)
         self.parameters = {slot.name: parameters[slot.name] for slot in plan.slots}
         self.awaited: set[str] = set()
         self.launched = False
@@ -65,7 +65,7 @@ class Bucket:
         self._empty = set(self._widened)  # of those, whose views hold nothing of this step yet
         self.flat: Tensor | None = None
         self.views: dict[str, Tensor] = {}
-        if axis.size > 1 or self.twins is not None or self._widened:
+        if axis.size > 1 or self.further or self._widened:
             self.flat = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
             self.views = {
                 slot.name: self.flat[slot.start : slot.stop].view(slot.shape) for slot in plan.slots
@@ -128,18 +128,19 @@ class Bucket:
         self._work = None
         self._record(self.axis, launched, start)
 
-    def add_twin(self) -> None:
-        """Add the gradient of the same weight on the other pipeline stage, after `wait`.
+    def sum_further(self) -> None:
+        """Sum over the further axes, after `wait`: partial gradients, then twins of a tied weight.
 
-        Both stages have summed over their own data-parallel ranks by then, in buckets of equal
-        length, so whatever shard of the bucket a rank keeps, its twin keeps the same.
+        The ranks of such an axis have summed over their own data-parallel ranks by then, in buckets
+        of equal length, so whatever shard of the bucket a rank keeps, the others keep the same.
         """
-        if self.twins is None or self.flat is None:
+        if self.flat is None:
             return
-        start = time.perf_counter()
-        with naming_failures(self.twins, self.operation):
-            dist.all_reduce(self.flat, group=self.twins.bound)
-        self._record(self.twins, start, start)
+        for axis in self.further:
+            start = time.perf_counter()
+            with naming_failures(axis, self.operation):
+                dist.all_reduce(self.flat, group=axis.bound)
+            self._record(axis, start, start)
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """By name, in main precision; zero where the backward pass came to nothing."""

@@ -10,6 +10,8 @@
 
 Gradients are *summed* over the axis, never averaged: the loss is already divided by the number of
 true tokens of the global batch, so every token has the same weight however many of them a rank got.
+Two kinds are summed once more in `finish()`: those of parameters whose tensor-parallel ranks saw
+different positions (`Sharding.partial`), and those of a weight that two pipeline stages share.
 
 In the last micro-batch the sum of a bucket starts as soon as its gradients are complete, while the
 backward pass goes on. There are two ways of telling that they are:
@@ -32,7 +34,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from megatron_parallel.data_parallel.bucket import Bucket, Reduction
-from megatron_parallel.data_parallel.plan import BUCKET_SIZE, plan_buckets
+from megatron_parallel.data_parallel.plan import BUCKET_SIZE, BucketPlan, plan_buckets
 from megatron_parallel.layout import LayoutError
 from megatron_parallel.mesh import Axis, Mesh
 from megatron_parallel.sharding import Sharding
@@ -41,20 +43,21 @@ from megatron_parallel.sharding import Sharding
 class GradientBuffers:
     """Main gradients of one rank, in buckets, summed over the data-parallel axis.
 
-    Main gradients are float32, or float64 for float64 parameters. On an axis of one rank,
+    Main gradients are float32, or float64 for float64 parameters. Where nothing is to be summed,
     full-precision gradients stay where autograd puts them and no hook is installed. A pipeline rank
     makes one of these for each model chunk it holds.
 
     Args:
         named_parameters: Global names and this rank's parameters in forward order, each of them
             once. Those that need no gradient are left out.
-        table: Says over which axis a gradient is summed (`dp_cp`; `expert_dp` for experts) and
-            whether its weight is tied over pipeline stages.
+        table: Says over which axis a gradient is summed (`dp_cp`; `expert_dp` for experts), over
+            which one it is partial and whether its weight is tied over pipeline stages.
         mesh: Where this rank stands.
         bucket_size: Elements of a bucket, at most; a larger parameter has one of its own.
 
     Raises:
-        LayoutError: A parameter the table does not know, or a call out of turn.
+        LayoutError: A parameter the table does not know, one that is partial over ranks of its data
+            axis, or a call out of turn.
         CollectiveError: Within the mesh's time-out, if a rank of the axis does not take part.
     """
 
@@ -73,14 +76,13 @@ class GradientBuffers:
             axes["expert_dp"] = mesh.axis("expert_dp")
         sizes = {name: axis.size for name, axis in axes.items()}
         plans = plan_buckets(parameters, table, sizes, bucket_size)
-        twins = mesh.axis("embedding") if mesh.has_axis("embedding") else None
         self.buckets = tuple(
             Bucket(
                 label=f"{number + 1} of {len(plans)}",
                 plan=plan,
                 parameters=parameters,
                 axis=axes[plan.axis],
-                twins=twins if plan.tied else None,
+                further=_further_axes(plan, axes[plan.axis], mesh),
             )
             for number, plan in enumerate(plans)
         )
@@ -136,7 +138,7 @@ class GradientBuffers:
         for bucket in self.buckets:
             bucket.wait()
         for bucket in self.buckets:
-            bucket.add_twin()
+            bucket.sum_further()
         self._finished = True
         self._last = False
 
@@ -200,6 +202,22 @@ class GradientBuffers:
 def _data_axis(mesh: Mesh) -> Axis:
     """The axis of samples and of their parts; called `dp` where samples are not cut."""
     return mesh.axis("dp" if mesh.layout.cp == 1 else "dp_cp")
+
+
+def _further_axes(plan: BucketPlan, data: Axis, mesh: Mesh) -> list[Axis]:
+    """What a bucket is summed over after the data axis, the same order on all ranks."""
+    further = []
+    if plan.partial is not None:
+        partial = mesh.axis(plan.partial)
+        if set(partial.ranks) & set(data.ranks) != {mesh.rank}:
+            raise LayoutError(
+                f"the gradient of {plan.slots[0].name!r} is partial over axis {plan.partial!r}, "
+                f"whose ranks are among those of axis {data.name!r}: it would be summed twice"
+            )
+        further.append(partial)
+    if plan.tied and mesh.has_axis("embedding"):
+        further.append(mesh.axis("embedding"))
+    return further
 
 
 def _require_distinct(parameters: Mapping[str, Parameter]) -> None:

@@ -15,7 +15,7 @@ changes nothing but the padding at its end.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ class BucketPlan:
         numel: Elements with padding, a multiple of `ALIGNMENT * parts`.
         parts: Number of shards the bucket can be cut into: the size of the axis.
         axis: Mesh axis over which the gradients are summed.
+        partial: Axis over which they are summed after that, if they are partial (`Sharding`).
         tied: Holds a weight that the first and the last pipeline stage share.
         dtype: Of the main gradients.
         device: Where the parameters are.
@@ -69,6 +70,7 @@ class BucketPlan:
     numel: int
     parts: int
     axis: str
+    partial: str | None
     tied: bool
     dtype: torch.dtype
     device: torch.device
@@ -104,8 +106,9 @@ def plan_buckets(
 ) -> tuple[BucketPlan, ...]:
     """Buckets for `parameters`, in the order in which the backward pass completes them.
 
-    A bucket holds gradients of one dtype, device and axis. A parameter that is tied over pipeline
-    stages has a bucket of its own, cut alike on both stages.
+    A bucket holds gradients of one dtype, device and axis; partial ones have buckets of their own,
+    so that few small sums over their axis do. A parameter that is tied over pipeline stages has a
+    bucket of its own, cut alike on both stages.
 
     Args:
         parameters: In forward order; only their shapes, dtypes and devices are read.
@@ -119,38 +122,52 @@ def plan_buckets(
     if bucket_size < 1:
         raise LayoutError(f"bucket size {bucket_size} is not a number of elements >= 1")
     closed: list[tuple[int, BucketPlan]] = []  # with the place of the last parameter
-    filling: dict[tuple[torch.dtype, torch.device, str], _Filling] = {}
+    filling: dict[_Kind, _Filling] = {}
 
     def close(bucket: "_Filling") -> None:
-        closed.append((bucket.place, bucket.plan(parts[bucket.axis])))
+        closed.append((bucket.place, bucket.plan(parts[bucket.kind.axis])))
 
     for place, (name, parameter) in enumerate(reversed(list(parameters.items()))):
         if name not in table:
             raise LayoutError(f"parameter {name!r} is not in the sharding table")
-        axis, tied = reduction_axis(table[name]), table[name].tied
-        key = (main_dtype(parameter.dtype), parameter.device, axis)
-        if tied:
-            close(_Filling(*key, tied=True).add(name, parameter, place))
+        sharding = table[name]
+        kind = _Kind(
+            axis=reduction_axis(sharding),
+            partial=sharding.partial,
+            tied=sharding.tied,
+            dtype=main_dtype(parameter.dtype),
+            device=parameter.device,
+        )
+        if kind.tied:
+            close(_Filling(kind).add(name, parameter, place))
             continue
-        bucket = filling.get(key)
+        bucket = filling.get(kind)
         if bucket is not None and bucket.end + parameter.numel() > bucket_size:
             close(bucket)
             bucket = None
         if bucket is None:
-            bucket = filling[key] = _Filling(*key)
+            bucket = filling[kind] = _Filling(kind)
         bucket.add(name, parameter, place)
     for bucket in filling.values():
         close(bucket)
     return tuple(plan for _, plan in sorted(closed, key=lambda pair: pair[0]))
 
 
+class _Kind(NamedTuple):
+    """What all gradients of a bucket have in common; see `BucketPlan`."""
+
+    axis: str
+    partial: str | None
+    tied: bool
+    dtype: torch.dtype
+    device: torch.device
+
+
 class _Filling:
     """A bucket that is being filled."""
 
-    def __init__(
-        self, dtype: torch.dtype, device: torch.device, axis: str, tied: bool = False
-    ) -> None:
-        self.dtype, self.device, self.axis, self.tied = dtype, device, axis, tied
+    def __init__(self, kind: _Kind) -> None:
+        self.kind = kind
         self.slots: list[Slot] = []
         self.end = 0
         self.place = 0
@@ -163,8 +180,7 @@ class _Filling:
 
     def plan(self, parts: int) -> BucketPlan:
         numel = _aligned(self.end, ALIGNMENT * parts)
-        slots = tuple(self.slots)
-        return BucketPlan(slots, numel, parts, self.axis, self.tied, self.dtype, self.device)
+        return BucketPlan(tuple(self.slots), numel, parts, *self.kind)
 
 
 def _aligned(number: int, step: int) -> int:

@@ -96,7 +96,8 @@ class RowParallelLinear(nn.Module):
     """`y = x W^T + b` with the inputs cut over an axis.
 
     `[..., in/n]` to `[..., out]`, summed over the axis, or with `sequence_parallel` to this rank's
-    part of the sequence, `[s/n, ..., out]`. The bias is added after the sum, once.
+    part of the sequence, `[s/n, ..., out]`. The bias is added after the sum, once; its gradient is
+    then `partial` over the axis, to be summed once per step by `GradientBuffers`.
     """
 
     bias: nn.Parameter | None
@@ -119,7 +120,13 @@ class RowParallelLinear(nn.Module):
         self.sharding = {"weight": weight}
         self.weight = _parameter(weight, mesh, dtype, device)
         if bias:
-            self.sharding["bias"] = Sharding((out_features,), weight_decay=False, init=ZEROS)
+            # Ranks that add it to different positions have different parts of its gradient.
+            self.sharding["bias"] = Sharding(
+                (out_features,),
+                weight_decay=False,
+                init=ZEROS,
+                partial=axis if sequence_parallel else None,
+            )
             self.bias = _parameter(self.sharding["bias"], mesh, dtype, device)
         else:
             self.register_parameter("bias", None)
@@ -131,12 +138,9 @@ class RowParallelLinear(nn.Module):
         if self.axis.size == 1:
             return functional.linear(x, self.weight, self.bias)
         partial = functional.linear(x, self.weight)
-        if not self.sequence_parallel:
-            y = reduce_from_axis(partial, self.axis)
-            return y if self.bias is None else y + self.bias
-        y = scatter_sequence(partial, self.axis)
-        # Each rank adds the bias to its own positions, so its gradient there is a partial sum.
-        return y if self.bias is None else y + copy_to_axis(self.bias, self.axis)
+        leave = scatter_sequence if self.sequence_parallel else reduce_from_axis
+        y = leave(partial, self.axis)
+        return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
         """Global weight shape and how it is cut."""
