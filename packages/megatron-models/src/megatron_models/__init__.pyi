@@ -6,6 +6,8 @@ from .config import GPTConfig as GPTConfig
 from .families.family import Family as Family
 from .flops import gpt_flops as gpt_flops
 from .gpt import GPT as GPT
+from .gpt import gpt_chunks as gpt_chunks
+from .layers.dropout import Dropout as Dropout
 from .memory import TrainingMemory as TrainingMemory
 from .memory import training_memory as training_memory
 from .parameters import parameter_count as parameter_count

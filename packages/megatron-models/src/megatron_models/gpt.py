@@ -1,9 +1,12 @@
-"""GPT: a decoder-only transformer built from a configuration and a mesh."""
+"""GPT: a decoder-only transformer, whole or as one stage of a pipeline."""
+
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
 from megatron_kernels import Mask
-from megatron_parallel import Init, Mesh, initialize_parameters
+from megatron_parallel import Init, Mesh, Passed, initialize_parameters
 from megatron_parallel.tensor_parallel import (
     ColumnParallelLinear,
     column_parallel_linear,
@@ -12,15 +15,22 @@ from megatron_parallel.tensor_parallel import (
 from torch import Tensor, nn
 
 from megatron_models.cache import KVCache
-from megatron_models.config import GPTConfig
+from megatron_models.config import ConfigError, GPTConfig
 from megatron_models.layers.block import Block
+from megatron_models.layers.context import Context
+from megatron_models.layers.dropout import EMBEDDING, EMBEDDING_LAYER, Dropout, StageDropout
 from megatron_models.layers.embedding import Embedding
 from megatron_models.layers.norm import Norm
 from megatron_models.layers.rope import RotaryTable
+from megatron_models.stages import plan_stage
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer whose weights are cut over the tensor-parallel axis of a mesh.
+    """A decoder-only transformer, cut over the tensor-parallel and pipeline axes of a mesh.
+
+    On a mesh with ``pp=1`` it is the whole model. Otherwise it is one stage: the first embeds, the
+    last has the final norm and the output layer, and all keep the whole model's parameter names.
+    A tied weight is ``embedding.word.weight`` on the first and on the last stage.
 
     Initial weights depend on the seed and each parameter's global name, not on the layout. Built on
     the meta device the model has no values; call `initialize` after moving it with ``to_empty``.
@@ -28,12 +38,26 @@ class GPT(nn.Module):
     Args:
         config: the model's shape.
         mesh: where it lives and over which ranks it is cut.
+        chunk: which of this rank's ``vpp`` stages: stage ``chunk * pp + index`` of the pipeline.
+        split: global layer numbers of every stage of the pipeline, in order; by default all get
+            equally many. `megatron_parallel.split_layers` makes uneven ones.
+        sequence_parallel: between the tensor-parallel layers, cut activations along the sequence,
+            ``[s/tp, b, h]``. Gradients of norms, position embeddings and row-parallel biases are
+            then partial sums, which `megatron_parallel.GradientBuffers` adds up.
         dtype: of the parameters; the loss is float32, or float64 for a float64 model.
         device: of the parameters; by default the mesh's device.
         seed: of the initial weights.
 
+    Attributes:
+        stage: number of this stage in the pipeline; 0 for a whole model.
+        first: whether it takes tokens.
+        last: whether it gives logits and losses.
+        layers: its blocks, by global layer number.
+
     Raises:
-        LayoutError: query groups, feed-forward width or heads do not divide over the tensor axis.
+        LayoutError: query groups, feed-forward width or heads do not divide over the tensor axis,
+            or layers over the stages.
+        ConfigError: a chunk or a split that the pipeline does not have.
     """
 
     def __init__(
@@ -41,6 +65,9 @@ class GPT(nn.Module):
         config: GPTConfig,
         mesh: Mesh,
         *,
+        chunk: int = 0,
+        split: Sequence[range] | None = None,
+        sequence_parallel: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         seed: int = 1234,
@@ -48,28 +75,45 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.mesh = mesh
+        self.dtype = dtype
+        self.sequence_parallel = sequence_parallel
+        self.tp = mesh.axis("tp")
+        plan = plan_stage(config, mesh.layout, mesh.axis("pp").index, chunk, split)
+        self.stage, self.first, self.last = plan.stage, plan.first, plan.last
         device = mesh.device if device is None else torch.device(device)
-        self.embedding = Embedding(config, mesh, dtype, device)
+        place = (dtype, device, sequence_parallel)
+
+        tied = not config.untie_embeddings_and_output_weights
+        self.embedding: Embedding | None = None
+        if plan.first or (plan.last and tied):
+            self.embedding = Embedding(
+                config,
+                mesh,
+                *place,
+                tied_over_stages=tied and plan.count > 1,
+                output_only=not plan.first,
+            )
         self.rotary: RotaryTable | None = None
         if config.position_embedding_type == "rope":
             self.rotary = RotaryTable(config, dtype, device)
         # Keyed by the global layer number, so that a pipeline stage's names are the whole model's.
-        self.layers = nn.ModuleDict(
-            {str(i): Block(config, mesh, i, dtype, device) for i in range(config.num_layers)}
-        )
-        self.final_norm = Norm(config, mesh, dtype, device)
+        self.layers = nn.ModuleDict({str(i): Block(config, mesh, i, *place) for i in plan.layers})
+        self.final_norm: Norm | None = None
         self.output: ColumnParallelLinear | None = None
-        if config.untie_embeddings_and_output_weights:
-            self.output = ColumnParallelLinear(
-                config.hidden_size,
-                config.vocab_size,
-                mesh,
-                bias=False,
-                padded=config.padded_vocab_size,
-                init=Init(scale=config.init_method_std),
-                dtype=dtype,
-                device=device,
-            )
+        if plan.last:
+            self.final_norm = Norm(config, mesh, *place)
+            if not tied:
+                self.output = ColumnParallelLinear(
+                    config.hidden_size,
+                    config.vocab_size,
+                    mesh,
+                    bias=False,
+                    padded=config.padded_vocab_size,
+                    sequence_parallel=sequence_parallel,
+                    init=Init(scale=config.init_method_std),
+                    dtype=dtype,
+                    device=device,
+                )
         if device.type != "meta":
             self.initialize(seed)
 
@@ -79,29 +123,80 @@ class GPT(nn.Module):
         if self.rotary is not None:
             self.rotary.reset()
 
-    def forward(
-        self,
-        tokens: Int[Tensor, "b s"],
-        *,
-        positions: Int[Tensor, "b s"] | None = None,
-        mask: Mask | None = None,
-        cache: KVCache | None = None,
-    ) -> Float[Tensor, "s b v_part"]:
-        """Return logits ``[s, b, padded vocabulary / tp]``; those of padding tokens are -inf.
+    def passed(self, batch_size: int, sequence_length: int) -> Passed:
+        """What a stage that is not the last passes on for one micro-batch.
 
         Args:
-            tokens: token numbers.
+            batch_size: sequences of the micro-batch.
+            sequence_length: of the whole sequence, in tokens.
+
+        Raises:
+            ConfigError: sequence parallelism cannot cut that length.
+        """
+        part = self._part_length(sequence_length)
+        return Passed((part, batch_size, self.config.hidden_size), self.dtype)
+
+    def forward(
+        self,
+        x: Int[Tensor, "b s"] | Float[Tensor, "part b h"],
+        *,
+        labels: Int[Tensor, "b s"] | None = None,
+        positions: Int[Tensor, "b s"] | None = None,
+        mask: Mask | None = None,
+        dropout: Dropout | None = None,
+        cache: KVCache | None = None,
+    ) -> Float[Tensor, "..."]:
+        """Run this stage.
+
+        All stages of a pipeline are called with the same arguments but ``x``.
+
+        Args:
+            x: tokens ``[b, s]`` on the first stage; on others what the stage before returned,
+                ``[s, b, h]`` or, with sequence parallelism, ``[s/tp, b, h]``.
+            labels: the token to predict at each place; -100 marks a place without loss. Only the
+                last stage reads them.
             positions: position of each token, for its embedding or rotation; by default those of
                 the mask, and without any the tokens' places, counted from the cache's length.
             mask: who may attend to whom; by default every token to itself and those before. With a
                 cache it describes cached and new tokens together.
-            cache: keys and values of earlier tokens, to which those of ``tokens`` are added.
+            dropout: what is dropped; nothing by default, whether the module trains or evaluates.
+            cache: keys and values of earlier tokens, to which those of these tokens are added.
+
+        Returns:
+            Activations like ``x`` of a later stage; from the last stage the loss of each token,
+            minus the log-probability of its label in nats, ``[b, s]``, or without labels logits
+            ``[s, b, padded vocabulary / tp]``; those of padding tokens are -inf.
 
         Raises:
-            ConfigError: more tokens than the model has positions, or the cache room.
+            ConfigError: more tokens than the model has positions, or the cache room; a length that
+                sequence parallelism cannot cut; dropout while decoding; tokens on a later stage or
+                activations on the first.
         """
-        logits = self._logits(self._hidden(tokens, positions, mask, cache))
-        true = self.config.vocab_size - self.mesh.axis("tp").index * logits.shape[-1]
+        length = self._sequence_length(x)
+        offset = 0 if cache is None else cache.length
+        end = offset + length
+        self.config.check_sequence_length(end)
+        if mask is None:
+            mask = Mask()
+        elif positions is None and mask.query_positions is not None:
+            positions = mask.query_positions
+        elif positions is None and mask.positions is not None:
+            positions = mask.positions[:, offset:end]
+        mask = mask.prepare(length, end, offset, device=x.device)
+        angles = None if self.rotary is None else self.rotary(length, offset, positions)
+        context = Context(mask, angles, cache, offset, self._dropout(dropout, cache))
+        if self.embedding is not None and self.first:
+            x = self.embedding(x, positions, offset)
+            x = context.drop(x, EMBEDDING_LAYER, EMBEDDING)
+        for block in self.layers.values():
+            x = block(x, context)
+        if self.final_norm is None:
+            return x
+        logits = self._logits(self.final_norm(x))
+        vocab = self.config.vocab_size
+        if labels is not None:
+            return vocab_parallel_cross_entropy(logits, labels.t(), self.tp, vocab).t()
+        true = vocab - self.tp.index * logits.shape[-1]
         if true < logits.shape[-1]:
             logits[..., max(true, 0) :] = -torch.inf
         return logits
@@ -113,47 +208,80 @@ class GPT(nn.Module):
         *,
         positions: Int[Tensor, "b s"] | None = None,
         mask: Mask | None = None,
+        dropout: Dropout | None = None,
     ) -> Float[Tensor, "b s"]:
-        """Return the loss of each token: minus the log-probability of its label, in nats.
+        """Return the loss of each token of a whole model; arguments as for `forward`.
 
-        Args:
-            tokens: token numbers.
-            labels: the token to predict at each place; -100 marks a place without loss.
-            positions: as for `forward`.
-            mask: as for `forward`.
+        Raises:
+            ConfigError: this is one stage of several.
         """
-        logits = self._logits(self._hidden(tokens, positions, mask, None))
-        axis, vocab = self.mesh.axis("tp"), self.config.vocab_size
-        return vocab_parallel_cross_entropy(logits, labels.t(), axis, vocab).t()
+        if not (self.first and self.last):
+            raise ConfigError(
+                f"stage {self.stage} is not a whole model: run it with a PipelineEngine"
+            )
+        return self.forward(tokens, labels=labels, positions=positions, mask=mask, dropout=dropout)
 
-    def _hidden(
-        self,
-        tokens: Int[Tensor, "b s"],
-        positions: Int[Tensor, "b s"] | None,
-        mask: Mask | None,
-        cache: KVCache | None,
-    ) -> Float[Tensor, "s b h"]:
-        length = tokens.shape[1]
-        offset = 0 if cache is None else cache.length
-        end = offset + length
-        self.config.check_sequence_length(end)
-        if mask is None:
-            mask = Mask()
-        elif positions is None and mask.query_positions is not None:
-            positions = mask.query_positions
-        elif positions is None and mask.positions is not None:
-            positions = mask.positions[:, offset:end]
-        mask = mask.prepare(length, end, offset, device=tokens.device)
-        x = self.embedding(tokens, positions, offset)
-        angles = None if self.rotary is None else self.rotary(length, offset, positions)
-        for block in self.layers.values():
-            x = block(x, mask, angles, cache, offset)
-        result: Tensor = self.final_norm(x)
-        return result
+    def _sequence_length(self, x: Tensor) -> int:
+        """Length of the whole sequence, from tokens or from activations."""
+        if x.is_floating_point() == self.first:
+            wanted = "tokens [b, s]" if self.first else "activations [s, b, h]"
+            raise ConfigError(f"stage {self.stage} takes {wanted}, not {x.dtype} {list(x.shape)}")
+        if self.first:
+            length = x.shape[1]
+            self._part_length(length)
+            return length
+        return x.shape[0] * self.tp.size if self.sequence_parallel else x.shape[0]
 
-    def _logits(self, x: Float[Tensor, "s b h"]) -> Float[Tensor, "s b v_part"]:
+    def _part_length(self, length: int) -> int:
+        """How much of a sequence the residual stream of this rank has."""
+        if not self.sequence_parallel:
+            return length
+        if length % self.tp.size:
+            raise ConfigError(
+                f"a sequence of {length} tokens cannot be cut into {self.tp.size} equal parts for "
+                f"sequence parallelism; use a multiple of {self.tp.size}"
+            )
+        return length // self.tp.size
+
+    def _dropout(self, given: Dropout | None, cache: KVCache | None) -> StageDropout | None:
+        if given is None:
+            return None
+        if cache is not None:
+            raise ConfigError("dropout was given together with a cache; decoding drops nothing")
+        return StageDropout.of(given, self.tp if self.sequence_parallel else None)
+
+    def _logits(self, x: Float[Tensor, "part b h"]) -> Float[Tensor, "s b v_part"]:
         if self.output is not None:
             logits: Tensor = self.output(x)
             return logits
-        axis = self.mesh.axis("tp")
-        return column_parallel_linear(x, self.embedding.word.weight, None, axis)
+        weight = cast(Embedding, self.embedding).word.weight
+        return column_parallel_linear(x, weight, None, self.tp, self.sequence_parallel)
+
+
+def gpt_chunks(
+    config: GPTConfig,
+    mesh: Mesh,
+    *,
+    split: Sequence[range] | None = None,
+    sequence_parallel: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    seed: int = 1234,
+) -> list[GPT]:
+    """Build all stages of this rank, one `GPT` for each of its ``vpp`` chunks.
+
+    Arguments and errors are those of `GPT`.
+    """
+    return [
+        GPT(
+            config,
+            mesh,
+            chunk=chunk,
+            split=split,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=device,
+            seed=seed,
+        )
+        for chunk in range(mesh.layout.vpp)
+    ]

@@ -1,15 +1,16 @@
 """Self-attention with query groups: fused projection, rotation, attention, projection back."""
 
+from functools import partial
+
 import torch
 from jaxtyping import Float
-from megatron_kernels import Mask, attention, rope
+from megatron_kernels import attention, rope
 from megatron_parallel import Init, Mesh
 from megatron_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from megatron_models.cache import KVCache
 from megatron_models.config import GPTConfig
-from megatron_models.layers.rope import Angles
+from megatron_models.layers.context import Context
 
 
 class Attention(nn.Module):
@@ -26,9 +27,12 @@ class Attention(nn.Module):
         layer: int,
         dtype: torch.dtype,
         device: torch.device | str | None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         self.layer = layer
+        tp = mesh.axis("tp")
+        self.first_head = config.num_attention_heads // tp.size * tp.index
         self.interleaved = config.rotary_interleaved
         self.head_size = config.kv_channels
         # Slots of one group in the fused projection: its query heads, its key, its value.
@@ -38,6 +42,7 @@ class Attention(nn.Module):
             (config.num_query_groups, sum(self.slots) * config.kv_channels),
             mesh,
             bias=config.has_qkv_bias,
+            sequence_parallel=sequence_parallel,
             init=Init(scale=config.init_method_std),
             dtype=dtype,
             device=device,
@@ -47,40 +52,33 @@ class Attention(nn.Module):
             config.hidden_size,
             mesh,
             bias=config.add_bias_linear,
+            sequence_parallel=sequence_parallel,
             init=Init(scale=config.output_std),
             dtype=dtype,
             device=device,
         )
 
-    def forward(
-        self,
-        x: Float[Tensor, "s b h"],
-        mask: Mask,
-        angles: Angles | None,
-        cache: KVCache | None,
-        offset: int,
-    ) -> Float[Tensor, "s b h"]:
-        """Let every token attend as ``mask`` allows, in the cache too.
+    def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
+        """Let every token attend as the mask allows, in the cache too.
 
-        Args:
-            x: activations.
-            mask: who may attend to whom.
-            angles: cosines and sines of the rotary positions, if positions are rotary.
-            cache: where keys and values are kept, when decoding.
-            offset: positions in the cache before these tokens.
+        With sequence parallelism ``x`` and the result are this rank's part of the sequence;
+        queries, keys and values are those of all of it, for this rank's heads.
         """
         q, k, v = self._project(x)
-        if angles is not None:
-            q = rope(q, *angles, self.interleaved)
-            k = rope(k, *angles, self.interleaved)
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        y = attention(q, k, v, mask, None, offset)
+        if context.angles is not None:
+            q = rope(q, *context.angles, self.interleaved)
+            k = rope(k, *context.angles, self.interleaved)
+        if context.cache is not None:
+            k, v = context.cache.append(self.layer, k, v)
+        dropout, drop = context.dropout, None
+        if dropout is not None and dropout.given.attention > 0.0:
+            drop = partial(dropout.probabilities, layer=self.layer, first_head=self.first_head)
+        y = attention(q, k, v, context.mask, None, context.offset, dropout=drop)
         result: Tensor = self.out(y.flatten(2))
         return result
 
     def _project(
-        self, x: Float[Tensor, "s b h"]
+        self, x: Float[Tensor, "part b h"]
     ) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "s b g d"], Float[Tensor, "s b g d"]]:
         fused = self.qkv(x).unflatten(-1, (-1, self.head_size))
         q, k, v = fused.split(self.slots, dim=3)

@@ -2,16 +2,15 @@
 
 import torch
 from jaxtyping import Float
-from megatron_kernels import Mask
 from megatron_parallel import Mesh
 from torch import Tensor, nn
 
-from megatron_models.cache import KVCache
 from megatron_models.config import GPTConfig
 from megatron_models.layers.attention import Attention
+from megatron_models.layers.context import Context
+from megatron_models.layers.dropout import ATTENTION_OUTPUT, MLP_OUTPUT
 from megatron_models.layers.mlp import MLP
 from megatron_models.layers.norm import Norm
-from megatron_models.layers.rope import Angles
 
 
 class Block(nn.Module):
@@ -20,9 +19,10 @@ class Block(nn.Module):
     Args:
         config: the model's configuration.
         mesh: the mesh its weights are cut over.
-        layer: global number of this layer, by which a cache knows it.
+        layer: global number of this layer, by which a cache and dropout know it.
         dtype: of the parameters.
         device: of the parameters; by default the mesh's.
+        sequence_parallel: whether the residual stream is cut along the sequence, ``[s/tp, b, h]``.
     """
 
     def __init__(
@@ -32,22 +32,18 @@ class Block(nn.Module):
         layer: int,
         dtype: torch.dtype,
         device: torch.device | str | None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.attention_norm = Norm(config, mesh, dtype, device)
-        self.attention = Attention(config, mesh, layer, dtype, device)
-        self.mlp_norm = Norm(config, mesh, dtype, device)
-        self.mlp = MLP(config, mesh, dtype, device)
+        self.layer = layer
+        self.attention_norm = Norm(config, mesh, dtype, device, sequence_parallel)
+        self.attention = Attention(config, mesh, layer, dtype, device, sequence_parallel)
+        self.mlp_norm = Norm(config, mesh, dtype, device, sequence_parallel)
+        self.mlp = MLP(config, mesh, dtype, device, sequence_parallel)
 
-    def forward(
-        self,
-        x: Float[Tensor, "s b h"],
-        mask: Mask,
-        angles: Angles | None,
-        cache: KVCache | None,
-        offset: int,
-    ) -> Float[Tensor, "s b h"]:
-        """Transform the residual stream; arguments as in `Attention`."""
-        x = x + self.attention(self.attention_norm(x), mask, angles, cache, offset)
-        result: Tensor = x + self.mlp(self.mlp_norm(x))
+    def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
+        """Transform the residual stream."""
+        attended = self.attention(self.attention_norm(x), context)
+        x = x + context.drop(attended, self.layer, ATTENTION_OUTPUT)
+        result: Tensor = x + context.drop(self.mlp(self.mlp_norm(x)), self.layer, MLP_OUTPUT)
         return result

@@ -14,7 +14,12 @@ class MLP(nn.Module):
     """``down(activation(up(x)))``; with SwiGLU ``up`` is gate and up together, ``(2, f, h)``."""
 
     def __init__(
-        self, config: GPTConfig, mesh: Mesh, dtype: torch.dtype, device: torch.device | str | None
+        self,
+        config: GPTConfig,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         self.activation = config.activation
@@ -25,6 +30,7 @@ class MLP(nn.Module):
             bias=config.add_bias_linear,
             dim=1 if config.gated else 0,
             fused_dim=0 if config.gated else None,
+            sequence_parallel=sequence_parallel,
             init=Init(scale=config.init_method_std),
             dtype=dtype,
             device=device,
@@ -34,13 +40,14 @@ class MLP(nn.Module):
             config.hidden_size,
             mesh,
             bias=config.add_bias_linear,
+            sequence_parallel=sequence_parallel,
             init=Init(scale=config.output_std),
             dtype=dtype,
             device=device,
         )
 
     def forward(self, x: Float[Tensor, "s b h"]) -> Float[Tensor, "s b h"]:
-        """Transform every token by itself."""
+        """Transform every token by itself; all of the sequence, or this rank's part."""
         result: Tensor = self.down(activate(self.up(x), self.activation))
         return result
 

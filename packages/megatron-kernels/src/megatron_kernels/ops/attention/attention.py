@@ -1,5 +1,7 @@
 """The attention operation."""
 
+from collections.abc import Callable
+
 from jaxtyping import Float
 from torch import Tensor
 
@@ -7,13 +9,13 @@ from megatron_kernels.errors import KernelError
 from megatron_kernels.ops.attention.flash import flash, flash_refusal
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.reference import reference
-from megatron_kernels.ops.attention.sdpa import sdpa
+from megatron_kernels.ops.attention.sdpa import sdpa, sdpa_refusal
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 @op(
     Backend("flash_attn", flash, flash_refusal, "flash-attn's flash_attn_func"),
-    Backend("torch", sdpa, accept_all, "F.scaled_dot_product_attention"),
+    Backend("torch", sdpa, sdpa_refusal, "F.scaled_dot_product_attention"),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )
 def attention(
@@ -24,6 +26,7 @@ def attention(
     scale: float | None = None,
     query_offset: int = 0,
     *,
+    dropout: Callable[[Tensor], Tensor] | None = None,
     backend: str = AUTO,
 ) -> Float[Tensor, "s b n dv"]:
     """softmax(scale * q k^T, where allowed) v, for every head.
@@ -36,6 +39,9 @@ def attention(
         scale: Multiplies the scores; None for 1/sqrt(d).
         query_offset: Index of the first query among the keys: the number of tokens that a key-value
             cache held before these. Keys after the last query may be unused room of a cache.
+        dropout: Applied to the probabilities `[b, n, s, t]` (float32; float64 for float64) before
+            they weight the values; returns the same shape and dtype. Only a backend that writes the
+            probabilities out can apply it: the reference.
         backend: "auto" or the name of one backend.
 
     Returns:
@@ -48,4 +54,4 @@ def attention(
         raise KernelError(
             f"attention: {q.shape[2]} heads do not divide over {k.shape[2]} query groups"
         )
-    return attention.run(backend, q, k, v, mask, scale, query_offset)
+    return attention.run(backend, q, k, v, mask, scale, query_offset, dropout)

@@ -1,5 +1,7 @@
 """Attention by the flash-attn library (Dao, FlashAttention-2): CUDA, float16 and bfloat16."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,13 @@ _LARGEST_HEAD = 256
 
 
 def flash(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, query_offset: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    query_offset: int,
+    dropout: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """`flash_attn_func`, on views `[b, s, n, d]`.
 
@@ -38,9 +46,17 @@ def flash(
 
 
 def flash_refusal(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, query_offset: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    query_offset: int,
+    dropout: Callable[[Tensor], Tensor] | None = None,
 ) -> str | None:
     """Why `flash` cannot serve these arguments, cheapest test first."""
+    if dropout is not None:
+        return "it draws a dropout of its own and applies no other"
     if not q.is_cuda:
         return f"needs a CUDA tensor, q is on {q.device.type}"
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -56,5 +72,4 @@ def flash_refusal(
         not mask.causal and mask.window is not None and k.shape[0] != aligned
     ):
         return f"{k.shape[0]} keys do not end with query {aligned}"
-    reason: str | None = missing("flash-attn")
-    return reason
+    return missing("flash-attn")

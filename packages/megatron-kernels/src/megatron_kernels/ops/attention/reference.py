@@ -9,6 +9,7 @@ share of the gradients needs nothing from the other blocks (Dao, FlashAttention-
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -19,10 +20,16 @@ from megatron_kernels.ops.precision import raised
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, query_offset: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    query_offset: int,
+    dropout: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """The forward block pass, without its lse; autograd differentiates it."""
-    return attention_forward(q, k, v, mask, scale, query_offset)[0]
+    return _forward(q, k, v, mask, scale, query_offset, dropout)[0]
 
 
 def attention_forward(
@@ -47,11 +54,7 @@ def attention_forward(
         out `[s, b, n, dv]` in the dtype of `q`, and lse `[s, b, n]` in float32 (float64 for
         float64), -inf for a row that may attend nowhere, whose out is zero.
     """
-    scores, values = _scores(q, k, mask, scale, query_offset), raised(v)
-    lse = torch.logsumexp(scores, -1)
-    p = _probabilities(scores, lse)
-    out = torch.einsum("bgmst,tbgd->sbgmd", p, values).flatten(2, 3)
-    return out.to(q.dtype), _ungrouped(lse)
+    return _forward(q, k, v, mask, scale, query_offset, None)
 
 
 def attention_backward(
@@ -93,6 +96,24 @@ def attention_backward(
     dq = torch.einsum("bgmst,tbgd->sbgmd", dscores, raised(k)).flatten(2, 3)
     dk = torch.einsum("bgmst,sbgmd->tbgd", dscores, _by_group(raised(q), groups))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    query_offset: int,
+    dropout: Callable[[Tensor], Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    scores, values = _scores(q, k, mask, scale, query_offset), raised(v)
+    lse = torch.logsumexp(scores, -1)
+    p = _probabilities(scores, lse)
+    if dropout is not None:
+        p = dropout(p.flatten(1, 2)).reshape(p.shape)
+    out = torch.einsum("bgmst,tbgd->sbgmd", p, values).flatten(2, 3)
+    return out.to(q.dtype), _ungrouped(lse)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Mask, scale: float | None, query_offset: int) -> Tensor:

@@ -1,5 +1,7 @@
 """Attention by torch's `scaled_dot_product_attention`."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.nn import functional
 
@@ -7,7 +9,13 @@ from megatron_kernels.ops.attention.mask import Mask
 
 
 def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None, query_offset: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    query_offset: int,
+    dropout: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Lower the mask to what the fused kernels are fastest with, and call them on views.
 
@@ -42,3 +50,18 @@ def sdpa(
     if empty is not None:
         out = out.masked_fill(empty, 0)
     return out.permute(2, 0, 1, 3)
+
+
+def sdpa_refusal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float | None,
+    query_offset: int,
+    dropout: Callable[[Tensor], Tensor] | None = None,
+) -> str | None:
+    """Why `sdpa` cannot serve these arguments."""
+    if dropout is not None:
+        return "it draws a dropout of its own and applies no other"
+    return None

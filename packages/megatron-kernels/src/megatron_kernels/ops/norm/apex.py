@@ -16,8 +16,7 @@ def _refusal(x: Tensor, weight: Tensor) -> str | None:
         return f"needs a CUDA tensor, x is on {x.device.type}"
     if x.dtype not in _DTYPES or weight.dtype != x.dtype:
         return f"needs one dtype of float32, float16, bfloat16; got {x.dtype} and {weight.dtype}"
-    reason: str | None = missing("apex")
-    return reason
+    return missing("apex")
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

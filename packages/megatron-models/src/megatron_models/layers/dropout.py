@@ -1,0 +1,84 @@
+"""Dropout of one forward pass: where it acts, and which key finds which mask.
+
+| site | number | layer | of | channels |
+|---|---|---|---|---|
+| embedding | 0 | -1 | the embedding's sum `[s, b, h]` | hidden |
+| attention probabilities | 1 | its own | `[s, b, n, t]` | head number * t + key position |
+| attention output | 2 | its own | `[s, b, h]`, before it is added | hidden |
+| feed-forward output | 3 | its own | `[s, b, h]`, before it is added | hidden |
+
+Heads, positions and layers are global numbers, so an element is kept or dropped whoever computes
+it. The numbers are part of every training curve and do not change.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from jaxtyping import Float
+from megatron_parallel import Axis, DropoutKey, keyed_dropout
+from torch import Tensor
+
+from megatron_models.config import ConfigError
+
+EMBEDDING_LAYER: Final = -1
+EMBEDDING: Final = 0
+ATTENTION_PROBABILITIES: Final = 1
+ATTENTION_OUTPUT: Final = 2
+MLP_OUTPUT: Final = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Dropout:
+    """What a forward pass drops. There is no state: a pass without one drops nothing.
+
+    Attributes:
+        key: of the whole sequences of the micro-batch, ``[s, b]``, also where sequence parallelism
+            cuts them: the same on all tensor-parallel ranks and pipeline stages.
+        hidden: probability after the embedding and after attention and feed-forward layer.
+        attention: probability of attention's weights. They are then written out: only the
+            reference backend of attention, whose memory grows with the square of the length,
+            applies it.
+
+    Raises:
+        ConfigError: a probability not in ``0 <= p < 1``.
+    """
+
+    key: DropoutKey
+    hidden: float = 0.0
+    attention: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("hidden", self.hidden), ("attention", self.attention)):
+            if not 0.0 <= value < 1.0:
+                raise ConfigError(f"{name} dropout {value} is not in 0 <= p < 1")
+
+
+@dataclass(frozen=True, eq=False)
+class StageDropout:
+    """A `Dropout` as the layers of this rank apply it; `stream` is the key of its positions."""
+
+    given: Dropout
+    stream: DropoutKey
+
+    @classmethod
+    def of(cls, given: Dropout, cut: Axis | None) -> "StageDropout":
+        """Prepare a pass in which ``cut`` cuts the sequence, if anything does."""
+        return cls(given, given.key if cut is None else given.key.part(cut))
+
+    def hidden(self, x: Float[Tensor, "s b h"], layer: int, site: int) -> Float[Tensor, "s b h"]:
+        """Drop elements of what is added to the residual stream."""
+        return keyed_dropout(x, self.given.hidden, self.stream, layer=layer, site=site)
+
+    def probabilities(
+        self, p: Float[Tensor, "b n s t"], layer: int, first_head: int
+    ) -> Float[Tensor, "b n s t"]:
+        """Drop attention probabilities of heads ``first_head``, ``first_head + 1``, ..."""
+        dropped = keyed_dropout(
+            p.permute(2, 0, 1, 3),
+            self.given.attention,
+            self.given.key,
+            layer=layer,
+            site=ATTENTION_PROBABILITIES,
+            channels=first_head * p.shape[-1],
+        )
+        return dropped.permute(1, 2, 0, 3)
