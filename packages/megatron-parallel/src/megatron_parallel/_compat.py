@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,14 @@ def new_groups(
         if rank in ranks:
             mine[ranks] = group
     return mine
+
+
+def no_compiled_code() -> AbstractContextManager[object]:
+    """In the `with` block, functions that torch.compile has compiled run as they were written."""
+    from torch.compiler import set_stance
+
+    stance: AbstractContextManager[object] = set_stance("force_eager")
+    return stance
 
 
 def schedule_1f1b(stage: "PipelineStage", micro_batches: int, loss: Callable[..., Tensor]) -> Any:

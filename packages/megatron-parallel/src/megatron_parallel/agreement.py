@@ -8,10 +8,12 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 from torch.distributed import DistStoreError
 
 from megatron_parallel import _compat
+from megatron_parallel.errors import CollectiveError, backend_text, rank_list
 from megatron_parallel.layout import LayoutError
 
 
@@ -21,61 +23,85 @@ def agree(
     values: Mapping[str, str],
     *,
     rank: int,
-    world_size: int,
+    ranks: Sequence[int],
     timeout: timedelta,
-    ranks: Sequence[int] | None = None,
+    axis: str = "world",
 ) -> None:
-    """Return once all ranks have given equal `values`; otherwise raise `LayoutError` on every rank.
+    """Return once all `ranks` have given equal `values`; otherwise raise on every one of them.
 
-    `ranks` are those that are asked, by default the whole world; the first of them collects
-    and publishes the verdict, so that the store serves O(number of ranks) requests. The error names
-    the ranks and the values, or the ranks that have not arrived within `timeout`. May be called
-    again with the same `topic`: calls are counted in the store, per rank.
+    The first of `ranks`, the members of `axis`, collects and publishes the verdict, so that the
+    store serves O(number of ranks) requests. May be called again with the same `topic`, which says
+    in words what is compared: calls are counted in the store, per rank.
+
+    Raises:
+        LayoutError: Values differ; the line names them and the ranks.
+        CollectiveError: A rank has not come within `timeout`, or the store is gone.
     """
-    turn = store.add(f"agree/{topic}/turns/{rank}", 1)
-    base = f"agree/{topic}/{turn}"
+    where = f"the comparison of {topic} on axis {axis!r} ({rank_list(ranks)})"
+    try:
+        verdict = _verdict(store, f"agree/{topic}/{axis}/{ranks[0]}", values, rank, ranks, timeout)
+    except RuntimeError as error:  # every failure of a store is one
+        cause = backend_text(error)
+        raise CollectiveError(
+            f"rank 0, which keeps the job's store, is gone: {where} failed ({cause})"
+        ) from error
+    if verdict.missing:
+        raise CollectiveError(
+            f"{rank_list(verdict.missing)} did not join {where} within "
+            f"{timeout.total_seconds():g} s: dead, frozen or late, see its own output"
+        )
+    if verdict.differences:
+        raise LayoutError(verdict.differences)
+
+
+class _Verdict(NamedTuple):
+    missing: list[int]
+    differences: str
+
+
+def _verdict(
+    store: _compat.Store,
+    topic: str,
+    values: Mapping[str, str],
+    rank: int,
+    ranks: Sequence[int],
+    timeout: timedelta,
+) -> _Verdict:
+    turn = store.add(f"{topic}/turns/{rank}", 1)
+    base = f"{topic}/{turn}"
     store.set(f"{base}/{rank}", json.dumps(dict(values)))
     deadline = time.monotonic() + timeout.total_seconds()
-    members = range(world_size) if ranks is None else ranks
-    if rank == members[0]:
-        verdict = _judge(store, base, members, deadline)
-        store.set(f"{base}/verdict", verdict or "agreed")
-    else:
-        found = _read(store, f"{base}/verdict", deadline)
-        if found is None:
-            absent = [r for r in members if not store.check([f"{base}/{r}"])]
-            verdict = _absence(absent or [members[0]], len(members))
-        else:
-            verdict = "" if found == "agreed" else found
-    if verdict:
-        raise LayoutError(verdict)
+    if rank == ranks[0]:
+        verdict = _judge(store, base, ranks, deadline)
+        store.set(f"{base}/verdict", json.dumps(verdict))
+        return verdict
+    found = _read(store, f"{base}/verdict", deadline)
+    if found is None:
+        absent = [r for r in ranks if not store.check([f"{base}/{r}"])]
+        return _Verdict(absent or [ranks[0]], "")
+    return _Verdict(*json.loads(found))
 
 
-def _judge(store: _compat.Store, base: str, members: Sequence[int], deadline: float) -> str:
-    """Empty if all agree, else the line every rank will report."""
+def _judge(store: _compat.Store, base: str, ranks: Sequence[int], deadline: float) -> _Verdict:
     answers: list[dict[str, str]] = []
     missing = []
-    for rank in members:
+    for rank in ranks:
         text = _read(store, f"{base}/{rank}", deadline)
         if text is None:
             missing.append(rank)
         answers.append({} if text is None else json.loads(text))
     if missing:
-        return _absence(missing, len(members))
+        return _Verdict(missing, "")
     keys = dict.fromkeys(key for answer in answers for key in answer)
     differences = []
     for key in keys:
         by_value: dict[str, list[int]] = {}
-        for rank, answer in zip(members, answers, strict=True):
+        for rank, answer in zip(ranks, answers, strict=True):
             by_value.setdefault(answer.get(key, "not given"), []).append(rank)
         if len(by_value) > 1:
-            sides = [f"{rank_list(ranks)}: {value}" for value, ranks in by_value.items()]
+            sides = [f"{rank_list(side)}: {value}" for value, side in by_value.items()]
             differences.append(f"ranks disagree on {key}: " + "; ".join(sides))
-    return " | ".join(differences)
-
-
-def _absence(missing: list[int], asked: int) -> str:
-    return f"{rank_list(missing)} of {asked} did not arrive in time: see their own output"
+    return _Verdict([], " | ".join(differences))
 
 
 def _read(store: _compat.Store, key: str, deadline: float) -> str | None:
@@ -85,15 +111,3 @@ def _read(store: _compat.Store, key: str, deadline: float) -> str | None:
     except (DistStoreError, RuntimeError):  # TCPStore raises the first, FileStore the second
         return None
     return store.get(key).decode()
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """Ascending ranks in words: `rank 3`, `ranks 0-5, 7`."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -1,77 +1,125 @@
 """A collective that fails says which rank it missed.
 
 All a backend knows is that a connection broke or that nobody answered in time. The ranks that
-notice write so into the job's key-value store; those that stay silent are the ones that died, froze
-or are elsewhere in the program.
+notice write so into the job's key-value store, with what they were about to do; those that stay
+silent are the ones that died, froze or are elsewhere in the program.
 """
 
-import re
+import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Final
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Final, NamedTuple
+
+from torch import Tensor
 
 from megatron_parallel import _compat
-from megatron_parallel.agreement import rank_list
+from megatron_parallel.errors import CollectiveError, backend_text, rank_list
 from megatron_parallel.mesh import Axis
 
 GRACE: Final = 2.0
 """Seconds in which the other ranks of an axis may report the same failure."""
 
 
-class CollectiveError(RuntimeError):
-    """A rank did not take part in a collective, or its connection broke; the job must end."""
+class naming_failures:  # noqa: N801 - a context manager, named like those of contextlib
+    """Turn a failure of the backend in a `with` block into a `CollectiveError` of one line.
 
+    It names the ranks that are missing, the axis and the operation.
 
-@contextmanager
-def naming_failures(axis: Axis, operation: str) -> Iterator[None]:
-    """Turn a failure of the backend into a `CollectiveError` of one line.
-
-    It names the ranks that are missing, the axis and `operation`, which is in words.
+    Args:
+        axis: The axis that communicates.
+        operation: In words.
+        payload: Tensor whose shape and dtype are told too.
+        ranks: Global ranks that take part, by default all of the axis.
+        match: What ranks that belong together have in common, by default operation and payload.
     """
-    try:
-        yield
-    except RuntimeError as error:  # DistBackendError, DistNetworkError and Gloo's own
-        raise CollectiveError(_explain(axis, operation, error)) from error
+
+    __slots__ = ("axis", "match", "operation", "payload", "ranks")
+
+    def __init__(
+        self,
+        axis: Axis,
+        operation: str,
+        payload: Tensor | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        match: str = "",
+    ) -> None:
+        self.axis = axis
+        self.operation = operation
+        self.payload = payload
+        self.ranks = ranks
+        self.match = match
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # DistBackendError, DistNetworkError and Gloo's own are RuntimeErrors
+        if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
+            raise CollectiveError(self._explain(error)) from error
+
+    def _explain(self, error: RuntimeError) -> str:
+        axis, ranks = self.axis, self.axis.ranks if self.ranks is None else self.ranks
+        what = self.operation if self.payload is None else f"{self.operation} {_text(self.payload)}"
+        where = f"{what} on axis {axis.name!r} ({rank_list(axis.ranks)})"
+        cause = backend_text(error)
+        own = _Report(doing=where, match=self.match or where)
+        me = axis.ranks[axis.index]
+        try:
+            store = _compat.default_store()
+            _post(store, axis, me, own)
+            reports = _reports(store, axis, ranks)
+            silent = [rank for rank in ranks if rank not in reports]
+            if silent:
+                verdict = f"{rank_list(silent)} did not join {where}"
+                _post(store, axis, me, own._replace(verdict=verdict))
+                return f"{verdict}: dead, frozen or late, see its own output ({cause})"
+        except RuntimeError:  # the store went with the rank that keeps it
+            return f"rank 0, which keeps the job's store, is gone: {where} failed ({cause})"
+        for rank, report in reports.items():
+            if report.verdict:
+                return f"{where} failed because rank {rank} gave up: {report.verdict} ({cause})"
+        if len({report.match for report in reports.values()}) > 1:
+            sides = "; ".join(f"rank {rank}: {report.doing}" for rank, report in reports.items())
+            return f"ranks do not do the same: {sides} ({cause})"
+        return f"{where} failed on all its ranks ({cause})"
 
 
-def _explain(axis: Axis, operation: str, error: RuntimeError) -> str:
-    where = f"{operation} on axis {axis.name!r} ({rank_list(axis.ranks)})"
-    cause = backend_text(error)
-    own_key = _key(axis.ranks[axis.index])
-    try:
-        store = _compat.default_store()
-        store.set(own_key, "")
-        silent, verdicts = _reports(store, axis)
-        if silent:
-            verdict = f"{rank_list(silent)} did not join {where}"
-            store.set(own_key, verdict)
-            return f"{verdict}: dead, frozen or late, see its own output ({cause})"
-    except RuntimeError:  # the store went with the rank that keeps it
-        return f"rank 0, which keeps the job's store, is gone: {where} failed ({cause})"
-    for rank, verdict in verdicts.items():
-        return f"{where} failed because rank {rank} gave up: {verdict} ({cause})"
-    return f"{where} failed on all its ranks ({cause})"
+class _Report(NamedTuple):
+    """What a rank that noticed a failure was doing, and whom it missed, once it knows."""
+
+    doing: str
+    match: str
+    verdict: str = ""
 
 
-def _reports(store: _compat.Store, axis: Axis) -> tuple[list[int], dict[int, str]]:
-    """Ranks of the axis that report no failure within `GRACE`; what others have found out."""
+def _text(t: Tensor) -> str:
+    return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+
+
+def _reports(store: _compat.Store, axis: Axis, ranks: Sequence[int]) -> dict[int, _Report]:
+    """Of the ranks that report a failure within `GRACE`."""
     deadline = time.monotonic() + GRACE
     while True:
-        told = [rank for rank in axis.ranks if store.check([_key(rank)])]
-        verdicts = {rank: store.get(_key(rank)).decode() for rank in told}
-        verdicts = {rank: verdict for rank, verdict in verdicts.items() if verdict}
-        silent = [rank for rank in axis.ranks if rank not in told]
-        if time.monotonic() > deadline or (verdicts and not silent):
-            return silent, verdicts
+        told = [rank for rank in ranks if store.check([_key(axis, rank)])]
+        reports = {rank: _Report(*json.loads(store.get(_key(axis, rank)))) for rank in told}
+        complete = len(reports) == len(ranks)
+        if time.monotonic() > deadline:
+            return reports
+        if complete and any(report.verdict for report in reports.values()):
+            return reports
         time.sleep(0.05)
 
 
-def _key(rank: int) -> str:
-    return f"collective-failed/{rank}"
+def _post(store: _compat.Store, axis: Axis, rank: int, report: _Report) -> None:
+    store.set(_key(axis, rank), json.dumps(report))
 
 
-def backend_text(error: RuntimeError) -> str:
-    """The first sentence of the backend's message, without the place in its source."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return re.sub(r"^\[[^\]]*\]\s*", "", lines[0]).split(". ")[0].rstrip(".")
+def _key(axis: Axis, rank: int) -> str:
+    return f"collective-failed/{axis.mesh}/{rank}"

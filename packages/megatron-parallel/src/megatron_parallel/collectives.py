@@ -2,8 +2,13 @@
 
 The plain collectives are torch's with an `Axis` in place of a group. Over an axis of size 1 they
 return the tensor they were given, so nothing is copied and nothing waits. They work in every dtype
-the backend knows, float64 included (Gloo on CPUs, NCCL on GPUs). A rank that never arrives is an
-error after the time-out the mesh was bound with.
+the backend knows, float64 included (Gloo on CPUs, NCCL on GPUs). `send` and `receive` move a tensor
+from one rank of the axis to another; ranks are given by their index on the axis.
+
+A rank that never arrives is a `CollectiveError` after the time-out the mesh was bound with: one
+line that names the rank, the axis and the operation. All of this is counted (`Mesh.counting`);
+`purpose` says in words what a message is for, and appears in both. In code that `torch.compile` has
+turned into a graph, collectives are part of the graph: there the backend's own error is raised.
 
 The region mappings are pairs: what happens in the forward pass, and its transpose in the backward
 pass. They mark the borders between a region where all ranks of an axis hold the same activations
@@ -29,6 +34,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_parallel import _compat
+from megatron_parallel.collective_failure import naming_failures
 from megatron_parallel.layout import LayoutError
 from megatron_parallel.mesh import Axis
 
@@ -37,41 +43,112 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 def all_reduce(
-    t: Shaped[Tensor, "*shape"], axis: Axis, op: ReduceOp = "sum"
+    t: Shaped[Tensor, "*shape"], axis: Axis, op: ReduceOp = "sum", *, purpose: str = ""
 ) -> Shaped[Tensor, "*shape"]:
     """Reduce `t` over the axis, in place, and return it."""
     if axis.size > 1:
-        dist.all_reduce(t, _OPS[op], group=axis.bound)
+        with _communicating(axis, "all_reduce", t, purpose):
+            dist.all_reduce(t, _OPS[op], group=axis.bound)
     return t
 
 
-def all_gather(t: Shaped[Tensor, "..."], axis: Axis, dim: int = 0) -> Shaped[Tensor, "..."]:
+def all_gather(
+    t: Shaped[Tensor, "..."], axis: Axis, dim: int = 0, *, purpose: str = ""
+) -> Shaped[Tensor, "..."]:
     """Concatenate the equal parts of all ranks along `dim`, in the order of the axis."""
     if axis.size == 1:
         return t
     part = t.movedim(dim, 0).contiguous()
     whole = part.new_empty((axis.size * part.shape[0], *part.shape[1:]))
-    _compat.all_gather(whole, part, axis.bound)
+    with _communicating(axis, "all_gather", part, purpose):
+        _compat.all_gather(whole, part, axis.bound)
     return whole.movedim(0, dim)
 
 
 def reduce_scatter(
-    t: Shaped[Tensor, "..."], axis: Axis, dim: int = 0, op: ReduceOp = "sum"
+    t: Shaped[Tensor, "..."],
+    axis: Axis,
+    dim: int = 0,
+    op: ReduceOp = "sum",
+    *,
+    purpose: str = "",
 ) -> Shaped[Tensor, "..."]:
     """Reduce over the axis and keep this rank's part along `dim`, which the size must divide."""
     if axis.size == 1:
         return t
     whole = t.movedim(dim, 0).contiguous()
     part = whole.new_empty((_part_length(t, axis, dim), *whole.shape[1:]))
-    _compat.reduce_scatter(part, whole, _OPS[op], axis.bound)
+    with _communicating(axis, "reduce_scatter", whole, purpose):
+        _compat.reduce_scatter(part, whole, _OPS[op], axis.bound)
     return part.movedim(0, dim)
 
 
-def broadcast(t: Shaped[Tensor, "*shape"], axis: Axis, source: int = 0) -> Shaped[Tensor, "*shape"]:
+def broadcast(
+    t: Shaped[Tensor, "*shape"], axis: Axis, source: int = 0, *, purpose: str = ""
+) -> Shaped[Tensor, "*shape"]:
     """Overwrite `t` with that of the member whose index on the axis is `source`; return it."""
     if axis.size > 1:
-        dist.broadcast(t, axis.ranks[source], group=axis.bound)
+        with _communicating(axis, "broadcast", t, purpose):
+            dist.broadcast(t, axis.ranks[source], group=axis.bound)
     return t
+
+
+def send(t: Shaped[Tensor, "..."], axis: Axis, to: int, *, purpose: str = "") -> None:
+    """Send `t` to the member whose index on the axis is `to`, which must `receive` it.
+
+    Returns when `t` may be overwritten, which can be before it has arrived. Raises `LayoutError` if
+    there is no such other member.
+    """
+    peer = _peer(axis, to, "sent to")
+    t = t.contiguous()
+    with _between(axis, "send", f"to rank {peer}", t, purpose, axis.ranks[axis.index], peer):
+        dist.send(t, peer, group=axis.bound)
+
+
+def receive(
+    t: Shaped[Tensor, "*shape"], axis: Axis, source: int, *, purpose: str = ""
+) -> Shaped[Tensor, "*shape"]:
+    """Overwrite `t` with what the member whose index is `source` sends; return it.
+
+    Both must have the same shape and dtype: backends do not compare them. Raises `LayoutError` if
+    there is no such other member.
+    """
+    peer = _peer(axis, source, "received from")
+    buffer = t if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format)
+    with _between(axis, "receive", f"from rank {peer}", t, purpose, peer, axis.ranks[axis.index]):
+        dist.recv(buffer, peer, group=axis.bound)
+    return t if buffer is t else t.copy_(buffer)
+
+
+def _peer(axis: Axis, index: int, what: str) -> int:
+    if index == axis.index or not 0 <= index < axis.size:
+        raise LayoutError(
+            f"nothing can be {what} index {index} of axis {axis.name!r}: it has {axis.size} ranks, "
+            f"of which this is index {axis.index}"
+        )
+    return axis.ranks[index]
+
+
+def _communicating(axis: Axis, operation: str, payload: Tensor, purpose: str) -> naming_failures:
+    """Around a collective: it is counted, and its failure is named."""
+    operation = f"{operation} of {purpose}" if purpose else operation
+    axis.count(operation, payload)
+    return naming_failures(axis, operation, payload)
+
+
+def _between(
+    axis: Axis, verb: str, whom: str, payload: Tensor, purpose: str, source: int, target: int
+) -> naming_failures:
+    """Around one end of a message from one rank to another."""
+    operation = f"{verb} of {purpose}" if purpose else verb
+    axis.count(operation, payload)
+    return naming_failures(
+        axis,
+        f"{operation} {whom}",
+        payload,
+        ranks=(source, target),
+        match=f"{source} to {target} on axis {axis.name!r}",
+    )
 
 
 def copy_to_axis(x: Float[Tensor, "*shape"], axis: Axis) -> Float[Tensor, "*shape"]:

@@ -6,8 +6,9 @@ explicitly to whatever communicates; there is no global one.
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +18,9 @@ import torch.distributed as dist
 
 from megatron_parallel import _compat
 from megatron_parallel.agreement import agree
+from megatron_parallel.errors import CollectiveError, backend_text
 from megatron_parallel.layout import LayoutError, ParallelLayout, canonical_group_name
+from megatron_parallel.traffic import Ledger, Traffic
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
@@ -27,7 +30,8 @@ class Axis:
     """This rank's process group of one name.
 
     `ranks` are its members' global ranks, ascending, and `index` this rank's place among them.
-    `group` is None when `size` is 1: collectives over such an axis do nothing.
+    `group` is None when `size` is 1: collectives over such an axis do nothing. All axes of a mesh
+    share its `ledger`, and `mesh` tells it from other meshes of the job.
     """
 
     name: str
@@ -35,6 +39,8 @@ class Axis:
     index: int
     group: dist.ProcessGroup | None
     size: int
+    ledger: Ledger = field(default_factory=Ledger, repr=False)
+    mesh: str = field(default="", repr=False)
 
     @property
     def bound(self) -> dist.ProcessGroup:
@@ -45,6 +51,11 @@ class Axis:
                 "build the mesh with Mesh.bind to communicate"
             )
         return self.group
+
+    def count(self, operation: str, t: torch.Tensor) -> None:
+        """Count a message that `t` is the payload of, if anyone asked (`Mesh.counting`)."""
+        if self.ledger.open:
+            self.ledger.add(self.name, operation, t.nbytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Axis":
         return self  # process groups cannot be copied, and a copied model shares them
@@ -66,6 +77,7 @@ class Mesh:
         groups: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         owns_default_group: bool = False,
+        number: int = 0,
     ) -> None:
         self.layout = layout
         self.rank = rank
@@ -75,12 +87,15 @@ class Mesh:
         self._groups = dict(groups or {})
         self._owns_default_group = owns_default_group
         self._closed = False
+        self._ledger = Ledger()
         self._axes: dict[str, Axis] = {}
         for name in layout.group_names:
             ranks = layout.group_of(name, rank)
             if ranks:
                 group = self._groups.get(ranks)
-                self._axes[name] = Axis(name, ranks, ranks.index(rank), group, len(ranks))
+                self._axes[name] = Axis(
+                    name, ranks, ranks.index(rank), group, len(ranks), self._ledger, str(number)
+                )
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> "Mesh":
@@ -104,8 +119,9 @@ class Mesh:
 
         Before any communication every rank's layout and `configuration` (a digest, or several
         things by name) are compared through the store. Any difference raises `LayoutError` on every
-        rank, naming the ranks and the values, within `timeout`; that is also the time-out of every
-        group's collectives. All ranks then create all groups in one fixed order.
+        rank, naming the ranks and the values; a rank that does not come is a `CollectiveError`,
+        within `timeout`, which is also the time-out of every group's collectives. All ranks then
+        create all groups in one fixed order.
         """
         created = False
         if not dist.is_initialized():
@@ -120,25 +136,19 @@ class Mesh:
         try:
             agree(
                 _compat.default_store(),
-                "mesh",
+                "layout and configuration",
                 {"layout": str(layout), **notes},
                 rank=rank,
-                world_size=world_size,
+                ranks=range(world_size),
                 timeout=timeout,
             )
             resolved = layout.resolve(world_size)
-        except LayoutError:
+            groups = _create_groups(resolved, timeout)
+            number = _compat.default_store().add(f"mesh/{rank}", 1)  # equal on all ranks
+        except (LayoutError, CollectiveError):
             if created:
                 dist.destroy_process_group()
             raise
-        # One group per set of ranks; equal sets (tp and tp_cp when cp is 1) share it.
-        wanted = dict.fromkeys(
-            ranks
-            for name in resolved.group_names
-            for ranks in resolved.groups(name)
-            if len(ranks) > 1
-        )
-        groups = _compat.new_groups(list(wanted), timeout)
         return cls(
             resolved,
             rank,
@@ -146,6 +156,7 @@ class Mesh:
             groups=groups,
             timeout=timeout,
             owns_default_group=created,
+            number=number,
         )
 
     def axis(self, name: str) -> Axis:
@@ -160,18 +171,31 @@ class Mesh:
         return canonical_group_name(name) in self._axes
 
     def agree(self, topic: str, values: Mapping[str, str], axis: str = "world") -> None:
-        """Raise `LayoutError` on every rank of `axis` unless all of them give equal `values`."""
+        """Raise `LayoutError` on every rank of `axis` unless all of them give equal `values`.
+
+        A rank that does not come within the mesh's time-out is a `CollectiveError`.
+        """
         ranks = self.axis(axis).ranks
         if len(ranks) > 1:
             agree(
                 _compat.default_store(),
-                f"{topic}/{axis}/{ranks[0]}",
+                topic,
                 values,
                 rank=self.rank,
-                world_size=self.world_size,
-                timeout=self.timeout,
                 ranks=ranks,
+                timeout=self.timeout,
+                axis=axis,
             )
+
+    @contextmanager
+    def counting(self) -> Iterator[Traffic]:
+        """Count what this rank communicates over the axes of this mesh in the `with` block.
+
+        `megatron_parallel.traffic` says what is counted and how. Compiled functions run eagerly
+        in the block, as a compiled graph counts nothing.
+        """
+        with self._ledger.counting() as traffic:
+            yield traffic
 
     def close(self) -> None:
         """Destroy the groups this mesh created; a second call does nothing."""
@@ -218,4 +242,28 @@ def _init_default_group(device: torch.device, timeout: timedelta) -> None:
             f"no process group and no {', '.join(absent)} in the environment: "
             "start the ranks with torchrun"
         )
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    except RuntimeError as error:
+        store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise CollectiveError(
+            f"rank {os.environ['RANK']} did not meet the others of {os.environ['WORLD_SIZE']} at "
+            f"{store} within {timeout.total_seconds():g} s: one did not start, or the address is "
+            f"wrong ({backend_text(error)})"
+        ) from error
+
+
+def _create_groups(
+    layout: ParallelLayout, timeout: timedelta
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """One group per set of ranks; equal sets (tp and tp_cp when cp is 1) share it."""
+    wanted = dict.fromkeys(
+        ranks for name in layout.group_names for ranks in layout.groups(name) if len(ranks) > 1
+    )
+    try:
+        return _compat.new_groups(list(wanted), timeout)
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"not all of {layout.world_size} ranks created the process groups within "
+            f"{timeout.total_seconds():g} s: see their own output ({backend_text(error)})"
+        ) from error

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from torch.nn import Parameter
 from megatron_parallel.collective_failure import naming_failures
 from megatron_parallel.data_parallel.plan import BucketPlan
 from megatron_parallel.mesh import Axis
+
+OPERATION: Final = "all_reduce of gradients"
+"""What the sum of a bucket is called in `Traffic`."""
 
 
 class Reduction(NamedTuple):
@@ -99,6 +102,7 @@ class Bucket:
             self._fill_if_empty(name, view)
         if self.axis.size > 1:
             start = time.perf_counter()
+            self.axis.count(OPERATION, self.flat)
             with naming_failures(self.axis, self.operation):
                 work = dist.all_reduce(self.flat, group=self.axis.bound, async_op=True)
             if work is not None:
@@ -138,6 +142,7 @@ class Bucket:
             return
         for axis in self.further:
             start = time.perf_counter()
+            axis.count(OPERATION, self.flat)
             with naming_failures(axis, self.operation):
                 dist.all_reduce(self.flat, group=axis.bound)
             self._record(axis, start, start)

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from megatron_parallel import _compat
-from megatron_parallel.collective_failure import GRACE, CollectiveError, backend_text
+from megatron_parallel.collective_failure import GRACE
+from megatron_parallel.errors import CollectiveError, backend_text
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.pipeline.order import Action
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_parallel import _compat
-from megatron_parallel.collective_failure import CollectiveError, naming_failures
 from megatron_parallel.collectives import all_gather
+from megatron_parallel.errors import CollectiveError
 from megatron_parallel.layout import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.pipeline.failure import PeerError, Watch
@@ -121,8 +121,7 @@ class StageRunner:
             _compat.run_schedule(
                 prepared.schedule, prepared.stages, micro_batches, backward=backward
             )
-            with naming_failures(self._pp, "the broadcast of the loss"):
-                broadcast_from_last_stage(self._objective.totals, self._mesh)
+            broadcast_from_last_stage(self._objective.totals, self._mesh, purpose="loss sums")
         except Exception as error:
             self._prepared.clear()  # they are in the middle of a step
             if watch.computes:
@@ -164,10 +163,9 @@ class StageRunner:
             values[f"what stage {stage} passes to stage {stage + 1}"] = _text(passed)
         digest = int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest(), "big")
         own = torch.tensor([digest], dtype=torch.int64, device=self._mesh.device)
-        with naming_failures(self._pp, "the comparison of shapes before a step"):
-            everybody = all_gather(own, self._pp)
+        everybody = all_gather(own, self._pp, purpose="step digest")
         if bool((everybody != own).any()):
-            self._mesh.agree("pipeline", values, axis="pp")
+            self._mesh.agree("pipeline steps", values, axis="pp")
 
     def _prepare(self, count: int, borders: list[tuple[Passed, ...]], backward: bool) -> _Prepared:
         key = (count, tuple(borders), backward)

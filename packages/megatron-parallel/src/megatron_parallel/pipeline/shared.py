@@ -45,7 +45,7 @@ def sum_tied_gradient(parameter: Parameter, mesh: Mesh) -> None:
         return
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    all_reduce(parameter.grad, mesh.axis("embedding"))
+    all_reduce(parameter.grad, mesh.axis("embedding"), purpose="tied gradient")
 
 
 def copy_tied_parameter(parameter: Parameter, mesh: Mesh) -> None:
@@ -55,12 +55,15 @@ def copy_tied_parameter(parameter: Parameter, mesh: Mesh) -> None:
     name, so the copies are equal already.
     """
     if _is_tied_over_stages(mesh):
-        broadcast(parameter.data, mesh.axis("embedding"))
+        broadcast(parameter.data, mesh.axis("embedding"), purpose="tied parameter")
 
 
-def broadcast_from_last_stage(t: Shaped[Tensor, "*shape"], mesh: Mesh) -> Shaped[Tensor, "*shape"]:
+def broadcast_from_last_stage(
+    t: Shaped[Tensor, "*shape"], mesh: Mesh, *, purpose: str = ""
+) -> Shaped[Tensor, "*shape"]:
     """Overwrite `t` on all stages with the last stage's values, and return it."""
-    return broadcast(t, mesh.axis("pp"), source=mesh.axis("pp").size - 1)
+    pp = mesh.axis("pp")
+    return broadcast(t, pp, source=pp.size - 1, purpose=purpose)
 
 
 def _is_tied_over_stages(mesh: Mesh) -> bool:

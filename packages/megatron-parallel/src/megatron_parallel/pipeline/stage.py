@@ -8,7 +8,7 @@ What of torch's stage is replaced, and why:
 - `perform_reduce_grad`: gradients are never scaled; the loss is already divided by its denominator.
 - `forward_one_chunk`: takes the inputs of a stage from the micro-batch, and refuses an output that
   is not what the next stage has made room for, which on Gloo would be an abort or silent zeros.
-- `get_*_ops`: only note for whom this rank waits.
+- `get_*_ops`: only note for whom this rank waits, and count what is sent and received.
 
 Stages are built with static metadata, so that the first step runs no hidden forward pass.
 """
@@ -96,6 +96,7 @@ class Stage(PipelineStage):
             output_args=_examples(spec.passed),
             group=mesh.axis("pp").bound,
         )
+        self._axis = mesh.axis("pp")
         self._spec = spec
         self._inputs = inputs
         self._around_backward = around_backward
@@ -160,26 +161,31 @@ class Stage(PipelineStage):
         """Receives of activations."""
         if not self.is_first:
             self._watch.receives("activations", fwd_chunk_id, self.stage_index - 1)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        return self._counted("receive of activations", super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives of gradients."""
         if self.has_backward and not self.is_last:
             self._watch.receives("gradient", bwd_chunk_id, self.stage_index + 1)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._counted("receive of gradient", super().get_bwd_recv_ops(bwd_chunk_id))
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of activations; the last stage has none, whatever its output is."""
         if self.is_last:
             return []
         self._watch.sends("activations", fwd_chunk_id, self.stage_index + 1)
-        return super().get_fwd_send_ops(fwd_chunk_id)
+        return self._counted("send of activations", super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of gradients."""
         if self.has_backward and not self.is_first:
             self._watch.sends("gradient", bwd_chunk_id, self.stage_index - 1)
-        return super().get_bwd_send_ops(bwd_chunk_id)
+        return self._counted("send of gradient", super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _counted(self, operation: str, messages: list[dist.P2POp]) -> list[dist.P2POp]:
+        for message in messages:
+            self._axis.count(operation, message.tensor)
+        return messages
 
     def _checked(self, outputs: Sequence[Any], micro_batch: int) -> tuple[Tensor, ...]:
         found = [

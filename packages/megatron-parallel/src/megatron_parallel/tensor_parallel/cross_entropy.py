@@ -17,6 +17,9 @@ from megatron_parallel.mesh import Axis
 IGNORED_TARGET: Final = -100
 """A target that has no loss and no gradient, as in `torch.nn.functional.cross_entropy`."""
 
+PURPOSE: Final = "token losses"
+"""What its messages are for, in `Traffic` and in errors."""
+
 
 def vocab_parallel_cross_entropy(
     logits: Float[Tensor, "*batch part"],
@@ -59,13 +62,13 @@ class _CrossEntropy(Function):
         else:
             largest = torch.full_like(at_target, -torch.inf)
         if axis.size > 1:
-            both = all_reduce(torch.stack((largest, at_target)), axis, "max")
+            both = all_reduce(torch.stack((largest, at_target)), axis, "max", purpose=PURPOSE)
             largest, at_target = both.unbind()
 
         probabilities = exact - largest if exact is logits else exact.sub_(largest)
         probabilities[..., valid:] = -torch.inf
         probabilities.exp_()
-        total = all_reduce(probabilities.sum(-1, keepdim=True), axis)
+        total = all_reduce(probabilities.sum(-1, keepdim=True), axis, purpose=PURPOSE)
         probabilities /= total
 
         loss = total.log_().add_(largest).sub_(at_target).squeeze(-1)
