@@ -1,12 +1,16 @@
 """Parser and exit codes of ``megatron-train``; torch is not imported before a run starts."""
 
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megatron_train._version import __version__
 from megatron_train.cli import layout, pretrain
+from megatron_train.cli.failure import report_of
 from megatron_train.config.flags import Parser
-from megatron_train.errors import UsageError
+from megatron_train.launch.environment import started_ranks
+from megatron_train.launch.link import Report
 
 PROG = "megatron-train"
 
@@ -24,38 +28,35 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
-    0 is success, 1 an error, 2 a usage error, 130 and 143 a stop by SIGINT and SIGTERM.
+    0 is success, 1 an error, 2 a usage error, 130 and 143 a stop by SIGINT and SIGTERM, 128 and the
+    number of a signal that killed a rank. One rank of several (torchrun) does not return after an
+    error: the process ends, because what is left of its communication could hang at exit.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments = build_parser().parse_args(argv)
+        arguments = build_parser().parse_args(words)
+        arguments.words = words
         return int(arguments.run(arguments))
-    except UsageError as error:
-        return _fail(error, 2)
-    except _user_errors() as error:
-        return _fail(error, 1)
-    except KeyboardInterrupt:
-        sys.stderr.write(f"{PROG}: interrupted\n")
-        return 130
+    except (Exception, KeyboardInterrupt) as error:
+        report = report_of(error)
+        several = started_ranks(os.environ) > 1
+        if report.kind == "bug" and not several:
+            raise
+        sys.stderr.write(_told(report, several))
+        if several:
+            leave(report.status)
+        return report.status
 
 
-def _user_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that are answered with one line; called only when one was raised."""
-    from megatron_ckpt import CheckpointError
-    from megatron_data import DataError
-    from megatron_kernels import KernelError
-    from megatron_models import ConfigError
-    from megatron_optim import OptimError
-    from megatron_parallel import LayoutError
-
-    from megatron_train.errors import TrainError
-
-    ours = (CheckpointError, DataError, KernelError, ConfigError, OptimError, LayoutError)
-    return (TrainError, *ours, OSError)
+def _told(report: Report, several: bool) -> str:
+    if report.kind == "interrupted":
+        return f"{PROG}: interrupted\n"
+    rank = f"rank {os.environ.get('RANK')}: " if several else ""
+    return report.traceback or f"{PROG}: error: {rank}{report.message}\n"
 
 
-def _fail(error: Exception, status: int) -> int:
-    message = str(error)
-    if isinstance(error, OSError) and error.filename is not None:
-        message = f"{error.filename}: {error.strerror}"
-    sys.stderr.write(f"{PROG}: error: {' '.join(message.split())}\n")
-    return status
+def leave(status: int) -> NoReturn:
+    """End this process now, with what it has written but without what would run at exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,10 +1,13 @@
 """``megatron-train pretrain gpt``: train a GPT model from scratch, or continue a run."""
 
 import argparse
+import os
+import sys
 
 from megatron_train.config.flags import Parser, add_options
 from megatron_train.config.resolve import resolve
 from megatron_train.config.run import SECTIONS, run_options
+from megatron_train.errors import UsageError
 
 _EXAMPLE = """\
 example:
@@ -28,13 +31,56 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         epilog=_EXAMPLE,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, by section")
+    parser.add_argument(
+        "--nproc-per-node",
+        metavar="N",
+        help="start N ranks on this machine, as torchrun would, and watch over them [default 1]",
+    )
     add_options(parser, run_options(), {name: title for name, (title, _) in SECTIONS.items()})
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; returns 0, or 128 plus the number of the signal that stopped the run."""
+    ranks = ranks_to_start(arguments.nproc_per_node)
     config, values = resolve(arguments)
+    if ranks > 1:
+        return _run_ranks(arguments.words, ranks)
     from megatron_train.pretrain import pretrain_gpt
 
     return pretrain_gpt(config, values)
+
+
+def ranks_to_start(text: str | None) -> int:
+    """Return the value of --nproc-per-node, 1 where it was not given.
+
+    Raises:
+        UsageError: it is not a positive number, or another program has started ranks already.
+    """
+    if text is None:
+        return 1
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"--nproc-per-node needs a positive number, not {text!r}")
+    size = os.environ.get("WORLD_SIZE")
+    if size is not None:
+        raise UsageError(
+            f"--nproc-per-node {text}: this is already one of {size} ranks (WORLD_SIZE is set, as "
+            "by torchrun); leave out the flag, or torchrun"
+        )
+    return int(text)
+
+
+def _run_ranks(words: list[str], ranks: int) -> int:
+    """Start ranks with the same words, and tell in one line what went wrong."""
+    from megatron_train.launch.launch import launch
+
+    program = [sys.executable, "-P", "-m", "megatron_train.cli.rank"]
+    verdict = launch(program, words, ranks)
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\033[K")  # what a killed progress bar has left of itself
+    sys.stderr.write(verdict.detail)
+    if verdict.interrupted:
+        sys.stderr.write("megatron-train: interrupted\n")
+    elif verdict.line:
+        sys.stderr.write(f"megatron-train: error: {verdict.line}\n")
+    return verdict.status

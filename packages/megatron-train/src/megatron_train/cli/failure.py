@@ -1,0 +1,74 @@
+"""What an exception means for the person at the command: a line and an exit status, or a bug."""
+
+import os
+import re
+import sys
+import traceback
+
+from megatron_train.errors import UsageError
+from megatron_train.launch.link import Report
+
+_GLOO = re.compile(r"^\[\S*gloo/\S+:\d+\]")
+_PLACE = re.compile(r"^\[[^\]]*\]\s*")
+
+
+def report_of(error: BaseException) -> Report:
+    """Return what ``error`` comes to; called only when one was raised."""
+    if isinstance(error, UsageError):
+        return Report("own", one_line(error), 2)
+    if isinstance(error, KeyboardInterrupt):
+        return Report("interrupted", "interrupted", 130)
+    if isinstance(error, _mistakes()):
+        return Report("own", one_line(error))
+    lost = _lost_peer(error)
+    if lost is not None:
+        return lost
+    last = traceback.format_exception_only(error)[-1]
+    return Report("bug", " ".join(last.split()), 1, "".join(traceback.format_exception(error)))
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of ``error`` as one line."""
+    message = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.filename}: {error.strerror}"
+    return " ".join(message.split())
+
+
+def _mistakes() -> tuple[type[Exception], ...]:
+    """Return the exceptions that are the user's to mend."""
+    from megatron_ckpt import CheckpointError
+    from megatron_data import DataError
+    from megatron_kernels import KernelError
+    from megatron_models import ConfigError
+    from megatron_optim import OptimError
+    from megatron_parallel import LayoutError
+
+    from megatron_train.errors import TrainError
+
+    ours = (CheckpointError, DataError, KernelError, ConfigError, OptimError, LayoutError)
+    return (TrainError, *ours, OSError)
+
+
+def _lost_peer(error: BaseException) -> Report | None:
+    """Return the report of a failure between ranks; None where it is something else."""
+    if "torch" not in sys.modules:  # then nothing has communicated
+        return None
+    import torch.distributed as dist
+    from megatron_parallel import CollectiveError
+
+    if isinstance(error, CollectiveError):
+        return Report("peer", one_line(error))
+    text = str(error)
+    if not dist.is_available() or not (
+        isinstance(error, dist.DistError)
+        or (isinstance(error, RuntimeError) and _GLOO.match(text) is not None)
+    ):
+        return None
+    first = _PLACE.sub("", text.strip().split("\n")[0])
+    if "EADDRINUSE" in text:
+        return Report("port", f"MASTER_PORT {os.environ.get('MASTER_PORT')} is taken: {first}")
+    if dist.is_initialized():
+        return Report("peer", f"communication between ranks failed: {first}")
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return Report("peer", f"start-up on axis 'world': the ranks did not meet at {where} ({first})")

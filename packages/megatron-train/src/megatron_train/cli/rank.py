@@ -1,0 +1,39 @@
+"""``python -m megatron_train.cli.rank LINK SCREEN words...``: the command as one rank of several.
+
+Started by `megatron-train ... --nproc-per-node N`, which says what went wrong in place of its
+ranks: a rank tells it through LINK, and writes for people (warnings, a progress bar) to SCREEN.
+Everything else that reaches standard error is kept by the parent.
+"""
+
+import logging
+import sys
+from typing import NoReturn
+
+from megatron_train.cli.failure import report_of
+from megatron_train.cli.main import build_parser, leave
+from megatron_train.launch.link import Link
+
+
+def main() -> NoReturn:
+    """Run the command, report how it failed, and end at once."""
+    link = Link(int(sys.argv[1]))
+    link.watch()
+    screen, words = sys.argv[2], sys.argv[3:]
+    if screen != "-":
+        sys.stderr = open(int(screen), "w", buffering=1, errors="backslashreplace")  # noqa: SIM115, PTH123
+    try:
+        arguments = build_parser().parse_args(words)
+        arguments.nproc_per_node = None  # done: this is one of them
+        status = int(arguments.run(arguments))
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException as error:  # noqa: BLE001 - also interrupts are told to the parent
+        report = report_of(error)
+        link.tell(report)
+        status = report.status
+    logging.shutdown()
+    leave(status)
+
+
+if __name__ == "__main__":
+    main()

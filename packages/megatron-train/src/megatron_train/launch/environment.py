@@ -1,0 +1,53 @@
+"""What a rank finds in its environment: torchrun's variables, and how many threads it may use."""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+
+ADDRESS = "127.0.0.1"
+
+
+def rank_environment(
+    base: Mapping[str, str], rank: int, world_size: int, port: int, threads: int
+) -> dict[str, str]:
+    """Return ``base`` with the variables that torchrun sets for rank ``rank`` of one machine.
+
+    ``threads`` becomes OMP_NUM_THREADS, and the loopback device Gloo's interface, unless ``base``
+    has its own.
+    """
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        # Whoever has this believes that an agent of torchrun keeps the store.
+        **{name: value for name, value in base.items() if name != "TORCHELASTIC_USE_AGENT_STORE"},
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": ADDRESS,
+        "MASTER_PORT": str(port),
+    }
+
+
+def started_ranks(environment: Mapping[str, str]) -> int:
+    """Return how many ranks ``environment`` says there are; 1 where it says nothing."""
+    size = environment.get("WORLD_SIZE", "1")
+    return int(size) if size.isdecimal() else 1
+
+
+def usable_cores() -> int:
+    """Return the number of cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def free_port() -> int:
+    """Return a port that nobody listened on just now; another process may still take it."""
+    with socket.socket() as probe:
+        probe.bind((ADDRESS, 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,164 @@
+"""One rank as its parent sees it: a process, its report, and what it writes."""
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+from megatron_train.launch.link import Report, decode
+
+_CHUNK = 1 << 16
+KEPT = 1 << 16
+"""Bytes of standard error that are kept of each rank, the newest."""
+
+Command = Callable[[int, int | None], Sequence[str]]
+"""From a rank's descriptors (its link; where people read, or None) to its command line."""
+
+
+class RankProcess:
+    """A rank that was started, in a process group of its own.
+
+    Rank 0 has the parent's standard output, and as a descriptor of its own the parent's standard
+    error, so that a progress bar finds its terminal. The standard error of every rank is kept:
+    libraries complain there when a rank is lost. The standard output of the other ranks is passed
+    on line by line, behind ``[rank N]``.
+    """
+
+    def __init__(self, rank: int, command: Command, environment: Mapping[str, str]) -> None:
+        self.rank = rank
+        self.errors = b""
+        """The newest `KEPT` bytes of standard error."""
+        self._received = b""
+        self._line = b""
+        self._link, theirs = socket.socketpair()
+        with contextlib.ExitStack() as stack:
+            stack.callback(theirs.close)
+            descriptors = [theirs.fileno()]
+            if rank == 0:
+                descriptors.append(os.dup(2))
+                stack.callback(os.close, descriptors[1])
+            self.process = subprocess.Popen(
+                command(theirs.fileno(), descriptors[1] if rank == 0 else None),
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=None if rank == 0 else subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=descriptors,
+                process_group=0,  # a key press reaches the parent alone, which passes it on once
+            )
+        self._link.setblocking(False)
+        for pipe in self._pipes():
+            os.set_blocking(pipe.fileno(), False)
+
+    @property
+    def report(self) -> Report | None:
+        """What the rank said about its failure, so far."""
+        return decode(self._received)
+
+    def poll(self) -> int | None:
+        """Return the exit status, or minus the signal that ended the rank; None while it runs.
+
+        Whatever an ended rank has left running is killed before the rank is reaped: until then
+        nobody else can have its number.
+        """
+        if self.process.returncode is None and self._state() in _ENDED:
+            self.kill()
+        return self.process.returncode
+
+    @property
+    def frozen(self) -> bool:
+        """Whether a signal (SIGSTOP) has stopped the rank, where the system can tell."""
+        return self._state() == _STOPPED
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank itself, if it still runs."""
+        if self.process.returncode is None:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End the rank, frozen or not, and whatever it has started; returns when it is reaped."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # all of them ended
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def watch(self, selector: selectors.BaseSelector) -> None:
+        """Have ``selector`` hold this rank's readers; one that returns b"" is at its end."""
+        selector.register(self._link, selectors.EVENT_READ, self._read_link)
+        for pipe in self._pipes():
+            output = pipe is self.process.stdout
+            read = self._read_output if output else self._read_errors
+            selector.register(pipe, selectors.EVENT_READ, read)
+
+    def close(self, selector: selectors.BaseSelector) -> None:
+        """Read what an ended rank has left behind, and let go of it."""
+        for reader in (self._read_link, self._read_output, self._read_errors):
+            while reader():
+                pass
+        if self._line:
+            self._pass_on(self._line)
+        ends: list[socket.socket | IO[bytes]] = [self._link, *self._pipes()]
+        for end in ends:
+            with contextlib.suppress(KeyError):  # at its end before
+                selector.unregister(end)
+            end.close()
+
+    def _pipes(self) -> list[IO[bytes]]:
+        return [pipe for pipe in (self.process.stdout, self.process.stderr) if pipe is not None]
+
+    def _state(self) -> int | None:
+        """One of the system's codes for a child that ended or was stopped; None while it runs."""
+        if self.process.returncode is not None:
+            return _EXITED
+        if not hasattr(os, "waitid"):
+            return None if self.process.poll() is None else _EXITED
+        events = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        found = os.waitid(os.P_PID, self.process.pid, events)
+        return None if found is None else found.si_code
+
+    # Below: readers. They return what they read; None if there is nothing at the moment.
+
+    def _read_link(self) -> bytes | None:
+        try:
+            data = self._link.recv(_CHUNK)
+        except BlockingIOError:
+            return None
+        except ConnectionError:
+            return b""
+        self._received += data
+        return data
+
+    def _read_errors(self) -> bytes | None:
+        data = _read(self.process.stderr)
+        self.errors = (self.errors + (data or b""))[-KEPT:]
+        return data
+
+    def _read_output(self) -> bytes | None:
+        data = _read(self.process.stdout)
+        *lines, self._line = (self._line + (data or b"")).split(b"\n")
+        for line in lines:
+            self._pass_on(line)
+        return data
+
+    def _pass_on(self, line: bytes) -> None:
+        sys.stdout.write(f"[rank {self.rank}] {line.decode(errors='replace')}\n")
+        sys.stdout.flush()
+
+
+_EXITED = getattr(os, "CLD_EXITED", 1)
+_ENDED = (_EXITED, getattr(os, "CLD_KILLED", 2), getattr(os, "CLD_DUMPED", 3))
+_STOPPED = getattr(os, "CLD_STOPPED", 5)
+
+
+def _read(pipe: IO[bytes] | None) -> bytes | None:
+    if pipe is None:
+        return b""
+    try:
+        return os.read(pipe.fileno(), _CHUNK)
+    except BlockingIOError:
+        return None

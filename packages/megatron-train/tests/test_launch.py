@@ -1,0 +1,313 @@
+"""Ranks that are tiny scripts: how they end, and what their parent makes of it."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from megatron_train.launch.environment import rank_environment, started_ranks
+from megatron_train.launch.launch import launch
+
+GRACE = 3.0
+START = """
+import os, signal, sys, time
+from megatron_train.launch.link import Link, Report
+link = Link(int(sys.argv[1]))
+link.watch()
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def fail(kind, message, status=1, traceback=""):
+    link.tell(Report(kind, message, status, traceback))
+    os._exit(status)
+"""
+OTHERS_MISS_RANK_1 = """
+if rank != 1:
+    time.sleep(0.3)
+    fail("peer", "rank 1 did not join all_reduce on axis 'dp' (ranks 0-2)")
+"""
+
+
+@pytest.fixture
+def run(capfd):
+    """Run a script as ranks; returns the verdict and what reached the terminal."""
+
+    def start(script, ranks=3, **options):
+        began = time.monotonic()
+        code = START + textwrap.dedent(script)
+        verdict = launch([sys.executable, "-c", code], [], ranks, grace=GRACE, **options)
+        return verdict, capfd.readouterr(), time.monotonic() - began
+
+    return start
+
+
+def test_ranks_know_who_they_are_and_rank_0_owns_the_terminal(run, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    verdict, printed, _ = run("""
+        names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS".split()
+        print(*(os.environ[name] for name in names), int(os.environ["MASTER_PORT"]) > 0)
+        print("noise", file=sys.stderr)
+        if rank == 0:
+            os.write(int(sys.argv[2]), b"for people")
+            assert os.isatty(int(sys.argv[2])) == os.isatty(2)
+        else:
+            assert sys.argv[2] == "-"
+    """)
+    threads = max(1, len(os.sched_getaffinity(0)) // 3)
+    assert verdict.status == 0 and not verdict.line and not verdict.detail
+    lines = [f"{rank} {rank} 3 3 127.0.0.1 {threads} True" for rank in range(3)]
+    lines = [lines[0], f"[rank 1] {lines[1]}", f"[rank 2] {lines[2]}"]
+    plural = "thread" if threads == 1 else "threads"
+    said = f"3 ranks of {threads} {plural} each (set by OMP_NUM_THREADS)"
+    assert sorted(printed.out.splitlines()) == sorted([said, *lines])
+    assert printed.err == "for people"
+
+
+def test_a_choice_of_threads_is_kept_without_a_word(run, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    verdict, printed, _ = run("print(os.environ['OMP_NUM_THREADS'])", ranks=2)
+    assert verdict.status == 0
+    assert sorted(printed.out.splitlines()) == ["7", "[rank 1] 7"]
+
+
+def test_the_error_of_one_rank_is_the_line(run):
+    verdict, printed, _ = run("""
+        if rank == 1: fail("own", "good.bin is torn", 1)
+        time.sleep(0.3)
+        fail("peer", "rank 1 did not join all_reduce on axis 'dp' (ranks 0-2)")
+    """)
+    assert (verdict.status, verdict.line) == (1, "rank 1: good.bin is torn")
+    assert not verdict.detail and not printed.err
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGABRT", "SIGSEGV"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_a_signal_ends_is_named_with_axis_and_operation(run, name, victim):
+    verdict, printed, seconds = run(f"""
+        if rank == {victim}:
+            os.write(2, b"terminate called\\n  what():  the pair is closed\\n")
+            signal.signal(signal.SIGABRT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.{name})
+        time.sleep(0.3)
+        fail("peer", "rank {victim} did not join all_reduce on axis 'dp' (ranks 0-2)")
+    """)
+    assert verdict.status == 128 + getattr(signal, name)
+    assert verdict.line.startswith(f"rank {victim} was killed by {name} (")
+    assert ("(the pair is closed)" in verdict.line) == (name != "SIGKILL")
+    assert f"rank {victim} did not join all_reduce on axis 'dp'" in verdict.line
+    assert printed.err == "" and seconds < GRACE
+
+
+def test_a_frozen_rank_is_ended_when_the_others_have_missed_it(run, tmp_path):
+    verdict, _, seconds = run(f"""
+        open(f"{tmp_path}/{{rank}}", "w").write(str(os.getpid()))
+        if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
+        {OTHERS_MISS_RANK_1.strip().replace(chr(10), chr(10) + " " * 8)}
+    """)
+    assert verdict.status == 1
+    assert verdict.line.startswith("rank 1 is frozen (SIGSTOP); rank 0: rank 1 did not join")
+    assert seconds < GRACE, "the others had ended: nothing to wait for"
+    assert not _alive(int((tmp_path / "1").read_text()))
+
+
+def test_ranks_that_do_not_notice_have_the_grace_and_no_more(run):
+    verdict, _, seconds = run("""
+        if rank == 1: fail("own", "disk full")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+    """)
+    assert verdict.line == "rank 1: disk full"
+    assert GRACE <= seconds < GRACE + 2
+
+
+def test_a_rank_that_reports_and_then_hangs_is_ended_too(run):
+    verdict, _, seconds = run("""
+        if rank == 1:
+            link.tell(Report("own", "disk full"))
+            time.sleep(60)
+    """)
+    assert (verdict.status, verdict.line) == (1, "rank 1: disk full")
+    assert seconds < GRACE + 2
+
+
+def test_a_rank_that_outlives_the_others_is_ended_where_there_is_a_limit(run):
+    verdict, _, seconds = run("if rank == 1: time.sleep(60)", linger=1.0)
+    assert verdict.status == 1 and "rank 1 did not end" in verdict.line
+    assert 1 <= seconds < GRACE
+
+
+def test_the_traceback_of_a_bug_is_shown_whole_and_once(run):
+    verdict, printed, _ = run("""
+        import traceback
+        try:
+            {}["x"]
+        except KeyError as error:
+            fail("bug", "KeyError: 'x'", 1, traceback.format_exc())
+    """)
+    assert (verdict.status, verdict.detail.count("Traceback")) == (1, 1)
+    assert verdict.line == "KeyError: 'x' (a bug; its traceback is above)"
+    assert not printed.err
+
+
+def test_a_rank_that_cannot_start_is_quoted(run):
+    verdict, printed, _ = run("import no_such_module\n")
+    assert verdict.status == 1
+    assert verdict.line.startswith("rank ")
+    assert verdict.line.endswith("No module named 'no_such_module'")
+    assert verdict.detail.count("Traceback") == 1 and not printed.err
+
+
+def test_output_is_passed_on_while_ranks_run_and_to_the_last_byte(run):
+    verdict, printed, _ = run("""
+        if rank == 1:
+            sys.stdout.write("x" * 300_000 + "\\nlast")
+            sys.stderr.write("y" * 300_000)
+    """)
+    assert verdict.status == 0
+    assert f"[rank 1] {'x' * 300_000}\n[rank 1] last\n" in printed.out
+
+
+def test_what_a_rank_has_started_ends_with_it(run, tmp_path):
+    verdict, _, _ = run(f"""
+        import subprocess
+        if rank == 1:
+            child = subprocess.Popen(["sleep", "60"])
+            open("{tmp_path}/child", "w").write(str(child.pid))
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    assert verdict.status == 137
+    assert _gone(int((tmp_path / "child").read_text()))
+
+
+def test_a_port_that_was_taken_meanwhile_is_tried_again(run, tmp_path):
+    verdict, printed, _ = run(f"""
+        seen = "{tmp_path}/seen"
+        if rank == 0 and not os.path.exists(seen):
+            open(seen, "w").write(os.environ["MASTER_PORT"])
+            fail("port", "taken")
+        time.sleep(0.5)
+        if rank == 0: print(open(seen).read() != os.environ["MASTER_PORT"])
+        if not os.path.exists(seen): time.sleep(60)
+    """, ranks=2)  # fmt: skip
+    assert verdict.status == 0 and printed.out.endswith("True\n")
+
+
+PARENT = """
+import sys
+from megatron_train.launch.launch import launch
+verdict = launch([sys.executable, "-c", sys.argv[1]], [], 2, grace=3)
+print("verdict", verdict.interrupted, repr(verdict.line), flush=True)
+sys.exit(verdict.status)
+"""
+
+
+@pytest.fixture
+def parent(tmp_path):
+    """A parent as a process of its own; it has started two ranks when the fixture returns."""
+    started = []
+
+    def start(script):
+        code = START + textwrap.dedent(script).replace(
+            "READY", f"open('{tmp_path}/' + str(rank), 'w').write(str(os.getpid()))"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", PARENT, code], stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        files = [tmp_path / str(rank) for rank in (0, 1)]
+        _until(lambda: all(file.exists() and file.read_text() for file in files))
+        return process, [int(file.read_text()) for file in files]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+ORDERLY = """
+def stop(number, frame):
+    global stops
+    stops += 1
+    print("stops", stops, flush=True)
+stops = 0
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, stop)
+READY
+while not stops: time.sleep(0.01)
+time.sleep(0.5)
+os._exit(128 + int({number}) if stops == 1 else 99)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_passed_on_once_and_ranks_stop_in_order(parent, number):
+    process, ranks = parent(ORDERLY.replace("{number}", str(int(number))))
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 128 + number
+    assert out.count("stops 1") == 2 and "stops 2" not in out
+    assert "verdict False ''" in out
+    assert not any(map(_alive, ranks))
+
+
+def test_a_second_signal_ends_ranks_that_do_not_stop(parent):
+    process, ranks = parent("""
+        signal.signal(signal.SIGINT, lambda *_: print("heard", flush=True))
+        READY
+        while True: time.sleep(1)
+    """)
+    process.send_signal(signal.SIGINT)
+    while "heard" not in process.stdout.readline():
+        pass
+    time.sleep(0.3)
+    assert all(map(_alive, ranks))
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 130 and "verdict True ''" in out
+    assert not any(map(_alive, ranks))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_rank_survives_a_killed_parent(parent, frozen):
+    process, ranks = parent(f"""
+        READY
+        if rank == 1 and {frozen}: os.kill(os.getpid(), signal.SIGSTOP)
+        while True: time.sleep(1)
+    """)
+    time.sleep(0.3)
+    process.kill()
+    process.wait()
+    assert all(map(_gone, ranks))
+
+
+def test_the_variables_of_the_user_stay():
+    base = {"OMP_NUM_THREADS": "9", "GLOO_SOCKET_IFNAME": "eth0", "RANK": "8", "HOME": "/h"}
+    made = rank_environment({**base, "TORCHELASTIC_USE_AGENT_STORE": "True"}, 1, 4, 2345, 2)
+    assert made["OMP_NUM_THREADS"] == "9" and made["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert made["RANK"] == made["LOCAL_RANK"] == "1" and made["HOME"] == "/h"
+    assert made["WORLD_SIZE"] == made["LOCAL_WORLD_SIZE"] == "4"
+    assert made["MASTER_PORT"] == "2345" and "TORCHELASTIC_USE_AGENT_STORE" not in made
+    assert started_ranks(made) == 4 and started_ranks({}) == 1
+
+
+def _alive(pid):
+    """Whether a process runs; a zombie, which nobody reaps in some containers, does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return not stat.stdout.strip().startswith("Z") and stat.returncode == 0
+
+
+def _gone(pid):
+    _until(lambda: not _alive(pid))
+    return True
+
+
+def _until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

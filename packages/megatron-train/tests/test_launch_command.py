@@ -1,0 +1,104 @@
+"""`--nproc-per-node`: what the parent refuses by itself, and what exceptions come to."""
+
+import subprocess
+import sys
+
+import pytest
+from megatron_train.cli import main
+from megatron_train.cli.failure import report_of
+from megatron_train.cli.pretrain import ranks_to_start
+from megatron_train.errors import TrainError, UsageError
+
+SIZES = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --vocab-size 9"
+RUN = f"pretrain gpt {SIZES} --micro-batch-size 2 --train-iters 3 --lr 1e-3 --eval-iters 0"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
+def test_a_number_of_ranks_that_is_none_is_refused(value, capsys):
+    assert main(f"{RUN} --nproc-per-node={value}".split()) == 2
+    error = capsys.readouterr().err
+    assert (
+        error.count("\n") == 1
+        and f"--nproc-per-node needs a positive number, not {value!r}" in error
+    )
+
+
+def test_ranks_are_not_started_by_ranks(monkeypatch):
+    assert ranks_to_start(None) == 1 and ranks_to_start("4") == 4
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert ranks_to_start(None) == 1
+    with pytest.raises(UsageError, match="--nproc-per-node 4: this is already one of 2 ranks"):
+        ranks_to_start("4")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "part"),
+    [
+        (f"{RUN} --hidden-sise 3", 2, "did you mean --hidden-size?"),
+        (f"{RUN} --num-attention-heads 3", 1, "3"),
+        (f"{RUN} --config nowhere.yaml", 1, "nowhere.yaml: No such file"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_of_the_parent_which_never_imports_torch(words, status, part):
+    script = (
+        "import sys; from megatron_train.cli import main\n"
+        f"status = main({words.split()!r} + ['--nproc-per-node', '2'])\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    assert done.stderr.startswith("megatron-train: error: ") and done.stderr.count("\n") == 1
+    assert part in done.stderr and not done.stdout
+
+
+def test_mistakes_interrupts_and_bugs_are_told_apart():
+    assert report_of(UsageError("no\n such flag")).message == "no such flag"
+    assert report_of(UsageError("")).status == 2
+    assert report_of(TrainError("bad")).kind == "own"
+    assert report_of(FileNotFoundError(2, "No such file", "x.bin")).message == "x.bin: No such file"
+    assert report_of(KeyboardInterrupt()).status == 130
+    bug = report_of(KeyError("x"))
+    assert (bug.kind, bug.message) == ("bug", "KeyError: 'x'") and "KeyError" in bug.traceback
+
+
+def test_failures_between_ranks_are_not_bugs():
+    import torch.distributed as dist
+    from megatron_parallel import CollectiveError
+
+    lost = report_of(CollectiveError("rank 1 did not join all_reduce on axis 'dp' (ranks 0-1)"))
+    assert (lost.kind, lost.status) == ("peer", 1)
+    early = report_of(dist.DistStoreError("wait timeout after 3000ms, keys: /x\nException raised"))
+    assert early.kind == "peer" and "Exception raised" not in early.message
+    assert early.message.startswith("start-up on axis 'world': the ranks did not meet at ")
+    gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"
+    assert report_of(RuntimeError(gloo)).message.endswith("(Connection closed by peer)")
+    taken = "The server socket has failed to listen. port: 5, name: EADDRINUSE, message: in use"
+    assert report_of(dist.DistNetworkError(taken)).kind == "port"
+    assert report_of(RuntimeError("mat1 and mat2 shapes cannot be multiplied")).kind == "bug"
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "said"),
+    [
+        ("TrainError('disk full')", 1, "megatron-train: error: rank 3: disk full\n"),
+        ("KeyboardInterrupt", 130, "megatron-train: interrupted\n"),
+        ("KeyError('x')", 1, "KeyError: 'x'\n"),
+    ],
+)
+def test_a_rank_of_torchrun_that_fails_leaves_at_once_with_one_line(raised, status, said):
+    script = (
+        "import atexit, os, time\n"
+        "from megatron_train.cli import main, pretrain\n"
+        "from megatron_train.errors import TrainError\n"
+        "atexit.register(time.sleep, 60)\n"
+        "os.environ.update(WORLD_SIZE='4', RANK='3')\n"
+        f"def run(arguments): raise {raised}\n"
+        "pretrain.run = run\n"
+        f"main({RUN.split()!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == status
+    assert done.stderr.endswith(said) and (done.stderr == said or "Traceback" in done.stderr)
