@@ -98,7 +98,7 @@ MISTAKES = {
     ),
     "several ranks": (
         f"{TRAIN} {DATA} --tensor-model-parallel-size 2",
-        ["--tensor-model-parallel-size 2", "one rank"],
+        ["--tensor-model-parallel-size 2", "--nproc-per-node 2"],
     ),
     "a layout that does not divide": (
         "megatron-train layout --world-size 6 --tensor-model-parallel-size 4",

@@ -20,6 +20,7 @@ from megatron_train.cli import main
 
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
 LENGTH = "--micro-batch-size 4 --global-batch-size 8 --train-iters 12"
+DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 RATE = "--lr 1e-2 --min-lr 1e-3 --lr-warmup-iters 2 --lr-decay-style cosine"
 WATCH = "--log-interval 4 --eval-interval 6 --eval-iters 2"
 
@@ -61,7 +62,9 @@ def corpus(tmp_path_factory):
 
 
 DATA = "--train-data-path train_text_document --valid-data-path valid_text_document"
-ALWAYS = f"pretrain gpt {DATA} --tokenizer-model tokenizer {SIZES} {LENGTH} {RATE} {WATCH}"
+ALWAYS = (
+    f"pretrain gpt {DATA} --tokenizer-model tokenizer {SIZES} {LENGTH} {DROPOUT} {RATE} {WATCH}"
+)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from megatron_optim import LearningRateSchedule, Optimizer, OptimizerConfig, WeightDecaySchedule
-from megatron_parallel import Mesh, Sharding, collect_shardings
+from megatron_parallel import Mesh, Sharding
+from megatron_train.engine import StepEngine
 from megatron_train.tasks.task import Batch
 from megatron_train.trainer import Trainer
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ class BigramTask:
     """Predict each token from the one before it."""
 
     family = "bigram"
+    losses = ("lm loss",)
     model_config = {"vocabulary": VOCABULARY}  # noqa: RUF012
 
     def __init__(self) -> None:
@@ -32,8 +34,8 @@ class BigramTask:
     def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
         return {"lm loss": float(sum(batch["loss_mask"].sum() for batch in batches))}
 
-    def forward(self, batch: Batch) -> Tensor:
-        return self.stages[0](batch["tokens"])
+    def inputs(self, batch: Batch, stage: int, iteration: int | None) -> dict[str, Tensor]:
+        return {"input": batch["tokens"]}
 
     def loss(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         losses = nn.functional.cross_entropy(
@@ -77,13 +79,17 @@ def make_trainer():
     """Return a function that makes a trainer of the bigram task."""
 
     def make(micro: int = 2, accumulation: int = 3, **changes: Any) -> Trainer:
-        task = BigramTask()
-        parameters = dict(task.stages[0].named_parameters())
-        table = collect_shardings(task.stages[0])
-        config = OptimizerConfig(lr=0.1)
+        mesh = Mesh.single()
+        engine = StepEngine(BigramTask(), mesh)
         arguments: dict[str, Any] = {
-            "task": task,
-            "optimizer": Optimizer(parameters, table, Mesh.single(), config),
+            "engine": engine,
+            "optimizer": Optimizer(
+                engine.parameters,
+                engine.table,
+                mesh,
+                OptimizerConfig(lr=0.1),
+                gradients=engine.gradients,
+            ),
             "learning_rate": LearningRateSchedule(max_lr=0.1, decay_samples=1000),
             "weight_decay": WeightDecaySchedule(start=0.01, end=0.01, samples=1000),
             "steps": steps(micro, accumulation),

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from megatron_models import ConfigError
 from megatron_optim import OptimError
+from megatron_parallel import LayoutError
 from megatron_train.config.files import read_file, to_yaml
 from megatron_train.config.flags import Parser, add_options, given_flags
 from megatron_train.config.reference import render_reference
@@ -19,12 +20,12 @@ REST = "--seq-length 16 --micro-batch-size 2 --train-iters 10 --data-path corpus
 MINIMAL = f"{SIZES} {REST}"
 
 
-def parse(command: str, config: Path | None = None) -> RunConfig:
+def parse(command: str, config: Path | None = None, ranks: int = 1) -> RunConfig:
     parser = Parser()
     add_options(parser, run_options(), TITLES)
     namespace = parser.parse_args(command.split())
     namespace.config = config
-    return resolve(namespace)[0]
+    return resolve(namespace, ranks)[0]
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -119,10 +120,13 @@ def test_mistakes_in_flags_are_usage_errors(flags, message):
             "--global-batch-size 3",
             "--global-batch-size 3 is not a multiple of --micro-batch-size 2",
         ),
+        ("--context-parallel-size 4", "sequences or experts yet, so --context-parallel-size 4"),
         (
-            "--tensor-model-parallel-size 2 --context-parallel-size 4",
-            "--tensor-model-parallel-size 2, --context-parallel-size 4",
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+            "needs a multiple of 4 ranks, and there is 1: start with --nproc-per-node 4",
         ),
+        ("--sequence-parallel", "needs --tensor-model-parallel-size of at least 2"),
+        ("--hidden-dropout 1", "--hidden-dropout must be in [0, 1), got 1.0"),
         ("--bf16 --float64", "exclude each other"),
         ("--train-data-path other", "exclude each other"),
         ("--lr-warmup-iters 3 --lr-warmup-fraction 0.1", "exclude each other"),
@@ -137,6 +141,35 @@ def test_settings_that_do_not_fit_are_refused(flags, message):
     with pytest.raises(TrainError) as caught:
         parse(f"{MINIMAL} {flags}")
     assert message in str(caught.value)
+
+
+TP2 = f"{MINIMAL} --tensor-model-parallel-size 2"
+
+
+def test_data_parallel_ranks_follow_from_the_number_of_ranks():
+    run = parse(f"{TP2} --sequence-parallel", ranks=6)
+    assert (run.layout.dp, run.global_batch_size, run.accumulation) == (3, 6, 1)
+    run = parse(f"{TP2} --global-batch-size 24", ranks=6)
+    assert (run.global_batch_size, run.accumulation) == (24, 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "message"),
+    [
+        ("", 3, "needs a multiple of 2 ranks, and there are 3"),
+        ("--global-batch-size 8", 6, "not a multiple of --micro-batch-size 2 times 3 data"),
+        ("--seq-length 15 --sequence-parallel", 2, "15 cannot be cut into 2 equal parts"),
+    ],
+)
+def test_layouts_that_do_not_fit_the_run_are_refused(flags, ranks, message):
+    with pytest.raises(TrainError) as caught:
+        parse(f"{TP2} {flags}", ranks=ranks)
+    assert message in str(caught.value)
+
+
+def test_a_pipeline_that_does_not_fit_is_refused():
+    with pytest.raises(LayoutError, match="2 layers cannot be split evenly over 4 stages"):
+        parse(f"{MINIMAL} --pipeline-model-parallel-size 4", ranks=4)
 
 
 def test_other_packages_refuse_what_is_theirs():

@@ -6,7 +6,6 @@ from megatron_ckpt import CheckpointStore
 from megatron_data import ByteTokenizer, load_tokenizer
 from megatron_models import GPTConfig
 from megatron_optim import OptimizerConfig
-from megatron_parallel import Mesh
 from megatron_train import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
 from megatron_train.checkpointing import Saver, differing, restore, tokenizer_files
 from megatron_train.config.files import read_file
@@ -89,18 +88,18 @@ def test_the_files_of_a_tokenizer_make_an_equal_one(tmp_path):
 
 
 def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tmp_path, capsys):
-    mesh, console = Mesh.single(), Console()
+    console = Console()
     store, order = CheckpointStore(tmp_path), {"seed": 1}
 
     def saver(interval):
-        return Saver(store, mesh, order, None, interval, 2, console)
+        return Saver(store, order, None, interval, 2, console)
 
     make_trainer(callbacks=[saver(2)], train_iters=7).run()
     assert [store.path(n).exists() for n in (2, 4, 6, 7)] == [False, False, True, True]
-    assert not restore(make_trainer(), tmp_path / "nowhere", mesh, order, console)
+    assert not restore(make_trainer(), tmp_path / "nowhere", order, console)
 
     second = make_trainer(callbacks=[saver(None)])
-    assert restore(second, tmp_path, mesh, order, console)
+    assert restore(second, tmp_path, order, console)
     assert (second.iteration, second.consumed_samples) == (7, 42)
     second.run()
     whole = make_trainer()
@@ -108,9 +107,9 @@ def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tm
     table = [trainer.task.stages[0].weight for trainer in (second, whole)]
     assert torch.equal(*table)
 
-    assert restore(make_trainer(), tmp_path / "iter_0000007", mesh, {"seed": 2}, console)
+    assert restore(make_trainer(), tmp_path / "iter_0000007", {"seed": 2}, console)
     assert "seed 1 there, 2 here" in capsys.readouterr().err
     other = make_trainer()
     other.task.model_config = {"vocabulary": 12}
     with pytest.raises(TrainError, match="vocabulary 11 there, 12 here"):
-        restore(other, tmp_path, mesh, order, console)
+        restore(other, tmp_path, order, console)

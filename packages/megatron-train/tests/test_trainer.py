@@ -162,7 +162,7 @@ def test_evaluation_uses_the_same_samples_and_changes_nothing(make_trainer, make
     source = make_steps(4, 5)
     evaluation = Evaluation(
         console,
-        lambda: next(source(1000)),
+        lambda: [next(source(1000))],
         3,
         [lambda iteration, losses: results.append((iteration, losses["lm loss"]))],
     )
@@ -172,7 +172,7 @@ def test_evaluation_uses_the_same_samples_and_changes_nothing(make_trainer, make
     trainer.run()
     assert plain.losses == evaluated.losses
     assert [iteration for iteration, _ in results] == [3, 6, 8]
-    assert results[-1][1] == trainer.evaluate(next(source(1000)))["lm loss"]
+    assert results[-1][1] == trainer.evaluate([next(source(1000))])["lm loss"]
     assert "validation loss at iteration 3 | lm loss value:" in console.lines[1]
 
 

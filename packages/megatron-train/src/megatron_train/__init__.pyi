@@ -7,6 +7,7 @@ from .config.sections import EvaluationConfig as EvaluationConfig
 from .config.sections import LoggingConfig as LoggingConfig
 from .config.sections import ScheduleConfig as ScheduleConfig
 from .config.sections import TrainingConfig as TrainingConfig
+from .engine import StepEngine as StepEngine
 from .errors import TrainError as TrainError
 from .metrics.records import Records as Records
 from .metrics.records import read_records as read_records

@@ -1,7 +1,9 @@
-"""From a run's configuration to micro-batches: which samples each step sees.
+"""From a run's configuration to micro-batches: which samples each step sees, and on which rank.
 
-The order of samples depends on the seed and the length of the run, never on how often it was
-resumed: a loader that starts at ``consumed_samples`` continues exactly where another stopped.
+The order of samples depends on the seed and the length of the run, never on the layout or on how
+often it was resumed: a loader that starts at ``consumed_samples`` continues exactly where another
+stopped. Of the samples of a step, data-parallel ranks take micro-batches in turn; the ranks that
+hold one copy of the model read the same ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +19,7 @@ from megatron_data import (
     build_gpt_datasets,
 )
 from megatron_data.torch import to_batch
+from megatron_parallel import Axis
 
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
@@ -26,15 +29,21 @@ Dataset: TypeAlias = GPTDataset | BlendedDataset
 
 
 class GPTBatches:
-    """Training and validation micro-batches of a run.
+    """Training and validation micro-batches of one rank of a run.
+
+    Args:
+        config: the run.
+        tokenizer: its tokenizer, if it has one.
+        data_axis: the ranks that share out the samples of a step.
 
     Raises:
         DataError: a corpus that is missing, damaged or too small for one sample.
         TrainError: a split that leaves nothing to train or to validate on.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer | None, data_axis: Axis) -> None:
         data, training = config.data, config.training
+        self._data_axis = data_axis
         self._micro_batch_size = training.micro_batch_size
         self._accumulation = config.accumulation
         self._vocab_size = config.model.vocab_size
@@ -60,18 +69,25 @@ class GPTBatches:
 
     def training(self, consumed_samples: int) -> Iterator[Sequence[Batch]]:
         """Yield the micro-batches of each step after ``consumed_samples`` samples."""
-        micro_batches = self._read(self._train, self._train_samples, consumed_samples)
+        return self._steps(self._train, self._train_samples, consumed_samples)
+
+    def validation(self) -> Iterator[Sequence[Batch]]:
+        """Yield the micro-batches of one evaluation by global batch, the same ones every time."""
+        if self._valid is None:
+            return iter(())
+        return self._steps(self._valid, self._valid_samples, 0)
+
+    def _steps(self, dataset: Dataset, samples: int, consumed: int) -> Iterator[Sequence[Batch]]:
+        micro_batches = self._read(dataset, samples, consumed)
         while step := list(islice(micro_batches, self._accumulation)):
             yield step
 
-    def validation(self) -> Iterator[Batch]:
-        """Yield the micro-batches of one evaluation, the same ones every time."""
-        if self._valid is None:
-            return iter(())
-        return self._read(self._valid, self._valid_samples, 0)
-
     def _read(self, dataset: Dataset, samples: int, consumed: int) -> Iterator[Batch]:
-        for indices in SequentialSampler(samples, consumed, self._micro_batch_size):
+        axis = self._data_axis
+        sampler = SequentialSampler(
+            samples, consumed, self._micro_batch_size, axis.index, axis.size
+        )
+        for indices in sampler:
             batch = to_batch([dataset[index] for index in indices])
             largest = max(int(batch[name].max()) for name in ("tokens", "labels"))
             if largest >= self._vocab_size:

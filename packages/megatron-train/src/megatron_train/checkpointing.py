@@ -10,12 +10,24 @@ it.
 import re
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ckpt import Checkpoint, CheckpointStore, ModelRecord, Retention, View
+from megatron_ckpt import (
+    Checkpoint,
+    CheckpointStore,
+    Coordinator,
+    DistributedCoordinator,
+    ModelRecord,
+    Retention,
+    SingleProcess,
+    View,
+)
+from megatron_ckpt.coordinator import exchange
 from megatron_data import Tokenizer
-from megatron_parallel import Mesh, collect_shardings, parameter_views
+from megatron_parallel import Mesh, parameter_views
+from megatron_parallel.collective_failure import naming_failures
 
 from megatron_train.callbacks.callback import Callback
 from megatron_train.errors import TrainError
@@ -26,12 +38,34 @@ TOKENIZER_FOLDER = "tokenizer"
 _CHECKPOINT = re.compile(r"iter_\d{7,}")
 
 
+class MeshCoordinator(DistributedCoordinator):
+    """All ranks of a mesh, saving and loading together; says who was missing."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._axis = mesh.axis("world")
+        super().__init__(self._axis.bound)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return every rank's value, by rank, on rank 0; None elsewhere."""
+        with naming_failures(self._axis, "the agreement on a checkpoint"):
+            return super().gather(value)
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value on every rank."""
+        with naming_failures(self._axis, "the agreement on a checkpoint"):
+            return super().broadcast(value)
+
+
+def coordinator_of(mesh: Mesh) -> Coordinator:
+    """Return how the ranks of ``mesh`` agree on saves and loads."""
+    return SingleProcess() if mesh.world_size == 1 else MeshCoordinator(mesh)
+
+
 class Saver(Callback):
     """Save a checkpoint every ``interval`` steps and when the run ends.
 
     Args:
         store: where to.
-        mesh: how the parameters are cut.
         run: what has to be equal for the data order to continue, as plain values.
         tokenizer: kept in every checkpoint, if there is one.
         interval: steps between checkpoints; None saves at the end only.
@@ -42,7 +76,6 @@ class Saver(Callback):
     def __init__(
         self,
         store: CheckpointStore,
-        mesh: Mesh,
         run: Mapping[str, Any],
         tokenizer: Tokenizer | None,
         interval: int | None,
@@ -50,7 +83,6 @@ class Saver(Callback):
         console: Console,
     ) -> None:
         self._store = store
-        self._mesh = mesh
         self._run = dict(run)
         self._files = {} if tokenizer is None else tokenizer_files(tokenizer)
         self._every = interval
@@ -74,14 +106,14 @@ class Saver(Callback):
     def _save(self, trainer: Trainer) -> None:
         if trainer.iteration == self._saved:
             return
+        state: dict[str, Any] = dict(views_of(trainer))
+        if trainer.engine.mesh.rank == 0:  # what is not cut is the same everywhere
+            state["trainer"] = trainer.state()
+            state["optimizer"] = trainer.optimizer.scalars()
+            state["run"] = self._run
         path = self._store.save(
             trainer.iteration,
-            {
-                **views_of(trainer, self._mesh),
-                "trainer": trainer.state(),
-                "optimizer": trainer.optimizer.scalars(),
-                "run": self._run,
-            },
+            state,
             model=ModelRecord(trainer.task.family, trainer.task.model_config),
             files=self._files,
             retention=self._retention,
@@ -91,29 +123,33 @@ class Saver(Callback):
         self._console.line(f"saved checkpoint {path}")
 
 
-def restore(
-    trainer: Trainer, folder: Path, mesh: Mesh, run: Mapping[str, Any], console: Console
-) -> bool:
+@dataclass(frozen=True)
+class _Found:
+    """The checkpoint to continue from, as rank 0 found it."""
+
+    iteration: int
+    path: Path
+    model: ModelRecord | None
+
+
+def restore(trainer: Trainer, folder: Path, run: Mapping[str, Any], console: Console) -> bool:
     """Continue from the newest complete checkpoint in ``folder``; returns whether there was one.
 
-    ``folder`` may also be one checkpoint itself. Torn checkpoints are named in one warning.
+    ``folder`` may also be one checkpoint itself. Torn checkpoints are named in one warning. The
+    checkpoint may have been saved by any number of ranks, in any layout.
 
     Raises:
         TrainError: the checkpoint holds another model; the message names the differing fields.
         CheckpointError: ``folder`` is a torn checkpoint, or one that cannot be read.
     """
-    store, iteration = CheckpointStore(folder), None
-    if _CHECKPOINT.fullmatch(folder.name) and folder.is_dir():
-        store, iteration = CheckpointStore(folder.parent), Checkpoint(folder).iteration
-        refuse_other_model(trainer, Checkpoint(folder).model, folder)
-    else:
-        newest, torn = store.survey()
-        if newest is None or newest.manifest is None:
-            if torn:
-                console.warn("; ".join(str(candidate.problem) for candidate in torn))
-            return False
-        refuse_other_model(trainer, newest.manifest.model, newest.path)
-    state: Any = store.load(iteration, views_of(trainer, mesh))
+    itself = _CHECKPOINT.fullmatch(folder.name) is not None and folder.is_dir()
+    coordinator = coordinator_of(trainer.engine.mesh)
+    store = CheckpointStore(folder.parent if itself else folder, coordinator)
+    found = exchange(coordinator, lambda: None, lambda _: _find(store, folder, itself, console))
+    if found is None:
+        return False
+    refuse_other_model(trainer, found.model, found.path)
+    state: Any = store.load(found.iteration if itself else None, views_of(trainer))
     trainer.optimizer.load_scalars(state["optimizer"])
     trainer.load_state(state["trainer"])
     changed = differing(state["run"], run)
@@ -125,11 +161,22 @@ def restore(
     return True
 
 
-def views_of(trainer: Trainer, mesh: Mesh) -> dict[str, list[View]]:
+def _find(store: CheckpointStore, folder: Path, itself: bool, console: Console) -> _Found | None:
+    if itself:
+        checkpoint = Checkpoint(folder)
+        return _Found(checkpoint.iteration, folder, checkpoint.model)
+    newest, torn = store.survey()
+    if newest is None or newest.manifest is None:
+        if torn:
+            console.warn("; ".join(str(candidate.problem) for candidate in torn))
+        return None
+    return _Found(newest.iteration, newest.path, newest.manifest.model)
+
+
+def views_of(trainer: Trainer) -> dict[str, list[View]]:
     """Return views of all parameters and of the optimizer's state by global name."""
-    views: dict[str, Any] = {}
-    for stage in trainer.task.stages:
-        views.update(parameter_views(stage, collect_shardings(stage), mesh))
+    engine = trainer.engine
+    views: dict[str, Any] = dict(parameter_views(engine.parameters, engine.table, engine.mesh))
     return {**views, **trainer.optimizer.views()}
 
 

@@ -3,6 +3,8 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,9 @@ from typing import Any
 import torch
 from megatron_ckpt import CheckpointStore
 from megatron_data import Tokenizer, load_tokenizer
-from megatron_models import GPT, ConfigError, GPTConfig, parameter_count
+from megatron_models import ConfigError, GPTConfig, gpt_chunks, parameter_count
 from megatron_optim import Optimizer
-from megatron_parallel import Mesh, collect_shardings
+from megatron_parallel import Mesh
 
 from megatron_train.batches import GPTBatches
 from megatron_train.callbacks.callback import Callback
@@ -20,11 +22,12 @@ from megatron_train.callbacks.evaluation import Evaluation, Listener
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import Progress, Recorder, TensorBoard
 from megatron_train.callbacks.stopping import StopAt, StopOnSignal
-from megatron_train.checkpointing import Saver, restore
+from megatron_train.checkpointing import Saver, coordinator_of, restore
 from megatron_train.config.files import to_yaml
 from megatron_train.config.options import options_of
 from megatron_train.config.run import SECTIONS, RunConfig, run_options
 from megatron_train.config.values import Values
+from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.environment import environment
@@ -49,54 +52,82 @@ def pretrain_gpt(config: RunConfig, values: Values | None = None) -> int:
         TrainError: a run that cannot be made or continued; the packages' own exceptions for what
             each of them refuses.
     """
-    console = Console()
     device, dtype = choose_device(config.training.device), choose_dtype(config)
+    mesh = join(config, device)
+    console = Console(silent=mesh.rank != 0)
     _refuse_foreign_folder(config)
     with console.warnings_of("megatron_ckpt"), _deterministic(config.training.deterministic_mode):
-        mesh = Mesh.single(device)
-        facts = environment(device)
+        facts = environment(mesh.device)
         _describe(console, config, values, facts, dtype)
         tokenizer = load_run_tokenizer(config)
-        batches = GPTBatches(config, tokenizer)
+        batches = GPTBatches(config, tokenizer, mesh.axis("dp"))
         trainer = build_gpt_trainer(config, batches, mesh, dtype)
-        order = data_order(config)
-        trainer.callbacks = _callbacks(config, console, mesh, dtype, batches, tokenizer, facts)
+        run = _Run(config, console, mesh, dtype, batches, tokenizer, facts)
+        trainer.callbacks = run.callbacks()
         if config.checkpoint.load is not None:
-            _continue(config, trainer, mesh, order, console)
+            run.restore(trainer)
         try:
             with StopOnSignal(trainer):
                 stop = trainer.run()
         finally:
             console.stop_bar()
+    mesh.close()  # only here: after an error, ranks that still wait would be waited for
     if stop is None:
         return 0
     console.line(f"stopped after step {trainer.iteration} of {trainer.train_iters}: {stop.reason}")
     return stop.status
 
 
+def join(config: RunConfig, device: torch.device) -> Mesh:
+    """Take this rank's place in the layout of the run, or be its only rank.
+
+    Raises:
+        LayoutError: ranks that do not arrive, or were started with another configuration.
+    """
+    settings = (
+        (option, getattr(getattr(config, option.section), option.name)) for option in run_options()
+    )
+    return Mesh.bind(
+        config.layout,
+        device=device,
+        timeout=timedelta(minutes=config.training.distributed_timeout_minutes),
+        configuration={option.flag: str(value) for option, value in settings},
+    )
+
+
 def build_gpt_trainer(
     config: RunConfig, batches: GPTBatches, mesh: Mesh, dtype: torch.dtype
 ) -> Trainer:
-    """Build model, optimizer and trainer, without any callback."""
-    model = GPT(config.model, mesh, dtype=dtype, device=mesh.device, seed=config.training.seed)
-    optimizer = Optimizer(
-        dict(model.named_parameters()), collect_shardings(model), mesh, config.optimizer
+    """Build this rank's stages of the model, optimizer and trainer, without any callback."""
+    training = config.training
+    stages = gpt_chunks(
+        config.model,
+        mesh,
+        sequence_parallel=training.sequence_parallel,
+        dtype=dtype,
+        device=mesh.device,
+        seed=training.seed,
     )
     task = GPTTask(
-        model,
+        stages,
         family_of(config.model),
+        seed=training.seed,
+        hidden_dropout=training.hidden_dropout,
+        attention_dropout=training.attention_dropout,
         reset_position_ids=config.data.reset_position_ids,
         reset_attention_mask=config.data.reset_attention_mask,
     )
+    engine = StepEngine(task, mesh, compile=training.compile)
+    optimizer = Optimizer(
+        engine.parameters, engine.table, mesh, config.optimizer, gradients=engine.gradients
+    )
     return Trainer(
-        task=task,
+        engine=engine,
         optimizer=optimizer,
         learning_rate=config.learning_rate_schedule(),
         weight_decay=config.weight_decay_schedule(),
         steps=batches.training,
-        train_iters=config.training.train_iters,
-        device=mesh.device,
-        compile=config.training.compile,
+        train_iters=training.train_iters,
     )
 
 
@@ -156,53 +187,85 @@ def data_order(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _callbacks(
-    config: RunConfig,
-    console: Console,
-    mesh: Mesh,
-    dtype: torch.dtype,
-    batches: GPTBatches,
-    tokenizer: Tokenizer | None,
-    facts: dict[str, str],
-) -> list[Callback]:
-    """Return the callbacks of a run; those that save come last."""
-    logging, callbacks = config.logging, list[Callback]()
-    listeners: list[Listener] = []
-    if logging.progress:
-        tokens = config.global_batch_size * config.data.seq_length
-        callbacks.append(Progress(console, tokens))
-    peak = device_peak(mesh.device, dtype)
-    if peak is not None:
-        console.line(f"MFU is measured against {peak.flops_per_second:.4g} FLOP/s: {peak.source}")
-    callbacks.append(
-        LogLine(console, logging.log_interval, peak=peak, throughput=logging.log_throughput)
-    )
-    if config.checkpoint.save is not None:
-        recorder = Recorder(Path(config.checkpoint.save), facts)
-        callbacks.append(recorder)
-        listeners.append(recorder.evaluated)
-    if logging.tensorboard_dir is not None:
-        board = TensorBoard(Path(logging.tensorboard_dir), logging.log_interval)
-        callbacks.append(board)
-        listeners.append(board.evaluated)
-    if config.evaluation.eval_iters:
-        interval = config.evaluation.eval_interval
-        callbacks.append(Evaluation(console, batches.validation, interval, listeners))
-    training = config.training
-    callbacks.append(StopAt(training.exit_interval, training.exit_duration_in_mins))
-    if config.checkpoint.save is not None:
-        callbacks.append(
-            Saver(
-                CheckpointStore(config.checkpoint.save),
-                mesh,
-                data_order(config),
-                tokenizer,
-                config.checkpoint.save_interval,
-                config.checkpoint.keep_last,
-                console,
+@dataclass(frozen=True)
+class _Run:
+    """What the parts of a run share."""
+
+    config: RunConfig
+    console: Console
+    mesh: Mesh
+    dtype: torch.dtype
+    batches: GPTBatches
+    tokenizer: Tokenizer | None
+    facts: dict[str, str]
+
+    def callbacks(self) -> list[Callback]:
+        """Return the callbacks of this rank; those that save come last.
+
+        Only rank 0 tells and records; what all ranks do together is on all of them.
+        """
+        config, tells = self.config, self.mesh.rank == 0
+        telling, listeners = self._telling() if tells else ([], [])
+        callbacks = list(telling)
+        if config.evaluation.eval_iters:
+            interval = config.evaluation.eval_interval
+            source = self.batches.validation
+            callbacks.append(Evaluation(self.console, source, interval, listeners))
+        training = config.training
+        callbacks.append(StopAt(training.exit_interval, training.exit_duration_in_mins))
+        if config.checkpoint.save is not None:
+            callbacks.append(
+                Saver(
+                    CheckpointStore(config.checkpoint.save, coordinator_of(self.mesh)),
+                    data_order(config),
+                    self.tokenizer,
+                    config.checkpoint.save_interval,
+                    config.checkpoint.keep_last,
+                    self.console,
+                )
             )
+        return callbacks
+
+    def _telling(self) -> tuple[list[Callback], list[Listener]]:
+        """Return the callbacks that show and record, and who is told of evaluations."""
+        config, logging = self.config, self.config.logging
+        callbacks: list[Callback] = []
+        listeners: list[Listener] = []
+        if logging.progress:
+            tokens = config.global_batch_size * config.data.seq_length
+            callbacks.append(Progress(self.console, tokens))
+        peak = device_peak(self.mesh.device, self.dtype)
+        if peak is not None:
+            self.console.line(
+                f"MFU is measured against {peak.flops_per_second:.4g} FLOP/s: {peak.source}"
+            )
+        throughput = logging.log_throughput
+        callbacks.append(
+            LogLine(self.console, logging.log_interval, peak=peak, throughput=throughput)
         )
-    return callbacks
+        if config.checkpoint.save is not None:
+            recorder = Recorder(Path(config.checkpoint.save), self.facts)
+            callbacks.append(recorder)
+            listeners.append(recorder.evaluated)
+        if logging.tensorboard_dir is not None:
+            board = TensorBoard(Path(logging.tensorboard_dir), logging.log_interval)
+            callbacks.append(board)
+            listeners.append(board.evaluated)
+        return callbacks, listeners
+
+    def restore(self, trainer: Trainer) -> None:
+        """Continue from the folder of --load, or start fresh where it has no checkpoint."""
+        config, console, load = self.config, self.console, str(self.config.checkpoint.load)
+        if restore(trainer, Path(load), data_order(config), console):
+            console.line(f"continuing from {load} after step {trainer.iteration}")
+            if trainer.iteration >= trainer.train_iters:
+                console.line(f"nothing left to do: --train-iters is {trainer.train_iters}")
+        elif config.checkpoint.exit_on_missing_checkpoint:
+            raise TrainError(
+                f"--load {load} has no complete checkpoint; give a folder that has one"
+            )
+        else:
+            console.line(f"no complete checkpoint in {load}: starting fresh")
 
 
 def _refuse_foreign_folder(config: RunConfig) -> None:
@@ -216,21 +279,6 @@ def _refuse_foreign_folder(config: RunConfig) -> None:
             f"--save {save} already holds a run, at step {found.iteration}; add --load {save} to "
             "continue it, or give another folder"
         )
-
-
-def _continue(
-    config: RunConfig, trainer: Trainer, mesh: Mesh, order: dict[str, Any], console: Console
-) -> None:
-    """Restore from the folder of --load, or start fresh where it has no checkpoint."""
-    load = str(config.checkpoint.load)
-    if restore(trainer, Path(load), mesh, order, console):
-        console.line(f"continuing from {load} after step {trainer.iteration}")
-        if trainer.iteration >= trainer.train_iters:
-            console.line(f"nothing left to do: --train-iters is {trainer.train_iters}")
-    elif config.checkpoint.exit_on_missing_checkpoint:
-        raise TrainError(f"--load {load} has no complete checkpoint; give a folder that has one")
-    else:
-        console.line(f"no complete checkpoint in {load}: starting fresh")
 
 
 def _describe(
@@ -250,11 +298,16 @@ def _describe(
             console.line(f"  {key}: {value}  [{given.origin}]")
     count = parameter_count(config.model)
     precision = str(dtype).removeprefix("torch.")
+    layout = config.layout
+    if layout.world_size > 1:
+        cut = ", sequence parallel" if config.training.sequence_parallel else ""
+        console.line(f"layout: {layout.world_size} ranks, {layout}{cut}")
+    share = "" if layout.dp == 1 else f" on each of {layout.dp} data parallel ranks"
     console.line(
         f"model: {count:,} parameters in {precision}; {config.global_batch_size} samples a step "
-        f"in {config.accumulation} micro-batches of {config.training.micro_batch_size}"
+        f"in {config.accumulation} micro-batches of {config.training.micro_batch_size}{share}"
     )
-    if config.checkpoint.save is not None:
+    if config.checkpoint.save is not None and not console.silent:
         write_config(config, Path(config.checkpoint.save) / CONFIG_FILE)
 
 

@@ -1,8 +1,9 @@
 """The training loop: steps, evaluation and where the run stands; everything else is a callback.
 
-A step sees a whole global batch as micro-batches. The denominators of its losses are known before
-the first forward pass, from labels and masks alone, so every gradient is that of ``sum over true
-tokens / number of true tokens`` however the batch is divided.
+A step sees a whole global batch: every data-parallel rank its micro-batches of it. The denominators
+of its losses are known before the first forward pass, from labels and masks alone, so every
+gradient is that of ``sum over true tokens / number of true tokens`` however the batch is divided.
+Whatever decides how the run goes on (losses, norms, a wish to stop) is the same on all ranks.
 """
 
 import math
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron_optim import LearningRateSchedule, Optimizer, WeightDecaySchedule
-from torch import Tensor
+from megatron_parallel import all_reduce
 
+from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.tasks.task import Batch, Task
 
@@ -72,47 +74,46 @@ class Stop:
 
 
 class Trainer:
-    """Train a task; see the module's description.
+    """Train what an engine runs; see the module's description.
 
     Args:
-        task: what is trained.
-        optimizer: steps the parameters of the task's stages.
+        engine: runs the task's micro-batches on this rank.
+        optimizer: steps the engine's parameters by its gradients.
         learning_rate: learning rate by consumed samples.
         weight_decay: weight decay by consumed samples.
-        steps: gives, from a number of consumed samples, an iterator over the micro-batches of each
-            following step.
+        steps: gives, from a number of consumed samples, an iterator over this rank's micro-batches
+            of each following step.
         train_iters: steps of the whole run.
         callbacks: called in this order.
-        device: where micro-batches are moved to.
-        compile: whether to compile forward and loss (and so the backward pass) with torch.compile.
     """
 
     def __init__(
         self,
         *,
-        task: Task,
+        engine: StepEngine,
         optimizer: Optimizer,
         learning_rate: LearningRateSchedule,
         weight_decay: WeightDecaySchedule,
         steps: Callable[[int], Iterator[Sequence[Batch]]],
         train_iters: int,
         callbacks: Sequence["Callback"] = (),
-        device: torch.device | str = "cpu",
-        compile: bool = False,  # noqa: A002
     ) -> None:
-        self.task = task
+        self.engine = engine
         self.optimizer = optimizer
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.steps = steps
         self.train_iters = train_iters
         self.callbacks = list(callbacks)
-        self.device = torch.device(device)
         self.iteration = 0
         self.consumed_samples = 0
         self.stopped: Stop | None = None
         self._nan_steps = 0
-        self._sums = torch.compile(self._forward, dynamic=False) if compile else self._forward
+
+    @property
+    def task(self) -> Task:
+        """What is trained."""
+        return self.engine.task
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -129,28 +130,31 @@ class Trainer:
             report = self.step(steps)
             for callback in self.callbacks:
                 callback.on_step(self, report)
+            self._agree_to_stop()
         for callback in self.callbacks:
             callback.on_end(self)
         return self.stopped if self.iteration < self.train_iters else None
 
     def stop(self, stop: Stop) -> None:
-        """End the run after the current step; the first reason given counts."""
+        """End the run after the current step, on all ranks; the first reason given counts."""
         self.stopped = self.stopped or stop
 
     def step(self, steps: Iterator[Sequence[Batch]]) -> StepReport:
         """Take the next global batch from ``steps`` and make one step with it."""
         start = time.perf_counter()
         batches = next(steps)
-        denominators = self.task.denominators(batches)
-        sums = self._accumulate(batches, denominators)
+        # 1 where no token counts, so that the loss is 0.
+        denominators = {n: c or 1.0 for n, c in self.engine.denominators(batches).items()}
+        sums = self.engine.run(batches, denominators, self.iteration + 1)
         learning_rate = self.learning_rate.at(self.consumed_samples)
         finite, updated, grad_norm = all(map(math.isfinite, sums.values())), False, math.nan
         if finite:
             result = self.optimizer.step(learning_rate, self.weight_decay.at(self.consumed_samples))
             updated, grad_norm = not result.skipped, result.grad_norm
             finite = math.isfinite(grad_norm)
-        self.optimizer.zero_grad()
-        samples = sum(len(batch["tokens"]) for batch in batches)
+        self.engine.zero()
+        ranks = self.engine.mesh.axis("dp").size  # each has as many samples as this one
+        samples = ranks * sum(len(batch["tokens"]) for batch in batches)
         self.iteration += 1
         self.consumed_samples += samples
         self._count_nan(finite)
@@ -165,22 +169,21 @@ class Trainer:
             finite=finite,
             seconds=time.perf_counter() - start,
             samples=samples,
-            tokens=sum(batch["tokens"].numel() for batch in batches),
-            flops=self.task.flops(batches),
+            tokens=ranks * sum(batch["tokens"].numel() for batch in batches),
+            flops=ranks * self.task.flops(batches),
         )
 
-    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """Return each loss per true token over ``batches``; changes nothing."""
+    def evaluate(self, steps: Iterable[Sequence[Batch]]) -> dict[str, float]:
+        """Return each loss per true token over all micro-batches of ``steps``; changes nothing."""
         totals: dict[str, float] = {}
         counts: dict[str, float] = {}
         for stage in self.task.stages:
             stage.eval()
-        with torch.no_grad():
-            for batch in batches:
-                for name, count in self.task.denominators([batch]).items():
-                    counts[name] = counts.get(name, 0.0) + count
-                for name, value in self._sums(self._move(batch)).items():
-                    totals[name] = totals.get(name, 0.0) + float(value)
+        for batches in steps:
+            for name, value in self.engine.evaluate(batches).items():
+                totals[name] = totals.get(name, 0.0) + value
+            for name, count in self.engine.denominators(batches).items():
+                counts[name] = counts.get(name, 0.0) + count
         for stage in self.task.stages:
             stage.train()
         return {name: totals[name] / counts[name] for name in totals if counts[name]}
@@ -207,27 +210,16 @@ class Trainer:
 
     # -- parts of a step -----------------------------------------------------------------------
 
-    def _forward(self, batch: Batch) -> dict[str, Tensor]:
-        return self.task.loss(self.task.forward(batch), batch)
-
-    def _accumulate(
-        self, batches: Sequence[Batch], denominators: Mapping[str, float]
-    ) -> dict[str, float]:
-        """Add the gradients of all micro-batches; return the sum of each loss."""
-        totals: dict[str, Tensor] = {}
-        for batch in batches:
-            sums = self._sums(self._move(batch))
-            shares = [sums[name] / denominators[name] for name in sums]
-            torch.stack(shares).sum().backward()  # type: ignore[no-untyped-call]
-            for name, value in sums.items():
-                value = value.detach().double()
-                totals[name] = totals[name] + value if name in totals else value
-        return {name: float(value) for name, value in totals.items()}
-
-    def _move(self, batch: Batch) -> Batch:
-        if self.device.type == "cpu":
-            return batch
-        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+    def _agree_to_stop(self) -> None:
+        """Stop where any rank wants to: a signal may have reached one of them only."""
+        world = self.engine.mesh.axis("world")
+        if world.size == 1:
+            return
+        wish = -1 if self.stopped is None else self.stopped.status
+        worst = torch.tensor([wish], dtype=torch.int64, device=self.engine.mesh.device)
+        status = int(all_reduce(worst, world, op="max"))
+        if status >= 0 and self.stopped is None:
+            self.stop(Stop("another rank was told to stop", status))
 
     def _count_nan(self, finite: bool) -> None:
         self._nan_steps = 0 if finite else self._nan_steps + 1

@@ -1,6 +1,6 @@
 """Measure the validation loss at intervals and at the end."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_train.callbacks.callback import Callback
@@ -20,7 +20,7 @@ class Evaluation(Callback):
 
     Args:
         console: where the result is printed.
-        batches: gives the validation micro-batches anew.
+        batches: gives the validation micro-batches anew, by global batch.
         interval: steps between evaluations.
         listeners: told every result.
     """
@@ -28,7 +28,7 @@ class Evaluation(Callback):
     def __init__(
         self,
         console: Console,
-        batches: Callable[[], Iterable[Batch]],
+        batches: Callable[[], Iterable[Sequence[Batch]]],
         interval: int,
         listeners: Iterable[Listener] = (),
     ) -> None:

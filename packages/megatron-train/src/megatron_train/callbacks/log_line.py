@@ -55,7 +55,7 @@ class LogLine(Callback):
     """Print Megatron's training line with tokens/s and MFU appended.
 
     The sums of an unfinished interval are kept in checkpoints: the line after a resume has the same
-    losses as that of an uninterrupted run.
+    losses as that of an uninterrupted run. Times are not: rates are those of this process.
     """
 
     name = "log_line"
@@ -78,7 +78,7 @@ class LogLine(Callback):
 
     def _line(self, trainer: "Trainer", report: "StepReport") -> TrainingLine:
         done = self._interval
-        rate = done.flops / done.seconds
+        rate = done.flops / done.seconds / trainer.engine.mesh.world_size
         return TrainingLine(
             iteration=report.iteration,
             train_iters=trainer.train_iters,
@@ -96,8 +96,9 @@ class LogLine(Callback):
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the sums of the unfinished interval."""
-        return asdict(self._interval)
+        """Return the sums of the unfinished interval, without its times."""
+        whole = asdict(self._interval)
+        return {name: whole[name] for name in ("skipped", "nan", "sums", "denominators")}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue an unfinished interval."""

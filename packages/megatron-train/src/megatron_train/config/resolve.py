@@ -1,6 +1,7 @@
 """From a command line to a checked configuration: collect, derive, build."""
 
 import argparse
+import os
 from pathlib import Path
 
 from megatron_train.config.files import read_file
@@ -9,8 +10,14 @@ from megatron_train.config.run import RunConfig, build_run, run_options
 from megatron_train.config.values import Values
 
 
-def resolve(namespace: argparse.Namespace) -> tuple[RunConfig, Values]:
+def resolve(
+    namespace: argparse.Namespace, world_size: int | None = None
+) -> tuple[RunConfig, Values]:
     """Return the configuration of a run and the values it was made from.
+
+    Args:
+        namespace: the parsed command line.
+        world_size: ranks of the run; by default as torchrun says, and 1 without it.
 
     Raises:
         TrainError: a value that cannot be used; each section's own exception for what it refuses.
@@ -21,7 +28,12 @@ def resolve(namespace: argparse.Namespace) -> tuple[RunConfig, Values]:
     if namespace.config is not None:
         values = read_file(Path(namespace.config), options)
     values = derive(values.updated(given_flags(namespace, options)))
-    return build_run(values), values
+    return build_run(values, world_size or started_ranks()), values
+
+
+def started_ranks() -> int:
+    """Return the number of ranks that torchrun, or whoever sets its variables, has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def derive(values: Values) -> Values:

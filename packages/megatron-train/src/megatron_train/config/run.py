@@ -6,7 +6,8 @@ from typing import Any
 
 from megatron_models import GPTConfig
 from megatron_optim import LearningRateSchedule, OptimizerConfig, WeightDecaySchedule
-from megatron_parallel import ParallelLayout
+from megatron_parallel import ParallelLayout, split_layers
+from megatron_parallel.pipeline import check_micro_batches
 
 from megatron_train.config.options import Option, options_of
 from megatron_train.config.sections import (
@@ -54,17 +55,22 @@ class RunConfig:
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
-        _refuse_several_ranks(self.layout)
+        _refuse_undriven_axes(self.layout)
+        if self.layout.dp is None:
+            object.__setattr__(self, "layout", self.layout.resolve(_model_ranks(self.layout)))
         if self.data.seq_length > self.model.max_position_embeddings:
             raise TrainError(
                 f"--seq-length {self.data.seq_length} exceeds --max-position-embeddings "
                 f"{self.model.max_position_embeddings}; shorten the one or raise the other"
             )
-        if self.global_batch_size % self.training.micro_batch_size:
+        if self.global_batch_size % self._samples_at_once:
+            ranks = self.data_parallel_size
+            times = f" times {ranks} data parallel ranks" if ranks > 1 else ""
             raise TrainError(
                 f"--global-batch-size {self.global_batch_size} is not a multiple of "
-                f"--micro-batch-size {self.training.micro_batch_size}; change one of them"
+                f"--micro-batch-size {self.training.micro_batch_size}{times}; change one of them"
             )
+        self._check_layout()
         if self.evaluation.eval_iters and not (self.data.data_path or self.data.valid_data_path):
             raise TrainError(
                 "nothing to validate on: give --valid-data-path, or --eval-iters 0 to do without"
@@ -72,15 +78,39 @@ class RunConfig:
         self.learning_rate_schedule()
         self.weight_decay_schedule()
 
+    def _check_layout(self) -> None:
+        """Refuse what the layout cannot do with this model, sequence and batch."""
+        layout, training = self.layout, self.training
+        if training.sequence_parallel and layout.tp == 1:
+            raise TrainError(
+                "--sequence-parallel needs --tensor-model-parallel-size of at least 2; leave it out"
+            )
+        if training.sequence_parallel and self.data.seq_length % layout.tp:
+            raise TrainError(
+                f"--seq-length {self.data.seq_length} cannot be cut into {layout.tp} equal parts "
+                "for --sequence-parallel; change one of them"
+            )
+        split_layers(self.model.num_layers, layout.pp, layout.vpp)
+        check_micro_batches(schedule_of(layout), layout.pp, layout.vpp, self.accumulation)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that share out the samples of a step."""
+        return self.layout.dp or 1
+
+    @property
+    def _samples_at_once(self) -> int:
+        return self.training.micro_batch_size * self.data_parallel_size
+
     @property
     def global_batch_size(self) -> int:
         """Samples in one step."""
-        return self.training.global_batch_size or self.training.micro_batch_size
+        return self.training.global_batch_size or self._samples_at_once
 
     @property
     def accumulation(self) -> int:
         """Micro-batches that one rank accumulates in one step."""
-        return self.global_batch_size // self.training.micro_batch_size
+        return self.global_batch_size // self._samples_at_once
 
     def learning_rate_schedule(self) -> LearningRateSchedule:
         """Return the learning rate as a function of consumed samples."""
@@ -102,26 +132,55 @@ class RunConfig:
         return self.optimizer.weight_decay_schedule(samples=samples)
 
 
-def build_run(values: Values) -> RunConfig:
-    """Build and check the configuration from given values."""
+def build_run(values: Values, world_size: int = 1) -> RunConfig:
+    """Build and check the configuration of a run on ``world_size`` ranks from given values."""
     missing = [option.flag for option in values.missing(run_options())]
     if missing == ["--vocab-size"]:
         raise UsageError("the vocabulary size is unknown: give --tokenizer-model, or --vocab-size")
     if missing:
         raise UsageError(f"missing: {', '.join(missing)}; give as flags or in the file of --config")
     sections = {name: cls(**values.section(name)) for name, (_, cls) in SECTIONS.items()}
+    sections["layout"] = _resolve(sections["layout"], world_size)
     return RunConfig(**sections)
 
 
-def _refuse_several_ranks(layout: ParallelLayout) -> None:
+def schedule_of(layout: ParallelLayout) -> str:
+    """Return the name of the pipeline schedule that a layout is trained with."""
+    return "interleaved-1f1b" if layout.vpp > 1 else "1f1b"
+
+
+def _resolve(layout: ParallelLayout, world_size: int) -> ParallelLayout:
+    _refuse_undriven_axes(layout)
+    needed = _model_ranks(layout)
+    if world_size % needed:
+        options = options_of(ParallelLayout, "layout")
+        asked = [
+            o.spelling(getattr(layout, o.name))
+            for o in options
+            if o.name in ("tp", "cp", "pp") and getattr(layout, o.name) > 1
+        ]
+        raise TrainError(
+            f"{' '.join(asked)} needs a multiple of {needed} ranks, and there "
+            f"{'is 1' if world_size == 1 else f'are {world_size}'}: start with --nproc-per-node "
+            f"{needed}, or by torchrun"
+        )
+    return layout.resolve(world_size)
+
+
+def _model_ranks(layout: ParallelLayout) -> int:
+    """Ranks that hold one copy of the model."""
+    return layout.tp * layout.cp * layout.pp
+
+
+def _refuse_undriven_axes(layout: ParallelLayout) -> None:
     options = options_of(ParallelLayout, "layout")
-    changed = [
+    asked = [
         o.spelling(getattr(layout, o.name))
         for o in options
-        if getattr(layout, o.name) not in (1, None)
+        if o.name in ("cp", "ep", "etp") and getattr(layout, o.name) not in (1, None)
     ]
-    if changed:
+    if asked:
         raise TrainError(
-            f"pretrain runs on one rank, so {', '.join(changed)} cannot be used; leave out "
-            "(`megatron-train layout` draws any layout)"
+            f"pretrain does not cut sequences or experts yet, so {', '.join(asked)} cannot be "
+            "used; leave out (`megatron-train layout` draws any layout)"
         )

@@ -106,6 +106,18 @@ class TrainingConfig:
     device: Literal["auto", "cpu", "cuda"] = _setting(
         "auto", "device to train on; auto takes a GPU if there is one (our name)"
     )
+    sequence_parallel: bool = _setting(
+        False, "cut activations between tensor parallel regions along the sequence"
+    )
+    hidden_dropout: float = _setting(
+        0.1, "probability of dropping an element after embedding, attention and feed-forward layer"
+    )
+    attention_dropout: float = _setting(0.1, "probability of dropping an attention probability")
+    distributed_timeout_minutes: float = _setting(
+        10.0,
+        "time after which ranks give up waiting for a rank that does not answer",
+        unit="minutes",
+    )
     exit_interval: int | None = _setting(
         None, "stop, with a checkpoint, at the next multiple of this step", unit="steps"
     )
@@ -115,8 +127,12 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "micro_batch_size", "global_batch_size", "train_iters")
-        _positive(self, "exit_interval", "exit_duration_in_mins")
+        _positive(self, "exit_interval", "exit_duration_in_mins", "distributed_timeout_minutes")
         _not_negative(self, "seed")
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                flag = "--" + name.replace("_", "-")
+                raise TrainError(f"{flag} must be in [0, 1), got {getattr(self, name)}")
         if self.bf16 and self.float64:
             raise TrainError("--bf16 and --float64 exclude each other; give one")
 

@@ -10,14 +10,22 @@ from tqdm import tqdm
 
 
 class Console:
-    """Print lines above a progress bar, where there is one."""
+    """Print lines above a progress bar, where there is one.
 
-    def __init__(self, out: TextIO | None = None) -> None:
+    Args:
+        out: where lines go; standard output by default.
+        silent: say nothing, for all ranks but one.
+    """
+
+    def __init__(self, out: TextIO | None = None, *, silent: bool = False) -> None:
         self._out = out
+        self.silent = silent
         self._bar: tqdm[Any] | None = None
 
     def line(self, text: str) -> None:
         """Print one line and flush it."""
+        if self.silent:
+            return
         out = self._out or sys.stdout
         with tqdm.external_write_mode(file=out):
             out.write(text + "\n")
@@ -25,6 +33,8 @@ class Console:
 
     def warn(self, text: str) -> None:
         """Print one line that starts with ``warning:`` to standard error."""
+        if self.silent:
+            return
         with tqdm.external_write_mode(file=sys.stderr):
             sys.stderr.write(f"warning: {text}\n")
             sys.stderr.flush()
@@ -47,7 +57,7 @@ class Console:
             unit="tok",
             unit_scale=True,
             desc="training",
-            disable=None,
+            disable=self.silent or None,
             dynamic_ncols=True,
             file=sys.stderr,
         )

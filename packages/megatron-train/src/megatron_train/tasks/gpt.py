@@ -1,11 +1,12 @@
 """Left-to-right language modelling with a GPT model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_kernels import Mask
-from megatron_models import GPT, gpt_flops
-from torch import Tensor, nn
+from megatron_models import GPT, Dropout, gpt_flops
+from megatron_parallel import DropoutKey, Passed
+from torch import Tensor
 
 from megatron_train.tasks.task import Batch
 
@@ -16,22 +17,33 @@ class GPTTask:
     """Predict each next token; the loss is cross entropy over the tokens that the mask keeps.
 
     Args:
-        model: the whole model; one stage.
+        stages: this rank's stages of the model; one on a layout without pipeline.
         family: name of its family, kept in checkpoints.
+        seed: of the dropout masks, which depend on it, the step and the number of the sample.
+        hidden_dropout: probability of dropping an element of the residual branches.
+        attention_dropout: probability of dropping an attention probability.
         reset_position_ids: take the positions of the batch instead of counting from 0.
         reset_attention_mask: attend within the documents of the batch instead of across them.
     """
 
+    losses = (LOSS,)
+
     def __init__(
         self,
-        model: GPT,
+        stages: Sequence[GPT],
         family: str | None,
         *,
+        seed: int = 1234,
+        hidden_dropout: float = 0.0,
+        attention_dropout: float = 0.0,
         reset_position_ids: bool = False,
         reset_attention_mask: bool = False,
     ) -> None:
-        self._model = model
+        self._stages = tuple(stages)
         self._family = family
+        self._seed = seed
+        self._hidden_dropout = hidden_dropout
+        self._attention_dropout = attention_dropout
         self._reset_position_ids = reset_position_ids
         self._reset_attention_mask = reset_attention_mask
 
@@ -43,30 +55,49 @@ class GPTTask:
     @property
     def model_config(self) -> dict[str, Any]:
         """The model's configuration as plain values."""
-        return self._model.config.to_dict()
+        return self._stages[0].config.to_dict()
 
     @property
-    def stages(self) -> Sequence[nn.Module]:
-        """The whole model."""
-        return (self._model,)
+    def stages(self) -> Sequence[GPT]:
+        """This rank's stages."""
+        return self._stages
 
     def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Return the number of tokens that count; 1 where none does, so that the loss is 0."""
-        count = sum(float(batch["loss_mask"].double().sum()) for batch in batches)
-        return {LOSS: count or 1.0}
+        """Return the number of tokens that count."""
+        return {LOSS: sum(float(batch["loss_mask"].double().sum()) for batch in batches)}
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Return the cross entropy of each token, ``[b, s]``."""
-        positions = batch["positions"] if self._reset_position_ids else None
-        mask = Mask(document_ids=batch["document_ids"]) if self._reset_attention_mask else None
-        return self._model.loss(batch["tokens"], batch["labels"], positions=positions, mask=mask)
+    def inputs(self, batch: Batch, stage: int, iteration: int | None) -> Mapping[str, Any]:
+        """Return tokens for the first stage, labels for the last, mask and dropout for all."""
+        own = next(one for one in self._stages if one.stage == stage)
+        given: dict[str, Any] = {}
+        if own.first:
+            given["x"] = batch["tokens"]
+        if own.last:
+            given["labels"] = batch["labels"]
+        if self._reset_position_ids:
+            given["positions"] = batch["positions"]
+        if self._reset_attention_mask:
+            given["mask"] = Mask(document_ids=batch["document_ids"])
+        if iteration is not None and (self._hidden_dropout or self._attention_dropout):
+            key = DropoutKey.for_batch(
+                seed=self._seed,
+                iteration=iteration,
+                samples=batch["sample_ids"],
+                positions=batch["tokens"].shape[1],
+            )
+            given["dropout"] = Dropout(key, self._hidden_dropout, self._attention_dropout)
+        return given
+
+    def passed(self, batch: Batch, stage: int) -> Passed:
+        """Return shape and dtype of the activations between two stages."""
+        return self._stages[0].passed(*batch["tokens"].shape)
 
     def loss(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return the cross entropy summed over the tokens that count."""
+        """Return the cross entropy ``[b, s]`` summed over the tokens that count."""
         return {LOSS: (output * batch["loss_mask"]).sum()}
 
     def flops(self, batches: Sequence[Batch]) -> float:
         """Return the operations of a forward and backward pass over the batches."""
         length = batches[0]["tokens"].shape[1]
         tokens = sum(batch["tokens"].numel() for batch in batches)
-        return float(gpt_flops(self._model.config, length, tokens))
+        return float(gpt_flops(self._stages[0].config, length, tokens))

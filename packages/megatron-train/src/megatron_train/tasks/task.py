@@ -1,20 +1,21 @@
 """The contract between the trainer and what it trains.
 
-The trainer never asks which model it trains. It divides sums by denominators, and both come from
-here.
+The trainer never asks which model it trains, nor on how many ranks. It divides sums by
+denominators, and both come from here.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
+from megatron_parallel import Passed
 from torch import Tensor, nn
 
 Batch: TypeAlias = Mapping[str, Tensor]
-"""One micro-batch: tensors of shape ``[b, s]`` by name."""
+"""One micro-batch: tensors of shape ``[b, s]`` or ``[b]`` by name."""
 
 
 class Task(Protocol):
-    """One way of training one kind of model."""
+    """One way of training one kind of model, as one rank sees it."""
 
     @property
     def family(self) -> str | None:
@@ -26,20 +27,31 @@ class Task(Protocol):
 
     @property
     def stages(self) -> Sequence[nn.Module]:
-        """The parts of the model that this rank holds, in the order of the forward pass."""
+        """The pipeline stages that this rank holds, in the order of the forward pass."""
+
+    @property
+    def losses(self) -> Sequence[str]:
+        """Names of the losses."""
 
     def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Return what each loss is divided by, from the labels and masks of a whole step.
+        """Return what each loss is divided by, from labels and masks alone.
 
-        Called before the first forward pass of the step, so that no gradient is ever an average of
-        averages.
+        Called with the micro-batches of this rank before the first forward pass of a step, and
+        summed over the ranks, so that no gradient is ever an average of averages.
         """
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Run the stages on a micro-batch and return what `loss` needs of it."""
+    def inputs(self, batch: Batch, stage: int, iteration: int | None) -> Mapping[str, Any]:
+        """Return the keyword arguments of a stage for a micro-batch.
 
-    def loss(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return each loss of a micro-batch as a sum, from the output of `forward`."""
+        What the stage before passes on comes as its first positional argument. ``iteration`` is the
+        number of the step, or None in an evaluation.
+        """
+
+    def passed(self, batch: Batch, stage: int) -> Passed | tuple[Passed, ...]:
+        """Return shape and dtype of what a stage passes on; asked of every rank for every stage."""
+
+    def loss(self, output: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return each loss of a micro-batch as a sum, from the output of the last stage."""
 
     def flops(self, batches: Sequence[Batch]) -> float:
-        """Return the operations of a forward and backward pass over the batches."""
+        """Return the operations of a forward and backward pass of the whole model."""

@@ -1,0 +1,135 @@
+"""One step of this rank: its micro-batches through its stages, gradients summed over all ranks.
+
+    engine = StepEngine(task, mesh)
+    optimizer = Optimizer(engine.parameters, engine.table, mesh, config, gradients=engine.gradients)
+    sums = engine.run(micro_batches, denominators, iteration)   # each loss, over all ranks
+    optimizer.step(lr)
+    engine.zero()
+
+The same path serves every layout. On one rank the pipeline is a plain loop, the gradient buffers
+leave gradients where autograd puts them, and nothing communicates.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from megatron_parallel import (
+    GradientBuffers,
+    Mesh,
+    Passed,
+    PipelineEngine,
+    Sharding,
+    all_reduce,
+    collect_shardings,
+)
+from megatron_parallel.pipeline import Backward, stage_parameters
+from torch import Tensor, nn
+
+from megatron_train.config.run import schedule_of
+from megatron_train.tasks.task import Batch, Task
+
+
+class StepEngine:
+    """Forward and backward passes of a step on one rank of a mesh.
+
+    Args:
+        task: what is trained; its stages are this rank's.
+        mesh: where this rank stands.
+        compile: whether to compile each stage with torch.compile.
+
+    Attributes:
+        parameters: this rank's parameters by global name, each of them once.
+        table: how each is cut.
+        buffers: main gradients, one set for each stage of this rank.
+    """
+
+    def __init__(self, task: Task, mesh: Mesh, *, compile: bool = False) -> None:  # noqa: A002
+        self.task = task
+        self.mesh = mesh
+        self.parameters = stage_parameters(task.stages)
+        self.table: dict[str, Sharding] = {}
+        self.buffers: list[GradientBuffers] = []
+        for stage in task.stages:
+            table = collect_shardings(stage)
+            self.table.update(table)
+            self.buffers.append(GradientBuffers(stage.named_parameters(), table, mesh))
+        chunks: list[nn.Module] = list(task.stages)
+        if compile:
+            chunks = [torch.compile(stage, dynamic=False) for stage in chunks]  # type: ignore[misc]
+        self._iteration: int | None = None
+        self._pipeline = PipelineEngine(
+            mesh,
+            chunks,
+            task.loss,
+            inputs=self._inputs,
+            passed=self._passed,
+            sums=task.losses,
+            schedule=schedule_of(mesh.layout),
+            around_backward=self._around_backward,
+        )
+
+    def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Return what each loss is divided by, counted over the micro-batches of all ranks."""
+        return self._over_data(self.task.denominators(batches))
+
+    def run(
+        self, batches: Sequence[Batch], denominators: Mapping[str, float], iteration: int
+    ) -> dict[str, float]:
+        """Add the gradients of all micro-batches and sum them over all ranks.
+
+        Args:
+            batches: this rank's micro-batches.
+            denominators: of the global batch.
+            iteration: number of the step, from 1; dropout depends on it.
+
+        Returns:
+            Each loss summed over the true tokens of the global batch, equal on every rank.
+        """
+        self._iteration = iteration
+        sums = self._pipeline.run([self._move(batch) for batch in batches], denominators)
+        for buffers in self.buffers:
+            buffers.finish()
+        return self._over_data(sums)
+
+    def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Return each loss summed over the true tokens of all ranks; makes no gradients."""
+        self._iteration = None
+        return self._over_data(self._pipeline.evaluate([self._move(batch) for batch in batches]))
+
+    def gradients(self) -> dict[str, Float[Tensor, "..."]]:
+        """Return the main gradients after `run`, by global name."""
+        return {name: g for buffers in self.buffers for name, g in buffers.gradients().items()}
+
+    def zero(self) -> None:
+        """Drop all gradients."""
+        for buffers in self.buffers:
+            buffers.zero()
+
+    def _inputs(self, batch: Batch, stage: int) -> Mapping[str, Any]:
+        return self.task.inputs(batch, stage, self._iteration)
+
+    def _passed(self, batch: Batch, stage: int) -> Passed | tuple[Passed, ...]:
+        return self.task.passed(batch, stage)
+
+    def _around_backward(self, backward: Backward) -> AbstractContextManager[object]:
+        # No schedule used here splits its backward passes, so hooks see every gradient.
+        self.buffers[backward.stage // self.mesh.layout.pp].begin(last=backward.last)
+        return nullcontext()
+
+    def _move(self, batch: Batch) -> Batch:
+        if self.mesh.device.type == "cpu":
+            return batch
+        device = self.mesh.device
+        return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+
+    def _over_data(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
+        """Sum numbers over the ranks that see other samples, in float64."""
+        device = self.mesh.device
+        total = torch.stack(
+            [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values.values()]
+        )
+        all_reduce(total, self.mesh.axis("dp_cp"))
+        return dict(zip(values, total.tolist(), strict=True))
