@@ -17,8 +17,16 @@ def inputs(s: int = 7, t: int = 7, n: int = 4, g: int = 2, d: int = 6) -> tuple[
     return tuple(torch.randn(shape, dtype=F64, requires_grad=True) for shape in shapes)
 
 
-def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, offset: int = 0) -> Tensor:
-    """Query by query, in plain arithmetic."""
+def by_hand(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    offset: int = 0,
+    factors: Tensor | None = None,
+) -> Tensor:
+    """Query by query, in plain arithmetic; ``factors`` [b, n, s, t] multiply the weights."""
     s, b, n, _ = q.shape
     out = torch.zeros(s, b, n, v.shape[-1], dtype=F64)
     allowed = mask.allowed(s, k.shape[0], offset).expand(b, -1, -1)
@@ -32,7 +40,9 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, offset: i
                     for key in seen
                 ]
                 for key, power in zip(seen, powers, strict=True):
-                    out[row, sample, head] += power / sum(powers) * v[key, sample, group].detach()
+                    factor = 1.0 if factors is None else float(factors[sample, head, row, key])
+                    weight = factor * power / sum(powers)
+                    out[row, sample, head] += weight * v[key, sample, group].detach()
     return out
 
 
@@ -42,6 +52,35 @@ def test_equal_to_arithmetic_by_hand(mask: Mask, backend: str) -> None:
     q, k, v = (x.detach() for x in inputs())
     expected = by_hand(q, k, v, mask, 0.3)
     torch.testing.assert_close(attention(q, k, v, mask, 0.3, backend=backend), expected)
+
+
+def test_dropout_multiplies_the_weights_of_every_head_and_is_differentiated() -> None:
+    q, k, v = inputs()
+    factors = torch.rand(2, 4, 7, 7, dtype=F64).round() * 1.25
+
+    def dropout(p: Tensor) -> Tensor:
+        assert p.shape == factors.shape
+        torch.testing.assert_close(p[:, :, 2:].sum(-1), torch.ones(2, 4, 5, dtype=F64))
+        return p * factors
+
+    mask = Mask(window=5)
+    out = attention(q, k, v, mask, 0.3, dropout=dropout)
+    expected = by_hand(*(x.detach() for x in (q, k, v)), mask, 0.3, factors=factors)
+    torch.testing.assert_close(out.detach(), expected)
+    assert torch.autograd.gradcheck(
+        lambda *tensors: attention(*tensors, mask, dropout=lambda p: p * factors), (q, k, v)
+    )
+
+
+def test_only_the_reference_applies_a_dropout_and_the_others_say_so() -> None:
+    q, k, v = inputs()
+    choice = attention.explain(q, k, v, Mask(), dropout=torch.zeros_like)
+    assert choice.backend == "reference"
+    assert "torch: it draws a dropout of its own and applies no other" in choice.reason
+    assert attention.explain(q, k, v, Mask()).backend == "torch"
+    assert not attention(q, k, v, Mask(), dropout=torch.zeros_like).any()
+    with pytest.raises(KernelError, match="'torch' cannot run here: it draws a dropout of its own"):
+        attention(q, k, v, Mask(), dropout=torch.zeros_like, backend="torch")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

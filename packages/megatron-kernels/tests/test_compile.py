@@ -47,6 +47,26 @@ print("whole graphs")
 """
 
 
+EAGER = """
+import sys
+import torch
+from megatron_kernels.cases import CASES, Source
+
+for case in CASES:
+    case.op(*case.arguments(Source(torch.float32, torch.device("cpu")))).sum().backward()
+print([name for name in sys.modules if name.startswith("torch._dynamo")])
+"""
+
+
+def test_eager_operations_do_not_import_the_compiler() -> None:
+    """It would take 3 to 4 seconds at every start."""
+    done = subprocess.run(
+        [sys.executable, "-c", EAGER], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
 def test_every_operation_compiles_to_one_graph_with_equal_results() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, timeout=300

@@ -5,20 +5,23 @@ import sys
 COMPILE = """
 import json, sys
 import torch
-from megatron_models import GPT, GPTConfig
-from megatron_parallel import Mesh
+from megatron_models import GPT, Dropout, GPTConfig
+from megatron_parallel import DropoutKey, Mesh
 
-for text in json.load(sys.stdin):
+key = DropoutKey.for_batch(seed=1, iteration=1, samples=torch.arange(2), positions=8)
+dropout = Dropout(key, hidden=0.1, attention=0.1)
+for number, text in enumerate(json.load(sys.stdin)):
     model = GPT(GPTConfig.from_json(text), Mesh.single())
     tokens = torch.randint(model.config.vocab_size, (2, 8))
     labels = torch.randint(model.config.vocab_size, (2, 8))
-    model.loss(tokens, labels).mean().backward()
+    drop = dropout if number % 2 else None
+    model.loss(tokens, labels, dropout=drop).mean().backward()
     eager = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     torch.compiler.reset()
     # Traces forward and backward as the default backend does, without compiling any C++.
     compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
-    compiled(tokens, labels).mean().backward()
+    compiled(tokens, labels, dropout=drop).mean().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, eager[name], rtol=1e-4, atol=1e-6, msg=name)
 """

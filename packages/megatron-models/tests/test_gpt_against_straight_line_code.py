@@ -1,11 +1,16 @@
-"""The model against the same mathematics written out in float64, one loop at a time."""
+"""The model against the same mathematics written out in float64, one loop at a time.
+
+Dropout is given as the factors of every element: 0, or 1 / (1 - p).
+"""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from megatron_models.gpt import GPT
-from megatron_parallel import Mesh
+from megatron_models.layers.dropout import Dropout
+from megatron_parallel import DropoutKey, Mesh, keep_mask
 
 
 def inverse_frequencies(config):
@@ -50,8 +55,8 @@ def linear(x, weights, name):
     ).reshape(-1)
 
 
-def attention(x, weights, name, config):
-    """One sequence ``[s, h]``, one head and one position at a time."""
+def attention(x, weights, name, config, factors):
+    """One sequence ``[s, h]``, one head and one position at a time; factors ``[s, n, s]``."""
     length, d, m = len(x), config.kv_channels, config.heads_per_group
     fused = linear(x, weights, f"{name}.qkv").view(length, config.num_query_groups, (m + 2) * d)
     outputs = []
@@ -67,7 +72,8 @@ def attention(x, weights, name, config):
                 if config.position_embedding_type == "rope":
                     query = rotate(query, t, config)
                 scores = keys[: t + 1] @ query / math.sqrt(d)
-                rows.append(torch.softmax(scores, 0) @ values[: t + 1])
+                kept = torch.softmax(scores, 0) * factors[t, len(outputs), : t + 1]
+                rows.append(kept @ values[: t + 1])
             outputs.append(torch.stack(rows))
     return linear(torch.cat(outputs, -1), weights, f"{name}.out")
 
@@ -85,17 +91,26 @@ def feed_forward(x, weights, name, config):
     return linear(active, weights, f"{name}.down")
 
 
-def straight_line_logits(weights, config, tokens):
+def no_dropout(sample, layer, site, *channels):
+    """The factors ``[s, *channels]`` of a sample where nothing is dropped."""
+    return torch.ones((), dtype=torch.float64).expand(9, *channels)
+
+
+def straight_line_logits(weights, config, tokens, factors):
     """Logits ``[s, v]`` of one sequence ``[s]`` for the true vocabulary."""
+    h = config.hidden_size
     x = weights["embedding.word.weight"][tokens]
     if "embedding.position.weight" in weights:
         x = x + weights["embedding.position.weight"][: len(tokens)]
+    x = x * factors(-1, 0, h)
     for i in range(config.num_layers):
         block = f"layers.{i}"
         inner = norm(x, weights, f"{block}.attention_norm", config)
-        x = x + attention(inner, weights, f"{block}.attention", config)
+        kept = factors(i, 1, config.num_attention_heads, len(tokens))
+        attended = attention(inner, weights, f"{block}.attention", config, kept)
+        x = x + attended * factors(i, 2, h)
         inner = norm(x, weights, f"{block}.mlp_norm", config)
-        x = x + feed_forward(inner, weights, f"{block}.mlp", config)
+        x = x + feed_forward(inner, weights, f"{block}.mlp", config) * factors(i, 3, h)
     x = norm(x, weights, "final_norm", config)
     output = weights.get("output.weight", weights["embedding.word.weight"])
     return x @ output[: config.vocab_size].T
@@ -106,24 +121,49 @@ def model(config, scramble):
     return scramble(GPT(config, Mesh.single(), dtype=torch.float64))
 
 
-def test_logits_loss_and_every_gradient_equal_straight_line_code(model):
-    config = model.config
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(config.vocab_size, (2, 9), generator=generator)
-    labels = torch.randint(config.vocab_size, (2, 9), generator=generator)
-    loss = model.loss(tokens, labels)
+def draw(config, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (2, 2, 9), generator=generator)
+
+
+def compare(model, tokens, labels, dropout=None, factors=no_dropout):
+    """Loss and every gradient against straight-line code; ``factors`` takes the sample first."""
+    loss = model.loss(tokens, labels, dropout=dropout)
     weights = {
         name: parameter.detach().clone().requires_grad_()
         for name, parameter in model.named_parameters()
     }
-    logits = torch.stack([straight_line_logits(weights, config, row) for row in tokens])
+    logits = torch.stack(
+        [
+            straight_line_logits(weights, model.config, row, partial(factors, number))
+            for number, row in enumerate(tokens)
+        ]
+    )
     wanted = -logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-
-    v = config.vocab_size
-    torch.testing.assert_close(model(tokens)[..., :v].transpose(0, 1), logits, rtol=0, atol=1e-11)
     torch.testing.assert_close(loss, wanted, rtol=0, atol=1e-11)
     loss.mean().backward()
     wanted.mean().backward()
     for name, parameter in model.named_parameters():
         grad = weights[name].grad
         torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=1e-12, msg=name)
+    return logits.detach()
+
+
+def test_logits_loss_and_every_gradient_equal_straight_line_code(model):
+    tokens, labels = draw(model.config)
+    logits = compare(model, tokens, labels)
+    found = model(tokens)[..., : model.config.vocab_size].transpose(0, 1)
+    torch.testing.assert_close(found, logits, rtol=0, atol=1e-11)
+
+
+def test_dropout_acts_where_it_is_documented_to(model):
+    """The factors come from the masks of documented layers, sites and channels."""
+    key = DropoutKey.for_batch(seed=1, iteration=2, samples=torch.tensor([7, 3]), positions=9)
+    rates = {0: 0.2, 1: 0.3, 2: 0.2, 3: 0.2}
+
+    def factors(sample, layer, site, *channels):
+        keep = keep_mask((9, 2, *channels), rates[site], key, layer=layer, site=site)
+        return keep[:, sample].double() / (1 - rates[site])
+
+    tokens, labels = draw(model.config)
+    compare(model, tokens, labels, Dropout(key, hidden=0.2, attention=0.3), factors)

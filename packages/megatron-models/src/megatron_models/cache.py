@@ -1,5 +1,6 @@
 """Keys and values of tokens already seen, so that decoding computes only the new ones."""
 
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -40,6 +41,11 @@ class StaticKVCache:
         max_length: tokens there is room for, at most the model's positions.
         dtype: of keys and values.
         device: where they are kept; by default the mesh's device.
+        layers: global numbers of the layers it serves, ``map(int, stage.layers)`` for a pipeline
+            stage; by default all.
+
+    Raises:
+        ConfigError: more positions than the model has, or no layer at all.
     """
 
     def __init__(
@@ -50,12 +56,17 @@ class StaticKVCache:
         max_length: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        layers: Iterable[int] | None = None,
     ) -> None:
         config.check_sequence_length(max_length)
+        served = range(config.num_layers) if layers is None else layers
+        self._rows = {layer: row for row, layer in enumerate(served)}
+        if not self._rows:
+            raise ConfigError("a cache for no layers cannot tell how many tokens were seen")
         groups = config.num_query_groups // mesh.axis("tp").size
-        shape = (config.num_layers, 2, max_length, batch_size, groups, config.kv_channels)
+        shape = (len(self._rows), 2, max_length, batch_size, groups, config.kv_channels)
         self._store = torch.empty(shape, dtype=dtype, device=device or mesh.device)
-        self._filled = [0] * config.num_layers
+        self._filled = [0] * len(self._rows)
 
     @property
     def length(self) -> int:
@@ -71,16 +82,17 @@ class StaticKVCache:
         self, layer: int, k: Float[Tensor, "t b g d"], v: Float[Tensor, "t b g d"]
     ) -> tuple[Float[Tensor, "all b g d"], Float[Tensor, "all b g d"]]:
         """Write the new keys and values in place; return views of all so far."""
-        start = self._filled[layer]
+        row = self._rows[layer]
+        start = self._filled[row]
         end = start + len(k)
         if end > self.max_length:
             raise ConfigError(
                 f"{end} positions do not fit in a cache of {self.max_length}; make it longer"
             )
-        keys, values = self._store[layer]
+        keys, values = self._store[row]
         keys[start:end] = k
         values[start:end] = v
-        self._filled[layer] = end
+        self._filled[row] = end
         return keys[:end], values[:end]
 
     def truncate(self, length: int) -> None:

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import cast
 
+import megatron_parallel
 import torch
 from jaxtyping import Float, Int
 from megatron_kernels import Mask
-from megatron_parallel import Init, Mesh, Passed, initialize_parameters
+from megatron_parallel import Init, Mesh, initialize_parameters
 from megatron_parallel.tensor_parallel import (
     ColumnParallelLinear,
     column_parallel_linear,
@@ -123,7 +124,7 @@ class GPT(nn.Module):
         if self.rotary is not None:
             self.rotary.reset()
 
-    def passed(self, batch_size: int, sequence_length: int) -> Passed:
+    def passed(self, batch_size: int, sequence_length: int) -> "megatron_parallel.Passed":
         """What a stage that is not the last passes on for one micro-batch.
 
         Args:
@@ -134,7 +135,8 @@ class GPT(nn.Module):
             ConfigError: sequence parallelism cannot cut that length.
         """
         part = self._part_length(sequence_length)
-        return Passed((part, batch_size, self.config.hidden_size), self.dtype)
+        # Looked up here: it brings torch's pipelining and with it the compiler, seconds of a CPU.
+        return megatron_parallel.Passed((part, batch_size, self.config.hidden_size), self.dtype)
 
     def forward(
         self,

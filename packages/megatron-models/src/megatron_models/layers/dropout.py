@@ -14,6 +14,7 @@ it. The numbers are part of every training curve and do not change.
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 from jaxtyping import Float
 from megatron_parallel import Axis, DropoutKey, keyed_dropout
 from torch import Tensor
@@ -73,8 +74,11 @@ class StageDropout:
         self, p: Float[Tensor, "b n s t"], layer: int, first_head: int
     ) -> Float[Tensor, "b n s t"]:
         """Drop attention probabilities of heads ``first_head``, ``first_head + 1``, ..."""
+        by_query = p.permute(2, 0, 1, 3)
+        if torch.compiler.is_compiling():  # Dynamo writes results into contiguous memory only
+            by_query = by_query.contiguous()
         dropped = keyed_dropout(
-            p.permute(2, 0, 1, 3),
+            by_query,
             self.given.attention,
             self.given.key,
             layer=layer,

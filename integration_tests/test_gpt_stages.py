@@ -1,0 +1,300 @@
+"""GPT cut over tensor, sequence and pipeline ranks equals GPT on one rank, in float64.
+
+The model is not symmetric: gains are not 1, biases not 0, the vocabulary does not divide, stages
+are uneven, documents cross every cut, micro-batches have unequally many true tokens; and it drops.
+"""
+
+import zlib
+from contextlib import ExitStack
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron_kernels import Mask
+from megatron_models import GPT, ConfigError, Dropout, GPTConfig, gpt_chunks
+from megatron_models.layers.dropout import StageDropout
+from megatron_models.layers.embedding import PositionEmbedding
+from megatron_parallel import (
+    DropoutKey,
+    GradientBuffers,
+    Mesh,
+    ParallelLayout,
+    PipelineEngine,
+    Sharding,
+    collect_shardings,
+    parameter_views,
+)
+from megatron_parallel.pipeline import stage_parameters
+
+LENGTH, BATCH, MICRO_BATCHES, VOCAB = 12, 2, 4, 150
+RATES = 0.2, 0.3
+TOLERANCE = 1e-12
+
+SHAPE = {
+    "num_layers": 5,
+    "hidden_size": 32,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "vocab_size": VOCAB,  # of 256 rows in memory: of four ranks one holds 22 true ones, one none
+    "max_position_embeddings": 16,
+    "ffn_hidden_size": 24,
+}
+CONFIGS = {
+    "tied": GPTConfig(**SHAPE),
+    "untied": GPTConfig(
+        **SHAPE,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        activation="swiglu",
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        untie_embeddings_and_output_weights=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model lies on the ranks."""
+
+    layout: ParallelLayout
+    sequence_parallel: bool = False
+    split: tuple[range, ...] | None = None
+    schedule: str = "1f1b"
+
+
+UNEVEN = (range(2), range(2, 5))
+CASES = {
+    "tp2": Case(ParallelLayout(tp=2, dp=1)),
+    "tp2-sp": Case(ParallelLayout(tp=2, dp=1), True),
+    "tp4-sp": Case(ParallelLayout(tp=4, dp=1), True),
+    "pp2": Case(ParallelLayout(pp=2, dp=1), split=UNEVEN),
+    "tp2-pp2": Case(ParallelLayout(tp=2, pp=2, dp=1), split=UNEVEN),
+    "tp2-sp-pp2": Case(ParallelLayout(tp=2, pp=2, dp=1), True, UNEVEN),
+    "tp2-sp-pp2-vpp2": Case(
+        ParallelLayout(tp=2, pp=2, vpp=2, dp=1),
+        True,
+        (range(1), range(1, 2), range(2, 4), range(4, 5)),
+        "interleaved-1f1b",
+    ),
+}
+
+
+def make_batch(number):
+    """One micro-batch: documents of unequal lengths, padding, labels without loss."""
+    generator = torch.Generator().manual_seed(number)
+    text = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=generator)
+    labels = text[:, 1:].clone()
+    labels[0, : 2 * number + 1] = -100
+    lengths = [(5, 4, 3), (2, 10, 0)][number % 2], (1, 6, 5)
+    ids, places = [], []
+    for row in lengths:
+        ids.append([document for document, n in enumerate(row) for _ in range(n)])
+        places.append([place for n in row for place in range(n)])
+    ids = torch.tensor(ids, dtype=torch.int32)
+    ids[1, -2:] = -1
+    labels[1, -2:] = -100
+    return {
+        "tokens": text[:, :-1],
+        "labels": labels,
+        "positions": torch.tensor(places, dtype=torch.int32),
+        "mask": Mask(document_ids=ids),
+        "samples": torch.arange(BATCH) + BATCH * number + 2**33,
+    }
+
+
+def scramble(chunks, table, mesh):
+    """Add noise to every parameter, the same whichever rank holds it."""
+    with torch.no_grad():
+        for name, parameter in stage_parameters(chunks).items():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            noise = torch.randn(table[name].shape, generator=generator, dtype=torch.float64) * 0.2
+            for piece in table[name].pieces(mesh):
+                parameter[piece.local.slices] += noise[piece.box.slices]
+
+
+def step(mesh, config, case, hidden=RATES[0], attention=RATES[1], defect=None):
+    """Losses ``{micro-batch: [b, s]}`` of the last stage, their sum, and gradients as pieces."""
+    with ExitStack() as stack:
+        if defect is not None:
+            stack.enter_context(patch.object(*DEFECTS[defect]()))
+        chunks = gpt_chunks(
+            config,
+            mesh,
+            split=case.split,
+            sequence_parallel=case.sequence_parallel,
+            dtype=torch.float64,
+        )
+        table = {}
+        for chunk in chunks:
+            table |= collect_shardings(chunk)
+        scramble(chunks, table, mesh)
+        losses = {}
+
+        def inputs(batch, stage):
+            key = DropoutKey.for_batch(
+                seed=5, iteration=3, samples=batch["samples"], positions=LENGTH
+            )
+            names = ("labels", "positions", "mask")
+            given = {name: batch[name] for name in names}
+            given["dropout"] = Dropout(key, hidden, attention)
+            return given | ({"x": batch["tokens"]} if stage == 0 else {})
+
+        def loss(output, batch):
+            losses[int(batch["samples"][0])] = output.detach()
+            return {"loss": output.sum()}
+
+        engine = PipelineEngine(
+            mesh,
+            chunks,
+            loss,
+            inputs=inputs,
+            passed=lambda batch, stage: chunks[0].passed(*batch["tokens"].shape),
+            schedule=case.schedule,
+        )
+        buffers = GradientBuffers(stage_parameters(chunks), table, mesh)
+        batches = [make_batch(number) for number in range(MICRO_BATCHES)]
+        true_tokens = sum(int((batch["labels"] >= 0).sum()) for batch in batches)
+        total = engine.run(batches, {"loss": true_tokens})["loss"]
+        buffers.finish()
+    views = parameter_views(buffers.gradients(), table, mesh)
+    pieces = [(name, view.offsets, view.tensor.clone()) for name in views for view in views[name]]
+    return losses, total, pieces
+
+
+def largest_difference(one, ranks, stages):
+    """Of losses and gradients of all ranks from those of one, and the gradient that has it."""
+    losses, total, pieces = one
+    whole = {name: gradient for name, _, gradient in pieces}
+    rms = torch.cat([g.flatten() for g in whole.values()]).square().mean().sqrt()
+    worst, where, seen = 0.0, "", {name: torch.zeros_like(g) for name, g in whole.items()}
+    with_losses = 0
+    for their_losses, their_total, parts in ranks:
+        with_losses += bool(their_losses)
+        differences = [("sum of losses", (their_total - total).abs().max())]
+        for number, loss in their_losses.items():
+            differences.append((f"loss {number}", (loss - losses[number]).abs().max()))
+        for name, offsets, gradient in parts:
+            box = tuple(slice(o, o + n) for o, n in zip(offsets, gradient.shape, strict=True))
+            seen[name][box] = 1
+            scale = max(whole[name].abs().max(), 1e-3 * rms)
+            differences.append((name, (gradient - whole[name][box]).abs().max() / scale))
+        for name, difference in differences:
+            if not difference <= worst:
+                worst, where = float(difference), name
+    assert with_losses == len(ranks) // stages
+    missing = [name for name, covered in seen.items() if not covered.all()]
+    assert not missing, f"no rank has the gradient of {missing}"
+    return worst, where
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """The step on one rank, by configuration and rates of dropout."""
+    known = {}
+
+    def run(name, *rates):
+        if (name, rates) not in known:
+            alone = Case(ParallelLayout(dp=1))
+            known[name, rates] = step(Mesh.single(), CONFIGS[name], alone, *rates)
+        return known[name, rates]
+
+    return run
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_losses_and_gradients_with_dropout_equal_one_rank(worker_pool, one_rank, case, name):
+    one = one_rank(name)
+    ranks = worker_pool.run_mesh(case.layout, step, CONFIGS[name], case)
+    worst, where = largest_difference(one, ranks, case.layout.pp)
+    assert worst <= TOLERANCE, where
+
+
+def test_without_dropout_too_and_dropout_changes_the_losses(worker_pool, one_rank):
+    case = CASES["tp2-sp-pp2"]
+    one = one_rank("tied", 0.0, 0.0)
+    ranks = worker_pool.run_mesh(case.layout, step, CONFIGS["tied"], case, 0.0, 0.0)
+    worst, where = largest_difference(one, ranks, 2)
+    assert worst <= TOLERANCE, where
+    for rates in ((0.2, 0.0), (0.0, 0.3)):
+        assert abs(one[1] - one_rank("tied", *rates)[1]) > 1e-3
+
+
+# -- planted defects: the comparison above can fail -------------------------------------------
+
+
+def no_sum_over_the_parts():
+    """Gradients of norms, positions and biases are left as each rank's part."""
+    made = Sharding.__init__
+
+    def whole(self, *arguments, **options):
+        made(self, *arguments, **options | {"partial": None})
+
+    return Sharding, "__init__", whole
+
+
+def no_part_of_the_key():
+    """Every rank drops as if it had the beginning of the sequence."""
+
+    def first_part(given, cut):
+        length = len(given.key.word0) // (cut.size if cut else 1)
+        return StageDropout(given, given.key.narrow(0, length))
+
+    return StageDropout, "of", first_part
+
+
+def heads_counted_from_zero():
+    """Every rank drops attention of its own heads as if they were the first."""
+    drop = StageDropout.probabilities
+
+    def wrong(self, p, layer, first_head):
+        return drop(self, p, layer, 0)
+
+    return StageDropout, "probabilities", wrong
+
+
+def positions_from_zero():
+    """Every rank embeds its part of the sequence as if it were the first."""
+    look_up = PositionEmbedding.forward
+
+    def wrong(self, length, positions, offset):
+        return look_up(self, length, None, 0)
+
+    return PositionEmbedding, "forward", wrong
+
+
+def tied_weight_not_summed():
+    """Each end of the pipeline keeps its own gradient of the tied weight."""
+    return Sharding, "tied", property(lambda self: False, lambda self, value: None)
+
+
+DEFECTS = {
+    each.__name__: each
+    for each in (
+        no_sum_over_the_parts,
+        no_part_of_the_key,
+        heads_counted_from_zero,
+        positions_from_zero,
+        tied_weight_not_summed,
+    )
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_planted_defects_are_seen(worker_pool, one_rank, defect):
+    case = CASES["tp2-sp-pp2"]
+    ranks = worker_pool.run_mesh(case.layout, step, CONFIGS["tied"], case, *RATES, defect)
+    worst, where = largest_difference(one_rank("tied"), ranks, 2)
+    assert worst > 1e-6, where
+
+
+def test_a_sequence_that_cannot_be_cut_is_refused():
+    mesh = Mesh(ParallelLayout(tp=4).resolve(4), 1)
+    model = GPT(CONFIGS["tied"], mesh, sequence_parallel=True)
+    message = "10 tokens cannot be cut into 4 equal parts .* multiple of 4"
+    with pytest.raises(ConfigError, match=message):
+        model(torch.zeros(2, 10, dtype=torch.int64))
+    with pytest.raises(ConfigError, match=message):
+        model.passed(2, 10)

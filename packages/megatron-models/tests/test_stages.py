@@ -1,0 +1,150 @@
+import pytest
+import torch
+from megatron_models.cache import StaticKVCache
+from megatron_models.config import ConfigError
+from megatron_models.gpt import GPT, gpt_chunks
+from megatron_models.stages import plan_stage
+from megatron_parallel import LayoutError, Mesh, ParallelLayout, Passed, collect_shardings
+
+
+def rank_of(rank, **degrees):
+    """A mesh that knows where a rank stands and cannot communicate."""
+    layout = ParallelLayout(**degrees)
+    return Mesh(layout.resolve(layout.tp * layout.pp), rank)
+
+
+def draw(config, *shape, seed=1):
+    return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_stages_have_equally_many_layers_unless_a_split_says_otherwise(small):
+    config = small(num_layers=8)
+    layout = ParallelLayout(pp=2, vpp=2)
+    plans = [plan_stage(config, layout, rank, chunk) for chunk in (0, 1) for rank in (0, 1)]
+    assert [plan.layers for plan in plans] == [range(2), range(2, 4), range(4, 6), range(6, 8)]
+    assert [plan.stage for plan in plans] == [0, 1, 2, 3]
+    assert [plan.first for plan in plans] == [True, False, False, False]
+    assert [plan.last for plan in plans] == [False, False, False, True]
+    uneven = (range(3), range(3, 4), range(4, 4), range(4, 8))
+    assert plan_stage(config, layout, 1, 1, uneven).layers == range(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ((range(4),), "1 stages was given for 2"),
+        ((range(3), range(2, 4)), "0:3, 2:4 are not layers 0:4"),
+        ((range(1), range(2, 4)), "0:1, 2:4 are not layers 0:4"),
+        ((range(2), range(2, 3)), "0:2, 2:3 are not layers 0:4"),
+        ((range(2, 4), range(2)), "2:4, 0:2 are not layers 0:4"),
+    ],
+)
+def test_a_split_that_is_not_every_layer_once_is_refused(small, split, message):
+    with pytest.raises(ConfigError, match=message):
+        plan_stage(small(num_layers=4), ParallelLayout(pp=2), 0, 0, split)
+
+
+def test_layers_that_do_not_divide_and_chunks_that_do_not_exist_are_refused(small):
+    with pytest.raises(LayoutError, match="5 layers cannot be split evenly over 2 stages"):
+        GPT(small(num_layers=5), rank_of(0, pp=2))
+    with pytest.raises(ConfigError, match="chunk 1 does not exist: the layout has vpp=1"):
+        GPT(small(num_layers=4), rank_of(0, pp=2), chunk=1)
+
+
+def test_stages_together_are_the_whole_model_with_its_names_and_initial_weights(config):
+    whole = dict(GPT(config, Mesh.single()).named_parameters())
+    found = {}
+    for rank in range(2):
+        stage = GPT(config, rank_of(rank, pp=2))
+        for name, parameter in stage.named_parameters():
+            assert torch.equal(parameter, whole[name]), name
+            found.setdefault(name, []).append(rank)
+    assert found.keys() == whole.keys()
+    shared = {name for name, ranks in found.items() if len(ranks) > 1}
+    tied = not config.untie_embeddings_and_output_weights
+    assert shared == ({"embedding.word.weight"} if tied else set())
+
+
+def test_only_a_weight_that_two_stages_hold_is_tied_over_stages(small):
+    def tied(config, mesh):
+        table = collect_shardings(GPT(config, mesh))
+        return [name for name, sharding in table.items() if sharding.tied]
+
+    untied = small(untie_embeddings_and_output_weights=True, num_layers=3)
+    for rank, expected in enumerate((["embedding.word.weight"], [], ["embedding.word.weight"])):
+        assert tied(small(num_layers=3), rank_of(rank, pp=3)) == expected
+        assert tied(untied, rank_of(rank, pp=3)) == []
+    assert tied(small(), Mesh.single()) == []
+
+
+def test_gradients_are_partial_where_the_sequence_is_cut(config):
+    mesh = rank_of(0, tp=1, pp=1)
+    cut = collect_shardings(GPT(config, mesh, sequence_parallel=True))
+    kinds = ("norm.weight", "norm.bias", "position.weight", "out.bias", "down.bias")
+    for name, sharding in cut.items():
+        assert sharding.partial == ("tp" if name.endswith(kinds) else None), name
+    whole = collect_shardings(GPT(config, mesh))
+    assert all(sharding.partial is None for sharding in whole.values())
+
+
+def test_stages_after_one_another_give_the_logits_and_losses_of_the_whole(config, scramble):
+    """By hand, without a pipeline; scrambled weights differ between stages, so they are copied."""
+    model = scramble(GPT(config, Mesh.single(), dtype=torch.float64))
+    stages = [GPT(config, rank_of(rank, pp=2), dtype=torch.float64) for rank in range(2)]
+    for stage in stages:
+        stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()})
+    tokens, labels = draw(config, 2, 6), draw(config, 2, 6, seed=2)
+    x = stages[0](tokens, labels=labels)
+    assert Passed(tuple(x.shape), x.dtype) == stages[0].passed(2, 6)
+    assert torch.equal(stages[1](x), model(tokens))
+    assert torch.equal(stages[1](x, labels=labels), model.loss(tokens, labels))
+
+
+def test_stages_decode_with_caches_of_their_own_layers(config, scramble):
+    model = scramble(GPT(config, Mesh.single(), dtype=torch.float64))
+    stages = [GPT(config, rank_of(rank, pp=2), dtype=torch.float64) for rank in range(2)]
+    caches = []
+    for stage in stages:
+        stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()})
+        layers = map(int, stage.layers)
+        options = {"dtype": torch.float64, "layers": layers}
+        caches.append(StaticKVCache(config, stage.mesh, 2, 12, **options))
+    tokens = draw(config, 2, 12)
+    steps = []
+    with torch.no_grad():
+        for start, stop in ((0, 5), (5, 6), (6, 12)):
+            x = stages[0](tokens[:, start:stop], cache=caches[0])
+            steps.append(stages[1](x, cache=caches[1]))
+    torch.testing.assert_close(torch.cat(steps), model(tokens), rtol=0, atol=1e-12)
+    with pytest.raises(ConfigError, match="no layers"):
+        StaticKVCache(config, Mesh.single(), 2, 12, layers=[])
+
+
+def test_chunks_are_the_stages_of_one_rank(small):
+    config = small(num_layers=4)
+    chunks = gpt_chunks(config, rank_of(1, pp=2, vpp=2), sequence_parallel=True)
+    assert [list(chunk.layers) for chunk in chunks] == [["1"], ["3"]]
+    assert [chunk.stage for chunk in chunks] == [1, 3]
+    assert [(chunk.first, chunk.last) for chunk in chunks] == [(False, False), (False, True)]
+    assert all(chunk.sequence_parallel for chunk in chunks)
+
+
+def test_what_is_passed_on_is_cut_by_sequence_parallelism(small):
+    mesh = rank_of(0, tp=2, pp=2)
+    whole = GPT(small(), mesh, dtype=torch.bfloat16)
+    assert whole.passed(3, 10) == Passed((10, 3, 24), torch.bfloat16)
+    cut = GPT(small(), mesh, sequence_parallel=True)
+    assert cut.passed(3, 10) == Passed((5, 3, 24), torch.float32)
+
+
+def test_a_stage_says_what_it_cannot_take(small):
+    first, last = (GPT(small(), rank_of(rank, pp=2)) for rank in range(2))
+    tokens = draw(small(), 2, 6)
+    with pytest.raises(ConfigError, match=r"stage 1 takes activations .* torch.int64 \[2, 6\]"):
+        last(tokens)
+    with pytest.raises(ConfigError, match=r"stage 0 takes tokens \[b, s\], not torch.float32"):
+        first(torch.zeros(6, 2, 24))
+    with pytest.raises(ConfigError, match="stage 0 is not a whole model"):
+        first.loss(tokens, tokens)
+    with pytest.raises(ConfigError, match=r"17 tokens .* 16"):
+        last(torch.zeros(17, 2, 24))
