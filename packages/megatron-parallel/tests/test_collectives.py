@@ -14,10 +14,12 @@ from megatron_parallel import (
     copy_to_axis,
     gather_from_axis,
     gather_sequence,
+    receive,
     reduce_from_axis,
     reduce_scatter,
     scatter_sequence,
     scatter_to_axis,
+    send,
 )
 from megatron_parallel.collectives import ReduceOp
 from megatron_parallel.testing import WorkerPool
@@ -71,6 +73,37 @@ def test_plain_collectives(worker_pool: WorkerPool, ranks: int, dtype: torch.dty
             assert torch.equal(found[f"scatter {dim}"], expected)
         assert torch.equal(found["broadcast"], every[1])
         assert torch.equal(found["strided"], stacked.sum(0).to(dtype).T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_travels_from_one_rank_to_another(
+    worker_pool: WorkerPool, dtype: torch.dtype
+) -> None:
+    """Around a ring: index on the axis, not rank, says who; strided tensors at both ends."""
+
+    def run(mesh: Mesh) -> tuple[torch.Tensor, bool]:
+        axis, t = mesh.axis("pp"), torch.zeros(8, 4, dtype=dtype).T
+        after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+        mine = own(mesh.rank, dtype, (8, 4)).T
+        for step in range(2):
+            if step == axis.index % 2:
+                send(mine, axis, after)
+            else:
+                same = receive(t, axis, before) is t
+        return t, same
+
+    results = worker_pool.run_mesh(ParallelLayout(tp=2, pp=2, dp=1), run)
+    for rank, (found, same) in enumerate(results):
+        assert torch.equal(found, own((rank + 2) % 4, dtype, (8, 4)).T) and same
+
+
+def test_a_rank_that_is_not_there_cannot_be_reached(single: Mesh) -> None:
+    x, axis = torch.zeros(1), Mesh(ParallelLayout(pp=4, dp=1), 2).axis("pp")
+    for index in (2, 4, -1):
+        with pytest.raises(LayoutError, match=f"sent to index {index} of axis 'pp': it has 4"):
+            send(x, axis, index)
+    with pytest.raises(LayoutError, match="received from index 0 of axis 'tp': it has 1 ranks"):
+        receive(x, single.axis("tp"), 0)
 
 
 def test_in_place_collectives_return_their_argument(worker_pool: WorkerPool) -> None:

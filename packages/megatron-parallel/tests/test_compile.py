@@ -1,10 +1,12 @@
-"""Compiled without graph breaks on one rank; in a fresh process, where nothing is type-checked.
+"""Compiled without graph breaks; in fresh processes, where nothing is type-checked.
 
 Dynamo cannot trace functions that jaxtyping's import hook has wrapped.
 """
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 CODE = """
 import torch
@@ -45,6 +47,62 @@ for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager"))
     gradients.append(logits.grad)
 assert torch.allclose(*gradients, rtol=0, atol=1e-6)
 """
+
+
+SEVERAL = """
+import sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from megatron_parallel import (
+    ColumnParallelLinear, Mesh, ParallelLayout, RowParallelLinear, VocabParallelEmbedding,
+    column_parallel_linear, initialize_parameters, vocab_parallel_cross_entropy,
+)
+from torch import nn
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+mesh = Mesh.bind(ParallelLayout(tp=2), timeout=timedelta(seconds=60))
+tokens = torch.arange(12).reshape(6, 2)
+for sequence_parallel in (False, True):
+    options = {"sequence_parallel": sequence_parallel}
+    model = nn.ModuleDict({
+        "embedding": VocabParallelEmbedding(30, 8, mesh, padded=32, **options),
+        "column": ColumnParallelLinear(8, 12, mesh, **options),
+        "row": RowParallelLinear(12, 8, mesh, **options),
+    })
+    initialize_parameters(model, seed=0, mesh=mesh)
+
+    def network(tokens):
+        x = model["row"](model["column"](model["embedding"](tokens)))
+        weight = model["embedding"].weight
+        logits = column_parallel_linear(x, weight, None, mesh.axis("tp"), sequence_parallel)
+        return vocab_parallel_cross_entropy(logits, tokens, mesh.axis("tp"), 30).sum()
+
+    results = []
+    for function in (network, torch.compile(network, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        loss = function(tokens)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.allclose(eager, compiled, rtol=0, atol=1e-6)
+"""
+
+
+def test_several_ranks_compile_whole_too(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SEVERAL, str(rank), str(tmp_path / "store")],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=240)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
 
 
 def test_layers_are_one_operator_each_and_the_loss_compiles_whole() -> None:

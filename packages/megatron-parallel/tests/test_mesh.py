@@ -1,6 +1,7 @@
 """Meshes: one process without torch.distributed, and ranks that must agree before they talk."""
 
 import copy
+import socket
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_parallel import LayoutError, Mesh, ParallelLayout, all_reduce
+from megatron_parallel import CollectiveError, LayoutError, Mesh, ParallelLayout, all_reduce
 from megatron_parallel.testing import Rank, WorkerPool
 
 
@@ -31,6 +32,21 @@ def test_bind_without_torchrun_serves_one_rank_and_refuses_more(
         assert (mesh.world_size, mesh.rank, mesh.device) == (1, 0, torch.device("cpu"))
     with pytest.raises(LayoutError, match=r"no process group and no RANK, .* torchrun"):
         Mesh.bind(ParallelLayout(tp=2))
+
+
+def test_ranks_that_do_not_start_are_one_line_within_the_time_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CollectiveError) as caught:
+        Mesh.bind(ParallelLayout(tp=2), timeout=timedelta(seconds=1))
+    line = str(caught.value)
+    assert line.startswith(f"rank 0 did not meet the others of 2 at 127.0.0.1:{port} within 1 s")
+    assert "\n" not in line and not torch.distributed.is_initialized()
 
 
 def test_a_rank_without_groups_knows_its_place_and_cannot_communicate() -> None:

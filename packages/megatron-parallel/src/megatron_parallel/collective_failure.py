@@ -86,7 +86,7 @@ class naming_failures:  # noqa: N801 - a context manager, named like those of co
             if report.verdict:
                 return f"{where} failed because rank {rank} gave up: {report.verdict} ({cause})"
         if len({report.match for report in reports.values()}) > 1:
-            sides = "; ".join(f"rank {rank}: {report.doing}" for rank, report in reports.items())
+            sides = "; ".join(f"rank {rank}: {reports[rank].doing}" for rank in sorted(reports))
             return f"ranks do not do the same: {sides} ({cause})"
         return f"{where} failed on all its ranks ({cause})"
 
