@@ -208,6 +208,17 @@ def integration(session: nox.Session) -> None:
 
 
 @job()
+def layouts(session: nox.Session) -> None:
+    """Every parallel layout equals one rank in float64, every planted defect is seen; tables.
+
+    `-- --write docs/parallelism.md` puts the tables into the documentation.
+    """
+    install(session, *EDITABLE)
+    env = {"PYTHONPATH": "tooling", "OMP_NUM_THREADS": "1"}
+    session.run("python", "-m", "layouts", *session.posargs, env=env)
+
+
+@job()
 def parity(session: nox.Session) -> None:
     """Against transformers and megatron-core (`-- --strict` fails if they cannot be installed)."""
     strict, slow = "--strict" in session.posargs, split_slow(session)

@@ -1,5 +1,13 @@
 """Fixtures of the integration tests."""
 
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 from megatron_parallel.testing import WorkerPool
 
@@ -10,3 +18,57 @@ from megatron_parallel.testing import WorkerPool
 def rank_pool(request: pytest.FixtureRequest) -> WorkerPool:
     """Ranks on the CPU over Gloo and, under ``nox -s gpu``, on all CUDA devices over NCCL."""
     return request.getfixturevalue("worker_pool" if request.param == "cpu" else "device_pool")
+
+
+@pytest.fixture(scope="session")
+def command() -> Callable[[str], list[str]]:
+    """Split a command line; its first word becomes the program beside this Python."""
+
+    def split(line: str) -> list[str]:
+        name, *words = line.split()
+        return [str(Path(sys.executable).with_name(name)), *words]
+
+    return split
+
+
+@pytest.fixture(scope="session")
+def run_command(
+    command: Callable[[str], list[str]],
+) -> Callable[[Path, str], "subprocess.CompletedProcess[str]"]:
+    """Run a command line in a folder; it has to succeed and not to show a traceback."""
+
+    def run(folder: Path, line: str) -> "subprocess.CompletedProcess[str]":
+        done = subprocess.run(
+            command(line),
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def corpus(
+    tmp_path_factory: pytest.TempPathFactory,
+    run_command: Callable[[Path, str], "subprocess.CompletedProcess[str]"],
+) -> Path:
+    """A folder with tokenizer, `train_text_document` and `valid_text_document`."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = random.Random(1)
+    phrases = ("the whale", "the white sea", "a ship", "sails on", "and the captain", "sees")
+    for name, count in (("train", 150), ("valid", 60)):
+        texts = [" ".join(words.choice(phrases) for _ in range(40)) for _ in range(count)]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / f"{name}.jsonl").write_text(lines)
+    options = "--input train.jsonl --vocab-size 300 --output tokenizer"
+    run_command(folder, f"megatron-data train-tokenizer {options}")
+    for name in ("train", "valid"):
+        options = f"--input {name}.jsonl --output-prefix {name} --tokenizer-model tokenizer"
+        run_command(folder, f"megatron-data preprocess {options} --append-eod")
+    return folder

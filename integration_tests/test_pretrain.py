@@ -1,13 +1,9 @@
 """`megatron-train pretrain gpt`, from text to a trained model, as a person runs it."""
 
-import json
 import math
-import os
-import random
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,42 +21,6 @@ RATE = "--lr 1e-2 --min-lr 1e-3 --lr-warmup-iters 2 --lr-decay-style cosine"
 WATCH = "--log-interval 4 --eval-interval 6 --eval-iters 2"
 
 
-def program(name: str) -> str:
-    return str(Path(sys.executable).with_name(name))
-
-
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        words,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """A folder with tokenizer, `train_text_document` and `valid_text_document`."""
-    folder = tmp_path_factory.mktemp("corpus")
-    words = random.Random(1)
-    phrases = ("the whale", "the white sea", "a ship", "sails on", "and the captain", "sees")
-    for name, count in (("train", 150), ("valid", 60)):
-        texts = [" ".join(words.choice(phrases) for _ in range(40)) for _ in range(count)]
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (folder / f"{name}.jsonl").write_text(lines)
-    data = program("megatron-data")
-    options = ("--input", "train.jsonl", "--vocab-size", "300", "--output", "tokenizer")
-    run(folder, data, "train-tokenizer", *options)
-    for name in ("train", "valid"):
-        options = ("--input", f"{name}.jsonl", "--output-prefix", name)
-        run(folder, data, "preprocess", *options, "--tokenizer-model", "tokenizer", "--append-eod")
-    return folder
-
-
 DATA = "--train-data-path train_text_document --valid-data-path valid_text_document"
 ALWAYS = (
     f"pretrain gpt {DATA} --tokenizer-model tokenizer {SIZES} {LENGTH} {DROPOUT} {RATE} {WATCH}"
@@ -68,11 +28,11 @@ ALWAYS = (
 
 
 @pytest.fixture(scope="module")
-def pretrain(corpus):
+def pretrain(corpus, run_command):
     """Return a function that runs `pretrain gpt` with more flags, as a process of its own."""
 
     def start(more: str) -> subprocess.CompletedProcess[str]:
-        return run(corpus, program("megatron-train"), *ALWAYS.split(), *more.split())
+        return run_command(corpus, f"megatron-train {ALWAYS} {more}")
 
     return start
 
@@ -166,10 +126,10 @@ def test_the_configuration_of_a_run_can_be_run_again(corpus, train, whole):
     assert losses(corpus / "again") == losses(corpus / "whole")
 
 
-def test_a_signal_ends_a_run_in_order(corpus):
+def test_a_signal_ends_a_run_in_order(corpus, command):
     words = f"{ALWAYS} --train-iters 100000 --log-interval 1 --eval-iters 0 --save signalled"
     with subprocess.Popen(
-        [program("megatron-train"), *words.split()], cwd=corpus, stdout=subprocess.PIPE, text=True
+        command(f"megatron-train {words}"), cwd=corpus, stdout=subprocess.PIPE, text=True
     ) as process:
         for line in process.stdout:
             if "iteration        3/" in line:

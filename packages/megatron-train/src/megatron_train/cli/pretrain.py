@@ -43,7 +43,7 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train; returns 0, or 128 plus the number of the signal that stopped the run."""
     ranks = ranks_to_start(arguments.nproc_per_node)
-    config, values = resolve(arguments)
+    config, values = resolve(arguments, ranks if ranks > 1 else None)
     if ranks > 1:
         return _run_ranks(arguments.words, ranks)
     from megatron_train.pretrain import pretrain_gpt

@@ -1,0 +1,126 @@
+"""`megatron-train pretrain gpt --nproc-per-node N`: moved between layouts, killed, repeated."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from megatron_ckpt import find_checkpoint
+from megatron_train import read_records
+
+RUN = (
+    "megatron-train pretrain gpt --train-data-path train_text_document --valid-data-path "
+    "valid_text_document --tokenizer-model tokenizer --num-layers 2 --hidden-size 32 "
+    "--num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 8 "
+    "--lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --log-interval 4 --eval-interval 6 "
+    "--eval-iters 1"
+)
+TP2 = "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--nproc-per-node 2 --pipeline-model-parallel-size 2"
+DP2 = "--nproc-per-node 2"
+
+
+def steps(folder: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm of every step."""
+    records = read_records(folder / "metrics.jsonl").train
+    return {record["iteration"]: (record["lm loss"], record["grad_norm"]) for record in records}
+
+
+def test_a_run_moves_between_layouts(corpus, run_command):
+    """In float64, with dropout: layouts are saved, loaded, evaluated and continued by any other."""
+    exact = f"{RUN} --train-iters 10 --float64"
+    run_command(corpus, f"{exact} --save one")
+    for layout, stop in ((TP2, 2), (DP2, 4), (PP2, 6), ("", 8), (TP2, 10)):
+        run_command(corpus, f"{exact} {layout} --save moved --load moved --exit-interval {stop}")
+    one, moved = steps(corpus / "one"), steps(corpus / "moved")
+    assert moved.keys() == one.keys() == set(range(1, 11))
+    for step, (loss, norm) in one.items():
+        assert moved[step] == pytest.approx((loss, norm), abs=1e-9), step
+    evaluations = [
+        [r["lm loss"] for r in read_records(corpus / run / "metrics.jsonl").validation]
+        for run in ("one", "moved")
+    ]
+    assert evaluations[1] == pytest.approx(evaluations[0], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "layout", [TP2, *(pytest.param(other, marks=pytest.mark.slow) for other in (PP2, DP2))]
+)
+def test_the_same_command_twice_writes_equal_checkpoints(corpus, run_command, tmp_path, layout):
+    """The manifest holds a digest of every block of every file."""
+    few, manifests = f"{RUN} --train-iters 5 --eval-iters 0 {layout}", []
+    for name in ("first", "second"):
+        run_command(corpus, f"{few} --save {tmp_path}/{name}")
+        checkpoint = find_checkpoint(tmp_path / name)
+        checkpoint.verify()
+        manifests.append((checkpoint.path / "MANIFEST.json").read_bytes())
+    assert manifests[0] == manifests[1]
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_killed_ranks_continue_bit_for_bit(corpus, run_command, command, kills):
+    """All processes are killed at random instants, every other time during a save."""
+    long = f"{RUN} --train-iters 24 {TP2} --save-interval 1 --keep-last 2"
+    whole, killed = corpus / f"whole{kills}", corpus / f"killed{kills}"
+    run_command(corpus, f"{long} --save {whole}")
+    instants = random.Random(kills)
+    for number in range(kills):
+        process = subprocess.Popen(
+            command(f"{long} --save {killed} --load {killed}"),
+            cwd=corpus,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        wait_for(partial(has_saved, killed, 4 * number + 2), process)
+        if number % 2:
+            wait_for(partial(is_saving, killed), process)
+        else:
+            time.sleep(0.2 * instants.random())
+        assert process.poll() is None, "the run ended before it could be killed"
+        kill_all(process)
+    run_command(corpus, f"{long} --save {killed} --load {killed}")
+    assert steps(killed) == steps(whole)
+    newest = [find_checkpoint(folder).path / "MANIFEST.json" for folder in (whole, killed)]
+    assert newest[0].read_bytes() == newest[1].read_bytes()
+
+
+def has_saved(folder: Path, checkpoints: int) -> bool:
+    """Whether a run has come as far as the checkpoint of that step."""
+    return any(int(path.name[5:12]) >= checkpoints for path in folder.glob("iter_*"))
+
+
+def is_saving(folder: Path) -> bool:
+    """Whether a checkpoint is being written."""
+    return any(folder.glob("*.tmp-*"))
+
+
+def wait_for(condition, process: "subprocess.Popen[bytes]") -> None:
+    """Return when the condition holds or the process has ended."""
+    deadline = time.monotonic() + 120
+    while not condition() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def kill_all(process: "subprocess.Popen[bytes]") -> None:
+    """SIGKILL a process and its descendants, children first."""
+    for pid in reversed(descendants(process.pid)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """A process and everything it has started."""
+    found = [pid]
+    with contextlib.suppress(FileNotFoundError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += descendants(int(child))
+    return found

@@ -1,0 +1,91 @@
+"""`nox -s layouts`: prove every layout, plant every defect, print both tables."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from megatron_parallel.testing import WorkerPool
+from tqdm import tqdm
+
+from layouts.cases import CASES, Case
+from layouts.defects import DEFECTS
+from layouts.proof import prove, prove_fp32
+
+BEGIN, END = "<!-- layouts: begin -->", "<!-- layouts: end -->"
+DEFECT_STEPS = 3
+
+
+def main() -> int:
+    """Run everything; 0 if every layout is equal and every defect is seen."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="page to put the tables into")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # as in the workers
+    failed: list[str] = []
+    started = time.monotonic()
+    with (
+        WorkerPool(max_ranks=8, collective_timeout=60, timeout=300) as pool,
+        tqdm(total=len(CASES) + len(DEFECTS), unit="proof", disable=None) as bar,
+    ):
+        text = layouts_table(pool, bar, failed) + "\n" + defects_table(pool, bar, failed)
+    minutes = (time.monotonic() - started) / 60
+    text += f"\nMeasured in {minutes:.1f} minutes with torch {torch.__version__} on Gloo.\n"
+    print(text)
+    if arguments.write:
+        page = arguments.write.read_text()
+        head, rest = page.split(BEGIN)
+        arguments.write.write_text(f"{head}{BEGIN}\n{text}{END}{rest.split(END)[1]}")
+    for line in failed:
+        print(f"layouts: error: {line}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def layouts_table(pool: WorkerPool, bar: "tqdm[None]", failed: list[str]) -> str:
+    """Prove every layout."""
+    lines = [
+        "| layout | ranks | model | dropout | micro-batches | loss | norm | gradients | parameters "
+        "| fp32 loss | fp32 norm |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case in CASES:
+        bar.set_postfix_str(case.title)
+        found, rough = prove(pool, case), prove_fp32(pool, case)
+        if not (found.equal and rough.equal):
+            failed.append(f"{case.title} is not equal to one rank: {found}, {rough}")
+        numbers = [found.loss, found.norm, found.gradient, found.parameter, rough.loss, rough.norm]
+        words = [*facts(case), *(f"{number:.0e}" for number in numbers)]
+        lines.append(f"| {' | '.join(words)} |")
+        bar.update()
+    return "\n".join(lines) + "\n"
+
+
+def facts(case: Case) -> list[str]:
+    """The first columns of a case."""
+    dropout = "on" if case.dropout else "off"
+    return [case.name, str(case.layout.world_size), case.model, dropout, str(case.accumulation)]
+
+
+def defects_table(pool: WorkerPool, bar: "tqdm[None]", failed: list[str]) -> str:
+    """Plant every defect."""
+    cases = {case.title: case for case in CASES}
+    lines = [
+        "| planted defect | layout | loss | norm | gradients | parameters |",
+        "|---|---|---|---|---|---|",
+    ]
+    for defect in DEFECTS.values():
+        bar.set_postfix_str(defect.name)
+        case = cases[defect.case]
+        found = prove(pool, case, defect=defect.name, steps=DEFECT_STEPS)
+        if found.equal:
+            failed.append(f"nobody sees that {defect.name} ({defect.case})")
+        numbers = (found.loss, found.norm, found.gradient, found.parameter)
+        cells = " | ".join(f"{number:.0e}" for number in numbers)
+        lines.append(f"| {defect.name} | {case.name} | {cells} |")
+        bar.update()
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

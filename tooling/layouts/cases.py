@@ -1,0 +1,121 @@
+"""What is proven: layouts, and the models and batches they are proven with."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_models import GPTConfig
+from megatron_parallel import ParallelLayout
+
+SEQUENCE = 16
+GLOBAL_BATCH = 8
+LAYERS = 5
+
+_SIZES = {
+    "num_layers": LAYERS,
+    "hidden_size": 32,
+    "num_attention_heads": 8,
+    # 256 rows in memory: of four ranks the third holds 22 true ones, the fourth none.
+    "vocab_size": 150,
+    "max_position_embeddings": SEQUENCE,
+}
+MODELS = {
+    "tied": GPTConfig(**_SIZES, ffn_hidden_size=96),
+    "untied": GPTConfig(
+        **_SIZES,
+        ffn_hidden_size=48,
+        num_query_groups=4,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        activation="swiglu",
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=True,
+    ),
+}
+"""GPT-2's kind (learned positions, LayerNorm, biases, tied) and Llama's."""
+
+SPLITS = {
+    1: (range(5),),
+    2: (range(2), range(2, 5)),
+    4: (range(1), range(1, 2), range(2, 3), range(3, 5)),
+}
+"""Layers of each stage by number of stages; never equal."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout and what is trained in it.
+
+    Attributes:
+        layout: degrees; `dp` is given.
+        model: which of `MODELS`.
+        sequence_parallel: whether activations are cut along the sequence.
+        dropout: whether hidden and attention dropout are on.
+        micro_batch: samples of one micro-batch; the rest of a rank's share is accumulated.
+    """
+
+    layout: ParallelLayout
+    model: Literal["tied", "untied"]
+    sequence_parallel: bool = False
+    dropout: bool = False
+    micro_batch: int = 1
+
+    @property
+    def config(self) -> GPTConfig:
+        """The model's configuration."""
+        return MODELS[self.model]
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of one rank in one step."""
+        return GLOBAL_BATCH // (self.micro_batch * (self.layout.dp or 1))
+
+    @property
+    def name(self) -> str:
+        """Degrees that are not 1, for example `tp2·sp·pp2`."""
+        layout = self.layout
+        parts = [f"tp{layout.tp}"] if layout.tp > 1 else []
+        parts += ["sp"] if self.sequence_parallel else []
+        parts += [f"{n}{d}" for n in ("pp", "vpp", "dp") if (d := getattr(layout, n)) > 1]
+        return "·".join(parts) or "one rank"
+
+    @property
+    def title(self) -> str:
+        """Name and model, for test identifiers."""
+        return f"{self.name}-{self.model}{'-dropout' if self.dropout else ''}"
+
+    @property
+    def reference(self) -> "Case":
+        """The same training on one rank, with other micro-batches."""
+        return Case(ParallelLayout(dp=1), self.model, dropout=self.dropout, micro_batch=4)
+
+
+def _case(
+    model: Literal["tied", "untied"], micro_batch: int = 1, *options: str, **degrees: int
+) -> Case:
+    layout = ParallelLayout(**{"dp": 1, **degrees})
+    return Case(layout, model, "sp" in options, "dropout" in options, micro_batch)
+
+
+CASES = (
+    _case("tied", 4, tp=2),
+    _case("untied", 2, "sp", tp=2),
+    _case("tied", 2, "sp", "dropout", tp=2),
+    _case("untied", 4, tp=4),
+    _case("tied", 2, "sp", tp=4),
+    _case("untied", 2, "sp", "dropout", tp=4),
+    _case("tied", 2, pp=2),
+    _case("untied", 1, "dropout", pp=2),
+    _case("tied", 1, "dropout", pp=4),
+    _case("untied", 2, pp=2, vpp=2),
+    _case("tied", 2, "dropout", dp=2),
+    _case("untied", 1, dp=4),
+    _case("tied", 1, dp=8),
+    _case("tied", 2, tp=2, pp=2),
+    _case("untied", 2, "sp", "dropout", tp=2, dp=2),
+    _case("tied", 2, "dropout", pp=2, dp=2),
+    _case("tied", 1, "sp", "dropout", tp=2, pp=2, dp=2),
+    _case("untied", 1, "sp", tp=2, pp=2, dp=2),
+    _case("tied", 2, "sp", "dropout", tp=4, pp=2),
+    _case("tied", 1, "dropout", tp=2, pp=4),
+)
+"""Layouts of 2, 4 and 8 ranks, each with the number of samples in a micro-batch."""

@@ -1,0 +1,359 @@
+"""Defects planted on purpose, each of a kind that has been shipped by somebody.
+
+A defect is a replacement of one function while a layout trains; the run on one rank that it is
+compared with is clean. Every one must turn the proof red (`integration_tests/test_layouts.py`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import megatron_models.gpt as gpt
+import megatron_optim.clip as clip
+import megatron_parallel.collectives as collectives
+import megatron_parallel.tensor_parallel.layers as layers
+from megatron_data import SequentialSampler
+from megatron_models.layers.attention import Attention
+from megatron_models.layers.dropout import StageDropout
+from megatron_models.layers.embedding import PositionEmbedding
+from megatron_parallel import DropoutKey, Mesh, Sharding, all_reduce
+from megatron_parallel.data_parallel.bucket import Bucket
+from megatron_parallel.pipeline import PipelineEngine
+from megatron_parallel.pipeline.objective import Objective
+from megatron_parallel.tensor_parallel import RowParallelLinear, VocabParallelEmbedding
+from megatron_train import GPTTask
+from megatron_train.engine import StepEngine
+from torch import Tensor
+
+Replace = Callable[[object, str, Any], None]
+Plant = Callable[[Mesh, Replace], None]
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A mistake in one place.
+
+    Attributes:
+        name: what is wrong.
+        case: title of the case that shows it.
+        plant: puts it in place.
+    """
+
+    name: str
+    case: str
+    plant: Plant
+
+
+DEFECTS: dict[str, Defect] = {}
+"""By name. They travel to the ranks by name, too."""
+
+
+@contextmanager
+def planted(name: str | None, mesh: Mesh) -> Iterator[None]:
+    """While entered, the defect is in place on this rank; None plants nothing."""
+    with ExitStack() as stack:
+        if name is not None:
+
+            def replace(owner: object, attribute: str, new: Any) -> None:
+                stack.enter_context(mock.patch.object(owner, attribute, new))
+
+            DEFECTS[name].plant(mesh, replace)
+        yield
+
+
+def defect(name: str, case: str) -> Callable[[Plant], Plant]:
+    """Enter a function into `DEFECTS`."""
+
+    def enter(plant: Plant) -> Plant:
+        DEFECTS[name] = Defect(name, case, plant)
+        return plant
+
+    return enter
+
+
+# -- gradients -----------------------------------------------------------------------------------
+
+
+@defect("the gradients of norms are not summed over tensor-parallel ranks", "tp2·sp-untied")
+def _norms_not_summed(mesh: Mesh, replace: Replace) -> None:
+    _without_further_sum(replace, "tp")
+
+
+@defect("a tied gradient is not summed over its two stages", "pp2-tied")
+def _tied_not_summed(mesh: Mesh, replace: Replace) -> None:
+    _without_further_sum(replace, "embedding")
+
+
+def _without_further_sum(replace: Replace, axis: str) -> None:
+    true = Bucket.sum_further
+
+    def wrong(self: Bucket) -> None:
+        self.further = tuple(other for other in self.further if other.name != axis)
+        true(self)
+
+    replace(Bucket, "sum_further", wrong)
+
+
+@defect("a tied gradient is counted twice", "pp2-tied")
+def _tied_summed_twice(mesh: Mesh, replace: Replace) -> None:
+    true = Bucket.sum_further
+
+    def wrong(self: Bucket) -> None:
+        true(self)
+        if self.plan.tied and self.flat is not None:
+            self.flat.mul_(2.0)
+
+    replace(Bucket, "sum_further", wrong)
+
+
+@defect("a bucket of gradients is not summed over data-parallel ranks", "dp2-tied-dropout")
+def _bucket_left_out(mesh: Mesh, replace: Replace) -> None:
+    true = Bucket.launch
+
+    def wrong(self: Bucket) -> None:
+        if self.label.startswith("1 of"):
+            self.launched = True
+        else:
+            true(self)
+
+    replace(Bucket, "launch", wrong)
+    replace(Bucket, "wait", lambda self: None if self._work is None else self._work[0].wait())
+
+
+@defect("gradients are averaged over data-parallel ranks", "dp2-tied-dropout")
+def _averaged(mesh: Mesh, replace: Replace) -> None:
+    true = Bucket.wait
+
+    def wrong(self: Bucket) -> None:
+        true(self)
+        if self.flat is not None:
+            self.flat.div_(self.axis.size)
+
+    replace(Bucket, "wait", wrong)
+
+
+@defect("an input's gradient is not summed over tensor-parallel ranks", "tp2-tied")
+def _copy_without_sum(mesh: Mesh, replace: Replace) -> None:
+    replace(layers, "copy_to_axis", lambda x, axis: x)
+
+
+@defect("a gathered sequence's gradient is cut without being summed", "tp2·sp-untied")
+def _gather_without_sum(mesh: Mesh, replace: Replace) -> None:
+    def wrong(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return collectives._own_part(grads[0], ctx.axis, 0), None
+
+    replace(collectives._GatherSequence, "backward", staticmethod(wrong))
+
+
+@defect("a row-parallel bias is added by every rank", "tp2-tied")
+def _bias_on_every_rank(mesh: Mesh, replace: Replace) -> None:
+    def wrong(self: RowParallelLinear, x: Tensor) -> Tensor:
+        partial = layers.functional.linear(x, self.weight, self.bias)
+        return layers.reduce_from_axis(partial, self.axis)
+
+    replace(RowParallelLinear, "forward", wrong)
+
+
+# -- denominators --------------------------------------------------------------------------------
+
+
+@defect("every rank divides by its own number of tokens: an average of averages", "dp4-untied")
+def _average_of_averages(mesh: Mesh, replace: Replace) -> None:
+    def wrong(self: StepEngine, batches: Any) -> dict[str, float]:
+        own = self.task.denominators(batches)
+        return {name: count * self.mesh.axis("dp").size for name, count in own.items()}
+
+    replace(StepEngine, "denominators", wrong)
+
+
+@defect("every micro-batch is divided by its own number of tokens", "pp2-tied")
+def _average_of_micro_batches(mesh: Mesh, replace: Replace) -> None:
+    true = Objective.add
+
+    def wrong(self: Objective, output: Any, micro_batch: Any) -> Tensor:
+        share = float(micro_batch["loss_mask"].sum()) or 1.0
+        return true(self, output, micro_batch) * next(iter(self._denominators.values())) / share / 4
+
+    replace(Objective, "add", wrong)
+
+
+@defect("accumulated micro-batches are not scaled", "tp2·sp-untied")
+def _not_scaled(mesh: Mesh, replace: Replace) -> None:
+    true = PipelineEngine.run
+
+    def wrong(self: PipelineEngine, batches: Any, denominators: Mapping[str, float]) -> Any:
+        return true(self, batches, {n: d / len(batches) for n, d in denominators.items()})
+
+    replace(PipelineEngine, "run", wrong)
+
+
+@defect("one rank's loss mask has the other polarity", "dp4-untied")
+def _polarity(mesh: Mesh, replace: Replace) -> None:
+    true = GPTTask.loss
+
+    def wrong(self: GPTTask, output: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if mesh.axis("dp").index == 1:
+            batch = {**batch, "loss_mask": 1 - batch["loss_mask"]}
+        return true(self, output, batch)
+
+    replace(GPTTask, "loss", wrong)
+
+
+# -- places --------------------------------------------------------------------------------------
+
+
+@defect("the vocabulary offset of the embedding is wrong", "tp2-tied")
+def _embedding_offset(mesh: Mesh, replace: Replace) -> None:
+    true = VocabParallelEmbedding.forward
+
+    def wrong(self: VocabParallelEmbedding, tokens: Tensor) -> Tensor:
+        return true(self, tokens + self.axis.index)
+
+    replace(VocabParallelEmbedding, "forward", wrong)
+
+
+@defect("the vocabulary offset of the targets is wrong", "tp4-untied")
+def _target_offset(mesh: Mesh, replace: Replace) -> None:
+    true = gpt.vocab_parallel_cross_entropy
+
+    def wrong(logits: Tensor, targets: Tensor, axis: Any, vocab: int) -> Tensor:
+        return true(logits, targets - axis.index, axis, vocab)
+
+    replace(gpt, "vocab_parallel_cross_entropy", wrong)
+
+
+@defect("padding of the vocabulary gets probability", "tp2-tied")
+def _padding(mesh: Mesh, replace: Replace) -> None:
+    true = gpt.vocab_parallel_cross_entropy
+
+    def wrong(logits: Tensor, targets: Tensor, axis: Any, vocab: int) -> Tensor:
+        return true(logits, targets, axis, logits.shape[-1] * axis.size)
+
+    replace(gpt, "vocab_parallel_cross_entropy", wrong)
+
+
+@defect("positions start at 0 on every sequence-parallel rank", "tp4·sp-tied")
+def _position_offset(mesh: Mesh, replace: Replace) -> None:
+    true = PositionEmbedding.forward
+
+    def wrong(self: PositionEmbedding, length: int, positions: Any, offset: int) -> Tensor:
+        if positions is not None:
+            positions = (positions - positions[:, :1]).clamp(min=0)
+        return true(self, length, positions, 0)
+
+    replace(PositionEmbedding, "forward", wrong)
+
+
+@defect("positions of later stages come one token late", "pp2-untied-dropout")
+def _positions_of_later_stages(mesh: Mesh, replace: Replace) -> None:
+    # Counting from 0 would go unseen: rotary positions are relative, and documents kept apart.
+    _with_input(replace, "positions", lambda positions: positions.roll(1, dims=1))
+
+
+@defect("later stages attend across documents", "pp2-tied")
+def _mask_of_later_stages(mesh: Mesh, replace: Replace) -> None:
+    _with_input(replace, "mask", lambda mask: None)
+
+
+def _with_input(replace: Replace, name: str, change: Callable[[Any], Any]) -> None:
+    true = GPTTask.inputs
+
+    def wrong(self: GPTTask, batch: Any, stage: int, iteration: int | None) -> Mapping[str, Any]:
+        given = true(self, batch, stage, iteration)
+        return {**given, name: change(given[name])} if stage > 0 else given
+
+    replace(GPTTask, "inputs", wrong)
+
+
+@defect("every data-parallel rank reads the same samples", "dp4-untied")
+def _same_samples(mesh: Mesh, replace: Replace) -> None:
+    true = SequentialSampler.__iter__
+
+    def wrong(self: SequentialSampler) -> Iterator[list[int]]:
+        self.data_parallel_rank = 0
+        return true(self)
+
+    replace(SequentialSampler, "__iter__", wrong)
+
+
+# -- dropout -------------------------------------------------------------------------------------
+
+
+@defect("the dropout mask ignores which part of the sequence it is", "tp2·sp-tied-dropout")
+def _mask_of_part(mesh: Mesh, replace: Replace) -> None:
+    def wrong(self: DropoutKey, axis: Any) -> DropoutKey:
+        return self.narrow(0, self.word0.shape[0] // axis.size)
+
+    replace(DropoutKey, "part", wrong)
+
+
+@defect("attention dropout ignores which heads a rank has", "tp4·sp-untied-dropout")
+def _mask_of_heads(mesh: Mesh, replace: Replace) -> None:
+    true = StageDropout.probabilities
+
+    def wrong(self: StageDropout, p: Tensor, layer: int, first_head: int) -> Tensor:
+        return true(self, p, layer, 0)
+
+    replace(StageDropout, "probabilities", wrong)
+
+
+@defect("the dropout mask is that of the rank's own batch", "dp2-tied-dropout")
+def _mask_of_own_batch(mesh: Mesh, replace: Replace) -> None:
+    true = GPTTask.inputs
+
+    def wrong(self: GPTTask, batch: Any, stage: int, iteration: int | None) -> Mapping[str, Any]:
+        numbers = batch["sample_ids"] % len(batch["sample_ids"])
+        return true(self, {**batch, "sample_ids": numbers}, stage, iteration)
+
+    replace(GPTTask, "inputs", wrong)
+
+
+@defect("a stage numbers its layers from 0 in the dropout mask", "pp2-untied-dropout")
+def _mask_of_local_layer(mesh: Mesh, replace: Replace) -> None:
+    true = Attention.forward
+
+    def wrong(self: Attention, *arguments: Any) -> Tensor:
+        own, self.layer = self.layer, self.layer - 2 * mesh.axis("pp").index
+        try:
+            return true(self, *arguments)
+        finally:
+            self.layer = own
+
+    replace(Attention, "forward", wrong)
+
+
+# -- norm and clipping ---------------------------------------------------------------------------
+
+
+@defect("the norm leaves out the tensor-parallel axis", "tp2-tied")
+def _norm_without_tp(mesh: Mesh, replace: Replace) -> None:
+    _norm_over(replace, "pp")
+
+
+@defect("the norm leaves out the pipeline axis", "pp4-tied-dropout")
+def _norm_without_pp(mesh: Mesh, replace: Replace) -> None:
+    _norm_over(replace, "tp_dp_cp")
+
+
+def _norm_over(replace: Replace, axis: str) -> None:
+    def wrong(value: Tensor, mesh: Mesh, op: Any) -> float:
+        return float(all_reduce(value, mesh.axis(axis), op=op))
+
+    replace(clip, "_over_all_ranks", wrong)
+
+
+@defect("the norm counts replicated parameters on every rank", "tp2-tied")
+def _norm_counts_replicas(mesh: Mesh, replace: Replace) -> None:
+    replace(Sharding, "replica", lambda self, mesh: 0)
+
+
+@defect("the norm counts a tied weight on both stages", "tp2·pp2-tied")
+def _norm_counts_twins(mesh: Mesh, replace: Replace) -> None:
+    true = Sharding.replica
+
+    def wrong(self: Sharding, mesh: Mesh) -> int:
+        return 0 if self.tied else true(self, mesh)
+
+    replace(Sharding, "replica", wrong)

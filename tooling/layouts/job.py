@@ -1,0 +1,178 @@
+"""The training that is compared, as one rank runs it; sent to every rank of a layout."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron_data import SequentialSampler
+from megatron_models import gpt_chunks
+from megatron_optim import (
+    LearningRateSchedule,
+    Optimizer,
+    OptimizerConfig,
+    StepResult,
+    WeightDecaySchedule,
+)
+from megatron_parallel import Mesh, parameter_views
+from megatron_train import Callback, GPTTask, StepReport, Trainer
+from megatron_train.engine import StepEngine
+from megatron_train.tasks.task import Batch
+from torch import Tensor
+
+from layouts.cases import GLOBAL_BATCH, SEQUENCE, SPLITS, Case
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
+CLIP = 3.0
+
+Piece = tuple[str, tuple[int, ...], Tensor]
+"""A part of a global tensor: its name, its offsets, its values."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw.
+
+    Attributes:
+        losses: of every step.
+        norms: of the gradient of every step, before clipping.
+        gradients: of the first and the last step, before clipping.
+        parameters: after the last step.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    gradients: tuple[list[Piece], list[Piece]]
+    parameters: list[Piece]
+
+
+def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate: float) -> Outcome:
+    """Train `case` on this rank for `steps` steps."""
+    stages = gpt_chunks(
+        case.config,
+        mesh,
+        split=SPLITS[mesh.layout.pp * mesh.layout.vpp],
+        sequence_parallel=case.sequence_parallel,
+        dtype=dtype,
+    )
+    task = GPTTask(
+        stages,
+        None,
+        seed=7,
+        reset_position_ids=True,
+        reset_attention_mask=True,
+        **(DROPOUT if case.dropout else {}),
+    )
+    engine = StepEngine(task, mesh)
+    make_asymmetric(engine)
+    optimizer = Recording(
+        engine.parameters,
+        engine.table,
+        mesh,
+        OptimizerConfig(lr=learning_rate, weight_decay=0.1, clip_grad=CLIP),
+        gradients=engine.gradients,
+    )
+    reports = Reports()
+    trainer = Trainer(
+        engine=engine,
+        optimizer=optimizer,
+        learning_rate=LearningRateSchedule(
+            max_lr=learning_rate, decay_samples=100 * steps, warmup_samples=2 * GLOBAL_BATCH
+        ),
+        weight_decay=WeightDecaySchedule(start=0.1, end=0.1, samples=steps),
+        steps=lambda consumed: batches(case, mesh, consumed, steps),
+        train_iters=steps,
+        callbacks=[reports],
+    )
+    trainer.run()
+    return Outcome(
+        losses=[report.losses["lm loss"] for report in reports.all],
+        norms=[report.grad_norm for report in reports.all],
+        gradients=optimizer.ends(),
+        parameters=pieces(engine.parameters, engine),
+    )
+
+
+class Recording(Optimizer):
+    """An optimizer that keeps the gradients it was given, before it clips them."""
+
+    def step(self, lr: float, weight_decay: float | None = None) -> StepResult:
+        """Keep the gradients, then step."""
+        taken = {name: gradient.clone() for name, gradient in self.gradients().items()}
+        vars(self).setdefault("seen", []).append(pieces(taken, self))
+        return super().step(lr, weight_decay)
+
+    def ends(self) -> tuple[list[Piece], list[Piece]]:
+        """The gradients of the first and the last step; none where no step was finite."""
+        seen = vars(self).get("seen", [[]])
+        return seen[0], seen[-1]
+
+
+class Reports(Callback):
+    """Keeps the report of every step."""
+
+    def __init__(self) -> None:
+        self.all: list[StepReport] = []
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        """Keep it."""
+        self.all.append(report)
+
+
+def pieces(tensors: dict[str, Tensor], owner: StepEngine | Optimizer) -> list[Piece]:
+    """Cut this rank's tensors into parts of global ones."""
+    if isinstance(owner, StepEngine):
+        table, mesh = owner.table, owner.mesh
+    else:
+        table, mesh = owner._table, owner._mesh
+    views = parameter_views(tensors, table, mesh)
+    return [(name, v.offsets, v.tensor.clone()) for name, parts in views.items() for v in parts]
+
+
+def make_asymmetric(engine: StepEngine) -> None:
+    """Move every gain off 1 and every bias off 0, by values that depend on the global name."""
+    for view_name, views in parameter_views(engine.parameters, engine.table, engine.mesh).items():
+        for view in views:
+            if len(view.global_shape) == 1 or view_name.endswith("bias"):
+                generator = torch.Generator().manual_seed(sum(view_name.encode()))
+                whole = torch.randn(view.global_shape, generator=generator, dtype=torch.float64)
+                ends = zip(view.offsets, view.lengths, strict=True)
+                view.tensor.add_(0.2 * whole[tuple(slice(o, o + n) for o, n in ends)])
+
+
+def batches(case: Case, mesh: Mesh, consumed: int, steps: int) -> Iterator[Sequence[Batch]]:
+    """Yield this rank's micro-batches of every step."""
+    axis = mesh.axis("dp")
+    total = steps * GLOBAL_BATCH
+    indices = iter(SequentialSampler(total, consumed, case.micro_batch, axis.index, axis.size))
+    for _ in range(consumed, total, GLOBAL_BATCH):
+        yield [stack(next(indices)) for _ in range(case.accumulation)]
+
+
+def stack(indices: Sequence[int]) -> Batch:
+    """The samples of one micro-batch."""
+    rows = [sample(index) for index in indices]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def sample(index: int) -> dict[str, Tensor]:
+    """A sample of several documents with a loss mask of its own; every seventh has no loss at all.
+
+    Text is half random, half predictable. Documents are short enough to cross every cut of the
+    sequence somewhere.
+    """
+    generator = torch.Generator().manual_seed(1000 + index)
+    text = torch.randint(150, (SEQUENCE + 1,), generator=generator)
+    text[torch.rand(SEQUENCE + 1, generator=generator) < 0.5] = 117
+    kept = 0.0 if index % 7 == 3 else 0.2 + 0.1 * (index % 8)
+    starts = torch.rand(SEQUENCE, generator=generator) < 0.2
+    starts[0] = True
+    places = torch.arange(SEQUENCE)
+    first = torch.cummax(torch.where(starts, places, 0), 0).values
+    return {
+        "tokens": text[:-1],
+        "labels": text[1:],
+        "loss_mask": (torch.rand(SEQUENCE, generator=generator) < kept).float(),
+        "positions": (places - first).int(),
+        "document_ids": (starts.cumsum(0) - 1).int(),
+        "sample_ids": torch.tensor(index),
+    }

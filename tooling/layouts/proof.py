@@ -1,0 +1,156 @@
+"""Equality of two trainings, as numbers: what design 5.2 calls equal is below `LIMIT`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from megatron_parallel import Mesh
+from megatron_parallel.testing import WorkerPool
+from torch import Tensor
+
+from layouts.cases import Case
+from layouts.defects import planted
+from layouts.job import Outcome, Piece, train
+
+LIMIT = 1e-9
+"""In float64: loss, norm, parameters absolute, gradients relative to their size."""
+
+LOSS_LIMIT, NORM_LIMIT = 1e-5, 1e-6
+"""In float32: loss of ten steps, relative norm of the first."""
+
+STEPS, LEARNING_RATE = 20, 3e-3
+STEPS_FP32, LEARNING_RATE_FP32 = 10, 3e-4
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Largest differences between a layout and one rank, over all ranks and steps.
+
+    Attributes:
+        loss: of any step.
+        norm: of the gradient of any step.
+        gradient: of any parameter in the first or last step, relative to the largest element of
+            that gradient, or to a thousandth of the rms of all gradients if that is larger.
+        parameter: after the last step.
+    """
+
+    loss: float
+    norm: float
+    gradient: float
+    parameter: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether all are within `LIMIT`; not a number is not."""
+        return all(x <= LIMIT for x in (self.loss, self.norm, self.gradient, self.parameter))
+
+
+@dataclass(frozen=True)
+class DifferencesFp32:
+    """In float32: loss over ten steps, relative norm in the first."""
+
+    loss: float
+    norm: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether both are within their limits."""
+        return self.loss <= LOSS_LIMIT and self.norm <= NORM_LIMIT
+
+
+def prove(
+    pool: WorkerPool, case: Case, *, defect: str | None = None, steps: int = STEPS
+) -> Differences:
+    """Train `case` in its layout, on all ranks with the defect of that name, if any; compare."""
+    whole = reference(case.reference, steps, torch.float64, LEARNING_RATE)
+    ranks = pool.run_mesh(
+        case.layout, _train, case, defect, steps, torch.float64, LEARNING_RATE, timeout=300
+    )
+    return Differences(
+        loss=largest(ranks, whole, "losses"),
+        norm=largest(ranks, whole, "norms"),
+        gradient=max(
+            relative(joined([rank.gradients[i] for rank in ranks]), dict_of(whole.gradients[i]))
+            for i in (0, 1)
+        ),
+        parameter=absolute(joined([r.parameters for r in ranks]), dict_of(whole.parameters)),
+    )
+
+
+def prove_fp32(pool: WorkerPool, case: Case) -> DifferencesFp32:
+    """The second column: float32, ten steps at a low learning rate."""
+    arguments = (STEPS_FP32, torch.float32, LEARNING_RATE_FP32)
+    whole = reference(case.reference, *arguments)
+    ranks = pool.run_mesh(case.layout, _train, case, None, *arguments, timeout=300)
+    norm = max(abs(rank.norms[0] - whole.norms[0]) for rank in ranks) / whole.norms[0]
+    return DifferencesFp32(largest(ranks, whole, "losses"), norm)
+
+
+@cache
+def reference(case: Case, steps: int, dtype: torch.dtype, learning_rate: float) -> Outcome:
+    """The training on one rank, in this process."""
+    return train(Mesh.single(), case, steps, dtype, learning_rate)
+
+
+def _train(
+    mesh: Mesh, case: Case, defect: str | None, steps: int, dtype: torch.dtype, rate: float
+) -> Outcome:
+    with planted(defect, mesh):
+        return train(mesh, case, steps, dtype, rate)
+
+
+def largest(ranks: Sequence[Outcome], whole: Outcome, name: str) -> float:
+    """Largest difference of a number that every rank has for every step."""
+    ours = torch.tensor([getattr(rank, name) for rank in ranks], dtype=torch.float64)
+    return float((ours - torch.tensor(getattr(whole, name), dtype=torch.float64)).abs().max())
+
+
+def joined(ranks: Sequence[Sequence[Piece]]) -> dict[str, list[tuple[tuple[int, ...], Tensor]]]:
+    """All parts of each tensor, of all ranks; copies stay apart."""
+    found: dict[str, list[tuple[tuple[int, ...], Tensor]]] = {}
+    for rank in ranks:
+        for name, offsets, values in rank:
+            found.setdefault(name, []).append((offsets, values))
+    return found
+
+
+def dict_of(parts: Sequence[Piece]) -> dict[str, Tensor]:
+    """The tensors of one rank that holds everything."""
+    return {name: values for name, _, values in parts}
+
+
+def absolute(
+    ours: dict[str, list[tuple[tuple[int, ...], Tensor]]], whole: dict[str, Tensor]
+) -> float:
+    """Largest difference of any element of any copy."""
+    return max(deviations(ours, whole).values())
+
+
+def relative(
+    ours: dict[str, list[tuple[tuple[int, ...], Tensor]]], whole: dict[str, Tensor]
+) -> float:
+    """Largest difference of any tensor in units of its largest element."""
+    flat = torch.cat([tensor.flatten() for tensor in whole.values()])
+    floor = 1e-3 * float(flat.square().mean().sqrt())
+    sizes = {name: max(float(tensor.abs().max()), floor) for name, tensor in whole.items()}
+    return max(value / sizes[name] for name, value in deviations(ours, whole).items())
+
+
+def deviations(
+    ours: dict[str, list[tuple[tuple[int, ...], Tensor]]], whole: dict[str, Tensor]
+) -> dict[str, float]:
+    """Largest difference of each tensor; infinite where a part of it is on no rank."""
+    result = {}
+    for name, tensor in whole.items():
+        held = torch.zeros(tensor.shape, dtype=torch.bool)
+        worst = 0.0
+        for offsets, values in ours.get(name, []):
+            box = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+            held[box] = True
+            difference = float((values - tensor[box]).abs().max())
+            worst = max(worst, difference) if difference == difference else torch.inf
+        result[name] = worst if bool(held.all()) else torch.inf
+    if unknown := ours.keys() - whole.keys():
+        raise ValueError(f"one rank has no {min(unknown)!r}: names depend on the layout")
+    return result
