@@ -82,7 +82,7 @@ def test_there_and_back(folder, tmp_path):
 def test_a_row_is_read_when_its_turn_comes_and_let_go_before_the_next(
     folder, tmp_path, monkeypatch
 ):
-    from megatron_ckpt.huggingface import SafetensorsFolder
+    from megatron_ckpt.formats.huggingface import SafetensorsFolder
     from megatron_ckpt.store.checkpoint import CheckpointTensors
 
     read, alive = [], []

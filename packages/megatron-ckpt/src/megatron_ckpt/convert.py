@@ -12,15 +12,8 @@ from megatron_ckpt.coordinator import SingleProcess
 from megatron_ckpt.dtypes import DTYPES, dtype_name, item_size
 from megatron_ckpt.errors import CheckpointError
 from megatron_ckpt.families import Family, detect_family, find_family
-from megatron_ckpt.huggingface import (
-    CONFIG,
-    GENERATION,
-    INDEX,
-    TOKENIZER_FILES,
-    WEIGHTS,
-    SafetensorsFolder,
-    read_json,
-)
+from megatron_ckpt.formats.huggingface import CONFIG, GENERATION, INDEX, WEIGHTS
+from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER, open_source
 from megatron_ckpt.ops.interpreter import check_source
 from megatron_ckpt.ops.rows import Row, expand
 from megatron_ckpt.store.blocks import write_file
@@ -36,9 +29,6 @@ from megatron_ckpt.views import Box
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-#: Folders in a checkpoint for what is passed through.
-TOKENIZER, HUGGINGFACE = "tokenizer", "huggingface"
 
 
 class Total(NamedTuple):
@@ -62,13 +52,16 @@ def import_hf(
     announce: Callable[[Total], object] = _ignore,
     progress: Callable[[int], object] = _ignore,
 ) -> Path:
-    """Make a checkpoint of a Hugging Face model.
+    """Make a checkpoint of a Hugging Face model, or of the same model as a GGUF file.
 
-    Tokenizer files, ``config.json`` and ``generation_config.json`` are kept in the checkpoint.
-    Memory holds the tensors of one row of the family at a time.
+    Tokenizer files, ``config.json`` and ``generation_config.json`` are kept in the checkpoint; of a
+    GGUF file they are made from its metadata. Memory holds the tensors of one row of the family at
+    a time.
 
     Args:
-        source: folder with ``config.json`` and safetensors.
+        source: folder with ``config.json`` and safetensors, or a GGUF file, whose quantised tensors
+            become float32 (`megatron_ckpt.formats.gguf` says what is read; the extra ``gguf`` is
+            needed).
         directory: of the store to save into.
         family: name of the family; found by ``architectures`` if not given.
         dtype: of floating point tensors; None keeps theirs.
@@ -83,14 +76,13 @@ def import_hf(
         CheckpointError: a family, configuration or tensor that does not fit; nothing
             is left behind.
     """
-    source = Path(source)
-    values = read_json(source / CONFIG)
-    kind = find_family(family) if family else detect_family(values.get("architectures") or ())
-    config = _checked(source / CONFIG, kind.config_from_hf, values)
-    tensors = SafetensorsFolder(source, kind.prefix)
+    model = open_source(source)
+    kind = find_family(family) if family else detect_family(model.config.get("architectures") or ())
+    config = _checked(model.where, kind.config_from_hf, model.config)
+    tensors = model.open_tensors(kind.prefix)
     rows = expand(kind.active_rows(config), config)
-    check_source(rows, tensors, ignored=kind.ignored)
     meta = tensors.meta()
+    check_source(rows, meta, ignored=kind.ignored)
     slabs, sizes = [], 0
     for row in rows:
         made = _cast(row.forward([meta[name] for name in row.theirs]), dtype)
@@ -103,13 +95,11 @@ def import_hf(
         slabs.append(Slab(row.ours, MODEL, dtype_name(made.dtype), shape, box, 0, produce))
     announce(Total(len(slabs), sizes))
     record = ModelRecord(kind.name, json.loads(config.to_json()))
-    kept = {f"{TOKENIZER}/{name}": source / name for name in TOKENIZER_FILES}
-    kept |= {f"{HUGGINGFACE}/{name}": source / name for name in (CONFIG, GENERATION)}
     transaction = Transaction(
         Path(directory),
         iteration,
         model=record,
-        files={name: path for name, path in kept.items() if path.is_file()},
+        files=dict(model.files),
         retention=None,
         replace=False,
     )

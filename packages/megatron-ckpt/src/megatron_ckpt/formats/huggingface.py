@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ckpt.dtypes import torch_dtype
 from megatron_ckpt.errors import CheckpointError
+from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER, ModelSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +26,18 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+
+
+def open_folder(folder: Path) -> ModelSource:
+    """Return the model in a folder with ``config.json`` and safetensors."""
+    kept = {f"{TOKENIZER}/{name}": folder / name for name in TOKENIZER_FILES}
+    kept |= {f"{HUGGINGFACE}/{name}": folder / name for name in (CONFIG, GENERATION)}
+    return ModelSource(
+        where=folder / CONFIG,
+        config=read_json(folder / CONFIG),
+        open_tensors=lambda prefix: SafetensorsFolder(folder, prefix),
+        files={name: path for name, path in kept.items() if path.is_file()},
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

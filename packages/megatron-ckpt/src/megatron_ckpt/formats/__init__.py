@@ -1,0 +1,1 @@
+"""Foreign formats that a model can be imported from."""

@@ -1,0 +1,167 @@
+"""The tokenizer in a GGUF file's metadata as the files that Hugging Face's libraries read.
+
+`tokenizer.json` is written as plain data, so the library is not needed. Byte-level BPE is read
+(``tokenizer.ggml.model`` is ``gpt2``), with the ways of splitting text that models of a supported
+architecture use.
+"""
+
+import json
+from typing import Any
+
+from megatron_ckpt.errors import CheckpointError, did_you_mean
+from megatron_ckpt.formats.gguf import GGUFFile
+
+_KEY = "tokenizer.ggml."
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # of tokenizer.ggml.token_type
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+_GPT2: list[dict[str, Any]] = [{**_BYTE_LEVEL, "use_regex": True}]
+_DIGITS: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}, *_GPT2]
+
+
+def _split(pattern: str) -> list[dict[str, Any]]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    return [{**split, "invert": False}, {**_BYTE_LEVEL, "use_regex": False}]
+
+
+_LLAMA3 = _split(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+#: How text is cut before merging, by ``tokenizer.ggml.pre``.
+_SPLITS = {
+    "gpt-2": _GPT2,
+    "olmo": _GPT2,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "command-r": _DIGITS,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+}
+
+
+def tokenizer_files(file: GGUFFile) -> dict[str, bytes]:
+    """Return ``tokenizer.json`` and ``tokenizer_config.json`` by name.
+
+    Raises:
+        CheckpointError: a kind of tokenizer that is not read.
+    """
+    kind = file.need(f"{_KEY}model")
+    if kind != "gpt2":
+        raise CheckpointError(
+            f"{file.path}: tokenizers of kind {kind!r} are not read from GGUF, only byte-level BPE "
+            "('gpt2'): import the model's safetensors"
+        )
+    tokens: list[str] = file.need(f"{_KEY}tokens")
+    content = _byte_level_bpe(file, tokens)
+    settings = _settings(file, tokens)
+    content["post_processor"] = _post_processor(settings, tokens)
+    return {
+        "tokenizer.json": (json.dumps(content, ensure_ascii=False) + "\n").encode(),
+        "tokenizer_config.json": (
+            json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+        ).encode(),
+    }
+
+
+def _byte_level_bpe(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
+    pre = file.need(f"{_KEY}pre")
+    if pre not in _SPLITS:
+        raise CheckpointError(
+            f"{file.path}: unknown {_KEY}pre {pre!r}{did_you_mean(pre, _SPLITS)}; known are "
+            f"{', '.join(_SPLITS)}"
+        )
+    kinds: list[int] = file.get(f"{_KEY}token_type", [1] * len(tokens))
+    if len(kinds) != len(tokens):
+        raise CheckpointError(f"{file.path}: {len(tokens)} tokens came with types for {len(kinds)}")
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            _added_token(number, token, kind)
+            for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+            if kind in (_CONTROL, _USER_DEFINED)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": _SPLITS[pre]},
+        "decoder": {**_BYTE_LEVEL, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            # Llama 3's vocabulary has whole words that its merges do not reach.
+            "ignore_merges": _SPLITS[pre] is _LLAMA3,
+            "vocab": {
+                token: number
+                for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+                if kind != _UNUSED
+            },
+            "merges": [merge.split(" ", 1) for merge in file.need(f"{_KEY}merges")],
+        },
+    }
+
+
+def _added_token(number: int, token: str, kind: int) -> dict[str, Any]:
+    return {
+        "id": number,
+        "content": token,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": kind == _CONTROL,
+    }
+
+
+def _settings(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
+    """Return the content of ``tokenizer_config.json``."""
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for role, theirs in _ROLES.items():
+        number = file.get(f"{_KEY}{theirs}_token_id")
+        if number is None:
+            continue
+        if not 0 <= number < len(tokens):
+            raise CheckpointError(
+                f"{file.path}: {_KEY}{theirs}_token_id is {number}, there are {len(tokens)} tokens"
+            )
+        settings[f"{role}_token"] = tokens[number]
+    for flag in ("add_bos_token", "add_eos_token"):
+        if (value := file.get(_KEY + flag)) is not None:
+            settings[flag] = value
+    if template := file.get("tokenizer.chat_template"):
+        settings["chat_template"] = template
+    settings["clean_up_tokenization_spaces"] = False
+    return settings
+
+
+def _post_processor(settings: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
+    """Return what puts the begin and end tokens around a text, if the file says so."""
+    wanted = [role for role in ("bos", "eos") if settings.get(f"add_{role}_token")]
+    around = {role: settings[f"{role}_token"] for role in wanted if f"{role}_token" in settings}
+    if not around:
+        return {**_BYTE_LEVEL, "use_regex": True}
+
+    def piece(role: str) -> list[dict[str, Any]]:
+        token = around.get(role)
+        return [{"SpecialToken": {"id": token, "type_id": 0}}] if token else []
+
+    def sequence(name: str) -> list[dict[str, Any]]:
+        return [*piece("bos"), {"Sequence": {"id": name, "type_id": 0}}, *piece("eos")]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": sequence("A"),
+        "pair": sequence("A") + sequence("B"),
+        "special_tokens": {
+            token: {"id": token, "ids": [tokens.index(token)], "tokens": [token]}
+            for token in around.values()
+        },
+    }

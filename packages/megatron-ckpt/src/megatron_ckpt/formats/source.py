@@ -1,0 +1,64 @@
+"""What an import reads from, whatever the format: a configuration, tensors, files to keep."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_ckpt.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Folders in a checkpoint for what is passed through.
+TOKENIZER, HUGGINGFACE = "tokenizer", "huggingface"
+
+
+class TensorSource(Protocol):
+    """Tensors by their Hugging Face names, each read when asked for."""
+
+    def __getitem__(self, name: str) -> "Tensor":
+        """Read a tensor."""
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is such a tensor."""
+
+    def meta(self) -> "dict[str, Tensor]":
+        """Return tensors of the same names, shapes and dtypes without content."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model as an import sees it.
+
+    Attributes:
+        where: the file that the configuration comes from, for messages.
+        config: content of a Hugging Face ``config.json``.
+        open_tensors: opens the tensors; told the prefix that files of headless models leave out.
+        files: what the checkpoint keeps, by its name there.
+    """
+
+    where: Path
+    config: Mapping[str, Any]
+    open_tensors: Callable[[str], TensorSource]
+    files: Mapping[str, Path | bytes]
+
+
+def open_source(path: str | Path) -> ModelSource:
+    """Open a folder as Hugging Face's libraries write it, or a GGUF file.
+
+    Raises:
+        CheckpointError: neither, or one whose configuration cannot be read.
+    """
+    path = Path(path)
+    if path.is_file():
+        from megatron_ckpt.formats.gguf import is_gguf, open_gguf
+
+        if is_gguf(path):
+            return open_gguf(path)
+        raise CheckpointError(
+            f"{path} is not a GGUF file: give one, or the folder of a Hugging Face model"
+        )
+    from megatron_ckpt.formats.huggingface import open_folder
+
+    return open_folder(path)

@@ -1,0 +1,353 @@
+"""GGUF files made here, read with a made-up family that keeps Hugging Face's names."""
+
+import json
+import sys
+import weakref
+from dataclasses import asdict, dataclass
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from megatron_ckpt import Checkpoint, CheckpointError, import_hf
+from megatron_ckpt.cli import main
+
+HEADS, GROUPS, HEAD_DIM, HIDDEN, FFN, VOCAB, LAYERS = 4, 2, 8, 32, 64, 40, 2
+SIZES = {"q": HEADS * HEAD_DIM, "k": GROUPS * HEAD_DIM, "v": GROUPS * HEAD_DIM}
+LLAMA = {
+    "block_count": np.uint32(LAYERS),
+    "context_length": np.uint32(16),
+    "embedding_length": np.uint32(HIDDEN),
+    "feed_forward_length": np.uint32(FFN),
+    "attention.head_count": np.uint32(HEADS),
+    "attention.head_count_kv": np.uint32(GROUPS),
+    "attention.layer_norm_rms_epsilon": np.float32(1e-5),
+    "rope.freq_base": np.float32(1e5),
+}
+
+
+@dataclass
+class Config:
+    num_layers: int
+    values: dict
+
+    def to_json(self):
+        return json.dumps(asdict(self))
+
+
+def rows(config):
+    layer = "model.layers.{i}"
+    names = ["model.embed_tokens.weight", "model.norm.weight"]
+    names += [f"{layer}.{part}_layernorm.weight" for part in ("input", "post_attention")]
+    names += [f"{layer}.self_attn.{x}_proj.weight" for x in "qkvo"]
+    names += [f"{layer}.mlp.{x}_proj.weight" for x in ("gate", "up", "down")]
+    if not config.values["tie_word_embeddings"]:
+        names.append("lm_head.weight")
+    return [(name, [name], []) for name in names]
+
+
+FAMILY = SimpleNamespace(
+    name="same",
+    architectures=("LlamaForCausalLM",),
+    ignored=(),
+    prefix="model.",
+    active_rows=rows,
+    config_from_hf=lambda values: Config(values["num_hidden_layers"], dict(values)),
+    config_from_json=lambda values: Config(**values),
+)
+
+
+@pytest.fixture(autouse=True)
+def family(monkeypatch):
+    monkeypatch.setitem(sys.modules, "same_family", SimpleNamespace(FAMILY=FAMILY))
+    entry = EntryPoint("same", "same_family:FAMILY", "megatron.families")
+    monkeypatch.setattr("megatron_ckpt.families.entry_points", lambda group: [entry])
+
+
+def tensors():
+    """Random weights by their GGUF names; in Hugging Face's row order."""
+    draw = np.random.default_rng(0)
+
+    def random(*shape):
+        return draw.standard_normal(shape).astype(np.float32)
+
+    made = {"token_embd.weight": random(VOCAB, HIDDEN), "output_norm.weight": random(HIDDEN)}
+    for i in range(LAYERS):
+        made |= {f"blk.{i}.{name}_norm.weight": random(HIDDEN) for name in ("attn", "ffn")}
+        made |= {f"blk.{i}.attn_{x}.weight": random(SIZES[x], HIDDEN) for x in "qkv"}
+        made[f"blk.{i}.attn_output.weight"] = random(HIDDEN, HEADS * HEAD_DIM)
+        made |= {f"blk.{i}.ffn_{name}.weight": random(FFN, HIDDEN) for name in ("gate", "up")}
+        made[f"blk.{i}.ffn_down.weight"] = random(HIDDEN, FFN)
+    return made
+
+
+def pairs(weight):
+    """Rows as llama.cpp stores them: 2 j + k of each head is row k * half + j of Hugging Face's."""
+    stored = np.empty_like(weight)
+    half = HEAD_DIM // 2
+    for row in range(len(weight)):
+        head, inside = divmod(row, HEAD_DIM)
+        j, k = divmod(inside, 2)
+        stored[row] = weight[head * HEAD_DIM + k * half + j]
+    return stored
+
+
+def write(path, *, llama=None, weights=None, kinds=None, more=None, name="llama", tokenizer=True):
+    """Write a GGUF file; ``kinds`` quantises tensors, ``more`` adds metadata."""
+    writer = gguf.GGUFWriter(path, name)
+    scalar = {
+        np.uint32: writer.add_uint32,
+        np.float32: writer.add_float32,
+        str: writer.add_string,
+        bool: writer.add_bool,
+        list: writer.add_array,
+    }
+    metadata = {f"llama.{key}": value for key, value in {**LLAMA, **(llama or {})}.items()}
+    if tokenizer:
+        words = [*"abcdefghij", "ab", "abc", *(f"x{i}" for i in range(VOCAB - 14)), "<s>", "<t>"]
+        metadata |= {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": words,
+            "tokenizer.ggml.token_type": [1] * 12 + [5] * (VOCAB - 14) + [3, 4],
+            "tokenizer.ggml.merges": ["a b", "ab c"],
+            "tokenizer.ggml.bos_token_id": np.uint32(VOCAB - 2),
+            "tokenizer.ggml.add_bos_token": True,
+        }
+    for key, value in {**metadata, **(more or {})}.items():
+        if value is not None:
+            scalar[type(value)](key, value.item() if isinstance(value, np.generic) else value)
+    for key, weight in (tensors() if weights is None else weights).items():
+        stored = pairs(weight) if ".attn_q." in key or ".attn_k." in key else weight
+        kind = (kinds or {}).get(key)
+        if kind is None:
+            writer.add_tensor(key, stored)
+        else:
+            writer.add_tensor(key, gguf.quantize(stored, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def imported(path, folder, **settings):
+    return Checkpoint(import_hf(path, folder / "run", **settings))
+
+
+def test_names_and_rotary_rows_become_hugging_faces(tmp_path):
+    made = imported(write(tmp_path / "m.gguf"), tmp_path)
+    theirs = tensors()
+    expected = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "model.layers.1.input_layernorm.weight": "blk.1.attn_norm.weight",
+        "model.layers.1.post_attention_layernorm.weight": "blk.1.ffn_norm.weight",
+        "model.layers.1.self_attn.q_proj.weight": "blk.1.attn_q.weight",
+        "model.layers.1.self_attn.k_proj.weight": "blk.1.attn_k.weight",
+        "model.layers.1.self_attn.v_proj.weight": "blk.1.attn_v.weight",
+        "model.layers.1.self_attn.o_proj.weight": "blk.1.attn_output.weight",
+        "model.layers.1.mlp.gate_proj.weight": "blk.1.ffn_gate.weight",
+        "model.layers.1.mlp.up_proj.weight": "blk.1.ffn_up.weight",
+        "model.layers.1.mlp.down_proj.weight": "blk.1.ffn_down.weight",
+    }
+    for ours, name in expected.items():
+        assert torch.equal(made.read(ours), torch.from_numpy(theirs[name])), ours
+    assert len(made.tensors) == 2 + LAYERS * 9
+
+
+def test_quantised_tensors_become_float32_and_plain_ones_keep_their_type(tmp_path):
+    weights = tensors()
+    # Multiples of a block's scale, which is its largest value / 127 for Q8_0, come back exactly.
+    steps = np.arange(VOCAB * HIDDEN, dtype=np.float32).reshape(VOCAB, HIDDEN) % 32 - 16
+    steps[:, 0] = 127
+    weights["token_embd.weight"] = steps * 0.25
+    weights["output_norm.weight"] = weights["output_norm.weight"].astype(np.float16)
+    kinds = {
+        "token_embd.weight": gguf.GGMLQuantizationType.Q8_0,
+        "blk.0.ffn_up.weight": gguf.GGMLQuantizationType.BF16,
+        "blk.1.attn_q.weight": gguf.GGMLQuantizationType.Q4_1,
+    }
+    path = write(tmp_path / "m.gguf", weights=weights, kinds=kinds)
+    made = imported(path, tmp_path)
+    word = made.read("model.embed_tokens.weight")
+    assert word.dtype == torch.float32 and torch.equal(word, torch.from_numpy(steps * 0.25))
+    norm = made.read("model.norm.weight")
+    assert norm.dtype == torch.float16
+    assert torch.equal(norm, torch.from_numpy(weights["output_norm.weight"]))
+    up = made.read("model.layers.0.mlp.up_proj.weight")
+    original = torch.from_numpy(weights["blk.0.ffn_up.weight"])
+    assert up.dtype == torch.bfloat16 and torch.equal(up, original.bfloat16())
+    query = made.read("model.layers.1.self_attn.q_proj.weight")
+    original = torch.from_numpy(weights["blk.1.attn_q.weight"])
+    step = (original.amax(1) - original.amin(1)) / 15  # a row of 32 is one block of 16 levels
+    error = (query - original).abs()
+    assert (error <= 0.51 * step[:, None] + 1e-2).all() and error.max() > 0
+    half = Checkpoint(import_hf(path, tmp_path / "half", dtype=torch.bfloat16))
+    assert {record.dtype for record in half.tensors.values()} == {"BF16"}
+
+
+def test_a_tensor_is_read_when_its_turn_comes_and_let_go_before_the_next(tmp_path, monkeypatch):
+    from megatron_ckpt.formats.gguf import GGUFFile
+
+    path = write(tmp_path / "m.gguf")
+    read, alive = [], []
+    original = GGUFFile.read
+
+    def watch(self, name):
+        alive.append(sum(reference() is not None for reference in read))
+        tensor = original(self, name)
+        read.append(weakref.ref(tensor.untyped_storage()))
+        return tensor
+
+    monkeypatch.setattr(GGUFFile, "read", watch)
+    imported(path, tmp_path)
+    assert alive == [0] * len(tensors())
+
+
+def test_the_configuration_is_that_of_a_hugging_face_folder(tmp_path):
+    made = imported(write(tmp_path / "m.gguf"), tmp_path)
+    config = json.loads(made.read_file("huggingface/config.json"))
+    assert config == {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": LAYERS,
+        "max_position_embeddings": 16,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_attention_heads": HEADS,
+        "rms_norm_eps": 1e-5,  # the decimal, not the float32 next to it
+        "num_key_value_heads": GROUPS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCAB,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "rope_theta": 100000.0,
+        "bos_token_id": VOCAB - 2,
+    }
+    assert made.model.config["values"] == config
+    untied = write(tmp_path / "u.gguf", weights=tensors() | {"output.weight": np.ones((40, 32))})
+    made = Checkpoint(import_hf(untied, tmp_path / "untied"))
+    assert not made.model.config["values"]["tie_word_embeddings"]
+    assert made.read("lm_head.weight").shape == (40, 32)
+
+
+def llama3_factors(factor):
+    """As the original implementation of Llama 3.1 computes them, for theta 5e5 and 8 channels."""
+    factors = []
+    for channel in range(0, HEAD_DIM, 2):
+        wavelength = 2 * np.pi * 5e5 ** (channel / HEAD_DIM)
+        if wavelength < 8192 / 4:
+            factors.append(1.0)
+        elif wavelength > 8192 / 1:
+            factors.append(factor)
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, np.float32)
+
+
+def test_rotary_scaling_is_found_in_metadata_and_in_the_tensor_of_factors(tmp_path):
+    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": np.float32(2.5)}
+    made = imported(write(tmp_path / "l.gguf", llama=linear), tmp_path)
+    scaling = made.model.config["values"]["rope_scaling"]
+    assert scaling == {"rope_type": "linear", "factor": 2.5}
+    factors = llama3_factors(32.0)
+    assert 1.0 < factors[2] < 32.0  # one channel lies between
+    base = {"rope.freq_base": np.float32(5e5)}
+    path = write(
+        tmp_path / "3.gguf", llama=base, weights=tensors() | {"rope_freqs.weight": factors}
+    )
+    made = Checkpoint(import_hf(path, tmp_path / "three"))
+    assert made.model.config["values"]["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    factors[2] *= 1.01
+    write(tmp_path / "3.gguf", llama=base, weights=tensors() | {"rope_freqs.weight": factors})
+    with pytest.raises(CheckpointError, match=r"'rope_freqs.weight' are not those of Llama 3.1"):
+        import_hf(tmp_path / "3.gguf", tmp_path / "four")
+
+
+def test_the_tokenizer_is_written_as_hugging_faces_files(tmp_path):
+    made = imported(write(tmp_path / "m.gguf"), tmp_path)
+    content = json.loads(made.read_file("tokenizer/tokenizer.json"))
+    assert content["model"]["merges"] == [["a", "b"], ["ab", "c"]]
+    assert content["model"]["vocab"]["abc"] == 11
+    assert "x3" not in content["model"]["vocab"]  # unused
+    added = {token["content"]: token for token in content["added_tokens"]}
+    assert added["<s>"]["id"] == VOCAB - 2 and added["<s>"]["special"]
+    assert added["<t>"]["id"] == VOCAB - 1 and not added["<t>"]["special"]
+    settings = json.loads(made.read_file("tokenizer/tokenizer_config.json"))
+    assert settings["bos_token"] == "<s>" and settings["add_bos_token"]
+    assert content["post_processor"]["single"][0]["SpecialToken"]["id"] == "<s>"
+
+
+EXPERTS = {"expert_count": np.uint32(8)}
+WRONG = {
+    "expert_count is 8": {"llama": EXPERTS},
+    "sliding_window is 4": {"llama": {"attention.sliding_window": np.uint32(4)}},
+    "rope.dimension_count is 4, but heads have 8": {
+        "llama": {"rope.dimension_count": np.uint32(4)}
+    },
+    r"head_count is \[4, 4\], not one number": {"llama": {"attention.head_count": [4, 4]}},
+    "no metadata 'llama.block_count'": {"llama": {"block_count": None}},
+    r"no tensor 'blk.1.ffn_gate.weight'": {
+        "weights": {k: v for k, v in tensors().items() if k != "blk.1.ffn_gate.weight"}
+    },
+    r"no row uses tensor 'blk.2.attn_norm.weight'": {
+        "weights": tensors() | {"blk.2.attn_norm.weight": np.ones(HIDDEN, np.float32)}
+    },
+    "architecture 'falcon', GGUF files are read of llama": {"name": "falcon"},
+    "one of 3 parts: join them": {"more": {"split.count": np.uint32(3)}},
+    "no metadata 'tokenizer.ggml.model'": {"tokenizer": False},
+    "tokenizers of kind 'bert' are not read": {"more": {"tokenizer.ggml.model": "bert"}},
+    r"pre 'smolm' \(nearest: 'smollm'\)": {"more": {"tokenizer.ggml.pre": "smolm"}},
+    "bos_token_id is 99, there are 40 tokens": {
+        "more": {"tokenizer.ggml.bos_token_id": np.uint32(99)}
+    },
+    "40 tokens came with types for 2": {"more": {"tokenizer.ggml.token_type": [1, 1]}},
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_does_not_fit_is_named_and_nothing_is_left(tmp_path, words):
+    path = write(tmp_path / "m.gguf", **WRONG[words])
+    with pytest.raises(CheckpointError, match=words) as caught:
+        import_hf(path, tmp_path / "run")
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert not list((tmp_path / "run").glob("iter_*"))
+
+
+def test_a_torn_file_is_refused_wherever_it_ends(tmp_path):
+    whole = write(tmp_path / "m.gguf").read_bytes()
+    torn = tmp_path / "torn.gguf"
+    for length in [*range(4, len(whole), 977), len(whole) - 1]:
+        torn.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"torn\.gguf"):
+            import_hf(torn, tmp_path / "run")
+    assert not list((tmp_path / "run").glob("iter_*"))
+
+
+def test_another_file_and_a_missing_package_are_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "m.bin").write_bytes(b"PK")
+    assert main(["convert", "--from-hf", str(tmp_path / "m.bin"), str(tmp_path / "run")]) == 1
+    assert "is not a GGUF file: give one, or the folder" in capsys.readouterr().err
+    path = write(tmp_path / "m.gguf")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert main(["convert", "--from-hf", str(path), str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.endswith("needs the package gguf; pip install 'megatron-ckpt[gguf]'")
+
+
+def test_the_command_converts_a_file(tmp_path, capsys):
+    path = write(tmp_path / "m.gguf")
+    assert main(["convert", "--from-hf", str(path), str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.strip() == f"{tmp_path}/run/iter_0000000"
