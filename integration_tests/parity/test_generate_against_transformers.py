@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_ckpt import import_hf
+from megatron_ckpt import CheckpointStore, DistributedCoordinator, ModelRecord, import_hf
 from megatron_infer import LoadedModel, SamplingParams, generate, generate_tokens, load_model
+from megatron_parallel import Mesh, ParallelLayout, collect_shardings, parameter_views
+from megatron_parallel.testing import WorkerPool
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -97,3 +99,41 @@ def test_text_is_what_their_tokenizer_decodes(
         prompt = tokenizer(completion.prompt)["input_ids"]
         tokens = their_greedy(theirs, prompt, 20)
         assert completion.text == tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
+
+def cut_and_save(mesh: Mesh, source: Path, target: Path) -> list[tuple[int, ...]]:
+    """Load this rank's part of a model, continue the prompts with it, and save it from here."""
+    loaded = load_model(source, mesh=mesh, dtype=torch.float64)
+    views = parameter_views(loaded.model, collect_shardings(loaded.model), mesh)
+    record = ModelRecord(loaded.checkpoint.model.family, loaded.model.config.to_dict())
+    files = {"tokenizer": loaded.checkpoint.path / "tokenizer"}
+    CheckpointStore(target, DistributedCoordinator()).save(1, views, model=record, files=files)
+    params = SamplingParams(max_new_tokens=30, temperature=0.0)
+    prompts = loaded.tokenizer.encode_batch(PROMPTS)
+    return [one.tokens for one in generate_tokens(loaded.model, prompts, params)]
+
+
+LAYOUTS = {
+    "tp2": ParallelLayout(tp=2, dp=1),
+    "pp2": ParallelLayout(pp=2, dp=1),
+    "tp2-pp2": ParallelLayout(tp=2, pp=2, dp=1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_checkpoints_saved_by_several_ranks_generate_alike_on_one(
+    pair: tuple[Any, LoadedModel],
+    worker_pool: WorkerPool,
+    layout: ParallelLayout,
+    tmp_path: Path,
+) -> None:
+    theirs, ours = pair
+    prompts = ours.tokenizer.encode_batch(PROMPTS)
+    expected = [their_greedy(theirs, prompt, 30) for prompt in prompts]
+    every = worker_pool.run_mesh(layout, cut_and_save, tmp_path / "ours", tmp_path / "cut")
+    assert every == [expected] * layout.world_size
+    whole = load_model(tmp_path / "cut", dtype=torch.float64)
+    files = {piece.file for one in whole.checkpoint.tensors.values() for piece in one.pieces}
+    assert len(files) == layout.world_size  # every rank has written its own part
+    params = SamplingParams(max_new_tokens=30, temperature=0.0)
+    assert [one.tokens for one in generate_tokens(whole.model, prompts, params)] == expected

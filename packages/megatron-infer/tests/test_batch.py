@@ -119,19 +119,69 @@ def test_a_model_in_training_goes_on_training(make_model: Make) -> None:
     assert model.embedding.word.weight.grad is not None
 
 
-def test_two_tensor_parallel_ranks_yield_what_one_does(
-    make_model: Make, worker_pool: WorkerPool
+LAYOUTS = [
+    ParallelLayout(tp=2, dp=1),
+    ParallelLayout(pp=2, dp=1),
+    ParallelLayout(tp=2, pp=2, dp=1),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["tp2", "pp2", "tp2-pp2"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_all_ranks_of_a_cut_model_yield_what_one_does(
+    make_model: Make,
+    worker_pool: WorkerPool,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    layout: ParallelLayout,
 ) -> None:
-    expected = generate_tokens(make_model("llama"), PROMPTS, GREEDY)
+    drawn = SamplingParams(max_new_tokens=6, seed=3, top_p=0.9)
+    settings = [GREEDY, drawn, GREEDY, drawn, GREEDY]  # some end before the others
+    expected = generate_tokens(make_model(kind), PROMPTS, settings)
 
-    def on_ranks(mesh: Mesh) -> tuple[list, list]:
-        model = make_model("llama", mesh=mesh)
-        unseeded = SamplingParams(max_new_tokens=5)
-        return generate_tokens(model, PROMPTS, GREEDY), generate_tokens(model, PROMPTS, unseeded)
+    def on_ranks(mesh: Mesh) -> tuple[list, list, list]:
+        model = make_model(kind, mesh=mesh)
+        seen: list[tuple[int, int]] = []
+        monkeypatch.setattr(engine, "PREFILL_TOKENS", 8)  # several passes for the prompts
+        seeded = generate_tokens(model, PROMPTS, settings, on_token=lambda *one: seen.append(one))
+        unseeded = generate_tokens(model, PROMPTS, SamplingParams(max_new_tokens=5))
+        return seeded, unseeded, seen
 
-    results = worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), on_ranks)
-    assert [greedy for greedy, _ in results] == [expected, expected]
-    assert results[0][1] == results[1][1]
+    results = worker_pool.run_mesh(layout, on_ranks)
+    for seeded, unseeded, seen in results:
+        assert seeded == expected
+        assert unseeded == results[0][1]
+        assert len(seen) == sum(len(one.tokens) for one in expected)
+
+
+def test_a_stage_keeps_keys_and_values_of_its_own_layers(
+    make_model: Make, worker_pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_ranks(mesh: Mesh) -> list[tuple[list[int], int]]:
+        made = []
+
+        class Watched(engine.SlotCache):
+            def __init__(self, *arguments: object, layers: list[int], **settings: object) -> None:
+                super().__init__(*arguments, layers=layers, **settings)
+                made.append((layers, len(self._store)))
+
+        monkeypatch.setattr(engine, "SlotCache", Watched)
+        generate_tokens(make_model("llama", mesh=mesh), PROMPTS, GREEDY)
+        return made
+
+    every = worker_pool.run_mesh(ParallelLayout(pp=2, dp=1), on_ranks)
+    assert every == [[([0], 1)], [([1], 1)]]
+
+
+def test_models_that_cannot_decode_are_refused(make_model: Make) -> None:
+    cut = make_model()
+    cut.sequence_parallel = True
+    with pytest.raises(InferError, match="sequence_parallel=False"):
+        generate_tokens(cut, PROMPTS, GREEDY)
+    chunk = make_model()
+    chunk.mesh = Mesh(ParallelLayout(pp=2, vpp=2, dp=1).resolve(2), 0)
+    with pytest.raises(InferError, match="vpp=2"):
+        generate_tokens(chunk, PROMPTS, GREEDY)
 
 
 def test_no_prompt_is_no_work(make_model: Make) -> None:

@@ -7,7 +7,8 @@ from megatron_ckpt import CheckpointError, CheckpointStore, ModelRecord
 from megatron_data import ByteTokenizer, NullTokenizer
 from megatron_infer import InferError, load_model
 from megatron_models import GPT, ConfigError
-from megatron_parallel import Mesh, collect_shardings, parameter_views
+from megatron_parallel import LayoutError, Mesh, ParallelLayout, collect_shardings, parameter_views
+from megatron_parallel.testing import WorkerPool
 
 Save = Callable[..., GPT]
 
@@ -85,6 +86,76 @@ def test_progress_ends_with_all_weights(save: Save, tmp_path: Path) -> None:
     dones, totals = zip(*seen, strict=True)
     assert list(dones) == sorted(dones)
     assert 0.9 < dones[-1] / totals[0] <= 1.0
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_each_rank_gets_its_part_and_reads_no_more(
+    save: Save, make_model: Callable[..., GPT], worker_pool: WorkerPool, tmp_path: Path, kind: str
+) -> None:
+    save(kind, dtype=torch.float64)
+
+    def on_ranks(mesh: Mesh) -> tuple[bool, int, int]:
+        seen: list[tuple[int, int]] = []
+        loaded = load_model(
+            tmp_path / "run",
+            mesh=mesh,
+            dtype=torch.float64,
+            progress=lambda done, total: seen.append((done, total)),
+        )
+        model = make_model(kind, vocab_size=257, mesh=mesh)  # drawn from the same seed
+        views = parameter_views(loaded.model, collect_shardings(model), mesh)
+        wanted = parameter_views(model, collect_shardings(model), mesh)
+        equal = [
+            torch.equal(view.tensor, other.tensor)
+            for name in wanted
+            for view, other in zip(views[name], wanted[name], strict=True)
+        ]
+        return all(equal) and len(equal) > 5, *seen[-1]
+
+    everything = []
+    load_model(tmp_path / "run", progress=lambda done, total: everything.append(done))
+    for layout in (ParallelLayout(pp=2, dp=1), ParallelLayout(tp=2, pp=2, dp=1)):
+        for equal, done, total in worker_pool.run_mesh(layout, on_ranks):
+            assert equal
+            assert done == total < everything[-1]
+
+
+def test_a_stage_notices_that_the_checkpoint_holds_another_model(
+    save: Save, worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    model = save("gpt2")
+    more = model.config.to_dict() | {"num_layers": 4}
+    save("gpt2", iteration=6, config=more)
+
+    def on_ranks(mesh: Mesh) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            load_model(tmp_path / "run", mesh=mesh)
+        return str(caught.value)
+
+    for error in worker_pool.run_mesh(ParallelLayout(pp=2, dp=1), on_ranks):
+        assert "the checkpoint has no tensor 'layers.2." in error
+
+
+def test_ranks_that_find_different_checkpoints_are_told(
+    save: Save, worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    save(iteration=5)
+    save(iteration=9)
+
+    def on_ranks(mesh: Mesh) -> str:
+        with pytest.raises(LayoutError) as caught:
+            load_model(tmp_path / "run", iteration=(5, 9)[mesh.rank], mesh=mesh)
+        return str(caught.value)
+
+    for error in worker_pool.run_mesh(ParallelLayout(pp=2, dp=1), on_ranks):
+        assert "iteration 5 with digest" in error and "iteration 9 with digest" in error
+
+
+def test_several_stages_on_a_rank_are_refused(save: Save, tmp_path: Path) -> None:
+    save()
+    mesh = Mesh(ParallelLayout(pp=2, vpp=2, dp=1).resolve(2), 0)
+    with pytest.raises(InferError, match="vpp=2"):
+        load_model(tmp_path / "run", mesh=mesh)
 
 
 def test_what_is_missing_is_named(save: Save, tmp_path: Path) -> None:

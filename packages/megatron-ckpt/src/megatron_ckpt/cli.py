@@ -106,6 +106,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     manifest = checkpoint.manifest
     print(f"checkpoint  {checkpoint.path}")
     print(f"iteration   {manifest.iteration}")
+    print(f"digest      {manifest.digest}")
     print(f"saved by    {manifest.world_size} rank(s), {_pairs(manifest.versions)}")
     if manifest.model:
         print(f"model       {manifest.model.family or 'of no family'}")

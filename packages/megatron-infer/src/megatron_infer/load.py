@@ -4,15 +4,15 @@ A checkpoint of megatron-train holds what is needed: the model's configuration i
 weights, and the tokenizer's files in the folder ``tokenizer``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from megatron_ckpt import Checkpoint, find_checkpoint
 from megatron_data import Tokenizer, load_tokenizer
-from megatron_models import GPT, GPTConfig
-from megatron_parallel import Mesh, collect_shardings, parameter_views
+from megatron_models import GPT, GPTConfig, parameter_shapes
+from megatron_parallel import Mesh, View, collect_shardings, parameter_views
 
 from megatron_infer.errors import InferError
 
@@ -20,7 +20,7 @@ TOKENIZER_FOLDER = "tokenizer"
 
 
 class LoadedModel(NamedTuple):
-    """What a checkpoint holds for generation."""
+    """What a checkpoint holds for generation; of a model cut over ranks, this rank's part."""
 
     model: GPT
     tokenizer: Tokenizer
@@ -37,36 +37,53 @@ def load_model(
 ) -> LoadedModel:
     """Build the model of a checkpoint, fill it, and open its tokenizer.
 
+    On a mesh of several ranks all of them call this together, and each gets its part: the
+    checkpoint may have been saved by any layout. Only the bytes of that part are read.
+
     Args:
         path: a checkpoint, or a run's folder, of which the newest complete checkpoint is taken.
         iteration: another checkpoint of the run.
         mesh: where the model goes and how it is cut; a single process on the CPU by default.
         dtype: of the model's parameters, whatever the checkpoint's floating-point type.
-        progress: called with the bytes of weights read so far, and those there are.
+        progress: called with the bytes of weights this rank has read so far, and all it will.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
         InferError: the checkpoint does not say which model it holds, or has no tokenizer, or that
-            of another model.
+            of another model; or the mesh has several stages on each rank.
+        LayoutError: the model cannot be cut that way, or ranks found different checkpoints.
     """
     checkpoint = find_checkpoint(path, iteration)
+    mesh = mesh or Mesh.single()
+    if mesh.layout.vpp > 1:
+        raise InferError(
+            f"a mesh with vpp={mesh.layout.vpp} has several stages on each rank; load the "
+            "checkpoint into a mesh with vpp=1, as every checkpoint can be"
+        )
+    found = f"iteration {checkpoint.iteration} with digest {checkpoint.digest}"
+    mesh.agree("the checkpoint to load", {"checkpoint": found})
     if checkpoint.model is None:
         raise InferError(
             f"{checkpoint.path} does not say which model it holds; save it with a model record"
         )
     config = GPTConfig.from_dict(checkpoint.model.config)
     tokenizer = _open_tokenizer(checkpoint, config)
-    mesh = mesh or Mesh.single()
     model = _empty_model(config, mesh, dtype)
     views = parameter_views(model, collect_shardings(model), mesh)
-    total, done = _weight_bytes(checkpoint), 0
+    total, done = _stored_bytes(checkpoint, views), 0
 
     def count(read: int) -> None:
         nonlocal done
         done += read
         progress(done, total)
 
-    checkpoint.load(views, groups=["model"], cast="floating", progress=count)
+    checkpoint.load(
+        views,
+        elsewhere=parameter_shapes(config),
+        groups=["model"],
+        cast="floating",
+        progress=count,
+    )
     return LoadedModel(model.eval(), tokenizer, checkpoint)
 
 
@@ -82,11 +99,14 @@ def _empty_model(config: GPTConfig, mesh: Mesh, dtype: torch.dtype) -> GPT:
     return model
 
 
-def _weight_bytes(checkpoint: Checkpoint) -> int:
-    """Return the size of the files that hold the model's tensors."""
-    records = [record for record in checkpoint.tensors.values() if record.group == "model"]
-    files = {piece.file for record in records for piece in record.pieces}
-    return sum(checkpoint.manifest.files[name].size for name in files)
+def _stored_bytes(checkpoint: Checkpoint, views: Mapping[str, Sequence[View]]) -> int:
+    """Return how much of the checkpoint the views take, in the checkpoint's dtypes."""
+    return sum(
+        view.tensor.numel() * checkpoint.tensors[name].item_size
+        for name, held in views.items()
+        for view in held
+        if name in checkpoint.tensors  # `Checkpoint.load` says so if one is not
+    )
 
 
 def _open_tokenizer(checkpoint: Checkpoint, config: GPTConfig) -> Tokenizer:

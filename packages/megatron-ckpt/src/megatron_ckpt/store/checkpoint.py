@@ -51,6 +51,11 @@ class Checkpoint:
         return self.manifest.iteration
 
     @property
+    def digest(self) -> str:
+        """Digest of the manifest and, through it, of every file: equal states have equal ones."""
+        return self.manifest.digest
+
+    @property
     def model(self) -> ModelRecord | None:
         """Family and configuration of the model, if they were given when saving."""
         return self.manifest.model
@@ -98,13 +103,19 @@ class Checkpoint:
         self,
         into: Mapping[str, Sequence[ViewLike]],
         *,
+        elsewhere: Mapping[str, Sequence[int]] | None = None,
         groups: Sequence[str] | None = None,
         cast: Cast = "refuse",
         verify: bool = True,
         progress: Callable[[int], object] = lambda count: None,
     ) -> LoadedState:
-        """Fill the views in place and return the plain values; see `CheckpointStore.load`."""
-        wanted = {name: tuple(views[0].global_shape) for name, views in into.items() if views}
+        """Fill the views in place and return the plain values; see `CheckpointStore.load`.
+
+        Names are compared without the other ranks. ``elsewhere`` has global shapes by name of
+        tensors that need no place here, because other ranks load them.
+        """
+        wanted = {name: tuple(shape) for name, shape in (elsewhere or {}).items()}
+        wanted |= {name: tuple(views[0].global_shape) for name, views in into.items() if views}
         check_names(self.manifest, wanted, groups)
         self.fill(into, cast=cast, verify=verify, progress=progress)
         return self.values()

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ckpt.dtypes import item_size
 from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError
 from megatron_ckpt.store.blocks import ALGORITHM, BLOCK_SIZE, FileRecord, digest
 from megatron_ckpt.views import Box
@@ -40,6 +41,11 @@ class TensorRecord:
     group: str
     pieces: tuple[Piece, ...]
 
+    @property
+    def item_size(self) -> int:
+        """Bytes of an element."""
+        return item_size(self.dtype)
+
 
 @dataclass(frozen=True)
 class ModelRecord:
@@ -65,8 +71,18 @@ class Manifest:
     model: ModelRecord | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def digest(self) -> str:
+        """The digest in the file: equal for equal states, since it covers every file's digests."""
+        return digest(self._blank())
+
     def to_bytes(self) -> bytes:
         """Serialise, with a digest over the bytes themselves."""
+        data = self._blank()
+        return data.replace(_NO_DIGEST.encode(), digest(data).encode(), 1)
+
+    def _blank(self) -> bytes:
+        """Return the file's bytes with zeros for the digest."""
         content = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -80,8 +96,7 @@ class Manifest:
             "files": {name: asdict(self.files[name]) for name in sorted(self.files)},
             "tensors": {name: asdict(self.tensors[name]) for name in sorted(self.tensors)},
         }
-        data = (json.dumps(content, ensure_ascii=False, allow_nan=False, indent=0) + "\n").encode()
-        return data.replace(_NO_DIGEST.encode(), digest(data).encode(), 1)
+        return (json.dumps(content, ensure_ascii=False, allow_nan=False, indent=0) + "\n").encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, where: Path) -> "Manifest":

@@ -4,6 +4,9 @@ Prompts are first run through the model (prefill), shorter ones padded on the ri
 does not look there. Then every step feeds each running sequence its newest token. Sequences lie at
 the beginning of their cache slots and end on their own, so what one request yields does not depend
 on its neighbours, beyond the rounding of matrix products of another size.
+
+All ranks of a model that is cut go through the same steps with the same tokens. On a pipeline each
+stage runs its layers on what the stage before sends; the last one chooses, and tells all others.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +18,7 @@ import torch
 from jaxtyping import Float
 from megatron_kernels import Mask
 from megatron_models import GPT
-from megatron_parallel import all_gather, broadcast
+from megatron_parallel import all_gather, broadcast, receive, send
 from torch import Tensor, nn
 
 from megatron_infer.engine.cache import SlotCache
@@ -52,7 +55,9 @@ def generate_tokens(
     """Continue token sequences of any lengths, all at once.
 
     Args:
-        model: a GPT on any device; its modules keep the mode (train or eval) they are in.
+        model: a GPT on any device, or this rank's part of one that is cut over tensor-parallel
+            ranks and pipeline stages, all of which call this with the same arguments. Its modules
+            keep the mode (train or eval) they are in.
         prompts: token numbers, at least one for each prompt.
         params: settings of each prompt, or one for all of them. Equal prompts with equal seeds get
             equal continuations.
@@ -61,12 +66,15 @@ def generate_tokens(
             token.
 
     Returns:
-        One continuation for each prompt.
+        One continuation for each prompt, the same on every rank of the model.
 
     Raises:
         InferError: an empty prompt, one that leaves no position for a new token, or a token that is
-            not in the model's vocabulary.
+            not in the model's vocabulary; a model with several stages on a rank, or one that cuts
+            sequences.
+        CollectiveError: another rank of the model died, or did not call this.
     """
+    _check_model(model)
     settings = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     if len(settings) != len(prompts):
         raise InferError(f"{len(prompts)} prompts came with settings for {len(settings)}")
@@ -105,16 +113,18 @@ class _Batch:
         self._sampler = Sampler(settings)
         self._cached = [0] * len(prompts)
         self._positions = model.config.max_position_embeddings
-        weight = model.embedding.word.weight
-        self._device = weight.device
+        parameter = next(model.parameters())
+        self._device, self._dtype = parameter.device, parameter.dtype
+        self._tp, self._pp = model.mesh.axis("tp"), model.mesh.axis("pp")
         room = max(len(p) + s.max_new_tokens for p, s in zip(prompts, settings, strict=True))
         self._cache = SlotCache(
             model.config,
             model.mesh,
             len(prompts),
             min(room, self._positions),
-            dtype=weight.dtype,
-            device=weight.device,
+            layers=[int(layer) for layer in model.layers],
+            dtype=self._dtype,
+            device=self._device,
         )
 
     def prefill(self) -> None:
@@ -129,26 +139,42 @@ class _Batch:
 
     def advance(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> None:
         """Feed each row its new tokens, and choose the one that follows."""
-        chosen = self._sampler(self._logits(rows, new), rows)
-        broadcast(chosen, self._model.mesh.axis("tp"))
+        outcome = self._run_stage(rows, new)
+        if self._model.last:
+            chosen = self._sampler(self._next_logits(outcome, new), rows)
+            broadcast(chosen, self._tp, purpose="the chosen tokens")
+        else:
+            send(outcome, self._pp, self._pp.index + 1, purpose="activations")
+            chosen = torch.empty(len(rows), dtype=torch.int64, device=self._device)
+        broadcast(chosen, self._pp, self._pp.size - 1, purpose="the chosen tokens")
         for row, token in zip(rows, chosen.tolist(), strict=True):
             self._accept(row, token)
 
-    def _logits(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Float[Tensor, "rows v"]:
-        """Return the logits of the token that follows each row's new tokens."""
-        lengths = [len(tokens) for tokens in new]
-        width = max(lengths)
-        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in new]
+    def _run_stage(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
+        """Run this rank's layers on the new tokens: activations, or logits ``[s, b, v_part]``."""
+        width = max(len(tokens) for tokens in new)
+        if self._model.first:
+            padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in new]
+            x = torch.tensor(padded, device=self._device)
+        else:
+            shape = self._model.passed(len(rows), width).shape
+            x = torch.empty(shape, dtype=self._dtype, device=self._device)
+            receive(x, self._pp, self._pp.index - 1, purpose="activations")
         starts = [self._cached[row] for row in rows]
         self._cache.aim(rows, starts)
         positions, mask = self._places(starts, width)
-        tokens = torch.tensor(padded, device=self._device)
-        logits = self._model(tokens, positions=positions, mask=mask, cache=self._cache)
-        for row, length in zip(rows, lengths, strict=True):
-            self._cached[row] += length
-        ends = torch.tensor(lengths, device=self._device) - 1
-        last = logits[ends, torch.arange(len(rows), device=self._device)]
-        whole = all_gather(last, self._model.mesh.axis("tp"), dim=-1)
+        outcome: Tensor = self._model(x, positions=positions, mask=mask, cache=self._cache)
+        for row, tokens in zip(rows, new, strict=True):
+            self._cached[row] += len(tokens)
+        return outcome
+
+    def _next_logits(
+        self, logits: Float[Tensor, "s rows v_part"], new: Sequence[Sequence[int]]
+    ) -> Float[Tensor, "rows v"]:
+        """Return the logits of the token that follows each row's new tokens."""
+        ends = torch.tensor([len(tokens) - 1 for tokens in new], device=self._device)
+        last = logits[ends, torch.arange(len(new), device=self._device)]
+        whole = all_gather(last, self._tp, dim=-1, purpose="logits")
         return whole[:, : self._model.config.vocab_size]
 
     def _places(self, starts: Sequence[int], width: int) -> tuple[Tensor | None, Mask | None]:
@@ -171,6 +197,19 @@ class _Batch:
             self.ended[row] = "length"
         elif len(self._prompts[row]) + len(self.tokens[row]) == self._positions:
             self.ended[row] = "positions"
+
+
+def _check_model(model: GPT) -> None:
+    if model.mesh.layout.vpp > 1:
+        raise InferError(
+            f"the model has vpp={model.mesh.layout.vpp} stages on each rank; save it and load it "
+            "into a mesh with vpp=1 to generate"
+        )
+    if model.sequence_parallel:
+        raise InferError(
+            "the model cuts sequences over tensor-parallel ranks, which a single new token cannot "
+            "be; build it with sequence_parallel=False to generate: its weights are the same"
+        )
 
 
 def _check_prompt(model: GPT, index: int, prompt: Sequence[int]) -> None:

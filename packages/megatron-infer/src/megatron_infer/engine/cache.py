@@ -24,6 +24,7 @@ class SlotCache:
         mesh: the model's mesh; each tensor-parallel rank keeps its own key/value heads.
         slots: requests.
         max_length: tokens there is room for in each slot.
+        layers: global numbers of the layers kept here, those of a pipeline stage; by default all.
         dtype: of keys and values.
         device: where they are kept.
     """
@@ -35,11 +36,14 @@ class SlotCache:
         slots: int,
         max_length: int,
         *,
+        layers: Sequence[int] | None = None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         groups = config.num_query_groups // mesh.axis("tp").size
-        shape = (config.num_layers, 2, max_length, slots, groups, config.kv_channels)
+        kept = range(config.num_layers) if layers is None else layers
+        self._places = {layer: place for place, layer in enumerate(kept)}
+        shape = (len(kept), 2, max_length, slots, groups, config.kv_channels)
         self._store = torch.zeros(shape, dtype=dtype, device=device)
         self.aim(range(slots), [0] * slots)
 
@@ -65,7 +69,7 @@ class SlotCache:
         """
         places = self._starts + torch.arange(len(k), device=k.device).unsqueeze(-1)
         end = self._length + len(k)
-        keys, values = self._store[layer]
+        keys, values = self._store[self._places[layer]]
         keys[places, self._slots] = k
         values[places, self._slots] = v
         if self._whole:
