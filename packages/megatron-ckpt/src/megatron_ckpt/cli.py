@@ -75,12 +75,15 @@ def build_parser() -> Parser:
     convert = commands.add_parser(
         "convert",
         help="convert a model from or to Hugging Face's format",
-        description="Make a checkpoint of a Hugging Face folder, or such a folder of a checkpoint.",
+        description="Make a checkpoint of a Hugging Face folder or a GGUF file, or a folder of a "
+        "checkpoint.",
     )
     direction = convert.add_mutually_exclusive_group(required=True)
-    direction.add_argument("--from-hf", action="store_true", help="Hugging Face to checkpoint")
-    direction.add_argument("--to-hf", action="store_true", help="checkpoint to Hugging Face")
-    convert.add_argument("source", type=Path, help="Hugging Face folder, or checkpoint")
+    direction.add_argument(
+        "--from-hf", action="store_true", help="Hugging Face or GGUF to checkpoint"
+    )
+    direction.add_argument("--to-hf", action="store_true", help="export to Hugging Face")
+    convert.add_argument("source", type=Path, help="Hugging Face folder, GGUF file, or checkpoint")
     convert.add_argument("destination", type=Path, help="run directory, or new folder")
     convert.add_argument("--family", help="family of the model (default: as the source says)")
     convert.add_argument("--dtype", choices=list(_DTYPES), help="floating point (default: as is)")
