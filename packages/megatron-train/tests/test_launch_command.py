@@ -1,5 +1,6 @@
 """`--nproc-per-node`: what the parent refuses by itself, and what exceptions come to."""
 
+import socket
 import subprocess
 import sys
 
@@ -62,20 +63,39 @@ def test_mistakes_interrupts_and_bugs_are_told_apart():
     assert (bug.kind, bug.message) == ("bug", "KeyError: 'x'") and "KeyError" in bug.traceback
 
 
-def test_failures_between_ranks_are_not_bugs():
+def test_failures_between_ranks_are_not_bugs(monkeypatch):
     import torch.distributed as dist
     from megatron_parallel import CollectiveError
 
-    lost = report_of(CollectiveError("rank 1 did not join all_reduce on axis 'dp' (ranks 0-1)"))
-    assert (lost.kind, lost.status) == ("peer", 1)
+    monkeypatch.setenv("MASTER_ADDR", "here")
+    monkeypatch.setenv("MASTER_PORT", "5")
+    start = "start-up of axis 'world' at here:5: "
+    words = "rank 1 did not join all_reduce on axis 'dp' (ranks 0-1)"
+    lost = report_of(CollectiveError(words))
+    assert (lost.kind, lost.status, lost.message) == ("peer", 1, start + words)
     early = report_of(dist.DistStoreError("wait timeout after 3000ms, keys: /x\nException raised"))
-    assert early.kind == "peer" and "Exception raised" not in early.message
-    assert early.message.startswith("start-up on axis 'world': the ranks did not meet at ")
+    assert early.message == f"{start}communication failed: wait timeout after 3000ms, keys: /x"
     gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"
-    assert report_of(RuntimeError(gloo)).message.endswith("(Connection closed by peer)")
-    taken = "The server socket has failed to listen. port: 5, name: EADDRINUSE, message: in use"
-    assert report_of(dist.DistNetworkError(taken)).kind == "port"
+    assert report_of(RuntimeError(gloo)).message.endswith("failed: Connection closed by peer")
     assert report_of(RuntimeError("mat1 and mat2 shapes cannot be multiplied")).kind == "bug"
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    assert report_of(CollectiveError(words)).message == words
+
+
+def test_a_port_that_another_process_has_is_told_apart(monkeypatch):
+    from megatron_parallel import Mesh, ParallelLayout
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        settings = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in settings.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RuntimeError) as failed:
+            Mesh.bind(ParallelLayout(dp=2))
+    report = report_of(failed.value)
+    assert report.kind == "port" and f"127.0.0.1:{port}" in report.message
 
 
 @pytest.mark.parametrize(

@@ -57,18 +57,15 @@ def _lost_peer(error: BaseException) -> Report | None:
     import torch.distributed as dist
     from megatron_parallel import CollectiveError
 
-    if isinstance(error, CollectiveError):
-        return Report("peer", one_line(error))
-    text = str(error)
-    if not dist.is_available() or not (
-        isinstance(error, dist.DistError)
-        or (isinstance(error, RuntimeError) and _GLOO.match(text) is not None)
-    ):
+    gloo = isinstance(error, RuntimeError) and _GLOO.match(str(error)) is not None
+    if not (isinstance(error, CollectiveError | dist.DistError) or gloo):
         return None
-    first = _PLACE.sub("", text.strip().split("\n")[0])
-    if "EADDRINUSE" in text:
-        return Report("port", f"MASTER_PORT {os.environ.get('MASTER_PORT')} is taken: {first}")
-    if dist.is_initialized():
-        return Report("peer", f"communication between ranks failed: {first}")
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    return Report("peer", f"start-up on axis 'world': the ranks did not meet at {where} ({first})")
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if "EADDRINUSE" in f"{error} {error.__cause__}":
+        return Report("port", f"{address} (MASTER_ADDR:MASTER_PORT) is taken; choose another port")
+    message = one_line(error)
+    if not isinstance(error, CollectiveError):
+        message = "communication failed: " + _PLACE.sub("", str(error).strip().split("\n")[0])
+    if not dist.is_initialized():
+        message = f"start-up of axis 'world' at {address}: {message}"
+    return Report("peer", message)

@@ -9,7 +9,7 @@ from megatron_train._version import __version__
 from megatron_train.cli import layout, pretrain
 from megatron_train.cli.failure import report_of
 from megatron_train.config.flags import Parser
-from megatron_train.launch.environment import started_ranks
+from megatron_train.config.resolve import started_ranks
 from megatron_train.launch.link import Report
 
 PROG = "megatron-train"
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except (Exception, KeyboardInterrupt) as error:
         report = report_of(error)
-        several = started_ranks(os.environ) > 1
+        several = started_ranks() > 1
         if report.kind == "bug" and not several:
             raise
         sys.stderr.write(_told(report, several))

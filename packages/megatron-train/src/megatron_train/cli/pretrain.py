@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = ranks_to_start(arguments.nproc_per_node)
     config, values = resolve(arguments, ranks if ranks > 1 else None)
     if ranks > 1:
-        return _run_ranks(arguments.words, ranks)
+        minutes = config.training.distributed_timeout_minutes
+        return _run_ranks(arguments.words, ranks, minutes * 60)
     from megatron_train.pretrain import pretrain_gpt
 
     return pretrain_gpt(config, values)
@@ -70,12 +71,16 @@ def ranks_to_start(text: str | None) -> int:
     return int(text)
 
 
-def _run_ranks(words: list[str], ranks: int) -> int:
-    """Start ranks with the same words, and tell in one line what went wrong."""
+def _run_ranks(words: list[str], ranks: int, timeout: float) -> int:
+    """Start ranks with the same words, and tell in one line what went wrong.
+
+    After one rank has ended well, nobody can wait for longer than ``timeout`` seconds for another.
+    """
     from megatron_train.launch.launch import launch
+    from megatron_train.launch.supervisor import GRACE
 
     program = [sys.executable, "-P", "-m", "megatron_train.cli.rank"]
-    verdict = launch(program, words, ranks)
+    verdict = launch(program, words, ranks, linger=timeout + GRACE)
     if sys.stderr.isatty():
         sys.stderr.write("\r\033[K")  # what a killed progress bar has left of itself
     sys.stderr.write(verdict.detail)

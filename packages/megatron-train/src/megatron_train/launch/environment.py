@@ -32,12 +32,6 @@ def rank_environment(
     }
 
 
-def started_ranks(environment: Mapping[str, str]) -> int:
-    """Return how many ranks ``environment`` says there are; 1 where it says nothing."""
-    size = environment.get("WORLD_SIZE", "1")
-    return int(size) if size.isdecimal() else 1
-
-
 def usable_cores() -> int:
     """Return the number of cores this process may run on."""
     if hasattr(os, "sched_getaffinity"):

@@ -174,7 +174,10 @@ def _missed(ending: Ending) -> set[int]:
 
 
 def _quote(ending: Ending) -> str:
-    return f"rank {ending.rank}: {ending.report.message if ending.report else ''}"
+    """What a rank said, and which rank that was."""
+    message = ending.report.message if ending.report else ""
+    name = f"rank {ending.rank}"
+    return message if message.startswith(f"{name} ") else f"{name}: {message}"
 
 
 def _marked(ending: Ending) -> str:

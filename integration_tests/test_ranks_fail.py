@@ -1,0 +1,247 @@
+"""A rank that dies, freezes or was started otherwise ends `megatron-train` with one line.
+
+Each trial trains a small GPT on Gloo and strikes one of its ranks at a random instant. The line
+names the rank, the axis and the operation that missed it; nobody hangs, nothing stays behind.
+"""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from megatron_data import IndexedDatasetBuilder
+from megatron_train.launch.environment import free_port
+from megatron_train.launch.supervisor import GRACE
+
+TIMEOUT = 6.0  # of every collective, in seconds
+WORDS = (
+    "pretrain gpt --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
+    "--vocab-size 64 --micro-batch-size 2 --global-batch-size 16 --train-iters 1000000 --lr 1e-4 "
+    f"--eval-iters 0 --train-data-path text --distributed-timeout-minutes {TIMEOUT / 60} "
+    "--log-interval 1"
+)
+SIZES = {
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+}
+WHERE = re.compile(
+    r"(?:(all_reduce|all_gather|reduce_scatter|broadcast|agreement)"
+    r"|did not (send|take) the (activations|gradient) of micro-batch \d+)"
+    r".* on axis '\w+'"
+)
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is done to one of the two ranks on each of the axes."""
+
+    axes: str
+    how: str
+    seed: int
+
+    @property
+    def words(self) -> str:
+        sizes = [f"{SIZES[axis]} 2" for axis in self.axes.split("-") if axis in SIZES]
+        return " ".join([WORDS, *sizes])
+
+    @property
+    def ranks(self) -> int:
+        return 2 ** len(self.axes.split("-"))
+
+    def __str__(self) -> str:
+        return f"{self.axes}-{self.how}-{self.seed}"
+
+
+LOST = [
+    Trial(axes, how, seed)
+    for axes, seeds in {"tp": 2, "pp": 2, "dp": 2, "tp-dp": 1, "pp-dp": 1, "tp-pp": 1}.items()
+    for how in ("dies", "freezes")
+    for seed in range(seeds)
+]
+DIFFERENT = [Trial("tp", "differs", 0), Trial("pp", "differs", 1)]
+SAMPLE = {"tp-dies-0", "pp-freezes-0", "dp-dies-1", "tp-differs-0"}
+
+
+def sampled(trials: list[Trial]) -> pytest.MarkDecorator:
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize(
+        "trial",
+        [pytest.param(t, id=str(t), marks=() if str(t) in SAMPLE else slow) for t in trials],
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with tokens to train on."""
+    place = tmp_path_factory.mktemp("ranks-fail")
+    with IndexedDatasetBuilder(str(place / "text"), "uint16") as builder:
+        for start in range(50):
+            builder.add_item([(start + i) % 64 for i in range(80)])
+            builder.end_document()
+        builder.finalize()
+    return place
+
+
+class Job:
+    """A running `megatron-train`, two ranks on an axis."""
+
+    def __init__(self, folder: Path, words: str) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment.pop("WORLD_SIZE", None)
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [Path(sys.executable).with_name("megatron-train"), *words.split()],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self._trains = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_for_training(self) -> None:
+        """Return after the first steps; a job that ends before is an error."""
+        deadline = time.monotonic() + 200
+        while not self._trains.wait(0.1):
+            assert self.process.poll() is None, self.process.stderr.read()
+            assert time.monotonic() < deadline, self.lines
+
+    def ranks(self) -> dict[int, int]:
+        """Process numbers of the ranks."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == self.process.pid:
+                    variables = (entry / "environ").read_bytes().split(b"\0")
+                    rank = next(v for v in variables if v.startswith(b"RANK=")).partition(b"=")[2]
+                    found[int(rank)] = int(entry.name)
+        return found
+
+    def end(self) -> tuple[str, int]:
+        """What was written to standard error, and the exit status."""
+        errors = self.process.stderr.read()
+        self._reader.join()
+        return errors, self.process.wait()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if re.search(r"iteration +3/", line):
+                self._trains.set()
+
+
+@pytest.fixture
+def start(folder) -> Iterator:
+    """Return a function that starts a job; it is killed with the test."""
+    jobs = []
+
+    def begin(words: str) -> Job:
+        jobs.append(Job(folder, words))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.process.kill()
+        job.process.wait()
+
+
+@sampled(LOST)
+def test_a_rank_that_is_lost_while_training_is_named_with_axis_and_operation(trial, start):
+    luck = random.Random(f"{trial}")
+    job = start(f"{trial.words} --nproc-per-node {trial.ranks}")
+    job.wait_for_training()
+    time.sleep(luck.random())
+    victim = luck.randrange(trial.ranks)
+    ranks = job.ranks()
+    assert set(ranks) == set(range(trial.ranks))
+    number = signal.SIGKILL if trial.how == "dies" else signal.SIGSTOP
+    struck = time.monotonic()
+    os.kill(ranks[victim], number)
+    errors, status = job.end()
+    assert time.monotonic() - struck < TIMEOUT + GRACE
+    assert errors.startswith("megatron-train: error: ") and errors.count("\n") == 1, errors
+    fate = "was killed by SIGKILL" if trial.how == "dies" else "is frozen (SIGSTOP)"
+    assert f"error: rank {victim} {fate}" in errors
+    assert status == (128 + number if trial.how == "dies" else 1)
+    assert re.search(rf"; rank \d: .*\brank {victim}\b", errors), errors
+    assert WHERE.search(errors), errors
+    assert not any(map(alive, ranks.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["dies", "freezes"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_rank_that_is_lost_while_starting_is_named(how, seed, start):
+    luck = random.Random(f"start-{how}-{seed}")
+    job = start(f"{WORDS} --nproc-per-node 2")
+    deadline = time.monotonic() + 60
+    while set(job.ranks()) != {0, 1}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ranks = job.ranks()
+    time.sleep(luck.random())
+    victim = luck.randrange(2)
+    os.kill(ranks[victim], signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+    errors, status = job.end()
+    assert status == (137 if how == "dies" else 1)
+    assert errors.startswith("megatron-train: error: ") and errors.count("\n") == 1, errors
+    assert f"rank {victim} " in errors
+    if how == "freezes":  # of a dead one the parent knows before anybody misses it
+        assert "start-up of axis 'world'" in errors
+    assert not any(map(alive, ranks.values()))
+
+
+@sampled(DIFFERENT)
+def test_ranks_of_torchrun_with_other_settings_say_which(trial, folder):
+    victim = random.Random(f"{trial}").randrange(2)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    shared = {**os.environ, **address, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    script = Path(sys.executable).with_name("megatron-train")
+    ranks = [
+        subprocess.Popen(
+            [
+                script,
+                *trial.words.split(),
+                *(["--hidden-dropout", "0.25"] if rank == victim else []),
+            ],
+            cwd=folder,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank, process in enumerate(ranks):
+            _, errors = process.communicate(timeout=200)
+            assert process.returncode == 1
+            told = [line for line in errors.splitlines() if line.startswith("megatron-train")]
+            assert len(told) == 1, errors
+            assert told[0].startswith(f"megatron-train: error: rank {rank}: ranks disagree on ")
+            assert f"--hidden-dropout: rank 0: {0.25 if victim == 0 else 0.0}" in told[0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
