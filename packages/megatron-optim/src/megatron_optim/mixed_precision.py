@@ -49,7 +49,7 @@ class MainParameters:
                 )
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
-        """Put every gradient beside its main parameter, in that parameter's dtype, and return them.
+        """Return every gradient in the dtype of its main parameter.
 
         A parameter that the backward pass did not reach has a gradient of zero, so that its update
         does not depend on which rank or micro-batch reached it.
@@ -58,8 +58,9 @@ class MainParameters:
         gradients = {}
         for name, main in self.tensors.items():
             gradient = given[name]
-            gradient = torch.zeros_like(main) if gradient is None else gradient.to(main.dtype)
-            main.grad = gradients[name] = gradient
+            gradients[name] = (
+                torch.zeros_like(main) if gradient is None else gradient.to(main.dtype)
+            )
         return gradients
 
     def _given(self) -> Mapping[str, Tensor | None]:
@@ -76,10 +77,9 @@ class MainParameters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the fp32 copies into the model's parameters and free their gradients."""
+        """Round the fp32 copies into the model's parameters."""
         for name, main in self.copies.items():
             self._parameters[name].copy_(main)
-            main.grad = None
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -89,8 +89,6 @@ class MainParameters:
 
     def zero_grad(self) -> None:
         """Drop all gradients; those that were handed in are for their holder to drop."""
-        for main in self.copies.values():
-            main.grad = None
         if self._source is None:
             for parameter in self._parameters.values():
                 parameter.grad = None

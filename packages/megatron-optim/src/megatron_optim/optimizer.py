@@ -1,7 +1,7 @@
 """AdamW for sharded parameters in fp32, float64 or bf16."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,12 +9,13 @@ from jaxtyping import Float
 from megatron_parallel import Mesh, Sharding, View, parameter_views
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.adamw import adamw
 
 from megatron_optim.clip import clip_coefficient, gradient_norm, scale_gradients
 from megatron_optim.config import OptimizerConfig
 from megatron_optim.errors import OptimError
 from megatron_optim.mixed_precision import Gradients, MainParameters
-from megatron_optim.param_groups import parameter_groups
+from megatron_optim.param_groups import decay_groups
 
 FUSED_DEVICES = ("cpu", "cuda")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -65,23 +66,19 @@ class Optimizer:
         self._mesh = mesh
         self._main = MainParameters(trainable, gradients)
         tensors = self._main.tensors
-        self._adam = torch.optim.AdamW(
-            parameter_groups(tensors, table, config.weight_decay),
-            lr=config.lr,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            fused=all(tensor.device.type in FUSED_DEVICES for tensor in tensors.values()),
-        )
-        self._allocate_state()
-
-    def _allocate_state(self) -> None:
-        """Create AdamW's state now, so that a checkpoint can be loaded before the first step."""
-        for tensor in self._main.tensors.values():
-            step_device = tensor.device if self._adam.defaults["fused"] else "cpu"
-            self._adam.state[tensor] = {
-                "step": torch.zeros((), dtype=torch.float32, device=step_device),
-                **{moment: torch.zeros_like(tensor) for moment in MOMENTS},
-            }
+        self._decaying, self._others = decay_groups(tensors, table)
+        self._fused = all(tensor.device.type in FUSED_DEVICES for tensor in tensors.values())
+        # Allocated now, so that a checkpoint can be loaded before the first step.
+        self._moments = {
+            moment: {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+            for moment in MOMENTS
+        }
+        self._counts = {
+            name: torch.zeros(
+                (), dtype=torch.float32, device=tensor.device if self._fused else "cpu"
+            )
+            for name, tensor in tensors.items()
+        }
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """Return the gradients that the next step will use, by global name, in main precision."""
@@ -101,13 +98,37 @@ class Optimizer:
         factor = clip_coefficient(norm, self.config.clip_grad)
         scale_gradients(gradients.values(), factor)
         decay = self.config.weight_decay if weight_decay is None else weight_decay
-        for group in self._adam.param_groups:
-            group["lr"] = lr
-            group["weight_decay"] = decay if group["decays"] else 0.0
-        self._adam.step()
+        self._update(self._decaying, gradients, lr, decay)
+        self._update(self._others, gradients, lr, 0.0)
         self._main.publish()
         self.steps += 1
         return StepResult(norm, factor, skipped=False)
+
+    @torch.no_grad()
+    def _update(
+        self, names: Sequence[str], gradients: Mapping[str, Tensor], lr: float, decay: float
+    ) -> None:
+        """Apply AdamW to the parameters of these names.
+
+        torch's function and not its class, which imports the whole compiler when it is made.
+        """
+        if not names:
+            return
+        adamw(
+            [self._main.tensors[name] for name in names],
+            [gradients[name] for name in names],
+            *([self._moments[moment][name] for name in names] for moment in MOMENTS),
+            max_exp_avg_sqs=[],
+            state_steps=[self._counts[name] for name in names],
+            fused=self._fused,
+            amsgrad=False,
+            beta1=self.config.adam_beta1,
+            beta2=self.config.adam_beta2,
+            lr=lr,
+            weight_decay=decay,
+            eps=self.config.adam_eps,
+            maximize=False,
+        )
 
     def zero_grad(self) -> None:
         """Drop all gradients; those that were handed in are for their holder to drop."""
@@ -127,11 +148,7 @@ class Optimizer:
         A tensor is called after its parameter: ``NAME.exp_avg``, ``NAME.exp_avg_sq`` and, for bf16
         parameters, ``NAME.main``. The step counts are in `scalars`.
         """
-        state: dict[str, dict[str, Tensor]] = {
-            moment: {name: self._adam.state[t][moment] for name, t in self._main.tensors.items()}
-            for moment in MOMENTS
-        }
-        state["main"] = self._main.copies
+        state = {**self._moments, "main": self._main.copies}
         return {
             f"{name}.{suffix}": views
             for suffix, tensors in state.items()
@@ -149,8 +166,8 @@ class Optimizer:
             raise OptimError(f"the optimizer state in the checkpoint lacks {sorted(missing)}")
         self.steps = int(scalars["steps"])
         self.skipped_steps = int(scalars["skipped_steps"])
-        for tensor in self._main.tensors.values():
-            self._adam.state[tensor]["step"].fill_(self.steps)
+        for count in self._counts.values():
+            count.fill_(self.steps)
 
 
 def _require_distinct(parameters: Mapping[str, Parameter]) -> None:

@@ -20,14 +20,28 @@ def parameter_groups(
     Returns up to two dicts for a ``torch.optim`` optimizer, each with ``params``, ``weight_decay``
     and ``decays``; a group without parameters is left out.
     """
-    require_shardings(named_parameters, table)
-    decaying = [p for name, p in named_parameters.items() if table[name].weight_decay]
-    others = [p for name, p in named_parameters.items() if not table[name].weight_decay]
+    decaying, others = decay_groups(named_parameters, table)
     groups = [
-        {"params": decaying, "weight_decay": weight_decay, "decays": True},
-        {"params": others, "weight_decay": 0.0, "decays": False},
+        {
+            "params": [named_parameters[name] for name in names],
+            "weight_decay": weight_decay if decays else 0.0,
+            "decays": decays,
+        }
+        for names, decays in ((decaying, True), (others, False))
     ]
     return [group for group in groups if group["params"]]
+
+
+def decay_groups(
+    names: Iterable[str], table: Mapping[str, Sharding]
+) -> tuple[list[str], list[str]]:
+    """Return the names that take weight decay, and those that do not, each in the given order."""
+    names = list(names)
+    require_shardings(names, table)
+    return (
+        [name for name in names if table[name].weight_decay],
+        [name for name in names if not table[name].weight_decay],
+    )
 
 
 def require_shardings(names: Iterable[str], table: Mapping[str, Sharding]) -> None:

@@ -27,10 +27,10 @@ from .layout import LayoutError as LayoutError
 from .layout import ParallelLayout as ParallelLayout
 from .mesh import Axis as Axis
 from .mesh import Mesh as Mesh
+from .pipeline.contract import Passed as Passed
 from .pipeline.engine import PipelineEngine as PipelineEngine
 from .pipeline.failure import PeerError as PeerError
 from .pipeline.split import split_layers as split_layers
-from .pipeline.stage import Passed as Passed
 from .sharding import DEFAULT_INIT as DEFAULT_INIT
 from .sharding import ONES as ONES
 from .sharding import ZEROS as ZEROS

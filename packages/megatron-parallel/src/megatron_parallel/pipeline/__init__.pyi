@@ -1,3 +1,5 @@
+from .contract import Backward as Backward
+from .contract import Passed as Passed
 from .engine import PipelineEngine as PipelineEngine
 from .failure import PeerError as PeerError
 from .order import SCHEDULES as SCHEDULES
@@ -11,5 +13,3 @@ from .shared import stage_parameters as stage_parameters
 from .shared import sum_tied_gradient as sum_tied_gradient
 from .split import split_layers as split_layers
 from .split import stage_layers as stage_layers
-from .stage import Backward as Backward
-from .stage import Passed as Passed

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from megatron_parallel.layout import LayoutError
 from megatron_parallel.mesh import Mesh
+from megatron_parallel.pipeline.contract import AroundBackward, Inputs, PassedOn, no_context
+from megatron_parallel.pipeline.loop import LoopRunner, Runner
 from megatron_parallel.pipeline.objective import Loss, Objective
 from megatron_parallel.pipeline.order import Action, check_micro_batches
-from megatron_parallel.pipeline.runner import LoopRunner, PassedOn, Runner, StageRunner
-from megatron_parallel.pipeline.stage import AroundBackward, Inputs, no_context
 
 
 class PipelineEngine:
@@ -75,6 +75,8 @@ class PipelineEngine:
         elif passed is None:
             raise LayoutError(f"pp={pp} needs `passed`, which says what goes from stage to stage")
         else:
+            from megatron_parallel.pipeline.runner import StageRunner
+
             self._runner = StageRunner(
                 mesh,
                 self.chunks,

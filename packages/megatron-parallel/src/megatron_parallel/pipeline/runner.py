@@ -1,10 +1,13 @@
-"""Runs the micro-batches of a step: in a loop on one stage, by a schedule on several."""
+"""Runs the micro-batches of a step through several stages, by torch's schedules.
+
+Imported where there is a pipeline only: torch's pipelining takes seconds to import.
+"""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +17,7 @@ from megatron_parallel.collectives import all_gather
 from megatron_parallel.errors import CollectiveError
 from megatron_parallel.layout import LayoutError
 from megatron_parallel.mesh import Mesh
+from megatron_parallel.pipeline.contract import AroundBackward, Inputs, Passed, PassedOn
 from megatron_parallel.pipeline.failure import PeerError, Watch
 from megatron_parallel.pipeline.objective import Objective
 from megatron_parallel.pipeline.order import Action
@@ -23,56 +27,10 @@ from megatron_parallel.pipeline.schedules import (
     build_schedule,
 )
 from megatron_parallel.pipeline.shared import broadcast_from_last_stage
-from megatron_parallel.pipeline.stage import (
-    AroundBackward,
-    Backward,
-    Inputs,
-    Passed,
-    Stage,
-    StageSpec,
-)
+from megatron_parallel.pipeline.stage import Stage, StageSpec
 
 CACHED_SHAPES: Final = 8
 """Stages of how many different shapes are kept; they own the buffers tensors are received into."""
-
-PassedOn = Callable[[Any, int], Passed | tuple[Passed, ...]]
-"""`passed(micro_batch, stage)`: what a stage passes on to the next."""
-
-
-class Runner(Protocol):
-    """Runs the micro-batches of a step and says what this rank computed, in order."""
-
-    def run(self, micro_batches: Sequence[Any], backward: bool) -> list[Action]:
-        """Run one step."""
-
-
-class LoopRunner:
-    """One stage: one micro-batch after another, without `torch.distributed`."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        objective: Objective,
-        inputs: Inputs,
-        around_backward: AroundBackward,
-    ) -> None:
-        self._module = module
-        self._objective = objective
-        self._inputs = inputs
-        self._around_backward = around_backward
-
-    def run(self, micro_batches: Sequence[Any], backward: bool) -> list[Action]:
-        """Forward and, if asked for, backward pass of each micro-batch."""
-        trace = []
-        for i, micro_batch in enumerate(micro_batches):
-            output = self._module(**self._inputs(micro_batch, 0))
-            loss = self._objective.add(output, micro_batch)
-            trace.append(Action("F", 0, i))
-            if backward:
-                with self._around_backward(Backward(0, i, last=i == len(micro_batches) - 1)):
-                    loss.backward()  # type: ignore[no-untyped-call]
-                trace.append(Action("B", 0, i))
-        return trace
 
 
 @dataclass(frozen=True)

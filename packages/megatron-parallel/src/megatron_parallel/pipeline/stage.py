@@ -13,10 +13,10 @@ What of torch's stage is replaced, and why:
 Stages are built with static metadata, so that the first step runs no hidden forward pass.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,43 +25,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from megatron_parallel.layout import LayoutError
 from megatron_parallel.mesh import Mesh
+from megatron_parallel.pipeline.contract import AroundBackward, Backward, Inputs, Passed
 from megatron_parallel.pipeline.failure import Watch
 from megatron_parallel.pipeline.order import Action
-
-
-class Passed(NamedTuple):
-    """A tensor that goes from one stage to the next, for example `[s, b, h]` hidden states."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
-
-
-class Backward(NamedTuple):
-    """A pass that adds to the gradients of a stage's parameters.
-
-    `last` says that no other one follows in this step. `split` says that it is the weight part of a
-    split backward pass, which adds to `.grad` without calling hooks.
-    """
-
-    stage: int
-    micro_batch: int
-    last: bool
-    split: bool = False
-
-
-AroundBackward = Callable[[Backward], AbstractContextManager[object]]
-"""Gives a context that is entered around a backward pass."""
-
-Inputs = Callable[[Any, int], Mapping[str, Any]]
-"""`inputs(micro_batch, stage)`: keyword arguments of the stage's module."""
-
-
-def no_context(backward: Backward) -> AbstractContextManager[object]:
-    """An `AroundBackward` that does nothing."""
-    return nullcontext()
 
 
 @dataclass(frozen=True)
