@@ -74,9 +74,7 @@ class Optimizer:
             for moment in MOMENTS
         }
         self._counts = {
-            name: torch.zeros(
-                (), dtype=torch.float32, device=tensor.device if self._fused else "cpu"
-            )
+            name: torch.zeros((), device=tensor.device if self._fused else "cpu")
             for name, tensor in tensors.items()
         }
 
@@ -117,7 +115,8 @@ class Optimizer:
         adamw(
             [self._main.tensors[name] for name in names],
             [gradients[name] for name in names],
-            *([self._moments[moment][name] for name in names] for moment in MOMENTS),
+            exp_avgs=[self._moments["exp_avg"][name] for name in names],
+            exp_avg_sqs=[self._moments["exp_avg_sq"][name] for name in names],
             max_exp_avg_sqs=[],
             state_steps=[self._counts[name] for name in names],
             fused=self._fused,
