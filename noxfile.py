@@ -211,11 +211,13 @@ def integration(session: nox.Session) -> None:
 def layouts(session: nox.Session) -> None:
     """Every parallel layout equals one rank in float64, every planted defect is seen; tables.
 
-    `-- --write docs/parallelism.md` puts the tables into the documentation.
+    What each communicates is counted, too. `-- --write docs/parallelism.md` puts the tables into
+    the documentation.
     """
     install(session, *EDITABLE)
     env = {"PYTHONPATH": "tooling", "OMP_NUM_THREADS": "1"}
-    session.run("python", "-m", "layouts", *session.posargs, env=env)
+    for module in ("layouts", "layouts.traffic"):
+        session.run("python", "-m", module, *session.posargs, env=env)
 
 
 @job()
