@@ -106,7 +106,8 @@ def test_a_frozen_rank_is_ended_when_the_others_have_missed_it(run, tmp_path):
         {OTHERS_MISS_RANK_1.strip().replace(chr(10), chr(10) + " " * 8)}
     """)
     assert verdict.status == 1
-    assert verdict.line.startswith("rank 1 is frozen (SIGSTOP); rank 0: rank 1 did not join")
+    assert verdict.line.startswith("rank 1 is frozen (SIGSTOP); rank ")
+    assert ": rank 1 did not join all_reduce on axis 'dp'" in verdict.line
     assert seconds < GRACE, "the others had ended: nothing to wait for"
     assert not _alive(int((tmp_path / "1").read_text()))
 
@@ -132,9 +133,39 @@ def test_a_rank_that_reports_and_then_hangs_is_ended_too(run):
 
 
 def test_a_rank_that_outlives_the_others_is_ended_where_there_is_a_limit(run):
-    verdict, _, seconds = run("if rank == 1: time.sleep(60)", linger=1.0)
+    verdict, _, seconds = run("if rank == 1: time.sleep(60)", timeout=0.0)
     assert verdict.status == 1 and "rank 1 did not end" in verdict.line
-    assert 1 <= seconds < GRACE
+    assert GRACE <= seconds < GRACE + 2
+
+
+def test_a_frozen_rank_that_others_cannot_miss_is_ended_for_them_to_notice(run, tmp_path):
+    verdict, _, seconds = run(f"""
+        file = "{tmp_path}/pid"
+        if rank == 0:
+            open(file, "w").write(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while not os.path.exists(file) or not open(file).read(): time.sleep(0.01)
+        while os.path.exists("/proc/" + open(file).read()): time.sleep(0.01)
+        fail("peer", "rank 0, which keeps the job's store, is gone: all_reduce on axis 'tp'")
+    """, timeout=0.5)  # fmt: skip
+    assert verdict.line.startswith("rank 0 is frozen (SIGSTOP); rank ")
+    assert ": rank 0, which keeps the job's store, is gone: all_reduce" in verdict.line
+    assert 0.5 + GRACE / 2 <= seconds < 2 * GRACE
+
+
+def test_a_job_that_is_frozen_as_a_whole_may_go_on(parent):
+    process, ranks = parent("""
+        READY
+        time.sleep(0.5)
+    """)
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)
+    time.sleep(2.5)
+    assert process.poll() is None
+    for rank in ranks:
+        os.kill(rank, signal.SIGCONT)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 0 and "verdict False ''" in out
 
 
 def test_the_traceback_of_a_bug_is_shown_whole_and_once(run):
@@ -196,7 +227,7 @@ def test_a_port_that_was_taken_meanwhile_is_tried_again(run, tmp_path):
 PARENT = """
 import sys
 from megatron_train.launch.launch import launch
-verdict = launch([sys.executable, "-c", sys.argv[1]], [], 2, grace=3)
+verdict = launch([sys.executable, "-c", sys.argv[1]], [], 2, grace=3, timeout=0.1)
 print("verdict", verdict.interrupted, repr(verdict.line), flush=True)
 sys.exit(verdict.status)
 """

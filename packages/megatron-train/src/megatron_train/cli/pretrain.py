@@ -72,15 +72,11 @@ def ranks_to_start(text: str | None) -> int:
 
 
 def _run_ranks(words: list[str], ranks: int, timeout: float) -> int:
-    """Start ranks with the same words, and tell in one line what went wrong.
-
-    After one rank has ended well, nobody can wait for longer than ``timeout`` seconds for another.
-    """
+    """Start ranks with the same words, and tell in one line what went wrong."""
     from megatron_train.launch.launch import launch
-    from megatron_train.launch.supervisor import GRACE
 
     program = [sys.executable, "-P", "-m", "megatron_train.cli.rank"]
-    verdict = launch(program, words, ranks, linger=timeout + GRACE)
+    verdict = launch(program, words, ranks, timeout=timeout)
     if sys.stderr.isatty():
         sys.stderr.write("\r\033[K")  # what a killed progress bar has left of itself
     sys.stderr.write(verdict.detail)

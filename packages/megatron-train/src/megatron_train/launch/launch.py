@@ -19,12 +19,12 @@ def launch(
     ranks: int,
     *,
     grace: float = GRACE,
-    linger: float | None = None,
+    timeout: float | None = None,
 ) -> Verdict:
     """Run ``program LINK SCREEN words...`` as ``ranks`` ranks on this machine until all have ended.
 
     LINK is the descriptor of the rank's `Link`, SCREEN that of the parent's standard error, or
-    ``-`` for all ranks but 0. `grace` and `linger` are those of `Supervisor`, in seconds.
+    ``-`` for all ranks but 0. `grace` and `timeout` are those of `Supervisor`, in seconds.
     """
     threads = max(1, usable_cores() // ranks)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -42,7 +42,7 @@ def launch(
             for rank in range(ranks):
                 environment = rank_environment(os.environ, rank, ranks, port, threads)
                 started.append(RankProcess(rank, command, environment))
-            supervisor = Supervisor(started, grace=grace, linger=linger)
+            supervisor = Supervisor(started, grace=grace, timeout=timeout)
             verdict = judge(supervisor.run(), supervisor.signals)
         finally:
             for process in started:

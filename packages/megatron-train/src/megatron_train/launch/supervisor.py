@@ -27,20 +27,24 @@ class Supervisor:
     Args:
         ranks: Started ranks, in order.
         grace: Seconds that the others have after a rank has failed.
-        linger: Seconds that the others have after a rank has ended as it should; None is no limit.
+        timeout: Seconds that a rank waits for another before it fails. So long and `grace` the
+            others have after a rank has ended as it should; so long and half of `grace` a rank may
+            be frozen, and is killed then: the others may be unable to notice before, as when it
+            keeps the job's store. None is no limit.
 
     The first SIGINT or SIGTERM is passed on to every rank; a second one kills them. Outside the
     main thread signals stay with whoever handles them.
     """
 
     def __init__(
-        self, ranks: Sequence[RankProcess], *, grace: float = GRACE, linger: float | None = None
+        self, ranks: Sequence[RankProcess], *, grace: float = GRACE, timeout: float | None = None
     ) -> None:
         self.signals: list[int] = []
         """Numbers of the signals that were to end the ranks."""
         self._ranks = ranks
         self._grace = grace
-        self._linger = linger
+        self._timeout = timeout
+        self._frozen: dict[int, float] = {}
         self._endings: dict[int, Ending] = {}
         self._deadline: float | None = None
         self._failed = False
@@ -57,7 +61,9 @@ class Supervisor:
                             selector.unregister(key.fileobj)
                     self._look(selector)
                     if self._is_over():
-                        self._end_the_rest(selector)
+                        self._end(self._running, selector)
+                    elif self._timeout is not None:
+                        self._end(self._frozen_for(self._timeout + self._grace / 2), selector)
         finally:
             for rank in self._ranks:
                 rank.kill()
@@ -78,8 +84,8 @@ class Supervisor:
                 if ending is None or not ending.orderly:
                     self._failed = True
                     self._limit(self._grace)
-            if status is not None and self._linger is not None:
-                self._limit(self._linger)
+            if status is not None and self._timeout is not None:
+                self._limit(self._timeout + self._grace)
 
     def _limit(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -92,11 +98,22 @@ class Supervisor:
             return True
         return self._failed and all(rank.frozen for rank in self._running)
 
-    def _end_the_rest(self, selector: selectors.BaseSelector) -> None:
-        for rank in self._running:
+    def _frozen_for(self, seconds: float) -> list[RankProcess]:
+        """Ranks that have been frozen so long while others run; a job that is frozen may be so."""
+        now = time.monotonic()
+        frozen = [rank for rank in self._running if rank.frozen]
+        if len(frozen) == len(self._running):
+            frozen = []
+        self._frozen = {rank.rank: self._frozen.get(rank.rank, now) for rank in frozen}
+        return [rank for rank in frozen if now - self._frozen[rank.rank] >= seconds]
+
+    def _end(self, ranks: Sequence[RankProcess], selector: selectors.BaseSelector) -> None:
+        for rank in ranks:
             frozen = rank.frozen
             rank.kill()
             self._note(rank, selector, killed=True, frozen=frozen)
+            self._failed = True
+            self._limit(self._grace)
 
     def _note(
         self,
