@@ -73,7 +73,7 @@ class StepEngine:
 
     def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Return what each loss is divided by, counted over the micro-batches of all ranks."""
-        return self._over_data(self.task.denominators(batches))
+        return self._over_data(self.task.denominators(batches), "token counts")
 
     def run(
         self, batches: Sequence[Batch], denominators: Mapping[str, float], iteration: int
@@ -92,12 +92,13 @@ class StepEngine:
         sums = self._pipeline.run([self._move(batch) for batch in batches], denominators)
         for buffers in self.buffers:
             buffers.finish()
-        return self._over_data(sums)
+        return self._over_data(sums, "loss sums")
 
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Return each loss summed over the true tokens of all ranks; makes no gradients."""
         self._iteration = None
-        return self._over_data(self._pipeline.evaluate([self._move(batch) for batch in batches]))
+        sums = self._pipeline.evaluate([self._move(batch) for batch in batches])
+        return self._over_data(sums, "loss sums")
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """Return the main gradients after `run`, by global name."""
@@ -125,11 +126,12 @@ class StepEngine:
         device = self.mesh.device
         return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
-    def _over_data(self, values: Mapping[str, float | Tensor]) -> dict[str, float]:
+    def _over_data(self, values: Mapping[str, float | Tensor], purpose: str) -> dict[str, float]:
         """Sum numbers over the ranks that see other samples, in float64."""
         device = self.mesh.device
         total = torch.stack(
             [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values.values()]
         )
-        all_reduce(total, self.mesh.axis("dp_cp"))
+        axis = self.mesh.axis("dp" if self.mesh.layout.cp == 1 else "dp_cp")
+        all_reduce(total, axis, purpose=purpose)
         return dict(zip(values, total.tolist(), strict=True))

@@ -297,6 +297,7 @@ def _describe(
             value = " ".join(given.value) if isinstance(given.value, tuple) else given.value
             console.line(f"  {key}: {value}  [{given.origin}]")
     count = parameter_count(config.model)
+    batches = "micro-batch" if config.accumulation == 1 else "micro-batches"
     precision = str(dtype).removeprefix("torch.")
     layout = config.layout
     if layout.world_size > 1:
@@ -305,7 +306,7 @@ def _describe(
     share = "" if layout.dp == 1 else f" on each of {layout.dp} data parallel ranks"
     console.line(
         f"model: {count:,} parameters in {precision}; {config.global_batch_size} samples a step "
-        f"in {config.accumulation} micro-batches of {config.training.micro_batch_size}{share}"
+        f"in {config.accumulation} {batches} of {config.training.micro_batch_size}{share}"
     )
     if config.checkpoint.save is not None and not console.silent:
         write_config(config, Path(config.checkpoint.save) / CONFIG_FILE)

@@ -217,7 +217,7 @@ class Trainer:
             return
         wish = -1 if self.stopped is None else self.stopped.status
         worst = torch.tensor([wish], dtype=torch.int64, device=self.engine.mesh.device)
-        status = int(all_reduce(worst, world, op="max"))
+        status = int(all_reduce(worst, world, op="max", purpose="wishes to stop"))
         if status >= 0 and self.stopped is None:
             self.stop(Stop("another rank was told to stop", status))
 
