@@ -225,13 +225,13 @@ def scalars(layout: ParallelLayout) -> Iterator[Message]:
     """Numbers that all ranks must have, once a step, 8 bytes each."""
     stage = layout.tp * (layout.dp or 1)
     for what, axis, operation, ranks in (
-        ("number of true tokens", "dp_cp", "all_reduce", layout.dp),
-        ("loss", "dp_cp", "all_reduce", layout.dp),
+        ("number of true tokens", "dp", "all_reduce of token counts", layout.dp),
+        ("loss", "dp", "all_reduce of loss sums", layout.dp),
         ("gradient norm of a stage", "tp_dp_cp", "all_reduce", stage),
         ("gradient norm", "pp", "all_reduce", layout.pp),
         ("step digest", "pp", "all_gather of step digest", layout.pp),
         ("loss of the last stage", "pp", "broadcast of loss sums", layout.pp),
-        ("whether to stop", "world", "all_reduce", layout.world_size),
+        ("whether to stop", "world", "all_reduce of wishes to stop", layout.world_size),
     ):
         yield Message(what, axis, operation, int(ranks != 1), NUMBER * (ranks != 1))
 
