@@ -51,11 +51,16 @@ def test_a_run_moves_between_layouts(corpus, run_command):
 @pytest.mark.parametrize(
     "layout", [TP2, *(pytest.param(other, marks=pytest.mark.slow) for other in (PP2, DP2))]
 )
-def test_the_same_command_twice_writes_equal_checkpoints(corpus, run_command, tmp_path, layout):
-    """The manifest holds a digest of every block of every file."""
-    few, manifests = f"{RUN} --train-iters 5 --eval-iters 0 {layout}", []
-    for name in ("first", "second"):
-        run_command(corpus, f"{few} --save {tmp_path}/{name}")
+def test_the_same_run_twice_writes_equal_checkpoints(corpus, run_command, tmp_path, layout):
+    """Once as ranks of megatron-train, once of torchrun; a manifest has a digest of every block."""
+    by_torchrun = layout.replace("--nproc-per-node 2", "")
+    few, manifests = f"{RUN} --train-iters 5 --eval-iters 0", []
+    module = few.replace("megatron-train", "-m megatron_train")
+    for name, line in (
+        ("first", f"{few} {layout}"),
+        ("second", f"torchrun --nproc-per-node 2 {module} {by_torchrun}"),
+    ):
+        run_command(corpus, f"{line} --save {tmp_path}/{name}")
         checkpoint = find_checkpoint(tmp_path / name)
         checkpoint.verify()
         manifests.append((checkpoint.path / "MANIFEST.json").read_bytes())

@@ -1,0 +1,8 @@
+"""``python -m megatron_train``: the command `megatron-train`, for `torchrun -m megatron_train`."""
+
+import sys
+
+from megatron_train.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
