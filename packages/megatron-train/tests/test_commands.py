@@ -5,7 +5,7 @@ import time
 import pytest
 from megatron_train.cli import main
 
-COMMANDS = [[], ["pretrain"], ["pretrain", "gpt"], ["layout"]]
+COMMANDS = [[], ["pretrain"], ["pretrain", "gpt"], ["layout"], ["report"]]
 
 
 def test_help_of_every_command_is_fast_and_without_torch():

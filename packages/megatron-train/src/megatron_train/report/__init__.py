@@ -1,0 +1,1 @@
+"""``megatron-train report RUN``: one HTML page of what a run has recorded."""

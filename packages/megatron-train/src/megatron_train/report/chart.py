@@ -1,0 +1,146 @@
+"""Line charts as SVG text, small enough to read and to mail.
+
+A chart is drawn once, without a script; the page's script only shows the values under the pointer,
+which it takes from the same points.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Final, NamedTuple
+
+WIDTH: Final = 560
+HEIGHT: Final = 260
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 30
+MOST_POINTS: Final = 500
+"""Points of a line; longer ones keep the smallest and the largest value of each stretch."""
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve.
+
+    Attributes:
+        name: in the legend.
+        points: step and value, by step; values are finite.
+        style: CSS class: ``first``, ``second``, or ``faint``, which has no legend.
+        dots: mark every point, for curves of few.
+    """
+
+    name: str
+    points: Sequence[Point]
+    style: str = "first"
+    dots: bool = False
+
+
+class Scale(NamedTuple):
+    """From values to pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        """Return the place of ``value``."""
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+
+def draw(title: str, lines: Sequence[Line], marks: Sequence[float] = ()) -> str:
+    """Return a figure with legend: ``lines`` over steps, and a vertical mark at each of ``marks``.
+
+    Empty if no line has a point.
+    """
+    shown = [Line(x.name, thinned(x.points), x.style, x.dots) for x in lines if x.points]
+    if not shown:
+        return ""
+    steps = [x for line in shown for x, _ in line.points]
+    x = Scale(min(steps), max(*steps, min(steps) + 1), LEFT, WIDTH - RIGHT)
+    low, high = _range([value for line in shown for _, value in line.points])
+    y = Scale(low, high, HEIGHT - BOTTOM, TOP)
+    parts = [_grid(x, y)]
+    for step in marks:
+        if x.low <= step <= x.high:
+            at = f'x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"'
+            parts.append(f'<line class="mark" {at}><title>continued after {step:g}</title></line>')
+    parts += [_curve(line, x, y) for line in shown]
+    named = [line for line in shown if line.style != "faint"]
+    legend = "".join(f'<span class="{n.style}">{escape(n.name)}</span>' for n in named)
+    data = {
+        "x": [x.low, x.high, x.start, x.end],
+        "y": [y.low, y.high, y.start, y.end],
+        "lines": [{"name": n.name, "style": n.style, "points": list(n.points)} for n in named],
+    }
+    return (
+        f'<figure><figcaption>{escape(title)}<span class="legend">{legend}</span></figcaption>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}" '
+        f"data-chart='{escape(json.dumps(data), quote=True)}'>{''.join(parts)}</svg></figure>"
+    )
+
+
+def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """Return at most about ``most`` points that look the same: of each stretch its extremes."""
+    if len(points) <= most:
+        return list(points)
+    stretch = math.ceil(2 * len(points) / most)
+    kept: list[Point] = []
+    for start in range(0, len(points), stretch):
+        part = points[start : start + stretch]
+        ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
+        kept += sorted(ends)
+    return kept
+
+
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Return round numbers between ``low`` and ``high``, about as many as asked for."""
+    step = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(step))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step)
+    first = math.ceil(low / step)
+    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def number(value: float) -> str:
+    """Return a number as a label: short, with an SI prefix where it is large."""
+    for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (1e3 if prefix == 'k' else limit):.4g}{prefix}"
+    return f"{value:.4g}"
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """Return the values' range with some air; never empty."""
+    low, high = min(values), max(values)
+    air = 0.05 * (high - low) or abs(high) * 0.1 or 1.0
+    return (max(0.0, low - air) if low >= 0 else low - air), high + air
+
+
+def _grid(x: Scale, y: Scale) -> str:
+    parts = []
+    for value in ticks(y.low, y.high, 5):
+        at = f"{y(value):.1f}"
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>')
+        parts.append(
+            f'<text x="{LEFT - 6}" y="{at}" dy="4" text-anchor="end">{number(value)}</text>'
+        )
+    for value in ticks(x.low, x.high, 6):
+        at = f"{x(value):.1f}"
+        parts.append(
+            f'<text x="{at}" y="{HEIGHT - 10}" text-anchor="middle">{number(value)}</text>'
+        )
+    return "".join(parts)
+
+
+def _curve(line: Line, x: Scale, y: Scale) -> str:
+    places = [(f"{x(step):.1f}", f"{y(value):.1f}") for step, value in line.points]
+    path = " ".join(f"{a},{b}" for a, b in places)
+    drawn = f'<polyline class="{line.style}" points="{path}"/>'
+    if line.dots or len(places) == 1:
+        drawn += "".join(
+            f'<circle class="{line.style}" cx="{a}" cy="{b}" r="3"/>' for a, b in places
+        )
+    return drawn

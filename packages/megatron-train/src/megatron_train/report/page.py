@@ -1,0 +1,159 @@
+"""The page: curves, throughput, events, environment and configuration of one run.
+
+Everything is in the one file; nothing is loaded from elsewhere.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_train.errors import TrainError
+from megatron_train.metrics.plot import running_mean
+from megatron_train.metrics.records import FILE_NAME, Records, read_records
+from megatron_train.report.chart import Line, Point, draw, number
+
+CONFIG_FILE = "config.yaml"
+_NOT_LOSSES = frozenset(
+    {
+        *("kind", "iteration", "consumed_samples", "learning_rate", "grad_norm", "updated"),
+        *("seconds", "tokens"),
+    }
+)
+
+
+def write_report(run: Path, output: Path) -> None:
+    """Write the page of the run in folder ``run``; a former page is replaced when it is whole.
+
+    Raises:
+        TrainError: the folder holds no metrics, or they cannot be read.
+    """
+    metrics = run / FILE_NAME
+    if not metrics.is_file():
+        raise TrainError(f"{run} has no {FILE_NAME}: give the folder of --save of a run")
+    configuration = run / CONFIG_FILE
+    text = configuration.read_text(encoding="utf-8") if configuration.is_file() else ""
+    page = render(run.resolve().name, read_records(metrics), text)
+    temporary = output.with_name(f".{output.name}.tmp")
+    temporary.write_text(page, encoding="utf-8")
+    temporary.replace(output)
+
+
+def render(name: str, records: Records, configuration: str) -> str:
+    """Return the page as HTML."""
+    marks = [e["iteration"] for e in records.events if e["event"] == "start" and e["iteration"]]
+    losses = [key for key in (records.train or [{}])[-1] if key not in _NOT_LOSSES]
+    charts = [_loss_chart(records, loss, marks) for loss in losses]
+    for title, key in (("Learning rate", "learning_rate"), ("Gradient norm", "grad_norm")):
+        charts.append(draw(title, [Line(title.lower(), curve(records.train, key))], marks))
+    charts.append(_throughput_chart(records, marks))
+    style = files("megatron_train.report").joinpath("page.css").read_text(encoding="utf-8")
+    script = files("megatron_train.report").joinpath("page.js").read_text(encoding="utf-8")
+    return (
+        "<!doctype html>\n"
+        '<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(name)}: training report</title><style>{style}</style></head><body>"
+        f"<header><h1>{escape(name)}</h1><p>{escape(state(records))}</p></header>"
+        f'<section class="tiles">{_tiles(records, losses)}</section>'
+        f'<section class="charts">{"".join(charts) or "<p>No step is recorded yet.</p>"}</section>'
+        f"<section><h2>Events</h2>{_events(records.events)}</section>"
+        f"<section><h2>Environment</h2>{_environment(records.events)}</section>"
+        f"<section><h2>Configuration</h2><pre>{escape(configuration) or 'not recorded'}</pre>"
+        f"</section><script>{script}</script></body></html>\n"
+    )
+
+
+def state(records: Records) -> str:
+    """Return in one sentence how far the run has come and why it ended, if it did."""
+    last = records.train[-1]["iteration"] if records.train else 0
+    final = records.events[-1] if records.events else {}
+    if final.get("event") != "end":
+        return f"Running or killed; the last recorded step is {last}."
+    if final["reason"] == "done":
+        return f"Done after step {last}."
+    return f"Stopped after step {last}: {final['reason']}."
+
+
+def curve(records: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
+    """Return step and value of the records whose value is a finite number."""
+    found = [(float(r["iteration"]), r.get(key)) for r in records]
+    return [(step, float(v)) for step, v in found if v is not None and math.isfinite(v)]
+
+
+def _loss_chart(records: Records, loss: str, marks: Sequence[float]) -> str:
+    points = curve(records.train, loss)
+    smooth = running_mean([value for _, value in points], len(points) // 100)
+    lines = [
+        Line(loss, points, "faint"),
+        Line("training", [(step, v) for (step, _), v in zip(points, smooth, strict=True)]),
+        Line("validation", curve(records.validation, loss), "second", dots=True),
+    ]
+    return draw(f"{loss} (nats per token)", lines, marks)
+
+
+def _throughput_chart(records: Records, marks: Sequence[float]) -> str:
+    points = [(float(r["iteration"]), r["tokens"] / r["seconds"]) for r in records.train]
+    smooth = running_mean([value for _, value in points], len(points) // 50)
+    lines = [
+        Line("tokens/s", points, "faint"),
+        Line("tokens/s", [(step, v) for (step, _), v in zip(points, smooth, strict=True)]),
+    ]
+    return draw("Throughput (tokens per second)", lines, marks)
+
+
+def _tiles(records: Records, losses: Sequence[str]) -> str:
+    train, facts = records.train, list[tuple[str, str]]()
+    if not train:
+        return ""
+    facts.append(("steps", f"{train[-1]['iteration']:,}"))
+    facts.append(("tokens", number(float(sum(record["tokens"] for record in train)))))
+    for loss in losses:
+        facts.append((f"last {loss}", _value(train[-1][loss])))
+        validation = curve(records.validation, loss)
+        if validation:
+            step, best = min(validation, key=lambda point: point[1])
+            facts.append((f"best validation {loss}, step {step:g}", f"{best:.4f}"))
+    rates = [record["tokens"] / record["seconds"] for record in train]
+    facts.append(("tokens/s, median of steps", number(median(rates))))
+    seconds = round(sum(record["seconds"] for record in train))
+    facts.append(("in steps", str(timedelta(seconds=seconds))))
+    skipped = sum(not record["updated"] for record in train)
+    if skipped:
+        facts.append(("skipped steps", f"{skipped:,}"))
+    return "".join(f"<div><b>{escape(v)}</b><span>{escape(k)}</span></div>" for k, v in facts)
+
+
+def _value(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _events(events: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        (f"{e['iteration']:,}", e["event"], str(e.get("reason", e.get("commit", ""))))
+        for e in events
+    ]
+    return _table(("step", "event", ""), rows)
+
+
+def _environment(events: Sequence[Mapping[str, Any]]) -> str:
+    """Return the facts of the last start; those of earlier ones where they differ."""
+    starts = [event for event in events if event["event"] == "start"]
+    keys = [k for k in (starts or [{}])[-1] if k not in ("kind", "event", "iteration")]
+    rows = []
+    for key in keys:
+        values = dict.fromkeys(str(start.get(key, "unknown")) for start in starts)
+        rows.append((key, " → ".join(values)))
+    return _table(("", ""), rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = "".join(f"<th>{escape(title)}</th>" for title in head) if any(head) else ""
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f"<table>{f'<tr>{cells}</tr>' if cells else ''}{body}</table>"

@@ -1,0 +1,132 @@
+import json
+import math
+import re
+
+import pytest
+from megatron_train.cli import main
+from megatron_train.metrics.records import Records
+from megatron_train.report.chart import Line, draw, number, thinned, ticks
+from megatron_train.report.page import curve, render, state
+
+START = {"kind": "event", "event": "start", "iteration": 0, "torch": "2.13.0", "commit": "abc"}
+AGAIN = {**START, "iteration": 2, "torch": "2.14.0"}
+
+
+def step(iteration, loss, **more):
+    return {
+        "kind": "train",
+        "iteration": iteration,
+        "consumed_samples": 4 * iteration,
+        "lm loss": loss,
+        "learning_rate": 1e-3,
+        "grad_norm": 1.0,
+        "updated": True,
+        "seconds": 0.5,
+        "tokens": 100,
+        **more,
+    }
+
+
+RECORDS = Records(
+    train=[step(1, 5.0), step(2, 4.0), step(3, None, updated=False, grad_norm=None), step(4, 3.5)],
+    validation=[
+        {"kind": "validation", "iteration": 2, "lm loss": 4.5},
+        {"kind": "validation", "iteration": 4, "lm loss": 4.25},
+    ],
+    events=[START, AGAIN, {"kind": "event", "event": "end", "iteration": 4, "reason": "done"}],
+)
+
+
+def tile(page, label):
+    return re.search(rf"<b>([^<]*)</b><span>{re.escape(label)}</span>", page)[1]
+
+
+def test_the_page_tells_what_was_recorded():
+    page = render("run", RECORDS, "model: {num_layers: 2}")
+    assert "Done after step 4." in page
+    assert tile(page, "steps") == "4" and tile(page, "tokens") == "400"
+    assert tile(page, "last lm loss") == "3.5000"
+    assert tile(page, "best validation lm loss, step 4") == "4.2500"
+    assert tile(page, "tokens/s, median of steps") == "200"
+    assert tile(page, "in steps") == "0:00:02" and tile(page, "skipped steps") == "1"
+    assert "2.13.0 → 2.14.0" in page and "model: {num_layers: 2}" in page
+    assert page.count("<svg") == 4 and page.count('class="mark"') == 4
+    assert "continued after 2" in page
+
+
+def test_the_page_loads_nothing_and_runs_nothing_that_was_recorded():
+    evil = "<script>alert('x')</script>"
+    events = [{**START, "commit": evil}, {**RECORDS.events[-1], "reason": evil}]
+    page = render(evil, Records(RECORDS.train, RECORDS.validation, events), evil)
+    assert evil not in page and page.count("<script>") == 1
+    addresses = re.findall(r"https?://[^\"'\s)]+", page)
+    assert set(addresses) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"\b(src|href)=", page)
+
+
+def test_how_a_run_stands():
+    def ending(**event):
+        return state(Records(RECORDS.train, [], [START, {"iteration": 4, **event}]))
+
+    assert ending(event="end", reason="SIGTERM") == "Stopped after step 4: SIGTERM."
+    assert ending(event="start") == "Running or killed; the last recorded step is 4."
+    assert state(Records([], [], [])) == "Running or killed; the last recorded step is 0."
+
+
+def test_curves_leave_out_what_is_not_finite():
+    assert curve(RECORDS.train, "lm loss") == [(1.0, 5.0), (2.0, 4.0), (4.0, 3.5)]
+    assert curve(RECORDS.train, "grad_norm")[-1] == (4.0, 1.0)
+    assert draw("nothing", [Line("a", [])]) == ""
+    assert render("empty", Records([], [], []), "").count("<svg") == 0
+
+
+def test_points_lie_where_their_values_are():
+    figure = draw("t", [Line("a", [(0.0, 0.0), (10.0, 10.0)])])
+    first, last = re.search(r'points="([\d.]+,[\d.]+) ([\d.]+,[\d.]+)"', figure).groups()
+    assert [float(v) for v in first.split(",")] == [58.0, 230.0]
+    x, y = (float(v) for v in last.split(","))
+    assert x == 548.0 and y == pytest.approx(12 + 218 * 0.5 / 10.5, abs=0.06)
+    data = json.loads(re.search(r"data-chart='([^']*)'", figure)[1].replace("&quot;", '"'))
+    assert data["lines"] == [{"name": "a", "style": "first", "points": [[0, 0], [10, 10]]}]
+
+
+def test_thinning_keeps_spikes_and_order():
+    points = [(float(i), math.sin(i / 500)) for i in range(20_000)]
+    points[12_345] = (12_345.0, 99.0)
+    kept = thinned(points)
+    assert len(kept) <= 520 and (12_345.0, 99.0) in kept
+    assert kept == sorted(kept) and set(kept) <= set(points)
+    assert thinned(points[:10]) == points[:10]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 10, [0, 2, 4, 6, 8, 10]), (2.9, 3.4, [2.9, 3.0, 3.1, 3.2, 3.3, 3.4]), (-1, 1, None)],
+)
+def test_ticks_are_round(low, high, expected):
+    found = ticks(low, high, 5)
+    assert all(low - 1e-9 <= value <= high + 1e-9 for value in found) and 3 <= len(found) <= 7
+    if expected:
+        assert found == pytest.approx(expected)
+
+
+def test_numbers_are_short():
+    values = (0, 0.003, 9999, 12_345, 1_500_000, 2e9, 3e12)
+    assert [number(v) for v in values] == ["0", "0.003", "9999", "12.35k", "1.5M", "2G", "3T"]
+
+
+def test_the_command_writes_the_page_whole_or_not(tmp_path, capsys):
+    lines = [json.dumps(r) for r in (START, *RECORDS.train, *RECORDS.validation)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"kind": "tra']))
+    assert main(["report", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert "Running or killed" in (tmp_path / "report.html").read_text()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "report.html"]
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "other.html")]) == 0
+    assert (tmp_path / "other.html").exists()
+
+
+def test_a_folder_without_metrics_is_one_line(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "has no metrics.jsonl: give the folder of --save" in error and error.count("\n") == 1
