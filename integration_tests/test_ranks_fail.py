@@ -215,7 +215,8 @@ def test_ranks_of_torchrun_with_other_settings_say_which(trial, folder):
             [
                 script,
                 *trial.words.split(),
-                *(["--hidden-dropout", "0.25"] if rank == victim else []),
+                "--hidden-dropout",
+                "0.25" if rank == victim else "0.5",
             ],
             cwd=folder,
             stderr=subprocess.PIPE,
@@ -232,7 +233,8 @@ def test_ranks_of_torchrun_with_other_settings_say_which(trial, folder):
             told = [line for line in errors.splitlines() if line.startswith("megatron-train")]
             assert len(told) == 1, errors
             assert told[0].startswith(f"megatron-train: error: rank {rank}: ranks disagree on ")
-            assert f"--hidden-dropout: rank 0: {0.25 if victim == 0 else 0.0}" in told[0]
+            sides = ("0.25", "0.5") if victim == 0 else ("0.5", "0.25")
+            assert f"--hidden-dropout: rank 0: {sides[0]}; rank 1: {sides[1]}" in told[0]
     finally:
         for process in ranks:
             process.kill()
