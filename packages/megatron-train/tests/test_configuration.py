@@ -11,6 +11,7 @@ from megatron_train.config.flags import Parser, add_options, given_flags
 from megatron_train.config.reference import render_reference
 from megatron_train.config.resolve import resolve
 from megatron_train.config.run import SECTIONS, RunConfig, run_options
+from megatron_train.config.shown import print_config
 from megatron_train.errors import TrainError, UsageError
 
 ROOT = Path(__file__).parents[3]
@@ -133,6 +134,19 @@ def test_mistakes_in_flags_are_usage_errors(flags, message):
         ("--lr-warmup-fraction 1.5", "must be below 1, got 1.5"),
         ("--save-interval 5", "--save-interval needs --save"),
         ("--exit-on-missing-checkpoint", "needs --load"),
+        ("--no-load-optim", "--no-load-optim needs --load"),
+        ("--no-load-rng", "--no-load-rng needs --load"),
+        ("--finetune", "--finetune needs --load, or --pretrained-checkpoint"),
+        ("--use-checkpoint-args --load nowhere", "--use-checkpoint-args finds no checkpoint"),
+        ("--test-data-path other", "--data-path, which --split divides, and --test-data-path"),
+        ("--merge-file m", "--merge-file does not go with no --vocab-file"),
+        ("--vocab-file v", "--vocab-file needs --merge-file as well"),
+        ("--tokenizer-type GPT2BPETokenizer", "GPT2BPETokenizer needs --vocab-file as well"),
+        (
+            "--tokenizer-type ByteTokenizer --tokenizer-model t",
+            "--tokenizer-model does not go with",
+        ),
+        ("--eod-mask-loss", "--eod-mask-loss needs --tokenizer-model"),
         ("--micro-batch-size 0", "--micro-batch-size must be positive, got 0"),
         ("--seed -1", "--seed must not be negative, got -1"),
     ],
@@ -186,6 +200,74 @@ def test_schedule_lengths_are_samples():
     schedule = run.learning_rate_schedule()
     assert (schedule.warmup_samples, schedule.decay_samples) == (40, 160)
     assert schedule.at(40) == 1.0 and schedule.at(100) == pytest.approx(0.5)
+
+
+SAMPLES = MINIMAL.replace("--train-iters 10", "--train-samples 85 --global-batch-size 8")
+
+
+def test_a_run_may_be_measured_in_samples():
+    run = parse(f"{SAMPLES} --lr-warmup-samples 10 --lr-decay-samples 50 --lr 1.0")
+    assert (run.train_iters, run.train_samples) == (10, 85)
+    schedule = run.learning_rate_schedule()
+    assert (schedule.warmup_samples, schedule.decay_samples) == (10, 50)
+    assert schedule.at(30) == pytest.approx(0.5)
+    run = parse(f"{SAMPLES} --lr-warmup-fraction 0.1")
+    schedule = run.learning_rate_schedule()
+    assert (schedule.warmup_samples, schedule.decay_samples) == (8, 85)
+    annealing = "--lr-decay-style WSD --lr-wsd-decay-samples 30"
+    assert parse(f"{SAMPLES} {annealing}").learning_rate_schedule().wsd_decay_samples == 30
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (f"{MINIMAL} --train-samples 9", "--train-iters and --train-samples exclude each other"),
+        (f"{SAMPLES} --lr-decay-iters 9", "and --lr-decay-iters do not go together; give --lr-d"),
+        (f"{SAMPLES} --lr-warmup-iters 9", "--train-samples and --lr-warmup-iters do not go"),
+        (f"{SAMPLES} --lr-wsd-decay-iters 9", "--train-samples and --lr-wsd-decay-iters do not"),
+        (f"{MINIMAL} --lr-decay-samples 9", "--train-iters and --lr-decay-samples do not go toge"),
+        (f"{MINIMAL} --lr-warmup-samples 9", "give --lr-warmup-iters"),
+        (f"{SAMPLES} --lr-warmup-samples 9 --lr-warmup-fraction 0.1", "exclude each other"),
+        (f"{SAMPLES} --train-samples 7", "--train-samples 7 is less than one step of 8 samples"),
+    ],
+)
+def test_steps_and_samples_are_never_mixed(command, message):
+    with pytest.raises(TrainError) as caught:
+        parse(command)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_excludes_each_other_is_displaced_by_the_upper_layer(tmp_path):
+    text = "training: {bf16: true}\nschedule: {lr_warmup_fraction: 0.5}\n"
+    run = parse(f"{MINIMAL} --float64 --lr-warmup-iters 2", write(tmp_path, text))
+    assert run.training.float64 and not run.training.bf16
+    assert run.learning_rate_schedule().warmup_samples == 4
+    text = "training: {train_iters: 5}\ndata: {data_path: a}\n"
+    flags = SAMPLES.replace("--data-path", "--train-data-path")
+    run = parse(f"{flags} --eval-iters 0", write(tmp_path, text))
+    assert run.train_iters == 10 and run.data.train_data_path == ("corpus",)
+
+
+def test_a_printed_configuration_is_a_file_of_the_same_run(tmp_path):
+    command = f"{MINIMAL} --tokenizer-type NullTokenizer --lr 1e-4 --split 9,1,0"
+    parser = Parser()
+    add_options(parser, run_options(), TITLES)
+    namespace = parser.parse_args(command.split())
+    namespace.config = None
+    run, values = resolve(namespace, 1)
+    assert run.model.vocab_size == 101  # the end of a document is one more
+    printed = print_config(run, values)
+    assert parse("", write(tmp_path, printed)) == run
+    lines = {line.split(":")[0].strip(" #"): line for line in printed.splitlines()}
+    for name, origin in {
+        "lr": "--lr",
+        "min_lr": "default",
+        "max_position_embeddings": "--seq-length",
+        "ffn_hidden_size": "derived",
+        "load": "default",
+    }.items():
+        assert lines[name].endswith(f"# {origin}"), lines[name]
+    assert {option.name for option in run_options()} <= lines.keys()
 
 
 def test_an_alias_sets_its_option():

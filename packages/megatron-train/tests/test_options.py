@@ -14,6 +14,7 @@ class Sample:
     fast: bool = False
     bias: bool = field(default=True, metadata={"flag": "--disable-bias-linear"})
     bar: bool = True
+    no_load: bool = False
     paths: tuple[str, ...] | None = None
     hidden: int = field(default=1, metadata={"flag": None})
 
@@ -24,7 +25,7 @@ def options() -> dict[str, Option]:
 
 def test_records_describe_fields():
     found = options()
-    assert list(found) == ["steps", "rate", "style", "fast", "bias", "bar", "paths"]
+    assert list(found) == ["steps", "rate", "style", "fast", "bias", "bar", "no_load", "paths"]
     assert found["steps"].required and found["steps"].unit == "steps"
     assert found["style"].choices == ("linear", "cosine")
     assert found["paths"].repeated and found["paths"].optional
@@ -36,7 +37,9 @@ def test_a_switch_has_a_spelling_for_each_side():
     assert (found["fast"].flag, found["fast"].opposite) == ("--fast", "--no-fast")
     assert (found["bias"].flag, found["bias"].opposite) == ("--disable-bias-linear", "--bias")
     assert (found["bar"].flag, found["bar"].opposite) == ("--no-bar", "--bar")
+    assert (found["no_load"].flag, found["no_load"].opposite) == ("--no-load", "--load")
     assert found["fast"].flag_sets() is True
+    assert found["no_load"].flag_sets() is True
     assert found["bias"].flag_sets() is False
     assert found["bias"].spelling(True) == "--bias"
 

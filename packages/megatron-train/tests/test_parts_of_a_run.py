@@ -10,9 +10,10 @@ from megatron_train import CheckpointConfig, DataConfig, RunConfig, TrainingConf
 from megatron_train.checkpointing import Saver, differing, restore, tokenizer_files
 from megatron_train.config.files import read_file
 from megatron_train.config.run import build_run, run_options
+from megatron_train.config.shown import write_config
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
-from megatron_train.pretrain import _deterministic, choose_device, family_of, write_config
+from megatron_train.pretrain import _deterministic, choose_device, family_of
 
 MODEL = GPTConfig(
     num_layers=1,
@@ -107,7 +108,11 @@ def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tm
     table = [trainer.task.stages[0].weight for trainer in (second, whole)]
     assert torch.equal(*table)
 
-    assert restore(make_trainer(), tmp_path / "iter_0000007", {"seed": 2}, console)
+    with pytest.raises(TrainError, match="from --seed 1, and this run has --seed 2; give the"):
+        restore(make_trainer(), tmp_path / "iter_0000007", {"seed": 2}, console)
+    assert restore(
+        make_trainer(), tmp_path / "iter_0000007", {"seed": 2}, console, another_seed=True
+    )
     assert "seed 1 there, 2 here" in capsys.readouterr().err
     other = make_trainer()
     other.task.model_config = {"vocabulary": 12}

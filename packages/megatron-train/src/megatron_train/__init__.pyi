@@ -1,8 +1,8 @@
 from ._version import __version__ as __version__
 from .callbacks.callback import Callback as Callback
+from .config.checkpoint import CheckpointConfig as CheckpointConfig
+from .config.data import DataConfig as DataConfig
 from .config.run import RunConfig as RunConfig
-from .config.sections import CheckpointConfig as CheckpointConfig
-from .config.sections import DataConfig as DataConfig
 from .config.sections import EvaluationConfig as EvaluationConfig
 from .config.sections import LoggingConfig as LoggingConfig
 from .config.sections import ScheduleConfig as ScheduleConfig

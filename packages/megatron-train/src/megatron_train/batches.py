@@ -29,7 +29,7 @@ Dataset: TypeAlias = GPTDataset | BlendedDataset
 
 
 class GPTBatches:
-    """Training and validation micro-batches of one rank of a run.
+    """Training, validation and test micro-batches of one rank of a run.
 
     Args:
         config: the run.
@@ -47,13 +47,18 @@ class GPTBatches:
         self._micro_batch_size = training.micro_batch_size
         self._accumulation = config.accumulation
         self._vocab_size = config.model.vocab_size
-        self._train_samples = training.train_iters * config.global_batch_size
+        self._train_samples = config.train_samples
         self._valid_samples = config.evaluation.eval_iters * config.global_batch_size
-        by_split = {"train": data.train_data_path, "valid": data.valid_data_path}
+        self._test_samples = self._valid_samples if data.test_data_path else 0
+        by_split = {
+            "train": data.train_data_path,
+            "valid": data.valid_data_path,
+            "test": data.test_data_path,
+        }
         built = build_gpt_datasets(
             data.data_path or by_split,
             data.split,
-            (self._train_samples, self._valid_samples, 0),
+            (self._train_samples, self._valid_samples, self._test_samples),
             data.seq_length,
             training.seed,
             eod_id=tokenizer.eod_id if tokenizer else None,
@@ -64,6 +69,7 @@ class GPTBatches:
         )
         self._train = _require(built.train, "train")
         self._valid = built.valid
+        self._test = built.test
         if self._valid_samples:
             _require(built.valid, "validate")
 
@@ -76,6 +82,10 @@ class GPTBatches:
         if self._valid is None:
             return iter(())
         return self._steps(self._valid, self._valid_samples, 0)
+
+    def testing(self) -> Iterator[Sequence[Batch]]:
+        """Yield the micro-batches of the test by global batch; there must be --test-data-path."""
+        return self._steps(_require(self._test, "test"), self._test_samples, 0)
 
     def _steps(self, dataset: Dataset, samples: int, consumed: int) -> Iterator[Sequence[Batch]]:
         micro_batches = self._read(dataset, samples, consumed)

@@ -9,7 +9,7 @@ it.
 
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megatron_ckpt import (
     Retention,
     SingleProcess,
     View,
+    find_checkpoint,
 )
 from megatron_ckpt.coordinator import exchange
 from megatron_data import Tokenizer
@@ -71,7 +72,10 @@ class Saver(Callback):
         interval: steps between checkpoints; None saves at the end only.
         keep_last: complete checkpoints to keep; None keeps all.
         console: where saves are told.
+        origin: whose weights the run began with, kept in every checkpoint; empty if the seed's.
     """
+
+    name = "saver"
 
     def __init__(
         self,
@@ -81,7 +85,10 @@ class Saver(Callback):
         interval: int | None,
         keep_last: int | None,
         console: Console,
+        *,
+        origin: str = "",
     ) -> None:
+        self._origin = origin
         self._store = store
         self._run = dict(run)
         self._files = {} if tokenizer is None else tokenizer_files(tokenizer)
@@ -102,6 +109,14 @@ class Saver(Callback):
     def on_end(self, trainer: Trainer) -> None:
         """Save where the run ends."""
         self._save(trainer)
+
+    def state(self) -> dict[str, Any]:
+        """Return what the run began with."""
+        return {"origin": self._origin}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what the run began with."""
+        self._origin = state["origin"]
 
     def _save(self, trainer: Trainer) -> None:
         if trainer.iteration == self._saved:
@@ -132,25 +147,54 @@ class _Found:
     model: ModelRecord | None
 
 
-def restore(trainer: Trainer, folder: Path, run: Mapping[str, Any], console: Console) -> bool:
+def restore(
+    trainer: Trainer,
+    folder: Path,
+    run: Mapping[str, Any],
+    console: Console,
+    *,
+    optimizer: bool = True,
+    another_seed: bool = False,
+) -> bool:
     """Continue from the newest complete checkpoint in ``folder``; returns whether there was one.
 
     ``folder`` may also be one checkpoint itself. Torn checkpoints are named in one warning. The
     checkpoint may have been saved by any number of ranks, in any layout.
 
+    Args:
+        trainer: what continues.
+        folder: of checkpoints, or one checkpoint.
+        run: what decides the order of samples; a warning names what has changed.
+        console: where warnings go.
+        optimizer: whether the optimizer's state is loaded; otherwise it starts fresh.
+        another_seed: whether the seed may have changed.
+
     Raises:
-        TrainError: the checkpoint holds another model; the message names the differing fields.
+        TrainError: the checkpoint holds another model, or comes from another seed; the message
+            names what differs.
         CheckpointError: ``folder`` is a torn checkpoint, or one that cannot be read.
     """
-    itself = _CHECKPOINT.fullmatch(folder.name) is not None and folder.is_dir()
-    coordinator = coordinator_of(trainer.engine.mesh)
-    store = CheckpointStore(folder.parent if itself else folder, coordinator)
-    found = exchange(coordinator, lambda: None, lambda _: _find(store, folder, itself, console))
+    store, itself = _store_of(trainer, folder)
+    found = exchange(
+        store.coordinator, lambda: None, lambda _: _find(store, folder, itself, console)
+    )
     if found is None:
         return False
     refuse_other_model(trainer, found.model, found.path)
-    state: Any = store.load(found.iteration if itself else None, views_of(trainer))
-    trainer.optimizer.load_scalars(state["optimizer"])
+    iteration = found.iteration if itself else None
+    state: Any
+    if optimizer:
+        state = store.load(iteration, views_of(trainer))
+        trainer.optimizer.load_scalars(state["optimizer"])
+    else:
+        state = store.load(iteration, _weights_of(trainer), groups=["model"], cast="floating")
+        trainer.optimizer.refresh_main_parameters()
+    there, here = state["run"].get("seed"), run.get("seed")
+    if there != here and not another_seed:
+        raise TrainError(
+            f"{found.path} comes from --seed {there}, and this run has --seed {here}; give the "
+            "former, or --no-load-rng to go on with the new one"
+        )
     trainer.load_state(state["trainer"])
     changed = differing(state["run"], run)
     if changed:
@@ -159,6 +203,44 @@ def restore(trainer: Trainer, folder: Path, run: Mapping[str, Any], console: Con
             f"seen again and others not: {changed}"
         )
     return True
+
+
+def load_weights(trainer: Trainer, folder: Path) -> int:
+    """Load only the weights of the newest complete checkpoint in ``folder``, or of ``folder``.
+
+    Weights of another floating-point type are converted.
+
+    Returns:
+        The step after which they were saved.
+
+    Raises:
+        TrainError: the checkpoint holds another model; the message names the differing fields.
+        CheckpointError: there is none, or it cannot be read.
+    """
+    store, itself = _store_of(trainer, folder)
+
+    def find() -> _Found:
+        found = find_checkpoint(folder)
+        return _Found(found.iteration, found.path, found.model)
+
+    found = exchange(store.coordinator, lambda: None, lambda _: find())
+    refuse_other_model(trainer, found.model, found.path, but=("init_method_std",))
+    iteration = found.iteration if itself else None
+    store.load(iteration, _weights_of(trainer), groups=["model"], cast="floating")
+    trainer.optimizer.refresh_main_parameters()
+    return found.iteration
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether ``folder`` is by its name one checkpoint, and not a folder of them."""
+    return _CHECKPOINT.fullmatch(folder.name) is not None and folder.is_dir()
+
+
+def _store_of(trainer: Trainer, folder: Path) -> tuple[CheckpointStore, bool]:
+    """Return the store a folder is, or lies in, and whether it is one checkpoint."""
+    itself = is_checkpoint(folder)
+    place = folder.parent if itself else folder
+    return CheckpointStore(place, coordinator_of(trainer.engine.mesh)), itself
 
 
 def _find(store: CheckpointStore, folder: Path, itself: bool, console: Console) -> _Found | None:
@@ -175,16 +257,25 @@ def _find(store: CheckpointStore, folder: Path, itself: bool, console: Console) 
 
 def views_of(trainer: Trainer) -> dict[str, list[View]]:
     """Return views of all parameters and of the optimizer's state by global name."""
+    return {**_weights_of(trainer), **trainer.optimizer.views()}
+
+
+def _weights_of(trainer: Trainer) -> dict[str, Any]:
     engine = trainer.engine
-    views: dict[str, Any] = dict(parameter_views(engine.parameters, engine.table, engine.mesh))
-    return {**views, **trainer.optimizer.views()}
+    return dict(parameter_views(engine.parameters, engine.table, engine.mesh))
 
 
-def refuse_other_model(trainer: Trainer, model: ModelRecord | None, path: Path) -> None:
-    """Raise `TrainError` unless ``model`` is the model of ``trainer``."""
+def refuse_other_model(
+    trainer: Trainer, model: ModelRecord | None, path: Path, but: Sequence[str] = ()
+) -> None:
+    """Raise `TrainError` unless ``model`` is that of ``trainer``, the fields ``but`` left out."""
     if model is None:
         raise TrainError(f"{path} says nothing of its model; it cannot be continued")
-    changed = differing(model.config, trainer.task.model_config)
+    there, here = dict(model.config), dict(trainer.task.model_config)
+    for name in but:
+        there.pop(name, None)
+        here.pop(name, None)
+    changed = differing(there, here)
     if changed:
         raise TrainError(
             f"{path} holds another model: {changed}; give its sizes, or another --load folder"

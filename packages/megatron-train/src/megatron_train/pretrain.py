@@ -11,28 +11,29 @@ from typing import Any
 
 import torch
 from megatron_ckpt import CheckpointStore
-from megatron_data import Tokenizer, load_tokenizer
+from megatron_data import Tokenizer
 from megatron_models import ConfigError, GPTConfig, gpt_chunks, parameter_count
 from megatron_optim import Optimizer
 from megatron_parallel import Mesh
 
 from megatron_train.batches import GPTBatches
 from megatron_train.callbacks.callback import Callback
-from megatron_train.callbacks.evaluation import Evaluation, Listener
+from megatron_train.callbacks.evaluation import Evaluation, Listener, Test
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import Progress, Recorder, TensorBoard
 from megatron_train.callbacks.stopping import StopAt, StopOnSignal
-from megatron_train.checkpointing import Saver, coordinator_of, restore
-from megatron_train.config.files import to_yaml
-from megatron_train.config.options import options_of
-from megatron_train.config.run import SECTIONS, RunConfig, run_options
+from megatron_train.checkpointing import Saver, coordinator_of
+from megatron_train.config.run import RunConfig, run_options
+from megatron_train.config.shown import write_config
 from megatron_train.config.values import Values
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.environment import environment
 from megatron_train.metrics.peak import device_peak
+from megatron_train.starting import Start
 from megatron_train.tasks.gpt import GPTTask
+from megatron_train.tokenizer import open_tokenizer
 from megatron_train.trainer import Trainer
 
 CONFIG_FILE = "config.yaml"
@@ -55,17 +56,16 @@ def pretrain_gpt(config: RunConfig, values: Values | None = None) -> int:
     device, dtype = choose_device(config.training.device), choose_dtype(config)
     mesh = join(config, device)
     console = Console(silent=mesh.rank != 0)
-    _refuse_foreign_folder(config)
+    start = Start.find(config.checkpoint, coordinator_of(mesh))
     with console.warnings_of("megatron_ckpt"), _deterministic(config.training.deterministic_mode):
         facts = environment(mesh.device)
         _describe(console, config, values, facts, dtype)
         tokenizer = load_run_tokenizer(config)
         batches = GPTBatches(config, tokenizer, mesh.axis("dp"))
         trainer = build_gpt_trainer(config, batches, mesh, dtype)
-        run = _Run(config, console, mesh, dtype, batches, tokenizer, facts)
+        run = _Run(config, console, mesh, dtype, batches, tokenizer, facts, start)
         trainer.callbacks = run.callbacks()
-        if config.checkpoint.load is not None:
-            run.restore(trainer)
+        start.take(trainer, config, data_order(config), console)
         try:
             with StopOnSignal(trainer):
                 stop = trainer.run()
@@ -127,7 +127,7 @@ def build_gpt_trainer(
         learning_rate=config.learning_rate_schedule(),
         weight_decay=config.weight_decay_schedule(),
         steps=batches.training,
-        train_iters=training.train_iters,
+        train_iters=config.train_iters,
     )
 
 
@@ -153,13 +153,13 @@ def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
     Raises:
         TrainError: it has more tokens than the model.
     """
-    if config.data.tokenizer_model is None:
-        return None
-    tokenizer = load_tokenizer(Path(config.data.tokenizer_model))
-    if tokenizer.vocab_size > config.model.vocab_size:
+    data = config.data
+    tokenizer = open_tokenizer(data, config.model.vocab_size)
+    if tokenizer is not None and tokenizer.vocab_size > config.model.vocab_size:
+        name = data.tokenizer_model or data.vocab_file or data.tokenizer_type
         raise TrainError(
             f"--vocab-size {config.model.vocab_size} is smaller than the {tokenizer.vocab_size} "
-            f"tokens of {config.data.tokenizer_model}; leave it out to take the tokenizer's"
+            f"tokens of {name}; leave it out to take the tokenizer's"
         )
     return tokenizer
 
@@ -183,7 +183,7 @@ def data_order(config: RunConfig) -> dict[str, Any]:
         "split": data.split if data.data_path else None,
         "seq_length": data.seq_length,
         "seed": config.training.seed,
-        "samples": config.training.train_iters * config.global_batch_size,
+        "samples": config.train_samples,
     }
 
 
@@ -198,6 +198,7 @@ class _Run:
     batches: GPTBatches
     tokenizer: Tokenizer | None
     facts: dict[str, str]
+    start: Start
 
     def callbacks(self) -> list[Callback]:
         """Return the callbacks of this rank; those that save come last.
@@ -205,12 +206,14 @@ class _Run:
         Only rank 0 tells and records; what all ranks do together is on all of them.
         """
         config, tells = self.config, self.mesh.rank == 0
-        telling, listeners = self._telling() if tells else ([], [])
+        telling, listeners, testers = self._telling() if tells else ([], [], [])
         callbacks = list(telling)
         if config.evaluation.eval_iters:
             interval = config.evaluation.eval_interval
             source = self.batches.validation
             callbacks.append(Evaluation(self.console, source, interval, listeners))
+        if config.data.test_data_path is not None:
+            callbacks.append(Test(self.console, self.batches.testing, testers))
         training = config.training
         callbacks.append(StopAt(training.exit_interval, training.exit_duration_in_mins))
         if config.checkpoint.save is not None:
@@ -222,15 +225,17 @@ class _Run:
                     config.checkpoint.save_interval,
                     config.checkpoint.keep_last,
                     self.console,
+                    origin=self.start.origin,
                 )
             )
         return callbacks
 
-    def _telling(self) -> tuple[list[Callback], list[Listener]]:
-        """Return the callbacks that show and record, and who is told of evaluations."""
+    def _telling(self) -> tuple[list[Callback], list[Listener], list[Listener]]:
+        """Return what shows and records, and who is told of evaluations and of the test."""
         config, logging = self.config, self.config.logging
         callbacks: list[Callback] = []
         listeners: list[Listener] = []
+        testers: list[Listener] = []
         if logging.progress:
             tokens = config.global_batch_size * config.data.seq_length
             callbacks.append(Progress(self.console, tokens))
@@ -247,38 +252,12 @@ class _Run:
             recorder = Recorder(Path(config.checkpoint.save), self.facts)
             callbacks.append(recorder)
             listeners.append(recorder.evaluated)
+            testers.append(recorder.tested)
         if logging.tensorboard_dir is not None:
             board = TensorBoard(Path(logging.tensorboard_dir), logging.log_interval)
             callbacks.append(board)
             listeners.append(board.evaluated)
-        return callbacks, listeners
-
-    def restore(self, trainer: Trainer) -> None:
-        """Continue from the folder of --load, or start fresh where it has no checkpoint."""
-        config, console, load = self.config, self.console, str(self.config.checkpoint.load)
-        if restore(trainer, Path(load), data_order(config), console):
-            console.line(f"continuing from {load} after step {trainer.iteration}")
-            if trainer.iteration >= trainer.train_iters:
-                console.line(f"nothing left to do: --train-iters is {trainer.train_iters}")
-        elif config.checkpoint.exit_on_missing_checkpoint:
-            raise TrainError(
-                f"--load {load} has no complete checkpoint; give a folder that has one"
-            )
-        else:
-            console.line(f"no complete checkpoint in {load}: starting fresh")
-
-
-def _refuse_foreign_folder(config: RunConfig) -> None:
-    """Refuse to mix this run's checkpoints with those of another."""
-    save, load = config.checkpoint.save, config.checkpoint.load
-    if save is None or (load is not None and Path(load).resolve() == Path(save).resolve()):
-        return
-    found, _ = CheckpointStore(save).survey()
-    if found is not None:
-        raise TrainError(
-            f"--save {save} already holds a run, at step {found.iteration}; add --load {save} to "
-            "continue it, or give another folder"
-        )
+        return callbacks, listeners, testers
 
 
 def _describe(
@@ -310,19 +289,6 @@ def _describe(
     )
     if config.checkpoint.save is not None and not console.silent:
         write_config(config, Path(config.checkpoint.save) / CONFIG_FILE)
-
-
-def write_config(config: RunConfig, path: Path) -> None:
-    """Write every setting of a run to a YAML file that ``--config`` accepts."""
-    sections: dict[str, dict[str, Any]] = {}
-    for section, (_, cls) in SECTIONS.items():
-        holder = getattr(config, section)
-        values = {option.name: getattr(holder, option.name) for option in options_of(cls, section)}
-        sections[section] = {name: value for name, value in values.items() if value is not None}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(to_yaml(sections), encoding="utf-8")
-    temporary.replace(path)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Measure the validation loss at intervals and at the end."""
+"""Measure the validation loss at intervals and at the end, and the test loss once."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -44,6 +44,36 @@ class Evaluation(Callback):
             return
         losses = trainer.evaluate(self._batches())
         for line in evaluation_lines(f"iteration {report.iteration}", losses):
+            self._console.line(line)
+        for listener in self._listeners:
+            listener(report.iteration, losses)
+
+
+class Test(Callback):
+    """Measure the loss on held-out text once, after the last step of the run.
+
+    Args:
+        console: where the result is printed.
+        batches: gives the test micro-batches, by global batch.
+        listeners: told the result.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        batches: Callable[[], Iterable[Sequence[Batch]]],
+        listeners: Iterable[Listener] = (),
+    ) -> None:
+        self._console = console
+        self._batches = batches
+        self._listeners = list(listeners)
+
+    def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
+        """Test where the run ends."""
+        if report.iteration < trainer.train_iters:
+            return
+        losses = trainer.evaluate(self._batches())
+        for line in evaluation_lines(f"iteration {report.iteration} on test set", losses):
             self._console.line(line)
         for listener in self._listeners:
             listener(report.iteration, losses)

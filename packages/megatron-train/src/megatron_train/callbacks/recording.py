@@ -48,6 +48,11 @@ class Recorder(Callback):
         """Record an evaluation."""
         self._writer.write({"kind": "validation", "iteration": iteration, **_finite(losses)})
 
+    def tested(self, iteration: int, losses: dict[str, float]) -> None:
+        """Record the losses on the test set, an event."""
+        record = {"kind": "event", "event": "test", "iteration": iteration, **_finite(losses)}
+        self._writer.write(record)
+
     def on_end(self, trainer: "Trainer") -> None:
         """Record the end and draw the losses."""
         reason = trainer.stopped.reason if trainer.stopped else "done"

@@ -7,6 +7,7 @@ import sys
 from megatron_train.config.flags import Parser, add_options
 from megatron_train.config.resolve import resolve
 from megatron_train.config.run import SECTIONS, run_options
+from megatron_train.config.shown import print_config
 from megatron_train.errors import UsageError
 
 _EXAMPLE = """\
@@ -36,6 +37,11 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         metavar="N",
         help="start N ranks on this machine, as torchrun would, and watch over them [default 1]",
     )
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print every setting as YAML for --config, with where it comes from, and stop",
+    )
     add_options(parser, run_options(), {name: title for name, (title, _) in SECTIONS.items()})
     parser.set_defaults(run=run, parser=parser)
 
@@ -44,6 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Train; returns 0, or 128 plus the number of the signal that stopped the run."""
     ranks = ranks_to_start(arguments.nproc_per_node)
     config, values = resolve(arguments, ranks if ranks > 1 else None)
+    if arguments.print_config:
+        sys.stdout.write(print_config(config, values))
+        return 0
     if ranks > 1:
         minutes = config.training.distributed_timeout_minutes
         return _run_ranks(arguments.words, ranks, minutes * 60)

@@ -22,6 +22,7 @@ _DERIVED = {
     "model.max_position_embeddings": "--seq-length",
 }
 _OFF_PREFIXES = ("--no-", "--disable-")
+_OFF_NAMES = ("no_", "disable_")
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Option:
 
     def flag_sets(self) -> bool:
         """For a switch, the value that ``flag`` sets."""
+        if self.name.startswith(_OFF_NAMES):  # the field itself is a denial, as no_load_optim
+            return True
         return not self.flag.startswith(_OFF_PREFIXES)
 
     def spelling(self, value: Any) -> str:

@@ -4,10 +4,17 @@ import argparse
 import os
 from pathlib import Path
 
+from megatron_models import GPTConfig
+
+from megatron_train.config.data import DataConfig
 from megatron_train.config.files import read_file
 from megatron_train.config.flags import given_flags
+from megatron_train.config.options import options_of
 from megatron_train.config.run import RunConfig, build_run, run_options
-from megatron_train.config.values import Values
+from megatron_train.config.values import Given, Values
+from megatron_train.errors import TrainError, UsageError
+
+_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file")
 
 
 def resolve(
@@ -37,14 +44,51 @@ def started_ranks() -> int:
 
 
 def derive(values: Values) -> Values:
-    """Fill in the number of positions from the sequence, the vocabulary from the tokenizer."""
+    """Fill in what follows from other settings: positions, vocabulary, the checkpoint's model."""
+    if values.get("checkpoint.use_checkpoint_args"):
+        values = _with_model_of_checkpoint(values)
     seq_length = values.get("data.seq_length")
     if seq_length is not None:
         values = values.with_derived("model.max_position_embeddings", seq_length, "--seq-length")
-    tokenizer = values.get("data.tokenizer_model")
-    if tokenizer is not None and values.get("model.vocab_size") is None:
-        from megatron_data import load_tokenizer
+        values = _with_vocabulary(values)
+    return values
 
-        size = load_tokenizer(Path(tokenizer)).vocab_size
-        values = values.with_derived("model.vocab_size", size, "--tokenizer-model")
+
+def _with_vocabulary(values: Values) -> Values:
+    """Take the size of the vocabulary from the tokenizer, unless it is given."""
+    key = "model.vocab_size"
+    given = values.given.get(key)
+    if values.get("data.tokenizer_type") == "NullTokenizer":
+        if given is None:
+            raise UsageError("--tokenizer-type NullTokenizer needs --vocab-size")
+        whole = Given(given.value + 1, f"{given.origin}, and one token that ends a document")
+        return values.updated(Values({key: whole}))
+    if given is not None or not any(f"data.{name}" in values.given for name in _TOKENIZER):
+        return values
+    from megatron_train.tokenizer import open_tokenizer
+
+    tokenizer = open_tokenizer(DataConfig(**values.section("data")))
+    if tokenizer is None:
+        return values
+    return values.with_derived(key, tokenizer.vocab_size, "the tokenizer")
+
+
+def _with_model_of_checkpoint(values: Values) -> Values:
+    """Take every setting of the model that is not given from the checkpoint to start with."""
+    from megatron_ckpt import Checkpoint, CheckpointError, find_checkpoint
+
+    folders = [values.get("checkpoint.load"), values.get("checkpoint.pretrained_checkpoint")]
+    found: Checkpoint | None = None
+    reason = ""
+    for folder in filter(None, folders):
+        try:
+            found = found or find_checkpoint(folder)
+        except CheckpointError as error:
+            reason = str(error)
+    if found is None or found.model is None:
+        raise TrainError(f"--use-checkpoint-args finds no checkpoint with a model: {reason}")
+    for option in options_of(GPTConfig, "model"):
+        if option.name in found.model.config:
+            value = found.model.config[option.name]
+            values = values.with_derived(option.key, value, f"the checkpoint {found.path}")
     return values

@@ -9,10 +9,10 @@ from megatron_optim import LearningRateSchedule, OptimizerConfig, WeightDecaySch
 from megatron_parallel import ParallelLayout, split_layers
 from megatron_parallel.pipeline import check_micro_batches
 
+from megatron_train.config.checkpoint import CheckpointConfig
+from megatron_train.config.data import DataConfig
 from megatron_train.config.options import Option, options_of
 from megatron_train.config.sections import (
-    CheckpointConfig,
-    DataConfig,
     EvaluationConfig,
     LoggingConfig,
     ScheduleConfig,
@@ -71,10 +71,14 @@ class RunConfig:
                 f"--micro-batch-size {self.training.micro_batch_size}{times}; change one of them"
             )
         self._check_layout()
-        if self.evaluation.eval_iters and not (self.data.data_path or self.data.valid_data_path):
+        if self.train_iters == 0:
             raise TrainError(
-                "nothing to validate on: give --valid-data-path, or --eval-iters 0 to do without"
+                f"--train-samples {self.training.train_samples} is less than one step of "
+                f"{self.global_batch_size} samples; raise it or lower --global-batch-size"
             )
+        self._check_evaluation()
+        unit, other = ("samples", "iters") if self.training.train_samples else ("iters", "samples")
+        self.schedule.refuse_mixing(unit, other)
         self.learning_rate_schedule()
         self.weight_decay_schedule()
 
@@ -92,6 +96,16 @@ class RunConfig:
             )
         split_layers(self.model.num_layers, layout.pp, layout.vpp)
         check_micro_batches(schedule_of(layout), layout.pp, layout.vpp, self.accumulation)
+
+    def _check_evaluation(self) -> None:
+        """Refuse an evaluation that has nothing to evaluate on, or the other way round."""
+        data = self.data
+        if self.evaluation.eval_iters and not (data.data_path or data.valid_data_path):
+            raise TrainError(
+                "nothing to validate on: give --valid-data-path, or --eval-iters 0 to do without"
+            )
+        if data.test_data_path and not self.evaluation.eval_iters:
+            raise TrainError("--test-data-path is of no use with --eval-iters 0; leave out one")
 
     @property
     def data_parallel_size(self) -> int:
@@ -112,31 +126,50 @@ class RunConfig:
         """Micro-batches that one rank accumulates in one step."""
         return self.global_batch_size // self._samples_at_once
 
+    @property
+    def train_iters(self) -> int:
+        """Steps of the whole run."""
+        iters, samples = self.training.train_iters, self.training.train_samples
+        return iters if iters is not None else (samples or 0) // self.global_batch_size
+
+    @property
+    def train_samples(self) -> int:
+        """Samples of the whole run, as long as its data order is."""
+        return self.training.train_samples or self.train_iters * self.global_batch_size
+
     def learning_rate_schedule(self) -> LearningRateSchedule:
         """Return the learning rate as a function of consumed samples."""
-        decay = self.schedule.lr_decay_iters or self.training.train_iters
-        warmup: float = self.schedule.lr_warmup_iters
-        if self.schedule.lr_warmup_fraction is not None:
-            warmup = self.schedule.lr_warmup_fraction * decay
-        annealing = self.schedule.lr_wsd_decay_iters
-        batch = self.global_batch_size
+        lengths, unit = self.schedule, self.global_batch_size
+        decay = lengths.lr_decay_iters or self.training.train_iters
+        warmup: float = lengths.lr_warmup_iters
+        annealing = lengths.lr_wsd_decay_iters
+        if decay is None:
+            unit = 1
+            decay = lengths.lr_decay_samples or self.train_samples
+            warmup, annealing = lengths.lr_warmup_samples, lengths.lr_wsd_decay_samples
+        if lengths.lr_warmup_fraction is not None:
+            warmup = lengths.lr_warmup_fraction * decay
         return self.optimizer.learning_rate_schedule(
-            decay_samples=decay * batch,
-            warmup_samples=int(warmup * batch),
-            wsd_decay_samples=None if annealing is None else annealing * batch,
+            decay_samples=decay * unit,
+            warmup_samples=int(warmup * unit),
+            wsd_decay_samples=None if annealing is None else annealing * unit,
         )
 
     def weight_decay_schedule(self) -> WeightDecaySchedule:
         """Return the weight decay as a function of consumed samples."""
-        samples = self.training.train_iters * self.global_batch_size
-        return self.optimizer.weight_decay_schedule(samples=samples)
+        return self.optimizer.weight_decay_schedule(samples=self.train_samples)
 
 
 def build_run(values: Values, world_size: int = 1) -> RunConfig:
     """Build and check the configuration of a run on ``world_size`` ranks from given values."""
     missing = [option.flag for option in values.missing(run_options())]
+    if not {"training.train_iters", "training.train_samples"} & values.given.keys():
+        missing.append("--train-iters (or --train-samples)")
     if missing == ["--vocab-size"]:
-        raise UsageError("the vocabulary size is unknown: give --tokenizer-model, or --vocab-size")
+        raise UsageError(
+            "the vocabulary size is unknown: give --tokenizer-model, --vocab-file and "
+            "--merge-file, or --vocab-size"
+        )
     if missing:
         raise UsageError(f"missing: {', '.join(missing)}; give as flags or in the file of --config")
     sections = {name: cls(**values.section(name)) for name, (_, cls) in SECTIONS.items()}

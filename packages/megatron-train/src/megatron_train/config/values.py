@@ -1,7 +1,7 @@
-"""Values collected from defaults, a YAML file and flags, each with its origin.
+"""Values collected from defaults, a recipe, a YAML file and flags, each with its origin.
 
-Precedence is defaults < file < flags. `Values` holds only what was given; what was not given keeps
-the default of its dataclass.
+Precedence is defaults < recipe < file < flags. `Values` holds only what was given; what was not
+given keeps the default of its dataclass.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,6 +19,23 @@ class Given:
     origin: str
 
 
+_ALTERNATIVES: tuple[tuple[tuple[str, ...], ...], ...] = (
+    (("training.train_iters",), ("training.train_samples",)),
+    (("training.bf16",), ("training.float64",)),
+    (
+        ("schedule.lr_warmup_iters",),
+        ("schedule.lr_warmup_samples",),
+        ("schedule.lr_warmup_fraction",),
+    ),
+    (
+        ("data.data_path",),
+        ("data.train_data_path", "data.valid_data_path", "data.test_data_path"),
+    ),
+    (("data.tokenizer_model",), ("data.vocab_file", "data.merge_file")),
+)
+"""Groups of settings of which a run has those of one side only."""
+
+
 @dataclass(frozen=True)
 class Values:
     """The given values of a run by ``section.name``."""
@@ -26,8 +43,17 @@ class Values:
     given: Mapping[str, Given] = field(default_factory=dict)
 
     def updated(self, other: "Values") -> "Values":
-        """Return these values with those of ``other`` put over them."""
-        return Values({**self.given, **other.given})
+        """Return these values with those of ``other`` put over them.
+
+        Of settings that exclude each other, what ``other`` gives displaces what was given here.
+        """
+        kept = dict(self.given)
+        for sides in _ALTERNATIVES:
+            chosen = [side for side in sides if any(key in other.given for key in side)]
+            displaced = (key for side in sides if chosen and side not in chosen for key in side)
+            for key in displaced:
+                kept.pop(key, None)
+        return Values({**kept, **other.given})
 
     def with_derived(self, key: str, value: Any, origin: str) -> "Values":
         """Return these values with ``key`` derived as ``value``, unless it was given."""

@@ -1,0 +1,138 @@
+"""Where a run begins: continued, with the weights of another, in parts, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_ckpt import find_checkpoint
+from megatron_train import read_records
+from megatron_train.cli import main
+
+SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
+LENGTH = "--micro-batch-size 4 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0"
+DATA = "--train-data-path train_text_document --tokenizer-model tokenizer"
+TRAIN = f"pretrain gpt {DATA} {LENGTH} --no-progress --lr 1e-3"
+
+
+@pytest.fixture
+def train(corpus, capsys, monkeypatch):
+    """Return a function that runs `pretrain gpt` in this process, and gives what was printed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.chdir(corpus)
+
+    def start(words: str, status: int = 0) -> str:
+        assert main(f"{TRAIN} {words}".split()) == status
+        printed = capsys.readouterr()
+        return printed.out + printed.err
+
+    yield start
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def base(corpus, train):
+    """A run of ten steps to begin others with."""
+    if not (corpus / "base").exists():
+        train(f"{SIZES} --train-iters 10 --save base --save-interval 5")
+    return "base"
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["lm loss"] for record in read_records(folder / "metrics.jsonl").train]
+
+
+def test_finetuning_takes_weights_only_and_a_restart_continues_it(corpus, train, base):
+    words = f"{SIZES} --train-iters 6 --finetune --load {base} --save tuned"
+    printed = train(f"{words} --exit-interval 3")
+    assert "beginning at step 0 with the weights of base, step 10" in printed
+    steps = read_records(corpus / "tuned" / "metrics.jsonl").train
+    assert [step["iteration"] for step in steps] == [1, 2, 3]
+    first, last = losses(corpus / "base")[0], losses(corpus / "base")[-1]
+    assert abs(steps[0]["lm loss"] - last) < abs(steps[0]["lm loss"] - first)
+    assert find_checkpoint(corpus / "tuned").values()["optimizer"]["steps"] == 3
+
+    printed = train(words)
+    assert "--save tuned holds this run at step 3: it is continued" in printed
+    assert "continuing from tuned after step 3" in printed
+    train(f"{SIZES} --train-iters 6 --finetune --load {base} --save whole")
+    assert losses(corpus / "tuned") == losses(corpus / "whole")
+    assert "nothing left to do: the run is 6 steps long" in train(words)
+
+
+def test_a_continued_run_remembers_what_it_began_with(corpus, train, base):
+    words = f"{SIZES} --train-iters 4 --save remembered"
+    train(f"{words} --finetune --load {base} --exit-interval 1")
+    train(f"{words} --load remembered --exit-interval 2")
+    printed = train(f"{words} --finetune --load {base}")
+    assert "continuing from remembered after step 2" in printed
+
+
+def test_a_pretrained_checkpoint_is_for_the_first_start_only(corpus, train, base):
+    words = f"{SIZES} --train-iters 4 --pretrained-checkpoint {base} --load p --save p"
+    assert "with the weights of base, step 10" in train(f"{words} --exit-interval 2")
+    assert "continuing from p after step 2" in train(words)
+    assert find_checkpoint(corpus / "p").iteration == 4
+
+
+def test_one_checkpoint_by_name_may_be_taken(train, base):
+    printed = train(f"{SIZES} --train-iters 1 --finetune --load {base}/iter_0000005")
+    assert "the weights of base/iter_0000005, step 5" in printed
+
+
+def test_weights_may_be_of_another_floating_point_type(train, base):
+    printed = train(f"{SIZES} --train-iters 2 --finetune --load {base} --bf16 --save bf16")
+    assert "with the weights of base" in printed
+
+
+def test_the_optimizer_may_begin_anew_where_the_run_continues(corpus, train, base):
+    train(f"{SIZES} --train-iters 12 --load {base} --save kept")
+    train(f"{SIZES} --train-iters 12 --load {base} --save anew --no-load-optim")
+    kept, anew = find_checkpoint(corpus / "kept"), find_checkpoint(corpus / "anew")
+    assert (kept.iteration, anew.iteration) == (12, 12)
+    assert kept.values()["optimizer"]["steps"] == 12
+    assert anew.values()["optimizer"]["steps"] == 2
+    assert losses(corpus / "kept")[0] == losses(corpus / "anew")[0]
+    assert losses(corpus / "kept")[1] != losses(corpus / "anew")[1]
+
+
+def test_another_seed_is_refused_unless_said(train, base):
+    words = f"{SIZES} --train-iters 11 --load {base} --seed 5"
+    printed = train(words, status=1)
+    assert "comes from --seed 1234, and this run has --seed 5" in printed
+    assert "seed 1234 there, 5 here" in train(f"{words} --no-load-rng")
+
+
+def test_sizes_may_be_the_checkpoints(train, base):
+    words = "--seq-length 32 --train-iters 1 --use-checkpoint-args --finetune"
+    printed = train(f"{words} --load {base}")
+    assert "model.num_layers: 2  [the checkpoint base/iter_0000010]" in printed
+    printed = train(f"{words} --load {base} --num-layers 3", status=1)
+    assert "num_layers 2 there, 3 here" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--finetune --load nowhere", "--load nowhere has no complete checkpoint whose weights"),
+        ("--pretrained-checkpoint nowhere", "--pretrained-checkpoint nowhere has no complete"),
+        ("--finetune --load base --save base", "which did not begin with the weights of base"),
+        ("--pretrained-checkpoint base --save base", "already holds a run, at step 10"),
+        ("--finetune --load base --hidden-size 64", "holds another model: hidden_size 32 there"),
+    ],
+)
+def test_what_cannot_begin_is_refused_in_one_line(train, base, words, message):
+    printed = train(f"{SIZES} --train-iters 2 {words}", status=1)
+    errors = [line for line in printed.splitlines() if "error:" in line]
+    assert len(errors) == 1 and message in errors[0], printed
+
+
+def test_the_test_set_is_measured_once_at_the_end(corpus, train):
+    words = (
+        "--train-iters 2 --test-data-path valid_text_document --valid-data-path train_text_document"
+    )
+    printed = train(f"{SIZES} {words} --eval-iters 2 --save tested")
+    assert printed.count("validation loss at iteration 2 on test set | lm loss value:") == 1
+    events = read_records(corpus / "tested" / "metrics.jsonl").events
+    (test,) = [event for event in events if event["event"] == "test"]
+    assert test["iteration"] == 2 and test["lm loss"] > 0

@@ -1,0 +1,66 @@
+"""The section ``checkpoint``: where a run is kept, and where it starts from."""
+
+from dataclasses import dataclass
+
+from megatron_train.config.fields import flag_of, positive, setting
+from megatron_train.errors import TrainError
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where checkpoints are written and read."""
+
+    save: str | None = setting(
+        None, "folder for checkpoints, metrics and the loss plot of this run", unit="path"
+    )
+    load: str | None = setting(
+        None, "folder to continue from; takes its newest complete checkpoint", unit="path"
+    )
+    save_interval: int | None = setting(
+        None, "steps between checkpoints; one is written at the end in any case", unit="steps"
+    )
+    keep_last: int | None = setting(
+        None, "complete checkpoints to keep (our name; default: all)", unit="checkpoints"
+    )
+    finetune: bool = setting(
+        False,
+        "begin a new run with the weights in --load: step 0, fresh optimizer; where --save already "
+        "holds this very run, it is continued",
+    )
+    pretrained_checkpoint: str | None = setting(
+        None,
+        "folder whose weights a new run begins with, as by --finetune, where --load has no "
+        "checkpoint yet",
+        unit="path",
+    )
+    no_load_optim: bool = setting(
+        False, "continue from --load with a fresh optimizer, its weights and position kept"
+    )
+    no_load_rng: bool = setting(
+        False,
+        "continue from --load with another --seed, which is all the random state there is; "
+        "refused without this flag",
+    )
+    use_checkpoint_args: bool = setting(
+        False, "take what is not given of the model's configuration from the checkpoint to load"
+    )
+    exit_on_missing_checkpoint: bool = setting(
+        False, "refuse to start fresh where --load has no complete checkpoint"
+    )
+
+    def __post_init__(self) -> None:
+        positive(self, "save_interval", "keep_last")
+        if self.save is None:
+            for name in ("save_interval", "keep_last"):
+                if getattr(self, name) is not None:
+                    raise TrainError(
+                        f"{flag_of(name)} needs --save, the folder to write checkpoints to"
+                    )
+        for name in ("exit_on_missing_checkpoint", "no_load_optim", "no_load_rng"):
+            if getattr(self, name) and self.load is None:
+                raise TrainError(f"{flag_of(name)} needs --load")
+        for name in ("finetune", "use_checkpoint_args"):
+            if getattr(self, name) and self.load is None and self.pretrained_checkpoint is None:
+                raise TrainError(
+                    f"{flag_of(name)} needs --load, or --pretrained-checkpoint, to take it from"
+                )

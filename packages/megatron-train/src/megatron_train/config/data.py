@@ -1,0 +1,107 @@
+"""The section ``data``: where the tokens of a run come from."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_train.config.fields import flag_of, positive, required, setting
+from megatron_train.errors import TrainError
+
+TokenizerType = Literal[
+    "HuggingFaceTokenizer", "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer"
+]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the tokens come from."""
+
+    seq_length: int = required("length of a training sample", unit="tokens")
+    data_path: tuple[str, ...] | None = setting(
+        None,
+        "path of a tokenised corpus without .bin/.idx, divided by --split; several corpora are "
+        "given as weight path pairs",
+        unit="path",
+    )
+    train_data_path: tuple[str, ...] | None = setting(
+        None, "tokenised corpus to train on, in the forms of --data-path", unit="path"
+    )
+    valid_data_path: tuple[str, ...] | None = setting(
+        None, "tokenised corpus to validate on, in the forms of --data-path", unit="path"
+    )
+    test_data_path: tuple[str, ...] | None = setting(
+        None,
+        "tokenised corpus to measure the loss on once, after the last step, in the forms of "
+        "--data-path",
+        unit="path",
+    )
+    split: str = setting(
+        "969,30,1", "shares of train, validation and test that --data-path is divided into"
+    )
+    tokenizer_type: TokenizerType | None = setting(  # noqa: RUF009
+        None,
+        "kind of tokenizer (default: GPT2BPETokenizer with --vocab-file, otherwise what "
+        "--tokenizer-model holds); NullTokenizer and ByteTokenizer need no file",
+    )
+    tokenizer_model: str | None = setting(
+        None,
+        "tokenizer file or folder; gives the vocabulary size and is kept in the checkpoint",
+        unit="path",
+    )
+    vocab_file: str | None = setting(
+        None, "vocab.json of a GPT2BPETokenizer, in place of --tokenizer-model", unit="path"
+    )
+    merge_file: str | None = setting(
+        None, "merges.txt of a GPT2BPETokenizer, beside --vocab-file", unit="path"
+    )
+    reset_position_ids: bool = setting(False, "restart positions after each document")
+    reset_attention_mask: bool = setting(False, "attend within a document only")
+    eod_mask_loss: bool = setting(False, "no loss where the input is the end-of-document token")
+    data_cache_path: str | None = setting(
+        None, "folder that keeps built sample indices for the next start", unit="path"
+    )
+
+    def __post_init__(self) -> None:
+        positive(self, "seq_length")
+        self._check_tokenizer()
+        for name in ("train_data_path", "valid_data_path", "test_data_path"):
+            if self.data_path and getattr(self, name):
+                raise TrainError(
+                    f"--data-path, which --split divides, and {flag_of(name)} exclude each other; "
+                    "give the one or the other"
+                )
+        if not self.data_path and not self.train_data_path:
+            raise TrainError("no corpus: give --data-path, or --train-data-path")
+        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            if getattr(self, name) and self.tokenizer is None:
+                raise TrainError(
+                    f"{flag_of(name)} needs --tokenizer-model, which knows where documents end"
+                )
+
+    @property
+    def tokenizer(self) -> TokenizerType | None:
+        """The kind of tokenizer, None where there is none.
+
+        A --tokenizer-model whose kind nobody said counts as a HuggingFaceTokenizer; it may be any
+        that megatron-data has saved.
+        """
+        if self.tokenizer_type is not None:
+            return self.tokenizer_type
+        if self.vocab_file is not None:
+            return "GPT2BPETokenizer"
+        return None if self.tokenizer_model is None else "HuggingFaceTokenizer"
+
+    def _check_tokenizer(self) -> None:
+        """Refuse files that the kind of tokenizer lacks, or has no use for."""
+        needed = {
+            "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+            "HuggingFaceTokenizer": ("tokenizer_model",),
+        }.get(self.tokenizer or "", ())
+        kind = f"--tokenizer-type {self.tokenizer}"
+        for name in ("tokenizer_model", "vocab_file", "merge_file"):
+            given = getattr(self, name) is not None
+            if name in needed and not given:
+                why = kind if self.tokenizer_type else "--vocab-file"
+                raise TrainError(f"{why} needs {flag_of(name)} as well")
+            if given and name not in needed:
+                other = kind if self.tokenizer else "no --vocab-file"
+                raise TrainError(f"{flag_of(name)} does not go with {other}; leave out one of them")

@@ -1,0 +1,37 @@
+"""How the sections of a configuration declare their fields, and the checks many of them share."""
+
+from dataclasses import field
+from typing import Any
+
+from megatron_train.errors import TrainError
+
+
+def setting(default: Any, help: str, **metadata: Any) -> Any:  # noqa: A002
+    """Return a field with a default and one line of help."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+def required(help: str, **metadata: Any) -> Any:  # noqa: A002
+    """Return a field that has to be given, with one line of help."""
+    return field(metadata={"help": help, **metadata})
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field that has no spelling of its own."""
+    return "--" + name.replace("_", "-")
+
+
+def positive(section: object, *names: str) -> None:
+    """Refuse fields that are given and not above 0."""
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and not value > 0:
+            raise TrainError(f"{flag_of(name)} must be positive, got {value}")
+
+
+def not_negative(section: object, *names: str) -> None:
+    """Refuse fields that are given and below 0."""
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and not value >= 0:
+            raise TrainError(f"{flag_of(name)} must not be negative, got {value}")

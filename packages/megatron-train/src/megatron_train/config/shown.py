@@ -1,0 +1,66 @@
+"""A configuration written out: the YAML of a run's folder, and that of --print-config."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_train.config.files import to_yaml
+from megatron_train.config.options import Option, options_of
+from megatron_train.config.run import SECTIONS, RunConfig, run_options
+from megatron_train.config.values import Values
+
+_COLUMN = 44
+
+
+def settings_of(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return every setting of a run by section, as a file of --config has to give it.
+
+    What is not set is left out, and so are degrees that follow from the number of ranks.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for section, (_, cls) in SECTIONS.items():
+        holder = getattr(config, section)
+        values = {option.name: getattr(holder, option.name) for option in options_of(cls, section)}
+        sections[section] = {name: value for name, value in values.items() if value is not None}
+    if config.data.tokenizer == "NullTokenizer":  # --vocab-size does not count its last token
+        sections["model"]["vocab_size"] -= 1
+    return sections
+
+
+def write_config(config: RunConfig, path: Path) -> None:
+    """Write every setting of a run to a YAML file that ``--config`` accepts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(to_yaml(settings_of(config)), encoding="utf-8")
+    temporary.replace(path)
+
+
+def print_config(config: RunConfig, values: Values) -> str:
+    """Return every setting as YAML that ``--config`` accepts, with its origin as a comment."""
+    settings = settings_of(config)
+    lines = []
+    for section in SECTIONS:
+        lines.append(f"{section}:")
+        for option in run_options():
+            if option.section == section:
+                value = settings[section].get(option.name)
+                lines.append(_line(option, value, _origin(option, value, values)))
+    return "\n".join(lines) + "\n"
+
+
+def _line(option: Option, value: Any, origin: str) -> str:
+    if isinstance(value, tuple):
+        value = list(value)
+    shown = yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True)
+    text = f"  {option.name}: {shown.strip()[1:-1]}"
+    if value is None:
+        text = f"  # {option.name}: not set"
+    return f"{text:<{_COLUMN}}  # {origin}"
+
+
+def _origin(option: Option, value: Any, values: Values) -> str:
+    if option.key in values.given:
+        return values.given[option.key].origin
+    return "default" if value in (option.default, None) else "derived"

@@ -1,0 +1,149 @@
+"""How a run begins: at its checkpoint, with the weights of another run, or from the seed.
+
+    start = Start.find(config.checkpoint, coordinator)     # looks into the folders, refuses
+    start.take(trainer, config, data_order, console)       # loads, and says so
+
+A run that began with another's weights says so in its checkpoints (`Start.origin`), so that the
+same command line, given again after a stop, continues it instead of beginning anew.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ckpt import Checkpoint, CheckpointStore, Coordinator
+from megatron_ckpt.coordinator import exchange
+
+from megatron_train.checkpointing import Saver, is_checkpoint, load_weights, restore
+from megatron_train.config.checkpoint import CheckpointConfig
+from megatron_train.config.run import RunConfig
+from megatron_train.errors import TrainError
+from megatron_train.metrics.console import Console
+from megatron_train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts from.
+
+    Attributes:
+        folder: of the checkpoint; None begins from the seed.
+        weights_only: whether a new run begins with the weights in ``folder``.
+        origin: whose weights the run once began with; empty if the seed's.
+        note: why ``folder`` is another than what --load names, if it is.
+    """
+
+    folder: Path | None = None
+    weights_only: bool = False
+    origin: str = ""
+    note: str = ""
+
+    @classmethod
+    def find(cls, config: CheckpointConfig, coordinator: Coordinator) -> "Start":
+        """Decide where a run starts, on all ranks alike.
+
+        Raises:
+            TrainError: --save holds another run, or there is nothing to take weights from.
+            CheckpointError: a checkpoint named is torn.
+        """
+        return exchange(coordinator, lambda: None, lambda _: _find(config))
+
+    def take(
+        self, trainer: Trainer, config: RunConfig, order: Mapping[str, Any], console: Console
+    ) -> None:
+        """Load what there is to load into ``trainer`` and say so.
+
+        Raises:
+            TrainError: the checkpoint does not fit the run; the message says in what.
+        """
+        if self.note:
+            console.line(self.note)
+        if self.folder is None:
+            return
+        if self.weights_only:
+            iteration = load_weights(trainer, self.folder)
+            console.line(
+                f"beginning at step 0 with the weights of {self.folder}, step {iteration}; "
+                "optimizer and order of samples are new"
+            )
+            return
+        checkpoint = config.checkpoint
+        own = self.note == "" and checkpoint.load is not None  # flags are about --load alone
+        found = restore(
+            trainer,
+            self.folder,
+            order,
+            console,
+            optimizer=not (own and checkpoint.no_load_optim),
+            another_seed=own and checkpoint.no_load_rng,
+        )
+        if not found:
+            console.line(f"no complete checkpoint in {self.folder}: starting fresh")
+            return
+        console.line(f"continuing from {self.folder} after step {trainer.iteration}")
+        if trainer.iteration >= trainer.train_iters:
+            console.line(f"nothing left to do: the run is {trainer.train_iters} steps long")
+
+
+def _find(config: CheckpointConfig) -> Start:
+    source = _source_of_weights(config)
+    held = None if config.save is None else _newest(Path(config.save))
+    if source is None:
+        load = None if config.load is None else Path(config.load)
+        if held is not None and (load is None or load.resolve() != held.path.parent.resolve()):
+            raise TrainError(_held(config, held, f"add --load {config.save} to continue it"))
+        if load is not None and config.exit_on_missing_checkpoint and _newest(load) is None:
+            raise TrainError(
+                f"--load {load} has no complete checkpoint; give a folder that has one"
+            )
+        return Start(load)
+    origin = str(source.resolve())
+    if held is None:
+        return Start(source, weights_only=True, origin=origin)
+    began = held.values().get("trainer", {}).get("callbacks", {}).get(Saver.name, {})
+    if began.get("origin") != origin:
+        raise TrainError(_held(config, held, f"which did not begin with the weights of {source}"))
+    note = (
+        f"--save {config.save} holds this run at step {held.iteration}: it is continued, not begun "
+        f"again with the weights of {source}"
+    )
+    return Start(Path(str(config.save)), origin=origin, note=note)
+
+
+def _held(config: CheckpointConfig, held: Checkpoint, more: str) -> str:
+    return (
+        f"--save {config.save} already holds a run, at step {held.iteration}; {more}, or give "
+        "another folder"
+    )
+
+
+def _source_of_weights(config: CheckpointConfig) -> Path | None:
+    """Return the folder whose weights a new run begins with; None where none does.
+
+    Raises:
+        TrainError: what --finetune or --pretrained-checkpoint names holds no checkpoint.
+    """
+    load = None if config.load is None else Path(config.load)
+    pretrained = (
+        None if config.pretrained_checkpoint is None else Path(config.pretrained_checkpoint)
+    )
+    flag, source = "--pretrained-checkpoint", pretrained
+    if load is not None and _holds_one(load):
+        flag, source = "--load", load if config.finetune else None
+    elif config.finetune and pretrained is None:
+        flag, source = "--load", load
+    if source is not None and not _holds_one(source):
+        raise TrainError(f"{flag} {source} has no complete checkpoint whose weights to begin with")
+    return source
+
+
+def _holds_one(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, complete or not, or holds a complete one."""
+    return is_checkpoint(folder) or _newest(folder) is not None
+
+
+def _newest(folder: Path) -> Checkpoint | None:
+    """Return the newest complete checkpoint in a folder of checkpoints."""
+    found, _ = CheckpointStore(folder).survey()
+    return None if found is None else Checkpoint(found.path, found.manifest)
