@@ -28,8 +28,13 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         usage="%(prog)s [--config FILE] [flags]",
         help="a decoder-only language model",
         description="Train a decoder-only language model. Flags override --config, which overrides "
-        "the defaults.",
+        "--recipe, which overrides the defaults.",
         epilog=_EXAMPLE,
+    )
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help="settings of a whole run that come with this program; megatron-train recipes list",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, by section")
     parser.add_argument(

@@ -10,6 +10,9 @@ from megatron_train.config.options import Option, nearest
 from megatron_train.config.values import Given, Values
 from megatron_train.errors import TrainError
 
+_ABOUT = "about"
+"""Key of a file that is not a section: a text for its readers."""
+
 
 def read_file(path: Path, options: Sequence[Option]) -> Values:
     """Read the settings in the YAML file ``path``.
@@ -19,24 +22,43 @@ def read_file(path: Path, options: Sequence[Option]) -> Values:
             that does not exist; the message names the file, the place and the nearest key.
     """
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise TrainError(f"{path} is not YAML: {reason}") from error
-    if document is None:
-        return Values()
-    if not isinstance(document, dict):
-        raise TrainError(
-            f"{path} must hold sections such as `model:`, not {type(document).__name__}"
-        )
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TrainError(f"{path} is not YAML: {error}") from error
+    return parse_settings(text, str(path), options)
+
+
+def parse_settings(text: str, name: str, options: Sequence[Option]) -> Values:
+    """Read the settings in YAML ``text``, which errors and origins call ``name``."""
+    document = _load(text, name)
+    document.pop(_ABOUT, None)
     given: dict[str, Given] = {}
     for section, content in document.items():
-        given.update(_read_section(path, str(section), content, options))
+        given.update(_read_section(name, str(section), content, options))
     return Values(given)
 
 
+def about(text: str) -> str:
+    """Return what a file says of itself under ``about``, in one line; empty if nothing."""
+    return " ".join(str(_load(text, "recipe").get(_ABOUT, "")).split())
+
+
+def _load(text: str, name: str) -> dict[Any, Any]:
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise TrainError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise TrainError(
+            f"{name} must hold sections such as `model:`, not {type(document).__name__}"
+        )
+    return document
+
+
 def _read_section(
-    path: Path, section: str, content: Any, options: Sequence[Option]
+    path: str, section: str, content: Any, options: Sequence[Option]
 ) -> dict[str, Given]:
     known = {option.key: option for option in options}
     sections = list(dict.fromkeys(option.section for option in options))

@@ -19,7 +19,8 @@ training:
   micro_batch_size: 8
 ```
 
-Flags override the file, the file overrides the defaults. An unknown flag or key is an error that
+Flags override the file, the file overrides [`--recipe`](recipes.md), the recipe overrides the
+defaults. An unknown flag or key is an error that
 names the nearest one. A switch has a second spelling that sets it the other way, so that a flag can
 override a file.
 """

@@ -10,6 +10,7 @@ from megatron_train.config.data import DataConfig
 from megatron_train.config.files import read_file
 from megatron_train.config.flags import given_flags
 from megatron_train.config.options import options_of
+from megatron_train.config.recipes import recipe_values
 from megatron_train.config.run import RunConfig, build_run, run_options
 from megatron_train.config.values import Given, Values
 from megatron_train.errors import TrainError, UsageError
@@ -32,8 +33,10 @@ def resolve(
     """
     options = run_options()
     values = Values()
+    if namespace.recipe is not None:
+        values = recipe_values(namespace.recipe, options)
     if namespace.config is not None:
-        values = read_file(Path(namespace.config), options)
+        values = values.updated(read_file(Path(namespace.config), options))
     values = derive(values.updated(given_flags(namespace, options)))
     return build_run(values, world_size or started_ranks()), values
 

@@ -1,0 +1,34 @@
+"""Every recipe trains: its settings at a size that a test can afford."""
+
+import math
+
+import pytest
+import torch
+from megatron_train import read_records
+from megatron_train.cli import main
+from megatron_train.config.recipes import recipe_names
+
+SMALL = (
+    "--num-layers 2 --hidden-size 48 --num-attention-heads 3 --num-query-groups 3 --kv-channels 16"
+    " --ffn-hidden-size 64 --seq-length 32 --micro-batch-size 2 --global-batch-size 4"
+    " --train-iters 6 --lr-decay-iters 6 --eval-iters 1 --eval-interval 3 --no-progress"
+    " --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --no-sequence-parallel"
+)
+DATA = "--data-path train_text_document --tokenizer-model tokenizer --split 8,2,0"
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_trains(corpus, name, capsys, monkeypatch):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.chdir(corpus)
+    schedule = "--lr-warmup-iters 1 --lr 1e-2 --min-lr 0"
+    if name == "smollm2-135m":
+        schedule += " --lr-wsd-decay-iters 2"
+    words = f"pretrain gpt --recipe {name} {SMALL} {DATA} {schedule} --save {name}"
+    status = main(words.split())
+    torch.set_num_threads(threads)
+    assert status == 0, capsys.readouterr().err
+    assert f"[recipe {name}: " in capsys.readouterr().out
+    losses = [r["lm loss"] for r in read_records(corpus / name / "metrics.jsonl").train]
+    assert len(losses) == 6 and all(map(math.isfinite, losses)) and losses[-1] < losses[0]

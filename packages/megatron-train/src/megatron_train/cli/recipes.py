@@ -1,0 +1,69 @@
+"""``megatron-train recipes``: which recipes there are, what they set, and how they differ."""
+
+import argparse
+import sys
+import textwrap
+from typing import Any
+
+from megatron_train.config.flags import Parser
+from megatron_train.config.recipes import difference, recipe_about, recipe_names, recipe_text
+from megatron_train.config.run import run_options
+
+_EXAMPLE = """\
+example:
+  megatron-train recipes diff gpt2-124m megatron-gpt-345m
+  megatron-train recipes show llama-tiny > run.yaml
+  megatron-train pretrain gpt --config run.yaml --data-path corpus_text_document
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Add the command to ``commands``."""
+    summary = "list, show and compare the recipes for --recipe"
+    recipes = commands.add_parser(
+        "recipes", help=summary, description=summary.capitalize() + ".", epilog=_EXAMPLE
+    )
+    actions = recipes.add_subparsers(metavar="action", required=True)
+    parser = _add(actions, "list", "name every recipe and what it is for", _list)
+    parser = _add(actions, "show", "print a recipe as YAML for --config", _show)
+    parser.add_argument("name", metavar="NAME", help="a recipe")
+    parser = _add(actions, "diff", "print the settings in which two recipes differ", _diff)
+    parser.add_argument("one", metavar="ONE", help="a recipe, or a YAML file of settings")
+    parser.add_argument("other", metavar="OTHER", help="another one")
+
+
+def _add(actions: Any, name: str, summary: str, run: Any) -> Parser:
+    description = summary.capitalize() + "."
+    parser: Parser = actions.add_parser(name, help=summary, description=description)
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    for name in recipe_names():
+        sys.stdout.write(
+            f"{name}\n{textwrap.indent(textwrap.fill(recipe_about(name), 92), '  ')}\n"
+        )
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    sys.stdout.write(recipe_text(arguments.name))
+    return 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    rows = difference(arguments.one, arguments.other, run_options())
+    table = [("", arguments.one, arguments.other)] + [
+        (key, _shown(one), _shown(other)) for key, one, other in rows
+    ]
+    widths = [max(len(row[column]) for row in table) for column in range(2)]
+    for key, one, other in table:
+        sys.stdout.write(f"{key:<{widths[0]}}  {one:<{widths[1]}}  {other}\n")
+    return 0
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return "-" if value is None else str(value)

@@ -1,0 +1,72 @@
+"""Recipes by name, what they set, and how two of them differ."""
+
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from megatron_train.config.files import about, parse_settings, read_file
+from megatron_train.config.options import Option, nearest
+from megatron_train.config.values import Values
+from megatron_train.errors import TrainError
+
+_SUFFIX = ".yaml"
+
+
+def recipe_names() -> list[str]:
+    """Return the names of all recipes."""
+    folder = resources.files("megatron_train.recipes")
+    files = (entry.name for entry in folder.iterdir())
+    return sorted(name.removesuffix(_SUFFIX) for name in files if name.endswith(_SUFFIX))
+
+
+def recipe_text(name: str) -> str:
+    """Return the YAML text of a recipe.
+
+    Raises:
+        TrainError: there is none of this name.
+    """
+    names = recipe_names()
+    if name not in names:
+        near = nearest(name, names)
+        raise TrainError(f"no recipe is called {name!r}{near} (there are: {', '.join(names)})")
+    folder = resources.files("megatron_train.recipes")
+    return folder.joinpath(name + _SUFFIX).read_text(encoding="utf-8")
+
+
+def recipe_values(name: str, options: Sequence[Option]) -> Values:
+    """Return the settings of a recipe."""
+    return parse_settings(recipe_text(name), f"recipe {name}", options)
+
+
+def recipe_about(name: str) -> str:
+    """Return what a recipe says of itself, in one line."""
+    return about(recipe_text(name))
+
+
+def difference(one: str, other: str, options: Sequence[Option]) -> list[tuple[str, Any, Any]]:
+    """Return the settings in which two recipes, or files, differ.
+
+    A setting that one of them does not give counts with its default.
+
+    Args:
+        one: name of a recipe, or path of a YAML file.
+        other: likewise.
+        options: every setting there is.
+
+    Returns:
+        Key, value in ``one``, value in ``other``; in the order of the options.
+    """
+    first, second = (_values(name, options) for name in (one, other))
+    pairs = ((o.key, _value(first, o), _value(second, o)) for o in options)
+    return [(key, a, b) for key, a, b in pairs if a != b]
+
+
+def _values(name: str, options: Sequence[Option]) -> Values:
+    if name.endswith((_SUFFIX, ".yml")) or Path(name).is_file():
+        return read_file(Path(name), options)
+    return recipe_values(name, options)
+
+
+def _value(values: Values, option: Option) -> Any:
+    return values.get(option.key) if option.key in values.given else option.default

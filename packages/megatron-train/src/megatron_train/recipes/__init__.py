@@ -1,0 +1,1 @@
+"""Recipes: settings of whole runs, shipped with the package; each is a YAML file in this folder."""

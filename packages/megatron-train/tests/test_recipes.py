@@ -1,0 +1,111 @@
+import pytest
+from megatron_models import parameter_count
+from megatron_train.cli import main
+from megatron_train.config.files import read_file
+from megatron_train.config.recipes import recipe_about, recipe_names, recipe_text, recipe_values
+from megatron_train.config.resolve import derive
+from megatron_train.config.run import build_run, run_options
+from megatron_train.config.values import Given, Values
+
+VOCABULARY = {"gpt2-124m": 50257, "megatron-gpt-345m": 50257, "gpt3-175b": 50257}
+VOCABULARY |= {"llama-tiny": 1024, "smollm2-135m": 49152, "llama3.2-1b": 128256}
+
+# With the published vocabulary: what the models' authors or transformers count, or by hand.
+PARAMETERS = {
+    "gpt2-124m": 124_439_808,
+    "megatron-gpt-345m": 354_823_168,
+    "gpt3-175b": 174_604_259_328,
+    "llama-tiny": 3_016_960,
+    "smollm2-135m": 134_515_008,
+    "llama3.2-1b": 1_235_814_400,
+}
+
+
+def build(name):
+    values = recipe_values(name, run_options()).updated(
+        Values(
+            {
+                "data.data_path": Given(("corpus",), "--data-path"),
+                "model.vocab_size": Given(VOCABULARY[name], "--vocab-size"),
+            }
+        )
+    )
+    layout = recipe_values(name, run_options()).section("layout")
+    return build_run(derive(values), layout.get("tp", 1) * layout.get("pp", 1))
+
+
+def test_there_are_recipes_and_each_is_known_here():
+    assert recipe_names() == sorted(VOCABULARY) == sorted(PARAMETERS)
+
+
+@pytest.mark.parametrize("name", VOCABULARY)
+def test_a_recipe_is_a_run_of_the_published_size(name):
+    run = build(name)
+    assert parameter_count(run.model) == PARAMETERS[name]
+    assert run.learning_rate_schedule().at(10**9) <= run.optimizer.lr
+    assert recipe_about(name).endswith(".") and "\n" not in recipe_about(name)
+
+
+def test_recipes_are_listed_and_shown_as_files(tmp_path, capsys):
+    assert main(["recipes", "list"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line for line in listed if not line.startswith(" ")] == recipe_names()
+    assert main(["recipes", "show", "llama-tiny"]) == 0
+    shown = capsys.readouterr().out
+    (tmp_path / "run.yaml").write_text(shown)
+    given = read_file(tmp_path / "run.yaml", run_options()).given
+    assert {key: g.value for key, g in given.items()} == {
+        key: g.value for key, g in recipe_values("llama-tiny", run_options()).given.items()
+    }
+
+
+def test_two_recipes_or_a_file_are_compared(tmp_path, capsys):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(recipe_text("llama-tiny").replace("hidden_size: 256", "hidden_size: 128"))
+    assert main(["recipes", "diff", "llama-tiny", str(mine)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["llama-tiny", str(mine)], ["model.hidden_size", "256", "128"]]
+    assert main(["recipes", "diff", "llama-tiny", "llama-tiny"]) == 0
+    assert capsys.readouterr().out.split() == ["llama-tiny", "llama-tiny"]
+    assert main(["recipes", "diff", "llama-tiny", "gpt2-124m"]) == 0
+    assert "model.position_embedding_type  rope        learned_absolute" in capsys.readouterr().out
+
+
+def printed(words, capsys):
+    assert main(f"pretrain gpt {words} --vocab-size 100 --data-path d --print-config".split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return {line.split(":")[0].strip(): line.split(":", 1)[1] for line in lines if ": " in line}
+
+
+def test_flags_come_before_files_before_recipes_before_defaults(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("optimizer: {lr: 1.0, min_lr: 0.5}\n")
+    found = printed(f"--recipe llama-tiny --config {path} --lr 2.0", capsys)
+    expected = {
+        "lr": ("2.0", "--lr"),
+        "min_lr": ("0.5", f"{path}: optimizer.min_lr"),
+        "adam_beta2": ("0.95", "recipe llama-tiny: optimizer.adam_beta2"),
+        "adam_beta1": ("0.9", "default"),
+    }
+    for name, (value, origin) in expected.items():
+        assert found[name].split("#")[0].strip() == value
+        assert found[name].split("# ")[1] == origin
+
+
+def test_an_unknown_recipe_is_one_line_with_the_nearest(capsys):
+    assert main(["recipes", "show", "llama-tinny"]) == 1
+    captured = capsys.readouterr().err
+    assert "no recipe is called 'llama-tinny'; did you mean llama-tiny?" in captured
+    assert captured.count("\n") == 1
+    assert main(["pretrain", "gpt", "--recipe", "gpt"]) == 1
+
+
+def test_every_recipe_names_only_what_differs_from_the_default():
+    """What a recipe repeats of the defaults says nothing; a published value may be repeated."""
+    published = {"clip_grad", "weight_decay", "eval_interval", "log_interval"}
+    published |= {"max_position_embeddings", "seq_length", "split"}
+    for name in recipe_names():
+        for option in run_options():
+            given = recipe_values(name, run_options()).given.get(option.key)
+            if given is not None and option.name not in published:
+                assert given.value != option.default, f"{name}: {option.key}"
