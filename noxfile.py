@@ -203,7 +203,8 @@ def unit(session: nox.Session, package: str) -> None:
 def integration(session: nox.Session) -> None:
     """Whatever needs two or more packages, all eight installed."""
     slow = split_slow(session)
-    install(session, *EDITABLE)
+    # playwright drives a Chromium that the machine has; it fetches none.
+    install(session, *EDITABLE, "playwright")
     pytest(session, "integration_tests", "--ignore=integration_tests/parity", slow=slow)
 
 
@@ -256,7 +257,7 @@ def lint(session: nox.Session) -> None:
 @job()
 def typecheck(session: nox.Session) -> None:
     """mypy, strict, on every src folder."""
-    install(session, *EDITABLE, "mypy", "types-PyYAML", "types-tqdm")
+    install(session, *EDITABLE, "mypy", "types-PyYAML", "types-tqdm", "types-waitress")
     session.run("mypy", *(f"packages/{name}/src" for name in PACKAGES))
 
 

@@ -1,4 +1,6 @@
+import errno
 import io
+import socket
 import subprocess
 import sys
 import time
@@ -94,6 +96,59 @@ def test_expected_errors_are_one_line_with_status_1(
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
+        (["--host", "0.0.0.0"], "give --token-file FILE"),
+        (["--host", "0.0.0.0", "--token-file", "{run}/short"], "16 or more"),
+        (["--token-file", "{run}/empty"], "is empty"),
+        (["--token-file", "{run}/accents"], "must be ASCII"),
+        (["--token-file", "{run}/absent"], "absent"),
+        (["--host", "no address"], "--host no address"),
+        (["--host", "nowhere.invalid", "--token-file", "{run}/good"], "--host nowhere.invalid"),
+        (["--host", "192.0.2.1", "--token-file", "{run}/good"], "none of this machine"),
+        (["--port", "{port}"], "the port is in use; give another --port"),
+        (["--port", "-1"], "--port -1"),
+        (["--port", "0", "--iteration", "8"], "iteration 8"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why_in_one_line(
+    run: str, capsys: pytest.CaptureFixture[str], arguments: list[str], names: str
+) -> None:
+    for name, token in (("short", "x"), ("empty", "\n"), ("accents", "é" * 20), ("good", "x" * 20)):
+        (Path(run) / name).write_text(token, encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        words = [word.format(run=run, port=other.getsockname()[1]) for word in arguments]
+        assert main(["serve", "--load", run, *words]) == 1
+    shown = capsys.readouterr().err.strip()
+    assert shown.startswith("megatron-infer: error: ")
+    assert names in shown
+    assert "\n" not in shown
+
+
+def test_a_port_without_permission_is_one_line(
+    run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbid(taken: socket.socket, address: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket.socket, "bind", forbid)
+    assert main(["serve", "--load", run, "--port", "80"]) == 1
+    assert capsys.readouterr().err == (
+        "megatron-infer: error: cannot listen on 127.0.0.1:80: no permission for this port; give a "
+        "--port above 1023\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_a_missing_checkpoint_is_one_line(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--port", "0"] if command == "serve" else []
+    assert main([command, "--load", str(tmp_path / "absent"), *words]) == 1
+    assert "absent" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
         (["generte"], "did you mean generate?"),
         (["generate", "--load", "x", "--promt", "y"], "did you mean --prompt?"),
         (["generate", "--load", "x", "--prompt", "y", "--temprature=1"], "--temperature?"),
@@ -115,14 +170,18 @@ def test_usage_errors_name_the_nearest_spelling_with_status_2(
     assert "\n" not in shown
 
 
-def test_help_is_quick_and_does_not_import_torch() -> None:
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [("generate", "--max-new-tokens"), ("chat", "--format"), ("serve", "--token-file")],
+)
+def test_help_is_quick_and_does_not_import_torch(command: str, flag: str) -> None:
     code = (
         "import sys; from megatron_infer.cli import main\n"
-        "try: main(['generate', '--help'])\n"
+        f"try: main(['{command}', '--help'])\n"
         "except SystemExit as end: assert end.code == 0\n"
-        "assert 'torch' not in sys.modules"
+        "assert 'torch' not in sys.modules and 'flask' not in sys.modules"
     )
     started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert "--max-new-tokens" in done.stdout
+    assert flag in done.stdout
     assert time.monotonic() - started < 5

@@ -34,3 +34,10 @@ def test_an_incomplete_character_appears_at_the_end() -> None:
 def test_text_that_depends_on_the_token_before_is_kept() -> None:
     stream = TextStream(Words())
     assert [stream.push(token) for token in (0, 1, 2)] == ["a", " b", " c"]
+
+
+def test_text_that_follows_other_text_keeps_the_space_between() -> None:
+    before = list(range(6)) * 3
+    stream = TextStream(Words(), before=before)
+    assert [stream.push(2), stream.push(0), stream.finish()] == [" c", " a", ""]
+    assert TextStream(Words()).push(2) == "c"

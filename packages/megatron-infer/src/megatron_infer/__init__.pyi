@@ -2,6 +2,7 @@ from ._version import __version__ as __version__
 from .detokenize import TextStream as TextStream
 from .engine.batch import Continuation as Continuation
 from .engine.batch import generate_tokens as generate_tokens
+from .engine.batch import score_tokens as score_tokens
 from .engine.cache import SlotCache as SlotCache
 from .engine.generate import Completion as Completion
 from .engine.generate import generate as generate
@@ -11,3 +12,8 @@ from .load import load_model as load_model
 from .params import SamplingParams as SamplingParams
 from .sampling import Sampler as Sampler
 from .sampling import probabilities as probabilities
+from .server.address import listen as listen
+from .server.app import create_app as create_app
+from .server.run import serve as serve
+from .server.service import GenerationService as GenerationService
+from .server.settings import ServerSettings as ServerSettings

@@ -1,8 +1,12 @@
 """Text from tokens that arrive one at a time."""
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 REPLACEMENT = "\ufffd"
+
+CONTEXT = 8
+"""Tokens of the text before that are decoded with the new ones."""
 
 
 @runtime_checkable
@@ -20,13 +24,18 @@ class TextStream:
     A character of several bytes may span tokens, and the text of a token may depend on the one
     before it. So each piece is the difference between two decodings that start at the same token,
     and text that ends in an incomplete character is held back until the character is whole.
+
+    Args:
+        decoder: a tokenizer.
+        before: tokens the new ones follow; their text is not shown again, but a space between
+            them and the first new token is.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, before: Sequence[int] = ()) -> None:
         self._decoder = decoder
-        self._tokens: list[int] = []
+        self._tokens: list[int] = list(before[-CONTEXT:])
         self._start = 0
-        self._shown = 0
+        self._shown = len(self._tokens)
 
     def push(self, token: int) -> str:
         """Add a token and return the text that is now certain, possibly empty."""

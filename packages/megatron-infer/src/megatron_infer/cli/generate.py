@@ -1,15 +1,19 @@
 """``megatron-infer generate``: continue texts with the model of a checkpoint."""
 
 import argparse
-import dataclasses
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_infer.cli.options import (
+    add_model_options,
+    add_sampling_options,
+    load,
+    sampling_params,
+)
 from megatron_infer.cli.parser import Parser
 from megatron_infer.errors import InferError
-from megatron_infer.params import SamplingParams
 
 if TYPE_CHECKING:
     from megatron_infer.engine.generate import Completion
@@ -31,27 +35,7 @@ def add_parser(commands: Any) -> None:
         "text comes; several are continued together and printed in order.",
     )
     parser.set_defaults(run=run, parser=parser)
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--load",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="a run's folder, of which the newest complete checkpoint is taken, or a checkpoint",
-    )
-    model.add_argument("--iteration", type=int, metavar="N", help="another checkpoint of the run")
-    model.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto takes a GPU if there is one [default auto]",
-    )
-    model.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float64"),
-        default="float32",
-        help="precision to compute in [default float32]",
-    )
+    add_model_options(parser)
     prompt = parser.add_argument_group("prompt, one of")
     sources = prompt.add_mutually_exclusive_group(required=True)
     sources.add_argument(
@@ -60,25 +44,14 @@ def add_parser(commands: Any) -> None:
     sources.add_argument(
         "--prompt-file", type=Path, metavar="FILE", help="file with one text; - is standard input"
     )
-    sampling = parser.add_argument_group("sampling")
-    for setting in dataclasses.fields(SamplingParams):
-        default = "" if setting.default is None else f" [default {setting.default}]"
-        sampling.add_argument(
-            setting.metadata["flag"],
-            dest=setting.name,
-            type=float if setting.type is float else int,
-            default=setting.default,
-            metavar="X" if setting.type is float else "N",
-            help=setting.metadata["help"] + default,
-        )
+    add_sampling_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Continue the prompts and print them."""
-    names = [setting.name for setting in dataclasses.fields(SamplingParams)]
-    params = SamplingParams(**{name: getattr(arguments, name) for name in names})
+    params = sampling_params(arguments)
     prompts = arguments.prompt or [_read(arguments.prompt_file)]
-    loaded = _load(arguments)
+    loaded = load(arguments)
 
     from megatron_infer.engine.generate import generate
 
@@ -95,34 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
             _print(f"--- {number} ---\n{one.prompt}{one.text}\n")
     _summarize(loaded, completions, time.perf_counter() - started)
     return 0
-
-
-def _load(arguments: argparse.Namespace) -> "LoadedModel":
-    import torch
-    from megatron_parallel import Mesh
-    from tqdm import tqdm
-
-    from megatron_infer.load import load_model
-
-    device = arguments.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device == "cuda" and not torch.cuda.is_available():
-        raise InferError("--device cuda: torch sees no CUDA device; use --device cpu or auto")
-    # disable=None: no bar where standard error is not a terminal.
-    with tqdm(desc="loading", unit="B", unit_scale=True, leave=False, disable=None) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        return load_model(
-            arguments.load,
-            iteration=arguments.iteration,
-            mesh=Mesh.single(device),
-            dtype=getattr(torch, arguments.dtype),
-            progress=progress,
-        )
 
 
 def _read(path: Path) -> str:

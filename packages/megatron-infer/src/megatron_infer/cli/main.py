@@ -5,8 +5,9 @@ import sys
 from collections.abc import Sequence
 
 from megatron_infer._version import __version__
-from megatron_infer.cli import generate
+from megatron_infer.cli import chat, generate, serve
 from megatron_infer.cli.parser import Parser
+from megatron_infer.errors import InferError
 
 PROG = "megatron-infer"
 
@@ -16,7 +17,8 @@ def build_parser() -> Parser:
     parser = Parser(prog=PROG, description="Text from trained models.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    generate.add_parser(commands)
+    for command in (generate, chat, serve):
+        command.add_parser(commands)
     return parser
 
 
@@ -36,18 +38,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f": {error.filename}" if error.filename else ""
         print(f"{PROG}: error: {error.strerror or error}{where}", file=sys.stderr)
         return 1
+    except InferError as error:
+        return _report(error)
     except _expected_errors() as error:
-        print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return _report(error)
     return status
 
 
+def _report(error: Exception) -> int:
+    print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 1
+
+
 def _expected_errors() -> tuple[type[Exception], ...]:
-    """Return what a user can cause, in any of the packages a command calls."""
+    """Return what a user can cause, in the packages a command calls; they import torch."""
     from megatron_ckpt import CheckpointError
     from megatron_data import DataError
     from megatron_models import ConfigError
 
-    from megatron_infer.errors import InferError
-
-    return (InferError, CheckpointError, DataError, ConfigError)
+    return (CheckpointError, DataError, ConfigError)

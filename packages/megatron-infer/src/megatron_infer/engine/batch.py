@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from megatron_kernels import Mask
 from megatron_models import GPT
 from megatron_parallel import all_gather, broadcast, receive, send
@@ -31,6 +31,9 @@ FinishReason = Literal["stop", "length", "positions"]
 PREFILL_TOKENS = 4096
 """Prompt tokens, with padding, in one pass over several prompts; it bounds the logits' memory."""
 
+SCORED_TOKENS = 256
+"""Tokens whose log-probabilities over the whole vocabulary are held in float64 at a time."""
+
 
 @dataclass(frozen=True)
 class Continuation:
@@ -38,10 +41,15 @@ class Continuation:
 
     ``finish_reason`` is ``stop`` (a stop token came; it is left out), ``length``
     (``max_new_tokens`` are there) or ``positions`` (the model has no position for another token).
+
+    If they were asked for, ``log_probs`` holds the natural logarithm of the probability of every
+    token of the prompt but the first, and of ``tokens``, each given all before it, by the model
+    itself: temperature, top-k and top-p have no part in it. Otherwise it is None.
     """
 
     tokens: tuple[int, ...]
     finish_reason: FinishReason
+    log_probs: tuple[float, ...] | None = None
 
 
 def generate_tokens(
@@ -51,6 +59,7 @@ def generate_tokens(
     *,
     stop_tokens: frozenset[int] = frozenset(),
     on_token: Callable[[int, int], object] | None = None,
+    log_probs: bool = False,
 ) -> list[Continuation]:
     """Continue token sequences of any lengths, all at once.
 
@@ -63,7 +72,8 @@ def generate_tokens(
             equal continuations.
         stop_tokens: tokens that end a continuation.
         on_token: called with the prompt's index and each new token as it is chosen, except a stop
-            token.
+            token. What it raises ends the call and is passed on.
+        log_probs: compute `Continuation.log_probs`.
 
     Returns:
         One continuation for each prompt, the same on every rank of the model.
@@ -79,16 +89,51 @@ def generate_tokens(
     if len(settings) != len(prompts):
         raise InferError(f"{len(prompts)} prompts came with settings for {len(settings)}")
     for index, prompt in enumerate(prompts):
-        _check_prompt(model, index, prompt)
+        _check_prompt(model, index, prompt, new_tokens=1)
     if not prompts:
         return []
     with _evaluating(model), torch.no_grad():
-        batch = _Batch(model, prompts, settings, stop_tokens, on_token or (lambda row, token: None))
+        show = on_token or (lambda row, token: None)
+        batch = _Batch(model, prompts, settings, stop_tokens, show, log_probs)
         batch.prefill()
         while running := [row for row in range(len(prompts)) if row not in batch.ended]:
             batch.advance(running, [batch.tokens[row][-1:] for row in running])
     return [
-        Continuation(tuple(tokens), batch.ended[row]) for row, tokens in enumerate(batch.tokens)
+        Continuation(
+            tuple(tokens), batch.ended[row], tuple(batch.log_probs[row]) if log_probs else None
+        )
+        for row, tokens in enumerate(batch.tokens)
+    ]
+
+
+def score_tokens(model: GPT, prompts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+    """Return the log-probabilities of given token sequences; nothing is generated.
+
+    Args:
+        model: as for `generate_tokens`.
+        prompts: token numbers, at least one and at most the model's positions for each sequence.
+
+    Returns:
+        For each sequence the natural logarithm of the probability of every token but the first,
+        given all before it.
+
+    Raises:
+        InferError: an empty sequence, one with more tokens than the model has positions, or a token
+            that is not in the model's vocabulary; a model that cannot generate.
+        CollectiveError: another rank of the model died, or did not call this.
+    """
+    _check_model(model)
+    for index, prompt in enumerate(prompts):
+        _check_prompt(model, index, prompt, new_tokens=0)
+    if not prompts:
+        return []
+    settings = [SamplingParams(max_new_tokens=1, temperature=0.0)] * len(prompts)
+    with _evaluating(model), torch.no_grad():
+        batch = _Batch(model, prompts, settings, frozenset(), lambda row, token: None, True)
+        batch.prefill()
+    return [
+        tuple(scores[: len(prompt) - 1])  # prefill has chosen one more token
+        for prompt, scores in zip(prompts, batch.log_probs, strict=True)
     ]
 
 
@@ -102,14 +147,17 @@ class _Batch:
         settings: Sequence[SamplingParams],
         stop_tokens: frozenset[int],
         on_token: Callable[[int, int], object],
+        log_probs: bool,
     ) -> None:
         self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.log_probs: list[list[float]] = [[] for _ in prompts]
         self.ended: dict[int, FinishReason] = {}
         self._model = model
         self._prompts = prompts
         self._settings = settings
         self._stop_tokens = stop_tokens
         self._on_token = on_token
+        self._scoring = log_probs
         self._sampler = Sampler(settings)
         self._cached = [0] * len(prompts)
         self._positions = model.config.max_position_embeddings
@@ -140,15 +188,26 @@ class _Batch:
     def advance(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> None:
         """Feed each row its new tokens, and choose the one that follows."""
         outcome = self._run_stage(rows, new)
+        width = max(len(tokens) for tokens in new)
+        scores = torch.zeros(
+            (len(rows), width if self._scoring else 0), dtype=torch.float64, device=self._device
+        )
         if self._model.last:
-            chosen = self._sampler(self._next_logits(outcome, new), rows)
+            logits = self._next_logits(outcome, new)
+            chosen = self._sampler(logits, rows)
+            if self._scoring:
+                scores = self._score(outcome, new, logits, chosen)
             broadcast(chosen, self._tp, purpose="the chosen tokens")
         else:
             send(outcome, self._pp, self._pp.index + 1, purpose="activations")
             chosen = torch.empty(len(rows), dtype=torch.int64, device=self._device)
         broadcast(chosen, self._pp, self._pp.size - 1, purpose="the chosen tokens")
-        for row, token in zip(rows, chosen.tolist(), strict=True):
-            self._accept(row, token)
+        if self._scoring:
+            broadcast(scores, self._pp, self._pp.size - 1, purpose="log-probabilities")
+        for row, tokens, token, known in zip(
+            rows, new, chosen.tolist(), scores.tolist(), strict=True
+        ):
+            self._accept(row, token, known[: len(tokens)])
 
     def _run_stage(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
         """Run this rank's layers on the new tokens: activations, or logits ``[s, b, v_part]``."""
@@ -177,6 +236,29 @@ class _Batch:
         whole = all_gather(last, self._tp, dim=-1, purpose="logits")
         return whole[:, : self._model.config.vocab_size]
 
+    def _score(
+        self,
+        logits: Float[Tensor, "s rows v_part"],
+        new: Sequence[Sequence[int]],
+        last: Float[Tensor, "rows v"],
+        chosen: Int[Tensor, " rows"],
+    ) -> Float[Tensor, "rows s"]:
+        """Return the log-probability, in float64, of the token after each new token.
+
+        That is the next one of the row's new tokens, and after the last of them the chosen one.
+        What lies behind it in a shorter row is 0.
+        """
+        scores = torch.zeros((len(new), len(logits)), dtype=torch.float64, device=self._device)
+        for row, tokens in enumerate(new):
+            for start in range(0, len(tokens) - 1, SCORED_TOKENS):
+                end = min(start + SCORED_TOKENS, len(tokens) - 1)
+                whole = all_gather(logits[start:end, row], self._tp, dim=-1, purpose="logits")
+                known = whole[:, : self._model.config.vocab_size].double().log_softmax(-1)
+                following = torch.tensor(tokens[start + 1 : end + 1], device=self._device)
+                scores[row, start:end] = known.gather(-1, following.unsqueeze(-1)).squeeze(-1)
+            scores[row, len(tokens) - 1] = last[row].double().log_softmax(-1)[chosen[row]]
+        return scores
+
     def _places(self, starts: Sequence[int], width: int) -> tuple[Tensor | None, Mask | None]:
         """Return positions and mask of the new tokens; None where all rows start alike."""
         if len(set(starts)) == 1:
@@ -186,11 +268,13 @@ class _Batch:
         keys = torch.arange(max(starts) + width, device=self._device)
         return places, Mask(positions=keys.expand(len(starts), -1), query_positions=places)
 
-    def _accept(self, row: int, token: int) -> None:
-        """Add a token to a continuation, and note if it ends."""
+    def _accept(self, row: int, token: int, scores: Sequence[float]) -> None:
+        """Add a token to a continuation, and note if it ends; the last score is the token's."""
         if token in self._stop_tokens:
+            self.log_probs[row] += scores[:-1]
             self.ended[row] = "stop"
             return
+        self.log_probs[row] += scores
         self.tokens[row].append(token)
         self._on_token(row, token)
         if len(self.tokens[row]) == self._settings[row].max_new_tokens:
@@ -212,15 +296,15 @@ def _check_model(model: GPT) -> None:
         )
 
 
-def _check_prompt(model: GPT, index: int, prompt: Sequence[int]) -> None:
+def _check_prompt(model: GPT, index: int, prompt: Sequence[int], *, new_tokens: int) -> None:
     config = model.config
     if not prompt:
         raise InferError(f"prompt {index + 1} is empty: there is nothing to continue")
-    if len(prompt) >= config.max_position_embeddings:
+    if len(prompt) + new_tokens > config.max_position_embeddings:
+        left = ", so none is left for a new token" if new_tokens else ""
         raise InferError(
             f"prompt {index + 1} has {len(prompt)} tokens and the model "
-            f"{config.max_position_embeddings} positions, so none is left for a new token; "
-            "shorten the prompt"
+            f"{config.max_position_embeddings} positions{left}; shorten the prompt"
         )
     if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
         raise InferError(

@@ -49,7 +49,8 @@ def generate(
     Raises:
         InferError: as for `generate_tokens`.
     """
-    streams = [TextStream(tokenizer) for _ in prompts]
+    encoded = tokenizer.encode_batch(prompts)
+    streams = [TextStream(tokenizer, before=tokens) for tokens in encoded]
     texts = [""] * len(prompts)
 
     def show(row: int, piece: str) -> None:
@@ -57,12 +58,11 @@ def generate(
         if piece and on_text is not None:
             on_text(row, piece)
 
-    ends = (tokenizer.eod_id, tokenizer.eos_id)
     continuations = generate_tokens(
         model,
-        tokenizer.encode_batch(prompts),
+        encoded,
         params,
-        stop_tokens=frozenset(token for token in ends if token is not None),
+        stop_tokens=stop_tokens(tokenizer),
         on_token=lambda row, token: show(row, streams[row].push(token)),
     )
     for row, stream in enumerate(streams):
@@ -71,3 +71,9 @@ def generate(
         Completion(prompt, text, one.tokens, one.finish_reason)
         for prompt, text, one in zip(prompts, texts, continuations, strict=True)
     ]
+
+
+def stop_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that end a continuation: end of document and end of text."""
+    ends = (tokenizer.eod_id, tokenizer.eos_id)
+    return frozenset(token for token in ends if token is not None)

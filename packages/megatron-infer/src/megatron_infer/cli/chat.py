@@ -1,0 +1,174 @@
+"""``megatron-infer chat``: a conversation, or a text written in turns, in the terminal."""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_infer.cli.options import (
+    add_model_options,
+    add_sampling_options,
+    load,
+    sampling_params,
+)
+from megatron_infer.cli.parser import Parser
+from megatron_infer.errors import InferError
+
+if TYPE_CHECKING:
+    from megatron_data import Tokenizer
+
+    from megatron_infer.load import LoadedModel
+    from megatron_infer.params import SamplingParams
+
+HELP = "/new starts over, /quit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command ``chat``."""
+    parser: Parser = commands.add_parser(
+        "chat",
+        help="talk with the model of a checkpoint in the terminal",
+        description="Talk with the model of a checkpoint in the terminal. Each line you write is "
+        "answered as it is generated; what was said before stays in view as far as the model's "
+        f"positions reach. {HELP}.",
+    )
+    parser.set_defaults(run=run, parser=parser)
+    add_model_options(parser)
+    parser.add_argument(
+        "--format",
+        choices=("auto", "chatml", "plain"),
+        default="auto",
+        help="chatml marks turns as instruction-tuned models expect; plain just continues the "
+        "text; auto takes chatml if the tokenizer has <|im_start|> [default auto]",
+    )
+    add_sampling_options(parser)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How turns become one text. ``end`` closes the model's turn, and ends its generation."""
+
+    before: str
+    after: str
+    end: str | None
+
+
+CHATML = Format("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>")
+PLAIN = Format("", "", None)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read lines and answer them until the input ends."""
+    params = sampling_params(arguments)
+    loaded = load(arguments)
+    chosen = choose_format(arguments.format, loaded.tokenizer)
+    conversation = Conversation(loaded, chosen, params)
+    kind = "turns are marked as in ChatML" if chosen is CHATML else "the text is just continued"
+    print(f"{loaded.checkpoint.path}: {kind}. {HELP}.", file=sys.stderr)
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            if sys.stdin.isatty():
+                print()
+            return 0
+        match line.strip():
+            case "":
+                continue
+            case "/quit":
+                return 0
+            case "/new":
+                conversation.clear()
+            case command if command.startswith("/") and " " not in command:
+                print(f"{command}: {HELP}", file=sys.stderr)
+            case _:
+                _answer(conversation, line)
+
+
+def _answer(conversation: "Conversation", line: str) -> None:
+    """Print the answer to a line; Ctrl-C ends the answer, not the program."""
+    try:
+        conversation.say(line)
+    except KeyboardInterrupt:
+        print(" [stopped]", end="")
+    except InferError as error:  # the line is too long: the next one may not be
+        print(f"megatron-infer: error: {error}", file=sys.stderr)
+        return
+    print(flush=True)
+
+
+def choose_format(name: str, tokenizer: "Tokenizer") -> Format:
+    """Return the format that ``--format`` names.
+
+    Raises InferError if it needs tokens that the tokenizer does not have.
+    """
+    knows = all(len(tokenizer.encode(mark)) == 1 for mark in ("<|im_start|>", "<|im_end|>"))
+    if name == "chatml" and not knows:
+        raise InferError(
+            "--format chatml: the tokenizer has no <|im_start|> and <|im_end|>; use --format plain"
+        )
+    return CHATML if knows and name != "plain" else PLAIN
+
+
+class Conversation:
+    """What was said so far, in tokens, and the model that goes on with it."""
+
+    def __init__(self, loaded: "LoadedModel", chosen: Format, params: "SamplingParams") -> None:
+        self._loaded = loaded
+        self._format = chosen
+        self._params = params
+        self._tokens: list[int] = []
+
+    def clear(self) -> None:
+        """Forget what was said."""
+        self._tokens = []
+
+    def say(self, line: str) -> str:
+        """Add a turn, print the answer as it comes, and return it.
+
+        What was chosen when an exception, such as KeyboardInterrupt, ends the answer is kept.
+        """
+        from megatron_infer.detokenize import TextStream
+        from megatron_infer.engine.batch import generate_tokens
+        from megatron_infer.engine.generate import stop_tokens
+
+        tokenizer, form = self._loaded.tokenizer, self._format
+        new = tokenizer.encode(form.before + line + form.after)
+        prompt = self._in_view(new)
+        stream = TextStream(tokenizer, before=prompt)
+        answer, text = [], []
+
+        def show(piece: str) -> None:
+            text.append(piece)
+            print(piece, end="", flush=True)
+
+        def on_token(_: int, token: int) -> None:
+            answer.append(token)
+            show(stream.push(token))
+
+        end = tokenizer.encode(form.end) if form.end else []
+        try:
+            generate_tokens(
+                self._loaded.model,
+                [prompt],
+                self._params,
+                stop_tokens=stop_tokens(tokenizer) | frozenset(end),
+                on_token=on_token,
+            )
+        finally:
+            closing = tokenizer.encode(f"{form.end}\n") if form.end else []
+            self._tokens = [*prompt, *answer, *closing]
+        show(stream.finish())
+        return "".join(text)
+
+    def _in_view(self, new: list[int]) -> list[int]:
+        """Return what the model sees: the latest tokens that leave room for an answer."""
+        positions = self._loaded.model.config.max_position_embeddings
+        room = positions - min(self._params.max_new_tokens, positions // 2)
+        if len(new) > room:
+            raise InferError(
+                f"the line has {len(new)} tokens, {room} fit beside an answer; write less at once"
+            )
+        kept = max(0, room - len(new))
+        earlier = self._tokens[-kept:] if kept else []
+        return [*earlier, *new]

@@ -1,0 +1,122 @@
+"""``megatron-infer serve``: a model behind HTTP."""
+
+import argparse
+import dataclasses
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_infer.cli.options import add_model_options, load
+from megatron_infer.cli.parser import Parser
+from megatron_infer.errors import InferError
+from megatron_infer.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from megatron_infer.load import LoadedModel
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command ``serve``."""
+    parser: Parser = commands.add_parser(
+        "serve",
+        help="answer HTTP requests with the model of a checkpoint",
+        description="Answer HTTP requests with the model of a checkpoint: PUT /api as "
+        "Megatron-LM's text generation server, a page to try it at /, an OpenAPI document at "
+        "/openapi.json.",
+    )
+    parser.set_defaults(run=run, parser=parser)
+    add_model_options(parser)
+    server = parser.add_argument_group("server")
+    for setting in _settings():
+        server.add_argument(
+            setting.metadata["flag"],
+            dest=setting.name,
+            type=int if setting.type is int else str,
+            default=setting.default,
+            metavar=setting.metadata.get("metavar", "N"),
+            help=f"{setting.metadata['help']} [default {setting.default}]",
+        )
+    server.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with a secret of 16 or more characters; clients have to send it in the header "
+        "Authorization: Bearer SECRET",
+    )
+    server.add_argument("--quiet", action="store_true", help="write no line for each request")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C."""
+    token = _read_token(arguments.token_file) if arguments.token_file else None
+    given = {setting.name: getattr(arguments, setting.name) for setting in _settings()}
+    settings = ServerSettings(**given, token=token)
+
+    from megatron_infer.server.address import listen
+
+    taken = listen(settings)
+    with taken:
+        loaded = load(arguments)
+
+        from megatron_infer.server.app import create_app
+        from megatron_infer.server.run import serve
+        from megatron_infer.server.service import GenerationService
+
+        _log_to_stderr(logging.WARNING if arguments.quiet else logging.INFO)
+        service = GenerationService(
+            loaded.model,
+            loaded.tokenizer,
+            max_tokens_per_request=settings.max_tokens_per_request,
+            max_waiting=settings.max_waiting,
+        )
+        app = create_app(service, settings, describe(loaded))
+        serve(app, service, settings, taken, ready=lambda url: _announce(url, loaded))
+    print("megatron-infer: stopped", file=sys.stderr)
+    return 0
+
+
+def describe(loaded: "LoadedModel") -> dict[str, Any]:
+    """Return what `/info` tells of a model; no path of this machine is in it."""
+    config = loaded.model.config
+    parameter = next(loaded.model.parameters())
+    return {
+        "model": f"{loaded.checkpoint.path.parent.name}, iteration {loaded.checkpoint.iteration}",
+        "parameters": sum(one.numel() for one in loaded.model.parameters()),
+        "positions": config.max_position_embeddings,
+        "vocabulary": config.vocab_size,
+        "device": str(parameter.device),
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+    }
+
+
+def _settings() -> list["dataclasses.Field[Any]"]:
+    return [one for one in dataclasses.fields(ServerSettings) if "flag" in one.metadata]
+
+
+def _read_token(path: Path) -> str:
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except UnicodeDecodeError:
+        raise InferError(f"--token-file {path}: the token must be ASCII") from None
+    if not token:
+        raise InferError(f"--token-file {path} is empty; write a secret into it")
+    return token
+
+
+def _log_to_stderr(level: int) -> None:
+    logger = logging.getLogger("megatron_infer.server")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    logger.handlers = [handler]
+    logger.setLevel(level)
+    logger.propagate = False
+
+
+def _announce(url: str, loaded: "LoadedModel") -> None:
+    print(
+        f"megatron-infer: serving {loaded.checkpoint.path} on {loaded.model.mesh.device} at {url} "
+        "(Ctrl-C stops)",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,114 @@
+"""Running the application in waitress, and stopping it."""
+
+import json
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from flask import Flask
+from waitress.channel import HTTPChannel
+from waitress.server import create_server
+from waitress.task import ErrorTask
+
+from megatron_infer.server.service import GenerationService
+from megatron_infer.server.settings import ServerSettings
+
+FLUSH_SECONDS = 2.0
+
+
+def serve(
+    app: Flask,
+    service: GenerationService,
+    settings: ServerSettings,
+    taken: socket.socket,
+    *,
+    ready: Callable[[str], object] = lambda url: None,
+) -> None:
+    """Answer requests until SIGTERM or Ctrl-C; to be called in the main thread.
+
+    After SIGTERM new requests are refused, and accepted ones have ``settings.grace_seconds`` to
+    finish. After Ctrl-C they end at once. Either way every client gets an answer.
+
+    Args:
+        app: of `create_app`.
+        service: the app's.
+        settings: the app's.
+        taken: a listening socket, as `listen` returns.
+        ready: called with the server's URL once it answers.
+
+    Raises:
+        KeyboardInterrupt: it was Ctrl-C.
+    """
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)
+    server: Any = create_server(
+        app,
+        sockets=[taken],
+        threads=settings.threads,
+        ident="megatron-infer",
+        # Text is sent as it comes, and a client that hangs up is noticed while it waits.
+        send_bytes=1,
+        channel_request_lookahead=1,
+        max_request_body_size=settings.max_body_bytes + 1,
+        connection_limit=max(100, 2 * settings.threads),
+        clear_untrusted_proxy_headers=True,
+    )
+    server.channel_class = _Channel
+    stopped = threading.Event()
+    received: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        stopped.set()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    loop = threading.Thread(target=server.run, name="waitress", daemon=True)
+    loop.start()
+    try:
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        ready(f"http://{host}:{taken.getsockname()[1]}")
+        stopped.wait()
+        interrupted = signal.SIGINT in received
+        service.close(0.0 if interrupted else settings.grace_seconds)
+        _flush(server)
+        server.close()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _flush(server: Any) -> None:
+    """Wait until every response is on its way, a moment at most."""
+    end = time.monotonic() + FLUSH_SECONDS
+    while time.monotonic() < end:
+        if not any(one.requests or one.total_outbufs_len for one in _channels(server)):
+            return
+        time.sleep(0.02)
+
+
+def _channels(server: Any) -> list[Any]:
+    return list(server.active_channels.values())
+
+
+class _ErrorTask(ErrorTask):
+    """Answers in JSON what waitress itself refuses, such as a malformed request line."""
+
+    def execute(self) -> None:
+        error: Any = getattr(self.request, "error")  # noqa: B009
+        self.status = f"{error.code} {error.reason}"
+        message = " ".join(str(error.body).split()) or error.reason
+        body = (json.dumps({"message": message}) + "\n").encode()
+        self.response_headers = [*self.response_headers, ("Content-Type", "application/json")]
+        self.set_close_on_finish()
+        self.content_length = len(body)
+        self.write(body)
+
+
+class _Channel(HTTPChannel):
+    error_task_class = _ErrorTask

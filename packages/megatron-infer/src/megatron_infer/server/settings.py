@@ -1,0 +1,105 @@
+"""How the server listens and what it refuses. Nothing here imports torch or Flask."""
+
+import ipaddress
+from dataclasses import dataclass, field
+
+from megatron_infer.errors import InferError
+
+SHORTEST_TOKEN = 16
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings of one server.
+
+    Raises InferError if an address beyond this machine comes without a token, or a value is out of
+    its range.
+    """
+
+    host: str = field(
+        default="127.0.0.1",
+        metadata={
+            "help": "address to listen on; any that others can reach needs --token-file",
+            "flag": "--host",
+            "metavar": "ADDRESS",
+        },
+    )
+    port: int = field(
+        default=5000,
+        metadata={"help": "port to listen on; 0 takes a free one", "flag": "--port"},
+    )
+    max_tokens_per_request: int = field(
+        default=12000,
+        metadata={
+            "help": "tokens of all prompts of a request and what is to be generated, together",
+            "flag": "--max-tokens-per-request",
+        },
+    )
+    max_body_bytes: int = field(
+        default=1 << 20,
+        metadata={"help": "length of a request's body", "flag": "--max-body-bytes"},
+    )
+    max_waiting: int = field(
+        default=16,
+        metadata={
+            "help": "requests that may wait for the one being answered; more get status 429",
+            "flag": "--max-waiting",
+        },
+    )
+    grace_seconds: int = field(
+        default=10,
+        metadata={
+            "help": "seconds that accepted requests have to finish after SIGTERM",
+            "flag": "--grace-seconds",
+            "unit": "s",
+        },
+    )
+    token: str | None = field(default=None, repr=False, metadata={"help": "secret of the clients"})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise InferError(f"--port {self.port}: ports are 0 (any free one) to 65535")
+        for name, least in (
+            ("max_tokens_per_request", 2),
+            ("max_body_bytes", 64),
+            ("max_waiting", 0),
+            ("grace_seconds", 0),
+        ):
+            if getattr(self, name) < least:
+                flag = "--" + name.replace("_", "-")
+                raise InferError(f"{flag} {getattr(self, name)}: it must be at least {least}")
+        if self.token is None and not self.only_this_machine:
+            raise InferError(
+                f"--host {self.host} can be reached from other machines: give --token-file FILE, "
+                "a secret that clients have to send, or listen on 127.0.0.1"
+            )
+        if self.token is not None:
+            _check_token(self.token)
+
+    @property
+    def only_this_machine(self) -> bool:
+        """Whether the address is a loopback address."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def threads(self) -> int:
+        """Connections handled at once: the request being answered, all that wait, and a few more.
+
+        The few answer `/health`, pages and refusals while everything else is full.
+        """
+        return 1 + self.max_waiting + 4
+
+
+def _check_token(token: str) -> None:
+    if len(token) < SHORTEST_TOKEN:
+        raise InferError(
+            f"the token has {len(token)} characters; take {SHORTEST_TOKEN} or more random ones"
+        )
+    if not all("!" <= character <= "~" for character in token):
+        raise InferError("the token must be visible ASCII without spaces, as HTTP headers are")

@@ -1,0 +1,134 @@
+"""Conversations in the terminal."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron_ckpt import CheckpointStore, ModelRecord
+from megatron_data import ByteTokenizer
+from megatron_infer import InferError, SamplingParams, generate_tokens
+from megatron_infer.cli import main
+from megatron_infer.cli.chat import CHATML, PLAIN, Conversation, choose_format
+from megatron_models import GPT
+from megatron_parallel import Mesh, collect_shardings, parameter_views
+
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0)
+
+
+class Marked(ByteTokenizer):
+    """Bytes, and the two marks of ChatML as tokens of their own."""
+
+    vocab_size = 260
+    marks = ("<|im_start|>", "<|im_end|>")
+
+    def encode(self, text: str) -> list[int]:
+        found: list[int] = []
+        while text:
+            mark = next((one for one in self.marks if text.startswith(one)), None)
+            found.append(257 + self.marks.index(mark) if mark else ord(text[0]))
+            text = text[len(mark) if mark else 1 :]
+        return found
+
+
+@pytest.fixture
+def model(make_model: Callable[..., GPT]) -> GPT:
+    return make_model(vocab_size=260, positions=64)
+
+
+def conversation(model: GPT, tokenizer: Any, form: Any) -> Conversation:
+    return Conversation(SimpleNamespace(model=model, tokenizer=tokenizer), form, GREEDY)
+
+
+def test_plain_turns_are_one_text(model: GPT, capsys: pytest.CaptureFixture[str]) -> None:
+    talk, tokenizer = conversation(model, ByteTokenizer(), PLAIN), ByteTokenizer()
+    first = talk.say("Call me")
+    tokens = generate_tokens(model, [tokenizer.encode("Call me")], GREEDY)[0].tokens
+    assert first == tokenizer.decode(list(tokens)) == capsys.readouterr().out
+    whole = [*tokenizer.encode("Call me"), *tokens, *tokenizer.encode(" and")]
+    expected = tokenizer.decode(list(generate_tokens(model, [whole], GREEDY)[0].tokens))
+    assert talk.say(" and") == expected
+    talk.clear()
+    assert talk.say("Call me") == first
+
+
+def test_marked_turns_are_closed(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = []
+    tokenizer = Marked()
+
+    def reply(model: GPT, given: list[list[int]], *args: Any, **settings: Any) -> None:
+        prompts.append(given[0])
+        assert settings["stop_tokens"] == {256, 258}
+        settings["on_token"](0, ord("y"))
+
+    monkeypatch.setattr("megatron_infer.engine.batch.generate_tokens", reply)
+    talk = conversation(model, tokenizer, CHATML)
+    assert talk.say("a") == "y"
+    talk.say("b")
+    start, end = "<|im_start|>", "<|im_end|>"
+    # 64 positions are fewer than the whole conversation: its beginning is out of view.
+    text = f"{start}user\na{end}\n{start}assistant\ny{end}\n{start}user\nb{end}\n{start}assistant\n"
+    assert prompts[1] == tokenizer.encode(text)[-58:]
+
+
+def test_what_no_longer_fits_is_out_of_view(model: GPT, capsys: pytest.CaptureFixture[str]) -> None:
+    talk = conversation(model, ByteTokenizer(), PLAIN)
+    for _ in range(10):
+        assert talk.say("twenty letters here.") or True
+    with pytest.raises(InferError, match="70 tokens, 58 fit"):
+        talk.say("x" * 70)
+
+
+def test_an_answer_that_is_interrupted_is_kept_as_far_as_it_came(
+    model: GPT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: Any, **settings: Any) -> None:
+        settings["on_token"](0, ord("y"))
+        raise KeyboardInterrupt
+
+    talk = conversation(model, ByteTokenizer(), PLAIN)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("megatron_infer.engine.batch.generate_tokens", interrupt)
+        talk.say("a")
+    expected = generate_tokens(model, [list(b"ayb")], GREEDY)[0].tokens
+    assert talk.say("b") == ByteTokenizer().decode(list(expected))
+
+
+def test_the_format_is_chosen_by_the_tokenizer() -> None:
+    assert choose_format("auto", ByteTokenizer()) is PLAIN
+    assert choose_format("auto", Marked()) is CHATML
+    assert choose_format("plain", Marked()) is PLAIN
+    with pytest.raises(InferError, match="--format plain"):
+        choose_format("chatml", ByteTokenizer())
+
+
+def test_the_command_answers_lines_until_the_input_ends(
+    make_model: Callable[..., GPT],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model(vocab_size=257, dtype=torch.float32)
+    ByteTokenizer().save(tmp_path / "tokenizer")
+    CheckpointStore(tmp_path / "run").save(
+        3,
+        parameter_views(model, collect_shardings(model), Mesh.single()),
+        model=ModelRecord("gpt2", model.config.to_dict()),
+        files={"tokenizer": tmp_path / "tokenizer"},
+    )
+    lines = ["One", "", "/new", "/nonsense", "x" * 90, "One", "/quit", "never"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
+    options = ["--load", str(tmp_path / "run"), "--temperature", "0", "--max-new-tokens", "4"]
+    assert main(["chat", *options]) == 0
+    shown = capsys.readouterr()
+    text = ByteTokenizer().decode(
+        list(generate_tokens(model, [list(b"One")], GREEDY)[0].tokens[:4])
+    )
+    assert shown.out == f"{text}\n" * 2
+    start, nonsense, wrong = shown.err.splitlines()
+    assert "the text is just continued" in start
+    assert nonsense.startswith("/nonsense: /new starts over")
+    assert wrong.startswith("megatron-infer: error: the line has 90 tokens, 44 fit")

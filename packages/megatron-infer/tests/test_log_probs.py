@@ -1,0 +1,86 @@
+"""Log-probabilities against a whole forward pass of the model in float64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from megatron_infer import InferError, SamplingParams, generate_tokens, score_tokens
+from megatron_infer.engine import batch as engine
+from megatron_models import GPT
+from megatron_parallel import Mesh, ParallelLayout
+from megatron_parallel.testing import WorkerPool
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5], [7]]
+DRAWN = [SamplingParams(max_new_tokens=n, temperature=0.7, top_k=9, seed=n) for n in (6, 1, 9)]
+
+
+def expected(model: GPT, tokens: list[int]) -> torch.Tensor:
+    """One pass over the whole sequence, no cache, no batch."""
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]))[:, 0, : model.config.vocab_size]
+    following = torch.tensor(tokens[1:]).unsqueeze(-1)
+    return logits[:-1].log_softmax(-1).gather(-1, following).squeeze(-1)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("chunk", [256, 3])
+def test_log_probs_are_those_of_one_forward_pass(
+    make_model: Callable[..., GPT], kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "SCORED_TOKENS", chunk)
+    model = make_model(kind).eval()
+    for prompt, one in zip(
+        PROMPTS, generate_tokens(model, PROMPTS, DRAWN, log_probs=True), strict=True
+    ):
+        whole = [*prompt, *one.tokens]
+        assert one.log_probs is not None
+        torch.testing.assert_close(
+            torch.tensor(one.log_probs, dtype=torch.float64), expected(model, whole)
+        )
+        scored = score_tokens(model, [whole, [1, 2, 3]])[0]
+        torch.testing.assert_close(
+            torch.tensor(scored, dtype=torch.float64), expected(model, whole)
+        )
+
+
+def test_asking_for_log_probs_changes_no_token(make_model: Callable[..., GPT]) -> None:
+    model = make_model()
+    plain = generate_tokens(model, PROMPTS, DRAWN)
+    scored = generate_tokens(model, PROMPTS, DRAWN, log_probs=True)
+    assert [one.tokens for one in plain] == [one.tokens for one in scored]
+    assert all(one.log_probs is None for one in plain)
+
+
+def test_a_stop_token_has_no_score(make_model: Callable[..., GPT]) -> None:
+    model = make_model()
+    greedy = SamplingParams(max_new_tokens=8, temperature=0.0)
+    stop = generate_tokens(model, PROMPTS, greedy)[0].tokens[4]
+    one = generate_tokens(
+        model, PROMPTS[:1], greedy, stop_tokens=frozenset([stop]), log_probs=True
+    )[0]
+    assert one.finish_reason == "stop"
+    assert one.log_probs is not None
+    assert len(one.log_probs) == len(PROMPTS[0]) + len(one.tokens) - 1
+
+
+def test_scoring_takes_texts_up_to_the_models_positions(make_model: Callable[..., GPT]) -> None:
+    model = make_model(positions=12)
+    full = [place % 5 for place in range(12)]
+    assert len(score_tokens(model, [full])[0]) == 11
+    assert score_tokens(model, []) == []
+    assert score_tokens(model, [[1]]) == [()]
+    with pytest.raises(InferError, match="13 tokens and the model 12 positions"):
+        score_tokens(model, [[*full, 1]])
+
+
+def test_ranks_score_as_one(make_model: Callable[..., GPT], worker_pool: WorkerPool) -> None:
+    one = generate_tokens(make_model("llama"), PROMPTS, DRAWN, log_probs=True)
+
+    def on_ranks(mesh: Mesh) -> list[tuple[float, ...]]:
+        model = make_model("llama", mesh=mesh)
+        found = generate_tokens(model, PROMPTS, DRAWN, log_probs=True)
+        return [tuple(each.log_probs or ()) for each in found]
+
+    for found in worker_pool.run_mesh(ParallelLayout(tp=2, pp=2, dp=1), on_ranks):
+        for mine, whole in zip(found, one, strict=True):
+            assert mine == pytest.approx(whole.log_probs, abs=1e-9)

@@ -1,0 +1,116 @@
+"""A body is accepted exactly if its schema, and what the schema cannot say, allow it."""
+
+import json
+import math
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron_infer.server.fields import (
+    REFUSED,
+    GenerateRequest,
+    RequestError,
+    parse_request,
+    request_schema,
+)
+
+SCHEMA = request_schema(64)
+GOOD: dict[str, Any] = {"prompts": ["a"]}
+
+REFUSALS = [
+    (b"", "not JSON"),
+    (b"\xff", "not JSON"),
+    (b'{"prompts": ["a"], "temperature": NaN}', "NaN"),
+    (b'{"prompts": ["a"], "prompts": ["b"]}', "twice"),
+    (b"[" * 100_000, "nested too deeply"),
+    (b'{"prompts": ["a"], "random_seed": ' + b"9" * 5000 + b"}", "not JSON"),
+    ([], "must be a JSON object"),
+    ({}, "prompts is missing"),
+    ({"prompts": "a"}, "prompts must be a list of strings"),
+    ({"prompts": []}, "1 to 128 texts, not 0"),
+    ({"prompts": ["a"] * 129}, "1 to 128 texts, not 129"),
+    ({"prompts": ["a", 2]}, "prompts[1] must be a string, not 2"),
+    ({"prompts": [""]}, "prompts[0] is empty, which needs add_BOS"),
+    (b'{"prompts": ["\\ud800"]}', "prompts[0] holds half of a surrogate pair"),
+    ({"tokens_to_generate": "many"}, 'tokens_to_generate must be an integer, not "many"'),
+    ({"tokens_to_generate": True}, "tokens_to_generate must be an integer, not true"),
+    ({"tokens_to_generate": 1.5}, "tokens_to_generate must be an integer, not 1.5"),
+    ({"tokens_to_generate": -1}, "tokens_to_generate must lie in 0 to 64, not -1"),
+    ({"tokens_to_generate": 65}, "tokens_to_generate must lie in 0 to 64, not 65"),
+    ({"tokens_to_generate": 0}, "needs logprobs"),
+    ({"temperature": 0}, "temperature must be greater than 0"),
+    ({"temperature": 100.5}, "temperature must lie in 0 to 100"),
+    (b'{"prompts": ["a"], "temperature": 1e999}', "temperature must be a number"),
+    ({"top_k": 1001}, "top_k must lie in 0 to 1000"),
+    ({"top_p": 1.01}, "top_p must lie in 0 to 1"),
+    ({"top_p": 0.5, "top_k": 5}, "top_k and top_p cannot both be set"),
+    ({"logprobs": 1}, "logprobs must be true or false, not 1"),
+    ({"random_seed": -1}, "random_seed must lie in 0 to"),
+    ({"random_seed": None}, "random_seed must be an integer, not null"),
+    ({"temprature": 1}, '"temprature" is not a field; known: prompts'),
+]
+
+
+@pytest.mark.parametrize(("body", "names"), REFUSALS, ids=[names for _, names in REFUSALS])
+def test_what_is_wrong_is_named_in_one_line(body: Any, names: str) -> None:
+    if isinstance(body, dict) and body and "prompts" not in body:
+        body = GOOD | body
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(RequestError) as refused:
+        parse_request(content, SCHEMA)
+    assert refused.value.status == 400
+    assert names in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_fields_that_are_not_honoured_are_refused_by_name(name: str) -> None:
+    with pytest.raises(RequestError, match=f"^{name} is not supported: ") as refused:
+        parse_request(json.dumps(GOOD | {name: 1}).encode(), SCHEMA)
+    assert refused.value.status == 400
+
+
+def test_defaults_are_those_of_the_schema() -> None:
+    request = parse_request(json.dumps(GOOD).encode(), SCHEMA)
+    assert request == GenerateRequest(prompts=("a",))
+    for name, field in SCHEMA["properties"].items():
+        if "default" in field:
+            assert getattr(request, name) == field["default"]
+
+
+NUMBERS = st.one_of(
+    st.integers(-3, 70),
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from([0, 0.0, 1.0, 64, 64.0, 100, 1000, 2**53, 2**53 - 1]),
+)
+VALUES = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=3), st.lists(st.text()))
+
+
+@given(
+    body=st.fixed_dictionaries(
+        {"prompts": st.one_of(st.just(["a"]), st.lists(st.text(max_size=3), max_size=3), VALUES)},
+        optional={name: VALUES for name in SCHEMA["properties"] if name != "prompts"},
+    )
+)
+def test_a_body_is_accepted_exactly_if_the_schema_allows_it(body: dict[str, Any]) -> None:
+    """The published schema is true: what it forbids is refused, what it allows is understood."""
+    allowed = jsonschema.Draft202012Validator(SCHEMA).is_valid(body)
+    together = allowed and (
+        not (body.get("top_k", 0) > 0 and body.get("top_p", 0) > 0)
+        and not (body.get("tokens_to_generate", 64) == 0 and not body.get("logprobs", False))
+        and (body.get("add_BOS", False) or all(body["prompts"]))
+    )
+    try:
+        request = parse_request(json.dumps(body).encode(), SCHEMA)
+    except RequestError:
+        assert not together
+    else:
+        assert together
+        for name, value in body.items():
+            understood = getattr(request, name)
+            same = tuple(value) if isinstance(value, list) else value
+            assert understood == same or math.isclose(understood, same)
