@@ -67,6 +67,22 @@ def test_ranks_may_hold_different_tensors_when_loading(on_ranks, tmp_path):
         assert isinstance(error, CheckpointError) and "'norm'" in str(error)
 
 
+def test_a_rank_whose_part_is_all_padding_has_no_view(on_ranks, tmp_path):
+    def padded(ranks):
+        views = [View.whole(WHOLE)] if ranks.rank == 0 else []
+        CheckpointStore(tmp_path, ranks).save(1, {"w": views, "nothing": []})
+
+    on_ranks(2, padded)
+
+    def load(ranks):
+        tensor = torch.zeros(4, 6)
+        views = [View.whole(tensor)] if ranks.rank == 1 else []
+        return tensor, CheckpointStore(tmp_path, ranks).load(None, {"w": views})
+
+    (_, values), (tensor, _) = on_ranks(2, load)
+    assert torch.equal(tensor, WHOLE) and values == {"nothing": []}
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failing_rank_fails_the_save_everywhere_with_its_message(on_ranks, tmp_path, failing):
     on_ranks(2, lambda ranks: save(ranks, tmp_path))

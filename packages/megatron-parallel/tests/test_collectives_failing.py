@@ -5,6 +5,7 @@ A rank exits, freezes, or does something else than the others; meshes have a sho
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -305,3 +306,22 @@ def test_a_store_that_is_gone_is_a_line_too(worker_pool: WorkerPool) -> None:
         for line in lines:
             assert line.startswith("rank 0, which keeps the job's store, is gone: ")
             assert "on axis" in line and "\n" not in line
+
+
+def test_a_store_that_does_not_answer_is_a_line_too(worker_pool: WorkerPool) -> None:
+    def run(mesh: Mesh) -> str:
+        class Frozen:
+            def __getattr__(self, name: str) -> object:
+                return lambda *arguments: threading.Event().wait()
+
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            pytest.raises(CollectiveError) as caught,
+            naming_failures(mesh.axis("tp"), "all_reduce"),
+        ):
+            patch.setattr("megatron_parallel._compat.default_store", Frozen)
+            raise RuntimeError("Timed out")
+        return str(caught.value)
+
+    for line in worker_pool.run_mesh(TP, run, ranks=2, timeout=15):
+        assert line.startswith("rank 0, which keeps the job's store, is frozen: all_reduce")

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from torch.distributed import DistStoreError
 
-from megatron_parallel import _compat
 from megatron_parallel.errors import CollectiveError, backend_text, rank_list
 from megatron_parallel.layout import LayoutError
+from megatron_parallel.store import BoundedStore, StoreError
 
 
 def agree(
-    store: _compat.Store,
+    store: BoundedStore,
     topic: str,
     values: Mapping[str, str],
     *,
@@ -41,9 +41,10 @@ def agree(
     try:
         verdict = _verdict(store, f"agree/{topic}/{axis}/{ranks[0]}", values, rank, ranks, timeout)
     except RuntimeError as error:  # every failure of a store is one
+        state = "frozen" if isinstance(error, StoreError) else "gone"
         cause = backend_text(error)
         raise CollectiveError(
-            f"rank 0, which keeps the job's store, is gone: {where} failed ({cause})"
+            f"rank 0, which keeps the job's store, is {state}: {where} failed ({cause})"
         ) from error
     if verdict.missing:
         raise CollectiveError(
@@ -60,7 +61,7 @@ class _Verdict(NamedTuple):
 
 
 def _verdict(
-    store: _compat.Store,
+    store: BoundedStore,
     topic: str,
     values: Mapping[str, str],
     rank: int,
@@ -82,7 +83,7 @@ def _verdict(
     return _Verdict(*json.loads(found))
 
 
-def _judge(store: _compat.Store, base: str, ranks: Sequence[int], deadline: float) -> _Verdict:
+def _judge(store: BoundedStore, base: str, ranks: Sequence[int], deadline: float) -> _Verdict:
     answers: list[dict[str, str]] = []
     missing = []
     for rank in ranks:
@@ -104,10 +105,12 @@ def _judge(store: _compat.Store, base: str, ranks: Sequence[int], deadline: floa
     return _Verdict([], " | ".join(differences))
 
 
-def _read(store: _compat.Store, key: str, deadline: float) -> str | None:
+def _read(store: BoundedStore, key: str, deadline: float) -> str | None:
     left = max(0.01, deadline - time.monotonic())
     try:
         store.wait([key], timedelta(seconds=left))
+    except StoreError:
+        raise
     except (DistStoreError, RuntimeError):  # TCPStore raises the first, FileStore the second
         return None
     return store.get(key).decode()

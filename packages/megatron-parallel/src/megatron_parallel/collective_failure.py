@@ -13,9 +13,9 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from megatron_parallel import _compat
 from megatron_parallel.errors import CollectiveError, backend_text, rank_list
 from megatron_parallel.mesh import Axis
+from megatron_parallel.store import BoundedStore, StoreError, default_store
 
 GRACE: Final = 2.0
 """Seconds in which the other ranks of an axis may report the same failure."""
@@ -72,7 +72,7 @@ class naming_failures:  # noqa: N801 - a context manager, named like those of co
         own = _Report(doing=where, match=self.match or where)
         me = axis.ranks[axis.index]
         try:
-            store = _compat.default_store()
+            store = default_store(GRACE)
             _post(store, axis, me, own)
             reports = _reports(store, axis, ranks)
             silent = [rank for rank in ranks if rank not in reports]
@@ -80,8 +80,9 @@ class naming_failures:  # noqa: N801 - a context manager, named like those of co
                 verdict = f"{rank_list(silent)} did not join {where}"
                 _post(store, axis, me, own._replace(verdict=verdict))
                 return f"{verdict}: dead, frozen or late, see its own output ({cause})"
-        except RuntimeError:  # the store went with the rank that keeps it
-            return f"rank 0, which keeps the job's store, is gone: {where} failed ({cause})"
+        except RuntimeError as failure:  # the store goes with the rank that keeps it
+            state = "frozen" if isinstance(failure, StoreError) else "gone"
+            return f"rank 0, which keeps the job's store, is {state}: {where} failed ({cause})"
         for rank, report in reports.items():
             if report.verdict:
                 return f"{where} failed because rank {rank} gave up: {report.verdict} ({cause})"
@@ -103,7 +104,7 @@ def _text(t: Tensor) -> str:
     return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
 
 
-def _reports(store: _compat.Store, axis: Axis, ranks: Sequence[int]) -> dict[int, _Report]:
+def _reports(store: BoundedStore, axis: Axis, ranks: Sequence[int]) -> dict[int, _Report]:
     """Of the ranks that report a failure within `GRACE`."""
     deadline = time.monotonic() + GRACE
     while True:
@@ -117,7 +118,7 @@ def _reports(store: _compat.Store, axis: Axis, ranks: Sequence[int]) -> dict[int
         time.sleep(0.05)
 
 
-def _post(store: _compat.Store, axis: Axis, rank: int, report: _Report) -> None:
+def _post(store: BoundedStore, axis: Axis, rank: int, report: _Report) -> None:
     store.set(_key(axis, rank), json.dumps(report))
 
 

@@ -20,6 +20,7 @@ from megatron_parallel import _compat
 from megatron_parallel.agreement import agree
 from megatron_parallel.errors import CollectiveError, backend_text
 from megatron_parallel.layout import LayoutError, ParallelLayout, canonical_group_name
+from megatron_parallel.store import default_store
 from megatron_parallel.traffic import Ledger, Traffic
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -135,7 +136,7 @@ class Mesh:
         )
         try:
             agree(
-                _compat.default_store(),
+                default_store(),
                 "layout and configuration",
                 {"layout": str(layout), **notes},
                 rank=rank,
@@ -144,7 +145,7 @@ class Mesh:
             )
             resolved = layout.resolve(world_size)
             groups = _create_groups(resolved, timeout)
-            number = _compat.default_store().add(f"mesh/{rank}", 1)  # equal on all ranks
+            number = default_store().add(f"mesh/{rank}", 1)  # equal on all ranks
         except (LayoutError, CollectiveError):
             if created:
                 dist.destroy_process_group()
@@ -178,7 +179,7 @@ class Mesh:
         ranks = self.axis(axis).ranks
         if len(ranks) > 1:
             agree(
-                _compat.default_store(),
+                default_store(),
                 topic,
                 values,
                 rank=self.rank,

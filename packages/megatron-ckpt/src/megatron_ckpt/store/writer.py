@@ -142,6 +142,8 @@ def check_contributions(ranks: Sequence[Contribution]) -> dict[str, str]:
                 )
     for name, (_, (_, _, shape)) in first.items():
         check_tiling(name, shape, owners[name])
+    for name in [name for name, (_, text) in values.items() if name in first and text == "[]"]:
+        del values[name]  # a rank whose part of the tensor is all padding has no view of it
     if both := values.keys() & first.keys():
         raise CheckpointError(f"{min(both)!r} is a tensor on one rank and a value on another")
     return {name: text for name, (_, text) in values.items()}

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
-from megatron_parallel import _compat
 from megatron_parallel.collective_failure import GRACE
 from megatron_parallel.errors import CollectiveError, backend_text
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.pipeline.order import Action
+from megatron_parallel.store import BoundedStore, default_store
 
 SHORT_GRACE: Final = 0.2
 """Seconds to look for the report of a rank whose connection broke: it reports before it leaves."""
@@ -56,7 +56,7 @@ class Watch:
         self._plan: Sequence[Action] = ()
         self._wait: _Wait | None = None
         self._computes = 0
-        store = _compat.default_store()
+        store = default_store()
         turn = store.add(f"pipeline/engines/{mesh.rank}/{self._axis.ranks}", 1)
         self._topic = f"pipeline/failures/{self._axis.ranks}/{turn}"
 
@@ -93,14 +93,14 @@ class Watch:
         text = " ".join(str(error).split())
         line = f"rank {self._mesh.rank} raised {type(error).__name__}: {text}"
         with contextlib.suppress(RuntimeError):  # the store may be gone, and the error matters more
-            self._post(_compat.default_store(), _Report(line, None))
+            self._post(default_store(GRACE), _Report(line, None))
 
     def explain(self, error: RuntimeError) -> str:
         """The line for a wait that failed with `error`, after a look at what others report."""
         own = self._own_report(error)
         grace = GRACE if re.search("time[d ]*.?out", str(error), re.IGNORECASE) else SHORT_GRACE
         try:
-            store = _compat.default_store()
+            store = default_store(GRACE)
             own = self._post(store, own)
             return self._blame(store, own, grace)
         except RuntimeError:
@@ -120,7 +120,7 @@ class Watch:
             peer,
         )
 
-    def _blame(self, store: _compat.Store, own: _Report, grace: float) -> str:
+    def _blame(self, store: BoundedStore, own: _Report, grace: float) -> str:
         me = self._mesh.rank
         if own.peer is None:
             others = [rank for rank in self._axis.ranks if rank != me]
@@ -157,12 +157,12 @@ class Watch:
             return None
         return _Wait(what, micro_batch, peer, receives=True)
 
-    def _post(self, store: _compat.Store, report: _Report) -> _Report:
+    def _post(self, store: BoundedStore, report: _Report) -> _Report:
         report = report._replace(number=store.add(f"{self._topic}/count", 1))
         store.set(f"{self._topic}/{self._mesh.rank}", json.dumps(report))
         return report
 
-    def _read(self, store: _compat.Store, rank: int, grace: float) -> _Report | None:
+    def _read(self, store: BoundedStore, rank: int, grace: float) -> _Report | None:
         key = f"{self._topic}/{rank}"
         deadline = time.monotonic() + grace
         while not store.check([key]):  # a store's own wait may take longer than it is told to

@@ -10,7 +10,6 @@ from megatron_train.cli import layout, pretrain, recipes
 from megatron_train.cli import report as report_page
 from megatron_train.cli.failure import report_of
 from megatron_train.config.flags import Parser
-from megatron_train.config.resolve import started_ranks
 from megatron_train.launch.link import Report
 
 PROG = "megatron-train"
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except (Exception, KeyboardInterrupt) as error:
         report = report_of(error)
-        several = started_ranks() > 1
+        several = "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1"
         if report.kind == "bug" and not several:
             raise
         sys.stderr.write(_told(report, several))

@@ -42,8 +42,15 @@ def resolve(
 
 
 def started_ranks() -> int:
-    """Return the number of ranks that torchrun, or whoever sets its variables, has started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Return the number of ranks that torchrun, or whoever sets its variables, has started.
+
+    Raises:
+        UsageError: the variable is no number of ranks.
+    """
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"WORLD_SIZE={text} in the environment is not a number of ranks; unset it")
+    return int(text)
 
 
 def derive(values: Values) -> Values:
