@@ -6,10 +6,11 @@ Usage: python tooling/generated_docs.py [--check]
 import sys
 from pathlib import Path
 
+from megatron_train.config.megatron_flags import render_flags
 from megatron_train.config.reference import render_reference
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"docs/configuration.md": render_reference}
+PAGES = {"docs/configuration.md": render_reference, "docs/megatron-flags.md": render_flags}
 
 
 def main(check: bool) -> int:

@@ -13,6 +13,11 @@ _PREFIX = "option:"
 
 ALIASES: dict[str, tuple[str, Any, str]] = {
     "--swiglu": ("model.activation", "swiglu", "the same as --activation swiglu"),
+    "--use-rotary-position-embeddings": (
+        "model.position_embedding_type",
+        "rope",
+        "the same as --position-embedding-type rope",
+    ),
 }
 """Flags that set another option to a fixed value: option, value, help."""
 
@@ -30,9 +35,7 @@ class Parser(argparse.ArgumentParser):
         arguments = list(sys.argv[1:] if args is None else args)
         result, unknown = self.parse_known_args(arguments, namespace)
         if unknown:
-            word = unknown[0].split("=")[0]
-            flags = getattr(result, "parser", self).flags()
-            raise UsageError(f"unknown argument {word}{nearest(word, flags)}")
+            raise UsageError(_unknown(unknown, getattr(result, "parser", self).flags()))
         return result
 
     def flags(self) -> list[str]:
@@ -49,6 +52,17 @@ class Parser(argparse.ArgumentParser):
             what = action.metavar or action.dest
             near = nearest(str(value), known)
             raise UsageError(f"unknown {what} {value!r}{near} (known: {', '.join(known)})")
+
+
+def _unknown(words: Sequence[str], flags: Sequence[str]) -> str:
+    """Say what is wrong with words that no flag takes."""
+    from megatron_train.config.megatron_flags import find_megatron_flag
+
+    word = words[0].split("=")[0]
+    known = find_megatron_flag(word)
+    if known is not None and word not in flags:
+        return known.answer()
+    return f"unknown argument {word}{nearest(word, flags)}"
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -71,6 +85,10 @@ class _Store(argparse.Action):
         setattr(namespace, self.dest, (values, option_string or ""))
 
 
+LAYERS_PER_VIRTUAL_STAGE = "--num-layers-per-virtual-pipeline-stage"
+"""Megatron's other way to say how many virtual stages there are; `resolve` does the division."""
+
+
 def add_options(
     parser: argparse.ArgumentParser, options: Iterable[Option], titles: Mapping[str, str]
 ) -> None:
@@ -85,6 +103,12 @@ def add_options(
                 groups[option.section].add_argument(
                     flag, nargs=0, const=value, help=text, **_keep(option)
                 )
+        if option.key == "layout.vpp":
+            groups[option.section].add_argument(
+                LAYERS_PER_VIRTUAL_STAGE,
+                metavar="N",
+                help="sets the flag above to --num-layers / (stages x N)",
+            )
 
 
 def _add(group: Any, option: Option) -> None:

@@ -1,6 +1,6 @@
 """The configuration reference (docs/configuration.md), made from the dataclasses."""
 
-from megatron_train.config.flags import ALIASES
+from megatron_train.config.flags import ALIASES, LAYERS_PER_VIRTUAL_STAGE
 from megatron_train.config.options import Option
 from megatron_train.config.run import SECTIONS, run_options
 
@@ -21,8 +21,8 @@ training:
 
 Flags override the file, the file overrides [`--recipe`](recipes.md), the recipe overrides the
 defaults. An unknown flag or key is an error that
-names the nearest one. A switch has a second spelling that sets it the other way, so that a flag can
-override a file.
+names the nearest one; there is a [table of Megatron-LM's flags](megatron-flags.md). A switch has a
+second spelling that sets it the other way, so that a flag can override a file.
 """
 
 
@@ -35,6 +35,10 @@ def render_reference() -> str:
         head = "| flag | YAML key | takes | default | meaning |\n|---|---|---|---|---|\n"
         parts.append(f"## {title.capitalize()}: `{section}`\n\n{head}" + "\n".join(rows) + "\n")
     rows = [f"| `{flag}` | {text} |" for flag, (_, _, text) in ALIASES.items()]
+    rows.append(
+        f"| `{LAYERS_PER_VIRTUAL_STAGE}` | sets `--num-virtual-stages-per-pipeline-rank` to "
+        "layers / (stages x this) |"
+    )
     parts.append("## Other spellings\n\n| flag | meaning |\n|---|---|\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
 

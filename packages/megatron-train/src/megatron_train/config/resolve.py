@@ -8,7 +8,7 @@ from megatron_models import GPTConfig
 
 from megatron_train.config.data import DataConfig
 from megatron_train.config.files import read_file
-from megatron_train.config.flags import given_flags
+from megatron_train.config.flags import LAYERS_PER_VIRTUAL_STAGE, given_flags
 from megatron_train.config.options import options_of
 from megatron_train.config.recipes import recipe_values
 from megatron_train.config.run import RunConfig, build_run, run_options
@@ -37,7 +37,9 @@ def resolve(
         values = recipe_values(namespace.recipe, options)
     if namespace.config is not None:
         values = values.updated(read_file(Path(namespace.config), options))
-    values = derive(values.updated(given_flags(namespace, options)))
+    values = values.updated(given_flags(namespace, options))
+    name = LAYERS_PER_VIRTUAL_STAGE.removeprefix("--").replace("-", "_")
+    values = derive(_with_virtual_stages(values, getattr(namespace, name, None)))
     return build_run(values, world_size or started_ranks()), values
 
 
@@ -62,6 +64,26 @@ def derive(values: Values) -> Values:
         values = values.with_derived("model.max_position_embeddings", seq_length, "--seq-length")
         values = _with_vocabulary(values)
     return values
+
+
+def _with_virtual_stages(values: Values, layers_each: str | None) -> Values:
+    """Turn layers of a virtual stage into virtual stages of a rank."""
+    layers, stages = values.get("model.num_layers"), values.get("layout.pp") or 1
+    if layers_each is None or layers is None:
+        return values
+    flag = f"{LAYERS_PER_VIRTUAL_STAGE} {layers_each}"
+    if not layers_each.isdecimal() or int(layers_each) < 1:
+        raise UsageError(f"{LAYERS_PER_VIRTUAL_STAGE} needs a positive number, got {layers_each!r}")
+    other = values.given.get("layout.vpp")
+    if other is not None and other.origin.startswith("--"):
+        raise UsageError(f"{flag} and {other.origin} exclude each other; give one")
+    if layers % (stages * int(layers_each)):
+        raise UsageError(
+            f"{flag} does not divide {layers} layers on {stages} pipeline stages; change one of "
+            "them"
+        )
+    count = layers // (stages * int(layers_each))
+    return values.updated(Values({"layout.vpp": Given(count, LAYERS_PER_VIRTUAL_STAGE)}))
 
 
 def _with_vocabulary(values: Values) -> Values:

@@ -1,0 +1,154 @@
+"""Command lines of Megatron-LM's README, with only the launcher changed, and its table of flags."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_data import train_bpe
+from megatron_train.cli import main
+from megatron_train.config.megatron_flags import find_megatron_flag, megatron_flags
+
+# The pretraining example of the README: a GPT of 345 million parameters, its flags in its order.
+MODEL = (
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
+    "--max-position-embeddings 1024 --micro-batch-size 4 --global-batch-size 8 --lr 0.00015 "
+    "--train-iters 500000 --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5 "
+    "--weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0"
+)
+DATA = (
+    "--data-path my-gpt2_text_document --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt "
+    "--split 949,50,1"
+)
+OUTPUT = (
+    "--log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 "
+    "--save checkpoints/gpt2_345m --load checkpoints/gpt2_345m"
+)
+README = f"pretrain gpt {MODEL} {DATA} {OUTPUT}"
+
+# The example of 175 billion parameters, without its batch size ramp.
+LARGE = (
+    "pretrain gpt --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 "
+    "--max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 1536 "
+    "--train-samples 146484375 --lr-decay-samples 126953125 --lr-warmup-samples 183105 "
+    "--lr 6.0e-5 --min-lr 6.0e-6 --lr-decay-style cosine --weight-decay 0.1 --adam-beta1 0.9 "
+    "--adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --bf16 --sequence-parallel "
+    "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --log-interval 10 "
+    f"--eval-iters 40 --eval-interval 1000 --tensorboard-dir board {DATA} --split 98,2,0"
+)
+
+# What makes the first example small enough for a test; later flags override earlier ones.
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --train-iters 4 "
+    "--lr-decay-iters 400 --eval-iters 1 --log-interval 2 --no-progress"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with GPT-2's two tokenizer files and `my-corpus.json`, preprocessed."""
+    folder = tmp_path_factory.mktemp("readme")
+    words, phrases = random.Random(1), ("the whale", "a ship", "sails on", "sees", "the white sea")
+    texts = [" ".join(words.choice(phrases) for _ in range(50)) for _ in range(300)]
+    tokenizer = train_bpe(texts, 290)
+    tokenizer.save(folder / "tokenizer")
+    model = json.loads((folder / "tokenizer" / "tokenizer.json").read_text())["model"]
+    (folder / "gpt2-vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (folder / "gpt2-merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+    (folder / "my-corpus.json").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    return folder
+
+
+@pytest.fixture
+def call(folder, capsys, monkeypatch):
+    """Return a function that runs megatron-train in the folder and gives what it printed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.chdir(folder)
+
+    def start(words: str, status: int = 0) -> str:
+        assert main(words.split()) == status
+        printed = capsys.readouterr()
+        return printed.out + printed.err
+
+    yield start
+    torch.set_num_threads(threads)
+
+
+def shown(printed: str) -> dict[str, str]:
+    lines = (line.split("#")[0] for line in printed.splitlines())
+    return dict(re.findall(r"^  (\w+): (.*?) *$", "\n".join(lines), re.MULTILINE))
+
+
+def test_the_pretraining_line_is_understood_as_there(call, folder):
+    found = shown(call(f"{README} --print-config"))
+    tokens = len(json.loads((folder / "gpt2-vocab.json").read_text()))
+    expected = {"num_layers": "24", "vocab_size": str(tokens), "max_position_embeddings": "1024"}
+    expected |= {"lr": "0.00015", "min_lr": "1.0e-05", "lr_warmup_fraction": "0.01"}
+    expected |= {"split": "'949,50,1'", "global_batch_size": "8", "save_interval": "10000"}
+    assert expected.items() <= found.items()
+
+
+def test_the_line_of_175_billion_parameters_is_understood_as_there(call, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1024")
+    found = shown(call(f"{LARGE} --print-config"))
+    expected = {"train_samples": "146484375", "lr_warmup_samples": "183105", "tp": "8", "pp": "16"}
+    assert expected.items() <= found.items() and "train_iters" not in found
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--fp16", "--fp16 is not supported yet, it is planned: fp16 with a loss scale"),
+        ("--checkpoint-activations", "--checkpoint-activations is not supported yet"),
+        ("--rampup-batch-size 16 16 5859375", "--rampup-batch-size is not supported yet"),
+        ("--data-impl mmap", "--data-impl is a flag of Megatron-LM that is not needed here"),
+        ("--distributed-backend nccl", "--distributed-backend is a flag of Megatron-LM that is"),
+    ],
+)
+def test_what_is_not_there_is_answered_in_its_line(call, flag, message):
+    printed = call(f"{README} {flag}", status=2)
+    assert message in printed and printed.count("\n") == 1
+
+
+def test_the_readmes_names_train_and_continue(call, folder, run_command):
+    options = "--input my-corpus.json --output-prefix my-gpt2 --tokenizer-model tokenizer"
+    run_command(folder, f"megatron-data preprocess {options} --append-eod")
+    assert (folder / "my-gpt2_text_document.bin").exists()
+    words = f"{README} {SMALL}"
+    printed = call(f"{words} --exit-interval 2")
+    assert "no complete checkpoint in checkpoints/gpt2_345m: starting fresh" in printed
+    assert "stopped after step 2 of 4" in printed
+    printed = call(words)
+    assert "continuing from checkpoints/gpt2_345m after step 2" in printed
+    assert "iteration        4/       4" in printed
+
+
+@cache
+def accepted_by(command: str) -> set[str]:
+    """The flags in a command's ``--help``."""
+    name, *words = command.split()
+    program = [str(Path(sys.executable).with_name(name)), *words, "--help"]
+    text = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True).stdout
+    return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
+
+
+COMMANDS = sorted({command for flag in megatron_flags() for command in flag.commands})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_takes_the_flags_that_the_table_gives_it(command):
+    said = {flag.flag for flag in megatron_flags() if command in flag.commands}
+    assert said <= accepted_by(command)
+
+
+def test_what_is_planned_or_refused_is_taken_by_no_command():
+    for command in COMMANDS:
+        for flag in map(find_megatron_flag, accepted_by(command)):
+            assert flag is None or flag.kind in ("works", "alias"), f"{command} takes {flag}"
