@@ -4,7 +4,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from layouts.traffic import BEGIN, END, JOBS, STEPS, Job, added, count, differences, formula, table
+from layouts.output import marks
+from layouts.traffic import JOBS, STEPS, Job, added, count, differences, formula, table
 from megatron_models import parameter_count
 from megatron_parallel import all_reduce
 from megatron_parallel.tensor_parallel import RowParallelLinear
@@ -80,4 +81,5 @@ def test_the_page_shows_the_formulas_of_today():
     }
     text, failed = table(exact)
     assert not failed
-    assert PAGE.read_text().split(BEGIN)[1].split(END)[0] == f"\n{text}"
+    begin, end = marks("traffic")
+    assert PAGE.read_text().split(begin)[1].split(end)[0] == f"\n{text}"

@@ -11,9 +11,9 @@ from tqdm import tqdm
 
 from layouts.cases import CASES, Case
 from layouts.defects import DEFECTS
+from layouts.output import publish
 from layouts.proof import prove, prove_fp32
 
-BEGIN, END = "<!-- layouts: begin -->", "<!-- layouts: end -->"
 DEFECT_STEPS = 3
 
 
@@ -32,14 +32,7 @@ def main() -> int:
         text = layouts_table(pool, bar, failed) + "\n" + defects_table(pool, bar, failed)
     minutes = (time.monotonic() - started) / 60
     text += f"\nMeasured in {minutes:.1f} minutes with torch {torch.__version__} on Gloo.\n"
-    print(text)
-    if arguments.write:
-        page = arguments.write.read_text()
-        head, rest = page.split(BEGIN)
-        arguments.write.write_text(f"{head}{BEGIN}\n{text}{END}{rest.split(END)[1]}")
-    for line in failed:
-        print(f"layouts: error: {line}", file=sys.stderr)
-    return 1 if failed else 0
+    return publish("layouts", text, failed, arguments.write)
 
 
 def layouts_table(pool: WorkerPool, bar: "tqdm[None]", failed: list[str]) -> str:

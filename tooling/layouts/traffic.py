@@ -24,7 +24,7 @@ from megatron_train.engine import StepEngine
 from megatron_train.tasks.task import Batch
 from tqdm import tqdm
 
-BEGIN, END = "<!-- traffic: begin -->", "<!-- traffic: end -->"
+from layouts.output import publish
 
 STEPS = 2
 """Of a run that is counted: were the first step another than the second, no formula would fit."""
@@ -227,8 +227,8 @@ def scalars(layout: ParallelLayout) -> Iterator[Message]:
     for what, axis, operation, ranks in (
         ("number of true tokens", "dp", "all_reduce of token counts", layout.dp),
         ("loss", "dp", "all_reduce of loss sums", layout.dp),
-        ("gradient norm of a stage", "tp_dp_cp", "all_reduce", stage),
-        ("gradient norm", "pp", "all_reduce", layout.pp),
+        ("gradient norm of a stage", "tp_dp_cp", "all_reduce of gradient norm", stage),
+        ("gradient norm", "pp", "all_reduce of gradient norm", layout.pp),
         ("step digest", "pp", "all_gather of step digest", layout.pp),
         ("loss of the last stage", "pp", "broadcast of loss sums", layout.pp),
         ("whether to stop", "world", "all_reduce of wishes to stop", layout.world_size),
@@ -339,14 +339,7 @@ def main() -> int:
     with WorkerPool(max_ranks=8, collective_timeout=60, timeout=300) as pool:
         counted = {job: pool.run_mesh(job.layout, count, job) for job in tqdm(JOBS, disable=None)}
     text, failed = table(counted)
-    print(text)
-    if arguments.write:
-        page = arguments.write.read_text()
-        head, rest = page.split(BEGIN)
-        arguments.write.write_text(f"{head}{BEGIN}\n{text}{END}{rest.split(END)[1]}")
-    for line in failed:
-        print(f"layouts: error: {line}", file=sys.stderr)
-    return 1 if failed else 0
+    return publish("traffic", text, failed, arguments.write)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def scale_gradients(gradients: Iterable[Float[Tensor, "..."]], factor: float) ->
 def _over_all_ranks(value: Float64[Tensor, ""], mesh: Mesh, op: Literal["sum", "max"]) -> float:
     """Reduce over the ranks of a pipeline stage, then over the stages: every rank once."""
     for axis in ("tp_dp_cp", "pp"):
-        value = all_reduce(value, mesh.axis(axis), op=op)
+        value = all_reduce(value, mesh.axis(axis), op=op, purpose="gradient norm")
     return float(value)
 
 

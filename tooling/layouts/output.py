@@ -1,0 +1,25 @@
+"""What a proof leaves: tables on standard output and in the documentation, and an exit status."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def publish(name: str, text: str, failed: Sequence[str], page: Path | None) -> int:
+    """Print tables and what failed; put the tables between the marks of `name` into `page`.
+
+    Returns the exit status: 1 if anything failed.
+    """
+    print(text)
+    if page is not None:
+        begin, end = marks(name)
+        head, rest = page.read_text().split(begin)
+        page.write_text(f"{head}{begin}\n{text}{end}{rest.split(end)[1]}")
+    for line in failed:
+        print(f"{name}: error: {line}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def marks(name: str) -> tuple[str, str]:
+    """The lines between which the tables of `name` stand on a page."""
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
