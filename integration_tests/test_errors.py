@@ -1,8 +1,11 @@
 """Every mistake a person can make is answered with one line and a non-zero exit status."""
 
 import contextlib
+import errno
 import json
+import os
 import shutil
+import socket
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -43,6 +46,14 @@ def prepared(tmp_path_factory):
     (folder / "key.yaml").write_text("model: {num_layer: 2}\n")
     (folder / "section.yaml").write_text("modle: {num_layers: 2}\n")
     (folder / "value.yaml").write_text("model: {num_layers: two}\n")
+    (folder / "cut-tokenizer").mkdir()
+    (folder / "cut-tokenizer" / "tokenizer.json").write_text('{"version": "1.0", "trunc')
+    (folder / "foreign-tokenizer").mkdir()
+    (folder / "foreign-tokenizer" / "tokenizer.json").write_text("[1, 2, 3]")
+    (folder / "no-checkpoint").mkdir()
+    (folder / "huggingface").mkdir()
+    (folder / "huggingface" / "config.json").write_text('{"architectures": ["BertModel"]}')
+    (folder / "file").write_text("a file where a folder is wanted")
     with contextlib.chdir(folder):
         assert call(f"{TRAIN} {DATA} --save trained") == 0
     shutil.copytree(folder / "trained", folder / "torn")
@@ -132,6 +143,78 @@ MISTAKES = {
         f"{TRAIN} {DATA} --load torn --exit-on-missing-checkpoint",
         ["--load torn"],
     ),
+    "a model cut over too few ranks": (
+        f"{TRAIN} {DATA} --nproc-per-node 3 --tensor-model-parallel-size 2",
+        ["--tensor-model-parallel-size 2", "2 ranks", "there are 3"],
+    ),
+    "layers that do not divide over stages": (
+        f"{TRAIN} {DATA} --nproc-per-node 4 --pipeline-model-parallel-size 4",
+        ["2 layers", "4 stages"],
+    ),
+    "sequence parallelism without tensor parallelism": (
+        f"{TRAIN} {DATA} --sequence-parallel",
+        ["--sequence-parallel", "--tensor-model-parallel-size"],
+    ),
+    "a sequence that ranks cannot cut": (
+        f"{TRAIN} {DATA} --nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--seq-length 15",
+        ["--seq-length 15", "2 equal parts"],
+    ),
+    "a batch that ranks cannot share": (
+        f"{TRAIN} {DATA} --nproc-per-node 2 --global-batch-size 6",
+        ["--global-batch-size 6", "2 data parallel ranks"],
+    ),
+    "heads that ranks cannot share": (
+        f"{TRAIN} {DATA} --nproc-per-node 3 --tensor-model-parallel-size 3",
+        ["3 equal parts", "'tp'"],
+    ),
+    "no number of ranks": (f"{TRAIN} {DATA} --nproc-per-node two", ["--nproc-per-node", "'two'"]),
+    "an axis that is not there yet": (
+        f"{TRAIN} {DATA} --context-parallel-size 2",
+        ["--context-parallel-size 2"],
+    ),
+    "a dropout that drops everything": (
+        f"{TRAIN} {DATA} --hidden-dropout 1",
+        ["--hidden-dropout", "1.0"],
+    ),
+    "two precisions": (f"{TRAIN} {DATA} --bf16 --float64", ["--bf16", "--float64"]),
+    "two ways to name a corpus": (
+        f"{TRAIN} {DATA} --train-data-path good",
+        ["--data-path", "--train-data-path"],
+    ),
+    "a tokenizer file that was cut off": (
+        f"{TRAIN} --data-path good --tokenizer-model cut-tokenizer",
+        ["cut-tokenizer"],
+    ),
+    "a tokenizer file that is none": (
+        f"{TRAIN} --data-path good --tokenizer-model foreign-tokenizer",
+        ["foreign-tokenizer"],
+    ),
+    "a folder to save to that is a file": (f"{TRAIN} {DATA} --save file/run", ["file"]),
+    "a folder that cannot be made": (f"{TRAIN} {DATA} --save /proc/run", ["/proc/run"]),
+    "a report of nothing": ("megatron-train report no-checkpoint", ["metrics.jsonl", "--save"]),
+    "no checkpoint to generate from": (
+        "megatron-infer generate --load no-checkpoint --prompt x",
+        ["no-checkpoint"],
+    ),
+    "a torn checkpoint to generate from": (
+        "megatron-infer generate --load torn/iter_0000003 --prompt x",
+        ["iter_0000003"],
+    ),
+    "a prompt longer than the model": (
+        f"megatron-infer generate --load trained --prompt {'x' * 40}",
+        ["16 positions"],
+    ),
+    "a server for everybody without a token": (
+        "megatron-infer serve --load trained --host 0.0.0.0",
+        ["0.0.0.0", "--token-file"],
+    ),
+    "a published model of another kind": (
+        "megatron-ckpt convert --from-hf huggingface converted",
+        ["BertModel"],
+    ),
+    "a checkpoint that is none": ("megatron-ckpt verify no-checkpoint", ["no-checkpoint"]),
+    "a dataset that is none": ("megatron-data verify foreign", ["foreign.idx"]),
     "a folder that holds another run": (
         f"{TRAIN} {DATA} --save trained",
         ["--save trained", "--load trained"],
@@ -145,6 +228,36 @@ def test_a_mistake_is_answered_in_one_line(prepared, mistake, capsys, monkeypatc
     monkeypatch.chdir(prepared)
     status = call(command)
     check(command, status, capsys.readouterr().err, parts)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{TRAIN} {DATA} --save full",
+        "megatron-data preprocess --tokenizer-model bytes --input fine.jsonl --output-prefix full",
+    ],
+)
+def test_a_full_disk_is_answered_in_one_line_and_nothing_torn_is_left(
+    prepared, command, capsys, monkeypatch
+):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (prepared / "fine.jsonl").write_text('{"text": "fine"}\n')
+    monkeypatch.chdir(prepared)
+    monkeypatch.setattr(os, "fsync", full)
+    status = call(command)
+    check(command, status, capsys.readouterr().err, ["No space left on device"])
+    assert not list(prepared.glob("full/iter_*")) and not list(prepared.glob("full*.bin"))
+
+
+def test_a_port_in_use_is_answered_in_one_line(prepared, capsys, monkeypatch):
+    monkeypatch.chdir(prepared)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        command = f"megatron-infer serve --load trained --port {port}"
+        status = call(command)
+    check(command, status, capsys.readouterr().err, [str(port), "in use"])
 
 
 @pytest.mark.parametrize("mistake", ["a line that is not JSON", "a misspelt key", "missing tokens"])
