@@ -1,0 +1,330 @@
+"""Every accepted flag changes something: with it, a run is another run than without it.
+
+Each option is tried on top of a small run (`BASE`), in the context that it needs, and what can be
+observed of the two runs is compared: exit status, losses, gradient norms and learning rates of
+every step, evaluations, what is printed, which files appear, and a few calls that have no other
+trace on one rank (`Probes`). What merely repeats the configuration is left out: the printed list
+of settings, the line about the model, `config.yaml`.
+
+Flags of parallel layouts change a run of one rank only by being refused there; what they do on
+several ranks is shown in test_pretrain_on_ranks.py and test_layouts.py.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_data import ByteTokenizer, IndexedDatasetBuilder
+from megatron_parallel import Mesh
+from megatron_train import StepEngine, Trainer
+from megatron_train.cli import main
+from megatron_train.config.flags import ALIASES, LAYERS_PER_VIRTUAL_STAGE
+from megatron_train.config.run import run_options
+from megatron_train.metrics.console import Console
+
+Words = dict[str, str | None]
+"""Flags and their values; an empty value is a switch, None takes a flag of the base away."""
+
+BASE: Words = {
+    "--num-layers": "2",
+    "--hidden-size": "16",
+    "--num-attention-heads": "2",
+    "--seq-length": "16",
+    "--micro-batch-size": "2",
+    "--global-batch-size": "4",
+    "--train-iters": "4",
+    "--data-path": "text",
+    "--tokenizer-model": "bytes",
+    "--split": "6,3,1",
+    "--eval-iters": "1",
+    "--log-interval": "2",
+    "--lr": "1e-2",
+    "--hidden-dropout": "0",
+    "--attention-dropout": "0",
+    "--device": "cpu",
+    "--save": "out",
+}
+ROPE: Words = {"--position-embedding-type": "rope"}
+LLAMA3: Words = {**ROPE, "--rope-scaling-type": "llama3", "--rope-scaling-original-length": "8"}
+WSD: Words = {"--lr-decay-style": "WSD", "--lr-wsd-decay-iters": "2"}
+GROWING: Words = {
+    "--start-weight-decay": "0",
+    "--end-weight-decay": "5",
+    "--weight-decay-incr-style": "linear",
+}
+SAMPLES: Words = {"--train-iters": None, "--train-samples": "16"}
+BY_SPLIT: Words = {
+    "--data-path": None,
+    "--split": None,
+    "--train-data-path": "text",
+    "--valid-data-path": "text",
+}
+GPT2: Words = {"--tokenizer-model": None, "--vocab-file": "vocab", "--merge-file": "merges"}
+LOAD: Words = {"--load": "trained", "--train-iters": "6"}
+
+# Option: the context it needs on top of the base, and what is then added.
+EFFECTS: dict[str, tuple[Words, Words]] = {
+    "model.num_layers": ({}, {"--num-layers": "1"}),
+    "model.hidden_size": ({}, {"--hidden-size": "32"}),
+    "model.num_attention_heads": ({}, {"--num-attention-heads": "4"}),
+    "model.vocab_size": ({}, {"--vocab-size": "300"}),
+    "model.max_position_embeddings": ({}, {"--max-position-embeddings": "32"}),
+    "model.num_query_groups": ({}, {"--num-query-groups": "1"}),
+    "model.kv_channels": ({}, {"--kv-channels": "4"}),
+    "model.ffn_hidden_size": ({}, {"--ffn-hidden-size": "24"}),
+    "model.make_vocab_size_divisible_by": ({}, {"--make-vocab-size-divisible-by": "512"}),
+    "model.position_embedding_type": ({}, ROPE),
+    "model.rotary_base": (ROPE, {"--rotary-base": "10"}),
+    "model.rotary_percent": (ROPE, {"--rotary-percent": "0.5"}),
+    "model.rotary_interleaved": (ROPE, {"--rotary-interleaved": ""}),
+    "model.rope_scaling_type": (ROPE, {"--rope-scaling-type": "linear"}),
+    "model.rope_scaling_factor": (LLAMA3, {"--rope-scaling-factor": "2"}),
+    "model.rope_scaling_low_freq_factor": (LLAMA3, {"--rope-scaling-low-freq-factor": "0.1"}),
+    "model.rope_scaling_high_freq_factor": (LLAMA3, {"--rope-scaling-high-freq-factor": "9"}),
+    "model.rope_scaling_original_length": (LLAMA3, {"--rope-scaling-original-length": "64"}),
+    "model.normalization": ({}, {"--normalization": "RMSNorm"}),
+    "model.norm_epsilon": ({}, {"--norm-epsilon": "0.1"}),
+    "model.activation": ({}, {"--activation": "gelu_tanh"}),
+    "model.add_bias_linear": ({}, {"--disable-bias-linear": ""}),
+    "model.add_qkv_bias": ({"--disable-bias-linear": ""}, {"--add-qkv-bias": ""}),
+    "model.untie_embeddings_and_output_weights": (
+        {},
+        {"--untie-embeddings-and-output-weights": ""},
+    ),
+    "model.init_method_std": ({}, {"--init-method-std": "0.1"}),
+    "data.seq_length": ({}, {"--seq-length": "8"}),
+    "data.data_path": ({}, {"--data-path": "other"}),
+    "data.train_data_path": (BY_SPLIT, {"--train-data-path": "other"}),
+    "data.valid_data_path": (BY_SPLIT, {"--valid-data-path": "other"}),
+    "data.test_data_path": (BY_SPLIT, {"--test-data-path": "other"}),
+    "data.split": ({}, {"--split": "3,6,1"}),
+    "data.tokenizer_type": ({}, {"--tokenizer-type": "HuggingFaceTokenizer"}),
+    "data.tokenizer_model": ({"--vocab-size": "257"}, {"--tokenizer-model": None}),
+    "data.vocab_file": (GPT2, {"--vocab-file": "another"}),
+    "data.merge_file": (GPT2, {"--merge-file": "another"}),
+    "data.reset_position_ids": ({}, {"--reset-position-ids": ""}),
+    "data.reset_attention_mask": ({}, {"--reset-attention-mask": ""}),
+    "data.eod_mask_loss": ({}, {"--eod-mask-loss": ""}),
+    "data.data_cache_path": ({}, {"--data-cache-path": "cache"}),
+    "training.micro_batch_size": ({}, {"--micro-batch-size": "1"}),
+    "training.train_iters": ({"--lr-decay-iters": "8"}, {"--train-iters": "3"}),
+    "training.train_samples": (SAMPLES, {"--train-samples": "12"}),
+    "training.global_batch_size": ({}, {"--global-batch-size": "2"}),
+    "training.seed": ({}, {"--seed": "1"}),
+    "training.bf16": ({}, {"--bf16": ""}),
+    "training.float64": ({}, {"--float64": ""}),
+    "training.compile": ({}, {"--compile": ""}),
+    "training.deterministic_mode": ({}, {"--deterministic-mode": ""}),
+    "training.device": ({}, {"--device": "cuda"}),
+    "training.sequence_parallel": ({}, {"--sequence-parallel": ""}),
+    "training.hidden_dropout": ({}, {"--hidden-dropout": "0.3"}),
+    "training.attention_dropout": ({}, {"--attention-dropout": "0.3"}),
+    "training.distributed_timeout_minutes": ({}, {"--distributed-timeout-minutes": "1"}),
+    "training.exit_interval": ({}, {"--exit-interval": "3"}),
+    "training.exit_duration_in_mins": ({}, {"--exit-duration-in-mins": "1e-9"}),
+    "optimizer.lr": ({}, {"--lr": "1e-3"}),
+    "optimizer.min_lr": ({}, {"--min-lr": "5e-3"}),
+    "optimizer.lr_warmup_init": ({"--lr-warmup-iters": "2"}, {"--lr-warmup-init": "1e-3"}),
+    "optimizer.lr_decay_style": ({}, {"--lr-decay-style": "cosine"}),
+    "optimizer.lr_wsd_decay_style": (WSD, {"--lr-wsd-decay-style": "linear"}),
+    "optimizer.weight_decay": ({}, {"--weight-decay": "5"}),
+    "optimizer.start_weight_decay": (GROWING, {"--start-weight-decay": "4"}),
+    "optimizer.end_weight_decay": (GROWING, {"--end-weight-decay": "9"}),
+    "optimizer.weight_decay_incr_style": (GROWING, {"--weight-decay-incr-style": "cosine"}),
+    "optimizer.adam_beta1": ({}, {"--adam-beta1": "0.1"}),
+    "optimizer.adam_beta2": ({}, {"--adam-beta2": "0.1"}),
+    "optimizer.adam_eps": ({}, {"--adam-eps": "0.1"}),
+    "optimizer.clip_grad": ({}, {"--clip-grad": "0.01"}),
+    "schedule.lr_decay_iters": ({}, {"--lr-decay-iters": "9"}),
+    "schedule.lr_decay_samples": (SAMPLES, {"--lr-decay-samples": "40"}),
+    "schedule.lr_warmup_iters": ({}, {"--lr-warmup-iters": "2"}),
+    "schedule.lr_warmup_samples": (SAMPLES, {"--lr-warmup-samples": "8"}),
+    "schedule.lr_warmup_fraction": ({}, {"--lr-warmup-fraction": "0.5"}),
+    "schedule.lr_wsd_decay_iters": (WSD, {"--lr-wsd-decay-iters": "4"}),
+    "schedule.lr_wsd_decay_samples": (
+        {**SAMPLES, "--lr-decay-style": "WSD", "--lr-wsd-decay-samples": "8"},
+        {"--lr-wsd-decay-samples": "16"},
+    ),
+    "layout.tp": ({}, {"--tensor-model-parallel-size": "2"}),
+    "layout.cp": ({}, {"--context-parallel-size": "2"}),
+    "layout.ep": ({}, {"--expert-model-parallel-size": "2"}),
+    "layout.pp": ({}, {"--pipeline-model-parallel-size": "2"}),
+    "layout.vpp": ({}, {"--num-virtual-stages-per-pipeline-rank": "2"}),
+    "layout.etp": ({}, {"--expert-tensor-parallel-size": "2"}),
+    "evaluation.eval_interval": ({}, {"--eval-interval": "2"}),
+    "evaluation.eval_iters": ({}, {"--eval-iters": "2"}),
+    "checkpoint.save": ({"--save": None}, {"--save": "out"}),
+    "checkpoint.load": ({"--train-iters": "6"}, LOAD),
+    "checkpoint.save_interval": ({}, {"--save-interval": "2"}),
+    "checkpoint.keep_last": ({"--save-interval": "2"}, {"--keep-last": "1"}),
+    "checkpoint.finetune": (LOAD, {"--finetune": ""}),
+    "checkpoint.pretrained_checkpoint": ({}, {"--pretrained-checkpoint": "trained"}),
+    "checkpoint.no_load_optim": (LOAD, {"--no-load-optim": ""}),
+    "checkpoint.no_load_rng": ({**LOAD, "--seed": "5"}, {"--no-load-rng": ""}),
+    "checkpoint.use_checkpoint_args": (
+        {**LOAD, "--hidden-size": None},
+        {"--use-checkpoint-args": ""},
+    ),
+    "checkpoint.exit_on_missing_checkpoint": (
+        {"--load": "nowhere"},
+        {"--exit-on-missing-checkpoint": ""},
+    ),
+    "logging.log_interval": ({}, {"--log-interval": "1"}),
+    "logging.log_throughput": ({}, {"--log-throughput": ""}),
+    "logging.tensorboard_dir": ({}, {"--tensorboard-dir": "board"}),
+    "logging.progress": ({}, {"--no-progress": ""}),
+}
+
+VOLATILE = (
+    (r"^ \[[^]]*\]", ""),
+    (r"(elapsed time per iteration \(ms\)|tokens/s|MFU|TFLOP/s/GPU\)): [\d.]+", r"\1"),
+)
+"""Parts of printed lines that differ from run to run."""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A folder with two corpora, tokenizers and a run to continue."""
+    folder = tmp_path_factory.mktemp("prepared")
+    ByteTokenizer().save(folder / "bytes")
+    for name, step in (("text", 1), ("other", 3)):
+        with IndexedDatasetBuilder(str(folder / name), "uint16") as builder:
+            for start in range(60):
+                builder.add_item([*((start + step * i) % 250 for i in range(9)), 256])
+                builder.end_document()
+            builder.finalize()
+    tokens = {chr(256 + n): n for n in range(256)} | {"<|endoftext|>": 256}
+    (folder / "vocab").write_text(json.dumps(tokens | {chr(256) * 2: 257}))
+    (folder / "merges").write_text(f"{chr(256)} {chr(256)}\n")
+    (folder / "another").write_text(json.dumps(tokens | {chr(256) * 2: 300}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(command({**BASE, "--save": "trained"})) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unchanged():
+    """Observations of the contexts, by their words."""
+    return {}
+
+
+def command(words: Words) -> list[str]:
+    parts = (f"{flag} {value}" for flag, value in words.items() if value is not None)
+    return ["pretrain", "gpt", *" ".join(parts).split()]
+
+
+class Probes:
+    """Calls of a run that leave no other trace on one rank."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seen: dict[str, Any] = {"bars": 0, "compiled": 0, "micro-batches": []}
+        bind, run, train = Mesh.bind, StepEngine.run, Trainer.run
+
+        def bound(*args: Any, **given: Any) -> Mesh:
+            self.seen["timeout"] = given["timeout"]
+            return bind(*args, **given)
+
+        def ran(engine: StepEngine, batches: Any, *rest: Any) -> Any:
+            self.seen["micro-batches"].append(len(batches))
+            self.seen["deterministic"] = torch.are_deterministic_algorithms_enabled()
+            return run(engine, batches, *rest)
+
+        def trained(trainer: Trainer) -> Any:
+            parameters = trainer.engine.parameters
+            self.seen["elements"] = {name: p.shape for name, p in parameters.items()}
+            return train(trainer)
+
+        patch.setattr(Mesh, "bind", bound)
+        patch.setattr(StepEngine, "run", ran)
+        patch.setattr(Trainer, "run", trained)
+        patch.setattr(torch, "compile", self._compiled)
+        patch.setattr(Console, "start_bar", self._bar)
+
+    def _compiled(self, stage: Any, **_: Any) -> Any:
+        self.seen["compiled"] += 1
+        return stage
+
+    def _bar(self, *_: Any) -> None:
+        self.seen["bars"] += 1
+
+
+def observe(words: Words, prepared: Path, folder: Path, capsys: Any) -> dict[str, Any]:
+    """Run `pretrain gpt` in a fresh copy of the prepared folder and return what is to be seen."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    shutil.copytree(prepared, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        probes = Probes(patch)
+        capsys.readouterr()
+        status = main(command(words))
+    torch.set_num_threads(threads)
+    printed = capsys.readouterr()
+    records = folder / "out" / "metrics.jsonl"
+    return {
+        "status": status,
+        "printed": [told(line) for line in printed.out.splitlines() if is_news(line)],
+        "errors": printed.err,
+        "files": sorted(re.sub(r"\d{6,}.*", "", str(p.relative_to(folder))) for p in files(folder)),
+        "records": [measured(line) for line in records.open()] if records.exists() else [],
+        "probes": probes.seen,
+    }
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if "tfevents" not in path.name or path.is_dir()]
+
+
+def is_news(line: str) -> bool:
+    return not line.startswith(("  ", "configuration", "environment", "model:", "MFU is", "---"))
+
+
+def told(line: str) -> str:
+    for pattern, text in VOLATILE:
+        line = re.sub(pattern, text, line)
+    return line
+
+
+def measured(line: str) -> dict[str, Any]:
+    record = json.loads(line)
+    return {} if record.get("event") == "start" else {**record, "seconds": None}
+
+
+def test_every_option_is_tried():
+    assert list(EFFECTS) == [option.key for option in run_options()]
+    flags = {option.key: (option.flag, option.opposite) for option in run_options()}
+    for key, (_, change) in EFFECTS.items():
+        assert set(flags[key]) & set(change), key
+
+
+def test_an_equal_run_is_seen_as_equal(prepared, tmp_path, capsys):
+    first, second = (observe(BASE, prepared, tmp_path / n, capsys) for n in ("a", "b"))
+    assert first == second
+    assert first["status"] == 0 and len(first["records"]) == 7  # start, 4 steps, validation, end
+
+
+@pytest.mark.parametrize("key", EFFECTS)
+def test_a_flag_changes_the_run(key, prepared, unchanged, tmp_path, capsys):
+    context, change = EFFECTS[key]
+    before = {**BASE, **context}
+    known = json.dumps(before)
+    if known not in unchanged:
+        unchanged[known] = observe(before, prepared, tmp_path / "without", capsys)
+    after = observe({**before, **change}, prepared, tmp_path / "with", capsys)
+    assert after != unchanged[known]
+    refused = ("layout.", "training.sequence_parallel", "training.device", "data.merge_file")
+    expected = ("data.tokenizer_type", "checkpoint.exit_on_missing_checkpoint")
+    if not key.startswith((*refused, *expected)):
+        assert after["status"] == 0, after["errors"]
+
+
+@pytest.mark.parametrize("flag", [*ALIASES, LAYERS_PER_VIRTUAL_STAGE])
+def test_an_alias_changes_the_run(flag, prepared, tmp_path, capsys):
+    value = "1" if flag == LAYERS_PER_VIRTUAL_STAGE else ""
+    without = observe(BASE, prepared, tmp_path / "without", capsys)
+    assert observe({**BASE, flag: value}, prepared, tmp_path / "with", capsys) != without
