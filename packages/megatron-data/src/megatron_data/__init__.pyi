@@ -34,6 +34,7 @@ from .preprocessing.manifest import verify as verify
 from .preprocessing.pipeline import Preprocessed as Preprocessed
 from .preprocessing.pipeline import preprocess as preprocess
 from .samplers import SequentialSampler as SequentialSampler
+from .tokenizers.gpt2 import gpt2_tokenizer as gpt2_tokenizer
 from .tokenizers.huggingface import HuggingFaceTokenizer as HuggingFaceTokenizer
 from .tokenizers.loading import load_tokenizer as load_tokenizer
 from .tokenizers.plain import ByteTokenizer as ByteTokenizer

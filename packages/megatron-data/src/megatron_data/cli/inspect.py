@@ -5,7 +5,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from .options import add_tokenizer_options, tokenizer_of
+from .options import add_tokenizer_options, names_tokenizer, tokenizer_of
 from .parser import Parser
 
 
@@ -34,8 +34,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     from ..preprocessing.manifest import read_manifest
 
     tokenizer = None
-    default = arguments.tokenizer_type == parser.get_default("tokenizer_type")
-    if not default or arguments.tokenizer_model is not None:
+    if names_tokenizer(arguments):
         tokenizer = tokenizer_of(parser, arguments)
     manifest = read_manifest(arguments.prefix)
     recorded = (manifest or {}).get("tokenizer", {})

@@ -1,31 +1,42 @@
 """Options that several commands share."""
 
 import argparse
+from typing import Any
 
+from ..tokenizers.gpt2 import gpt2_tokenizer
 from ..tokenizers.loading import load_tokenizer
 from ..tokenizers.plain import ByteTokenizer, NullTokenizer
 from ..tokenizers.protocol import Tokenizer
 from .parser import Parser
 
 HUGGING_FACE = "HuggingFaceTokenizer"
+GPT2 = "GPT2BPETokenizer"
 BYTES = "ByteTokenizer"
 NULL = "NullTokenizer"
 
+_TAKES = {
+    HUGGING_FACE: ("--tokenizer-model",),
+    GPT2: ("--vocab-file", "--merge-file"),
+    BYTES: (),
+    NULL: ("--vocab-size",),
+}
+
 
 def add_tokenizer_options(parser: Parser) -> None:
-    """`--tokenizer-type`, `--tokenizer-model`, `--vocab-size`."""
+    """`--tokenizer-type` and what the kinds are made from."""
     group = parser.add_argument_group("tokenizer")
     group.add_argument(
         "--tokenizer-type",
-        choices=(HUGGING_FACE, BYTES, NULL),
-        default=HUGGING_FACE,
-        help="kind of tokenizer",
+        choices=tuple(_TAKES),
+        help=f"kind of tokenizer; without it {GPT2} with --vocab-file, else {HUGGING_FACE}",
     )
     group.add_argument(
         "--tokenizer-model",
         metavar="PATH",
         help=f"{HUGGING_FACE}: a tokenizer.json or a folder that holds one",
     )
+    group.add_argument("--vocab-file", metavar="FILE", help=f"{GPT2}: vocab.json")
+    group.add_argument("--merge-file", metavar="FILE", help=f"{GPT2}: merges.txt")
     group.add_argument(
         "--vocab-size",
         type=int,
@@ -36,23 +47,32 @@ def add_tokenizer_options(parser: Parser) -> None:
 
 def tokenizer_of(parser: Parser, arguments: argparse.Namespace) -> Tokenizer:
     """The tokenizer that the options name; options of another kind are refused."""
-    kind, model, size = (
-        arguments.tokenizer_type,
-        arguments.tokenizer_model,
-        arguments.vocab_size,
-    )
-    if model is not None and kind != HUGGING_FACE:
-        parser.error(f"--tokenizer-model does not go with --tokenizer-type {kind}")
-    if size is not None and kind != NULL:
-        parser.error(f"--vocab-size does not go with --tokenizer-type {kind}")
+    given = _given(arguments)
+    kind = arguments.tokenizer_type or (GPT2 if "--vocab-file" in given else HUGGING_FACE)
+    if foreign := [option for option in given if option not in _TAKES[kind]]:
+        parser.error(f"{foreign[0]} does not go with --tokenizer-type {kind}")
+    if missing := [option for option in _TAKES[kind] if option not in given]:
+        if kind == HUGGING_FACE:
+            parser.error(
+                "--tokenizer-model PATH is needed; train one with megatron-data train-tokenizer"
+            )
+        parser.error(f"--tokenizer-type {kind} needs {' and '.join(missing)}")
     if kind == BYTES:
         return ByteTokenizer()
     if kind == NULL:
-        if size is None:
-            parser.error(f"--tokenizer-type {NULL} needs --vocab-size")
-        return NullTokenizer(size)
-    if model is None:
-        parser.error(
-            "--tokenizer-model PATH is needed; train one with megatron-data train-tokenizer"
-        )
-    return load_tokenizer(model)
+        return NullTokenizer(given["--vocab-size"])
+    if kind == GPT2:
+        return gpt2_tokenizer(given["--vocab-file"], given["--merge-file"])
+    return load_tokenizer(given["--tokenizer-model"])
+
+
+def names_tokenizer(arguments: argparse.Namespace) -> bool:
+    """Whether any option about a tokenizer was given."""
+    return arguments.tokenizer_type is not None or bool(_given(arguments))
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The values of the options that tokenizers are made from, by flag."""
+    flags = (flag for taken in _TAKES.values() for flag in taken)
+    values = {flag: getattr(arguments, flag[2:].replace("-", "_")) for flag in flags}
+    return {flag: value for flag, value in values.items() if value is not None}

@@ -20,6 +20,7 @@ def add_parser(commands: Any) -> None:
     data.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON-lines files")
     data.add_argument(
         "--json-keys",
+        "--json-key",
         nargs="+",
         default=["text"],
         metavar="KEY",

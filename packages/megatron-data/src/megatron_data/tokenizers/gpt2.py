@@ -1,0 +1,85 @@
+"""GPT-2's two files, `vocab.json` and `merges.txt`, as one tokenizer."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from .huggingface import HuggingFaceTokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def gpt2_tokenizer(
+    vocab_file: str | os.PathLike[str], merge_file: str | os.PathLike[str]
+) -> HuggingFaceTokenizer:
+    """The byte-level BPE in the two files of GPT-2: Megatron's `GPT2BPETokenizer`.
+
+    It encodes as GPT-2 does, whatever the vocabulary; `<|endoftext|>` ends a document.
+
+    Args:
+        vocab_file: `vocab.json`, tokens to numbers.
+        merge_file: `merges.txt`, a pair of tokens a line, in the order in which they are joined.
+
+    Raises:
+        DataError: a file that is missing or not what it should be; the message names it.
+    """
+    definition = _definition(Path(vocab_file), Path(merge_file))
+    return HuggingFaceTokenizer(definition, {"eod": END_OF_TEXT, "eos": END_OF_TEXT})
+
+
+def _definition(vocab_file: Path, merge_file: Path) -> str:
+    """The `tokenizer.json` of the two files."""
+    try:
+        vocabulary: Any = json.loads(_text(vocab_file))
+    except ValueError as error:
+        raise DataError(f"{vocab_file} is not JSON: {error}") from error
+    if not isinstance(vocabulary, dict) or not all(type(n) is int for n in vocabulary.values()):
+        raise DataError(f"{vocab_file} does not map tokens to numbers")
+    if END_OF_TEXT not in vocabulary:
+        raise DataError(f"{vocab_file} lacks {END_OF_TEXT}, the end of a document")
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    end = {"id": vocabulary[END_OF_TEXT], "content": END_OF_TEXT, "special": True, **added}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": [end],
+            "pre_tokenizer": {**byte_level, "use_regex": True},
+            "decoder": {**byte_level, "use_regex": True},
+            "model": {
+                "type": "BPE",
+                "vocab": vocabulary,
+                "merges": _merges(merge_file, vocabulary),
+            },
+        },
+        ensure_ascii=False,
+    )
+
+
+def _merges(path: Path, vocabulary: dict[str, int]) -> list[list[str]]:
+    """Return the pairs of a merges file in their order, each checked to be in the vocabulary."""
+    lines = _text(path).split("\n")
+    start = 1 if lines[0].startswith("#version") else 0
+    merges = []
+    for number, line in enumerate(lines[start:], start=start + 1):
+        if not line:
+            continue
+        pair = line.split(" ")
+        if len(pair) != 2 or not {*pair, "".join(pair)} <= vocabulary.keys():
+            raise DataError(
+                f"{path}, line {number}: {line!r} does not join two tokens of "
+                "the vocabulary to a third; give the two files of one tokenizer"
+            )
+        merges.append(pair)
+    return merges
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():
+        raise DataError(f"no tokenizer file {path}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
