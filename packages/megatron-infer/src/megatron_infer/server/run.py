@@ -101,7 +101,8 @@ class _ErrorTask(ErrorTask):
 
     def execute(self) -> None:
         error: Any = getattr(self.request, "error")  # noqa: B009
-        self.status = f"{error.code} {error.reason}"
+        # 501 is for transfer codings that nobody knows: the client's mistake like the others.
+        self.status = "400 Bad Request" if error.code == 501 else f"{error.code} {error.reason}"
         message = " ".join(str(error.body).split()) or error.reason
         body = (json.dumps({"message": message}) + "\n").encode()
         self.response_headers = [*self.response_headers, ("Content-Type", "application/json")]

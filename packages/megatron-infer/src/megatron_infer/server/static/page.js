@@ -56,7 +56,7 @@ async function* events(stream) {
 
 const ENDINGS = {
   stop: "the document ended",
-  length: "that many tokens were asked for",
+  length: "as many tokens as asked for",
   positions: "the model has no more positions",
 };
 

@@ -1,0 +1,121 @@
+"""`megatron-infer serve` as a process of its own, with a tiny model that can write long texts."""
+
+import http.client
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_ckpt import CheckpointStore, ModelRecord
+from megatron_data import ByteTokenizer
+from megatron_models import GPT, GPTConfig
+from megatron_parallel import Mesh, collect_shardings, parameter_views
+
+READY = re.compile(r"serving .* at http://([^ ]+):(\d+) ")
+
+
+class Server:
+    """A running server; `log` holds what it has written to standard error."""
+
+    def __init__(self, *options: str) -> None:
+        program = Path(sys.executable).with_name("megatron-infer")
+        self.process = subprocess.Popen(
+            [program, "serve", "--port", "0", *options],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.log: list[str] = []
+        self._ready: queue.Queue[re.Match[str] | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        found = self._ready.get(timeout=60)
+        assert found, "".join(self.log)
+        self.host, self.port = found[1], int(found[2])
+        self.url = f"http://{self.host}:{self.port}"
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            self.log.append(line)
+            if found := READY.search(line):
+                self._ready.put(found)
+        self._ready.put(None)
+
+    def connect(self, timeout: float = 60) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.host, self.port, timeout=timeout)
+
+    def ask(self, method: str, path: str, **fields: Any) -> tuple[int, Any]:
+        """Status and JSON of one request on a connection of its own."""
+        connection = self.connect()
+        body = json.dumps(fields) if fields else None
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal; the exit status."""
+        self.process.send_signal(number)
+        status = self.process.wait(timeout=60)
+        self._reader.join(timeout=10)
+        return status
+
+
+@pytest.fixture(scope="session")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose checkpoint is a small random model of 4096 positions."""
+    folder = tmp_path_factory.mktemp("served")
+    config = GPTConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        vocab_size=257,
+        max_position_embeddings=4096,
+        init_method_std=0.3,
+        untie_embeddings_and_output_weights=True,
+    )
+    model = GPT(config, Mesh.single(), dtype=torch.float32, seed=7)
+    with torch.no_grad():  # a channel that forbids the end of the document: texts can be long
+        model.final_norm.bias[0] = 10.0
+        model.output.weight[:, 0] = 0.0
+        model.output.weight[256, 0] = -100.0
+    ByteTokenizer().save(folder / "tokenizer")
+    CheckpointStore(folder / "run").save(
+        3,
+        parameter_views(model, collect_shardings(model), Mesh.single()),
+        model=ModelRecord("gpt2", config.to_dict()),
+        files={"tokenizer": folder / "tokenizer"},
+    )
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def start(run_folder: Path) -> Iterator[Callable[..., Server]]:
+    """Start servers; whatever still runs at the end is ended."""
+    started: list[Server] = []
+
+    def begin(*options: str) -> Server:
+        started.append(Server("--load", str(run_folder), *options))
+        return started[-1]
+
+    yield begin
+    for server in started:
+        if server.process.poll() is None:
+            server.end(signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def server(start: Callable[..., Server]) -> Server:
+    """One server for the tests that leave it as it was."""
+    return start("--max-tokens-per-request", "600000")

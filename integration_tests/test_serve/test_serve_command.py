@@ -1,0 +1,183 @@
+"""What a client of the running server sees: answers, refusals, and the end."""
+
+import contextlib
+import json
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_infer import SamplingParams, ServerSettings, generate, load_model
+
+DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
+
+MEGATRONS_LINE = (
+    "curl 'http://localhost:5000/api' -X 'PUT' -H 'Content-Type: application/json; charset=UTF-8' "
+    """-d '{"prompts":["Hello world"], "tokens_to_generate":1}'"""
+)
+
+FOREVER = {"prompts": ["Once upon a time"] * 128, "tokens_to_generate": 4000}
+"""Takes many minutes."""
+
+
+def greedy(run_folder, prompts, tokens):
+    loaded = load_model(run_folder)
+    params = SamplingParams(max_new_tokens=tokens, temperature=0.0)
+    completions = generate(loaded.model, loaded.tokenizer, prompts, params)
+    return [one.prompt + one.text for one in completions]
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="there is no curl on this machine")
+def test_the_curl_line_of_megatrons_readme_works(server) -> None:
+    assert ServerSettings().port == 5000
+    for line in (MEGATRONS_LINE, *curl_lines(DOCS.read_text())):
+        words = shlex.split(line.replace(":5000/", f":{server.port}/"))
+        done = subprocess.run([*words, "-sS"], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        if "/api/stream" in line:
+            assert done.stdout.count("event: done") == 1
+        else:
+            answer = json.loads(done.stdout)
+            assert answer["text"][0].startswith("Hello world")
+            assert len(answer["tokens"][0]) == len("Hello world") + 1
+
+
+def curl_lines(page: str) -> list[str]:
+    """Every curl command line of a page, continuation lines joined."""
+    joined = page.replace("\\\n", " ")
+    found = [line[2:] for line in joined.splitlines() if line.startswith("$ curl ")]
+    assert len(found) == 2
+    return found
+
+
+def test_requests_at_the_same_time_get_their_own_answers(server, run_folder) -> None:
+    prompts = [f"{name} said" for name in ("Ada", "Bo", "Cy", "Di", "Ed", "Flo", "Gus", "Hal")]
+
+    def ask(prompt: str) -> Any:
+        fields = {"prompts": [prompt], "tokens_to_generate": 20, "top_k": 1}
+        return server.ask("PUT", "/api", **fields)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, prompts * 2))
+    assert [status for status, _ in answers] == [200] * 16
+    assert [answer["text"][0] for _, answer in answers] == greedy(run_folder, prompts, 20) * 2
+
+
+@pytest.mark.parametrize("method", ["PUT /api", "POST /api/stream"])
+def test_a_client_that_goes_away_stops_its_generation(server, method: str) -> None:
+    body = json.dumps(FOREVER).encode()
+    head = f"{method} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((server.host, server.port)) as client:
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        time.sleep(1)  # the generation is under way
+    status, _ = server.ask("PUT", "/api", prompts=["x"], tokens_to_generate=1)
+    assert status == 200
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"NONSENSE\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"PUT /api HTTP/1.1\r\nHost: localhost\r\nContent-Length: -4\r\n\r\n",
+        b"PUT /api HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\nContent-Length: 5\r\n\r\n",
+        b"PUT /api HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip, chunked\r\n\r\n",
+        b"PUT /api HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 300_000 + b"\r\n\r\n",
+        b"PUT /api HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000000\r\n\r\n",
+        b"PUT /api HTTP/1.1\r\nHost: localhost\r\nContent-Length: 40\r\n\r\n{",
+        b"GET /%zz%00%ff HTTP/1.1\r\nHost: \xff\xfe\r\n\r\n",
+    ],
+)
+def test_what_is_hardly_http_is_refused_or_dropped(server, words: bytes) -> None:
+    with socket.create_connection((server.host, server.port), timeout=10) as client:
+        with contextlib.suppress(OSError):  # refused before all was sent
+            client.sendall(words)
+        client.settimeout(1)
+        answer = b""
+        with contextlib.suppress(ConnectionError, TimeoutError):  # it waits for the rest
+            while part := client.recv(4096):
+                answer += part
+    if answer:
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert 400 <= int(head.split()[1]) < 500, head
+        assert list(json.loads(body)) == ["message"]
+    assert server.ask("GET", "/health") == (200, {"status": "ok"})
+
+
+def test_sigterm_finishes_what_was_accepted(start) -> None:
+    server = start()
+    with ThreadPoolExecutor() as pool:
+        fields = {"prompts": ["Slowly"], "tokens_to_generate": 600}
+        pending = [pool.submit(server.ask, "PUT", "/api", **fields) for _ in range(2)]
+        wait_for_generation(server)
+        assert server.end(signal.SIGTERM) == 0
+        for status, answer in (one.result() for one in pending):
+            assert status == 200
+            assert len(answer["tokens"][0]) == 606
+    assert server.log[-1] == "megatron-infer: stopped\n"
+
+
+def test_ctrl_c_ends_at_once_and_tells_everybody(start) -> None:
+    server = start("--max-tokens-per-request", "600000", "--quiet")
+    stream = server.connect()
+    headers = {"Content-Type": "application/json"}
+    stream.request("POST", "/api/stream", json.dumps(FOREVER), headers)
+    events = stream.getresponse()
+    assert events.readline() == b"event: waiting\n"
+    with ThreadPoolExecutor() as pool:
+        pending = pool.submit(server.ask, "PUT", "/api", prompts=["x"])
+        time.sleep(1)
+        assert server.end(signal.SIGINT) == 130
+        status, answer = pending.result()
+    assert status == 503
+    assert "stopped" in answer["message"]
+    assert b"event: failed" in events.read()
+    assert server.log[1:] == ["\n", "megatron-infer: interrupted\n"]
+
+
+def wait_for_generation(server) -> None:
+    """Wait until a further request has to wait for others."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        connection = server.connect()
+        body = json.dumps({"prompts": ["x"], "tokens_to_generate": 1})
+        connection.request("POST", "/api/stream", body, {"Content-Type": "application/json"})
+        events = connection.getresponse()
+        events.readline()
+        ahead = json.loads(events.readline().removeprefix(b"data: "))["ahead"]
+        connection.close()
+        if ahead >= 2:
+            return
+    raise AssertionError("the requests never arrived")
+
+
+def test_a_second_server_on_the_port_is_one_line(server, run_folder) -> None:
+    program = Path(sys.executable).with_name("megatron-infer")
+    done = subprocess.run(
+        [program, "serve", "--load", run_folder, "--port", str(server.port)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(r"megatron-infer: error: cannot listen on .*in use.*\n", done.stderr)
+
+
+def test_the_log_has_no_prompt(start) -> None:
+    server = start()
+    assert server.ask("PUT", "/api", prompts=["a secret"], tokens_to_generate=2)[0] == 200
+    assert server.ask("PUT", "/api", prompts=["a secret"], beam_width=2)[0] == 400
+    assert server.end() == 0
+    log = "".join(server.log)
+    assert re.search(r"PUT /api 200, [\d.]+ s, 1 prompt\n", log)
+    assert "PUT /api 400" in log
+    assert "secret" not in log
