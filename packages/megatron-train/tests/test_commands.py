@@ -1,11 +1,22 @@
+import re
+import resource
 import subprocess
 import sys
 import time
 
 import pytest
 from megatron_train.cli import main
+from megatron_train.config.run import SECTIONS, run_options
 
-COMMANDS = [[], ["pretrain"], ["pretrain", "gpt"], ["layout"], ["report"]]
+COMMANDS = [
+    [],
+    ["pretrain"],
+    ["pretrain", "gpt"],
+    ["layout"],
+    ["report"],
+    ["recipes"],
+    ["recipes", "diff"],
+]
 
 
 def test_help_of_every_command_is_fast_and_without_torch():
@@ -27,6 +38,32 @@ def test_help_of_every_command_is_fast_and_without_torch():
         "megatron-train layout",
     ):
         assert part in done.stdout or part == "megatron-train layout"
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_help_takes_less_than_a_second(words):
+    """Measured as processor time, so that a busy machine does not count."""
+    script = "import sys; from megatron_train.cli import main; main(sys.argv[1:])"
+    program = [sys.executable, "-c", script, *words, "--help"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(program, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0 and done.stdout.startswith("usage: ")
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+
+
+def test_help_is_grouped_and_readable(capsys):
+    with pytest.raises(SystemExit):
+        main(["pretrain", "gpt", "--help"])
+    text = capsys.readouterr().out
+    places = [text.index(f"\n{title}:\n") for title, _ in SECTIONS.values()]
+    assert places == sorted(places)
+    shown = re.findall(r"^  (--[a-z][a-z0-9-]*)(?= |$)", text, re.MULTILINE)
+    for option in run_options():
+        assert shown.count(option.flag) == 1, option.flag
+    assert max(map(len, text.splitlines())) <= 100
+    assert not [line for line in text.splitlines() if line.endswith("-")]
+    assert "turn off: biases in every linear layer" in text
 
 
 def test_a_layout_is_drawn_without_torch(capsys):

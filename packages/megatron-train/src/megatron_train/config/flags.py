@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -68,6 +69,13 @@ def _unknown(words: Sequence[str], flags: Sequence[str]) -> str:
 class _Help(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=38, width=100)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)  # a flag stays in one piece
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = (textwrap.fill(line, width, break_on_hyphens=False) for line in text.splitlines())
+        return "\n".join(lines)
 
 
 class _Store(argparse.Action):
@@ -148,7 +156,10 @@ def describe(option: Option) -> str:
         notes.append("required")
     elif option.kind != "switch" and option.default is not None:
         notes.append(f"default {option.default}")
-    return option.help + (f" [{', '.join(notes)}]" if notes else "")
+    text = option.help
+    if option.kind == "switch" and not option.flag_sets():
+        text = f"turn off: {text}"
+    return text + (f" [{', '.join(notes)}]" if notes else "")
 
 
 def given_flags(namespace: argparse.Namespace, options: Sequence[Option]) -> Values:
