@@ -8,6 +8,7 @@ import pytest
 import torch
 from megatron_data import ByteTokenizer
 from megatron_infer import GenerationService, InferError, ServerSettings
+from megatron_infer.server.app import server_sent_events
 from megatron_infer.server.fields import GenerateRequest, RequestError
 from megatron_infer.server.service import Answer, Job, Piece
 from megatron_models import GPT
@@ -108,6 +109,16 @@ def test_a_client_that_closes_the_stream_stops_its_generation(
     gate.let(1)
     wait_until(lambda: service.unfinished == 0)
     assert gate.count <= 3
+
+
+def test_a_client_that_leaves_before_any_text_stops_its_generation(
+    service: GenerationService, gate: Gate
+) -> None:
+    job = service.submit(ask(tokens=40))
+    stream = server_sent_events(job, STAY)
+    assert next(stream).startswith("event: waiting")
+    stream.close()
+    assert job.cancelled
 
 
 def test_who_leaves_the_queue_makes_room(service: GenerationService, gate: Gate) -> None:

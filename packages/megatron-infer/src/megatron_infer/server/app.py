@@ -75,7 +75,7 @@ def create_app(
     @app.post("/api/stream")
     def stream() -> Response:
         job = service.submit(_read_request(schema))
-        events = _server_sent_events(job, _client_is_gone())
+        events = server_sent_events(job, _client_is_gone())
         return Response(events, mimetype="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
     @app.get("/info")
@@ -104,10 +104,11 @@ def _read_request(schema: dict[str, Any]) -> GenerateRequest:
     return asked
 
 
-def _server_sent_events(job: Job, client_is_gone: Callable[[], bool]) -> Iterator[str]:
-    yield _event("waiting", {"ahead": job.ahead})
+def server_sent_events(job: Job, client_is_gone: Callable[[], bool]) -> Iterator[str]:
+    """Yield what `/api/stream` sends about a job: server-sent events, each of one data line."""
     last = time.monotonic()
     try:
+        yield _event("waiting", {"ahead": job.ahead})
         for event in job.events(client_is_gone):
             if event is None and time.monotonic() - last < QUIET_SECONDS:
                 continue
@@ -120,6 +121,8 @@ def _server_sent_events(job: Job, client_is_gone: Callable[[], bool]) -> Iterato
                 yield _event("done", event.to_json())
     except RequestError as error:
         yield _event("failed", {"message": str(error)})
+    finally:
+        job.cancel()  # whoever closes the response no longer waits
 
 
 def _event(name: str, data: dict[str, Any]) -> str:
