@@ -16,6 +16,7 @@ COMMANDS = [
     ["report"],
     ["recipes"],
     ["recipes", "diff"],
+    ["config", "find"],
 ]
 
 
@@ -74,12 +75,37 @@ def test_a_layout_is_drawn_without_torch(capsys):
     assert "tp" in drawn and "pp" in drawn
 
 
+def test_a_setting_is_found_by_a_word_of_it(capsys):
+    assert main(["config", "find", "warmup", "fraction"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "--lr-warmup-fraction  (schedule.lr_warmup_fraction)\n    warm-up as a"
+    )
+    assert printed.count("\n") == 2
+    assert main(["config", "find", "fp16"]) == 0
+    assert capsys.readouterr().out.startswith("--fp16 is not supported yet, it is planned: fp16")
+    assert main(["config", "find", "decay-style"]) == 0
+    assert "{constant,linear,cosine,inverse-square-root,WSD}" in capsys.readouterr().out
+
+
+def test_files_of_settings_are_checked(tmp_path, capsys):
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text("training: {seed: 1}\noptimizer: {lr: 1e-4}\n")
+    bad.write_text("training: {seed: one}\n")
+    assert main(["config", "check", str(good)]) == 0
+    assert capsys.readouterr().out == f"{good}: 2 settings, all known\n"
+    assert main(["config", "check", str(good), str(bad)]) == 1
+    assert f"{bad}: training.seed needs an integer, got 'one'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
         ("pretrian gpt", 2, "unknown command 'pretrian'; did you mean pretrain?"),
         ("pretrain gtp", 2, "unknown model 'gtp'; did you mean gpt?"),
         ("", 2, "the following arguments are required: command"),
+        ("config find", 2, "the following arguments are required: WORD"),
+        ("config find zzz", 1, "no setting has 'zzz' in it"),
         ("layout", 2, "the following arguments are required: --world-size"),
         ("layout --world-size 0", 2, "--world-size must be positive, got 0"),
         ("layout --world-size 6 --tensor-model-parallel-size 4", 1, "6 is not a multiple of tp 4"),

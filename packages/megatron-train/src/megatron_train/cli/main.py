@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_train._version import __version__
-from megatron_train.cli import layout, pretrain, recipes
+from megatron_train.cli import config, layout, pretrain, recipes
 from megatron_train.cli import report as report_page
 from megatron_train.cli.failure import report_of
 from megatron_train.config.flags import Parser
@@ -22,6 +22,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(metavar="command", required=True)
     pretrain.add_command(commands)
     recipes.add_command(commands)
+    config.add_command(commands)
     layout.add_command(commands)
     report_page.add_command(commands)
     return parser

@@ -1,0 +1,69 @@
+"""``megatron-train config``: find a setting by any word of it, and check files of settings."""
+
+import argparse
+import sys
+import textwrap
+from pathlib import Path
+
+from megatron_train.config.files import read_file
+from megatron_train.config.flags import Parser, describe
+from megatron_train.config.megatron_flags import megatron_flags
+from megatron_train.config.options import Option
+from megatron_train.config.run import run_options
+from megatron_train.errors import TrainError
+
+_EXAMPLE = """\
+example:
+  megatron-train config find warmup
+  megatron-train config find fp16
+  megatron-train config check run.yaml
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Add the command to ``commands``."""
+    summary = "find a setting, or check a file of settings"
+    config = commands.add_parser(
+        "config", help=summary, description=summary.capitalize() + ".", epilog=_EXAMPLE
+    )
+    actions = config.add_subparsers(metavar="action", required=True)
+    summary = "show settings, and flags of Megatron-LM, by a word"
+    description = "Show the settings, and the flags of Megatron-LM, in which all words occur."
+    find = actions.add_parser("find", help=summary, description=description)
+    find.add_argument("word", metavar="WORD", nargs="+", help="part of a flag")
+    find.set_defaults(run=_find, parser=find)
+    summary = "check that files for --config hold only settings that exist, of the right type"
+    check = actions.add_parser("check", help=summary, description=summary.capitalize() + ".")
+    check.add_argument("file", metavar="FILE", nargs="+", help="YAML file of settings")
+    check.set_defaults(run=_check, parser=check)
+
+
+def _find(arguments: argparse.Namespace) -> int:
+    words = [word.lower() for word in arguments.word]
+    options = [o for o in run_options() if _has(f"{o.flag} {o.key} {o.help}", words)]
+    for option in options:
+        sys.stdout.write(_shown(option))
+    own = {option.flag for option in options}
+    others = [f for f in megatron_flags() if f.flag not in own and _has(f.flag, words)]
+    for flag in others:
+        sys.stdout.write(flag.answer() + "\n")
+    if not options and not others:
+        raise TrainError(f"no setting has {' '.join(arguments.word)!r} in it")
+    return 0
+
+
+def _has(text: str, words: list[str]) -> bool:
+    return all(word in text.lower() for word in words)
+
+
+def _shown(option: Option) -> str:
+    text = textwrap.fill(describe(option), 92, break_on_hyphens=False)
+    choices = f" {{{','.join(map(str, option.choices))}}}" if option.choices else ""
+    return f"{option.flag}{choices}  ({option.key})\n{textwrap.indent(text, '    ')}\n"
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    for name in arguments.file:
+        values = read_file(Path(name), run_options())
+        sys.stdout.write(f"{name}: {len(values.given)} settings, all known\n")
+    return 0
