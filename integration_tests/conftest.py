@@ -3,10 +3,12 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from megatron_parallel.testing import WorkerPool
@@ -72,3 +74,19 @@ def corpus(
         options = f"--input {name}.jsonl --output-prefix {name} --tokenizer-model tokenizer"
         run_command(folder, f"megatron-data preprocess {options} --append-eod")
     return folder
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A headless Chromium that this machine has, driven by playwright."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.skip(f"there is no browser on this machine: none of {', '.join(names)}")
+    with playwright.sync_playwright() as driver:
+        # Containers often run tests as root, where Chromium's own sandbox cannot be set up.
+        options = ["--no-sandbox"] if os.geteuid() == 0 else []
+        yield driver.chromium.launch(executable_path=found, args=options)

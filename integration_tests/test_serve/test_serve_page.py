@@ -1,8 +1,6 @@
 """The page in a real browser: it streams, it stops, it asks nobody else, nothing is amiss."""
 
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,20 +10,6 @@ import pytest
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install playwright"
 )
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator["playwright.Browser"]:
-    """A headless Chromium that this machine has."""
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(f"there is no browser on this machine: none of {', '.join(BROWSERS)}")
-    with playwright.sync_playwright() as driver:
-        # Containers often run tests as root, where Chromium's own sandbox cannot be set up.
-        options = ["--no-sandbox"] if os.geteuid() == 0 else []
-        yield driver.chromium.launch(executable_path=found, args=options)
 
 
 class Visit:
