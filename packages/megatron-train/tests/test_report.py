@@ -85,7 +85,7 @@ def test_points_lie_where_their_values_are():
     first, last = re.search(r'points="([\d.]+,[\d.]+) ([\d.]+,[\d.]+)"', figure).groups()
     assert [float(v) for v in first.split(",")] == [58.0, 230.0]
     x, y = (float(v) for v in last.split(","))
-    assert x == 548.0 and y == pytest.approx(12 + 218 * 0.5 / 10.5, abs=0.06)
+    assert x == 540.0 and y == pytest.approx(12 + 218 * 0.5 / 10.5, abs=0.06)
     data = json.loads(re.search(r"data-chart='([^']*)'", figure)[1].replace("&quot;", '"'))
     assert data["lines"] == [{"name": "a", "style": "first", "points": [[0, 0], [10, 10]]}]
 

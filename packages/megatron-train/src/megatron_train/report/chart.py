@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 WIDTH: Final = 560
 HEIGHT: Final = 260
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 30
+LEFT, RIGHT, TOP, BOTTOM = 58, 20, 12, 30
 MOST_POINTS: Final = 500
 """Points of a line; longer ones keep the smallest and the largest value of each stretch."""
 
