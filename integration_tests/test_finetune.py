@@ -1,5 +1,7 @@
 """Where a run begins: continued, with the weights of another, in parts, and what is refused."""
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -136,3 +138,26 @@ def test_the_test_set_is_measured_once_at_the_end(corpus, train):
     events = read_records(corpus / "tested" / "metrics.jsonl").events
     (test,) = [event for event in events if event["event"] == "test"]
     assert test["iteration"] == 2 and test["lm loss"] > 0
+
+
+def test_ranks_begin_with_the_weights_of_one(corpus, train, base, command):
+    words = f"{SIZES} --train-iters 3 --finetune --load {base} --float64 --global-batch-size 4"
+    train(f"{words} --save alone")
+    ranks = "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel"
+    line = f"megatron-train {TRAIN} {words} --save together {ranks}"
+
+    def start(more: str = "") -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        words = command(f"{line} {more}")
+        return subprocess.run(
+            words, cwd=corpus, env=environment, capture_output=True, text=True, timeout=200
+        )
+
+    done = start()
+    assert done.returncode == 0, done.stderr
+    assert "beginning at step 0 with the weights of base, step 10" in done.stdout
+    assert losses(corpus / "together") == pytest.approx(losses(corpus / "alone"), rel=1e-12)
+    refused = start("--load alone")  # another origin than that of the folder
+    assert refused.returncode == 1
+    assert refused.stderr.count("error:") == 1 and "Traceback" not in refused.stderr
+    assert "which did not begin with the weights of alone" in refused.stderr
