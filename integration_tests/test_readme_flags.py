@@ -42,6 +42,12 @@ LARGE = (
     f"--eval-iters 40 --eval-interval 1000 --tensorboard-dir board {DATA} --split 98,2,0"
 )
 
+# The README's preprocessing of a corpus for GPT.
+PREPROCESS = (
+    "--input my-corpus.json --output-prefix my-gpt2 --vocab-file gpt2-vocab.json "
+    "--tokenizer-type GPT2BPETokenizer --merge-file gpt2-merges.txt --append-eod"
+)
+
 # What makes the first example small enough for a test; later flags override earlier ones.
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --train-iters 4 "
@@ -118,9 +124,9 @@ def test_what_is_not_there_is_answered_in_its_line(call, flag, message):
 
 
 def test_the_readmes_names_train_and_continue(call, folder, run_command):
-    options = "--input my-corpus.json --output-prefix my-gpt2 --tokenizer-model tokenizer"
-    run_command(folder, f"megatron-data preprocess {options} --append-eod")
+    run_command(folder, f"megatron-data preprocess {PREPROCESS}")
     assert (folder / "my-gpt2_text_document.bin").exists()
+    assert (folder / "my-gpt2_text_document.idx").exists()
     words = f"{README} {SMALL}"
     printed = call(f"{words} --exit-interval 2")
     assert "no complete checkpoint in checkpoints/gpt2_345m: starting fresh" in printed
