@@ -161,3 +161,29 @@ def test_ranks_begin_with_the_weights_of_one(corpus, train, base, command):
     assert refused.returncode == 1
     assert refused.stderr.count("error:") == 1 and "Traceback" not in refused.stderr
     assert "which did not begin with the weights of alone" in refused.stderr
+
+
+def test_an_imported_checkpoint_is_finetuned_with_its_own_sizes(corpus, train, base, run_command):
+    run_command(corpus, f"megatron-ckpt convert {base} published --to-hf")
+    run_command(corpus, "megatron-ckpt convert published imported --from-hf")
+    words = "--seq-length 32 --train-iters 3 --use-checkpoint-args --finetune"
+    printed = train(f"{words} --load imported --save from-published")
+    assert "beginning at step 0 with the weights of imported, step 0" in printed
+    train(f"{words} --load {base} --save from-ours")
+    assert losses(corpus / "from-published") == pytest.approx(
+        losses(corpus / "from-ours"), rel=1e-5
+    )
+    printed = train(f"{words.replace('--finetune', '')} --load imported", status=1)
+    assert printed.count("error:") == 1
+    assert "holds weights, but no run to continue; begin a new one with them by --fin" in printed
+
+
+def test_a_run_measured_in_samples_leaves_out_an_unfinished_batch(corpus, train):
+    words = f"{SIZES} --train-samples 27 --global-batch-size 8 --lr-warmup-samples 8"
+    train(f"{words} --save by-samples --exit-interval 2")
+    printed = train(f"{words} --save by-samples --load by-samples")
+    assert "continuing from by-samples after step 2" in printed and "warning" not in printed
+    steps = read_records(corpus / "by-samples" / "metrics.jsonl").train
+    assert [step["consumed_samples"] for step in steps] == [8, 16, 24]
+    rates = [step["learning_rate"] for step in steps]
+    assert rates[0] == 0 and rates[1] == 1e-3 and rates[2] == pytest.approx(1e-3 * 11 / 19)

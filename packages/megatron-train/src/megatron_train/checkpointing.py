@@ -145,6 +145,8 @@ class _Found:
     iteration: int
     path: Path
     model: ModelRecord | None
+    continues: bool
+    """Whether it holds the state of an optimizer, and not only weights."""
 
 
 def restore(
@@ -181,6 +183,11 @@ def restore(
     if found is None:
         return False
     refuse_other_model(trainer, found.model, found.path)
+    if not found.continues:
+        raise TrainError(
+            f"{found.path} holds weights, but no run to continue; begin a new one with them by "
+            "--finetune, and --save into another folder"
+        )
     iteration = found.iteration if itself else None
     state: Any
     if optimizer:
@@ -220,8 +227,7 @@ def load_weights(trainer: Trainer, folder: Path) -> int:
     store, itself = _store_of(trainer, folder)
 
     def find() -> _Found:
-        found = find_checkpoint(folder)
-        return _Found(found.iteration, found.path, found.model)
+        return _found(find_checkpoint(folder))
 
     found = exchange(store.coordinator, lambda: None, lambda _: find())
     refuse_other_model(trainer, found.model, found.path, but=("init_method_std",))
@@ -246,13 +252,18 @@ def _store_of(trainer: Trainer, folder: Path) -> tuple[CheckpointStore, bool]:
 def _find(store: CheckpointStore, folder: Path, itself: bool, console: Console) -> _Found | None:
     if itself:
         checkpoint = Checkpoint(folder)
-        return _Found(checkpoint.iteration, folder, checkpoint.model)
+        return _found(checkpoint)
     newest, torn = store.survey()
     if newest is None or newest.manifest is None:
         if torn:
             console.warn("; ".join(str(candidate.problem) for candidate in torn))
         return None
-    return _Found(newest.iteration, newest.path, newest.manifest.model)
+    return _found(Checkpoint(newest.path, newest.manifest))
+
+
+def _found(checkpoint: Checkpoint) -> _Found:
+    groups = {record.group for record in checkpoint.tensors.values()}
+    return _Found(checkpoint.iteration, checkpoint.path, checkpoint.model, "optim" in groups)
 
 
 def views_of(trainer: Trainer) -> dict[str, list[View]]:

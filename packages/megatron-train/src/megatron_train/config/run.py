@@ -171,7 +171,9 @@ def build_run(values: Values, world_size: int = 1) -> RunConfig:
             "--merge-file, or --vocab-size"
         )
     if missing:
-        raise UsageError(f"missing: {', '.join(missing)}; give as flags or in the file of --config")
+        raise UsageError(
+            f"missing: {', '.join(missing)}; give as flags, by --recipe, or in --config"
+        )
     sections = {name: cls(**values.section(name)) for name, (_, cls) in SECTIONS.items()}
     sections["layout"] = _resolve(sections["layout"], world_size)
     return RunConfig(**sections)
