@@ -113,6 +113,30 @@ def test_what_is_hardly_http_is_refused_or_dropped(server, words: bytes) -> None
     assert server.ask("GET", "/health") == (200, {"status": "ok"})
 
 
+def test_a_body_far_too_long_is_cut_off(server) -> None:
+    connection = server.connect()
+    with contextlib.suppress(ConnectionError):  # it may close before all is sent
+        connection.request("PUT", "/api", b"x" * (64 << 20), {"Content-Type": "application/json"})
+        assert connection.getresponse().status == 413
+    connection.close()
+    assert server.ask("GET", "/health") == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize("length", [1 << 20, (1 << 20) + 1, (2 << 20) - 1])
+def test_a_body_may_have_a_mebibyte(server, length: int) -> None:
+    body = b'{"prompts": ["x"], "tokens_to_generate": 1}'.ljust(length)
+    connection = server.connect()
+    connection.request("PUT", "/api", body, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    content = json.loads(answer.read())
+    connection.close()
+    if length == 1 << 20:
+        assert answer.status == 200
+    else:
+        expected = {"message": "the body is longer than 1048576 bytes"}
+        assert (answer.status, content) == (413, expected)
+
+
 def test_sigterm_finishes_what_was_accepted(start) -> None:
     server = start()
     with ThreadPoolExecutor() as pool:

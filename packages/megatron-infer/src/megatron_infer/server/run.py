@@ -19,6 +19,8 @@ from megatron_infer.server.service import GenerationService
 from megatron_infer.server.settings import ServerSettings
 
 FLUSH_SECONDS = 2.0
+CUT_OFF = 2
+"""A body this many times as long as allowed is not read to its end."""
 
 
 def serve(
@@ -53,7 +55,9 @@ def serve(
         # Text is sent as it comes, and a client that hangs up is noticed while it waits.
         send_bytes=1,
         channel_request_lookahead=1,
-        max_request_body_size=settings.max_body_bytes + 1,
+        # Flask refuses a body that is too long once it is read. One far too long is cut off here,
+        # and a client that is still sending may not see why.
+        max_request_body_size=CUT_OFF * settings.max_body_bytes,
         connection_limit=max(100, 2 * settings.threads),
         clear_untrusted_proxy_headers=True,
     )
@@ -103,7 +107,11 @@ class _ErrorTask(ErrorTask):
         error: Any = getattr(self.request, "error")  # noqa: B009
         # 501 is for transfer codings that nobody knows: the client's mistake like the others.
         self.status = "400 Bad Request" if error.code == 501 else f"{error.code} {error.reason}"
-        message = " ".join(str(error.body).split()) or error.reason
+        limits = self.channel.adj
+        message = {
+            413: f"the body is longer than {limits.max_request_body_size // CUT_OFF} bytes",
+            431: f"the headers are longer than {limits.max_request_header_size} bytes",
+        }.get(error.code) or " ".join(str(error.body).split())
         body = (json.dumps({"message": message}) + "\n").encode()
         self.response_headers = [*self.response_headers, ("Content-Type", "application/json")]
         self.set_close_on_finish()

@@ -141,4 +141,5 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") stop();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) at("form").requestSubmit();
 });
+at("prompt").focus();
 describe();
