@@ -166,7 +166,7 @@ MISTAKES = {
     ),
     "heads that ranks cannot share": (
         f"{TRAIN} {DATA} --nproc-per-node 3 --tensor-model-parallel-size 3",
-        ["3 equal parts", "'tp'"],
+        ["--num-attention-heads 2", "--tensor-model-parallel-size 3"],
     ),
     "no number of ranks": (f"{TRAIN} {DATA} --nproc-per-node two", ["--nproc-per-node", "'two'"]),
     "an axis that is not there yet": (

@@ -193,3 +193,28 @@ def test_errors_name_what_is_wrong(tmp_path):
     with pytest.raises(CheckpointError, match="does not say of which family"):
         export_hf(tmp_path / "plain", tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+def test_a_model_trained_here_stops_where_its_documents_end(tmp_path):
+    """transformers asks the exported folder which token ends a text; its own default is another."""
+    from megatron_data import train_bpe
+    from megatron_models import GPT, GPTConfig
+    from megatron_parallel import Mesh, collect_shardings, parameter_views
+
+    tokenizer = train_bpe(["the whale sees the ship"] * 3, 262)
+    tokenizer.save(tmp_path / "tokenizer")
+    write_model("Llama", LLAMA | {"vocab_size": 262}, tmp_path / "theirs")
+    imported = Checkpoint(import_hf(tmp_path / "theirs", tmp_path / "imported"))
+    config = GPTConfig.from_json(json.dumps(imported.model.config))
+    model, mesh = GPT(config, Mesh.single()), Mesh.single()
+    path = CheckpointStore(tmp_path / "run").save(
+        1,
+        parameter_views(model, collect_shardings(model), mesh),
+        model=imported.model,
+        files={"tokenizer": tmp_path / "tokenizer"},
+    )
+    back = export_hf(path, tmp_path / "back")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(back)
+    assert loaded.config.eos_token_id == tokenizer.eod_id
+    assert loaded.generation_config.eos_token_id == tokenizer.eod_id
+    assert loaded.config.bos_token_id is None

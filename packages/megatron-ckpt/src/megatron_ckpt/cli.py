@@ -195,7 +195,8 @@ def _convert(arguments: argparse.Namespace) -> int:
 def _bar(total: int, what: str) -> "tqdm[NoReturn]":
     from tqdm import tqdm
 
-    return tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024)
+    # disable=None: no bar where standard error is not a terminal.
+    return tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=None)
 
 
 def _elements(record: "TensorRecord") -> int:

@@ -14,6 +14,11 @@ from megatron_ckpt.errors import CheckpointError
 from megatron_ckpt.families import Family, detect_family, find_family
 from megatron_ckpt.formats.huggingface import CONFIG, GENERATION, INDEX, WEIGHTS
 from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER, open_source
+from megatron_ckpt.formats.special_tokens import (
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    special_token_ids,
+)
 from megatron_ckpt.ops.interpreter import check_source
 from megatron_ckpt.ops.rows import Row, expand
 from megatron_ckpt.store.blocks import write_file
@@ -235,6 +240,10 @@ def _write_settings(
     dtypes = [entry.dtype for group in groups for entry in group]
     theirs.pop("dtype", None)
     stored = {"torch_dtype": DTYPES[max(set(dtypes), key=dtypes.count)][0]}
+    if not theirs:  # trained here: what a reader needs to know stands in the tokenizer
+        theirs = dict(special_token_ids(_tokenizer_files(checkpoint)))
+        numbers = {name: number for name, number in theirs.items() if number is not None}
+        _write_json(folder / GENERATION, numbers)
     _write_json(folder / CONFIG, theirs | dict(ours) | stored)
     for name in checkpoint.manifest.files:
         place, _, file = name.partition("/")
@@ -242,6 +251,12 @@ def _write_settings(
             path = folder / file
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, checkpoint.read_file(name))
+
+
+def _tokenizer_files(checkpoint: Checkpoint) -> dict[str, bytes]:
+    names = {file: f"{TOKENIZER}/{file}" for file in (TOKENIZER_FILE, TOKENIZER_CONFIG)}
+    held = checkpoint.manifest.files
+    return {file: checkpoint.read_file(name) for file, name in names.items() if name in held}
 
 
 def _model_of(checkpoint: Checkpoint, family: str | None) -> tuple[Family, Any]:

@@ -124,6 +124,6 @@ def exchange(
 def _describe(error: Exception | None) -> tuple[str, bool] | None:
     if error is None:
         return None
-    known = isinstance(error, CheckpointError | OSError)
+    known = isinstance(error, ValueError | OSError)  # meant for people; others are bugs
     message = str(error) if known else f"{type(error).__name__}: {error}"
     return message, isinstance(error, CorruptCheckpointError)

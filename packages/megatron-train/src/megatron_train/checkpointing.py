@@ -207,7 +207,8 @@ def restore(
     if changed:
         console.warn(
             f"samples come in another order than before step {trainer.iteration}, so some may be "
-            f"seen again and others not: {changed}"
+            f"seen again and others not: {changed}; the order depends on data, seed and the number "
+            "of samples of the whole run (steps times --global-batch-size)"
         )
     return True
 

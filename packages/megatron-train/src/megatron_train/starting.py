@@ -79,7 +79,14 @@ class Start:
             another_seed=own and checkpoint.no_load_rng,
         )
         if not found:
-            console.line(f"no complete checkpoint in {self.folder}: starting fresh")
+            absent = f"no complete checkpoint in {self.folder}: starting fresh"
+            if (
+                checkpoint.save is not None
+                and Path(checkpoint.save).resolve() == self.folder.resolve()
+            ):
+                console.line(absent)  # the first start of a command that is given again and again
+            else:
+                console.warn(f"{absent}; --exit-on-missing-checkpoint refuses to")
             return
         console.line(f"continuing from {self.folder} after step {trainer.iteration}")
         if trainer.iteration >= trainer.train_iters:

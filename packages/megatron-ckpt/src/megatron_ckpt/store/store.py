@@ -193,7 +193,8 @@ class CheckpointStore:
         reasons = "; ".join(str(candidate.problem) for candidate in torn)
         if newest is None or newest.manifest is None:
             raise CheckpointError(
-                f"{self.directory} has no complete checkpoint" + (f": {reasons}" if torn else "")
+                f"{self.directory} has no complete checkpoint"
+                + (f": {reasons}" if torn else _what_else(self.directory))
             )
         if torn and not damaged:
             log.warning("%s; iteration %d is used", reasons, newest.iteration)
@@ -215,6 +216,13 @@ class CheckpointStore:
     def _warn(self, message: str) -> None:
         if self.coordinator.rank == 0:
             log.warning(message)
+
+
+def _what_else(directory: Path) -> str:
+    """Say what a folder without checkpoints may be instead."""
+    if (directory / "config.json").is_file():
+        return "; a Hugging Face folder is imported by megatron-ckpt convert --from-hf"
+    return ""
 
 
 def save_slabs(

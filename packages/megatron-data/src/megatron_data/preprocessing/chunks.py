@@ -47,6 +47,8 @@ class Source:
 
     def __post_init__(self) -> None:
         path = Path(self.path)
+        if path.is_dir():
+            raise DataError(f"{path} is a folder; give files of JSON lines, such as {path}/*.jsonl")
         if not path.is_file():
             raise DataError(f"no input file at {path}")
         self.size = path.stat().st_size
@@ -110,7 +112,8 @@ def _explain(path: str, number: int, line: bytes, error: orjson.JSONDecodeError)
             "is not UTF-8; convert the file"
         )
     start = line[:40].decode(errors="replace")
-    return f"{path}:{number}: not JSON ({error.msg}, column {error.colno}): {start}"
+    wanted = 'every line must be like {"text": "…"}'
+    return f"{path}:{number}: not JSON ({error.msg}, column {error.colno}), {wanted}: {start}"
 
 
 def texts_of(path: str, record: Record, key: str) -> list[str]:

@@ -66,10 +66,11 @@ def _even(num_layers: int, pp: int, vpp: int, embedding: bool, loss: bool) -> li
         extra = "".join(f" + {name}" for name in counted)
         below = total // stages * stages - len(counted)
         nearest = " or ".join(str(n) for n in (below, below + stages) if n > 0)
+        layers = "1 layer" if num_layers == 1 else f"{num_layers} layers"
         raise LayoutError(
-            f"{num_layers} layers{extra} cannot be split evenly over {_product(pp, vpp)}: "
-            f"use {nearest} layers, give the sizes of the first or last stage, or count embedding "
-            "and loss as layers"
+            f"{layers}{extra} cannot be split evenly over {_product(pp, vpp)}: "
+            f"use {nearest} layers or another number of stages (`split_layers` also makes uneven "
+            "ones: first, last, count_embedding, count_loss)"
         )
     sizes = [total // stages] * stages
     sizes[0] -= embedding

@@ -94,6 +94,16 @@ class RunConfig:
                 f"--seq-length {self.data.seq_length} cannot be cut into {layout.tp} equal parts "
                 "for --sequence-parallel; change one of them"
             )
+        for flag, size in (
+            ("--num-attention-heads", self.model.num_attention_heads),
+            ("--num-query-groups", self.model.num_query_groups),
+            ("--ffn-hidden-size", self.model.ffn_hidden_size),
+        ):
+            if size % layout.tp:
+                raise TrainError(
+                    f"--tensor-model-parallel-size {layout.tp} cannot cut {flag} {size} into "
+                    f"{layout.tp} equal parts; change one of them"
+                )
         split_layers(self.model.num_layers, layout.pp, layout.vpp)
         check_micro_batches(schedule_of(layout), layout.pp, layout.vpp, self.accumulation)
 
@@ -162,10 +172,11 @@ class RunConfig:
 
 def build_run(values: Values, world_size: int = 1) -> RunConfig:
     """Build and check the configuration of a run on ``world_size`` ranks from given values."""
-    missing = [option.flag for option in values.missing(run_options())]
+    absent = list(values.missing(run_options()))
+    missing = [option.flag for option in absent if not option.derived]
     if not {"training.train_iters", "training.train_samples"} & values.given.keys():
         missing.append("--train-iters (or --train-samples)")
-    if missing == ["--vocab-size"]:
+    if not missing and [option.key for option in absent] == ["model.vocab_size"]:
         raise UsageError(
             "the vocabulary size is unknown: give --tokenizer-model, --vocab-file and "
             "--merge-file, or --vocab-size"
@@ -217,5 +228,5 @@ def _refuse_undriven_axes(layout: ParallelLayout) -> None:
     if asked:
         raise TrainError(
             f"pretrain does not cut sequences or experts yet, so {', '.join(asked)} cannot be "
-            "used; leave out (`megatron-train layout` draws any layout)"
+            "used; leave it out (`megatron-train layout` draws any layout)"
         )

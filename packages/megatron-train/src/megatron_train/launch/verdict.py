@@ -107,6 +107,9 @@ def _is_cause(ending: Ending, signals: Sequence[int]) -> bool:
 
 
 def _of_cause(causes: Sequence[Ending], endings: Sequence[Ending]) -> Verdict:
+    # A rank that only passes on another's error is not the one to quote.
+    quoting = [e for e in causes if e.report and re.match(r"rank \d+: ", e.report.message)]
+    causes = [ending for ending in causes if ending not in quoting] or causes
     first = causes[0]
     report = first.report
     if report is None and first.status < 0:
