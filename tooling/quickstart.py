@@ -23,11 +23,15 @@ RUN = Path("runs/quickstart")
 SEQUENCE = 128
 BATCH = 4
 VOCABULARY = 2048
-TENSOR_PARALLEL = f"--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size {BATCH}"
-DATA_PARALLEL = f"--micro-batch-size {BATCH // 2}"
-"""Two ranks, as one model cut in two, and as two models that each see half of a batch."""
+ONE_RANK = f"--micro-batch-size {BATCH}"
+TENSOR_PARALLEL = f"""--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel
+        --micro-batch-size {BATCH}"""
+DATA_PARALLEL = f"--nproc-per-node 2 --micro-batch-size {BATCH // 2}"
+"""The whole model in one process; in two, each with half of every matrix; in two, each with half of
+every batch."""
 
 SOON, SOON_LIMIT = 10, 1e-4
+"""In the first steps of a layout its losses are this close to those of one rank (fp32)."""
 
 
 def bold(text: str) -> str:
@@ -59,8 +63,8 @@ def run(line: str) -> None:
 
 
 def pretrain(iterations: int, save: Path, layout: str, more: str = "") -> None:
-    """One `megatron-train pretrain gpt` of the quickstart's model, on two ranks."""
-    run(f"""megatron-train pretrain gpt --nproc-per-node 2 {layout}
+    """One `megatron-train pretrain gpt` of the quickstart's model."""
+    run(f"""megatron-train pretrain gpt {layout}
         --train-data-path {RUN}/moby_dick_text_document
         --valid-data-path {RUN}/state_of_the_union_text_document
         --tokenizer-model {RUN}/tokenizer
@@ -118,43 +122,44 @@ def main() -> None:
             --tokenizer-model {RUN}/tokenizer --output-prefix {RUN}/{name}""")
     run(f"megatron-data inspect {RUN}/moby_dick_text_document --tokenizer-model {RUN}/tokenizer")
 
-    steps.begin("Pretrain on two ranks: tensor and sequence parallel, uninterrupted")
-    pretrain(iterations, RUN / "whole", TENSOR_PARALLEL)
+    stop = iterations // 4
+    steps.begin("Pretrain on two ranks, tensor and sequence parallel, and stop ...")
+    pretrain(iterations, RUN / "moved", TENSOR_PARALLEL, f"--exit-interval {stop}")
 
-    steps.begin("The same run, stopped half-way ...")
-    half = iterations // 2
-    pretrain(iterations, RUN / "stopped", TENSOR_PARALLEL, f"--exit-interval {half}")
+    steps.begin("... and go on in another layout, data parallel")
+    pretrain(iterations, RUN / "moved", DATA_PARALLEL, f"--load {RUN}/moved")
 
-    steps.begin("... and resumed in another layout: data parallel")
-    pretrain(iterations, RUN / "stopped", DATA_PARALLEL, f"--load {RUN}/stopped")
+    steps.begin("The same run on one rank, uninterrupted")
+    pretrain(iterations, RUN / "whole", ONE_RANK)
 
     steps.begin("What came of it")
-    report(iterations, half)
+    report(iterations, stop)
 
     steps.begin("A sample")
-    run(f"""megatron-infer generate --load {RUN}/whole --prompt "The whale"
+    run(f"megatron-train report {RUN}/moved")
+    run(f"""megatron-infer generate --load {RUN}/moved --prompt "The whale"
         --max-new-tokens 100 --temperature 0.8 --top-k 40 --seed 1""")
-    print(f"\n{bold('Next')}: look at {RUN}/whole/loss.png, then try")
-    print(f"  megatron-infer generate --load {RUN}/whole --prompt 'My fellow citizens'")
-    print(f"  megatron-ckpt inspect {RUN}/whole")
-    print(f"  megatron-ckpt convert --to-hf {RUN}/whole {RUN}/huggingface")
+    print(f"\n{bold('Next')}: look at {RUN}/moved/report.html, then try")
+    print(f"  megatron-infer generate --load {RUN}/moved --prompt 'My fellow citizens'")
+    print(f"  megatron-ckpt inspect {RUN}/moved")
+    print(f"  megatron-ckpt convert --to-hf {RUN}/moved {RUN}/huggingface")
     print(f"The commands were installed into {Path(sys.executable).parent}")
 
 
-def report(iterations: int, half: int) -> None:
-    """Compare resumed with uninterrupted losses, and the model with a bigram model."""
-    whole, stopped = steps_of(RUN / "whole"), steps_of(RUN / "stopped")
-    apart = [abs(whole[step]["lm loss"] - stopped[step]["lm loss"]) for step in sorted(whole)]
-    if any(apart[:half]):
-        sys.exit(f"quickstart: error: two equal runs differ before step {half}")
-    print(f"same layout: {half} losses of two runs, all equal bit for bit")
-    soon, later = max(apart[half : half + SOON]), max(apart[half:])
-    print(f"other layout after the stop: losses differ by {soon:.1e} in the next {SOON} steps, "
-          f"{later:.1e} in all {iterations - half} (fp32 rounding, amplified)")  # fmt: skip
-    if not soon <= SOON_LIMIT:
-        sys.exit("quickstart: error: the resumed run goes on differently")
-
-    model = validation_loss(RUN / "whole")
+def report(iterations: int, stop: int) -> None:
+    """Compare the layouts' losses with one rank's, and the model with a bigram model."""
+    whole, moved = steps_of(RUN / "whole"), steps_of(RUN / "moved")
+    apart = [abs(whole[step]["lm loss"] - moved[step]["lm loss"]) for step in sorted(whole)]
+    for title, first, last in (
+        ("tensor and sequence parallel", 0, stop),
+        ("data parallel", stop, iterations),
+    ):
+        soon, all_of_them = max(apart[first : first + SOON]), max(apart[first:last])
+        print(f"{title}: losses differ from one rank's by {soon:.1e} in {SOON} steps, "
+              f"{all_of_them:.1e} in all {last - first} (fp32 rounding)")  # fmt: skip
+        if not soon <= SOON_LIMIT:
+            sys.exit(f"quickstart: error: the {title} run is not that of one rank")
+    model = validation_loss(RUN / "moved")
     with IndexedDataset(RUN / "moby_dick_text_document") as train:
         tokens = np.concatenate([train[index] for index in range(len(train))]).astype(np.int64)
     samples = build_gpt_datasets(
