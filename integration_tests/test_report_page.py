@@ -28,13 +28,13 @@ def test_the_page_is_complete_in_a_browser(browser, run_command, tmp_path):
 
     chart = page.locator("svg").first
     box = chart.bounding_box()
-    page.mouse.move(box["x"] + 0.99 * box["width"] - 8, box["y"] + 0.5 * box["height"])
+    page.mouse.move(box["x"] + 0.95 * box["width"], box["y"] + 0.5 * box["height"])
     tip = page.locator(".tip").first
-    assert tip.is_visible()
+    tip.wait_for(state="visible")
     assert "training, step 11" in tip.text_content() or "training, step 12" in tip.text_content()
     assert "validation, step 1200: 2.8" in tip.text_content()
     page.mouse.move(0, 0)
-    assert not tip.is_visible()
+    tip.wait_for(state="hidden")
     widths = page.evaluate("[document.body.scrollWidth, window.innerWidth]")
     assert widths[0] <= widths[1]
     page.set_viewport_size({"width": 400, "height": 800})
