@@ -1,0 +1,37 @@
+"""A collective of unequal sizes ends a rank inside Gloo, in C++: the parent says so in one line."""
+
+import os
+import sys
+
+from megatron_train.launch.launch import launch
+
+RANK = """
+import os, sys
+from datetime import timedelta
+from megatron_train.cli.failure import report_of
+from megatron_train.launch.link import Link
+
+link = Link(int(sys.argv[1]))
+link.watch()
+try:
+    import torch
+    from megatron_parallel import Mesh, ParallelLayout, all_reduce
+
+    mesh = Mesh.bind(ParallelLayout(tp=2), timeout=timedelta(seconds=10))
+    gradient = torch.ones(16 if mesh.rank == 0 else 4_000_000)
+    all_reduce(gradient, mesh.axis("tp"), purpose="unequal sizes")
+except BaseException as error:
+    report = report_of(error)
+    link.tell(report)
+    os._exit(report.status)
+"""
+
+
+def test_an_abort_inside_gloo_names_rank_axis_and_operation(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "rank.py").write_text(RANK)
+    verdict = launch([sys.executable, os.fspath(tmp_path / "rank.py")], [], 2, grace=10)
+    assert verdict.status == 134, verdict
+    assert verdict.line.startswith("rank 0 was killed by SIGABRT (")
+    assert "rank 1: " in verdict.line and "\n" not in verdict.line
+    assert "all_reduce of unequal sizes [4000000] float32 on axis 'tp'" in verdict.line
