@@ -4,6 +4,7 @@ from .convert import import_hf as import_hf
 from .coordinator import Coordinator as Coordinator
 from .coordinator import DistributedCoordinator as DistributedCoordinator
 from .coordinator import SingleProcess as SingleProcess
+from .coordinator import exchange as exchange
 from .errors import CheckpointError as CheckpointError
 from .errors import CorruptCheckpointError as CorruptCheckpointError
 from .families import Family as Family

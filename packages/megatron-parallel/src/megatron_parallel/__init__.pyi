@@ -1,4 +1,5 @@
 from ._version import __version__ as __version__
+from .collective_failure import naming_failures as naming_failures
 from .collectives import all_gather as all_gather
 from .collectives import all_reduce as all_reduce
 from .collectives import broadcast as broadcast

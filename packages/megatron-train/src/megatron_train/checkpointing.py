@@ -23,12 +23,11 @@ from megatron_ckpt import (
     Retention,
     SingleProcess,
     View,
+    exchange,
     find_checkpoint,
 )
-from megatron_ckpt.coordinator import exchange
 from megatron_data import Tokenizer
-from megatron_parallel import Mesh, parameter_views
-from megatron_parallel.collective_failure import naming_failures
+from megatron_parallel import Mesh, naming_failures, parameter_views
 
 from megatron_train.callbacks.callback import Callback
 from megatron_train.errors import TrainError

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ckpt import Checkpoint, CheckpointStore, Coordinator
-from megatron_ckpt.coordinator import exchange
+from megatron_ckpt import Checkpoint, CheckpointStore, Coordinator, exchange
 
 from megatron_train.checkpointing import Saver, is_checkpoint, load_weights, restore
 from megatron_train.config.checkpoint import CheckpointConfig

@@ -239,7 +239,7 @@ class GenerationService:
             except torch.OutOfMemoryError:
                 log.error("a generation ran out of memory")
                 job.put(RequestError(503, "out of memory: send fewer or shorter prompts"))
-            except Exception:
+            except Exception:  # a bug: the log has it whole, and the thread lives for the others
                 log.exception("a generation failed")
                 job.put(RequestError(500, "internal error; the server's log says more"))
 
