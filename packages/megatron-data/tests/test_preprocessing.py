@@ -18,8 +18,8 @@ from megatron_data import (
     read_texts,
     verify,
 )
-from megatron_data.preprocessing.chunks import Chunk, open_sources, parse
 from megatron_data.preprocessing.pool import ordered_map
+from megatron_data.sources.json_lines import JsonLines, LinesChunk, parse
 
 
 def test_documents_decode_to_the_texts_they_came_from(
@@ -40,11 +40,9 @@ def test_documents_decode_to_the_texts_they_came_from(
 def test_files_are_equal_whatever_the_workers_and_the_pieces(
     corpus: Path, tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_data.preprocessing import chunks
-
     contents = set()
     for workers, chunk_bytes in ((1, 1 << 20), (1, 100), (2, 1000)):
-        monkeypatch.setattr(chunks.Source.chunks, "__defaults__", (chunk_bytes,))
+        monkeypatch.setattr(JsonLines.chunks, "__defaults__", (chunk_bytes,))
         folder = tmp_path / f"{workers}-{chunk_bytes}"
         preprocess([corpus, corpus], folder / "o", tokenizer, append_eod=True, workers=workers)
         names = sorted(path.name for path in folder.iterdir())
@@ -57,12 +55,12 @@ def test_chunks_end_with_lines_and_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     data = b"".join(b'{"text": "%s"}\n' % (b"x" * (i * 7 % 40)) for i in range(50))[:-1]
     path.write_bytes(data)
-    (source,) = open_sources([path])
+    source = JsonLines(str(path))
     for size in (1, 10, 100, 10_000):
         chunks = list(source.chunks(size))
         assert b"".join(chunk.data for chunk in chunks) == data
         assert all(chunk.data.endswith(b"\n") for chunk in chunks[:-1])
-        assert chunks[-1].line + chunks[-1].data.count(b"\n") == 50 == source.lines
+        assert chunks[-1].line + chunks[-1].data.count(b"\n") == 50 == source.record()["lines"]
         assert [record.line for chunk in chunks for record in parse(chunk)] == list(range(1, 51))
 
 
@@ -232,6 +230,6 @@ def test_a_worker_that_dies_is_an_error() -> None:
 def test_a_text_that_cannot_be_tokenized_names_its_lines() -> None:
     from megatron_data.preprocessing.encoding import Encoder
 
-    chunk = Chunk("a.jsonl", 5, b'{"text": "1"}\n{"text": "x"}')
+    chunk = LinesChunk("a.jsonl", 5, b'{"text": "1"}\n{"text": "x"}')
     with pytest.raises(DataError, match=r"a\.jsonl, lines 5 to 6: .*'x'"):
         Encoder(NullTokenizer(9), ("text",), append_eod=False)(chunk)

@@ -27,13 +27,13 @@ from .order.compat import GPTIndices as GPTIndices
 from .order.compat import build_gpt_indices as build_gpt_indices
 from .order.spans import SampleOrder as SampleOrder
 from .order.spans import Span as Span
-from .preprocessing.chunks import read_texts as read_texts
 from .preprocessing.manifest import Counts as Counts
 from .preprocessing.manifest import Verified as Verified
 from .preprocessing.manifest import verify as verify
 from .preprocessing.pipeline import Preprocessed as Preprocessed
 from .preprocessing.pipeline import preprocess as preprocess
 from .samplers import SequentialSampler as SequentialSampler
+from .sources.opening import read_texts as read_texts
 from .tokenizers.gpt2 import gpt2_tokenizer as gpt2_tokenizer
 from .tokenizers.huggingface import HuggingFaceTokenizer as HuggingFaceTokenizer
 from .tokenizers.loading import load_tokenizer as load_tokenizer

@@ -1,8 +1,10 @@
 """Entry point: parse, run one command, turn expected errors into one line."""
 
+import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from .._version import __version__
 from ..errors import DataError
@@ -26,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `megatron-data`; returns the exit status."""
     arguments = build_parser().parse_args(argv)
     try:
-        status: int = arguments.run(arguments)
+        with _warnings():
+            status: int = arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         sys.stdout = None  # nothing more to flush at exit
@@ -38,6 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROG}: interrupted", file=sys.stderr)
         return 130
     return status
+
+
+@contextmanager
+def _warnings() -> Iterator[None]:
+    """Show what the package warns of, a line each, on standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"{PROG}: warning: %(message)s"))
+    logger = logging.getLogger("megatron_data")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def _one_line(error: Exception) -> str:

@@ -9,6 +9,11 @@ from ..tokenizers.plain import ByteTokenizer, NullTokenizer
 from ..tokenizers.protocol import Tokenizer
 from .parser import Parser
 
+INPUT_HELP = (
+    "JSON lines; text files, whose names end in .txt and each of which is a document; folders of "
+    "either, read with what is below them in sorted order"
+)
+
 HUGGING_FACE = "HuggingFaceTokenizer"
 GPT2 = "GPT2BPETokenizer"
 BYTES = "ByteTokenizer"

@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from .options import add_tokenizer_options, tokenizer_of
+from .options import INPUT_HELP, add_tokenizer_options, tokenizer_of
 from .parser import Parser
 
 
@@ -12,19 +12,19 @@ def add_parser(commands: Any) -> None:
     """Declare the command."""
     parser: Parser = commands.add_parser(
         "preprocess",
-        help="tokenize JSON lines into .bin/.idx",
-        description="Tokenize JSON lines into PREFIX_KEY_document.bin and .idx, which Megatron "
+        help="tokenize text into .bin/.idx",
+        description="Tokenize text into PREFIX_KEY_document.bin and .idx, which Megatron "
         "reads too, and a manifest PREFIX_KEY_document.meta.json.",
     )
     data = parser.add_argument_group("input and output")
-    data.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON-lines files")
+    data.add_argument("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
     data.add_argument(
         "--json-keys",
         "--json-key",
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys that hold text; each becomes a dataset",
+        help="keys of JSON lines that hold text; each becomes a dataset",
     )
     data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path and name")
     add_tokenizer_options(parser)

@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import Any
 
+from .options import INPUT_HELP
 from .parser import Parser
 
 
@@ -11,13 +12,13 @@ def add_parser(commands: Any) -> None:
     """Declare the command."""
     parser: Parser = commands.add_parser(
         "train-tokenizer",
-        help="train a byte-level BPE tokenizer on JSON lines",
+        help="train a byte-level BPE tokenizer on text",
         description="Train a byte-level BPE tokenizer and save it as a folder with tokenizer.json.",
     )
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
     parser.add_argument(
-        "--input", nargs="+", required=True, metavar="FILE", help="JSON-lines files"
+        "--json-key", default="text", metavar="KEY", help="key of JSON lines that holds the text"
     )
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="key that holds the text")
     parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="largest size")
     parser.add_argument(
         "--special-tokens",
@@ -35,7 +36,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train and save."""
-    from ..preprocessing.chunks import read_texts
+    from ..sources.opening import read_texts
     from ..tokenizers.training import train_bpe
 
     tokenizer = train_bpe(

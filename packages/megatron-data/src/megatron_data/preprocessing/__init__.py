@@ -1,6 +1,5 @@
-"""From JSON lines to an indexed dataset.
+"""From text to an indexed dataset.
 
-`chunks` reads sources and cuts them at line ends, `encoding` turns a chunk into tokens, `pool`
-maps chunks over processes and keeps their order, `manifest` records what was done, `pipeline`
-joins them.
+`encoding` turns a chunk of a source into tokens, `pool` maps chunks over processes and keeps their
+order, `manifest` records what was done, `pipeline` joins them.
 """

@@ -1,4 +1,4 @@
-"""From a chunk of lines to tokens."""
+"""From a chunk of a source to tokens."""
 
 from itertools import chain
 from typing import NamedTuple
@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..indexed.format import TokenType, choose_dtype
+from ..sources.protocol import Chunk, Document
 from ..tokenizers.protocol import Tokenizer
-from .chunks import Chunk, parse, texts_of
 
 
 class Encoded(NamedTuple):
@@ -60,20 +60,16 @@ class Encoder:
         """The documents of a chunk, one result per key.
 
         Raises:
-            DataError: a line that cannot be read, or a text that cannot be tokenized, with file
-                and line.
+            DataError: a document that cannot be read or tokenized, with file and place.
         """
-        records = list(parse(chunk))
-        results = []
-        for key in self.keys:
-            documents = [texts_of(chunk.path, record, key) for record in records]
-            try:
-                encoded = self.tokenizer.encode_batch(list(chain.from_iterable(documents)))
-            except DataError as error:
-                last = chunk.line + chunk.data.count(b"\n")
-                raise DataError(f"{chunk.path}, lines {chunk.line} to {last}: {error}") from None
-            results.append(self._join(encoded, [len(parts) for parts in documents]))
-        return results
+        return [self._encode(chunk, documents) for documents in chunk.documents(self.keys)]
+
+    def _encode(self, chunk: Chunk, documents: list[Document]) -> Encoded:
+        try:
+            encoded = self.tokenizer.encode_batch(list(chain.from_iterable(documents)))
+        except DataError as error:
+            raise DataError(f"{chunk.place}: {error}") from None
+        return self._join(encoded, [len(parts) for parts in documents])
 
     def _join(self, encoded: list[list[int]], parts: list[int]) -> Encoded:
         """Arrays of the encoded texts, of which document i has `parts[i]`."""

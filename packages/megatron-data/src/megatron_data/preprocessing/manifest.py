@@ -14,8 +14,8 @@ from ..files import file_sha256, read_json, write_json
 from ..indexed.builder import WrittenDataset
 from ..indexed.format import bin_path, idx_path
 from ..indexed.reader import IndexedDataset
+from ..sources.protocol import Source
 from ..tokenizers.protocol import Tokenizer
-from .chunks import Source
 
 FORMAT = "megatron-data manifest 1"
 
@@ -60,15 +60,7 @@ def write_manifest(
             "eod_id": tokenizer.eod_id,
             "fingerprint": tokenizer.fingerprint,
         },
-        "sources": [
-            {
-                "path": source.path,
-                "bytes": source.bytes,
-                "lines": source.lines,
-                "sha256": source.sha256,
-            }
-            for source in sources
-        ],
+        "sources": [source.record() for source in sources],
         "files": {
             name: {"bytes": file.bytes, "sha256": file.sha256}
             for name, file in (("bin", written.bin), ("idx", written.idx))

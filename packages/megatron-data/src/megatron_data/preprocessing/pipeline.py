@@ -1,4 +1,4 @@
-"""Preprocessing: JSON lines in, `.bin/.idx` and a manifest out."""
+"""Preprocessing: JSON lines and text files in, `.bin/.idx` and a manifest out."""
 
 import os
 from collections import deque
@@ -12,8 +12,9 @@ from tqdm import tqdm
 
 from ..errors import DataError
 from ..indexed.builder import IndexedDatasetBuilder
+from ..sources.opening import open_sources
+from ..sources.protocol import Chunk, Source
 from ..tokenizers.protocol import Tokenizer
-from .chunks import Chunk, Source, open_sources
 from .encoding import Encoded, Encoder
 from .manifest import Counts, manifest_path, write_manifest
 from .pool import ordered_map
@@ -46,7 +47,7 @@ def preprocess(
     workers: int = 1,
     progress: bool = False,
 ) -> list[Preprocessed]:
-    """Tokenize JSON lines into `{output_prefix}_{key}_document.bin`, `.idx` and `.meta.json`.
+    """Tokenize text into `{output_prefix}_{key}_document.bin`, `.idx` and `.meta.json`.
 
     Documents keep the order of the input, and the files are the same byte for byte whatever the
     number of workers. Nothing takes its name before it is whole; an older dataset of the same
@@ -54,10 +55,13 @@ def preprocess(
     Megatron does.
 
     Args:
-        inputs: JSON-lines files, one object a line.
+        inputs: files of JSON lines, one object a line; files whose name ends in `.txt`, each one
+            document; folders, which stand for the `.txt` files in them and below, sorted, and
+            after them for their `.jsonl` files.
         output_prefix: path and name to which `_{key}_document` is appended.
         tokenizer: see `load_tokenizer`.
-        json_keys: keys whose text is tokenized, each into a dataset of its own.
+        json_keys: keys whose text is tokenized, each into a dataset of its own. The text of a
+            `.txt` file stands for any key, but for one only.
         append_eod: end every document with the tokenizer's end-of-document token.
         workers: processes. With 1 no process is started and the tokenizer runs here, in its own
             threads; with more, each process uses one thread.
@@ -67,11 +71,11 @@ def preprocess(
         One `Preprocessed` per key.
 
     Raises:
-        DataError: missing or empty input, or a line that cannot be read (file and line).
+        DataError: missing or empty input, or a line or text that cannot be read (file and place).
     """
     started = perf_counter()
     encoder = Encoder(tokenizer, tuple(json_keys), append_eod)
-    sources = open_sources(inputs)
+    sources = open_sources(inputs, encoder.keys)
     prefixes = [f"{os.fspath(output_prefix)}_{key}_document" for key in encoder.keys]
     with ExitStack() as stack:
         builders = [
@@ -105,7 +109,7 @@ def preprocess(
             )
             finished.append((builder.prefix, counts))
     seconds = perf_counter() - started
-    read = sum(source.bytes for source in sources)
+    read = sum(source.record()["bytes"] for source in sources)
     return [Preprocessed(prefix, counts, read, seconds) for prefix, counts in finished]
 
 
@@ -118,7 +122,7 @@ def _encode(
     def chunks() -> Iterator[Chunk]:
         for source in sources:
             for chunk in source.chunks():
-                sizes.append(len(chunk.data))
+                sizes.append(chunk.size)
                 yield chunk
 
     for results in ordered_map(encoder, chunks(), workers):

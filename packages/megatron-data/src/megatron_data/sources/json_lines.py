@@ -1,20 +1,20 @@
-"""Reading JSON-lines sources in pieces that end where a line ends."""
+"""Files of JSON lines, in pieces that end where a line ends."""
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
 from ..errors import DataError
+from .protocol import CHUNK_BYTES, Document
 
-CHUNK_BYTES = 1 << 20
+NEWLINE = b"\n"
 
 
-class Chunk(NamedTuple):
+class LinesChunk(NamedTuple):
     """Whole lines of one source.
 
     Attributes:
@@ -27,6 +27,25 @@ class Chunk(NamedTuple):
     line: int
     data: bytes
 
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.data)
+
+    @property
+    def place(self) -> str:
+        """The file, its first line and its last."""
+        return f"{self.path}, lines {self.line} to {self.line + self.data.count(NEWLINE)}"
+
+    def documents(self, keys: Sequence[str]) -> list[list[Document]]:
+        """Return the texts of every object under each key.
+
+        Raises:
+            DataError: a line that cannot be read, with file and line.
+        """
+        records = list(parse(self))
+        return [[_texts_of(self.path, record, key) for record in records] for key in keys]
+
 
 class Record(NamedTuple):
     """One JSON object of a source: its line number, from 1, and its content."""
@@ -35,60 +54,50 @@ class Record(NamedTuple):
     content: dict[str, Any]
 
 
-@dataclass
-class Source:
-    """An input file; bytes, lines and digest are complete once it was read to the end."""
+class JsonLines:
+    """A file of JSON lines; bytes, lines and digest are complete after all chunks.
 
-    path: str
-    bytes: int = 0
-    lines: int = 0
-    sha256: str = ""
-    size: int = field(init=False)
+    Args:
+        path: the file.
+    """
 
-    def __post_init__(self) -> None:
-        path = Path(self.path)
-        if path.is_dir():
-            raise DataError(f"{path} is a folder; give files of JSON lines, such as {path}/*.jsonl")
-        if not path.is_file():
-            raise DataError(f"no input file at {path}")
-        self.size = path.stat().st_size
-        if self.size == 0:
-            raise DataError(f"{path} is empty; a corpus has one JSON object on every line")
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.size = os.path.getsize(path)  # noqa: PTH202
+        self._bytes = self._lines = 0
+        self._sha256 = ""
 
-    def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
+    def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[LinesChunk]:
         """Pieces of about `chunk_bytes`; a longer line makes a longer piece."""
         digest = hashlib.sha256()
-        self.bytes = self.lines = 0
+        self._bytes = self._lines = 0
         with Path(self.path).open("rb") as file:
             while data := file.read(chunk_bytes):
-                if not data.endswith(b"\n"):
+                if not data.endswith(NEWLINE):
                     data += file.readline()
                 digest.update(data)
-                yield Chunk(self.path, self.lines + 1, data)
-                self.bytes += len(data)
-                self.lines += data.count(b"\n") + (not data.endswith(b"\n"))
-        self.sha256 = digest.hexdigest()
+                yield LinesChunk(self.path, self._lines + 1, data)
+                self._bytes += len(data)
+                self._lines += data.count(NEWLINE) + (not data.endswith(NEWLINE))
+        self._sha256 = digest.hexdigest()
+
+    def record(self) -> dict[str, Any]:
+        """Return size, number of lines and digest."""
+        return {
+            "path": self.path,
+            "bytes": self._bytes,
+            "lines": self._lines,
+            "sha256": self._sha256,
+        }
 
 
-def open_sources(paths: Iterable[str | os.PathLike[str]]) -> list[Source]:
-    """Check that every input is there and holds something, before any work begins.
-
-    Raises:
-        DataError: no input, a missing file, or an empty one.
-    """
-    sources = [Source(os.fspath(path)) for path in paths]
-    if not sources:
-        raise DataError("no input file given")
-    return sources
-
-
-def parse(chunk: Chunk) -> Iterator[Record]:
+def parse(chunk: LinesChunk) -> Iterator[Record]:
     """The JSON objects of a chunk; lines of nothing but white space are passed over.
 
     Raises:
         DataError: a line that is not UTF-8, not JSON or not an object, with file and line.
     """
-    for number, line in enumerate(chunk.data.split(b"\n"), start=chunk.line):
+    for number, line in enumerate(chunk.data.split(NEWLINE), start=chunk.line):
         try:
             content = orjson.loads(line)
         except orjson.JSONDecodeError as error:
@@ -112,11 +121,11 @@ def _explain(path: str, number: int, line: bytes, error: orjson.JSONDecodeError)
             "is not UTF-8; convert the file"
         )
     start = line[:40].decode(errors="replace")
-    wanted = 'every line must be like {"text": "…"}'
+    wanted = 'every line must be like {"text": "…"} (plain text is read from files named .txt)'
     return f"{path}:{number}: not JSON ({error.msg}, column {error.colno}), {wanted}: {start}"
 
 
-def texts_of(path: str, record: Record, key: str) -> list[str]:
+def _texts_of(path: str, record: Record, key: str) -> list[str]:
     """The text under a key: a string, or a list of strings that are sentences of one document.
 
     Raises:
@@ -138,15 +147,3 @@ def texts_of(path: str, record: Record, key: str) -> list[str]:
         f"{path}:{record.line}: {key!r} holds a {type(value).__name__}, not a string or a list "
         "of strings"
     )
-
-
-def read_texts(paths: Sequence[str | os.PathLike[str]], key: str = "text") -> Iterator[str]:
-    """Every text under `key`, in the order of the files.
-
-    Raises:
-        DataError: a missing or empty file, or a line that cannot be read, with its number.
-    """
-    for source in open_sources(paths):
-        for chunk in source.chunks():
-            for record in parse(chunk):
-                yield from texts_of(chunk.path, record, key)
