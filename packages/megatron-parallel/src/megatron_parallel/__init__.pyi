@@ -17,6 +17,7 @@ from .dropout import DropoutKey as DropoutKey
 from .dropout import keep_mask as keep_mask
 from .dropout import keyed_dropout as keyed_dropout
 from .errors import CollectiveError as CollectiveError
+from .grid import Grid as Grid
 from .init import initialize as initialize
 from .init import initialize_parameters as initialize_parameters
 from .init import normal_ as normal_
@@ -27,7 +28,10 @@ from .layout import ExpertCoordinates as ExpertCoordinates
 from .layout import LayoutError as LayoutError
 from .layout import ParallelLayout as ParallelLayout
 from .mesh import Axis as Axis
+from .mesh import GridMesh as GridMesh
 from .mesh import Mesh as Mesh
+from .mesh import bind_grids as bind_grids
+from .mesh import bind_meshes as bind_meshes
 from .pipeline.contract import Passed as Passed
 from .pipeline.engine import PipelineEngine as PipelineEngine
 from .pipeline.failure import PeerError as PeerError

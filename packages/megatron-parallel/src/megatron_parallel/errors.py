@@ -1,7 +1,11 @@
-"""What is raised when a rank does not take part, and how its one line is written."""
+"""What is raised when a layout cannot be or a rank does not take part, in one line."""
 
 import re
 from collections.abc import Sequence
+
+
+class LayoutError(ValueError):
+    """A layout that cannot be, or ranks that do not agree on one."""
 
 
 class CollectiveError(RuntimeError):

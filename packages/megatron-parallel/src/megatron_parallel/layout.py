@@ -16,11 +16,11 @@ here imports torch: layouts can be planned, checked and drawn on a login node.
 """
 
 import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from operator import mul
 from typing import Final, NamedTuple
+
+from megatron_parallel.errors import LayoutError as LayoutError  # noqa: PLC0414 - known from here
+from megatron_parallel.grid import Grid
 
 AXES: Final = ("tp", "cp", "ep", "dp", "pp")
 
@@ -47,10 +47,6 @@ _GROUPS: Final[dict[str, tuple[str, tuple[str, ...], str]]] = {
 _ALIASES: Final = {"tp_pp": "model", "tp_ep": "expert_tp_ep", "tp_ep_pp": "expert_tp_ep_pp"}
 
 
-class LayoutError(ValueError):
-    """A layout that cannot be, or ranks that do not agree on one."""
-
-
 class Coordinates(NamedTuple):
     """Place of a rank on the dense grid."""
 
@@ -67,42 +63,6 @@ class ExpertCoordinates(NamedTuple):
     ep: int
     dp: int
     pp: int
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """Ranks as mixed-radix numbers: `names[0]` varies fastest."""
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def strides(self) -> dict[str, int]:
-        return dict(zip(self.names, accumulate((1, *self.sizes), mul), strict=False))
-
-    def size(self, name: str) -> int:
-        return self.sizes[self.names.index(name)]
-
-    def coordinate(self, name: str, rank: int) -> int:
-        return rank // self.strides[name] % self.size(name)
-
-    def _span(self, axes: Iterable[str]) -> list[int]:
-        """Every rank whose coordinates are zero outside `axes`, in ascending grid order."""
-        strides, chosen = self.strides, set(axes)
-        ranks = [0]
-        for name, size in zip(self.names, self.sizes, strict=True):
-            if name in chosen:
-                ranks = [rank + i * strides[name] for i in range(size) for rank in ranks]
-        return ranks
-
-    def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-        offsets = self._span(axes)
-        bases = self._span(name for name in self.names if name not in axes)
-        return [tuple([base + offset for offset in offsets]) for base in bases]
-
-    def group_of(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
-        base = rank - sum(self.coordinate(name, rank) * self.strides[name] for name in axes)
-        return tuple(base + offset for offset in self._span(axes))
 
 
 def _degree(text: str, flag: str | None) -> dict[str, object]:
@@ -234,18 +194,18 @@ class ParallelLayout:
         named = self.order.split("-")
         return (*named, *(name for name in AXES if name not in named))
 
-    def _dense(self) -> _Grid:
+    def _dense(self) -> Grid:
         sizes = {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self._dp, "pp": self.pp}
-        return _Grid(self._names, tuple(sizes[name] for name in self._names))
+        return Grid(self._names, tuple(sizes[name] for name in self._names))
 
-    def _expert(self) -> _Grid:
+    def _expert(self) -> Grid:
         experts = self.expert_tp * self.ep * self.pp
         product = f"etp {self.expert_tp} x ep {self.ep} x pp {self.pp} = {experts}"
         if self.world_size % experts:
             raise LayoutError(f"world size {self.world_size} is not a multiple of {product}")
         sizes = {"tp": self.expert_tp, "cp": 1, "ep": self.ep, "pp": self.pp}
         sizes["dp"] = self.world_size // experts
-        grid = _Grid(self._names, tuple(sizes[name] for name in self._names))
+        grid = Grid(self._names, tuple(sizes[name] for name in self._names))
         strides = self._dense().strides["pp"], grid.strides["pp"]
         if self.pp > 1 and strides[0] != strides[1]:
             raise LayoutError(
@@ -309,7 +269,7 @@ class ParallelLayout:
         offset = stage * self._dense().strides["pp"]
         return tuple(rank + offset for rank in self._dense().group_of(("tp", "cp", "dp"), 0))
 
-    def _grid(self, kind: str) -> _Grid:
+    def _grid(self, kind: str) -> Grid:
         return self._expert() if kind == "expert" else self._dense()
 
     def _kind(self, name: str) -> tuple[str, tuple[str, ...]]:

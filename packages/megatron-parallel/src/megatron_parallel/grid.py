@@ -1,0 +1,126 @@
+"""Ranks on a grid of named axes: which of them differ only along some axes, in pure Python.
+
+`ParallelLayout` lays a transformer's ranks out on two such grids. A `Grid` of its own serves
+whatever has other axes::
+
+    >>> grid = Grid.of(patch=2, replica=3)
+    >>> grid.groups(("patch",))
+    [(0, 1), (2, 3), (4, 5)]
+    >>> grid.groups(("replica",))
+    [(0, 2, 4), (1, 3, 5)]
+
+Nothing here imports torch.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from operator import mul
+
+from megatron_parallel.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks as mixed-radix numbers: the first axis varies fastest.
+
+    Args:
+        names: Of the axes.
+        sizes: Ranks along each of them.
+        first: Lowest rank of the grid; the others follow it.
+        joint: Sets of axes that have groups together, besides each alone and all at once.
+
+    Raises:
+        LayoutError: Names that are not words or not unique, or sizes below 1.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    first: int = 0
+    joint: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.sizes):
+            raise LayoutError(f"{len(self.names)} axes were named, but {len(self.sizes)} sized")
+        for name in self.names:
+            if not name.isidentifier():
+                raise LayoutError(f"axis {name!r} is not a word: use letters, digits and '_'")
+            if self.names.count(name) > 1:
+                raise LayoutError(f"axis {name!r} is named twice")
+        for name, size in zip(self.names, self.sizes, strict=True):
+            if size < 1:
+                raise LayoutError(f"{name}={size} is not a size: give a whole number >= 1")
+        for axes in self.joint:
+            self._check(axes)
+        if self.first < 0:
+            raise LayoutError(f"first={self.first} is not a rank")
+
+    @classmethod
+    def of(cls, **sizes: int) -> "Grid":
+        """The grid of these axes from rank 0, from the fastest varying to the slowest."""
+        return cls(tuple(sizes), tuple(sizes.values()))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return prod(self.sizes)
+
+    @property
+    def ranks(self) -> range:
+        """All ranks."""
+        return range(self.first, self.first + self.world_size)
+
+    @property
+    def named_groups(self) -> dict[str, tuple[str, ...]]:
+        """Axes of each kind of group: one axis, `joint` ones joined by `_`, and `world`."""
+        single = {name: (name,) for name in self.names}
+        return single | {"_".join(axes): axes for axes in self.joint} | {"world": self.names}
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """How far apart two ranks are that differ by one along an axis."""
+        return dict(zip(self.names, accumulate((1, *self.sizes), mul), strict=False))
+
+    def size(self, name: str) -> int:
+        """Ranks along an axis."""
+        return self.sizes[self.names.index(name)]
+
+    def coordinate(self, name: str, rank: int) -> int:
+        """Place of a rank along an axis."""
+        return (rank - self.first) // self.strides[name] % self.size(name)
+
+    def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """Ranks that differ only along `axes`, for every place along the others; ascending."""
+        self._check(axes)
+        offsets = self._span(axes)
+        bases = self._span([name for name in self.names if name not in axes])
+        return [tuple([self.first + base + offset for offset in offsets]) for base in bases]
+
+    def group_of(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
+        """The group along `axes` that `rank` is in."""
+        self._check(axes)
+        if rank not in self.ranks:
+            raise LayoutError(f"rank {rank} is not on the grid {self}")
+        base = rank - sum(self.coordinate(name, rank) * self.strides[name] for name in axes)
+        return tuple(base + offset for offset in self._span(axes))
+
+    def _span(self, axes: tuple[str, ...] | list[str]) -> list[int]:
+        """Offset of every rank whose coordinates are zero outside `axes`, in grid order."""
+        strides, chosen = self.strides, set(axes)
+        ranks = [0]
+        for name, size in zip(self.names, self.sizes, strict=True):
+            if name in chosen:
+                ranks = [rank + i * strides[name] for i in range(size) for rank in ranks]
+        return ranks
+
+    def _check(self, axes: tuple[str, ...]) -> None:
+        for name in axes:
+            if name not in self.names:
+                raise LayoutError(f"no axis is called {name!r}: there are {', '.join(self.names)}")
+
+    def __str__(self) -> str:
+        text = " x ".join(
+            f"{name} {size}" for name, size in zip(self.names, self.sizes, strict=True)
+        )
+        return f"{text} from rank {self.first}" if self.first else text

@@ -1,0 +1,106 @@
+"""Joining a job of several ranks: its default group, what all must agree on, and new groups."""
+
+import os
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_parallel import _compat
+from megatron_parallel.agreement import agree
+from megatron_parallel.errors import CollectiveError, LayoutError, backend_text
+from megatron_parallel.store import default_store
+
+Groups = dict[tuple[int, ...], dist.ProcessGroup]
+
+
+class Job:
+    """This process among those that torchrun, or whoever made the default group, started.
+
+    Uses the default process group if there is one, else creates it from torchrun's variables.
+    Before anything else all ranks compare `notes` through the store.
+
+    Raises:
+        LayoutError: The notes of the ranks differ, or there is no group and no torchrun.
+        CollectiveError: A rank does not come within `timeout`.
+    """
+
+    def __init__(
+        self, topic: str, notes: Mapping[str, str], device: str | torch.device, timeout: timedelta
+    ) -> None:
+        self.device = local_device(device)
+        self.timeout = timeout
+        self._owned = not dist.is_initialized()
+        self._members = 0
+        if self._owned:
+            _init_default_group(self.device, timeout)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        try:
+            agree(
+                default_store(),
+                topic,
+                notes,
+                rank=self.rank,
+                ranks=range(self.world_size),
+                timeout=timeout,
+            )
+            self.number = default_store().add(f"mesh/{self.rank}", 1)  # equal on all ranks
+        except (LayoutError, CollectiveError):
+            self.leave()
+            raise
+
+    def create_groups(self, wanted: Iterable[tuple[int, ...]]) -> Groups:
+        """Create groups, on all ranks in this order, and return those that this rank is in.
+
+        Equal sets of ranks (tp and tp_cp when cp is 1) share one, and one rank needs none.
+        """
+        sets = list(dict.fromkeys(ranks for ranks in wanted if len(ranks) > 1))
+        try:
+            return _compat.new_groups(sets, self.timeout)
+        except RuntimeError as error:
+            self.leave()
+            raise CollectiveError(
+                f"not all of {self.world_size} ranks created the process groups within "
+                f"{self.timeout.total_seconds():g} s: see their own output ({backend_text(error)})"
+            ) from error
+
+    def enter(self) -> None:
+        """Count one more mesh that lives on this job's default group."""
+        self._members += 1
+
+    def leave(self) -> None:
+        """One mesh less; after the last one the default group ends, if it was made here."""
+        self._members -= 1
+        if self._members <= 0 and self._owned and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def local_device(device: str | torch.device) -> torch.device:
+    """The device itself, or of several GPUs the one that is this rank's; it is made current."""
+    where = torch.device(device)
+    if where.type != "cuda":
+        return where
+    if str(where) == "cuda":  # no index given
+        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(where)
+    return where
+
+
+def _init_default_group(device: torch.device, timeout: timedelta) -> None:
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    absent = [name for name in needed if name not in os.environ]
+    if absent:
+        raise LayoutError(
+            f"no process group and no {', '.join(absent)} in the environment: "
+            "start the ranks with torchrun"
+        )
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    except RuntimeError as error:
+        store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise CollectiveError(
+            f"rank {os.environ['RANK']} did not meet the others of {os.environ['WORLD_SIZE']} at "
+            f"{store} within {timeout.total_seconds():g} s: one did not start, or the address is "
+            f"wrong ({backend_text(error)})"
+        ) from error
