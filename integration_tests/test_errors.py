@@ -94,10 +94,13 @@ MISTAKES = {
         f"{TRAIN} --data-path good --vocab-size 20",
         ["the vocabulary has 20", "tokenizer"],
     ),
-    "heads that do not divide": (f"{TRAIN} {DATA} --num-attention-heads 3", ["16", "3"]),
+    "heads that do not divide": (
+        f"{TRAIN} {DATA} --num-attention-heads 3",
+        ["--hidden-size 16", "heads 3"],
+    ),
     "groups that do not divide": (
         f"{TRAIN} {DATA} --num-attention-heads 4 --num-query-groups 3",
-        ["4", "3"],
+        ["--num-attention-heads 4", "--num-query-groups 3"],
     ),
     "a batch that does not divide": (
         f"{TRAIN} {DATA} --global-batch-size 3",
@@ -130,7 +133,10 @@ MISTAKES = {
         ["value.yaml: model.num_layers", "'two'"],
     ),
     "what is required": (f"megatron-train pretrain gpt {DATA}", ["--num-layers", "--train-iters"]),
-    "a warm-up as long as the run": (f"{TRAIN} {DATA} --lr-warmup-iters 3", ["warm-up"]),
+    "a warm-up as long as the run": (
+        f"{TRAIN} {DATA} --lr-warmup-iters 3",
+        ["warmup-iters 3", "train-iters 3"],
+    ),
     "a checkpoint of another model": (
         f"{TRAIN} {DATA} --num-layers 3 --load trained",
         ["num_layers 2 there, 3 here"],

@@ -65,11 +65,11 @@ def test_weight_decay_grows_and_then_stays() -> None:
     [
         ({"min_lr": 2.0}, "min_lr 2.0"),
         ({"init_lr": 2.0}, "init_lr 2.0"),
-        ({"warmup_samples": 10}, "10 warm-up samples"),
-        ({"decay_samples": 0}, "0 decay samples"),
+        ({"warmup_samples": 10}, "warmup_samples 10"),
+        ({"decay_samples": 0}, "decay_samples 0"),
         ({"decay_style": "cosin"}, "'cosin'"),
         ({"decay_style": "WSD"}, "wsd_decay_samples"),
-        ({"decay_style": "WSD", "wsd_decay_samples": 11}, "11 samples"),
+        ({"decay_style": "WSD", "wsd_decay_samples": 11}, "wsd_decay_samples 11"),
         ({"decay_style": "WSD", "wsd_decay_samples": 5, "wsd_decay_style": "sqrt"}, "'sqrt'"),
     ],
 )

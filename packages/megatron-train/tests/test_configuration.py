@@ -1,10 +1,9 @@
 import argparse
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
-from megatron_models import ConfigError
-from megatron_optim import OptimError
 from megatron_parallel import LayoutError
 from megatron_train.config.files import read_file, to_yaml
 from megatron_train.config.flags import Parser, add_options, given_flags
@@ -186,11 +185,55 @@ def test_a_pipeline_that_does_not_fit_is_refused():
         parse(f"{MINIMAL} --pipeline-model-parallel-size 4", ranks=4)
 
 
-def test_other_packages_refuse_what_is_theirs():
-    with pytest.raises(ConfigError, match="hidden_size 9 is not a multiple"):
-        parse(f"{MINIMAL} --hidden-size 9")
-    with pytest.raises(OptimError, match="warm-up must end before"):
-        parse(f"{MINIMAL} --lr-warmup-iters 10")
+UNFIT = [
+    ("--hidden-size 9", "--hidden-size 9 is not a multiple of --num-attention-heads 2; "),
+    ("--num-attention-heads 4 --num-query-groups 3", "4 is not a multiple of --num-query-groups 3"),
+    ("--position-embedding-type rope --kv-channels 3", "--kv-channels 3 x --rotary-percent 1.0 "),
+    ("--rotary-percent 2", "--rotary-percent must lie in (0, 1], not 2.0"),
+    ("--num-layers 0", "--num-layers must be a positive number, not 0"),
+    ("--lr-warmup-iters 10", "--lr-warmup-iters 10 must be below --train-iters 10, where"),
+    ("--lr-warmup-iters 5 --lr-decay-iters 5", "5 must be below --lr-decay-iters 5, where"),
+    ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters, the length of its last phase in steps"),
+    (
+        "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-warmup-iters 2",
+        "--lr-wsd-decay-iters 9 does not fit between the end of the warm-up at 2 "
+        "(--lr-warmup-iters) and that of the decay at 10 (--train-iters)",
+    ),
+    ("--min-lr 1 --lr 0.1", "--min-lr 1.0 must lie between 0 and --lr 0.1; "),
+    ("--lr-warmup-init 1 --lr 0.1", "--lr-warmup-init 1.0, where the warm-up starts, "),
+    ("--end-weight-decay 0.1", "from --weight-decay 0.01 to --end-weight-decay 0.1; give --weight"),
+    ("--start-weight-decay 1", "not shrink: --start-weight-decay 1.0, --weight-decay 0.01"),
+    ("--adam-beta2 1", "--adam-beta2 must lie in [0, 1), got 1.0"),
+    ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0 is not a degree"),
+    ("--num-virtual-stages-per-pipeline-rank 2", "but --pipeline-model-parallel-size 1"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), UNFIT)
+def test_what_does_not_fit_is_told_in_flags_and_their_unit(flags, message):
+    with pytest.raises(TrainError) as caught:
+        parse(f"{MINIMAL} {flags}")
+    assert message in str(caught.value)
+    fields = {o.name for o in run_options() if "_" in o.name} | {"warmup_samples", "decay_samples"}
+    assert not fields & set(re.findall(r"\w+", str(caught.value)))
+
+
+def test_a_length_in_samples_is_told_in_samples():
+    command = MINIMAL.replace("--train-iters 10", "--train-samples 20")
+    with pytest.raises(TrainError, match="--lr-warmup-samples 20 must be below --train-samples 20"):
+        parse(f"{command} --lr-warmup-samples 20")
+
+
+def test_what_stood_in_a_file_is_told_by_its_place_there(tmp_path):
+    path = write(tmp_path, "model: {hidden_size: 96}\nlayout: {tp: 0}\n")
+    rest = MINIMAL.replace("--hidden-size 8", "")
+    with pytest.raises(TrainError) as caught:
+        parse(f"{rest} --num-attention-heads 5", path)
+    assert str(caught.value).startswith(
+        f"{path}: model.hidden_size 96 is not a multiple of --num-attention-heads 5; "
+    )
+    with pytest.raises(TrainError, match=r"run\.yaml: layout\.tp 0 is not a degree"):
+        parse(f"{rest} --num-attention-heads 6", path)
 
 
 def test_schedule_lengths_are_samples():

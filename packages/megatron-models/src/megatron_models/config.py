@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
+from megatron_parallel import FieldError
+
 PositionEmbedding = Literal["learned_absolute", "rope"]
 RopeScalingType = Literal["none", "linear", "llama3"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 
 
-class ConfigError(ValueError):
+class ConfigError(FieldError):
     """A model configuration, or a request made to a model, that cannot be met."""
 
 
@@ -194,8 +196,9 @@ class GPTConfig:
         unset = [name for name in _FILLED if getattr(self, name) == 0]
         if "kv_channels" in unset and self.hidden_size % self.num_attention_heads:
             raise ConfigError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads "
-                f"{self.num_attention_heads}; change one of them or set kv_channels"
+                "{hidden_size} is not a multiple of {num_attention_heads}; change one of them or "
+                "set {kv_channels:name}",
+                vars(self),
             )
         defaults = {
             "num_query_groups": self.num_attention_heads,
@@ -323,13 +326,19 @@ def _check_type(config: GPTConfig, entry: "dataclasses.Field[Any]") -> None:
             return
         near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{entry.name} is {value!r}, not one of {', '.join(choices)}{hint}")
+        raise ConfigError(
+            f"{{{entry.name}:name}} is {{{entry.name}:repr}}, not one of "
+            f"{', '.join(choices)}{hint}",
+            vars(config),
+        )
     if kind is float and type(value) is int:
         object.__setattr__(config, entry.name, float(value))
         return
     if type(value) is not kind:
         wanted = {int: "an integer", float: "a number", bool: "true or false"}[kind]  # type: ignore[index]
-        raise ConfigError(f"{entry.name} must be {wanted}, not {value!r}")
+        raise ConfigError(
+            f"{{{entry.name}:name}} must be {wanted}, not {{{entry.name}:repr}}", vars(config)
+        )
 
 
 def _check_range(config: GPTConfig) -> None:
@@ -338,17 +347,22 @@ def _check_range(config: GPTConfig) -> None:
         if value == 0 and name in _FILLED:
             continue
         if not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"{name} must be a positive number, not {value}")
+            raise ConfigError(
+                f"{{{name}:name}} must be a positive number, not {{{name}:repr}}", vars(config)
+            )
     if not 0 < config.rotary_percent <= 1:
-        raise ConfigError(f"rotary_percent must lie in (0, 1], not {config.rotary_percent}")
+        raise ConfigError(
+            "{rotary_percent:name} must lie in (0, 1], not {rotary_percent:repr}", vars(config)
+        )
 
 
 def _check_fit(config: GPTConfig) -> None:
     heads, groups = config.num_attention_heads, config.num_query_groups
     if heads % groups:
         raise ConfigError(
-            f"num_attention_heads {heads} is not a multiple of num_query_groups {groups}; "
-            "every group needs equally many heads"
+            "{num_attention_heads} is not a multiple of {num_query_groups}; every group needs "
+            "equally many heads",
+            vars(config),
         )
     if config.position_embedding_type == "rope":
         _check_rope(config)
@@ -357,11 +371,13 @@ def _check_fit(config: GPTConfig) -> None:
 def _check_rope(config: GPTConfig) -> None:
     if config.rotary_dim < 2 or config.rotary_dim % 2:
         raise ConfigError(
-            f"rotary positions turn pairs of channels, but kv_channels {config.kv_channels} x "
-            f"rotary_percent {config.rotary_percent} gives {config.rotary_dim}; make it even"
+            "rotary positions turn pairs of channels, but {kv_channels} x {rotary_percent} gives "
+            f"{config.rotary_dim}; make it even",
+            vars(config),
         )
     low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
     if config.rope_scaling_type == "llama3" and low >= high:
         raise ConfigError(
-            f"rope_scaling_low_freq_factor {low} must be below rope_scaling_high_freq_factor {high}"
+            "{rope_scaling_low_freq_factor} must be below {rope_scaling_high_freq_factor}",
+            vars(config),
         )

@@ -92,12 +92,16 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         for name in ("lr", "min_lr", "lr_warmup_init", "weight_decay", "clip_grad"):
             if not getattr(self, name) >= 0.0:
-                raise OptimError(f"{name} must not be negative, got {getattr(self, name)}")
+                raise OptimError(
+                    f"{{{name}:name}} must not be negative, got {{{name}:repr}}", vars(self)
+                )
         for name in ("adam_beta1", "adam_beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
-                raise OptimError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+                raise OptimError(
+                    f"{{{name}:name}} must lie in [0, 1), got {{{name}:repr}}", vars(self)
+                )
         if not self.adam_eps > 0.0:
-            raise OptimError(f"adam_eps must be positive, got {self.adam_eps}")
+            raise OptimError("{adam_eps:name} must be positive, got {adam_eps:repr}", vars(self))
 
     def learning_rate_schedule(
         self, *, decay_samples: int, warmup_samples: int = 0, wsd_decay_samples: int | None = None

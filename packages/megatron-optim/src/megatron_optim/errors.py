@@ -1,5 +1,7 @@
 """The exception this package raises for mistakes of its user."""
 
+from megatron_parallel import FieldError
 
-class OptimError(ValueError):
+
+class OptimError(FieldError):
     """A setting, parameter or checkpoint value that megatron-optim cannot use."""

@@ -52,29 +52,31 @@ class LearningRateSchedule:
         _check_choice("wsd_decay_style", self.wsd_decay_style, ANNEAL_STYLES)
         if not 0.0 <= self.min_lr <= self.max_lr:
             raise OptimError(
-                f"learning rates must satisfy 0 <= min_lr <= max_lr, "
-                f"got min_lr {self.min_lr} and max_lr {self.max_lr}"
+                "{min_lr} must lie between 0 and {max_lr}; lower the one or raise the other",
+                vars(self),
             )
         if not 0.0 <= self.init_lr <= self.max_lr:
             raise OptimError(
-                f"warm-up must start between 0 and max_lr {self.max_lr}, got init_lr {self.init_lr}"
+                "{init_lr}, where the warm-up starts, must lie between 0 and {max_lr}", vars(self)
             )
         if not 0 <= self.warmup_samples < self.decay_samples:
             raise OptimError(
-                f"warm-up must end before the decay does: {self.warmup_samples} warm-up samples, "
-                f"{self.decay_samples} decay samples; shorten the warm-up or lengthen the decay"
+                "the warm-up must end before the decay does: {warmup_samples}, {decay_samples}; "
+                "shorten the warm-up or lengthen the decay",
+                vars(self),
             )
         if self.decay_style != "WSD":
             return
         if self.wsd_decay_samples is None:
             raise OptimError(
-                "decay style WSD needs wsd_decay_samples, the length of its last phase"
+                "{decay_style} needs {wsd_decay_samples:name}, the length of its last phase",
+                vars(self),
             )
         if not 0 < self.wsd_decay_samples <= self.decay_samples - self.warmup_samples:
             raise OptimError(
-                f"the WSD annealing of {self.wsd_decay_samples} samples must be at least 1 and fit "
-                f"between the end of the warm-up ({self.warmup_samples}) and the end of the decay "
-                f"({self.decay_samples})"
+                "{wsd_decay_samples} must be at least 1 and fit between the end of the warm-up, "
+                "{warmup_samples}, and that of the decay, {decay_samples}",
+                vars(self),
             )
 
     def at(self, samples: int) -> float:
@@ -129,13 +131,13 @@ class WeightDecaySchedule:
         _check_choice("weight decay style", self.style, INCREASE_STYLES)
         if not 0.0 <= self.start <= self.end:
             raise OptimError(
-                f"weight decay must satisfy 0 <= start <= end, "
-                f"got start {self.start} and end {self.end}"
+                "the weight decay must not be negative and not shrink: {start}, {end}", vars(self)
             )
         if self.style == "constant" and self.start != self.end:
             raise OptimError(
-                f"a constant weight decay cannot go from {self.start} to {self.end}; "
-                f"use style linear or cosine"
+                "a constant weight decay cannot go from {start} to {end}; give {style:name} linear "
+                "or cosine",
+                vars(self),
             )
         if self.samples <= 0:
             raise OptimError(f"weight decay needs a positive number of samples, got {self.samples}")

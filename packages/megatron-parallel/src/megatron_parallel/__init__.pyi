@@ -17,6 +17,7 @@ from .dropout import DropoutKey as DropoutKey
 from .dropout import keep_mask as keep_mask
 from .dropout import keyed_dropout as keyed_dropout
 from .errors import CollectiveError as CollectiveError
+from .errors import FieldError as FieldError
 from .grid import Grid as Grid
 from .init import initialize as initialize
 from .init import initialize_parameters as initialize_parameters

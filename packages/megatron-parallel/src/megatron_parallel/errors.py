@@ -1,10 +1,54 @@
-"""What is raised when a layout cannot be or a rank does not take part, in one line."""
+"""What is raised when settings cannot be used or a rank does not take part, in one line."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
-class LayoutError(ValueError):
+class FieldError(ValueError):
+    """Settings that cannot be used, told by the names of their fields or by others' names for them.
+
+    Base of the exceptions of packages whose configurations are dataclasses: whoever made one from
+    flags or a file can tell the error in their spelling, see `told`.
+
+    Args:
+        message: one line. If there are ``fields``, ``{size}`` stands for the field and its value,
+            ``size 96``, ``{size:=}`` for ``size=96``, ``{size:name}`` for the name alone and
+            ``{size:repr}`` for the value alone.
+        fields: values of the configuration by field, as `vars` gives them.
+    """
+
+    def __init__(self, message: str, fields: Mapping[str, Any] | None = None) -> None:
+        self._message = message
+        self._fields = fields
+        super().__init__(self.told({}))
+
+    def told(self, spelling: Mapping[str, str]) -> str:
+        """The line with fields called as ``spelling`` says, each with a space before its value."""
+        if self._fields is None:
+            return self._message
+        return self._message.format_map(
+            {name: _Field(name, value, spelling.get(name)) for name, value in self._fields.items()}
+        )
+
+
+class _Field:
+    """What a field of a configuration is in the message of an error."""
+
+    def __init__(self, name: str, value: Any, spelt: str | None) -> None:
+        self._name, self._value, self._spelt = name, value, spelt
+
+    def __format__(self, form: str) -> str:
+        name = self._spelt or self._name
+        if form == "name":
+            return name
+        if form == "repr":
+            return repr(self._value)
+        between = "=" if form == "=" and self._spelt is None else " "
+        return f"{name}{between}{self._value}"
+
+
+class LayoutError(FieldError):
     """A layout that cannot be, or ranks that do not agree on one."""
 
 

@@ -124,9 +124,11 @@ class ParallelLayout:
             if degree is None and optional:
                 continue
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-                raise LayoutError(f"{name}={degree!r} is not a degree: give a whole number >= 1")
+                raise LayoutError(
+                    f"{{{name}:=}} is not a degree: give a whole number >= 1", vars(self)
+                )
         if self.vpp > 1 and self.pp == 1:
-            raise LayoutError(f"vpp={self.vpp} needs pipeline stages to interleave, but pp=1")
+            raise LayoutError("{vpp:=} needs pipeline stages to interleave, but {pp:=}", vars(self))
         self._check_order()
         if self.dp is not None and self.has_expert_parallelism:
             self._expert()

@@ -6,6 +6,7 @@ from megatron_parallel import ParallelLayout
 
 from megatron_train.config.flags import Parser, add_options, given_flags
 from megatron_train.config.options import options_of
+from megatron_train.config.run import build_section
 from megatron_train.errors import UsageError
 
 
@@ -29,6 +30,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.world_size < 1:
         raise UsageError(f"--world-size must be positive, got {arguments.world_size}")
     values = given_flags(arguments, options_of(ParallelLayout, "layout"))
-    layout = ParallelLayout(**values.section("layout"), order=arguments.order)
+    layout = build_section("layout", ParallelLayout, values, order=arguments.order)
     print(layout.resolve(arguments.world_size).draw())
     return 0

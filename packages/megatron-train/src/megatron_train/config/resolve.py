@@ -28,7 +28,7 @@ def resolve(
         world_size: ranks of the run; by default as torchrun says, and 1 without it.
 
     Raises:
-        TrainError: a value that cannot be used; each section's own exception for what it refuses.
+        TrainError: a value that cannot be used, told as it was given.
         UsageError: a required value that nobody gave.
     """
     options = run_options()

@@ -2,11 +2,16 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_models import GPTConfig
-from megatron_optim import LearningRateSchedule, OptimizerConfig, WeightDecaySchedule
-from megatron_parallel import ParallelLayout, split_layers
+from megatron_optim import (
+    LearningRateSchedule,
+    OptimError,
+    OptimizerConfig,
+    WeightDecaySchedule,
+)
+from megatron_parallel import FieldError, ParallelLayout, split_layers
 from megatron_parallel.pipeline import check_micro_batches
 
 from megatron_train.config.checkpoint import CheckpointConfig
@@ -20,6 +25,8 @@ from megatron_train.config.sections import (
 )
 from megatron_train.config.values import Values
 from megatron_train.errors import TrainError, UsageError
+
+Section = TypeVar("Section")
 
 SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "model": ("model", GPTConfig),
@@ -77,10 +84,7 @@ class RunConfig:
                 f"{self.global_batch_size} samples; raise it or lower --global-batch-size"
             )
         self._check_evaluation()
-        unit, other = ("samples", "iters") if self.training.train_samples else ("iters", "samples")
-        self.schedule.refuse_mixing(unit, other)
-        self.learning_rate_schedule()
-        self.weight_decay_schedule()
+        self._check_schedules()
 
     def _check_layout(self) -> None:
         """Refuse what the layout cannot do with this model, sequence and batch."""
@@ -116,6 +120,23 @@ class RunConfig:
             )
         if data.test_data_path and not self.evaluation.eval_iters:
             raise TrainError("--test-data-path is of no use with --eval-iters 0; leave out one")
+
+    def _check_schedules(self) -> None:
+        """Refuse schedules that cannot be, in the flags they were made from."""
+        unit, other = ("samples", "iters") if self.training.train_samples else ("iters", "samples")
+        self.schedule.refuse_mixing(unit, other)
+        length = self.train_samples if unit == "samples" else self.train_iters
+        self.schedule.check_lengths(unit, length, self.optimizer.lr_decay_style)
+        flags = {"max_lr": "--lr", "min_lr": "--min-lr", "init_lr": "--lr-warmup-init"}
+        flags["style"] = "--weight-decay-incr-style"
+        for end in ("start", "end"):
+            given = getattr(self.optimizer, f"{end}_weight_decay") is not None
+            flags[end] = f"--{end}-weight-decay" if given else "--weight-decay"
+        try:
+            self.learning_rate_schedule()
+            self.weight_decay_schedule()
+        except OptimError as error:
+            raise TrainError(error.told(flags)) from None
 
     @property
     def data_parallel_size(self) -> int:
@@ -185,9 +206,28 @@ def build_run(values: Values, world_size: int = 1) -> RunConfig:
         raise UsageError(
             f"missing: {', '.join(missing)}; give as flags, by --recipe, or in --config"
         )
-    sections = {name: cls(**values.section(name)) for name, (_, cls) in SECTIONS.items()}
+    sections = {name: build_section(name, cls, values) for name, (_, cls) in SECTIONS.items()}
     sections["layout"] = _resolve(sections["layout"], world_size)
     return RunConfig(**sections)
+
+
+def build_section(name: str, cls: type[Section], values: Values, **fixed: Any) -> Section:
+    """Return a section made of the values given; what it refuses is told as it was given.
+
+    Args:
+        name: of the section.
+        cls: its dataclass.
+        values: what was given.
+        fixed: fields that are no settings.
+
+    Raises:
+        TrainError: values that the section refuses.
+    """
+    try:
+        return cls(**values.section(name), **fixed)
+    except FieldError as error:
+        spelling = {option.name: values.spelling(option) for option in options_of(cls, name)}
+        raise TrainError(error.told(spelling)) from None
 
 
 def schedule_of(layout: ParallelLayout) -> str:

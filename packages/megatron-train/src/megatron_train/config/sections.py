@@ -133,6 +133,37 @@ class ScheduleConfig:
                 wrong, right = flag_of(f"{name}_{other}"), flag_of(f"{name}_{unit}")
                 raise TrainError(f"--train-{unit} and {wrong} do not go together; give {right}")
 
+    def check_lengths(self, unit: str, run: int, style: str) -> None:
+        """Refuse phases that do not fit into the decay, in the unit they were given in.
+
+        Args:
+            unit: ``iters`` or ``samples``.
+            run: length of the run.
+            style: of the decay.
+        """
+        decay, end = getattr(self, f"lr_decay_{unit}"), f"--lr-decay-{unit}"
+        if decay is None:
+            decay, end = run, f"--train-{unit}"
+        warmup, beginning = getattr(self, f"lr_warmup_{unit}"), f"--lr-warmup-{unit}"
+        if warmup >= decay:
+            raise TrainError(
+                f"{beginning} {warmup} must be below {end} {decay}, where the decay of the "
+                "learning rate ends; shorten the warm-up or lengthen the decay"
+            )
+        if self.lr_warmup_fraction is not None:
+            warmup, beginning = self.lr_warmup_fraction * decay, "--lr-warmup-fraction"
+        annealing, flag = getattr(self, f"lr_wsd_decay_{unit}"), f"--lr-wsd-decay-{unit}"
+        if style == "WSD" and annealing is None:
+            raise TrainError(
+                f"--lr-decay-style WSD needs {flag}, the length of its last phase in "
+                f"{'steps' if unit == 'iters' else unit}"
+            )
+        if style == "WSD" and annealing > decay - warmup:
+            raise TrainError(
+                f"{flag} {annealing} does not fit between the end of the warm-up at {warmup:g} "
+                f"({beginning}) and that of the decay at {decay} ({end}); shorten one of them"
+            )
+
 
 @dataclass(frozen=True)
 class EvaluationConfig:

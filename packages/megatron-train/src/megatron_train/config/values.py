@@ -63,6 +63,15 @@ class Values:
         """Return the given value of ``key``, or None."""
         return self.given[key].value if key in self.given else None
 
+    def spelling(self, option: Option) -> str:
+        """Return what ``option`` was called where it was given: its place in a file, or its flag.
+
+        That is its flag also where an alias set it, or nobody did.
+        """
+        given = self.given.get(option.key)
+        in_file = given is not None and given.origin.endswith(f": {option.key}")
+        return given.origin if given is not None and in_file else option.flag
+
     def section(self, name: str) -> dict[str, Any]:
         """Return the given values of one section by field name."""
         prefix = name + "."
