@@ -83,6 +83,38 @@ def test_only_the_reference_applies_a_dropout_and_the_others_say_so() -> None:
         attention(q, k, v, Mask(), dropout=torch.zeros_like, backend="torch")
 
 
+def test_a_sink_takes_its_share_of_the_softmax_and_gives_nothing() -> None:
+    """By a key more, whose scores are the sink's logits and whose value is zero."""
+    q, k, v = (torch.randn(5, 2, heads, 4, dtype=torch.float64) for heads in (4, 2, 2))
+    sinks = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)
+    found = attention(q, k, v, Mask(), 0.3, sinks=sinks)
+    keys, values = (x.repeat_interleave(2, dim=2) for x in (k, v))
+    scores = 0.3 * torch.einsum("sbnd,tbnd->bnst", q, keys)
+    scores = scores.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf)
+    column = sinks.view(1, 4, 1, 1).expand(2, 4, 5, 1)
+    p = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+    torch.testing.assert_close(found, torch.einsum("bnst,tbnd->sbnd", p, values))
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks)]
+    assert torch.autograd.gradcheck(
+        lambda *x: attention(*x[:3], Mask(), sinks=x[3]), leaves, fast_mode=True
+    )
+
+
+def test_a_sink_of_logit_zero_is_softmax_off_by_one_and_a_low_one_is_none() -> None:
+    q, k, v = (torch.randn(3, 1, 1, 4, dtype=torch.float64) for _ in range(3))
+    first = attention(q, k, v, Mask(), 1.0, sinks=torch.zeros(1, dtype=torch.float64))[0, 0, 0]
+    share = torch.exp((q[0] * k[0]).sum())
+    torch.testing.assert_close(first, v[0, 0, 0] * share / (1 + share))
+    low = torch.full((1,), -1e4, dtype=torch.float64)
+    torch.testing.assert_close(attention(q, k, v, Mask(), sinks=low), attention(q, k, v, Mask()))
+
+
+def test_only_the_reference_has_sinks_and_the_others_say_so() -> None:
+    q = k = v = torch.randn(3, 1, 2, 4)
+    choice = attention.explain(q, k, v, Mask(), sinks=torch.zeros(2))
+    assert choice.backend == "reference" and "torch: it has no sinks" in choice.reason
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_default_scale_is_one_over_the_root_of_the_head_dimension(backend: str) -> None:
     q, k, v = inputs()

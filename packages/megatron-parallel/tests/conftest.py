@@ -2,7 +2,15 @@
 
 from jaxtyping import install_import_hook
 
-MODULES = ("collectives", "data_parallel", "dropout", "init", "sharding", "tensor_parallel")
+MODULES = (
+    "collectives",
+    "data_parallel",
+    "dropout",
+    "expert_parallel",
+    "init",
+    "sharding",
+    "tensor_parallel",
+)
 TENSOR_MODULES = tuple(f"megatron_parallel.{name}" for name in MODULES)
 install_import_hook(TENSOR_MODULES, "beartype.beartype")
 

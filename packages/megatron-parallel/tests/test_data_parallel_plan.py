@@ -61,7 +61,7 @@ def test_axes_and_dtypes_do_not_mix_but_widths_of_one_main_dtype_do() -> None:
     parameters = tensors(a=10, b=10, c=10, d=10)
     parameters["b"] = parameters["b"].double()
     parameters["c"] = parameters["c"].bfloat16()
-    plans = plan(parameters, 10**6, a=Sharding((4, 10), axis="ep", dim=0))
+    plans = plan(parameters, 10**6, a=Sharding((4, 10), experts=True))
     assert names(plans) == [["d", "c"], ["b"], ["a"]]
     assert [bucket.dtype for bucket in plans] == [torch.float32, torch.float64, torch.float32]
     assert [bucket.axis for bucket in plans] == ["dp_cp", "dp_cp", "expert_dp"]

@@ -8,6 +8,7 @@ from megatron_parallel import (
     ONES,
     Init,
     Mesh,
+    ParallelLayout,
     Sharding,
     collect_shardings,
     initialize,
@@ -80,6 +81,23 @@ def test_seed_name_and_expert_each_change_the_draw(single: Mesh) -> None:
     ]
     assert len({tuple(draw.flatten()[:4].tolist()) for draw in draws}) == len(draws)
     assert torch.equal(drawn(sharding, single), draws[0])
+
+
+def test_experts_start_as_each_alone_would_on_every_expert_grid(single: Mesh) -> None:
+    alone = Sharding((2, 300, 150), "expert_tp", 1, fused_dim=0)
+    together = Sharding((4, 2, 300, 150), "expert_tp", 2, fused_dim=1, experts=True)
+    whole = drawn(together, single)
+    for expert in range(4):
+        assert torch.equal(whole[expert], drawn(alone, single, expert=expert))
+    for degrees in ({"ep": 2}, {"ep": 4, "tp": 2, "etp": 1}, {"ep": 2, "tp": 2, "etp": 2}):
+        layout = ParallelLayout(**degrees).resolve(8)
+        held = torch.zeros_like(whole)
+        for mesh in (Mesh(layout, rank) for rank in range(8)):
+            (piece,) = together.pieces(mesh)
+            part = drawn(together, mesh)
+            assert torch.equal(part, whole[piece.box.slices])
+            held[piece.box.slices] = part
+        assert torch.equal(held, whole)
 
 
 def test_blocks_differ_and_have_the_distribution_asked_for(single: Mesh) -> None:

@@ -195,3 +195,37 @@ def test_parameter_views_share_memory_and_check_shapes(single: Mesh) -> None:
         parameter_views({"weight": torch.zeros(5, 2)}, collect_shardings(model), single)
     with pytest.raises(LayoutError, match="'other' is not in the sharding table"):
         parameter_views({"other": torch.zeros(1)}, {}, single)
+
+
+EXPERTS = Sharding((4, 2, 6, 5), "expert_tp", 2, fused_dim=1, experts=True)
+
+
+@pytest.mark.parametrize("degrees", [{"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 4, "tp": 2, "etp": 1}])
+def test_every_element_of_the_experts_has_one_first_copy(degrees: dict[str, int]) -> None:
+    layout = ParallelLayout(**degrees).resolve(8)
+    counted = torch.zeros(EXPERTS.shape)
+    for mesh in (Mesh(layout, rank) for rank in range(8)):
+        ((box, local),) = EXPERTS.pieces(mesh)
+        assert local.lengths == EXPERTS.local_shape(mesh) == box.lengths
+        place = layout.expert_coordinates(mesh.rank)
+        assert EXPERTS.replica(mesh) == place.dp
+        assert EXPERTS.expert_numbers(mesh).start == place.ep * 4 // layout.ep
+        counted[box.slices] += EXPERTS.replica(mesh) == 0
+    assert (counted == 1).all()
+
+
+def test_experts_are_matrices_one_by_one() -> None:
+    assert EXPERTS.matrix == (12, 5) and EXPERTS.weight_decay and EXPERTS.fully_shard_dim == 2
+    bias = Sharding((4, 6), "expert_tp", 1, experts=True)
+    assert bias.matrix is None and not bias.weight_decay and bias.fully_shard_dim == 1
+    assert EXPERTS.of_one_expert == Sharding((2, 6, 5), "expert_tp", 1, fused_dim=0)
+
+
+def test_experts_that_cannot_be_cut_are_refused() -> None:
+    with pytest.raises(LayoutError, match="dim 0 of shape \\(4, 6\\) numbers experts"):
+        Sharding((4, 6), "expert_tp", 0, experts=True)
+    mesh = Mesh(ParallelLayout(ep=3).resolve(3), 0)
+    with pytest.raises(LayoutError, match="4 experts cannot be cut into 3 equal parts over axis"):
+        EXPERTS.local_shape(mesh)
+    with pytest.raises(LayoutError, match="copies of experts cut over axis None"):
+        Sharding((4, 6), experts=True).replica(Mesh.single())

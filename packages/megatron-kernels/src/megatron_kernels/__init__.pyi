@@ -9,6 +9,11 @@ from .ops.attention.mask import Mask as Mask
 from .ops.attention.reference import attention_backward as attention_backward
 from .ops.attention.reference import attention_forward as attention_forward
 from .ops.loss.cross_entropy import cross_entropy as cross_entropy
+from .ops.moe.grouped_matmul import grouped_matmul as grouped_matmul
+from .ops.moe.permute import Permutation as Permutation
+from .ops.moe.permute import permute as permute
+from .ops.moe.permute import sort_by_expert as sort_by_expert
+from .ops.moe.permute import unpermute as unpermute
 from .ops.norm.layer_norm import layer_norm as layer_norm
 from .ops.norm.rms_norm import rms_norm as rms_norm
 from .ops.rope.frequencies import LinearScaling as LinearScaling

@@ -15,6 +15,8 @@ from megatron_kernels.ops.activation.swiglu import swiglu
 from megatron_kernels.ops.attention.attention import attention
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.loss.cross_entropy import IGNORED, cross_entropy
+from megatron_kernels.ops.moe.grouped_matmul import grouped_matmul
+from megatron_kernels.ops.moe.permute import permute, sort_by_expert, unpermute
 from megatron_kernels.ops.norm.layer_norm import layer_norm
 from megatron_kernels.ops.norm.rms_norm import rms_norm
 from megatron_kernels.ops.rope.frequencies import rope_frequencies, rope_tables
@@ -107,6 +109,26 @@ def _cross_entropy(draw: Source) -> tuple[Any, ...]:
     return (draw.normal(5, 3, 37), targets)
 
 
+def _grouped(draw: Source, counts: tuple[int, ...]) -> tuple[Any, ...]:
+    x, weight = draw.normal(sum(counts), 24), draw.normal(len(counts), 16, 24)
+    return (x, weight.transpose(1, 2), torch.tensor(counts, device=draw.device))
+
+
+def _choices(draw: Source) -> torch.Tensor:
+    experts = draw.integers(5, 9, 2)
+    experts[3] = -1
+    return experts
+
+
+def _permute(draw: Source) -> tuple[Any, ...]:
+    return (draw.normal(9, 7), sort_by_expert(_choices(draw), 5).order, 2)
+
+
+def _unpermute(draw: Source) -> tuple[Any, ...]:
+    order = sort_by_expert(_choices(draw), 5).order
+    return (draw.normal(len(order), 7), order, draw.normal(9, 2))
+
+
 CASES = (
     Case(layer_norm, "", partial(_norm, bias=True)),
     Case(rms_norm, "", partial(_norm, bias=False)),
@@ -127,4 +149,8 @@ CASES = (
     Case(attention, "cache", partial(_attention, mask=Mask(), queries=4, offset=7)),
     Case(attention, "decode", partial(_attention, mask=Mask(), queries=1, offset=9, groups=2)),
     Case(cross_entropy, "", _cross_entropy),
+    Case(grouped_matmul, "", partial(_grouped, counts=(5, 0, 11, 1))),
+    Case(grouped_matmul, "one group", partial(_grouped, counts=(0, 0, 8))),
+    Case(permute, "", _permute),
+    Case(unpermute, "", _unpermute),
 )

@@ -51,13 +51,20 @@ def initialize(
     init: Init | None = None,
     expert: int | None = None,
 ) -> None:
-    """Fill the local part of one parameter, in place, by `init` (default: the sharding's own)."""
+    """Fill the local part of one parameter, in place, by `init` (default: the sharding's own).
+
+    `expert` is for a parameter that is that of one expert; one of all of them (`Sharding.experts`)
+    holds the same values, expert by expert.
+    """
     init = init or sharding.init
     with torch.no_grad():
         if init.kind == "constant":
             param.zero_()
             for piece in sharding.pieces(mesh):
                 param[piece.local.slices] = init.scale
+        elif sharding.experts:
+            for number, one in zip(sharding.expert_numbers(mesh), param, strict=True):
+                _draw(one, init, (seed, name, number), sharding.of_one_expert, mesh)
         else:
             _draw(param, init, (seed, name, expert), sharding, mesh)
 

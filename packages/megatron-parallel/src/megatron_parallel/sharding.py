@@ -11,7 +11,7 @@ stands, differs. All coordinates are global and unpadded unless they are called 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, NamedTuple, cast
 
@@ -91,6 +91,14 @@ ZEROS = Init("constant", 0.0)
 ONES = Init("constant", 1.0)
 
 
+# Who holds the same part, by the axis that cuts it and whether it is one of experts. What is not
+# cut within an expert would have copies on ranks that form no group.
+_HOLDERS = {
+    ("tp", False): "dp_cp",
+    (None, False): "tp_dp_cp",
+    ("expert_tp", True): "expert_dp",
+}
+
 _DERIVED = None  # stands for "worked out in __post_init__", so that readers see a plain bool
 
 
@@ -105,8 +113,12 @@ class Sharding:
         padded: Size of `dim` in memory, when it is padded (vocabulary). Padding is never stored.
             Parts are `ceil(padded / axis size)` long, so that any axis size will do.
         fused_dim: Dim that only enumerates fused weights (gate and up), which nobody may cut.
-        matrix: The parameter as a matrix, for optimizers that orthogonalise (Muon); by default all
-            dims but the last, times the last. A parameter of fewer than two true dims has none.
+        experts: Whether dim 0 numbers the experts of a layer. Axis `ep` cuts it into equal parts,
+            whatever `axis` does within each expert (`expert_tp`). Every expert starts from values
+            of its own, and its gradient is summed over `expert_dp`.
+        matrix: The parameter, or that of one expert, as a matrix, for optimizers that orthogonalise
+            (Muon); by default all dims but the last, times the last. A parameter of fewer than two
+            true dims has none.
         weight_decay: Whether weight decay applies; by default to whatever has a matrix.
         init: How the parameter starts.
         tied: The first and the last pipeline stage both hold it (tied embeddings): its gradient is
@@ -124,6 +136,7 @@ class Sharding:
     dim: int | None = None
     padded: int | None = None
     fused_dim: int | None = None
+    experts: bool = False
     matrix: tuple[int, int] | None = None
     weight_decay: bool = cast(bool, _DERIVED)
     init: Init = DEFAULT_INIT
@@ -146,11 +159,14 @@ class Sharding:
                 f"shape {self.shape} is cut over axis {self.axis!r}: its gradient cannot be "
                 "partial over that axis too"
             )
-        true_dims = len(self.shape) - (self.fused_dim is not None)
+        if self.experts and (0 in (self.dim, self.fused_dim) or not self.shape):
+            raise LayoutError(f"dim 0 of shape {self.shape} numbers experts: cut another one")
+        shape = self.shape[1:] if self.experts else self.shape
+        true_dims = len(shape) - (self.fused_dim is not None)
         if self.matrix is None and true_dims > 1:
-            object.__setattr__(self, "matrix", (prod(self.shape[:-1]), self.shape[-1]))
-        if self.matrix is not None and prod(self.matrix) != prod(self.shape):
-            raise LayoutError(f"matrix={self.matrix} does not hold shape {self.shape}")
+            object.__setattr__(self, "matrix", (prod(shape[:-1]), shape[-1]))
+        if self.matrix is not None and prod(self.matrix) != prod(shape):
+            raise LayoutError(f"matrix={self.matrix} does not hold shape {shape}")
         if self.weight_decay is cast(bool, _DERIVED):
             object.__setattr__(self, "weight_decay", self.matrix is not None)
 
@@ -161,8 +177,23 @@ class Sharding:
 
     @property
     def fully_shard_dim(self) -> int:
-        """The dim that fully sharded data parallelism may cut: the first that is not fused."""
-        return 1 if self.fused_dim == 0 and len(self.shape) > 1 else 0
+        """The dim that fully sharded data parallelism may cut: the first of one matrix.
+
+        Neither a fused dim nor the numbers of experts, of which a rank may have fewer than ranks.
+        """
+        kept = [d for d in range(self.experts, len(self.shape)) if d != self.fused_dim]
+        return kept[0] if kept else 0
+
+    @property
+    def of_one_expert(self) -> "Sharding":
+        """The sharding of the parameter of a single expert, without dim 0."""
+        return replace(
+            self,
+            shape=self.shape[1:],
+            dim=None if self.dim is None else self.dim - 1,
+            fused_dim=None if self.fused_dim is None else self.fused_dim - 1,
+            experts=False,
+        )
 
     def part_length(self, mesh: Mesh) -> int:
         """Local length of the cut dim, with padding."""
@@ -183,17 +214,31 @@ class Sharding:
         shape = list(self.shape)
         if self.dim is not None:
             shape[self.dim] = self.part_length(mesh)
+        if self.experts:
+            shape[0] = self.expert_numbers(mesh).stop - self.expert_numbers(mesh).start
         return tuple(shape)
+
+    def expert_numbers(self, mesh: Mesh) -> range:
+        """The experts this rank holds."""
+        count, ep = self.shape[0], mesh.axis("ep")
+        if count % ep.size:
+            raise LayoutError(
+                f"{count} experts cannot be cut into {ep.size} equal parts over axis 'ep': "
+                f"choose a degree that divides {count}"
+            )
+        length = count // ep.size
+        return range(ep.index * length, (ep.index + 1) * length)
 
     def pieces(self, mesh: Mesh) -> tuple[Piece, ...]:
         """The boxes this rank holds and where they lie locally; none if it holds only padding."""
         whole = Box((0,) * len(self.shape), self.shape)
-        if self.axis is None or self.dim is None:
-            return (Piece(whole, whole),)
-        start = self.part_length(mesh) * mesh.axis(self.axis).index
-        corner = tuple(start if dim == self.dim else 0 for dim in range(len(self.shape)))
-        box = Box(corner, self.local_shape(mesh)).intersection(whole)
-        if box.lengths[self.dim] == 0:
+        corner, lengths = list(whole.offsets), self.local_shape(mesh)
+        if self.axis is not None and self.dim is not None:
+            corner[self.dim] = self.part_length(mesh) * mesh.axis(self.axis).index
+        if self.experts:
+            corner[0] = self.expert_numbers(mesh).start
+        box = Box(tuple(corner), lengths).intersection(whole)
+        if box.numel == 0:
             return ()
         return (Piece(box, Box(whole.offsets, box.lengths)),)
 
@@ -212,9 +257,10 @@ class Sharding:
 
     def replica(self, mesh: Mesh) -> int:
         """Number of this rank's copy among those that hold the same boxes; 0 is the one written."""
-        holders = {"tp": "dp_cp", "ep": "expert_dp", None: "tp_dp_cp"}.get(self.axis)
+        holders = _HOLDERS.get((self.axis, self.experts))
         if holders is None:
-            raise LayoutError(f"copies along axis {self.axis!r} are not numbered")
+            kind = "experts" if self.experts else "a parameter"
+            raise LayoutError(f"copies of {kind} cut over axis {self.axis!r} are not numbered")
         copies = mesh.axis(holders)
         if self.tied and mesh.has_axis("embedding"):
             return copies.size * mesh.axis("embedding").index + copies.index

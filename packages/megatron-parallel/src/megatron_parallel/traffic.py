@@ -14,6 +14,7 @@ payload, before whatever factor the backend's algorithm puts on it:
 | `all_gather` | this rank's part, as it is handed in |
 | `reduce_scatter` | the whole, as it is handed in |
 | `broadcast` | the tensor, on its source and on every other rank |
+| `all_to_all` | the rows for all ranks, the own ones among them |
 | `send`, `receive` | the tensor |
 
 A ring of `n` ranks sends `2 (n - 1) / n` of these bytes for an all-reduce, `n - 1` times them for
@@ -25,6 +26,7 @@ What a message is for follows after `of`, so that formulas can tell messages apa
 |---|---|---|
 | `all_reduce`, `all_gather`, `reduce_scatter`, … | layers, and callers of `collectives` | |
 | `all_reduce of token losses` | vocab-parallel cross entropy | 2 for each micro-batch |
+| `all_to_all of dispatched tokens`, `... combined tokens` | `expert_parallel` | 2 for each layer |
 | `all_reduce of gradients` | `GradientBuffers` | 1 for each bucket and axis |
 | `all_reduce of tied gradient` | `sum_tied_gradient` | 1 for each weight |
 | `broadcast of tied parameter` | `copy_tied_parameter` | |

@@ -95,7 +95,7 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def reduction_axis(sharding: Sharding) -> str:
     """The mesh axis whose ranks hold the same part and see other samples."""
-    return "expert_dp" if sharding.axis == "ep" else "dp_cp"
+    return "expert_dp" if sharding.experts else "dp_cp"
 
 
 def plan_buckets(

@@ -27,6 +27,7 @@ def attention(
     query_offset: int = 0,
     *,
     dropout: Callable[[Tensor], Tensor] | None = None,
+    sinks: Float[Tensor, " n"] | None = None,
     backend: str = AUTO,
 ) -> Float[Tensor, "s b n dv"]:
     """softmax(scale * q k^T, where allowed) v, for every head.
@@ -42,6 +43,9 @@ def attention(
         dropout: Applied to the probabilities `[b, n, s, t]` (float32; float64 for float64) before
             they weight the values; returns the same shape and dtype. Only a backend that writes the
             probabilities out can apply it: the reference.
+        sinks: Logits `[n]`, one for each head, that take part in the softmax and have no value: a
+            head may attend to nothing (gpt-oss; Xiao et al. 2023, "Efficient Streaming Language
+            Models with Attention Sinks"). Only the reference has them.
         backend: "auto" or the name of one backend.
 
     Returns:
@@ -54,4 +58,4 @@ def attention(
         raise KernelError(
             f"attention: {q.shape[2]} heads do not divide over {k.shape[2]} query groups"
         )
-    return attention.run(backend, q, k, v, mask, scale, query_offset, dropout)
+    return attention.run(backend, q, k, v, mask, scale, query_offset, dropout, sinks)

@@ -19,6 +19,7 @@ def flash(
     scale: float | None,
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`flash_attn_func`, on views `[b, s, n, d]`.
 
@@ -53,10 +54,13 @@ def flash_refusal(
     scale: float | None,
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None = None,
+    sinks: Tensor | None = None,
 ) -> str | None:
     """Why `flash` cannot serve these arguments, cheapest test first."""
     if dropout is not None:
         return "it draws a dropout of its own and applies no other"
+    if sinks is not None:
+        return "it has no sinks"
     if not q.is_cuda:
         return f"needs a CUDA tensor, q is on {q.device.type}"
     if q.dtype not in (torch.float16, torch.bfloat16):

@@ -27,9 +27,10 @@ def reference(
     scale: float | None,
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The forward block pass, without its lse; autograd differentiates it."""
-    return _forward(q, k, v, mask, scale, query_offset, dropout)[0]
+    return _forward(q, k, v, mask, scale, query_offset, dropout, sinks)[0]
 
 
 def attention_forward(
@@ -106,9 +107,12 @@ def _forward(
     scale: float | None,
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     scores, values = _scores(q, k, mask, scale, query_offset), raised(v)
     lse = torch.logsumexp(scores, -1)
+    if sinks is not None:  # one more key for every row, whose value is zero
+        lse = torch.logaddexp(lse, raised(sinks).view(k.shape[2], -1, 1))
     p = _probabilities(scores, lse)
     if dropout is not None:
         p = dropout(p.flatten(1, 2)).reshape(p.shape)

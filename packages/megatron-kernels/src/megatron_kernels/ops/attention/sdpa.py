@@ -16,6 +16,7 @@ def sdpa(
     scale: float | None,
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Lower the mask to what the fused kernels are fastest with, and call them on views.
 
@@ -60,8 +61,11 @@ def sdpa_refusal(
     scale: float | None,
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None = None,
+    sinks: Tensor | None = None,
 ) -> str | None:
     """Why `sdpa` cannot serve these arguments."""
     if dropout is not None:
         return "it draws a dropout of its own and applies no other"
+    if sinks is not None:
+        return "it has no sinks"
     return None

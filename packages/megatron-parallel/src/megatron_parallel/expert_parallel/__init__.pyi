@@ -1,0 +1,11 @@
+from .dispatch import DISPATCHERS as DISPATCHERS
+from .dispatch import Combine as Combine
+from .dispatch import Dispatch as Dispatch
+from .dispatch import Dispatcher as Dispatcher
+from .dispatch import RowOps as RowOps
+from .dispatch import build_dispatcher as build_dispatcher
+from .exchange import Route as Route
+from .exchange import exchange_counts as exchange_counts
+from .exchange import start_exchange as start_exchange
+from .gather import gather_rows as gather_rows
+from .gather import scatter_rows as scatter_rows

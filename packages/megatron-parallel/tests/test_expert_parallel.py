@@ -1,0 +1,240 @@
+"""Token dispatch on real ranks against experts that one process applies to every token."""
+
+import itertools
+from collections.abc import Callable
+from unittest import mock
+
+import megatron_parallel.expert_parallel.exchange as exchange
+import pytest
+import torch
+from megatron_parallel import LayoutError, Mesh, ParallelLayout
+from megatron_parallel.expert_parallel import (
+    DISPATCHERS,
+    Route,
+    RowOps,
+    build_dispatcher,
+    exchange_counts,
+    start_exchange,
+)
+from megatron_parallel.testing import WorkerPool
+from torch import Tensor
+
+EXPERTS, CHOICES, HIDDEN, WIDTH = 4, 2, 6, 8
+LAYOUTS = {
+    "ep2": ParallelLayout(ep=2).resolve(2),
+    "ep4": ParallelLayout(ep=4).resolve(4),
+    "ep2 dp2": ParallelLayout(ep=2).resolve(4),
+    "etp2": ParallelLayout(tp=2).resolve(2),
+    "etp2 ep2": ParallelLayout(tp=2, ep=2).resolve(4),
+    "tp2 etp1 ep4": ParallelLayout(tp=2, etp=1, ep=4).resolve(4),
+    "ep before tp": ParallelLayout(tp=2, ep=2, order="ep-tp-cp-dp-pp").resolve(4),
+}
+
+
+def sort(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    flat = experts.flatten().tolist()
+    order = [i for e in range(count) for i, chosen in enumerate(flat) if chosen == e]
+    counts = [flat.count(e) for e in range(count)]
+    return torch.tensor(order, dtype=torch.int64), torch.tensor(counts)
+
+
+def permute(tokens: Tensor, order: Tensor, choices: int) -> Tensor:
+    return tokens[order // choices]
+
+
+def unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    weighted = rows * weights.flatten()[order][:, None]
+    empty = rows.new_zeros(len(weights), rows.shape[1])
+    return empty.index_add(0, order // weights.shape[1], weighted)
+
+
+OPS = RowOps(sort, permute, unpermute)
+
+
+def drawn(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, choices and weights of a rank; ranks have different numbers of tokens.
+
+    Expert 2 is chosen by nobody on odd ranks, and the second token is padding.
+    """
+    generator = torch.Generator().manual_seed(rank)
+    n = 3 + 2 * rank
+    tokens = torch.randn(n, HIDDEN, generator=generator, dtype=torch.float64)
+    kept = torch.tensor([0, 1, 3]) if rank % 2 else torch.arange(4)
+    experts = torch.stack(
+        [kept[torch.randperm(len(kept), generator=generator)][:2] for _ in tokens]
+    )
+    experts[1] = -1
+    weights = torch.rand(n, CHOICES, generator=generator, dtype=torch.float64)
+    return tokens, experts, weights
+
+
+def matrices() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(99)
+    up = torch.randn(EXPERTS, HIDDEN, WIDTH, generator=generator, dtype=torch.float64)
+    return up, torch.randn(EXPERTS, WIDTH, HIDDEN, generator=generator, dtype=torch.float64)
+
+
+def alone(ranks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """Outputs, gradients of tokens and of weights by rank, and gradients of both matrices."""
+    up, down = (m.requires_grad_() for m in matrices())
+    outputs, inputs, shares = [], [], []
+    for rank in range(ranks):
+        tokens, experts, weights = drawn(rank)
+        inputs.append(tokens.requires_grad_())
+        shares.append(weights.requires_grad_())
+        zero = torch.zeros(HIDDEN, dtype=torch.float64)
+        outputs.append(
+            torch.stack(
+                [
+                    sum((w * ((x @ up[e]).tanh() @ down[e]) for e, w in pairs if e >= 0), zero)
+                    for x, pairs in (
+                        (x, list(zip(chosen, share, strict=True)))
+                        for x, chosen, share in zip(tokens, experts.tolist(), weights, strict=True)
+                    )
+                ]
+            )
+        )
+    torch.cat(outputs).square().sum().backward()
+    grads = [[t.grad for t in ts] for ts in (inputs, shares, (up, down))]
+    return [o.detach() for o in outputs], *grads  # type: ignore[return-value]
+
+
+def through_ranks(mesh: Mesh, name: str) -> dict[str, Tensor]:
+    tokens, experts, weights = drawn(mesh.rank)
+    leaves = [tokens.requires_grad_(), weights.requires_grad_()]
+    ep, etp = mesh.axis("ep"), mesh.axis("expert_tp")
+    up, down = (m.chunk(ep.size)[ep.index] for m in matrices())
+    up = up.chunk(etp.size, 2)[etp.index].clone().requires_grad_()
+    down = down.chunk(etp.size, 1)[etp.index].clone().requires_grad_()
+    dispatch = build_dispatcher(name, mesh, EXPERTS, OPS).dispatch(tokens, experts, weights)
+    rows, counts = dispatch.wait()
+    groups = zip(torch.split(rows, counts.tolist()), up, down, strict=True)
+    y = dispatch.combine(torch.cat([(x @ a).tanh() @ b for x, a, b in groups])).wait()
+    y.square().sum().backward()  # type: ignore[no-untyped-call]
+    found = (y.detach(), *(t.grad for t in (*leaves, up, down)))
+    return dict(zip(("y", "tokens", "weights", "up", "down"), found, strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", DISPATCHERS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_experts_on_other_ranks_do_what_they_would_do_here(
+    worker_pool: WorkerPool, layout: ParallelLayout, name: str
+) -> None:
+    ranks = worker_pool.run_mesh(layout, through_ranks, name)
+    outputs, inputs, shares, (up, down) = alone(layout.world_size)
+    sums = [torch.zeros_like(up), torch.zeros_like(down)]
+    per = EXPERTS // layout.ep
+    for rank, found in enumerate(ranks):
+        for wanted, key in ((outputs, "y"), (inputs, "tokens"), (shares, "weights")):
+            torch.testing.assert_close(found[key], wanted[rank], rtol=0, atol=1e-12)
+        place = layout.expert_coordinates(rank)
+        for total, key, dim in zip(sums, ("up", "down"), (2, 1), strict=True):
+            part = total[place.ep * per : (place.ep + 1) * per].chunk(layout.expert_tp, dim)
+            part[place.tp].add_(found[key])  # copies on `expert_dp` add up, nothing is scaled
+    torch.testing.assert_close(sums[0], up, rtol=0, atol=1e-12)
+    torch.testing.assert_close(sums[1], down, rtol=0, atol=1e-12)
+
+
+def sent(mesh: Mesh, name: str) -> list[tuple[str, str, int, int]]:
+    with mesh.counting() as traffic:
+        through_ranks(mesh, name)
+    return [tuple(record) for record in traffic.records]  # type: ignore[misc]
+
+
+def test_messages_are_counted_row_by_row(worker_pool: WorkerPool) -> None:
+    ranks = worker_pool.run_mesh(LAYOUTS["ep2"], sent, "alltoall")
+    row = HIDDEN * 8
+    own = [CHOICES * (len(drawn(rank)[0]) - 1) for rank in range(2)]  # but for padding
+    here = [sum(int((drawn(r)[1] // 2 == rank).sum()) for r in range(2)) for rank in range(2)]
+    assert here != own and sum(here) == sum(own)
+    for rank, records in enumerate(ranks):
+        found = {record[:2]: record[2:] for record in records}
+        rows = (own[rank] + here[rank]) * row  # there, and in the backward pass back
+        assert found.pop(("ep", "all_to_all of expert counts")) == (1, EXPERTS * 8)
+        assert found.pop(("ep", "all_to_all of dispatched tokens")) == (2, rows)
+        assert found.pop(("ep", "all_to_all of combined tokens")) == (2, rows)
+        assert not found
+    ranks = worker_pool.run_mesh(LAYOUTS["ep2"], sent, "allgather")
+    for records in ranks:
+        found = {record[:2]: record[2:] for record in records}
+        longest = max(len(drawn(rank)[0]) for rank in range(2))
+        for gather, scatter in (("dispatched", "combined"), ("combined", "dispatched")):
+            assert found["expert_tp_ep", f"all_gather of {gather} tokens"] == (1, longest * row)
+            whole = found["expert_tp_ep", f"reduce_scatter of {scatter} tokens"]
+            assert whole == (1, 2 * longest * row)
+
+
+EVENTS: list[str] = []
+"""What happened on a rank, in order."""
+
+
+class Work(torch.autograd.Function):
+    """Something to compute while rows are under way."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        EVENTS.append("work")
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, *grads: torch.Tensor) -> torch.Tensor:
+        EVENTS.append("work backward")
+        return grads[0] * 2
+
+
+def noted(event: str, function: Callable[..., object]) -> Callable[..., object]:
+    def wrapper(*arguments: object) -> object:
+        EVENTS.append(event)
+        return function(*arguments)
+
+    return wrapper
+
+
+def overlapping(mesh: Mesh) -> list[str]:
+    EVENTS.clear()
+    with (
+        mock.patch.object(exchange, "_launch", noted("start", exchange._launch)),
+        mock.patch.object(exchange._Message, "wait", noted("wait", exchange._Message.wait)),
+    ):
+        rows = torch.arange(4.0).view(2, 2).requires_grad_()
+        moving = start_exchange(rows, Route(mesh.axis("ep"), (1, 1), (1, 1), "rows"))
+        other = Work.apply(rows)  # type: ignore[no-untyped-call]
+        (moving.wait().sum() + other.sum()).backward()
+    assert rows.grad is not None and (rows.grad == 3).all()
+    return list(EVENTS)
+
+
+def test_work_between_start_and_wait_is_between_them_in_the_backward_pass_too(
+    worker_pool: WorkerPool,
+) -> None:
+    expected = ["start", "work", "wait", "start", "work backward", "wait"]
+    assert worker_pool.run_mesh(LAYOUTS["ep2"], overlapping) == [expected] * 2
+
+
+def exchanged(mesh: Mesh) -> tuple[Tensor, Tensor]:
+    axis = mesh.axis("ep")
+    counts = torch.tensor([[axis.index, 1], [2, 0], [0, 0], [1, axis.index]])
+    theirs = exchange_counts(counts, axis)
+    send, receive = (tuple(c.sum(1).tolist()) for c in (counts, theirs))
+    rows = torch.full((sum(send), 1), float(axis.index), dtype=torch.bfloat16)
+    return theirs, start_exchange(rows, Route(axis, send, receive, "rows")).wait()
+
+
+def test_rows_arrive_in_the_order_of_the_axis(worker_pool: WorkerPool) -> None:
+    ranks = worker_pool.run_mesh(LAYOUTS["ep4"], exchanged)
+    assert ranks[0][0].tolist() == [[0, 1], [1, 1], [2, 1], [3, 1]]
+    for theirs, rows in ranks:
+        expected = list(itertools.chain(*([s] * int(c.sum()) for s, c in enumerate(theirs))))
+        assert rows.flatten().tolist() == expected
+
+
+def test_what_cannot_be_is_refused_in_one_line(single: Mesh) -> None:
+    with pytest.raises(LayoutError, match="no dispatcher is called 'flex': there are allgather, "):
+        build_dispatcher("flex", single, 4, OPS)
+    mesh = Mesh(LAYOUTS["ep4"], 0)
+    with pytest.raises(LayoutError, match="6 experts cannot be cut into 4 equal parts over axis"):
+        build_dispatcher("alltoall", mesh, 6, OPS)
+    with pytest.raises(LayoutError, match="3 numbers of rows for the 4 ranks of axis 'ep'"):
+        Route(mesh.axis("ep"), (1, 1, 1), (1, 1, 1, 1), "rows")
+    with pytest.raises(LayoutError, match="2 rows were given, but 4 are to be sent"):
+        start_exchange(torch.zeros(2, 1), Route(mesh.axis("ep"), (1,) * 4, (1,) * 4, "rows"))
