@@ -155,6 +155,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "layout.pp": ({}, {"--pipeline-model-parallel-size": "2"}),
     "layout.vpp": ({}, {"--num-virtual-stages-per-pipeline-rank": "2"}),
     "layout.etp": ({}, {"--expert-tensor-parallel-size": "2"}),
+    "layout.hierarchical_cp": ({}, {"--hierarchical-context-parallel-sizes": "2 2"}),
     "evaluation.eval_interval": ({}, {"--eval-interval": "2"}),
     "evaluation.eval_iters": ({}, {"--eval-iters": "2"}),
     "checkpoint.save": ({"--save": None}, {"--save": "out"}),

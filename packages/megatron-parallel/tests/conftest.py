@@ -4,6 +4,7 @@ from jaxtyping import install_import_hook
 
 MODULES = (
     "collectives",
+    "context_parallel",
     "data_parallel",
     "dropout",
     "expert_parallel",

@@ -99,6 +99,11 @@ class DropoutKey:
         start = length // axis.size * axis.index
         return self.narrow(start, start + length // axis.size)
 
+    def select(self, places: Int[Tensor, "#b part"]) -> "DropoutKey":
+        """The key of the tokens at `places`, as context parallelism cuts the sequence."""
+        rows = places.t().expand(-1, self.word0.shape[1])
+        return DropoutKey(self.word0.gather(0, rows), self.word1.gather(0, rows))
+
     def narrow(self, start: int, stop: int) -> "DropoutKey":
         """The key of rows `start <= i < stop` of the sequence."""
         return DropoutKey(self.word0[start:stop], self.word1[start:stop])

@@ -28,6 +28,8 @@ AXES: Final = ("tp", "cp", "ep", "dp", "pp")
 _GROUPS: Final[dict[str, tuple[str, tuple[str, ...], str]]] = {
     "tp": ("dense", ("tp",), "tensor parallel: one layer cut over its ranks"),
     "cp": ("dense", ("cp",), "context parallel: one sequence cut over its ranks"),
+    "cp_inner": ("nested", ("inner",), "context parallel: heads are scattered over these"),
+    "cp_outer": ("nested", ("outer",), "context parallel: a ring goes round over these"),
     "dp": ("dense", ("dp",), "data parallel: copies that see different samples"),
     "pp": ("dense", ("pp",), "pipeline parallel: one copy of the model, stage by stage"),
     "dp_cp": ("dense", ("dp", "cp"), "gradients of dense parameters are summed here"),
@@ -112,6 +114,14 @@ class ParallelLayout:
             "--expert-tensor-parallel-size",
         ),
     )
+    hierarchical_cp: tuple[int, ...] | None = field(
+        default=None,
+        metadata={
+            "help": "Ranks of context parallelism inside (all-to-all) and outside (ring) of a node",
+            "flag": "--hierarchical-context-parallel-sizes",
+            "unit": "ranks",
+        },
+    )
     order: str = field(
         default="tp-cp-ep-dp-pp",
         metadata={"help": "Axes from fastest to slowest varying rank", "flag": None},
@@ -130,6 +140,7 @@ class ParallelLayout:
         if self.vpp > 1 and self.pp == 1:
             raise LayoutError("{vpp:=} needs pipeline stages to interleave, but {pp:=}", vars(self))
         self._check_order()
+        self._check_hierarchy()
         if self.dp is not None and self.has_expert_parallelism:
             self._expert()
 
@@ -144,6 +155,16 @@ class ParallelLayout:
             degree = getattr(self, name)
             if name not in names and degree is not None and degree > 1:
                 raise LayoutError(f"order={self.order!r} leaves out {name!r}, but {name}={degree}")
+
+    def _check_hierarchy(self) -> None:
+        sizes = self.hierarchical_cp
+        if sizes is None:
+            return
+        if len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != self.cp:
+            raise LayoutError(
+                f"hierarchical_cp={sizes!r} are not two sizes, inside and outside, whose product "
+                f"is cp={self.cp}"
+            )
 
     # -- sizes ---------------------------------------------------------------------------------
 
@@ -222,14 +243,16 @@ class ParallelLayout:
     def group_names(self) -> tuple[str, ...]:
         """Names of all groups this layout has, in the one order in which a mesh creates them.
 
-        The expert groups are absent only if `order` lets the pipeline of the experts differ from
-        that of the dense layers, which is an error as soon as there is expert parallelism.
+        `cp_inner` and `cp_outer` are there only with `hierarchical_cp`. The expert groups are
+        absent only if `order` lets the pipeline of the experts differ from that of the dense
+        layers, which is an error as soon as there is expert parallelism.
         """
+        absent = {"nested"} if self.hierarchical_cp is None else set()
         try:
             self._expert()
         except LayoutError:
-            return tuple(name for name, (grid, _, _) in _GROUPS.items() if grid != "expert")
-        return tuple(_GROUPS)
+            absent.add("expert")
+        return tuple(name for name, (grid, _, _) in _GROUPS.items() if grid not in absent)
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
         """All groups of one kind, each a tuple of ascending ranks.
@@ -240,6 +263,9 @@ class ParallelLayout:
         kind, axes = self._kind(name)
         if kind == "stages":
             return [self._holders(ranks, axes) for ranks in self._dense().groups(("pp",))]
+        if kind == "nested":
+            sequences = self._dense().groups(("cp",))
+            return [part for ranks in sequences for part in self._nested(ranks, axes)]
         return self._grid(kind).groups(axes)
 
     def group_of(self, name: str, rank: int) -> tuple[int, ...]:
@@ -249,6 +275,9 @@ class ParallelLayout:
         if kind == "stages":
             holders = self._holders(self._dense().group_of(("pp",), rank), axes)
             return holders if rank in holders else ()
+        if kind == "nested":
+            sequence = self._dense().group_of(("cp",), rank)
+            return next(part for part in self._nested(sequence, axes) if rank in part)
         return self._grid(kind).group_of(axes, rank)
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -287,6 +316,14 @@ class ParallelLayout:
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is outside a world of {self.world_size} ranks")
 
+    def _nested(self, sequence: tuple[int, ...], which: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """The inner or outer groups among the ranks of one sequence."""
+        if self.hierarchical_cp is None:
+            raise LayoutError(f"there is no 'cp_{which[0]}' group: give hierarchical_cp, two sizes")
+        inner = self.hierarchical_cp[0]
+        parts = [sequence[i : i + inner] for i in range(0, self.cp, inner)]
+        return parts if which == ("inner",) else list(zip(*parts, strict=True))
+
     @staticmethod
     def _holders(pipeline: tuple[int, ...], which: tuple[str, ...]) -> tuple[int, ...]:
         ends = {"first": pipeline[0], "last": pipeline[-1]}
@@ -299,6 +336,8 @@ class ParallelLayout:
         text = " x ".join(degrees)
         if self.has_expert_parallelism:
             text += f", experts etp {self.expert_tp} x ep {self.ep}"
+        if self.hierarchical_cp is not None:
+            text += ", cp {} inside x {} outside".format(*self.hierarchical_cp)
         if self.vpp > 1:
             text += f", {self.vpp} chunks per stage"
         return f"{text}, order {self.order}"

@@ -1,0 +1,166 @@
+"""Head-scatter attention: all ranks exchange, so that each has the whole sequence of some heads.
+
+Attention knows nothing of other heads, so any kernel serves (Jacobs et al., DeepSpeed Ulysses). A
+rank's heads must divide over the ranks. Where its KV heads do not, each is copied as often as makes
+them divide: with 2 KV heads on 4 ranks every one goes to 2 ranks.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron_parallel.collective_failure import naming_failures
+from megatron_parallel.context_parallel.blocks import RingPlan
+from megatron_parallel.context_parallel.plain import BlockOperations
+from megatron_parallel.context_parallel.ring import ring_attention
+from megatron_parallel.context_parallel.split import ContextSplit
+from megatron_parallel.layout import LayoutError
+from megatron_parallel.mesh import Axis
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""An attention that autograd differentiates: q, k, v to `[s, b, n, dv]`."""
+
+
+def check_heads(heads: int, ranks: int) -> None:
+    """Raise `LayoutError` unless one rank's `heads` can be scattered over `ranks`."""
+    if heads % ranks:
+        raise LayoutError(
+            f"{heads} heads on each tensor-parallel rank cannot be scattered over {ranks} "
+            "context-parallel ranks: all-to-all attention needs a multiple of them, ring ('p2p') "
+            "and 'allgather' need none"
+        )
+
+
+def scatter_heads(
+    x: Float[Tensor, "part b n d"], axis: Axis
+) -> Float[Tensor, "sequence b n_part d"]:
+    """A part of the sequence with all heads, to all of it with some; in the order of the ranks."""
+    result: Tensor = _ScatterHeads.apply(x, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather_heads(
+    x: Float[Tensor, "sequence b n_part d"], axis: Axis
+) -> Float[Tensor, "part b n d"]:
+    """The inverse of `scatter_heads`."""
+    result: Tensor = _GatherHeads.apply(x, axis)  # type: ignore[no-untyped-call]
+    return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
+def head_scatter_attention(
+    q: Float[Tensor, "part b n d"],
+    k: Float[Tensor, "part b g d"],
+    v: Float[Tensor, "part b g d"],
+    split: ContextSplit,
+    axis: Axis,
+    attend: Attend,
+) -> Float[Tensor, "part b n d"]:
+    """Attention of this rank's queries over the keys of all ranks of the axis.
+
+    Args:
+        q: This rank's queries.
+        k: Its keys.
+        v: Its values, with heads as wide as those of the keys.
+        split: How the sequence is shared out.
+        axis: Its ranks.
+        attend: Attention over the whole sequence, in its order, for `n/ranks` heads: those from
+            `axis.index * n/ranks` on.
+
+    Raises:
+        LayoutError: The heads do not divide over the ranks.
+    """
+    whole = (split.restore(t) for t in _scatter_all(q, k, v, axis))
+    return gather_heads(split.arrange(attend(*whole)), axis)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
+def hierarchical_attention(
+    q: Float[Tensor, "part b n d"],
+    k: Float[Tensor, "part b g d"],
+    v: Float[Tensor, "part b g d"],
+    within: ContextSplit,
+    plan: RingPlan,
+    inner: Axis,
+    outer: Axis,
+    operations: BlockOperations | None = None,
+) -> Float[Tensor, "part b n d"]:
+    """Heads scattered over the inner axis, a ring over the outer one (Fang and Zhao, USP).
+
+    Context-parallel rank `r` has index `r % inner.size` on the inner axis and `r // inner.size` on
+    the outer one. Slow links carry only `inner.size` times fewer rounds of the ring.
+
+    Args:
+        q: This rank's queries.
+        k: Its keys.
+        v: Its values, with heads as wide as those of the keys.
+        within: How the inner ranks share out their places, `split.within(...)`.
+        plan: A ring over `split.joined(inner.size)`.
+        inner: Ranks near each other.
+        outer: One rank of each inner group.
+        operations: The block functions of the ring, for heads from `inner.index * n/inner` on.
+
+    Raises:
+        LayoutError: The heads do not divide over the inner ranks.
+    """
+    whole = (within.restore(t) for t in _scatter_all(q, k, v, inner))
+    return gather_heads(within.arrange(ring_attention(*whole, plan, outer, operations)), inner)
+
+
+def _scatter_all(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """Scatter queries, keys and values in one message to each rank."""
+    check_heads(q.shape[2], axis.size)
+    copies = math.lcm(k.shape[2], axis.size) // k.shape[2]
+    if copies > 1:
+        k, v = (t.repeat_interleave(copies, 2) for t in (k, v))
+    by_rank = [torch.unflatten(t, 2, (axis.size, -1)) for t in (q, k, v)]
+    sizes = [t.shape[3] for t in by_rank]
+    scattered = scatter_heads(torch.cat(by_rank, 3).flatten(2, 3), axis)
+    first, second, third = torch.split(scattered, sizes, 2)
+    return first, second, third
+
+
+class _ScatterHeads(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _scatter(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _gather(grads[0], ctx.axis), None
+
+
+class _GatherHeads(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _scatter(grads[0], ctx.axis), None
+
+
+def _scatter(x: Tensor, axis: Axis) -> Tensor:
+    return _exchange(torch.unflatten(x, 2, (axis.size, -1)).movedim(2, 0), axis).flatten(0, 1)
+
+
+def _gather(x: Tensor, axis: Axis) -> Tensor:
+    return _exchange(torch.unflatten(x, 0, (axis.size, -1)), axis).movedim(0, 2).flatten(2, 3)
+
+
+def _exchange(parts: Tensor, axis: Axis) -> Tensor:
+    """`parts[i]` goes to rank `i` of the axis; what comes back is one part from each."""
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    axis.count("all_to_all of heads", parts)
+    with naming_failures(axis, "all_to_all of heads", parts):
+        dist.all_to_all_single(received, parts, group=axis.bound)
+    return received

@@ -1,0 +1,177 @@
+"""How sequences, masks and work are shared out over context-parallel ranks."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron_parallel import DropoutKey, LayoutError, ParallelLayout, keep_mask
+from megatron_parallel.context_parallel import (
+    ContextSplit,
+    SequenceMask,
+    imbalance,
+    pairs,
+    plan_ring,
+)
+
+
+def documents(lengths: list[int], total: int) -> torch.Tensor:
+    """Document numbers of a sample `[1, total]`; what the documents do not fill is padding."""
+    ids = torch.full((1, total), -1)
+    start = 0
+    for number, length in enumerate(lengths):
+        ids[0, start : start + length] = number
+        start += length
+    return ids
+
+
+def test_zigzag_gives_each_rank_a_chunk_from_both_ends() -> None:
+    """Megatron's: rank r keeps chunks r and 2 n - 1 - r of 2 n."""
+    places = ContextSplit.zigzag(16, 4).places
+    assert places[:, 0].tolist() == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+
+
+def test_a_length_that_does_not_divide_is_refused_with_its_neighbours() -> None:
+    with pytest.raises(LayoutError, match=r"18 tokens .* 2 x 4 .* multiple of 8, .* 16 or 24"):
+        ContextSplit.zigzag(18, 4)
+    with pytest.raises(LayoutError, match="for example 8"):
+        ContextSplit.per_document(torch.zeros(1, 6, dtype=torch.int32), 4)
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
+    """Samples of documents of any length, with padding, and a number of ranks."""
+    ranks = draw(st.integers(1, 5))
+    total = 2 * ranks * draw(st.integers(1, 12))
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        lengths, room = [], total
+        while room and draw(st.booleans()):
+            lengths.append(draw(st.integers(1, room)))
+            room -= lengths[-1]
+        rows.append(documents(lengths, total))
+    return torch.cat(rows), ranks
+
+
+@settings(max_examples=60, deadline=None)
+@given(packed())
+def test_every_place_is_at_one_rank_and_all_ranks_hold_as_many(
+    sample: tuple[torch.Tensor, int],
+) -> None:
+    ids, ranks = sample
+    length = ids.shape[1]
+    for split in (ContextSplit.zigzag(length, ranks), ContextSplit.per_document(ids, ranks)):
+        assert (split.ranks, split.part, split.length) == (ranks, length // ranks, length)
+        for row in range(split.places.shape[1]):
+            assert sorted(split.places[:, row].flatten().tolist()) == list(range(length))
+        assert bool((split.places.diff(dim=2) > 0).all())
+        own = [split.take(ids, rank) for rank in range(ranks)]
+        whole = split.restore(torch.cat(own, 1).t()[..., None])
+        assert torch.equal(whole[..., 0].t(), ids)
+        assert torch.equal(split.arrange(whole)[..., 0].t(), torch.cat(own, 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(packed(), st.sampled_from([None, 1, 3]), st.booleans(), st.sampled_from([None, 2]))
+def test_the_blocks_of_a_ring_are_the_mask_cut_by_place(
+    sample: tuple[torch.Tensor, int], window: int | None, causal: bool, prefix: int | None
+) -> None:
+    """Every pair that may attend is in one block, and none that may not."""
+    ids, ranks = sample
+    b, length = ids.shape
+    mask = SequenceMask(ids, causal=causal, window=window, prefix=prefix)
+    query, key = torch.arange(length)[:, None], torch.arange(length)[None, :]
+    wanted = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
+    if causal:
+        wanted &= (key <= query) | (key < (prefix or 0))
+    if window is not None:
+        wanted &= (query - key).abs() < window
+    for split in (ContextSplit.zigzag(length, ranks), ContextSplit.per_document(ids, ranks)):
+        found = torch.zeros(b, length, length, dtype=torch.int64)
+        for rank in range(ranks):
+            plan = plan_ring(mask, split, rank)
+            for blocks in plan.blocks:
+                for block in blocks:
+                    allowed = block.mask.allowed().expand(b, -1, -1)
+                    assert not block.mask.everything or bool(allowed.all())
+                    rows, columns = block.mask.query_places, block.mask.key_places
+                    for i in range(b):
+                        q, k = rows[i % len(rows)], columns[i % len(columns)]
+                        found[i, q[:, None], k[None, :]] += allowed[i]
+        assert torch.equal(found, wanted.long())
+
+
+def test_a_causal_ring_computes_half_of_the_pairs_and_needs_no_mask_for_most() -> None:
+    """What is wholly masked is left out; on each rank, in each step, the same work."""
+    split = ContextSplit.zigzag(64, 4)
+    for rank in range(4):
+        plan = plan_ring(SequenceMask(), split, rank)
+        for source, blocks in enumerate(plan.blocks):
+            sizes = [
+                (b.rows.stop - b.rows.start) * (b.columns.stop - b.columns.start) for b in blocks
+            ]
+            if source == rank:
+                assert sum(sizes) == 3 * 8 * 8
+            else:
+                assert sizes == [2 * 8 * 8] and blocks[0].mask.everything
+
+
+def test_documents_far_apart_are_left_out() -> None:
+    ids = documents([1024] * 4, 4096)
+    split = ContextSplit.zigzag(4096, 2)
+    blocks = plan_ring(SequenceMask(ids), split, 0).blocks[1]
+    assert blocks == ()  # chunks 0 and 3 hold other documents than chunks 1 and 2
+
+
+def test_work_is_counted_as_a_mask_counts_it() -> None:
+    ids = torch.cat([documents([5, 9], 16), documents([16], 16)])
+    mask = SequenceMask(ids)
+    for split in (ContextSplit.zigzag(16, 2), ContextSplit.per_document(ids, 2)):
+        everything = torch.arange(16)[None]
+        by_mask = [
+            mask.block(split.places[rank], everything).allowed().sum().item() for rank in range(2)
+        ]
+        assert pairs(split, ids).tolist() == by_mask
+    assert imbalance(torch.tensor([1.0, 3.0], dtype=torch.float64)) == 1.5
+
+
+def test_zigzag_balances_one_document_and_per_document_balances_many() -> None:
+    lengths = [700, 90, 1500, 33, 411, 1200, 162]
+    ids = documents(lengths, 4096)
+    zigzag, per_document = ContextSplit.zigzag(4096, 4), ContextSplit.per_document(ids, 4)
+    assert imbalance(pairs(zigzag)) == 1.0
+    assert imbalance(pairs(zigzag, ids)) > 1.2
+    assert imbalance(pairs(per_document, ids)) < 1.001
+
+
+def test_a_rank_drops_what_one_rank_drops_at_its_places() -> None:
+    samples, shape = torch.tensor([4, 9]), (16, 2, 3)
+    key = DropoutKey.for_batch(seed=1, iteration=2, samples=samples, positions=16)
+    whole = keep_mask(shape, 0.5, key, layer=3, site=1).transpose(0, 1)
+    ids = torch.cat([documents([5, 9], 16), documents([16], 16)])
+    for split in (ContextSplit.zigzag(16, 2), ContextSplit.per_document(ids, 2)):
+        for rank in range(2):
+            own = keep_mask((8, 2, 3), 0.5, key.select(split.places[rank]), layer=3, site=1)
+            assert torch.equal(own.transpose(0, 1), split.take(whole, rank))
+
+
+def test_a_hierarchy_nests_its_groups() -> None:
+    layout = ParallelLayout(tp=2, cp=4, dp=1, hierarchical_cp=(2, 2))
+    assert layout.groups("cp")[0] == (0, 2, 4, 6)
+    assert layout.groups("cp_inner") == [(0, 2), (4, 6), (1, 3), (5, 7)]
+    assert layout.groups("cp_outer") == [(0, 4), (2, 6), (1, 5), (3, 7)]
+    assert layout.group_of("cp_inner", 5) == (5, 7) and layout.group_of("cp_outer", 5) == (1, 5)
+    assert {"cp_inner", "cp_outer"} <= set(layout.group_names)
+    assert "cp 2 inside x 2 outside" in layout.draw()
+    assert "cp_inner" not in ParallelLayout(cp=4).resolve(4).group_names
+    with pytest.raises(LayoutError, match=r"hierarchical_cp=\(2, 3\) .* cp=4"):
+        ParallelLayout(cp=4, hierarchical_cp=(2, 3))
+    with pytest.raises(LayoutError, match="there is no 'cp_inner' group: give hierarchical_cp"):
+        ParallelLayout(cp=4).resolve(4).groups("cp_inner")
+
+
+def test_inner_ranks_find_their_places_among_those_of_their_group() -> None:
+    split = ContextSplit.zigzag(16, 4)
+    joined, within = split.joined(2), split.within(2, 1)
+    assert joined.places[1, 0].tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
+    for rank in range(2):
+        assert torch.equal(joined.places[1, :, within.places[rank, 0]], split.places[2 + rank])
