@@ -162,8 +162,8 @@ class ParallelLayout:
             return
         if len(sizes) != 2 or min(sizes) < 1 or sizes[0] * sizes[1] != self.cp:
             raise LayoutError(
-                f"hierarchical_cp={sizes!r} are not two sizes, inside and outside, whose product "
-                f"is cp={self.cp}"
+                "{hierarchical_cp:=} is not two sizes, inside and outside, whose product is {cp:=}",
+                vars(self),
             )
 
     # -- sizes ---------------------------------------------------------------------------------
