@@ -238,7 +238,7 @@ def no_sum_over_the_parts():
 def no_part_of_the_key():
     """Every rank drops as if it had the beginning of the sequence."""
 
-    def first_part(given, cut):
+    def first_part(given, cut, places=None):
         length = len(given.key.word0) // (cut.size if cut else 1)
         return StageDropout(given, given.key.narrow(0, length))
 

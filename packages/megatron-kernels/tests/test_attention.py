@@ -1,6 +1,7 @@
 """Attention: independent truths, rows that see nothing, caches, and the block pair."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -185,14 +186,17 @@ MASKS = [
 ]
 
 
+@pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
-def test_the_block_backward_equals_autograd(mask: Mask) -> None:
+def test_the_block_backward_equals_autograd(mask: Mask, dropped: bool) -> None:
     q, k, v = inputs()
-    out, lse = attention_forward(q, k, v, mask)
+    kept = torch.rand(2, 4, 7, 7, generator=torch.Generator().manual_seed(3)) > 0.3
+    dropout = partial(torch.mul, kept / 0.7) if dropped else None
+    out, lse = attention_forward(q, k, v, mask, dropout=dropout)
     dout = torch.randn_like(out)
     expected = torch.autograd.grad(out, (q, k, v), dout)
     with torch.no_grad():
-        ours = attention_backward(dout, q, k, v, out, lse, mask)
+        ours = attention_backward(dout, q, k, v, out, lse, mask, dropout=dropout)
     for got, want in zip(ours, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from megatron_kernels import Mask
 from megatron_parallel import Init, Mesh, initialize_parameters
+from megatron_parallel.context_parallel import ContextSplit, check_length
 from megatron_parallel.tensor_parallel import (
     ColumnParallelLinear,
     column_parallel_linear,
@@ -19,6 +20,7 @@ from megatron_models.cache import KVCache
 from megatron_models.config import ConfigError, GPTConfig
 from megatron_models.layers.block import Block
 from megatron_models.layers.context import Context
+from megatron_models.layers.context_parallel import ContextParallel, check_context_parallel
 from megatron_models.layers.dropout import EMBEDDING, EMBEDDING_LAYER, Dropout, StageDropout
 from megatron_models.layers.embedding import Embedding
 from megatron_models.layers.norm import Norm
@@ -48,6 +50,8 @@ class GPT(nn.Module):
         dtype: of the parameters; the loss is float32, or float64 for a float64 model.
         device: of the parameters; by default the mesh's device.
         seed: of the initial weights.
+        cp_comm_type: how attention goes over context-parallel ranks, for all layers or for each:
+            ``p2p`` (ring), ``a2a`` (heads scattered), ``allgather``, or ``a2a+p2p``.
 
     Attributes:
         stage: number of this stage in the pipeline; 0 for a whole model.
@@ -57,8 +61,9 @@ class GPT(nn.Module):
 
     Raises:
         LayoutError: query groups, feed-forward width or heads do not divide over the tensor axis,
-            or layers over the stages.
-        ConfigError: a chunk or a split that the pipeline does not have.
+            heads over the context axis, or layers over the stages.
+        ConfigError: a chunk or a split that the pipeline does not have; a ``cp_comm_type`` that
+            there is not.
     """
 
     def __init__(
@@ -72,13 +77,15 @@ class GPT(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         seed: int = 1234,
+        cp_comm_type: str | Sequence[str] = "p2p",
     ) -> None:
         super().__init__()
         self.config = config
         self.mesh = mesh
         self.dtype = dtype
         self.sequence_parallel = sequence_parallel
-        self.tp = mesh.axis("tp")
+        self.tp, self.cp = mesh.axis("tp"), mesh.axis("cp")
+        self.cp_comm_type = check_context_parallel(config, mesh.layout, cp_comm_type)
         plan = plan_stage(config, mesh.layout, mesh.axis("pp").index, chunk, split)
         self.stage, self.first, self.last = plan.stage, plan.first, plan.last
         device = mesh.device if device is None else torch.device(device)
@@ -132,9 +139,12 @@ class GPT(nn.Module):
             sequence_length: of the whole sequence, in tokens.
 
         Raises:
-            ConfigError: sequence parallelism cannot cut that length.
+            LayoutError: context parallelism cannot cut that length.
+            ConfigError: sequence parallelism cannot.
         """
-        part = self._part_length(sequence_length)
+        if self.cp.size > 1:
+            check_length(sequence_length, self.cp.size)
+        part = self._part_length(sequence_length // self.cp.size)
         # Looked up here: it brings torch's pipelining and with it the compiler, seconds of a CPU.
         return megatron_parallel.Passed((part, batch_size, self.config.hidden_size), self.dtype)
 
@@ -147,10 +157,13 @@ class GPT(nn.Module):
         mask: Mask | None = None,
         dropout: Dropout | None = None,
         cache: KVCache | None = None,
+        split: ContextSplit | None = None,
     ) -> Float[Tensor, "..."]:
         """Run this stage.
 
-        All stages of a pipeline are called with the same arguments but ``x``.
+        All stages of a pipeline are called with the same arguments but ``x``. With context
+        parallelism tokens, labels and positions are those at this rank's places of the sequence
+        (`ContextSplit.take`); mask and dropout are those of the whole.
 
         Args:
             x: tokens ``[b, s]`` on the first stage; on others what the stage before returned,
@@ -163,6 +176,8 @@ class GPT(nn.Module):
                 cache it describes cached and new tokens together.
             dropout: what is dropped; nothing by default, whether the module trains or evaluates.
             cache: keys and values of earlier tokens, to which those of these tokens are added.
+            split: which places each context-parallel rank holds; by default a zig-zag over the
+                whole sequence.
 
         Returns:
             Activations like ``x`` of a later stage; from the last stage the loss of each token,
@@ -171,22 +186,36 @@ class GPT(nn.Module):
 
         Raises:
             ConfigError: more tokens than the model has positions, or the cache room; a length that
-                sequence parallelism cannot cut; dropout while decoding; tokens on a later stage or
-                activations on the first.
+                sequence parallelism cannot cut; dropout or context parallelism while decoding;
+                tokens on a later stage or activations on the first.
         """
         length = self._sequence_length(x)
         offset = 0 if cache is None else cache.length
         end = offset + length
-        self.config.check_sequence_length(end)
-        if mask is None:
-            mask = Mask()
-        elif positions is None and mask.query_positions is not None:
-            positions = mask.query_positions
-        elif positions is None and mask.positions is not None:
-            positions = mask.positions[:, offset:end]
-        mask = mask.prepare(length, end, offset, device=x.device)
+        mask = Mask() if mask is None else mask
+        parallel = None
+        if self.cp.size > 1:
+            if cache is not None:
+                raise ConfigError("a cache was given, but context parallelism does not decode")
+            if split is None:
+                split = ContextSplit.zigzag(length * self.cp.size, self.cp.size, x.device)
+            places = split.places[self.cp.index]
+            self.config.check_sequence_length(split.length)
+            if positions is None:
+                whole = mask.positions
+                positions = places if whole is None else split.take(whole, self.cp.index)
+            stage_dropout = self._dropout(dropout, cache, places)
+            parallel = ContextParallel(self.mesh, self.cp_comm_type, split, mask, stage_dropout)
+        else:
+            self.config.check_sequence_length(end)
+            if positions is None and mask.query_positions is not None:
+                positions = mask.query_positions
+            elif positions is None and mask.positions is not None:
+                positions = mask.positions[:, offset:end]
+            mask = mask.prepare(length, end, offset, device=x.device)
+            stage_dropout = self._dropout(dropout, cache)
         angles = None if self.rotary is None else self.rotary(length, offset, positions)
-        context = Context(mask, angles, cache, offset, self._dropout(dropout, cache))
+        context = Context(mask, angles, cache, offset, stage_dropout, parallel)
         if self.embedding is not None and self.first:
             x = self.embedding(x, positions, offset)
             x = context.drop(x, EMBEDDING_LAYER, EMBEDDING)
@@ -211,6 +240,7 @@ class GPT(nn.Module):
         positions: Int[Tensor, "b s"] | None = None,
         mask: Mask | None = None,
         dropout: Dropout | None = None,
+        split: ContextSplit | None = None,
     ) -> Float[Tensor, "b s"]:
         """Return the loss of each token of a whole model; arguments as for `forward`.
 
@@ -221,10 +251,12 @@ class GPT(nn.Module):
             raise ConfigError(
                 f"stage {self.stage} is not a whole model: run it with a PipelineEngine"
             )
-        return self.forward(tokens, labels=labels, positions=positions, mask=mask, dropout=dropout)
+        return self.forward(
+            tokens, labels=labels, positions=positions, mask=mask, dropout=dropout, split=split
+        )
 
     def _sequence_length(self, x: Tensor) -> int:
-        """Length of the whole sequence, from tokens or from activations."""
+        """Tokens that this rank and its tensor-parallel group hold, from tokens or activations."""
         if x.is_floating_point() == self.first:
             wanted = "tokens [b, s]" if self.first else "activations [s, b, h]"
             raise ConfigError(f"stage {self.stage} takes {wanted}, not {x.dtype} {list(x.shape)}")
@@ -245,12 +277,14 @@ class GPT(nn.Module):
             )
         return length // self.tp.size
 
-    def _dropout(self, given: Dropout | None, cache: KVCache | None) -> StageDropout | None:
+    def _dropout(
+        self, given: Dropout | None, cache: KVCache | None, places: Tensor | None = None
+    ) -> StageDropout | None:
         if given is None:
             return None
         if cache is not None:
             raise ConfigError("dropout was given together with a cache; decoding drops nothing")
-        return StageDropout.of(given, self.tp if self.sequence_parallel else None)
+        return StageDropout.of(given, self.tp if self.sequence_parallel else None, places)
 
     def _logits(self, x: Float[Tensor, "part b h"]) -> Float[Tensor, "s b v_part"]:
         if self.output is not None:
@@ -269,6 +303,7 @@ def gpt_chunks(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     seed: int = 1234,
+    cp_comm_type: str | Sequence[str] = "p2p",
 ) -> list[GPT]:
     """Build all stages of this rank, one `GPT` for each of its ``vpp`` chunks.
 
@@ -284,6 +319,7 @@ def gpt_chunks(
             dtype=dtype,
             device=device,
             seed=seed,
+            cp_comm_type=cp_comm_type,
         )
         for chunk in range(mesh.layout.vpp)
     ]

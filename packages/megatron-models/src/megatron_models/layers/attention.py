@@ -62,20 +62,28 @@ class Attention(nn.Module):
         """Let every token attend as the mask allows, in the cache too.
 
         With sequence parallelism ``x`` and the result are this rank's part of the sequence;
-        queries, keys and values are those of all of it, for this rank's heads.
+        queries, keys and values are those of all of it, for this rank's heads. With context
+        parallelism "all of it" is what the tensor-parallel group holds of the sequence.
         """
         q, k, v = self._project(x)
         if context.angles is not None:
             q = rope(q, *context.angles, self.interleaved)
             k = rope(k, *context.angles, self.interleaved)
+        if context.parallel is not None:
+            y = context.parallel.attention(q, k, v, self.layer, self.first_head)
+        else:
+            y = self._attend(q, k, v, context)
+        result: Tensor = self.out(y.flatten(2))
+        return result
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """Attention over keys that are all on this rank."""
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
         dropout, drop = context.dropout, None
         if dropout is not None and dropout.given.attention > 0.0:
             drop = partial(dropout.probabilities, layer=self.layer, first_head=self.first_head)
-        y = attention(q, k, v, context.mask, None, context.offset, dropout=drop)
-        result: Tensor = self.out(y.flatten(2))
-        return result
+        return attention(q, k, v, context.mask, None, context.offset, dropout=drop)
 
     def _project(
         self, x: Float[Tensor, "part b h"]

@@ -7,6 +7,7 @@ from megatron_kernels import Mask
 from torch import Tensor
 
 from megatron_models.cache import KVCache
+from megatron_models.layers.context_parallel import ContextParallel
 from megatron_models.layers.dropout import StageDropout
 from megatron_models.layers.rope import Angles
 
@@ -21,6 +22,8 @@ class Context:
         cache: where keys and values are kept, when decoding.
         offset: positions in the cache before these tokens.
         dropout: what is dropped, when training with dropout.
+        parallel: attention over context-parallel ranks, where there are several; the mask is then
+            that of the whole sequence.
     """
 
     mask: Mask
@@ -28,6 +31,7 @@ class Context:
     cache: KVCache | None = None
     offset: int = 0
     dropout: StageDropout | None = None
+    parallel: ContextParallel | None = None
 
     def drop(self, x: Float[Tensor, "s b h"], layer: int, site: int) -> Float[Tensor, "s b h"]:
         """Apply hidden dropout, if there is one."""

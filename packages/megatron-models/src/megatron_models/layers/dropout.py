@@ -12,10 +12,11 @@ it. The numbers are part of every training curve and do not change.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from megatron_parallel import Axis, DropoutKey, keyed_dropout
 from torch import Tensor
 
@@ -62,27 +63,60 @@ class StageDropout:
     stream: DropoutKey
 
     @classmethod
-    def of(cls, given: Dropout, cut: Axis | None) -> "StageDropout":
-        """Prepare a pass in which ``cut`` cuts the sequence, if anything does."""
-        return cls(given, given.key if cut is None else given.key.part(cut))
+    def of(
+        cls,
+        given: Dropout,
+        cut: Axis | None,
+        places: Int[Tensor, "b_or_1 part"] | None = None,
+    ) -> "StageDropout":
+        """Prepare a pass in which ``cut`` cuts the sequence, if anything does.
+
+        With context parallelism the sequence it cuts is the rank's, at ``places`` of the whole.
+        """
+        stream = given.key if places is None else given.key.select(places)
+        return cls(given, stream if cut is None else stream.part(cut))
 
     def hidden(self, x: Float[Tensor, "s b h"], layer: int, site: int) -> Float[Tensor, "s b h"]:
         """Drop elements of what is added to the residual stream."""
         return keyed_dropout(x, self.given.hidden, self.stream, layer=layer, site=site)
 
     def probabilities(
-        self, p: Float[Tensor, "b n s t"], layer: int, first_head: int
+        self,
+        p: Float[Tensor, "b n s t"],
+        layer: int,
+        first_head: int,
+        places: Int[Tensor, "b_or_1 s"] | None = None,
+        keys: Int[Tensor, "b_or_1_too t"] | None = None,
     ) -> Float[Tensor, "b n s t"]:
-        """Drop attention probabilities of heads ``first_head``, ``first_head + 1``, ..."""
+        """Drop attention probabilities of heads ``first_head``, ``first_head + 1``, ...
+
+        ``places`` of the queries and of the ``keys`` are in the whole sequence; all by default.
+        """
         by_query = p.permute(2, 0, 1, 3)
         if torch.compiler.is_compiling():  # Dynamo writes results into contiguous memory only
             by_query = by_query.contiguous()
-        dropped = keyed_dropout(
-            by_query,
-            self.given.attention,
-            self.given.key,
-            layer=layer,
-            site=ATTENTION_PROBABILITIES,
-            channels=first_head * p.shape[-1],
+        key = self.given.key if places is None else self.given.key.select(places)
+        drop = partial(
+            keyed_dropout, p=self.given.attention, layer=layer, site=ATTENTION_PROBABILITIES
         )
+        if keys is None:
+            dropped = drop(by_query, key=key, channels=first_head * p.shape[-1])
+        else:
+            length = self.given.key.word0.shape[0]
+            heads = torch.arange(first_head, first_head + p.shape[1], device=p.device) * length
+            numbers = heads[:, None] + keys[:, None, :]  # [b or 1, n, t]
+            parts = len(numbers)  # of the batch: its samples, if their keys differ
+            dropped = torch.cat(
+                [
+                    drop(x, key=DropoutKey(word0, word1), channels=channels)
+                    for x, word0, word1, channels in zip(
+                        by_query.chunk(parts, 1),
+                        key.word0.chunk(parts, 1),
+                        key.word1.chunk(parts, 1),
+                        numbers,
+                        strict=True,
+                    )
+                ],
+                1,
+            )
         return dropped.permute(1, 2, 0, 3)

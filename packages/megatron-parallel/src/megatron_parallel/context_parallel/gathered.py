@@ -14,7 +14,6 @@ from megatron_parallel.context_parallel.split import ContextSplit
 from megatron_parallel.mesh import Axis
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
 def gathered_attention(
     q: Float[Tensor, "part b n d"],
     k: Float[Tensor, "part b g d"],

@@ -53,7 +53,6 @@ def gather_heads(
     return result
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
 def head_scatter_attention(
     q: Float[Tensor, "part b n d"],
     k: Float[Tensor, "part b g d"],
@@ -76,11 +75,10 @@ def head_scatter_attention(
     Raises:
         LayoutError: The heads do not divide over the ranks.
     """
-    whole = (split.restore(t) for t in _scatter_all(q, k, v, axis))
-    return gather_heads(split.arrange(attend(*whole)), axis)
+    q, k, v = (split.restore(t) for t in _scatter_all(q, k, v, axis))
+    return gather_heads(split.arrange(attend(q, k, v)), axis)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
 def hierarchical_attention(
     q: Float[Tensor, "part b n d"],
     k: Float[Tensor, "part b g d"],
@@ -109,8 +107,8 @@ def hierarchical_attention(
     Raises:
         LayoutError: The heads do not divide over the inner ranks.
     """
-    whole = (within.restore(t) for t in _scatter_all(q, k, v, inner))
-    return gather_heads(within.arrange(ring_attention(*whole, plan, outer, operations)), inner)
+    q, k, v = (within.restore(t) for t in _scatter_all(q, k, v, inner))
+    return gather_heads(within.arrange(ring_attention(q, k, v, plan, outer, operations)), inner)
 
 
 def _scatter_all(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,7 +24,6 @@ from megatron_parallel.layout import LayoutError
 from megatron_parallel.mesh import Axis
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
 def ring_attention(
     q: Float[Tensor, "s b n d"],
     k: Float[Tensor, "s b g d"],

@@ -40,6 +40,8 @@ def attention_forward(
     mask: Mask,
     scale: float | None = None,
     query_offset: int = 0,
+    *,
+    dropout: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Float[Tensor, "s b n dv"], Float[Tensor, "s b n"]]:
     """Attention over one block of keys.
 
@@ -50,12 +52,14 @@ def attention_forward(
         mask: Who may attend to whom within this block.
         scale: Multiplies the scores; None for 1/sqrt(d).
         query_offset: Index of the first query among the keys.
+        dropout: Applied to the block's probabilities `[b, n, s, t]`; a product with a mask that is
+            the same in the backward pass. The lse is that of all probabilities.
 
     Returns:
         out `[s, b, n, dv]` in the dtype of `q`, and lse `[s, b, n]` in float32 (float64 for
         float64), -inf for a row that may attend nowhere, whose out is zero.
     """
-    return _forward(q, k, v, mask, scale, query_offset, None)
+    return _forward(q, k, v, mask, scale, query_offset, dropout)
 
 
 def attention_backward(
@@ -68,6 +72,8 @@ def attention_backward(
     mask: Mask,
     scale: float | None = None,
     query_offset: int = 0,
+    *,
+    dropout: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "t b g d"], Float[Tensor, "t b g dv"]]:
     """Gradients of attention from one block of keys.
 
@@ -81,6 +87,7 @@ def attention_backward(
         mask: Who may attend to whom within this block.
         scale: As in the forward pass.
         query_offset: As in the forward pass.
+        dropout: As in the forward pass.
 
     Returns:
         This block's share of dq, and the whole of its dk and dv, in the dtypes of q, k and v.
@@ -90,8 +97,8 @@ def attention_backward(
     scores = _scores(q, k, mask, scale, query_offset)
     p = _probabilities(scores, _grouped(lse, groups))
     gradient, final = (_by_group(raised(x), groups) for x in (dout, out))
-    dv = torch.einsum("bgmst,sbgmd->tbgd", p, gradient)
-    dp = torch.einsum("sbgmd,tbgd->bgmst", gradient, raised(v))
+    dv = torch.einsum("bgmst,sbgmd->tbgd", _dropped(p, dropout), gradient)
+    dp = _dropped(torch.einsum("sbgmd,tbgd->bgmst", gradient, raised(v)), dropout)
     share = (gradient * final).sum(-1).permute(1, 2, 3, 0)[..., None]
     dscores = scale * p * (dp - share)
     dq = torch.einsum("bgmst,tbgd->sbgmd", dscores, raised(k)).flatten(2, 3)
@@ -114,9 +121,7 @@ def _forward(
     if sinks is not None:  # one more key for every row, whose value is zero
         lse = torch.logaddexp(lse, raised(sinks).view(k.shape[2], -1, 1))
     p = _probabilities(scores, lse)
-    if dropout is not None:
-        p = dropout(p.flatten(1, 2)).reshape(p.shape)
-    out = torch.einsum("bgmst,tbgd->sbgmd", p, values).flatten(2, 3)
+    out = torch.einsum("bgmst,tbgd->sbgmd", _dropped(p, dropout), values).flatten(2, 3)
     return out.to(q.dtype), _ungrouped(lse)
 
 
@@ -133,6 +138,10 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     """exp(scores - lse); a row that may attend nowhere (lse = -inf) gets zeros, not NaN."""
     safe = torch.where(torch.isneginf(lse), 0, lse)
     return torch.exp(scores - safe[..., None])
+
+
+def _dropped(p: Tensor, dropout: Callable[[Tensor], Tensor] | None) -> Tensor:
+    return p if dropout is None else dropout(p.flatten(1, 2)).reshape(p.shape)
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
