@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_data import ByteTokenizer, IndexedDatasetBuilder
-from megatron_parallel import Mesh
+from megatron_parallel import GradientBuffers, Mesh
 from megatron_train import StepEngine, Trainer
 from megatron_train.cli import main
 from megatron_train.config.flags import ALIASES, LAYERS_PER_VIRTUAL_STAGE
@@ -64,6 +64,7 @@ BY_SPLIT: Words = {
     "--valid-data-path": "text",
 }
 GPT2: Words = {"--tokenizer-model": None, "--vocab-file": "vocab", "--merge-file": "merges"}
+SHARDED: Words = {"--use-distributed-optimizer": ""}
 LOAD: Words = {"--load": "trained", "--train-iters": "6"}
 
 # Option: the context it needs on top of the base, and what is then added.
@@ -156,6 +157,10 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "layout.vpp": ({}, {"--num-virtual-stages-per-pipeline-rank": "2"}),
     "layout.etp": ({}, {"--expert-tensor-parallel-size": "2"}),
     "layout.hierarchical_cp": ({}, {"--hierarchical-context-parallel-sizes": "2 2"}),
+    "data_parallel.use_distributed_optimizer": ({}, SHARDED),
+    "data_parallel.overlap_grad_reduce": (SHARDED, {"--no-overlap-grad-reduce": ""}),
+    "data_parallel.overlap_param_gather": (SHARDED, {"--overlap-param-gather": ""}),
+    "data_parallel.ddp_bucket_size": ({}, {"--ddp-bucket-size": "1000"}),
     "evaluation.eval_interval": ({}, {"--eval-interval": "2"}),
     "evaluation.eval_iters": ({}, {"--eval-iters": "2"}),
     "checkpoint.save": ({"--save": None}, {"--save": "out"}),
@@ -236,10 +241,24 @@ class Probes:
             return run(engine, batches, *rest)
 
         def trained(trainer: Trainer) -> Any:
-            parameters = trainer.engine.parameters
+            engine = trainer.engine
+            parameters = engine.parameters
+            self.seen["buckets"] = [len(b.buckets) for b in engine.buffers]
+            self.seen["sharded"] = len(engine.shards)
+            self.seen["waiting"] = sum(
+                len(module._forward_pre_hooks)
+                for stage in trainer.task.stages
+                for module in stage.modules()
+            )
             self.seen["elements"] = {name: p.shape for name, p in parameters.items()}
             return train(trainer)
 
+        def finished(buffers: GradientBuffers) -> None:
+            self.seen["early"] = sum(bucket.launched for bucket in buffers.buckets)
+            finish(buffers)
+
+        finish = GradientBuffers.finish
+        patch.setattr(GradientBuffers, "finish", finished)
         patch.setattr(Mesh, "bind", bound)
         patch.setattr(StepEngine, "run", ran)
         patch.setattr(Trainer, "run", trained)

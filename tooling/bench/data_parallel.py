@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from megatron_parallel import Mesh, ParallelLayout, Sharding
-from megatron_parallel.data_parallel import BUCKET_SIZE, GradientBuffers
+from megatron_parallel.data_parallel import BUCKET_SIZE, DataParallelConfig, GradientBuffers
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
 from torch.nn import functional
@@ -88,7 +88,12 @@ def buffered(
     model: nn.Module, data: list[Tensor], tokens: int, mesh: Mesh, bucket_size: int
 ) -> Step:
     table = {name: Sharding(tuple(p.shape)) for name, p in model.named_parameters()}
-    buffers = GradientBuffers(model.named_parameters(), table, mesh, bucket_size=bucket_size)
+    buffers = GradientBuffers(
+        model.named_parameters(),
+        table,
+        mesh,
+        config=DataParallelConfig(ddp_bucket_size=bucket_size),
+    )
 
     def step() -> None:
         buffers.zero()
@@ -144,7 +149,7 @@ def rank_times(
         "DDP, bucket view": ddp(models["DDP, bucket view"], data, tokens, bucket_view=True),
     }
     for size in sizes:
-        name = f"GradientBuffers, {size / 2**20:g} Mi"
+        name = f"DataParallelConfig, GradientBuffers, {size / 2**20:g} Mi"
         models[name] = model()
         steps[name] = buffered(models[name], data, tokens, mesh, size)
     times = interleaved(steps, repeats)

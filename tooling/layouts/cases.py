@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_models import GPTConfig
-from megatron_parallel import ParallelLayout
+from megatron_parallel import DataParallelConfig, ParallelLayout
 
 SEQUENCE = 16
 GLOBAL_BATCH = 8
@@ -41,6 +41,17 @@ SPLITS = {
 """Layers of each stage by number of stages; never equal."""
 
 
+PLAIN = DataParallelConfig()
+SHARDED = DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=3000)
+"""Buckets so small that many parameters are cut, most of them in the middle of a row."""
+
+GATHERED = DataParallelConfig(
+    use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=3000
+)
+DATA_PARALLEL = {"sharded": SHARDED, "gathered": GATHERED}
+"""By the word in a case's name: optimizer state cut; weights gathered during the forward pass."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One layout and what is trained in it.
@@ -51,6 +62,7 @@ class Case:
         sequence_parallel: whether activations are cut along the sequence.
         dropout: whether hidden and attention dropout are on.
         micro_batch: samples of one micro-batch; the rest of a rank's share is accumulated.
+        data_parallel: how gradients are summed, and what each rank keeps.
     """
 
     layout: ParallelLayout
@@ -58,6 +70,7 @@ class Case:
     sequence_parallel: bool = False
     dropout: bool = False
     micro_batch: int = 1
+    data_parallel: DataParallelConfig = PLAIN
 
     @property
     def config(self) -> GPTConfig:
@@ -76,6 +89,7 @@ class Case:
         parts = [f"tp{layout.tp}"] if layout.tp > 1 else []
         parts += ["sp"] if self.sequence_parallel else []
         parts += [f"{n}{d}" for n in ("pp", "vpp", "dp") if (d := getattr(layout, n)) > 1]
+        parts += [word for word, used in DATA_PARALLEL.items() if used == self.data_parallel]
         return "·".join(parts) or "one rank"
 
     @property
@@ -93,7 +107,15 @@ def _case(
     model: Literal["tied", "untied"], micro_batch: int = 1, *options: str, **degrees: int
 ) -> Case:
     layout = ParallelLayout(**{"dp": 1, **degrees})
-    return Case(layout, model, "sp" in options, "dropout" in options, micro_batch)
+    data_parallel = [used for word, used in DATA_PARALLEL.items() if word in options]
+    return Case(
+        layout,
+        model,
+        "sp" in options,
+        "dropout" in options,
+        micro_batch,
+        data_parallel[0] if data_parallel else PLAIN,
+    )
 
 
 CASES = (
@@ -117,5 +139,12 @@ CASES = (
     _case("untied", 1, "sp", tp=2, pp=2, dp=2),
     _case("tied", 2, "sp", "dropout", tp=4, pp=2),
     _case("tied", 1, "dropout", tp=2, pp=4),
+    _case("tied", 2, "sharded", "dropout", dp=2),
+    _case("untied", 1, "gathered", dp=2),
+    _case("tied", 2, "gathered", pp=2, dp=2),
+    _case("tied", 1, "gathered", "sp", "dropout", tp=2, dp=4),
+    _case("untied", 1, "sharded", "sp", tp=2, dp=4),
+    _case("untied", 1, "gathered", pp=2, vpp=2, dp=2),
+    _case("tied", 1, "gathered", "sp", tp=2, pp=2, dp=2),
 )
 """Layouts of 2, 4 and 8 ranks, each with the number of samples in a micro-batch."""

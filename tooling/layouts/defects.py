@@ -20,6 +20,8 @@ from megatron_models.layers.dropout import StageDropout
 from megatron_models.layers.embedding import PositionEmbedding
 from megatron_parallel import DropoutKey, Mesh, Sharding, all_reduce
 from megatron_parallel.data_parallel.bucket import Bucket
+from megatron_parallel.data_parallel.parameters import ParameterBuffers
+from megatron_parallel.data_parallel.plan import BucketPlan, SlotPart
 from megatron_parallel.pipeline import PipelineEngine
 from megatron_parallel.pipeline.objective import Objective
 from megatron_parallel.tensor_parallel import RowParallelLinear, VocabParallelEmbedding
@@ -119,7 +121,6 @@ def _bucket_left_out(mesh: Mesh, replace: Replace) -> None:
             true(self)
 
     replace(Bucket, "launch", wrong)
-    replace(Bucket, "wait", lambda self: None if self._work is None else self._work[0].wait())
 
 
 @defect("gradients are averaged over data-parallel ranks", "dp2-tied-dropout")
@@ -129,7 +130,7 @@ def _averaged(mesh: Mesh, replace: Replace) -> None:
     def wrong(self: Bucket) -> None:
         true(self)
         if self.flat is not None:
-            self.flat.div_(self.axis.size)
+            self.flat.div_(self.route.size)
 
     replace(Bucket, "wait", wrong)
 
@@ -154,6 +155,41 @@ def _bias_on_every_rank(mesh: Mesh, replace: Replace) -> None:
         return layers.reduce_from_axis(partial, self.axis)
 
     replace(RowParallelLinear, "forward", wrong)
+
+
+@defect("weights are read before they are gathered", "dp2·gathered-untied")
+def _read_before_gathered(mesh: Mesh, replace: Replace) -> None:
+    true = ParameterBuffers.settle
+
+    def late(self: ParameterBuffers) -> None:
+        if vars(self).pop("put_off", False):
+            gather(self)
+        true(self)
+
+    gather = ParameterBuffers.gather
+    replace(ParameterBuffers, "gather", lambda self: vars(self).update(put_off=True))
+    replace(ParameterBuffers, "settle", late)
+
+
+@defect("every shard begins one element late", "dp2·sharded-tied-dropout")
+def _shard_off_by_one(mesh: Mesh, replace: Replace) -> None:
+    true = BucketPlan.shard_parts
+
+    def wrong(self: BucketPlan, index: int) -> tuple[SlotPart, ...]:
+        first, *rest = true(self, index)
+        return (first._replace(start=first.start + 1, at=first.at + 1), *rest)
+
+    replace(BucketPlan, "shard_parts", wrong)
+
+
+@defect("every shard holds what lies one element further on", "tp2·sp·dp4·sharded-untied")
+def _shard_shifted(mesh: Mesh, replace: Replace) -> None:
+    true = Bucket.gradients
+
+    def wrong(self: Bucket) -> dict[str, Tensor]:
+        return {name: gradient.roll(1) for name, gradient in true(self).items()}
+
+    replace(Bucket, "gradients", wrong)
 
 
 # -- denominators --------------------------------------------------------------------------------
@@ -346,14 +382,19 @@ def _norm_over(replace: Replace, axis: str) -> None:
 
 @defect("the norm counts replicated parameters on every rank", "tp2-tied")
 def _norm_counts_replicas(mesh: Mesh, replace: Replace) -> None:
-    replace(Sharding, "replica", lambda self, mesh: 0)
+    replace(Sharding, "replica", lambda self, mesh, sharded=False: 0)
 
 
 @defect("the norm counts a tied weight on both stages", "tp2·pp2-tied")
 def _norm_counts_twins(mesh: Mesh, replace: Replace) -> None:
     true = Sharding.replica
 
-    def wrong(self: Sharding, mesh: Mesh) -> int:
-        return 0 if self.tied else true(self, mesh)
+    def wrong(self: Sharding, mesh: Mesh, sharded: bool = False) -> int:
+        return 0 if self.tied else true(self, mesh, sharded=sharded)
 
     replace(Sharding, "replica", wrong)
+
+
+@defect("of shards, the norm counts replicated parameters twice", "tp2·sp·dp4·sharded-untied")
+def _norm_counts_shards_twice(mesh: Mesh, replace: Replace) -> None:
+    replace(Sharding, "replica", lambda self, mesh, sharded=False: 0)

@@ -13,7 +13,7 @@ from megatron_optim import (
     StepResult,
     WeightDecaySchedule,
 )
-from megatron_parallel import Mesh, parameter_views
+from megatron_parallel import Mesh, View
 from megatron_train import Callback, GPTTask, StepReport, Trainer
 from megatron_train.engine import StepEngine
 from megatron_train.tasks.task import Batch
@@ -62,7 +62,7 @@ def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate:
         reset_attention_mask=True,
         **(DROPOUT if case.dropout else {}),
     )
-    engine = StepEngine(task, mesh)
+    engine = StepEngine(task, mesh, case.data_parallel)
     make_asymmetric(engine)
     optimizer = Recording(
         engine.parameters,
@@ -70,6 +70,7 @@ def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate:
         mesh,
         OptimizerConfig(lr=learning_rate, weight_decay=0.1, clip_grad=CLIP),
         gradients=engine.gradients,
+        shards=engine.shards,
     )
     reports = Reports()
     trainer = Trainer(
@@ -88,7 +89,7 @@ def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate:
         losses=[report.losses["lm loss"] for report in reports.all],
         norms=[report.grad_norm for report in reports.all],
         gradients=optimizer.ends(),
-        parameters=pieces(engine.parameters, engine),
+        parameters=pieces(engine.views()),
     )
 
 
@@ -98,7 +99,8 @@ class Recording(Optimizer):
     def step(self, lr: float, weight_decay: float | None = None) -> StepResult:
         """Keep the gradients, then step."""
         taken = {name: gradient.clone() for name, gradient in self.gradients().items()}
-        vars(self).setdefault("seen", []).append(pieces(taken, self))
+        views = self._main.views(taken, self._table, self._mesh)
+        vars(self).setdefault("seen", []).append(pieces(views))
         return super().step(lr, weight_decay)
 
     def ends(self) -> tuple[list[Piece], list[Piece]]:
@@ -118,19 +120,14 @@ class Reports(Callback):
         self.all.append(report)
 
 
-def pieces(tensors: dict[str, Tensor], owner: StepEngine | Optimizer) -> list[Piece]:
-    """Cut this rank's tensors into parts of global ones."""
-    if isinstance(owner, StepEngine):
-        table, mesh = owner.table, owner.mesh
-    else:
-        table, mesh = owner._table, owner._mesh
-    views = parameter_views(tensors, table, mesh)
+def pieces(views: dict[str, list[View]]) -> list[Piece]:
+    """The parts of global tensors that views show, as they are now."""
     return [(name, v.offsets, v.tensor.clone()) for name, parts in views.items() for v in parts]
 
 
 def make_asymmetric(engine: StepEngine) -> None:
     """Move every gain off 1 and every bias off 0, by values that depend on the global name."""
-    for view_name, views in parameter_views(engine.parameters, engine.table, engine.mesh).items():
+    for view_name, views in engine.views().items():
         for view in views:
             if len(view.global_shape) == 1 or view_name.endswith("bias"):
                 generator = torch.Generator().manual_seed(sum(view_name.encode()))

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from megatron_optim import Optimizer, OptimizerConfig, gradient_norm
-from megatron_parallel import GradientBuffers, Mesh, ParallelLayout, Sharding
+from megatron_parallel import DataParallelConfig, GradientBuffers, Mesh, ParallelLayout, Sharding
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor
 from torch.nn import Parameter
@@ -113,7 +113,7 @@ def pipeline_steps(
     }
     for name, weight in weights.items():
         weight.data = weight.data.view(PIPELINE[name].shape)
-    buffers = GradientBuffers(weights, PIPELINE, mesh, bucket_size=10)
+    buffers = GradientBuffers(weights, PIPELINE, mesh, DataParallelConfig(ddp_bucket_size=10))
     config = OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
     table = {**PIPELINE, "embedding": counted}
     optimizer = Optimizer(weights, table, mesh, config, gradients=buffers.gradients)

@@ -12,7 +12,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megatron_parallel import GradientBuffers, LayoutError, Mesh, ParallelLayout, Sharding
+from megatron_parallel import (
+    DataParallelConfig,
+    GradientBuffers,
+    LayoutError,
+    Mesh,
+    ParallelLayout,
+    Sharding,
+)
 from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.testing import WorkerError, WorkerPool
 from torch import Tensor, nn
@@ -79,7 +86,12 @@ def train_step(
 ) -> dict[str, Tensor]:
     """This rank's gradients of its contiguous part of the batch."""
     model = Model(dtype)
-    buffers = GradientBuffers(model.named_parameters(), table(model), mesh, bucket_size=size)
+    buffers = GradientBuffers(
+        model.named_parameters(),
+        table(model),
+        mesh,
+        config=DataParallelConfig(ddp_bucket_size=size),
+    )
     tokens, mask = global_batch()
     axis = mesh.axis("dp")
     mine = slice(axis.index * SAMPLES // axis.size, (axis.index + 1) * SAMPLES // axis.size)
@@ -170,7 +182,7 @@ def averaged(stack: ExitStack) -> None:
 
     def divide(bucket: Bucket) -> None:
         wait(bucket)
-        bucket.flat /= bucket.axis.size
+        bucket.flat /= bucket.route.inner.size
 
     stack.enter_context(patch.object(Bucket, "wait", divide))
 
@@ -387,7 +399,12 @@ def test_one_rank_equals_plain_torch(single: Mesh) -> None:
 def test_gradients_are_views_of_the_buckets_and_of_grad(worker_pool: WorkerPool) -> None:
     def shared(mesh: Mesh) -> list[bool]:
         model = Model(torch.float32)
-        buffers = GradientBuffers(model.named_parameters(), table(model), mesh, bucket_size=150)
+        buffers = GradientBuffers(
+            model.named_parameters(),
+            table(model),
+            mesh,
+            config=DataParallelConfig(ddp_bucket_size=150),
+        )
         tokens, _ = global_batch()
         found = []
         for _ in range(2):
@@ -428,7 +445,12 @@ class _Watch(torch.autograd.Function):
 def test_sums_are_there_before_the_backward_pass_has_ended(worker_pool: WorkerPool) -> None:
     def overlapping(mesh: Mesh) -> tuple[list[bool], list[tuple[str, ...]]]:
         layers = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(3))).double()
-        buffers = GradientBuffers(layers.named_parameters(), table(layers), mesh, bucket_size=1)
+        buffers = GradientBuffers(
+            layers.named_parameters(),
+            table(layers),
+            mesh,
+            config=DataParallelConfig(ddp_bucket_size=1),
+        )
         seen: list[float] = []
         x = torch.ones(5, 40, dtype=torch.float64)
         for number in range(2):
@@ -456,7 +478,7 @@ def test_ranks_that_use_different_parameters_start_sums_in_one_order(
     def choosy(mesh: Mesh) -> tuple[list[tuple[str, ...]], list[float]]:
         weights = {n: nn.Parameter(torch.ones(1, dtype=torch.float64)) for n in "abc"}
         shardings = dict.fromkeys(weights, Sharding((1,)))
-        buffers = GradientBuffers(weights, shardings, mesh, bucket_size=1)
+        buffers = GradientBuffers(weights, shardings, mesh, DataParallelConfig(ddp_bucket_size=1))
         buffers.begin(last=True)
         used = "ab" if mesh.rank == 0 else "ac"
         sum(weights[name] * (1 + mesh.rank) for name in used).backward()

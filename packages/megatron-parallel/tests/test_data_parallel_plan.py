@@ -57,14 +57,16 @@ def test_partial_gradients_of_all_layers_share_a_bucket() -> None:
     assert [(bucket.partial, bucket.tied) for bucket in both] == [("tp", True)]
 
 
-def test_axes_and_dtypes_do_not_mix_but_widths_of_one_main_dtype_do() -> None:
+def test_axes_and_dtypes_do_not_mix() -> None:
     parameters = tensors(a=10, b=10, c=10, d=10)
     parameters["b"] = parameters["b"].double()
     parameters["c"] = parameters["c"].bfloat16()
     plans = plan(parameters, 10**6, a=Sharding((4, 10), experts=True))
-    assert names(plans) == [["d", "c"], ["b"], ["a"]]
-    assert [bucket.dtype for bucket in plans] == [torch.float32, torch.float64, torch.float32]
-    assert [bucket.axis for bucket in plans] == ["dp_cp", "dp_cp", "expert_dp"]
+    assert names(plans) == [["d"], ["c"], ["b"], ["a"]]
+    narrow, wide = torch.float32, torch.float64
+    assert [bucket.dtype for bucket in plans] == [narrow, narrow, wide, narrow]
+    assert [bucket.parameter_dtype for bucket in plans] == [narrow, torch.bfloat16, wide, narrow]
+    assert [bucket.axis for bucket in plans] == ["dp_cp", "dp_cp", "dp_cp", "expert_dp"]
 
 
 def test_what_cannot_be_planned_is_refused() -> None:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from megatron_parallel import (
+    DataParallelConfig,
     GradientBuffers,
     LayoutError,
     Mesh,
@@ -67,7 +68,9 @@ def train_step(mesh: Mesh, dtype: torch.dtype = torch.float64, size: int = 10**6
     weights = torch.rand(LENGTH, SAMPLES, 1, generator=generator, dtype=torch.float64)
     tp, dp = mesh.axis("tp"), mesh.axis("dp")
     own = [t.chunk(dp.size, 1)[dp.index].chunk(tp.size, 0)[tp.index] for t in (x, weights)]
-    buffers = GradientBuffers(model.named_parameters(), table, mesh, bucket_size=size)
+    buffers = GradientBuffers(
+        model.named_parameters(), table, mesh, DataParallelConfig(ddp_bucket_size=size)
+    )
     for number in range(2):
         buffers.begin(last=number == 1)
         some, weighted = (t.chunk(2, 1)[number] for t in own)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_parallel import (
+    DataParallelConfig,
     GradientBuffers,
     LayoutError,
     Mesh,
@@ -325,7 +326,9 @@ def test_gradient_buffers_are_told_of_the_last_backward_pass(
         for stage, chunk in zip(engine.stages, engine.chunks, strict=True):
             named = dict(chunk.named_parameters())
             table = {n: Sharding(tuple(p.shape), tied="embedding" in n) for n, p in named.items()}
-            buffers[stage] = GradientBuffers(named, table, mesh, bucket_size=50)
+            buffers[stage] = GradientBuffers(
+                named, table, mesh, DataParallelConfig(ddp_bucket_size=50)
+            )
         dp = mesh.axis("dp")
         batches = make_batches(8)
         sums = engine.run(batches[dp.index :: dp.size], denominators(batches))

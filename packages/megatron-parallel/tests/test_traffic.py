@@ -12,6 +12,7 @@ import pytest
 import torch
 from megatron_parallel import (
     ColumnParallelLinear,
+    DataParallelConfig,
     GradientBuffers,
     Mesh,
     ParallelLayout,
@@ -229,7 +230,7 @@ def test_data_parallel_buckets(worker_pool: WorkerPool, n: int, dtype: torch.dty
     def act(mesh: Mesh) -> None:
         weights = {name: nn.Parameter(torch.ones(100, dtype=dtype)) for name in "abcde"}
         table = dict.fromkeys(weights, Sharding((100,)))
-        buffers = GradientBuffers(weights, table, mesh, bucket_size=250)
+        buffers = GradientBuffers(weights, table, mesh, DataParallelConfig(ddp_bucket_size=250))
         for number in range(3):
             buffers.begin(last=number == 2)
             sum(weights.values()).sum().backward()

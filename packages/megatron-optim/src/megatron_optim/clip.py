@@ -31,16 +31,22 @@ def gradient_norm(
     mesh: Mesh,
     *,
     norm_type: float = 2.0,
+    sharded: bool = False,
 ) -> float:
     """Return the norm of the gradient of the whole model, equal on every rank.
 
     ``gradients`` holds this rank's pieces by global parameter name, already reduced over the data
-    axis. ``norm_type`` is 2 or ``math.inf``. A NaN or infinity anywhere makes the norm not finite.
+    axis; ``sharded`` if ranks of the data axis hold a shard each. ``norm_type`` is 2 or
+    ``math.inf``. A NaN or infinity anywhere makes the norm not finite.
     """
     if norm_type not in (2.0, math.inf):
         raise OptimError(f"norm_type must be 2 or inf, got {norm_type}")
     require_shardings(gradients, table)
-    counted = [gradient for name, gradient in gradients.items() if table[name].replica(mesh) == 0]
+    counted = [
+        gradient
+        for name, gradient in gradients.items()
+        if table[name].replica(mesh, sharded=sharded) == 0
+    ]
     if norm_type == math.inf:
         largest = [gradient.abs().max().double() for gradient in counted if gradient.numel()]
         local = torch.stack(largest).max() if largest else _zero(mesh)

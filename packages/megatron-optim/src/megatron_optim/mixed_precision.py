@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 from jaxtyping import Float
+from megatron_parallel import Mesh, Sharding, View, parameter_views
 from torch import Tensor
-from torch.nn import Parameter
 
 from megatron_optim.errors import OptimError
 
@@ -29,9 +29,10 @@ class MainParameters:
     or asked from ``source`` where it is given.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, Parameter], source: Gradients | None = None
-    ) -> None:
+    sharded = False
+    """Whether data-parallel ranks update a shard each, and not all the same."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], source: Gradients | None = None) -> None:
         self._parameters = dict(parameters)
         self._source = source
         self.tensors: dict[str, Tensor] = {}
@@ -86,6 +87,12 @@ class MainParameters:
         """Take the fp32 copies anew from the model's parameters, after weights were loaded."""
         for name, main in self.copies.items():
             main.copy_(self._parameters[name])
+
+    def views(
+        self, tensors: Mapping[str, Tensor], table: Mapping[str, Sharding], mesh: Mesh
+    ) -> dict[str, list[View]]:
+        """Return views of tensors shaped like the main parameters, for a checkpoint."""
+        return parameter_views(tensors, table, mesh)
 
     def zero_grad(self) -> None:
         """Drop all gradients; those that were handed in are for their holder to drop."""

@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
-from megatron_parallel import Mesh, Sharding, View, parameter_views
+from megatron_parallel import Mesh, ParameterBuffers, Sharding, View
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 from megatron_optim.clip import clip_coefficient, gradient_norm, scale_gradients
 from megatron_optim.config import OptimizerConfig
+from megatron_optim.distributed import ShardedMainParameters
 from megatron_optim.errors import OptimError
 from megatron_optim.mixed_precision import Gradients, MainParameters
 from megatron_optim.param_groups import decay_groups
@@ -46,6 +47,9 @@ class Optimizer:
     Gradients are those on the parameters, unless ``gradients`` is given: it is called once a step
     and returns them by name, summed over the data axis and in main precision, as
     ``megatron_parallel.GradientBuffers.gradients`` does. Clipping scales them in place.
+
+    With ``shards``, those of all stages of this rank, it updates and keeps state for this rank's
+    part of the parameters only (`megatron_optim.distributed`), and ``gradients`` returns parts too.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Optimizer:
         config: OptimizerConfig,
         *,
         gradients: Gradients | None = None,
+        shards: Sequence[ParameterBuffers] = (),
     ) -> None:
         trainable = {n: p for n, p in dict(named_parameters).items() if p.requires_grad}
         _require_distinct(trainable)
@@ -64,7 +69,11 @@ class Optimizer:
         self.skipped_steps = 0
         self._table = table
         self._mesh = mesh
-        self._main = MainParameters(trainable, gradients)
+        self._main = (
+            ShardedMainParameters(shards, gradients)
+            if shards
+            else MainParameters(trainable, gradients)
+        )
         tensors = self._main.tensors
         self._decaying, self._others = decay_groups(tensors, table)
         self._fused = all(tensor.device.type in FUSED_DEVICES for tensor in tensors.values())
@@ -89,7 +98,7 @@ class Optimizer:
         Gradients must have been reduced over the data axis; they are scaled in place where clipped.
         """
         gradients = self.gradients()
-        norm = gradient_norm(gradients, self._table, self._mesh)
+        norm = gradient_norm(gradients, self._table, self._mesh, sharded=self._main.sharded)
         if not math.isfinite(norm):
             self.skipped_steps += 1
             return StepResult(norm, 1.0, skipped=True)
@@ -151,7 +160,7 @@ class Optimizer:
         return {
             f"{name}.{suffix}": views
             for suffix, tensors in state.items()
-            for name, views in parameter_views(tensors, self._table, self._mesh).items()
+            for name, views in self._main.views(tensors, self._table, self._mesh).items()
         }
 
     def scalars(self) -> dict[str, Any]:

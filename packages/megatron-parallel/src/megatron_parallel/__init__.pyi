@@ -13,6 +13,8 @@ from .collectives import scatter_sequence as scatter_sequence
 from .collectives import scatter_to_axis as scatter_to_axis
 from .collectives import send as send
 from .data_parallel.buffers import GradientBuffers as GradientBuffers
+from .data_parallel.config import DataParallelConfig as DataParallelConfig
+from .data_parallel.parameters import ParameterBuffers as ParameterBuffers
 from .dropout import DropoutKey as DropoutKey
 from .dropout import keep_mask as keep_mask
 from .dropout import keyed_dropout as keyed_dropout

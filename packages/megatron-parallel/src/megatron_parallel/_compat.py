@@ -33,6 +33,27 @@ def reduce_scatter(
     _reduce_scatter(part, whole, op, group=group)
 
 
+def start_all_reduce(t: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start summing `t` in place."""
+    return _started(dist.all_reduce(t, group=group, async_op=True))
+
+
+def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start filling `whole` with the parts of all members; `part` may be a view of it."""
+    return _started(_all_gather(whole, part, group=group, async_op=True))
+
+
+def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start summing this member's part of `whole` into `part`, which may be a view of it."""
+    return _started(_reduce_scatter(part, whole, group=group, async_op=True))
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    if work is None:  # only to ranks outside of the group
+        raise RuntimeError("the collective gave no work to wait for")
+    return work
+
+
 def default_store() -> Store:
     """The key-value store the default process group was built on."""
     return distributed_c10d._get_default_store()

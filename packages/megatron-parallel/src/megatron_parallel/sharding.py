@@ -93,10 +93,17 @@ ONES = Init("constant", 1.0)
 
 # Who holds the same part, by the axis that cuts it and whether it is one of experts. What is not
 # cut within an expert would have copies on ranks that form no group.
+class _Holders(NamedTuple):
+    """Axes whose ranks hold the same: all of it, or the same data-parallel shard of it."""
+
+    whole: tuple[str, ...]
+    shard: tuple[str, ...]
+
+
 _HOLDERS = {
-    ("tp", False): "dp_cp",
-    (None, False): "tp_dp_cp",
-    ("expert_tp", True): "expert_dp",
+    ("tp", False): _Holders(("dp_cp",), ()),
+    (None, False): _Holders(("tp_dp_cp",), ("tp",)),
+    ("expert_tp", True): _Holders(("expert_dp",), ()),
 }
 
 _DERIVED = None  # stands for "worked out in __post_init__", so that readers see a plain bool
@@ -255,16 +262,23 @@ class Sharding:
             raise LayoutError(f"shape {self.shape} is held as {len(boxes)} boxes: ask for boxes()")
         return boxes[0]
 
-    def replica(self, mesh: Mesh) -> int:
-        """Number of this rank's copy among those that hold the same boxes; 0 is the one written."""
+    def replica(self, mesh: Mesh, *, sharded: bool = False) -> int:
+        """Number of this rank's copy among those that hold the same boxes; 0 is the one written.
+
+        `sharded`: among those that hold the same shard of them, of data-parallel ranks that keep a
+        shard each.
+        """
         holders = _HOLDERS.get((self.axis, self.experts))
         if holders is None:
             kind = "experts" if self.experts else "a parameter"
             raise LayoutError(f"copies of {kind} cut over axis {self.axis!r} are not numbered")
-        copies = mesh.axis(holders)
+        copies = [mesh.axis(name) for name in (holders.shard if sharded else holders.whole)]
         if self.tied and mesh.has_axis("embedding"):
-            return copies.size * mesh.axis("embedding").index + copies.index
-        return copies.index
+            copies.insert(0, mesh.axis("embedding"))
+        number = 0
+        for axis in copies:
+            number = number * axis.size + axis.index
+        return number
 
 
 # -- flat ranges -------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from megatron_ckpt import (
     find_checkpoint,
 )
 from megatron_data import Tokenizer
-from megatron_parallel import Mesh, naming_failures, parameter_views
+from megatron_parallel import Mesh, naming_failures
 
 from megatron_train.callbacks.callback import Callback
 from megatron_train.errors import TrainError
@@ -272,8 +272,7 @@ def views_of(trainer: Trainer) -> dict[str, list[View]]:
 
 
 def _weights_of(trainer: Trainer) -> dict[str, Any]:
-    engine = trainer.engine
-    return dict(parameter_views(engine.parameters, engine.table, engine.mesh))
+    return dict(trainer.engine.views())
 
 
 def refuse_other_model(

@@ -1,7 +1,10 @@
 """One step of this rank: its micro-batches through its stages, gradients summed over all ranks.
 
     engine = StepEngine(task, mesh)
-    optimizer = Optimizer(engine.parameters, engine.table, mesh, config, gradients=engine.gradients)
+    optimizer = Optimizer(
+        engine.parameters, engine.table, mesh, config,
+        gradients=engine.gradients, shards=engine.shards,
+    )
     sums = engine.run(micro_batches, denominators, iteration)   # each loss, over all ranks
     optimizer.step(lr)
     engine.zero()
@@ -17,13 +20,17 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from megatron_parallel import (
+    DataParallelConfig,
     GradientBuffers,
     Mesh,
+    ParameterBuffers,
     Passed,
     PipelineEngine,
     Sharding,
+    View,
     all_reduce,
     collect_shardings,
+    parameter_views,
 )
 from megatron_parallel.pipeline import Backward, stage_parameters
 from torch import Tensor, nn
@@ -38,24 +45,39 @@ class StepEngine:
     Args:
         task: what is trained; its stages are this rank's.
         mesh: where this rank stands.
+        data_parallel: how gradients are summed, and what each rank keeps.
         compile: whether to compile each stage with torch.compile.
 
     Attributes:
-        parameters: this rank's parameters by global name, each of them once.
+        parameters: this rank's parameters by global name, each of them once; whoever reads them
+            outside of `run` and `evaluate` calls `settle` first.
         table: how each is cut.
         buffers: main gradients, one set for each stage of this rank.
+        shards: what this rank updates of each stage, where it does not update all.
     """
 
-    def __init__(self, task: Task, mesh: Mesh, *, compile: bool = False) -> None:  # noqa: A002
+    def __init__(
+        self,
+        task: Task,
+        mesh: Mesh,
+        data_parallel: DataParallelConfig | None = None,
+        *,
+        compile: bool = False,  # noqa: A002
+    ) -> None:
+        data_parallel = data_parallel or DataParallelConfig()
         self.task = task
         self.mesh = mesh
         self.parameters = stage_parameters(task.stages)
         self.table: dict[str, Sharding] = {}
         self.buffers: list[GradientBuffers] = []
+        self.shards: list[ParameterBuffers] = []
         for stage in task.stages:
             table = collect_shardings(stage)
             self.table.update(table)
-            self.buffers.append(GradientBuffers(stage.named_parameters(), table, mesh))
+            buffers = GradientBuffers(stage.named_parameters(), table, mesh, data_parallel)
+            self.buffers.append(buffers)
+            if data_parallel.use_distributed_optimizer:
+                self.shards.append(ParameterBuffers(stage, buffers, table))
         chunks: list[nn.Module] = list(task.stages)
         if compile:
             chunks = [torch.compile(stage, dynamic=False) for stage in chunks]  # type: ignore[misc]
@@ -108,6 +130,16 @@ class StepEngine:
         """Drop all gradients."""
         for buffers in self.buffers:
             buffers.zero()
+
+    def settle(self) -> None:
+        """Return when all weights of the latest step are on this rank."""
+        for shards in self.shards:
+            shards.settle()
+
+    def views(self) -> dict[str, list[View]]:
+        """Return views of all parameters, to save or to load into."""
+        self.settle()
+        return parameter_views(self.parameters, self.table, self.mesh)
 
     def _inputs(self, batch: Batch, stage: int) -> Mapping[str, Any]:
         return self.task.inputs(batch, stage, self._iteration)

@@ -117,9 +117,14 @@ def build_gpt_trainer(
         reset_position_ids=config.data.reset_position_ids,
         reset_attention_mask=config.data.reset_attention_mask,
     )
-    engine = StepEngine(task, mesh, compile=training.compile)
+    engine = StepEngine(task, mesh, config.data_parallel, compile=training.compile)
     optimizer = Optimizer(
-        engine.parameters, engine.table, mesh, config.optimizer, gradients=engine.gradients
+        engine.parameters,
+        engine.table,
+        mesh,
+        config.optimizer,
+        gradients=engine.gradients,
+        shards=engine.shards,
     )
     return Trainer(
         engine=engine,

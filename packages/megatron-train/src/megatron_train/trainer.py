@@ -131,6 +131,7 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_step(self, report)
             self._agree_to_stop()
+        self.engine.settle()
         for callback in self.callbacks:
             callback.on_end(self)
         return self.stopped if self.iteration < self.train_iters else None

@@ -1,8 +1,13 @@
 from .bucket import Bucket as Bucket
 from .bucket import Reduction as Reduction
 from .buffers import GradientBuffers as GradientBuffers
-from .plan import BUCKET_SIZE as BUCKET_SIZE
+from .config import BUCKET_SIZE as BUCKET_SIZE
+from .config import DataParallelConfig as DataParallelConfig
+from .parameters import ParameterBuffers as ParameterBuffers
+from .parameters import Part as Part
 from .plan import BucketPlan as BucketPlan
 from .plan import Slot as Slot
+from .plan import SlotPart as SlotPart
 from .plan import main_dtype as main_dtype
 from .plan import plan_buckets as plan_buckets
+from .reduction import Route as Route

@@ -1,35 +1,42 @@
-"""One bucket: flat storage, a view of it for each parameter, and a reduction in flight."""
+"""One bucket: flat storage, a view of it for each parameter, and a sum in flight."""
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_parallel.collective_failure import naming_failures
 from megatron_parallel.data_parallel.plan import BucketPlan
+from megatron_parallel.data_parallel.reduction import (
+    Messages,
+    Route,
+    Started,
+    Sum,
+    sum_shard,
+    sum_whole,
+)
 from megatron_parallel.mesh import Axis
 
-OPERATION: Final = "all_reduce of gradients"
-"""What the sum of a bucket is called in `Traffic`."""
+PURPOSE: Final = "gradients"
+"""What the messages of a sum are for, in `Traffic`."""
 
 
 class Reduction(NamedTuple):
-    """What one sum over an axis did in the last step.
+    """What one collective of a bucket did in the last step.
 
     Attributes:
         axis: Name of the axis.
+        operation: For example `all_reduce of gradients`.
         parameters: Names of the parameters in the bucket, in backward order.
-        nbytes: Size of the bucket.
-        launched: When the sum started (`time.perf_counter`).
-        waited: Seconds that `finish` waited for it: communication that nothing hid.
+        nbytes: Bytes handed in.
+        launched: When it started (`time.perf_counter`).
+        waited: Seconds that somebody waited for it: communication that nothing hid.
     """
 
     axis: str
+    operation: str
     parameters: tuple[str, ...]
     nbytes: int
     launched: float
@@ -37,14 +44,15 @@ class Reduction(NamedTuple):
 
 
 class Bucket:
-    """Gradients of a few parameters, and their sum over an axis, then over `further` ones.
+    """Gradients of a few parameters, and their sum over a route, then over `further` axes.
 
     Of a parameter in full precision, `.grad` is the gradient: the first micro-batch's is copied
     into the bucket, `.grad` becomes the view of it, and autograd adds the others in place. Of a
     parameter in low precision, `.grad` is what has not been added to the bucket yet.
 
-    A bucket that neither sums nor widens anything has no storage (`flat` is None): the gradients
-    stay where autograd puts them.
+    A sharded bucket sums each rank's shard only; of `flat`, nothing but `shard` means anything
+    after that. A bucket that neither sums, nor widens, nor is sharded has no storage (`flat` is
+    None): the gradients stay where autograd puts them.
     """
 
     def __init__(
@@ -52,24 +60,31 @@ class Bucket:
         label: str,
         plan: BucketPlan,
         parameters: Mapping[str, Parameter],
-        axis: Axis,
+        route: Route,
         further: Sequence[Axis],
+        *,
+        sharded: bool = False,
     ) -> None:
         self.label = label
         self.plan = plan
-        self.axis = axis
+        self.messages = Messages(PURPOSE, f"gradient bucket {label} ({plan.slots[0].name!r} ...)")
+        self.route = route
         self.further = tuple(other for other in further if other.size > 1)
+        self.sharded = sharded
         self.parameters = {slot.name: parameters[slot.name] for slot in plan.slots}
         self.awaited: set[str] = set()
         self.launched = False
         self.reductions: list[Reduction] = []
-        self._work: tuple[dist.Work, float] | None = None
+        self._sum: Sum | None = None
+        self._started: Started | None = None  # what the sum waits for
         self._widened = {n for n, p in self.parameters.items() if p.dtype != plan.dtype}
         self._empty = set(self._widened)  # of those, whose views hold nothing of this step yet
         self.flat: Tensor | None = None
+        self.shard: Tensor | None = None
         self.views: dict[str, Tensor] = {}
-        if axis.size > 1 or self.further or self._widened:
+        if route.size > 1 or self.further or self._widened or sharded:
             self.flat = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
+            self.shard = self.flat[slice(*plan.shard(route.inner.index))]
             self.views = {
                 slot.name: self.flat[slot.start : slot.stop].view(slot.shape) for slot in plan.slots
             }
@@ -93,20 +108,16 @@ class Bucket:
         parameter.grad = None
 
     def launch(self) -> None:
-        """Start the sum over the axis; nothing may be added from now on."""
+        """Start the sum; nothing may be added from now on."""
         self.launched = True
-        if self.flat is None:
+        if self.flat is None or self.shard is None:
             return
         for name, view in self.views.items():
             self.absorb(name)
             self._fill_if_empty(name, view)
-        if self.axis.size > 1:
-            start = time.perf_counter()
-            self.axis.count(OPERATION, self.flat)
-            with naming_failures(self.axis, self.operation):
-                work = dist.all_reduce(self.flat, group=self.axis.bound, async_op=True)
-            if work is not None:
-                self._work = work, start
+        summed = sum_shard if self.sharded else sum_whole
+        self._sum = summed(self.flat, self.shard, self.route, self.messages)
+        self._proceed()
 
     def _fill_if_empty(self, name: str, view: Tensor) -> None:
         """Zero the gradient of a parameter that no backward pass of the step reached."""
@@ -116,21 +127,28 @@ class Bucket:
         elif name not in self._widened and self.parameters[name].grad is None:
             self.parameters[name].grad = view.zero_()
 
+    def _proceed(self) -> None:
+        """Start the next collective of the sum."""
+        if self._sum is not None:
+            self._started = next(self._sum, None)
+        if self._started is None:
+            self._sum = None
+
     @property
     def done(self) -> bool:
-        """Whether the sum over the axis was started and is there."""
-        return self.launched and (self._work is None or self._work[0].is_completed())
+        """Whether the sum was started and nothing of it is under way."""
+        return self.launched and (self._started is None or self._started.work.is_completed())
+
+    def advance(self) -> None:
+        """Of a sum of several collectives, start the next one, when that before it is there."""
+        if self._started is not None:
+            self._wait(self._started)
+            self._proceed()
 
     def wait(self) -> None:
-        """Return when the sum is there."""
-        if self._work is None:
-            return
-        work, launched = self._work
-        start = time.perf_counter()
-        with naming_failures(self.axis, self.operation):
-            work.wait()
-        self._work = None
-        self._record(self.axis, launched, start)
+        """Return when the sum over the route is there."""
+        while self._started is not None:
+            self.advance()
 
     def sum_further(self) -> None:
         """Sum over the further axes, after `wait`: partial gradients, then twins of a tied weight.
@@ -138,17 +156,22 @@ class Bucket:
         The ranks of such an axis have summed over their own data-parallel ranks by then, in buckets
         of equal length, so whatever shard of the bucket a rank keeps, the others keep the same.
         """
-        if self.flat is None:
+        kept = self.shard if self.sharded else self.flat
+        if kept is None:
             return
         for axis in self.further:
-            start = time.perf_counter()
-            axis.count(OPERATION, self.flat)
-            with naming_failures(axis, self.operation):
-                dist.all_reduce(self.flat, group=axis.bound)
-            self._record(axis, start, start)
+            self._wait(self.messages.all_reduce(kept, axis))
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
-        """By name, in main precision; zero where the backward pass came to nothing."""
+        """By name, in main precision; zero where the backward pass came to nothing.
+
+        Of a sharded bucket, the flat parts of gradients that lie in this rank's shard.
+        """
+        if self.sharded and self.shard is not None:
+            parts = self.plan.shard_parts(self.route.inner.index)
+            return {
+                part.name: self.shard[part.at : part.at + part.stop - part.start] for part in parts
+            }
         if self.flat is not None:
             return dict(self.views)
         return {
@@ -165,14 +188,15 @@ class Bucket:
         self.launched = False
         self.reductions = []
 
-    @property
-    def operation(self) -> str:
-        """What it does on an axis, in words for errors."""
-        return f"all_reduce of gradient bucket {self.label} ({self.plan.slots[0].name!r} ...)"
-
-    def _record(self, axis: Axis, launched: float, waiting_since: float) -> None:
-        nbytes = 0 if self.flat is None else self.flat.nbytes
-        waited = time.perf_counter() - waiting_since
+    def _wait(self, started: Started) -> None:
+        waited = started.wait()
         self.reductions.append(
-            Reduction(axis.name, tuple(self.parameters), nbytes, launched, waited)
+            Reduction(
+                started.axis.name,
+                started.operation,
+                tuple(self.parameters),
+                started.nbytes,
+                started.since,
+                waited,
+            )
         )

@@ -34,7 +34,9 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from megatron_parallel.data_parallel.bucket import Bucket, Reduction
-from megatron_parallel.data_parallel.plan import BUCKET_SIZE, BucketPlan, plan_buckets
+from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
+from megatron_parallel.data_parallel.plan import BucketPlan, plan_buckets
+from megatron_parallel.data_parallel.reduction import Route
 from megatron_parallel.layout import LayoutError
 from megatron_parallel.mesh import Axis, Mesh
 from megatron_parallel.sharding import Sharding
@@ -53,7 +55,8 @@ class GradientBuffers:
         table: Says over which axis a gradient is summed (`dp_cp`; `expert_dp` for experts), over
             which one it is partial and whether its weight is tied over pipeline stages.
         mesh: Where this rank stands.
-        bucket_size: Elements of a bucket, at most; a larger parameter has one of its own.
+        config: Size of the buckets, whether sums overlap with the backward pass, and whether a rank
+            keeps whole gradients or, for a distributed optimizer, its shard of each bucket.
 
     Raises:
         LayoutError: A parameter the table does not know, one that is partial over ranks of its data
@@ -66,23 +69,24 @@ class GradientBuffers:
         named_parameters: Mapping[str, Parameter] | Iterable[tuple[str, Parameter]],
         table: Mapping[str, Sharding],
         mesh: Mesh,
-        *,
-        bucket_size: int = BUCKET_SIZE,
+        config: DataParallelConfig = DEFAULTS,
     ) -> None:
         parameters = {n: p for n, p in dict(named_parameters).items() if p.requires_grad}
         _require_distinct(parameters)
-        axes = {"dp_cp": _data_axis(mesh)}
+        routes = {"dp_cp": data_route(mesh)}
         if mesh.has_axis("expert_dp"):
-            axes["expert_dp"] = mesh.axis("expert_dp")
-        sizes = {name: axis.size for name, axis in axes.items()}
-        plans = plan_buckets(parameters, table, sizes, bucket_size)
+            routes["expert_dp"] = Route(mesh.axis("expert_dp"))
+        sizes = {name: route.inner.size for name, route in routes.items()}
+        plans = plan_buckets(parameters, table, sizes, config.ddp_bucket_size)
+        self.config = config
         self.buckets = tuple(
             Bucket(
                 label=f"{number + 1} of {len(plans)}",
                 plan=plan,
                 parameters=parameters,
-                axis=axes[plan.axis],
-                further=_further_axes(plan, axes[plan.axis], mesh),
+                route=routes[plan.axis],
+                further=_further_axes(plan, routes[plan.axis], mesh),
+                sharded=config.use_distributed_optimizer,
             )
             for number, plan in enumerate(plans)
         )
@@ -104,7 +108,7 @@ class GradientBuffers:
         """
         self._require_open("begin()")
         self._last = last
-        if last:
+        if last and self.config.overlap_grad_reduce:
             for bucket in self.buckets:
                 bucket.awaited = set(bucket.parameters)
 
@@ -146,11 +150,13 @@ class GradientBuffers:
         """This rank's summed main gradients by global name, as views of the buckets.
 
         They may be scaled in place. A parameter that no backward pass reached has gradient zero.
+        Of sharded buckets they are flat, the part in this rank's shard (`BucketPlan.shard_parts`);
+        parameters that do not reach into it are absent.
         """
         if not self._finished:
             raise LayoutError("the gradients are not summed yet: call finish() first")
         found = {name: g for bucket in self.buckets for name, g in bucket.gradients().items()}
-        return {name: found[name] for name in self._names}
+        return {name: found[name] for name in self._names if name in found}
 
     def zero(self) -> None:
         """Drop all gradients and start the next step."""
@@ -179,14 +185,21 @@ class GradientBuffers:
                 "announce the last backward pass of a step only, and call zero() before the next"
             )
         bucket.absorb(name)
-        if self._last:
+        if self._last and self.config.overlap_grad_reduce:
             bucket.awaited.discard(name)
             if not bucket.awaited:
                 self._launch()
 
     def _launch(self) -> None:
-        """Start every sum whose turn it is."""
+        """Start every sum whose turn it is, and the next collective of those that have several.
+
+        What has started before goes on first, always in the same order: ranks fill their buckets
+        at different times, and must all the same do the same one after another.
+        """
         while self._next < len(self.buckets) and not self.buckets[self._next].awaited:
+            for bucket in self.buckets[: self._next]:
+                if bucket.route.outer is not None:
+                    bucket.advance()
             self.buckets[self._next].launch()
             self._next += 1
 
@@ -199,21 +212,23 @@ class GradientBuffers:
             )
 
 
-def _data_axis(mesh: Mesh) -> Axis:
-    """The axis of samples and of their parts; called `dp` where samples are not cut."""
-    return mesh.axis("dp" if mesh.layout.cp == 1 else "dp_cp")
+def data_route(mesh: Mesh) -> Route:
+    """The ranks that see other samples, or other parts of them."""
+    return Route(mesh.axis("dp" if mesh.layout.cp == 1 else "dp_cp"))
 
 
-def _further_axes(plan: BucketPlan, data: Axis, mesh: Mesh) -> list[Axis]:
+def _further_axes(plan: BucketPlan, route: Route, mesh: Mesh) -> list[Axis]:
     """What a bucket is summed over after the data axis, the same order on all ranks."""
     further = []
     if plan.partial is not None:
         partial = mesh.axis(plan.partial)
-        if set(partial.ranks) & set(data.ranks) != {mesh.rank}:
-            raise LayoutError(
-                f"the gradient of {plan.slots[0].name!r} is partial over axis {plan.partial!r}, "
-                f"whose ranks are among those of axis {data.name!r}: it would be summed twice"
-            )
+        for data in (route.inner, route.outer):
+            if data is not None and set(partial.ranks) & set(data.ranks) != {mesh.rank}:
+                raise LayoutError(
+                    f"the gradient of {plan.slots[0].name!r} is partial over axis "
+                    f"{plan.partial!r}, whose ranks are among those of axis {data.name!r}: it "
+                    "would be summed twice"
+                )
         further.append(partial)
     if plan.tied and mesh.has_axis("embedding"):
         further.append(mesh.axis("embedding"))

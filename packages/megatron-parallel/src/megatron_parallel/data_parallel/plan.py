@@ -20,11 +20,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_parallel.data_parallel.config import BUCKET_SIZE
 from megatron_parallel.layout import LayoutError
 from megatron_parallel.sharding import Sharding
-
-BUCKET_SIZE: Final = 2**22
-"""Elements of a bucket unless told otherwise; a larger parameter has a bucket of its own."""
 
 ALIGNMENT: Final = 64
 """Elements: every parameter, and every shard of a bucket, starts at a multiple of this."""
@@ -51,6 +49,22 @@ class Slot:
         return self.start + prod(self.shape)
 
 
+class SlotPart(NamedTuple):
+    """The part of a parameter that lies in one shard of its bucket.
+
+    Attributes:
+        name: Of the parameter.
+        start: First element of the flattened parameter.
+        stop: End of the part there.
+        at: Where the part begins in the shard.
+    """
+
+    name: str
+    start: int
+    stop: int
+    at: int
+
+
 @dataclass(frozen=True)
 class BucketPlan:
     """One bucket.
@@ -63,6 +77,7 @@ class BucketPlan:
         partial: Axis over which they are summed after that, if they are partial (`Sharding`).
         tied: Holds a weight that the first and the last pipeline stage share.
         dtype: Of the main gradients.
+        parameter_dtype: Of the parameters.
         device: Where the parameters are.
     """
 
@@ -73,6 +88,7 @@ class BucketPlan:
     partial: str | None
     tied: bool
     dtype: torch.dtype
+    parameter_dtype: torch.dtype
     device: torch.device
 
     def shard(self, index: int) -> tuple[int, int]:
@@ -81,6 +97,18 @@ class BucketPlan:
             raise LayoutError(f"shard {index} does not exist: the bucket has {self.parts}")
         length = self.numel // self.parts
         return index * length, (index + 1) * length
+
+    def shard_parts(self, index: int) -> tuple[SlotPart, ...]:
+        """What the shard of that rank holds: a part of each parameter that reaches into it."""
+        begin, end = self.shard(index)
+        parts = []
+        for slot in self.slots:
+            start, stop = max(slot.start, begin), min(slot.stop, end)
+            if start < stop:
+                parts.append(
+                    SlotPart(slot.name, start - slot.start, stop - slot.start, start - begin)
+                )
+        return tuple(parts)
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -106,9 +134,9 @@ def plan_buckets(
 ) -> tuple[BucketPlan, ...]:
     """Buckets for `parameters`, in the order in which the backward pass completes them.
 
-    A bucket holds gradients of one dtype, device and axis; partial ones have buckets of their own,
-    so that few small sums over their axis do. A parameter that is tied over pipeline stages has a
-    bucket of its own, cut alike on both stages.
+    A bucket holds gradients of parameters of one dtype, device and axis; partial ones have buckets
+    of their own, so that few small sums over their axis do. A parameter that is tied over pipeline
+    stages has a bucket of its own, cut alike on both stages.
 
     Args:
         parameters: In forward order; only their shapes, dtypes and devices are read.
@@ -136,6 +164,7 @@ def plan_buckets(
             partial=sharding.partial,
             tied=sharding.tied,
             dtype=main_dtype(parameter.dtype),
+            parameter_dtype=parameter.dtype,
             device=parameter.device,
         )
         if kind.tied:
@@ -160,6 +189,7 @@ class _Kind(NamedTuple):
     partial: str | None
     tied: bool
     dtype: torch.dtype
+    parameter_dtype: torch.dtype
     device: torch.device
 
 

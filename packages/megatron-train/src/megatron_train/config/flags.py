@@ -156,6 +156,8 @@ def describe(option: Option) -> str:
         notes.append("required")
     elif option.kind != "switch" and option.default is not None:
         notes.append(f"default {option.default}")
+    elif option.kind == "switch" and option.default is True and option.flag_sets():
+        notes.append(f"on unless {option.opposite}")
     text = option.help
     if option.kind == "switch" and not option.flag_sets():
         text = f"turn off: {text}"

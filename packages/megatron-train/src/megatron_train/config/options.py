@@ -125,9 +125,7 @@ def options_of(cls: type, section: str) -> tuple[Option, ...]:
 def _option(field: "dataclasses.Field[Any]", hint: Any, section: str) -> Option:
     kind, repeated, optional, literal = _type_of(hint, f"{section}.{field.name}")
     default, required = _default_of(field)
-    flag = field.metadata.get("flag") or "--" + field.name.replace("_", "-")
-    if kind == "switch" and default is True and not flag.startswith(_OFF_PREFIXES):
-        flag = "--no-" + flag.removeprefix("--")
+    flag = field.metadata.get("flag") or _flag_of(field.name, off=default is True)
     return Option(
         section=section,
         name=field.name,
@@ -143,6 +141,11 @@ def _option(field: "dataclasses.Field[Any]", hint: Any, section: str) -> Option:
         unit=field.metadata.get("unit", ""),
         derived=_DERIVED.get(f"{section}.{field.name}", ""),
     )
+
+
+def _flag_of(name: str, *, off: bool) -> str:
+    """The flag of a field that names none: of a switch that is on, the one that turns it off."""
+    return ("--no-" if off else "--") + name.replace("_", "-")
 
 
 def _opposite(flag: str, name: str) -> str:

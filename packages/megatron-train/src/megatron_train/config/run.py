@@ -11,7 +11,7 @@ from megatron_optim import (
     OptimizerConfig,
     WeightDecaySchedule,
 )
-from megatron_parallel import FieldError, ParallelLayout, split_layers
+from megatron_parallel import DataParallelConfig, FieldError, ParallelLayout, split_layers
 from megatron_parallel.pipeline import check_micro_batches
 
 from megatron_train.config.checkpoint import CheckpointConfig
@@ -35,6 +35,7 @@ SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "optimizer": ("optimizer", OptimizerConfig),
     "schedule": ("learning-rate schedule", ScheduleConfig),
     "layout": ("parallel layout", ParallelLayout),
+    "data_parallel": ("data parallelism", DataParallelConfig),
     "evaluation": ("evaluation", EvaluationConfig),
     "checkpoint": ("checkpoints", CheckpointConfig),
     "logging": ("logging", LoggingConfig),
@@ -57,6 +58,7 @@ class RunConfig:
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     layout: ParallelLayout = dataclasses.field(default_factory=ParallelLayout)
+    data_parallel: DataParallelConfig = dataclasses.field(default_factory=DataParallelConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
@@ -108,6 +110,11 @@ class RunConfig:
                     f"--tensor-model-parallel-size {layout.tp} cannot cut {flag} {size} into "
                     f"{layout.tp} equal parts; change one of them"
                 )
+        if training.compile and self.data_parallel.overlap_param_gather:
+            raise TrainError(
+                "--compile and --overlap-param-gather do not go together: a compiled stage cannot "
+                "wait for its weights module by module; leave out one"
+            )
         split_layers(self.model.num_layers, layout.pp, layout.vpp)
         check_micro_batches(schedule_of(layout), layout.pp, layout.vpp, self.accumulation)
 

@@ -1,0 +1,51 @@
+"""Optimizer state cut over data-parallel ranks: ZeRO-1 (Rajbhandari et al. 2020).
+
+Each rank updates a flat shard of every bucket of parameters (`megatron_parallel.ParameterBuffers`)
+and has optimizer state, and main parameters of bf16 weights, for that alone: with `d` ranks, a
+`d`-th of the memory. AdamW goes element by element, so cutting anywhere changes nothing; what does
+depend on the parameter as a whole (weight decay, its count in the norm) follows from the sharding
+table, by name. A checkpoint holds the same global tensors as without: a flat part is handed over as
+the boxes it covers, and any layout may load it.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from megatron_parallel import Mesh, ParameterBuffers, Sharding, View
+from torch import Tensor
+
+from megatron_optim.errors import OptimError
+from megatron_optim.mixed_precision import Gradients, MainParameters
+
+
+class ShardedMainParameters(MainParameters):
+    """The flat parts that this rank updates; `publish` gives every rank all of them."""
+
+    sharded = True
+
+    def __init__(self, shards: Sequence[ParameterBuffers], source: Gradients | None) -> None:
+        if source is None:
+            raise OptimError(
+                "shards of parameters need shards of gradients: give the gradients of the buffers "
+                "that the shards were made with"
+            )
+        parts = {name: part.values for shard in shards for name, part in shard.parts().items()}
+        super().__init__(parts, source)
+        self._shards = tuple(shards)
+
+    def publish(self) -> None:
+        """Round the fp32 copies into the parameters, then start gathering those of other ranks."""
+        super().publish()
+        for shard in self._shards:
+            shard.gather()
+
+    def refresh(self) -> None:
+        """Take the fp32 copies anew from the model's parameters, after weights were loaded."""
+        for shard in self._shards:
+            shard.settle()
+        super().refresh()
+
+    def views(
+        self, tensors: Mapping[str, Tensor], table: Mapping[str, Sharding], mesh: Mesh
+    ) -> dict[str, list[View]]:
+        """Return views of tensors shaped like the parts, for a checkpoint."""
+        return {n: v for shard in self._shards for n, v in shard.views(tensors, mesh).items()}

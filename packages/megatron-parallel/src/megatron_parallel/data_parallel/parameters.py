@@ -1,0 +1,189 @@
+"""Parameters in the buckets of their gradients: a rank updates its shard, the others gather it.
+
+    shards = ParameterBuffers(module, buffers, table)
+    optimizer updates shards.parts()         # flat parts, in place
+    shards.gather()                          # starts; the next forward pass waits where it must
+
+This is the second half of ZeRO-1 (Rajbhandari et al. 2020): gradients are reduce-scattered in
+`GradientBuffers`, each rank updates a flat shard of every bucket, and weights are all-gathered.
+With overlap, gathers start in forward order all at once, and a module waits, before its forward
+pass, for exactly the buckets that hold parameters of its own. Parameters that are tied over
+pipeline stages are read by a module that does not own them, so the whole stage waits for those.
+Whoever reads parameters otherwise (a checkpoint) calls `settle` first.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from megatron_parallel.data_parallel.bucket import Bucket, Reduction
+from megatron_parallel.data_parallel.buffers import GradientBuffers
+from megatron_parallel.data_parallel.plan import SlotPart
+from megatron_parallel.data_parallel.reduction import Messages, Started
+from megatron_parallel.layout import LayoutError
+from megatron_parallel.mesh import Mesh
+from megatron_parallel.sharding import Sharding, View, flat_range_views
+
+PURPOSE: Final = "parameters"
+"""What the messages of a gather are for, in `Traffic`."""
+
+
+class Part(NamedTuple):
+    """A part of a parameter that this rank updates: flat, sharing memory with the parameter.
+
+    Attributes:
+        values: Elements `start <= i < start + n` of the flattened parameter.
+        start: First of them.
+    """
+
+    values: Tensor
+    start: int
+
+
+class ParameterBuffers:
+    """The parameters of one stage in flat storage, of which this rank updates its shards.
+
+    Moves the parameters into that storage: tensors that shared memory with them no longer do.
+
+    Args:
+        module: The stage; forward hooks are installed on its submodules if `overlap` is asked for.
+        buffers: Sharded gradient buffers of the same stage; their plan is that of the parameters.
+        table: Sharding of the parameters.
+
+    Raises:
+        LayoutError: The buffers are not sharded.
+        CollectiveError: Within the mesh's time-out, if a rank of the axis does not take part.
+    """
+
+    def __init__(
+        self, module: nn.Module, buffers: GradientBuffers, table: Mapping[str, Sharding]
+    ) -> None:
+        if not buffers.config.use_distributed_optimizer:
+            raise LayoutError("parameters are cut only where gradients are: shard the buffers too")
+        self.buckets = tuple(_ParameterBucket(bucket) for bucket in buffers.buckets)
+        self.overlap = buffers.config.overlap_param_gather
+        self._table = table
+        self._flying = 0  # gathers nobody has waited for
+        self._hooks: list[RemovableHandle] = []
+        if self.overlap:
+            self._watch(module)
+
+    def parts(self) -> dict[str, Part]:
+        """What this rank updates, by global name, in the parameters' own dtype."""
+        return {name: part for bucket in self.buckets for name, part in bucket.parts().items()}
+
+    def views(self, tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, list[View]]:
+        """Views, for a checkpoint, of tensors shaped like the parts (moments, main weights)."""
+        starts = {name: part.start for name, part in self.parts().items()}
+        found = {}
+        for name in starts.keys() & tensors.keys():
+            sharding = self._table[name]
+            replica = sharding.replica(mesh, sharded=True)
+            found[name] = flat_range_views(tensors[name], starts[name], sharding, mesh, replica)
+        return found
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Start giving every rank all parts, in forward order; without overlap, wait for them."""
+        for bucket in reversed(self.buckets):
+            self._flying += bucket.start()
+        if not self.overlap:
+            self.settle()
+
+    def settle(self) -> None:
+        """Return when all parameters may be read."""
+        for bucket in self.buckets if self._flying else ():
+            self._flying -= bucket.wait()
+
+    def gathers(self) -> list[Reduction]:
+        """What the latest `gather` did, in the order in which it was started."""
+        found = [bucket.gathered for bucket in self.buckets if bucket.gathered is not None]
+        return sorted(found, key=lambda gathered: gathered.launched)
+
+    def close(self) -> None:
+        """Wait for what is under way and remove the hooks."""
+        self.settle()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _watch(self, module: nn.Module) -> None:
+        """Make every module wait, before its forward pass, for the buckets it reads."""
+        owners = {id(p): bucket for bucket in self.buckets for p in bucket.parameters.values()}
+        tied = [bucket for bucket in self.buckets if bucket.tied]
+        for child in module.modules():
+            needed = [owners[id(p)] for p in child.parameters(recurse=False) if id(p) in owners]
+            if child is module:
+                needed = [*tied, *needed]
+            if needed:
+                hook = partial(self._enter, tuple(dict.fromkeys(needed)))
+                self._hooks.append(child.register_forward_pre_hook(hook))
+
+    def _enter(self, needed: tuple["_ParameterBucket", ...], module: nn.Module, _: Any) -> None:
+        """A module is about to run."""
+        if self._flying:
+            for bucket in needed:
+                self._flying -= bucket.wait()
+
+
+class _ParameterBucket:
+    """The parameters of one bucket, one after another in flat storage."""
+
+    def __init__(self, gradients: Bucket) -> None:
+        plan = gradients.plan
+        self.parameters: dict[str, Parameter] = gradients.parameters
+        self.tied = plan.tied
+        self.gathered: Reduction | None = None
+        self._plan = plan
+        self._axis = gradients.route.inner
+        self._messages = Messages(
+            PURPOSE, f"parameter bucket {gradients.label} ({plan.slots[0].name!r} ...)"
+        )
+        self._started: Started | None = None
+        self._flat = torch.zeros(plan.numel, dtype=plan.parameter_dtype, device=plan.device)
+        self._shard = self._flat[slice(*plan.shard(self._axis.index))]
+        for slot in plan.slots:
+            parameter = self.parameters[slot.name]
+            view = self._flat[slot.start : slot.stop].view(slot.shape)
+            view.copy_(parameter.detach())
+            parameter.data = view
+
+    def parts(self) -> dict[str, Part]:
+        """Of each parameter that reaches into this rank's shard, the part in it."""
+
+        def values(part: SlotPart) -> Tensor:
+            return self._shard[part.at : part.at + part.stop - part.start]
+
+        parts = self._plan.shard_parts(self._axis.index)
+        return {part.name: Part(values(part), part.start) for part in parts}
+
+    def start(self) -> int:
+        """Start gathering; returns how many gathers there are to wait for."""
+        self.wait()
+        self.gathered = None
+        if self._axis.size == 1:
+            return 0
+        self._started = self._messages.all_gather(self._flat, self._shard, self._axis)
+        return 1
+
+    def wait(self) -> int:
+        """Return when the parameters may be read, with the number of gathers waited for."""
+        started = self._started
+        if started is None:
+            return 0
+        waited = started.wait()
+        self._started = None
+        self.gathered = Reduction(
+            started.axis.name,
+            started.operation,
+            tuple(self.parameters),
+            started.nbytes,
+            started.since,
+            waited,
+        )
+        return 1
