@@ -59,7 +59,7 @@ class DataParallelConfig:
             )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise LayoutError(
-                "{overlap_param_gather:name} needs {overlap_grad_reduce:name}; give both or neither",
+                "{overlap_param_gather:name} needs {overlap_grad_reduce:name}; leave out one",
                 vars(self),
             )
 
