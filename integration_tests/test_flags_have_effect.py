@@ -16,10 +16,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import megatron_parallel.recompute.again as again
 import pytest
 import torch
 from megatron_data import ByteTokenizer, IndexedDatasetBuilder
 from megatron_parallel import GradientBuffers, Mesh
+from megatron_parallel.recompute import HostMemory
 from megatron_train import StepEngine, Trainer
 from megatron_train.cli import main
 from megatron_train.config.flags import ALIASES, LAYERS_PER_VIRTUAL_STAGE
@@ -65,6 +67,12 @@ BY_SPLIT: Words = {
 }
 GPT2: Words = {"--tokenizer-model": None, "--vocab-file": "vocab", "--merge-file": "merges"}
 SHARDED: Words = {"--use-distributed-optimizer": ""}
+SELECTIVE: Words = {"--recompute-granularity": "selective"}
+FULL: Words = {
+    "--recompute-granularity": "full",
+    "--recompute-method": "uniform",
+    "--recompute-num-layers": "1",
+}
 LOAD: Words = {"--load": "trained", "--train-iters": "6"}
 
 # Option: the context it needs on top of the base, and what is then added.
@@ -161,6 +169,12 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "data_parallel.overlap_grad_reduce": (SHARDED, {"--no-overlap-grad-reduce": ""}),
     "data_parallel.overlap_param_gather": (SHARDED, {"--overlap-param-gather": ""}),
     "data_parallel.ddp_bucket_size": ({}, {"--ddp-bucket-size": "1000"}),
+    "recompute.granularity": ({}, {"--recompute-granularity": "selective"}),
+    "recompute.method": (FULL, {"--recompute-method": "block"}),
+    "recompute.num_layers": (FULL, {"--recompute-num-layers": "2"}),
+    "recompute.modules": (SELECTIVE, {"--recompute-modules": "core_attn mlp"}),
+    "recompute.distribute_saved_activations": (FULL, {"--distribute-saved-activations": ""}),
+    "recompute.cpu_offloading_num_layers": ({}, {"--cpu-offloading-num-layers": "1"}),
     "evaluation.eval_interval": ({}, {"--eval-interval": "2"}),
     "evaluation.eval_iters": ({}, {"--eval-iters": "2"}),
     "checkpoint.save": ({"--save": None}, {"--save": "out"}),
@@ -229,6 +243,7 @@ class Probes:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: dict[str, Any] = {"bars": 0, "compiled": 0, "micro-batches": []}
+        self.seen["runs"] = self.seen["moved"] = 0
         bind, run, train = Mesh.bind, StepEngine.run, Trainer.run
 
         def bound(*args: Any, **given: Any) -> Mesh:
@@ -259,6 +274,18 @@ class Probes:
 
         finish = GradientBuffers.finish
         patch.setattr(GradientBuffers, "finish", finished)
+        function, pack = again.checkpoint, HostMemory._pack
+
+        def recomputed(*args: Any, **given: Any) -> Any:
+            self.seen["runs"] += 1
+            return function(*args, **given)
+
+        def packed(memory: HostMemory, tensor: Any) -> Any:
+            self.seen["moved"] += 1
+            return pack(memory, tensor)
+
+        patch.setattr(again, "checkpoint", recomputed)
+        patch.setattr(HostMemory, "_pack", packed)
         patch.setattr(Mesh, "bind", bound)
         patch.setattr(StepEngine, "run", ran)
         patch.setattr(Trainer, "run", trained)
@@ -337,7 +364,13 @@ def test_a_flag_changes_the_run(key, prepared, unchanged, tmp_path, capsys):
         unchanged[known] = observe(before, prepared, tmp_path / "without", capsys)
     after = observe({**before, **change}, prepared, tmp_path / "with", capsys)
     assert after != unchanged[known]
-    refused = ("layout.", "training.sequence_parallel", "training.device", "data.merge_file")
+    refused = (
+        "layout.",
+        "recompute.distribute",
+        "training.sequence_parallel",
+        "training.device",
+        "data.merge_file",
+    )
     expected = ("data.tokenizer_type", "checkpoint.exit_on_missing_checkpoint")
     if not key.startswith((*refused, *expected)):
         assert after["status"] == 0, after["errors"]

@@ -15,6 +15,8 @@ SAMPLE = {
     "dp2-tied-dropout",
     "tp2·pp2-tied",
     "tp2·sp·dp2-untied-dropout",
+    "tp2·sp·selective-tied-dropout",
+    "tp2·cut-tied-dropout",
 }
 
 
@@ -52,7 +54,9 @@ def test_a_layout_equals_one_rank(worker_pool, case: Case):
     assert found.equal, found
 
 
-@pytest.mark.parametrize("title", sorted(SAMPLE))
+@pytest.mark.parametrize(
+    "title", sorted(title for title in SAMPLE if not BY_TITLE[title].recompute)
+)
 def test_a_layout_is_close_to_one_rank_in_float32(worker_pool, title):
     found = prove_fp32(worker_pool, BY_TITLE[title])
     assert found.equal, found

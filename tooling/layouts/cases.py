@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_models import GPTConfig
-from megatron_parallel import DataParallelConfig, ParallelLayout
+from megatron_parallel import DataParallelConfig, ParallelLayout, Recompute
 
 SEQUENCE = 16
 GLOBAL_BATCH = 8
@@ -50,6 +50,17 @@ GATHERED = DataParallelConfig(
 )
 DATA_PARALLEL = {"sharded": SHARDED, "gathered": GATHERED}
 """By the word in a case's name: optimizer state cut; weights gathered during the forward pass."""
+RECOMPUTE = {
+    "": Recompute(),
+    "selective": Recompute(granularity="selective", modules=("core_attn", "mlp", "layernorm")),
+    "uniform": Recompute(granularity="full", method="uniform", num_layers=2),
+    "block": Recompute(granularity="full", method="block", num_layers=1),
+    "cut": Recompute(
+        granularity="full", method="uniform", num_layers=2, distribute_saved_activations=True
+    ),
+    "host": Recompute(cpu_offloading_num_layers=2),
+}
+"""What is computed again or kept elsewhere; one rank keeps everything."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class Case:
         dropout: whether hidden and attention dropout are on.
         micro_batch: samples of one micro-batch; the rest of a rank's share is accumulated.
         data_parallel: how gradients are summed, and what each rank keeps.
+        recompute: which of `RECOMPUTE`.
     """
 
     layout: ParallelLayout
@@ -71,6 +83,7 @@ class Case:
     dropout: bool = False
     micro_batch: int = 1
     data_parallel: DataParallelConfig = PLAIN
+    recompute: str = ""
 
     @property
     def config(self) -> GPTConfig:
@@ -90,6 +103,7 @@ class Case:
         parts += ["sp"] if self.sequence_parallel else []
         parts += [f"{n}{d}" for n in ("pp", "vpp", "dp") if (d := getattr(layout, n)) > 1]
         parts += [word for word, used in DATA_PARALLEL.items() if used == self.data_parallel]
+        parts += [self.recompute] if self.recompute else []
         return "·".join(parts) or "one rank"
 
     @property
@@ -115,6 +129,7 @@ def _case(
         "dropout" in options,
         micro_batch,
         data_parallel[0] if data_parallel else PLAIN,
+        next((option for option in options if option in RECOMPUTE), ""),
     )
 
 
@@ -146,5 +161,11 @@ CASES = (
     _case("untied", 1, "sharded", "sp", tp=2, dp=4),
     _case("untied", 1, "gathered", pp=2, vpp=2, dp=2),
     _case("tied", 1, "gathered", "sp", tp=2, pp=2, dp=2),
+    _case("tied", 2, "sp", "dropout", "selective", tp=2),
+    _case("tied", 2, "dropout", "cut", tp=2),
+    _case("untied", 2, "dropout", "block", pp=2),
+    _case("untied", 2, "sp", "dropout", "host", tp=2),
+    _case("tied", 1, "sp", "dropout", "uniform", tp=2, pp=2, dp=2),
+    _case("tied", 1, "dropout", "selective", pp=2, vpp=2),
 )
 """Layouts of 2, 4 and 8 ranks, each with the number of samples in a micro-batch."""

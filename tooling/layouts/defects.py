@@ -13,7 +13,9 @@ from unittest import mock
 import megatron_models.gpt as gpt
 import megatron_optim.clip as clip
 import megatron_parallel.collectives as collectives
+import megatron_parallel.recompute.kept as kept
 import megatron_parallel.tensor_parallel.layers as layers
+import torch
 from megatron_data import SequentialSampler
 from megatron_models.layers.attention import Attention
 from megatron_models.layers.dropout import StageDropout
@@ -358,6 +360,27 @@ def _mask_of_local_layer(mesh: Mesh, replace: Replace) -> None:
             self.layer = own
 
     replace(Attention, "forward", wrong)
+
+
+@defect("recomputation drops other elements than the forward pass", "tp2·sp·selective-tied-dropout")
+def _mask_of_second_run(mesh: Mesh, replace: Replace) -> None:
+    true = StageDropout.probabilities
+
+    def wrong(self: StageDropout, p: Tensor, layer: int, first_head: int) -> Tensor:
+        again = torch._C._current_graph_task_id() >= 0  # in a backward pass
+        return true(self, p, layer + 1000 * again, first_head)
+
+    replace(StageDropout, "probabilities", wrong)
+
+
+@defect("kept activations that are cut come back in another order", "tp2·cut-tied-dropout")
+def _parts_in_another_order(mesh: Mesh, replace: Replace) -> None:
+    true = kept.all_gather
+
+    def wrong(part: Tensor, axis: Any, *, purpose: str) -> Tensor:
+        return true(part, axis, purpose=purpose).unflatten(0, (axis.size, -1)).flip(0).flatten()
+
+    replace(kept, "all_gather", wrong)
 
 
 # -- norm and clipping ---------------------------------------------------------------------------

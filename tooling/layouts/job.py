@@ -19,7 +19,7 @@ from megatron_train.engine import StepEngine
 from megatron_train.tasks.task import Batch
 from torch import Tensor
 
-from layouts.cases import GLOBAL_BATCH, SEQUENCE, SPLITS, Case
+from layouts.cases import GLOBAL_BATCH, RECOMPUTE, SEQUENCE, SPLITS, Case
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 CLIP = 3.0
@@ -52,6 +52,7 @@ def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate:
         mesh,
         split=SPLITS[mesh.layout.pp * mesh.layout.vpp],
         sequence_parallel=case.sequence_parallel,
+        recompute=RECOMPUTE[case.recompute],
         dtype=dtype,
     )
     task = GPTTask(

@@ -6,12 +6,19 @@ COMPILE = """
 import json, sys
 import torch
 from megatron_models import GPT, Dropout, GPTConfig
-from megatron_parallel import DropoutKey, Mesh
+from megatron_parallel import DropoutKey, Mesh, Recompute
 
 key = DropoutKey.for_batch(seed=1, iteration=1, samples=torch.arange(2), positions=8)
 dropout = Dropout(key, hidden=0.1, attention=0.1)
+plans = (
+    Recompute(),
+    Recompute(granularity="selective", modules=("core_attn", "mlp")),
+    Recompute(granularity="full", method="uniform", num_layers=1),
+    Recompute(granularity="full", method="block", num_layers=1, distribute_saved_activations=False),
+)
 for number, text in enumerate(json.load(sys.stdin)):
-    model = GPT(GPTConfig.from_json(text), Mesh.single())
+    plan = plans[number % len(plans)]
+    model = GPT(GPTConfig.from_json(text), Mesh.single(), recompute=plan)
     tokens = torch.randint(model.config.vocab_size, (2, 8))
     labels = torch.randint(model.config.vocab_size, (2, 8))
     drop = dropout if number % 2 else None

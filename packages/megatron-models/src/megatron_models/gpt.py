@@ -7,7 +7,7 @@ import megatron_parallel
 import torch
 from jaxtyping import Float, Int
 from megatron_kernels import Mask
-from megatron_parallel import Init, Mesh, initialize_parameters
+from megatron_parallel import Init, Mesh, Recompute, initialize_parameters
 from megatron_parallel.context_parallel import ContextSplit, check_length
 from megatron_parallel.tensor_parallel import (
     ColumnParallelLinear,
@@ -25,6 +25,7 @@ from megatron_models.layers.dropout import EMBEDDING, EMBEDDING_LAYER, Dropout, 
 from megatron_models.layers.embedding import Embedding
 from megatron_models.layers.norm import Norm
 from megatron_models.layers.rope import RotaryTable
+from megatron_models.layers.stack import run_layers
 from megatron_models.stages import plan_stage
 
 
@@ -47,6 +48,8 @@ class GPT(nn.Module):
         sequence_parallel: between the tensor-parallel layers, cut activations along the sequence,
             ``[s/tp, b, h]``. Gradients of norms, position embeddings and row-parallel biases are
             then partial sums, which `megatron_parallel.GradientBuffers` adds up.
+        recompute: what is computed again in the backward pass, and where the rest is kept; by
+            default everything that autograd asks for is kept.
         dtype: of the parameters; the loss is float32, or float64 for a float64 model.
         device: of the parameters; by default the mesh's device.
         seed: of the initial weights.
@@ -61,7 +64,8 @@ class GPT(nn.Module):
 
     Raises:
         LayoutError: query groups, feed-forward width or heads do not divide over the tensor axis,
-            heads over the context axis, or layers over the stages.
+            heads over the context axis, or layers over the stages; recomputation that the layout
+            has no use for.
         ConfigError: a chunk or a split that the pipeline does not have; a ``cp_comm_type`` that
             there is not.
     """
@@ -74,12 +78,15 @@ class GPT(nn.Module):
         chunk: int = 0,
         split: Sequence[range] | None = None,
         sequence_parallel: bool = False,
+        recompute: Recompute | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         seed: int = 1234,
         cp_comm_type: str | Sequence[str] = "p2p",
     ) -> None:
         super().__init__()
+        self.recompute = recompute or Recompute()
+        self.recompute.check(mesh.layout, sequence_parallel=sequence_parallel)
         self.config = config
         self.mesh = mesh
         self.dtype = dtype
@@ -215,12 +222,11 @@ class GPT(nn.Module):
             mask = mask.prepare(length, end, offset, device=x.device)
             stage_dropout = self._dropout(dropout, cache)
         angles = None if self.rotary is None else self.rotary(length, offset, positions)
-        context = Context(mask, angles, cache, offset, stage_dropout, parallel)
+        context = Context(mask, angles, cache, offset, stage_dropout, parallel, self.recompute)
         if self.embedding is not None and self.first:
             x = self.embedding(x, positions, offset)
             x = context.drop(x, EMBEDDING_LAYER, EMBEDDING)
-        for block in self.layers.values():
-            x = block(x, context)
+        x = run_layers(self.layers, x, context, self.tp)
         if self.final_norm is None:
             return x
         logits = self._logits(self.final_norm(x))
@@ -300,6 +306,7 @@ def gpt_chunks(
     *,
     split: Sequence[range] | None = None,
     sequence_parallel: bool = False,
+    recompute: Recompute | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     seed: int = 1234,
@@ -316,6 +323,7 @@ def gpt_chunks(
             chunk=chunk,
             split=split,
             sequence_parallel=sequence_parallel,
+            recompute=recompute,
             dtype=dtype,
             device=device,
             seed=seed,

@@ -39,6 +39,7 @@ from .pipeline.contract import Passed as Passed
 from .pipeline.engine import PipelineEngine as PipelineEngine
 from .pipeline.failure import PeerError as PeerError
 from .pipeline.split import split_layers as split_layers
+from .recompute.plan import Recompute as Recompute
 from .sharding import DEFAULT_INIT as DEFAULT_INIT
 from .sharding import ONES as ONES
 from .sharding import ZEROS as ZEROS

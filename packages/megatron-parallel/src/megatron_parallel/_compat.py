@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
@@ -78,6 +79,29 @@ def no_compiled_code() -> AbstractContextManager[object]:
 
     stance: AbstractContextManager[object] = set_stance("force_eager")
     return stance
+
+
+def saved_tensors_hooks_in_force() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The innermost `saved_tensors_hooks` in force, which hooks entered from now on replace."""
+    from torch._C import _autograd
+
+    found: tuple[Callable[..., Any], Callable[..., Any]] | None
+    found = _autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
+def weak_storage(storage: torch.UntypedStorage) -> Any:
+    """A reference that does not keep a storage; its `expired()` says whether nobody else does."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def living_storage(weak: Any) -> torch.UntypedStorage | None:
+    """The storage that `weak_storage` refers to, unless it is gone."""
+    found: torch.UntypedStorage | None
+    found = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+    return found
 
 
 def schedule_1f1b(stage: "PipelineStage", micro_batches: int, loss: Callable[..., Tensor]) -> Any:

@@ -104,6 +104,7 @@ def build_gpt_trainer(
         config.model,
         mesh,
         sequence_parallel=training.sequence_parallel,
+        recompute=config.recompute,
         dtype=dtype,
         device=mesh.device,
         seed=training.seed,

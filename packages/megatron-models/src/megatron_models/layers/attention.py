@@ -69,17 +69,19 @@ class Attention(nn.Module):
         if context.angles is not None:
             q = rope(q, *context.angles, self.interleaved)
             k = rope(k, *context.angles, self.interleaved)
-        if context.parallel is not None:
-            y = context.parallel.attention(q, k, v, self.layer, self.first_head)
+        if context.cache is not None:
+            k, v = context.cache.append(self.layer, k, v)
+        if context.parallel is None:
+            core = partial(self._attend, context)
         else:
-            y = self._attend(q, k, v, context)
+            over_ranks = context.parallel.attention
+            core = partial(over_ranks, layer=self.layer, first_head=self.first_head)
+        y = context.recomputed("core_attn", core, q, k, v)
         result: Tensor = self.out(y.flatten(2))
         return result
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    def _attend(self, context: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention over keys that are all on this rank."""
-        if context.cache is not None:
-            k, v = context.cache.append(self.layer, k, v)
         dropout, drop = context.dropout, None
         if dropout is not None and dropout.given.attention > 0.0:
             drop = partial(dropout.probabilities, layer=self.layer, first_head=self.first_head)

@@ -43,7 +43,8 @@ class Block(nn.Module):
 
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
         """Transform the residual stream."""
-        attended = self.attention(self.attention_norm(x), context)
+        attended = context.normalised(self.attention_norm, x, lambda y: self.attention(y, context))
         x = x + context.drop(attended, self.layer, ATTENTION_OUTPUT)
-        result: Tensor = x + context.drop(self.mlp(self.mlp_norm(x)), self.layer, MLP_OUTPUT)
+        fed = context.normalised(self.mlp_norm, x, lambda y: context.recomputed("mlp", self.mlp, y))
+        result: Tensor = x + context.drop(fed, self.layer, MLP_OUTPUT)
         return result

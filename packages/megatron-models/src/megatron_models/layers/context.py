@@ -1,9 +1,14 @@
 """What all layers of one forward pass share."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
+import torch
 from jaxtyping import Float
 from megatron_kernels import Mask
+from megatron_parallel import Recompute
+from megatron_parallel.recompute import not_keeping, recomputed
 from torch import Tensor
 
 from megatron_models.cache import KVCache
@@ -24,6 +29,7 @@ class Context:
         dropout: what is dropped, when training with dropout.
         parallel: attention over context-parallel ranks, where there are several; the mask is then
             that of the whole sequence.
+        recompute: what is computed again in the backward pass.
     """
 
     mask: Mask
@@ -32,7 +38,36 @@ class Context:
     offset: int = 0
     dropout: StageDropout | None = None
     parallel: ContextParallel | None = None
+    recompute: Recompute = field(default_factory=Recompute)
 
     def drop(self, x: Float[Tensor, "s b h"], layer: int, site: int) -> Float[Tensor, "s b h"]:
         """Apply hidden dropout, if there is one."""
         return x if self.dropout is None else self.dropout.hidden(x, layer, site)
+
+    def recomputed(
+        self, module: str, function: Callable[..., Tensor], *inputs: Float[Tensor, "..."]
+    ) -> Float[Tensor, "..."]:
+        """``function(*inputs)``; run again in the backward pass if ``module`` is to be."""
+        if self.recompute.does(module):
+            return recomputed(function, *inputs)
+        return function(*inputs)
+
+    def normalised(
+        self,
+        norm: Callable[[Tensor], Tensor],
+        x: Float[Tensor, "s b h"],
+        reader: Callable[[Tensor], Tensor],
+    ) -> Float[Tensor, "s b h"]:
+        """``reader(norm(x))``; the norm's output is not kept if norms are computed again."""
+        y = norm(x)
+        if not self.recompute.does("layernorm"):
+            return reader(y)
+        with not_keeping(y, partial(norm, x)):
+            return reader(y)
+
+    def shared_tensors(self) -> list[Tensor]:
+        """Tensors that the layers share, so that no layer keeps them by itself."""
+        key = None if self.dropout is None else self.dropout.given.key
+        words = [] if key is None else [key.word0, key.word1]
+        fields = vars(self.mask).values()
+        return [t for t in (*(self.angles or ()), *fields, *words) if isinstance(t, torch.Tensor)]

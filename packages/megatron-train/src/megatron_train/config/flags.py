@@ -19,6 +19,11 @@ ALIASES: dict[str, tuple[str, Any, str]] = {
         "rope",
         "the same as --position-embedding-type rope",
     ),
+    "--recompute-activations": (
+        "recompute.granularity",
+        "selective",
+        "the same as --recompute-granularity selective",
+    ),
 }
 """Flags that set another option to a fixed value: option, value, help."""
 

@@ -11,7 +11,13 @@ from megatron_optim import (
     OptimizerConfig,
     WeightDecaySchedule,
 )
-from megatron_parallel import DataParallelConfig, FieldError, ParallelLayout, split_layers
+from megatron_parallel import (
+    DataParallelConfig,
+    FieldError,
+    ParallelLayout,
+    Recompute,
+    split_layers,
+)
 from megatron_parallel.pipeline import check_micro_batches
 
 from megatron_train.config.checkpoint import CheckpointConfig
@@ -36,6 +42,7 @@ SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "schedule": ("learning-rate schedule", ScheduleConfig),
     "layout": ("parallel layout", ParallelLayout),
     "data_parallel": ("data parallelism", DataParallelConfig),
+    "recompute": ("recomputation and offloading of activations", Recompute),
     "evaluation": ("evaluation", EvaluationConfig),
     "checkpoint": ("checkpoints", CheckpointConfig),
     "logging": ("logging", LoggingConfig),
@@ -59,6 +66,7 @@ class RunConfig:
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     layout: ParallelLayout = dataclasses.field(default_factory=ParallelLayout)
     data_parallel: DataParallelConfig = dataclasses.field(default_factory=DataParallelConfig)
+    recompute: Recompute = dataclasses.field(default_factory=Recompute)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
@@ -115,8 +123,23 @@ class RunConfig:
                 "--compile and --overlap-param-gather do not go together: a compiled stage cannot "
                 "wait for its weights module by module; leave out one"
             )
+        self._check_recompute()
         split_layers(self.model.num_layers, layout.pp, layout.vpp)
         check_micro_batches(schedule_of(layout), layout.pp, layout.vpp, self.accumulation)
+
+    def _check_recompute(self) -> None:
+        """Refuse to keep activations in a way that the layout or compiled code cannot."""
+        flags = {option.name: option.flag for option in options_of(Recompute, "recompute")}
+        try:
+            cut = self.training.sequence_parallel
+            self.recompute.check(self.layout, sequence_parallel=cut)
+        except FieldError as error:
+            raise TrainError(error.told(flags)) from None
+        if self.training.compile and self.recompute.packing is not None:
+            raise TrainError(
+                f"{flags[self.recompute.packing]} does not reach code that --compile compiles, "
+                "which decides itself how activations are kept; leave out one of them"
+            )
 
     def _check_evaluation(self) -> None:
         """Refuse an evaluation that has nothing to evaluate on, or the other way round."""

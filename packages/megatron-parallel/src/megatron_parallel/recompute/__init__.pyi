@@ -1,0 +1,9 @@
+from .again import not_keeping as not_keeping
+from .again import recomputed as recomputed
+from .count import Kept as Kept
+from .count import counting_kept as counting_kept
+from .kept import HostMemory as HostMemory
+from .kept import kept_in_parts as kept_in_parts
+from .plan import RECOMPUTED_MODULES as RECOMPUTED_MODULES
+from .plan import LayerGroup as LayerGroup
+from .plan import Recompute as Recompute

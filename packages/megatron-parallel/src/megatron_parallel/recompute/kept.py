@@ -1,0 +1,147 @@
+"""Where tensors wait between forward and backward pass: cut over an axis, or in host memory."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Final, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from megatron_parallel import _compat
+from megatron_parallel._compat import living_storage, weak_storage
+from megatron_parallel.collectives import all_gather
+from megatron_parallel.mesh import Axis
+
+PURPOSE: Final = "kept activations"
+"""What its messages are for, in `Traffic` and in errors."""
+
+
+class Hooks(Protocol):
+    """A way of keeping tensors."""
+
+    def packing(self) -> AbstractContextManager[object]:
+        """In the `with` block, what autograd keeps is packed, and unpacked when it is used."""
+
+
+class kept_in_parts:  # noqa: N801 - a way of keeping, named like `torch.autograd.graph.save_on_cpu`
+    """Each rank of an axis keeps its part of a tensor that all of them have (ZeRO-R's P_a).
+
+    Rajbhandari et al. 2020, section 6.1; Megatron's `--distribute-saved-activations`. The backward
+    pass gathers it again: one all-gather of the part.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def packing(self) -> AbstractContextManager[object]:
+        """See `Hooks`; hooks in force get the parts."""
+        outer = _compat.saved_tensors_hooks_in_force()
+        if outer is None:
+            return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        put, take = outer
+
+        def pack(t: Tensor) -> Any:
+            part, shape = self._pack(t)
+            return put(part), shape
+
+        return torch.autograd.graph.saved_tensors_hooks(
+            pack, lambda packed: self._unpack((take(packed[0]), packed[1]))
+        )
+
+    def _pack(self, t: Tensor) -> tuple[Tensor, torch.Size | None]:
+        size = self.axis.size
+        if size == 1 or t.numel() < size:
+            return t.detach(), None
+        length = -(-t.numel() // size)
+        start = min(self.axis.index * length, t.numel())
+        own = t.detach().flatten()[start : start + length]
+        part = own.new_zeros(length)
+        part[: own.numel()] = own
+        return part, t.shape
+
+    def _unpack(self, packed: tuple[Tensor, torch.Size | None]) -> Tensor:
+        part, shape = packed
+        if shape is None:
+            return part
+        whole = all_gather(part, self.axis, purpose=PURPOSE)
+        return whole[: shape.numel()].view(shape)
+
+
+class HostMemory:
+    """Activations wait in host memory, pinned where the device is a GPU.
+
+    Parameters and the tensors in `except_for` stay where they are. What moves are whole storages,
+    once each, however many functions keep them or views of them. Copies run on the current stream:
+    nobody has to wait for them, and nothing hides the time they take.
+
+    Args:
+        except_for: Tensors that many layers share, such as tables and masks.
+
+    Attributes:
+        moved: Number of storages moved to host memory so far.
+        returned: Number of times one was moved back so far.
+        nbytes: Bytes moved to host memory so far.
+    """
+
+    def __init__(self, except_for: Iterable[Tensor] = ()) -> None:
+        self._stays = {t.untyped_storage().data_ptr() for t in except_for}
+        self._there: WeakValueDictionary[tuple[int, int], _Waiting] = WeakValueDictionary()
+        self.moved = self.returned = self.nbytes = 0
+
+    def packing(self) -> AbstractContextManager[object]:
+        """See `Hooks`."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, t: Tensor) -> Any:
+        owner = t if t._base is None else t._base
+        storage = t.untyped_storage()
+        if isinstance(owner, nn.Parameter) or storage.data_ptr() in self._stays or not t.numel():
+            return t.detach()
+        place = storage._cdata, t._version
+        waiting = self._there.get(place)
+        if waiting is None or not waiting.in_use():
+            waiting = self._there[place] = _Waiting(storage)
+            self.moved += 1
+            self.nbytes += waiting.host.nbytes
+        return waiting, t.dtype, (t.shape, t.stride(), t.storage_offset())
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        waiting, dtype, view = packed
+        whole, moved = waiting.back()
+        self.returned += moved
+        result: Tensor = whole.view(dtype).as_strided(*view)
+        return result
+
+
+class _Waiting:
+    """A storage in host memory; views of it come back together, in the strides they had."""
+
+    __slots__ = ("__weakref__", "_back", "_device", "_source", "host")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        there = _bytes(storage)
+        self.host = torch.empty_like(there, device="cpu", pin_memory=there.is_cuda)
+        self.host.copy_(there, non_blocking=True)
+        self._device = there.device
+        self._source = weak_storage(storage)
+        self._back: Any = None
+
+    def in_use(self) -> bool:
+        """Whether the storage it was copied from is still that of somebody's tensor."""
+        return not self._source.expired()
+
+    def back(self) -> tuple[Tensor, bool]:
+        """The bytes on the device, and whether they had to be moved: not while a view is in use."""
+        storage = None if self._back is None else living_storage(self._back)
+        if storage is not None:
+            return _bytes(storage), False
+        there = self.host.to(self._device, non_blocking=True, copy=True)
+        self._back = weak_storage(there.untyped_storage())
+        return there, True
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
