@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_ckpt import find_checkpoint
+from megatron_data import IndexedDataset, IndexedDatasetBuilder
 from megatron_train import read_records
 from megatron_train.cli import main
 
@@ -138,6 +139,50 @@ def test_the_test_set_is_measured_once_at_the_end(corpus, train):
     events = read_records(corpus / "tested" / "metrics.jsonl").events
     (test,) = [event for event in events if event["event"] == "test"]
     assert test["iteration"] == 2 and test["lm loss"] > 0
+
+
+def test_the_last_share_of_a_split_is_the_test_set(corpus, train):
+    """It is measured as a corpus of these documents alone would be; the rate is 0, so weights are
+    those of the seed in both runs."""
+    bounds = {"first": (0, 120), "second": (120, 135), "third": (135, 150)}  # of 150: 8, 1, 1
+    with IndexedDataset(corpus / "train_text_document") as whole:
+        for name, (begin, end) in bounds.items():
+            with IndexedDatasetBuilder(corpus / name, whole.dtype) as builder:
+                for number in range(begin, end):
+                    tokens = whole.document(number)
+                    builder.add_document(tokens, [len(tokens)])
+                builder.finalize()
+
+    def tested(data: str, save: str) -> float:
+        words = f"{SIZES} --train-iters 1 --micro-batch-size 4 --eval-iters 3 --lr 0 --no-progress"
+        words += f" --tokenizer-model tokenizer --save {save}"
+        assert main(f"pretrain gpt {data} {words}".split()) == 0
+        events = read_records(corpus / save / "metrics.jsonl").events
+        return [event["lm loss"] for event in events if event["event"] == "test"]
+
+    shares = tested("--data-path train_text_document --split 8,1,1", "shares")
+    assert len(shares) == 1
+    parts = "--train-data-path first --valid-data-path second --test-data-path"
+    assert shares == tested(f"{parts} third", "parts") != tested(f"{parts} first", "others")
+    assert tested("--data-path train_text_document --split 9,1", "without") == []
+
+
+def test_a_split_without_text_to_test_on_is_one_line(corpus, train, capsys):
+    words = f"{SIZES} --train-iters 1 --micro-batch-size 4 --eval-iters 1 --no-progress"
+    words += " --data-path valid_text_document --tokenizer-model tokenizer"
+    assert main(f"pretrain gpt {words}".split()) == 0  # 60 documents: 58, 2, 0
+    assert (
+        capsys.readouterr().out.count(
+            "no test after the last step: test split of valid_text_document (0 of 60 sequences): "
+            "the split holds no token\n"
+        )
+        == 1
+    )
+    assert main(f"pretrain gpt {words} --split 1000,1,0".split()) == 1
+    assert (
+        "valid split of valid_text_document (0 of 60 sequences): the split holds no token; widen "
+        "it, as by --split 8,2,0, or do without by --eval-iters 0" in capsys.readouterr().err
+    )
 
 
 def test_ranks_begin_with_the_weights_of_one(corpus, train, base, command):

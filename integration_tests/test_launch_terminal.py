@@ -97,7 +97,11 @@ def terminal(tmp_path):
 def test_the_bar_moves_and_ctrl_c_stops_after_a_step_with_a_checkpoint(terminal, tmp_path):
     terminal.read_until(r"training: .*\d+ *k?tok/s")
     terminal.press(b"\x03")
-    screen = terminal.read_until(r"stopped after step \d+ of 1000000: SIGINT")
+    screen = terminal.read_until(
+        r"stopped after step (\d+) of 1000000: SIGINT; saved in run/iter_0*\1; "
+        r"the same command with --load run continues it"
+    )
+    assert "SIGINT: stopping after this step; once more ends at once" in screen
     assert terminal.end() == 130
     step = int(re.search(r"stopped after step (\d+)", screen)[1])
     assert find_checkpoint(tmp_path / "run").iteration == step

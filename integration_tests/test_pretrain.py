@@ -109,7 +109,10 @@ def test_a_run_leaves_everything_needed_to_look_at_it_and_go_on(corpus, whole):
 
 def test_a_stopped_run_resumes_bit_for_bit(corpus, pretrain, whole):
     first = pretrain("--save stopped --exit-interval 5")
-    assert "stopped after step 5 of 12: --exit-interval 5" in first.stdout
+    assert (
+        "stopped after step 5 of 12: --exit-interval 5; saved in stopped/iter_0000005; "
+        "the same command with --load stopped continues it" in first.stdout
+    )
     second = pretrain("--save stopped --load stopped")
     assert "continuing from stopped after step 5" in second.stdout
     assert losses(corpus / "stopped") == losses(corpus / "whole")

@@ -28,6 +28,12 @@ TENSOR_PARALLEL = f"""--nproc-per-node 2 --tensor-model-parallel-size 2 --sequen
 DATA_PARALLEL = f"--nproc-per-node 2 --micro-batch-size {BATCH // 2}"
 """Two ranks: each with half of every matrix, or each with half of every batch."""
 
+WHOLE = 1400
+"""Steps after which the model is better than a bigram model."""
+
+LEAST = 28
+"""Steps that leave one on either side of every stop."""
+
 SOON_LIMIT = 1e-4
 """So close are the losses of two layouts in the first steps after one took over (fp32)."""
 
@@ -71,7 +77,8 @@ def pretrain(iterations: int, save: Path, layout: str, more: str = "") -> None:
         --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE}
         --global-batch-size {BATCH} --hidden-dropout 0 --attention-dropout 0
         --train-iters {iterations} --lr 3e-3 --min-lr 3e-4
-        --lr-warmup-iters 30 --lr-decay-style linear --weight-decay 0.1 --adam-beta2 0.95
+        --lr-warmup-iters {min(30, iterations // 4)} --lr-decay-style linear
+        --weight-decay 0.1 --adam-beta2 0.95
         --log-interval {max(iterations // 20, 1)}
         --eval-interval {max(iterations // 4, 1)} --eval-iters {eval_batches()}
         --save {save} {more}""")
@@ -100,8 +107,13 @@ def validation_loss(run_folder: Path) -> float:
 def main() -> None:
     """Run all steps."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=1400, help="training steps (1400)")
+    parser.add_argument(
+        "--iterations", type=int, default=WHOLE, help=f"training steps ({WHOLE}, {LEAST} at least)"
+    )
     iterations = parser.parse_args().iterations
+    if iterations < LEAST:
+        sys.exit(f"quickstart: error: --iterations {iterations} leaves no room to stop and go on; "
+                 f"give at least {LEAST}")  # fmt: skip
     os.chdir(ROOT)
     shutil.rmtree(RUN, ignore_errors=True)
     RUN.mkdir(parents=True)
@@ -121,7 +133,7 @@ def main() -> None:
     run(f"megatron-data inspect {RUN}/moby_dick_text_document --tokenizer-model {RUN}/tokenizer")
 
     stop = iterations // 4
-    beyond = stop + iterations // 28
+    beyond = stop + iterations // LEAST
     steps.begin("Pretrain on two ranks, tensor and sequence parallel, and stop ...")
     pretrain(iterations, RUN / "moved", TENSOR_PARALLEL, f"--exit-interval {stop}")
 
@@ -132,7 +144,7 @@ def main() -> None:
     pretrain(iterations, RUN / "stayed", TENSOR_PARALLEL, f"--exit-interval {beyond}")
 
     steps.begin("What came of it")
-    report(stop, beyond)
+    report(stop, beyond, short=iterations < WHOLE)
 
     steps.begin("A sample")
     run(f"megatron-train report {RUN}/moved")
@@ -145,8 +157,11 @@ def main() -> None:
     print(f"The commands were installed into {Path(sys.executable).parent}")
 
 
-def report(stop: int, beyond: int) -> None:
-    """Compare the two runs before and after the change of layout, and with a bigram model."""
+def report(stop: int, beyond: int, short: bool) -> None:
+    """Compare the two runs before and after the change of layout, and with a bigram model.
+
+    That the model is no better than a bigram model is an error unless the run was ``short``.
+    """
     moved, stayed = steps_of(RUN / "moved"), steps_of(RUN / "stayed")
     apart = [abs(moved[step]["lm loss"] - stayed[step]["lm loss"]) for step in sorted(stayed)]
     if any(apart[:stop]):
@@ -174,7 +189,9 @@ def report(stop: int, beyond: int) -> None:
     print(f"validation loss on {len(labels):,} tokens: model {model:.4f}, interpolated bigram "
           f"{loss:.4f} (bigram weight {weights[0]:.2f}, unigram {weights[1]:.3f})")  # fmt: skip
     if not model < loss:
-        sys.exit("quickstart: error: the model is no better than a bigram model")
+        if not short:
+            sys.exit("quickstart: error: the model is no better than a bigram model")
+        print(f"no better than a bigram model yet, which takes about {WHOLE} steps")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from megatron_infer import SamplingParams, ServerSettings, generate, load_model
+from megatron_models import parameter_count
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 
@@ -56,6 +57,13 @@ def curl_lines(page: str) -> list[str]:
     found = [line[2:] for line in joined.splitlines() if line.startswith("$ curl ")]
     assert len(found) == 2
     return found
+
+
+def test_parameters_are_counted_as_in_training(server, run_folder) -> None:
+    config = load_model(run_folder).model.config
+    assert config.padded_vocab_size > config.vocab_size
+    status, info = server.ask("GET", "/info")
+    assert (status, info["parameters"]) == (200, parameter_count(config))
 
 
 def test_requests_at_the_same_time_get_their_own_answers(server, run_folder) -> None:

@@ -7,6 +7,7 @@ from megatron_data import ByteTokenizer, load_tokenizer
 from megatron_models import GPTConfig
 from megatron_optim import OptimizerConfig
 from megatron_train import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
+from megatron_train.callbacks.stopping import StopAt
 from megatron_train.checkpointing import Saver, differing, restore, tokenizer_files
 from megatron_train.config.files import read_file
 from megatron_train.config.run import build_run, run_options
@@ -14,6 +15,8 @@ from megatron_train.config.shown import write_config
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.pretrain import _deterministic, choose_device, family_of
+from megatron_train.starting import Start, what_is_kept
+from megatron_train.trainer import Stop
 
 MODEL = GPTConfig(
     num_layers=1,
@@ -86,6 +89,24 @@ def test_the_files_of_a_tokenizer_make_an_equal_one(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     assert load_tokenizer(tmp_path / "tokenizer").fingerprint == ByteTokenizer().fingerprint
+
+
+def test_a_run_that_ends_early_says_what_is_kept_and_how_to_go_on(make_trainer, tmp_path, capsys):
+    trainer, folder = make_trainer(), str(tmp_path)
+    assert what_is_kept(trainer, CheckpointConfig(), Start()) == (
+        "nothing is saved, as there is no --save"
+    )
+    saver = Saver(CheckpointStore(tmp_path), {}, None, None, None, Console())
+    trainer.callbacks = [StopAt(1, None), saver]
+    kept = CheckpointConfig(save=folder)
+    assert what_is_kept(trainer, kept, Start()) == "nothing is saved, as no step was made"
+    assert trainer.run() == Stop("--exit-interval 1")
+    place = f"saved in {tmp_path}/iter_0000001; the same command"
+    assert what_is_kept(trainer, kept, Start()) == f"{place} with --load {folder} continues it"
+    again = CheckpointConfig(save=folder, load=folder)
+    assert what_is_kept(trainer, again, Start()) == f"{place} continues it"
+    tuned = CheckpointConfig(save=folder, load="base", finetune=True)
+    assert what_is_kept(trainer, tuned, Start(origin="base")) == f"{place} continues it"
 
 
 def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tmp_path, capsys):

@@ -8,8 +8,15 @@ from megatron_train.metrics.records import Records
 from megatron_train.report.chart import Line, draw, number, thinned, ticks
 from megatron_train.report.page import curve, render, state
 
-START = {"kind": "event", "event": "start", "iteration": 0, "torch": "2.13.0", "commit": "abc"}
-AGAIN = {**START, "iteration": 2, "torch": "2.14.0"}
+START = {
+    "kind": "event",
+    "event": "start",
+    "iteration": 0,
+    "torch": "2.13.0",
+    "commit": "abc",
+    "layout": "1 rank",
+}
+AGAIN = {**START, "iteration": 2, "torch": "2.14.0", "layout": "2 ranks, tp 2"}
 
 
 def step(iteration, loss, **more):
@@ -33,7 +40,13 @@ RECORDS = Records(
         {"kind": "validation", "iteration": 2, "lm loss": 4.5},
         {"kind": "validation", "iteration": 4, "lm loss": 4.25},
     ],
-    events=[START, AGAIN, {"kind": "event", "event": "end", "iteration": 4, "reason": "done"}],
+    events=[
+        START,
+        AGAIN,
+        {"kind": "event", "event": "test", "iteration": 4, "lm loss": 4.125},
+        {"kind": "event", "event": "end", "iteration": 4, "reason": "done"},
+    ],
+    log=[{"kind": "log", "iteration": 2, "lm loss": 4.5}],
 )
 
 
@@ -45,13 +58,19 @@ def test_the_page_tells_what_was_recorded():
     page = render("run", RECORDS, "model: {num_layers: 2}")
     assert "Done after step 4." in page
     assert tile(page, "steps") == "4" and tile(page, "tokens") == "400"
-    assert tile(page, "last lm loss") == "3.5000"
+    assert tile(page, "lm loss of the log line of step 2, over its interval") == "4.5000"
+    assert tile(page, "lm loss of step 4 alone") == "3.5000"
     assert tile(page, "best validation lm loss, step 4") == "4.2500"
     assert tile(page, "tokens/s, median of steps") == "200"
     assert tile(page, "in steps") == "0:00:02" and tile(page, "skipped steps") == "1"
     assert "2.13.0 → 2.14.0" in page and "model: {num_layers: 2}" in page
     assert page.count("<svg") == 4 and page.count('class="mark"') == 4
     assert "continued after 2" in page
+    assert re.findall(r"<td>start</td><td>([^<]*)</td>", page) == [
+        "1 rank",
+        "another layout: 2 ranks, tp 2 (before: 1 rank)",
+    ]
+    assert "<td>4</td><td>test</td><td>lm loss 4.1250</td>" in page
 
 
 def test_the_page_loads_nothing_and_runs_nothing_that_was_recorded():

@@ -15,6 +15,7 @@ from .datasets.paths import read_data_args as read_data_args
 from .datasets.paths import read_per_split_data_args as read_per_split_data_args
 from .datasets.split import parse_split as parse_split
 from .errors import DataError as DataError
+from .errors import EmptySplitError as EmptySplitError
 from .indexed.builder import IndexedDatasetBuilder as IndexedDatasetBuilder
 from .indexed.format import choose_dtype as choose_dtype
 from .indexed.reader import IndexedDataset as IndexedDataset

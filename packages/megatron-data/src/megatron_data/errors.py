@@ -1,4 +1,4 @@
-"""The one exception that users of this package need to catch."""
+"""The exceptions of this package; users need to catch only the first."""
 
 
 class DataError(ValueError):
@@ -6,3 +6,15 @@ class DataError(ValueError):
 
     The message is one line: what was wrong with the offending value, where, and what to do.
     """
+
+
+class EmptySplitError(DataError):
+    """A split that holds no token.
+
+    Attributes:
+        what: which, without what to do about it.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(f"{what}; widen it, or ask for 0 samples")

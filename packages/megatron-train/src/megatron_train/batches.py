@@ -7,12 +7,14 @@ hold one copy of the model read the same ones.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import TypeAlias
 
 from megatron_data import (
     BlendedDataset,
     DataError,
+    EmptySplitError,
     GPTDataset,
     SequentialSampler,
     Tokenizer,
@@ -31,10 +33,16 @@ Dataset: TypeAlias = GPTDataset | BlendedDataset
 class GPTBatches:
     """Training, validation and test micro-batches of one rank of a run.
 
+    The test set is the third share of --split, or --test-data-path. A small corpus may have no
+    document in a share of one in a thousand, which is no mistake.
+
     Args:
         config: the run.
         tokenizer: its tokenizer, if it has one.
         data_axis: the ranks that share out the samples of a step.
+
+    Attributes:
+        untested: why the share of --split to test on gives nothing, if it does not.
 
     Raises:
         DataError: a corpus that is missing, damaged or too small for one sample.
@@ -49,29 +57,46 @@ class GPTBatches:
         self._vocab_size = config.model.vocab_size
         self._train_samples = config.train_samples
         self._valid_samples = config.evaluation.eval_iters * config.global_batch_size
-        self._test_samples = self._valid_samples if data.test_data_path else 0
         by_split = {
             "train": data.train_data_path,
             "valid": data.valid_data_path,
             "test": data.test_data_path,
         }
-        built = build_gpt_datasets(
+        build = partial(
+            build_gpt_datasets,
             data.data_path or by_split,
             data.split,
-            (self._train_samples, self._valid_samples, self._test_samples),
-            data.seq_length,
-            training.seed,
+            sequence_length=data.seq_length,
+            seed=training.seed,
             eod_id=tokenizer.eod_id if tokenizer else None,
             reset_position_ids=data.reset_position_ids,
             reset_attention_mask=data.reset_attention_mask,
             eod_mask_loss=data.eod_mask_loss,
             cache=data.data_cache_path,
         )
-        self._train = _require(built.train, "train")
-        self._valid = built.valid
-        self._test = built.test
-        if self._valid_samples:
-            _require(built.valid, "validate")
+        self._train = _require(build(sizes=(self._train_samples, 0, 0)).train, "train")
+        self._valid: Dataset | None = None
+        self._test: Dataset | None = None
+        self.untested = ""
+        try:
+            self._valid = build(sizes=(0, self._valid_samples, 0)).valid
+            if self._valid_samples:
+                _require(self._valid, "validate")
+        except EmptySplitError as error:
+            raise TrainError(
+                f"{error.what}; widen it, as by --split 8,2,0, or do without by --eval-iters 0"
+            ) from None
+        try:
+            self._test = build(sizes=(0, 0, self._valid_samples)).test
+        except EmptySplitError as error:
+            if data.test_data_path:
+                raise
+            self.untested = error.what
+
+    @property
+    def tests(self) -> bool:
+        """Whether there is text to test on."""
+        return self._test is not None
 
     def training(self, consumed_samples: int) -> Iterator[Sequence[Batch]]:
         """Yield the micro-batches of each step after ``consumed_samples`` samples."""
@@ -84,8 +109,8 @@ class GPTBatches:
         return self._steps(self._valid, self._valid_samples, 0)
 
     def testing(self) -> Iterator[Sequence[Batch]]:
-        """Yield the micro-batches of the test by global batch; there must be --test-data-path."""
-        return self._steps(_require(self._test, "test"), self._test_samples, 0)
+        """Yield the micro-batches of the test by global batch; none where nothing `tests`."""
+        return iter(()) if self._test is None else self._steps(self._test, self._valid_samples, 0)
 
     def _steps(self, dataset: Dataset, samples: int, consumed: int) -> Iterator[Sequence[Batch]]:
         micro_batches = self._read(dataset, samples, consumed)

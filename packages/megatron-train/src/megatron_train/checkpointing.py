@@ -95,6 +95,8 @@ class Saver(Callback):
         self._retention = Retention(latest=keep_last)
         self._console = console
         self._saved = 0
+        self.newest: Path | None = None
+        """The newest checkpoint that this process has saved."""
 
     def on_start(self, trainer: Trainer) -> None:
         """Note what needs no saving: where the run continues from."""
@@ -133,7 +135,7 @@ class Saver(Callback):
             retention=self._retention,
             replace=True,
         )
-        self._saved = trainer.iteration
+        self._saved, self.newest = trainer.iteration, path
         self._console.line(f"saved checkpoint {path}")
 
 

@@ -17,8 +17,8 @@ from megatron_optim import Optimizer
 from megatron_parallel import Mesh
 
 from megatron_train.batches import GPTBatches
-from megatron_train.callbacks.callback import Callback
-from megatron_train.callbacks.evaluation import Evaluation, Listener, Test
+from megatron_train.callbacks.callback import Callback, Listener
+from megatron_train.callbacks.evaluation import Evaluation, Test
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import Progress, Recorder, TensorBoard
 from megatron_train.callbacks.stopping import StopAt, StopOnSignal
@@ -31,7 +31,7 @@ from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.environment import environment
 from megatron_train.metrics.peak import device_peak
-from megatron_train.starting import Start
+from megatron_train.starting import Start, what_is_kept
 from megatron_train.tasks.gpt import GPTTask
 from megatron_train.tokenizer import open_tokenizer
 from megatron_train.trainer import Trainer
@@ -69,12 +69,21 @@ def pretrain_gpt(config: RunConfig, values: Values | None = None) -> int:
         try:
             with StopOnSignal(trainer):
                 stop = trainer.run()
+        except KeyboardInterrupt:
+            console.line(
+                f"interrupted after step {trainer.iteration} of {trainer.train_iters}; "
+                + what_is_kept(trainer, config.checkpoint, start)
+            )
+            raise
         finally:
             console.stop_bar()
     mesh.close()  # only here: after an error, ranks that still wait would be waited for
     if stop is None:
         return 0
-    console.line(f"stopped after step {trainer.iteration} of {trainer.train_iters}: {stop.reason}")
+    console.line(
+        f"stopped after step {trainer.iteration} of {trainer.train_iters}: {stop.reason}; "
+        + what_is_kept(trainer, config.checkpoint, start)
+    )
     return stop.status
 
 
@@ -218,7 +227,9 @@ class _Run:
             interval = config.evaluation.eval_interval
             source = self.batches.validation
             callbacks.append(Evaluation(self.console, source, interval, listeners))
-        if config.data.test_data_path is not None:
+        if self.batches.untested:
+            self.console.line(f"no test after the last step: {self.batches.untested}")
+        if self.batches.tests:
             callbacks.append(Test(self.console, self.batches.testing, testers))
         training = config.training
         callbacks.append(StopAt(training.exit_interval, training.exit_duration_in_mins))
@@ -250,12 +261,20 @@ class _Run:
             self.console.line(
                 f"MFU is measured against {peak.flops_per_second:.4g} FLOP/s: {peak.source}"
             )
-        throughput = logging.log_throughput
-        callbacks.append(
-            LogLine(self.console, logging.log_interval, peak=peak, throughput=throughput)
-        )
+        recorder = None
         if config.checkpoint.save is not None:
-            recorder = Recorder(Path(config.checkpoint.save), self.facts)
+            facts = {**self.facts, "layout": layout_in_words(config)}
+            recorder = Recorder(Path(config.checkpoint.save), facts)
+        callbacks.append(
+            LogLine(
+                self.console,
+                logging.log_interval,
+                peak=peak,
+                throughput=logging.log_throughput,
+                listeners=() if recorder is None else (recorder.logged,),
+            )
+        )
+        if recorder is not None:
             callbacks.append(recorder)
             listeners.append(recorder.evaluated)
             testers.append(recorder.tested)
@@ -286,15 +305,24 @@ def _describe(
     precision = str(dtype).removeprefix("torch.")
     layout = config.layout
     if layout.world_size > 1:
-        cut = ", sequence parallel" if config.training.sequence_parallel else ""
-        console.line(f"layout: {layout.world_size} ranks, {layout}{cut}")
+        console.line(f"layout: {layout_in_words(config)}")
     share = "" if layout.dp == 1 else f" on each of {layout.dp} data parallel ranks"
     console.line(
-        f"model: {count:,} parameters in {precision}; {config.global_batch_size} samples a step "
-        f"in {config.accumulation} {batches} of {config.training.micro_batch_size}{share}"
+        f"model: {count:,} parameters (without padding of the vocabulary) in {precision}; "
+        f"{config.global_batch_size} samples a step in {config.accumulation} {batches} of "
+        f"{config.training.micro_batch_size}{share}"
     )
     if config.checkpoint.save is not None and not console.silent:
         write_config(config, Path(config.checkpoint.save) / CONFIG_FILE)
+
+
+def layout_in_words(config: RunConfig) -> str:
+    """Return how many ranks a run has, and what each axis cuts where there are several."""
+    layout = config.layout
+    if layout.world_size == 1:
+        return "1 rank"
+    cut = ", sequence parallel" if config.training.sequence_parallel else ""
+    return f"{layout.world_size} ranks, {layout}{cut}"
 
 
 @contextmanager

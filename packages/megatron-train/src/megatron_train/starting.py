@@ -92,6 +92,18 @@ class Start:
             console.line(f"nothing left to do: the run is {trainer.train_iters} steps long")
 
 
+def what_is_kept(trainer: Trainer, config: CheckpointConfig, start: Start) -> str:
+    """Return, for a run that ends early, where it is saved and which flag continues it."""
+    if config.save is None:
+        return "nothing is saved, as there is no --save"
+    saver = next(one for one in trainer.callbacks if isinstance(one, Saver))
+    if saver.newest is None:
+        return "nothing is saved, as no step was made"
+    again = config.load is not None and Path(config.load).resolve() == Path(config.save).resolve()
+    how = "" if again or start.origin else f" with --load {config.save}"
+    return f"saved in {saver.newest}; the same command{how} continues it"
+
+
 def _find(config: CheckpointConfig) -> Start:
     source = _source_of_weights(config)
     held = None if config.save is None else _newest(Path(config.save))

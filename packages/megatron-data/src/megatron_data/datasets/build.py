@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from ..errors import DataError, EmptySplitError
 from ..indexed.reader import IndexedDataset
 from ..order.blend import normalize
 from ..order.cache import cache_key, load_or_build
@@ -61,10 +61,13 @@ class _Builder:
         try:
             order = self._order(source.sequence_lengths, sequences, size, drop)
         except DataError as error:
-            raise DataError(
+            which = (
                 f"{split} split of {name} ({len(sequences)} of "
-                f"{len(source.sequence_lengths)} sequences): {error}"
-            ) from None
+                f"{len(source.sequence_lengths)} sequences)"
+            )
+            if isinstance(error, EmptySplitError):
+                raise EmptySplitError(f"{which}: {error.what}") from None
+            raise DataError(f"{which}: {error}") from None
         return GPTDataset(source, order, self.config)
 
     def _order(
@@ -167,8 +170,9 @@ def build_gpt_datasets(
         cache: folder for built indices, or None to build them each time.
 
     Raises:
-        DataError: a dataset that is missing or damaged, a split without tokens, or a blend that
-            asks a dataset for more than it has.
+        EmptySplitError: a split without tokens.
+        DataError: a dataset that is missing or damaged, or a blend that asks a dataset for more
+            than it has.
     """
     config = GPTDatasetConfig(
         sequence_length=sequence_length,

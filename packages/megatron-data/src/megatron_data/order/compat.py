@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from ..errors import DataError, EmptySplitError
 from .spans import Span
 
 _SEPARATE_BELOW = 0.80
@@ -104,10 +104,10 @@ def epochs_needed(
     """Least number of epochs that hold `num_samples` samples, at least 1.
 
     Raises:
-        DataError: an epoch without tokens.
+        EmptySplitError: an epoch without tokens.
     """
     if epoch_tokens == 0:
-        raise DataError("the split holds no token; widen it, or ask for 0 samples")
+        raise EmptySplitError("the split holds no token")
     wanted = 0 if num_samples is None else num_samples * sequence_length + extra
     return max(1, -(-wanted // epoch_tokens))
 

@@ -78,11 +78,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def describe(loaded: "LoadedModel") -> dict[str, Any]:
     """Return what `/info` tells of a model; no path of this machine is in it."""
+    from megatron_models import parameter_count
+
     config = loaded.model.config
     parameter = next(loaded.model.parameters())
     return {
         "model": f"{loaded.checkpoint.path.parent.name}, iteration {loaded.checkpoint.iteration}",
-        "parameters": sum(one.numel() for one in loaded.model.parameters()),
+        "parameters": parameter_count(config),
         "positions": config.max_position_embeddings,
         "vocabulary": config.vocab_size,
         "device": str(parameter.device),

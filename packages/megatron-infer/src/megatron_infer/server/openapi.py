@@ -103,7 +103,10 @@ def _schemas(positions: int) -> dict[str, Any]:
             "additionalProperties": False,
             "properties": {
                 "model": {"type": "string"},
-                "parameters": {"type": "integer"},
+                "parameters": {
+                    "type": "integer",
+                    "description": "number of parameters, without padding of the vocabulary",
+                },
                 "positions": {"type": "integer"},
                 "vocabulary": {"type": "integer"},
                 "device": {"type": "string"},

@@ -1,10 +1,14 @@
 """The hooks of a training loop."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_train.trainer import StepReport, Trainer
+
+
+Listener = Callable[[int, dict[str, float]], None]
+"""Told a step and losses: those of a log line, or of an evaluation."""
 
 
 class Callback:

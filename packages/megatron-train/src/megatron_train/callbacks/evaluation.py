@@ -3,16 +3,13 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_train.callbacks.callback import Callback
+from megatron_train.callbacks.callback import Callback, Listener
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.lines import evaluation_lines
 from megatron_train.tasks.task import Batch
 
 if TYPE_CHECKING:
     from megatron_train.trainer import StepReport, Trainer
-
-Listener = Callable[[int, dict[str, float]], None]
-"""Told the step and the losses of every evaluation."""
 
 
 class Evaluation(Callback):

@@ -1,12 +1,12 @@
 """Print a training line every so many steps."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from megatron_train.callbacks.callback import Callback
+from megatron_train.callbacks.callback import Callback, Listener
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.lines import TrainingLine
 from megatron_train.metrics.peak import Peak
@@ -61,19 +61,29 @@ class LogLine(Callback):
     name = "log_line"
 
     def __init__(
-        self, console: Console, interval: int, *, peak: Peak | None, throughput: bool = False
+        self,
+        console: Console,
+        interval: int,
+        *,
+        peak: Peak | None,
+        throughput: bool = False,
+        listeners: Iterable[Listener] = (),
     ) -> None:
         self._console = console
         self._every = interval
         self._peak = peak
         self._throughput = throughput
+        self._listeners = list(listeners)
         self._interval = Interval()
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
         """Add the step, and print where an interval ends."""
         self._interval.add(report)
         if report.iteration % self._every == 0:
-            self._console.line(self._line(trainer, report).render(datetime.now()))
+            line = self._line(trainer, report)
+            self._console.line(line.render(datetime.now()))
+            for listener in self._listeners:
+                listener(report.iteration, dict(line.losses))
             self._interval = Interval()
 
     def _line(self, trainer: "Trainer", report: "StepReport") -> TrainingLine:

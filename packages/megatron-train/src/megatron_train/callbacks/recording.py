@@ -44,6 +44,10 @@ class Recorder(Callback):
             }
         )
 
+    def logged(self, iteration: int, losses: dict[str, float]) -> None:
+        """Record the losses of a log line, which are those of all its steps."""
+        self._writer.write({"kind": "log", "iteration": iteration, **_finite(losses)})
+
     def evaluated(self, iteration: int, losses: dict[str, float]) -> None:
         """Record an evaluation."""
         self._writer.write({"kind": "validation", "iteration": iteration, **_finite(losses)})

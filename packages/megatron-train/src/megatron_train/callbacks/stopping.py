@@ -1,6 +1,9 @@
 """End a run early and in order: at a step, after a time, or on a signal."""
 
+import contextlib
+import os
 import signal
+import sys
 import threading
 import time
 from types import FrameType, TracebackType
@@ -12,6 +15,7 @@ from megatron_train.trainer import Stop
 if TYPE_CHECKING:
     from megatron_train.trainer import StepReport, Trainer
 
+_AFTER_THIS_STEP = "stopping after this step; once more ends at once"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -56,4 +60,9 @@ class StopOnSignal:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if self._trainer.stopped is not None:
             raise KeyboardInterrupt
-        self._trainer.stop(Stop(signal.Signals(number).name, status=128 + number))
+        name = signal.Signals(number).name
+        self._trainer.stop(Stop(name, status=128 + number))
+        if self._trainer.engine.mesh.rank == 0:
+            # Past the buffers and locks of whatever the signal has interrupted.
+            with contextlib.suppress(OSError, ValueError):
+                os.write(sys.stderr.fileno(), f"{name}: {_AFTER_THIS_STEP}\n".encode())

@@ -35,7 +35,9 @@ class DataConfig:
         unit="path",
     )
     split: str = setting(
-        "969,30,1", "shares of train, validation and test that --data-path is divided into"
+        "969,30,1",
+        "shares of train, validation and test that --data-path is divided into by documents; the "
+        "test share is measured once, after the last step",
     )
     tokenizer_type: TokenizerType | None = setting(  # noqa: RUF009
         None,

@@ -2,14 +2,15 @@
 
 Floats are written with Python's shortest exact representation, so equality of two runs can be
 checked to the last bit. The key ``kind`` is ``train`` (every step, its losses under their names),
-``validation`` or ``event``. A run that resumes appends an event ``start`` with the step it
+``log`` (the losses of a log line, over all steps since the one before), ``validation`` or
+``event``. A run that resumes appends an event ``start`` with the step it
 continues from; records of later steps before it belong to work that was lost, and `read_records`
 leaves them out.
 """
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +18,7 @@ from typing import Any, Self
 from megatron_train.errors import TrainError
 
 FILE_NAME = "metrics.jsonl"
+_KINDS = ("train", "validation", "event", "log")
 
 
 class RecordWriter:
@@ -54,6 +56,7 @@ class Records:
     train: list[dict[str, Any]]
     validation: list[dict[str, Any]]
     events: list[dict[str, Any]]
+    log: list[dict[str, Any]] = field(default_factory=list)
 
 
 def read_records(path: Path) -> Records:
@@ -62,7 +65,7 @@ def read_records(path: Path) -> Records:
     Raises:
         TrainError: a line other than an unfinished last one is not a record.
     """
-    found: dict[str, list[dict[str, Any]]] = {"train": [], "validation": [], "event": []}
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines[:-1], start=1):
         try:
@@ -72,9 +75,9 @@ def read_records(path: Path) -> Records:
         except (ValueError, KeyError, TypeError) as error:
             raise TrainError(f"{path}, line {number}: not a metrics record") from error
         if kind == "event" and record["event"] == "start":
-            for name in ("train", "validation"):
+            for name in ("train", "log", "validation"):
                 found[name] = [r for r in found[name] if r["iteration"] <= iteration]
-    return Records(found["train"], found["validation"], found["event"])
+    return Records(*(found[kind] for kind in _KINDS))
 
 
 def _drop_torn_line(path: Path) -> None:

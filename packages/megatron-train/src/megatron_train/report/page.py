@@ -113,7 +113,11 @@ def _tiles(records: Records, losses: Sequence[str]) -> str:
     facts.append(("steps", f"{train[-1]['iteration']:,}"))
     facts.append(("tokens", number(float(sum(record["tokens"] for record in train)))))
     for loss in losses:
-        facts.append((f"last {loss}", _value(train[-1][loss])))
+        if records.log:
+            line = records.log[-1]
+            over = f"{loss} of the log line of step {line['iteration']:,}, over its interval"
+            facts.append((over, _value(line[loss])))
+        facts.append((f"{loss} of step {train[-1]['iteration']:,} alone", _value(train[-1][loss])))
         validation = curve(records.validation, loss)
         if validation:
             step, best = min(validation, key=lambda point: point[1])
@@ -133,10 +137,18 @@ def _value(value: float | None) -> str:
 
 
 def _events(events: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        (f"{e['iteration']:,}", e["event"], str(e.get("reason", e.get("commit", ""))))
-        for e in events
-    ]
+    rows, layout = [], None
+    for event in events:
+        told = str(event.get("reason", ""))
+        if event["event"] == "test":
+            losses = {key: event[key] for key in event if key not in ("kind", "event", "iteration")}
+            told = ", ".join(f"{loss} {_value(value)}" for loss, value in losses.items())
+        if event["event"] == "start":
+            here = event.get("layout")
+            changed = None not in (here, layout) and here != layout
+            told = f"another layout: {here} (before: {layout})" if changed else str(here or "")
+            layout = here or layout
+        rows.append((f"{event['iteration']:,}", event["event"], told))
     return _table(("step", "event", ""), rows)
 
 
