@@ -176,8 +176,8 @@ MISTAKES = {
     ),
     "no number of ranks": (f"{TRAIN} {DATA} --nproc-per-node two", ["--nproc-per-node", "'two'"]),
     "an axis that is not there yet": (
-        f"{TRAIN} {DATA} --context-parallel-size 2",
-        ["--context-parallel-size 2"],
+        f"{TRAIN} {DATA} --expert-model-parallel-size 2",
+        ["--expert-model-parallel-size 2"],
     ),
     "a dropout that drops everything": (
         f"{TRAIN} {DATA} --hidden-dropout 1",

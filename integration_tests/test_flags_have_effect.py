@@ -130,6 +130,8 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "training.deterministic_mode": ({}, {"--deterministic-mode": ""}),
     "training.device": ({}, {"--device": "cuda"}),
     "training.sequence_parallel": ({}, {"--sequence-parallel": ""}),
+    "training.cp_comm_type": ({}, {"--cp-comm-type": "a2a"}),
+    "training.context_parallel_split": ({}, {"--context-parallel-split": "per_document"}),
     "training.hidden_dropout": ({}, {"--hidden-dropout": "0.3"}),
     "training.attention_dropout": ({}, {"--attention-dropout": "0.3"}),
     "training.distributed_timeout_minutes": ({}, {"--distributed-timeout-minutes": "1"}),
@@ -367,6 +369,8 @@ def test_a_flag_changes_the_run(key, prepared, unchanged, tmp_path, capsys):
     refused = (
         "layout.",
         "recompute.distribute",
+        "training.context_parallel_split",
+        "training.cp_comm_type",
         "training.sequence_parallel",
         "training.device",
         "data.merge_file",

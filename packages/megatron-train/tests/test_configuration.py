@@ -120,7 +120,6 @@ def test_mistakes_in_flags_are_usage_errors(flags, message):
             "--global-batch-size 3",
             "--global-batch-size 3 is not a multiple of --micro-batch-size 2",
         ),
-        ("--context-parallel-size 4", "sequences or experts yet, so --context-parallel-size 4"),
         (
             "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
             "needs a multiple of 4 ranks, and there is 1: start with --nproc-per-node 4",
@@ -164,6 +163,58 @@ def test_data_parallel_ranks_follow_from_the_number_of_ranks():
     assert (run.layout.dp, run.global_batch_size, run.accumulation) == (3, 6, 1)
     run = parse(f"{TP2} --global-batch-size 24", ranks=6)
     assert (run.global_batch_size, run.accumulation) == (24, 4)
+
+
+CP2 = "--context-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "message"),
+    [
+        ("--cp-comm-type a2a", 1, "--cp-comm-type a2a needs --context-parallel-size of at least 2"),
+        ("--context-parallel-split per_document", 1, "needs --context-parallel-size of at least"),
+        (
+            "--hierarchical-context-parallel-sizes 1 1",
+            1,
+            "--hierarchical-context-parallel-sizes needs --context-parallel-size of at least 2",
+        ),
+        (
+            "--hierarchical-context-parallel-sizes 2 2",
+            1,
+            "--hierarchical-context-parallel-sizes (2, 2) is not two sizes, inside and outside",
+        ),
+        (f"{CP2} --seq-length 10", 2, "--seq-length 10 cannot be cut into 2 x 2 equal chunks"),
+        (
+            f"{CP2} --tensor-model-parallel-size 4 --num-attention-heads 4 --sequence-parallel "
+            "--seq-length 12",
+            8,
+            "--seq-length 12 on --context-parallel-size 2 leaves 6 tokens, which --sequence-par",
+        ),
+        (
+            f"{CP2} --context-parallel-split per_document",
+            2,
+            "--context-parallel-split per_document needs --reset-attention-mask",
+        ),
+        (f"{CP2} --cp-comm-type ring", 2, "needs one of p2p, a2a, allgather, a2a+p2p, got 'ring'"),
+        (f"{CP2} --cp-comm-type p2p a2a p2p", 2, "--cp-comm-type has 3 values for --num-layers 2"),
+        (f"{CP2} --cp-comm-type a2a+p2p", 2, "a2a+p2p needs --hierarchical-context-parallel-sizes"),
+        (
+            f"{CP2} --hierarchical-context-parallel-sizes 2 1",
+            2,
+            "--hierarchical-context-parallel-sizes is of use with --cp-comm-type a2a+p2p only",
+        ),
+        (
+            f"{CP2} --cp-comm-type p2p a2a --tensor-model-parallel-size 4 --num-attention-heads 4",
+            8,
+            "--num-attention-heads 4 / --tensor-model-parallel-size 4 = 1 heads over 2 ranks",
+        ),
+    ],
+)
+def test_sequences_that_ranks_cannot_share_are_refused(flags, ranks, message):
+    with pytest.raises(TrainError) as caught:
+        parse(f"{MINIMAL} {flags}", ranks=ranks)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

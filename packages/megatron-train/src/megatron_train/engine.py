@@ -95,7 +95,8 @@ class StepEngine:
 
     def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Return what each loss is divided by, counted over the micro-batches of all ranks."""
-        return self._over_data(self.task.denominators(batches), "token counts")
+        # Of whole sequences, which all ranks of the context axis read.
+        return self._summed(self.task.denominators(batches), "dp", "token counts")
 
     def run(
         self, batches: Sequence[Batch], denominators: Mapping[str, float], iteration: int
@@ -111,16 +112,16 @@ class StepEngine:
             Each loss summed over the true tokens of the global batch, equal on every rank.
         """
         self._iteration = iteration
-        sums = self._pipeline.run([self._move(batch) for batch in batches], denominators)
+        sums = self._pipeline.run([self._own(batch) for batch in batches], denominators)
         for buffers in self.buffers:
             buffers.finish()
-        return self._over_data(sums, "loss sums")
+        return self._summed(sums, self._data, "loss sums")
 
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Return each loss summed over the true tokens of all ranks; makes no gradients."""
         self._iteration = None
-        sums = self._pipeline.evaluate([self._move(batch) for batch in batches])
-        return self._over_data(sums, "loss sums")
+        sums = self._pipeline.evaluate([self._own(batch) for batch in batches])
+        return self._summed(sums, self._data, "loss sums")
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """Return the main gradients after `run`, by global name."""
@@ -152,18 +153,25 @@ class StepEngine:
         self.buffers[backward.stage // self.mesh.layout.pp].begin(last=backward.last)
         return nullcontext()
 
-    def _move(self, batch: Batch) -> Batch:
-        if self.mesh.device.type == "cpu":
-            return batch
+    def _own(self, batch: Batch) -> Batch:
+        """What this rank computes of a micro-batch, on its device."""
         device = self.mesh.device
-        return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        if device.type != "cpu":
+            batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        return batch if self.mesh.layout.cp == 1 else self.task.cut(batch)
 
-    def _over_data(self, values: Mapping[str, float | Tensor], purpose: str) -> dict[str, float]:
-        """Sum numbers over the ranks that see other samples, in float64."""
+    @property
+    def _data(self) -> str:
+        """The axis of samples and of their parts; called `dp` where samples are not cut."""
+        return "dp" if self.mesh.layout.cp == 1 else "dp_cp"
+
+    def _summed(
+        self, values: Mapping[str, float | Tensor], axis: str, purpose: str
+    ) -> dict[str, float]:
+        """Sum numbers over the ranks of an axis, in float64."""
         device = self.mesh.device
         total = torch.stack(
             [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values.values()]
         )
-        axis = self.mesh.axis("dp" if self.mesh.layout.cp == 1 else "dp_cp")
-        all_reduce(total, axis, purpose=purpose)
+        all_reduce(total, self.mesh.axis(axis), purpose=purpose)
         return dict(zip(values, total.tolist(), strict=True))

@@ -117,6 +117,7 @@ def build_gpt_trainer(
         dtype=dtype,
         device=mesh.device,
         seed=training.seed,
+        cp_comm_type=training.cp_comm_type,
     )
     task = GPTTask(
         stages,
@@ -126,6 +127,7 @@ def build_gpt_trainer(
         attention_dropout=training.attention_dropout,
         reset_position_ids=config.data.reset_position_ids,
         reset_attention_mask=config.data.reset_attention_mask,
+        cut_per_document=training.context_parallel_split == "per_document",
     )
     engine = StepEngine(task, mesh, config.data_parallel, compile=training.compile)
     optimizer = Optimizer(

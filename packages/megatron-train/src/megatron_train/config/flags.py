@@ -160,7 +160,7 @@ def describe(option: Option) -> str:
     elif option.required:
         notes.append("required")
     elif option.kind != "switch" and option.default is not None:
-        notes.append(f"default {option.default}")
+        notes.append(f"default {option.shown_default}")
     elif option.kind == "switch" and option.default is True and option.flag_sets():
         notes.append(f"on unless {option.opposite}")
     text = option.help

@@ -64,6 +64,11 @@ class Option:
         """The setting's place in a YAML file, ``section.name``."""
         return f"{self.section}.{self.name}"
 
+    @property
+    def shown_default(self) -> str:
+        """The default as it would be given."""
+        return " ".join(map(str, self.default)) if self.repeated else str(self.default)
+
     def flag_sets(self) -> bool:
         """For a switch, the value that ``flag`` sets."""
         if self.name.startswith(_OFF_NAMES):  # the field itself is a denial, as no_load_optim

@@ -62,7 +62,7 @@ def _default(option: Option) -> str:
         return "required"
     if option.kind == "switch":
         return "on" if option.default else "off"
-    return "" if option.default is None else f"`{option.default}`"
+    return "" if option.default is None else f"`{option.shown_default}`"
 
 
 def _cell(text: str) -> str:

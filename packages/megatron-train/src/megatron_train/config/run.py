@@ -21,6 +21,7 @@ from megatron_parallel import (
 from megatron_parallel.pipeline import check_micro_batches
 
 from megatron_train.config.checkpoint import CheckpointConfig
+from megatron_train.config.context import check_context_parallel
 from megatron_train.config.data import DataConfig
 from megatron_train.config.options import Option, options_of
 from megatron_train.config.sections import (
@@ -124,6 +125,7 @@ class RunConfig:
                 "wait for its weights module by module; leave out one"
             )
         self._check_recompute()
+        check_context_parallel(self)
         split_layers(self.model.num_layers, layout.pp, layout.vpp)
         check_micro_batches(schedule_of(layout), layout.pp, layout.vpp, self.accumulation)
 
@@ -293,10 +295,10 @@ def _refuse_undriven_axes(layout: ParallelLayout) -> None:
     asked = [
         o.spelling(getattr(layout, o.name))
         for o in options
-        if o.name in ("cp", "ep", "etp") and getattr(layout, o.name) not in (1, None)
+        if o.name in ("ep", "etp") and getattr(layout, o.name) not in (1, None)
     ]
     if asked:
         raise TrainError(
-            f"pretrain does not cut sequences or experts yet, so {', '.join(asked)} cannot be "
+            f"pretrain does not cut experts yet, so {', '.join(asked)} cannot be "
             "used; leave it out (`megatron-train layout` draws any layout)"
         )

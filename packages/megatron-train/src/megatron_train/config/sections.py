@@ -48,6 +48,16 @@ class TrainingConfig:
     sequence_parallel: bool = setting(
         False, "cut activations between tensor parallel regions along the sequence"
     )
+    cp_comm_type: tuple[Literal["p2p", "a2a", "allgather", "a2a+p2p"], ...] = setting(
+        ("p2p",),
+        "how attention goes over context parallel ranks, for all layers or for each: ring, heads "
+        "scattered, keys gathered, heads scattered inside and a ring outside",
+    )
+    context_parallel_split: Literal["zigzag", "per_document"] = setting(
+        "zigzag",
+        "whether context parallelism cuts the whole sequence, or every packed document by itself, "
+        "so that ranks have equal work (our name)",
+    )
     hidden_dropout: float = setting(
         0.1, "probability of dropping an element after embedding, attention and feed-forward layer"
     )

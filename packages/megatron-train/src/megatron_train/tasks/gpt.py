@@ -6,6 +6,7 @@ from typing import Any
 from megatron_kernels import Mask
 from megatron_models import GPT, Dropout, gpt_flops
 from megatron_parallel import DropoutKey, Passed
+from megatron_parallel.context_parallel import ContextSplit
 from torch import Tensor
 
 from megatron_train.tasks.task import Batch
@@ -24,6 +25,8 @@ class GPTTask:
         attention_dropout: probability of dropping an attention probability.
         reset_position_ids: take the positions of the batch instead of counting from 0.
         reset_attention_mask: attend within the documents of the batch instead of across them.
+        cut_per_document: with context parallelism, cut every document by itself over the ranks, not
+            the whole sequence; their work is then even.
     """
 
     losses = (LOSS,)
@@ -38,6 +41,7 @@ class GPTTask:
         attention_dropout: float = 0.0,
         reset_position_ids: bool = False,
         reset_attention_mask: bool = False,
+        cut_per_document: bool = False,
     ) -> None:
         self._stages = tuple(stages)
         self._family = family
@@ -46,6 +50,8 @@ class GPTTask:
         self._attention_dropout = attention_dropout
         self._reset_position_ids = reset_position_ids
         self._reset_attention_mask = reset_attention_mask
+        self._cut_per_document = cut_per_document
+        self._cp = self._stages[0].mesh.axis("cp")
 
     @property
     def family(self) -> str | None:
@@ -66,8 +72,23 @@ class GPTTask:
         """Return the number of tokens that count."""
         return {LOSS: sum(float(batch["loss_mask"].double().sum()) for batch in batches)}
 
+    def cut(self, batch: Batch) -> Batch:
+        """Return the batch at this rank's places, with the ``places`` of all ranks.
+
+        What masks are made of stays whole: ``document_ids`` and ``sample_ids``.
+        """
+        tokens = batch["tokens"]
+        if self._cut_per_document:
+            split = ContextSplit.per_document(batch["document_ids"], self._cp.size)
+        else:
+            split = ContextSplit.zigzag(tokens.shape[1], self._cp.size, tokens.device)
+        by_place = batch.keys() & {"tokens", "labels", "loss_mask", "positions"}
+        own = {name: split.take(batch[name], self._cp.index) for name in by_place}
+        return {**batch, **own, "places": split.places}
+
     def inputs(self, batch: Batch, stage: int, iteration: int | None) -> Mapping[str, Any]:
         """Return tokens for the first stage, labels for the last, mask and dropout for all."""
+        length = batch["tokens"].shape[1] * self._cp.size
         own = next(one for one in self._stages if one.stage == stage)
         given: dict[str, Any] = {}
         if own.first:
@@ -78,19 +99,22 @@ class GPTTask:
             given["positions"] = batch["positions"]
         if self._reset_attention_mask:
             given["mask"] = Mask(document_ids=batch["document_ids"])
+        if self._cp.size > 1:
+            given["split"] = ContextSplit(batch["places"])
         if iteration is not None and (self._hidden_dropout or self._attention_dropout):
             key = DropoutKey.for_batch(
                 seed=self._seed,
                 iteration=iteration,
                 samples=batch["sample_ids"],
-                positions=batch["tokens"].shape[1],
+                positions=length,
             )
             given["dropout"] = Dropout(key, self._hidden_dropout, self._attention_dropout)
         return given
 
     def passed(self, batch: Batch, stage: int) -> Passed:
         """Return shape and dtype of the activations between two stages."""
-        return self._stages[0].passed(*batch["tokens"].shape)
+        samples, part = batch["tokens"].shape
+        return self._stages[0].passed(samples, part * self._cp.size)
 
     def loss(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return the cross entropy ``[b, s]`` summed over the tokens that count."""

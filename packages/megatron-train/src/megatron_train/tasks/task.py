@@ -40,6 +40,13 @@ class Task(Protocol):
         summed over the ranks, so that no gradient is ever an average of averages.
         """
 
+    def cut(self, batch: Batch) -> Batch:
+        """Return what this rank computes of a micro-batch of its data-parallel rank.
+
+        Asked for with context parallelism only, where it is a part of every sequence. `inputs`,
+        `passed` and `loss` are called with what is returned.
+        """
+
     def inputs(self, batch: Batch, stage: int, iteration: int | None) -> Mapping[str, Any]:
         """Return the keyword arguments of a stage for a micro-batch.
 

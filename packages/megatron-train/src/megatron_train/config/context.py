@@ -1,0 +1,78 @@
+"""What context parallelism refuses, told in flags."""
+
+from typing import TYPE_CHECKING
+
+from megatron_train.errors import TrainError
+
+if TYPE_CHECKING:
+    from megatron_train.config.run import RunConfig
+
+
+def check_context_parallel(run: "RunConfig") -> None:
+    """Refuse sequences, heads and settings that the context-parallel axis cannot do.
+
+    Raises:
+        TrainError: one line that names the flags and the numbers.
+    """
+    layout, training, length = run.layout, run.training, run.data.seq_length
+    ways, split = training.cp_comm_type, training.context_parallel_split
+    if layout.cp == 1:
+        for flag, other in (
+            (f"--cp-comm-type {' '.join(ways)}", ways != ("p2p",)),
+            (f"--context-parallel-split {split}", split != "zigzag"),
+            ("--hierarchical-context-parallel-sizes", layout.hierarchical_cp is not None),
+        ):
+            if other:
+                raise TrainError(
+                    f"{flag} needs --context-parallel-size of at least 2; leave it out"
+                )
+        return
+    chunks = 2 * layout.cp
+    if length % chunks:
+        raise TrainError(
+            f"--seq-length {length} cannot be cut into 2 x {layout.cp} equal chunks for "
+            f"--context-parallel-size {layout.cp}; use a multiple of {chunks}"
+        )
+    if training.sequence_parallel and length // layout.cp % layout.tp:
+        raise TrainError(
+            f"--seq-length {length} on --context-parallel-size {layout.cp} leaves "
+            f"{length // layout.cp} tokens, which --sequence-parallel cannot cut into {layout.tp} "
+            "equal parts; change one of them"
+        )
+    if split == "per_document" and not run.data.reset_attention_mask:
+        raise TrainError(
+            "--context-parallel-split per_document needs --reset-attention-mask: without it every "
+            "token attends across documents, and zigzag is even"
+        )
+    if len(ways) not in (1, run.model.num_layers):
+        raise TrainError(
+            f"--cp-comm-type has {len(ways)} values for --num-layers {run.model.num_layers}; give "
+            "one for all layers or one for each"
+        )
+    _check_hierarchy(run)
+    _check_heads(run)
+
+
+def _check_hierarchy(run: "RunConfig") -> None:
+    flag, given = "--hierarchical-context-parallel-sizes", run.layout.hierarchical_cp is not None
+    wanted = "a2a+p2p" in run.training.cp_comm_type
+    if wanted and not given:
+        raise TrainError(
+            f"--cp-comm-type a2a+p2p needs {flag}, the ranks inside and outside, whose product is "
+            f"--context-parallel-size {run.layout.cp}"
+        )
+    if given and not wanted:
+        raise TrainError(f"{flag} is of use with --cp-comm-type a2a+p2p only; leave it out")
+
+
+def _check_heads(run: "RunConfig") -> None:
+    layout, heads = run.layout, run.model.num_attention_heads
+    sizes = {"a2a": layout.cp, "a2a+p2p": (layout.hierarchical_cp or (1,))[0]}
+    for way in dict.fromkeys(run.training.cp_comm_type):
+        ranks = sizes.get(way, 1)
+        if heads // layout.tp % ranks:
+            raise TrainError(
+                f"--cp-comm-type {way} cannot scatter --num-attention-heads {heads} / "
+                f"--tensor-model-parallel-size {layout.tp} = {heads // layout.tp} heads over "
+                f"{ranks} ranks; use p2p or allgather, or change one of them"
+            )
