@@ -217,7 +217,7 @@ def layouts(session: nox.Session) -> None:
     """
     install(session, *EDITABLE)
     env = {"PYTHONPATH": "tooling", "OMP_NUM_THREADS": "1"}
-    for module in ("layouts", "layouts.traffic"):
+    for module in ("layouts", "layouts.traffic", "layouts.balance"):
         session.run("python", "-m", module, *session.posargs, env=env)
 
 

@@ -17,6 +17,7 @@ SAMPLE = {
     "tp2·sp·dp2-untied-dropout",
     "tp2·sp·selective-tied-dropout",
     "tp2·cut-tied-dropout",
+    "cp2-tied-dropout",
 }
 
 

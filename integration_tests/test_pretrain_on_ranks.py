@@ -23,6 +23,7 @@ RUN = (
 TP2 = "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--nproc-per-node 2 --pipeline-model-parallel-size 2"
 DP2 = "--nproc-per-node 2"
+CP2 = "--nproc-per-node 2 --context-parallel-size 2 --cp-comm-type p2p a2a"
 
 
 def steps(folder: Path) -> dict[int, tuple[float, float]]:
@@ -35,7 +36,7 @@ def test_a_run_moves_between_layouts(corpus, run_command):
     """In float64, with dropout: layouts are saved, loaded, evaluated and continued by any other."""
     exact = f"{RUN} --train-iters 10 --float64"
     run_command(corpus, f"{exact} --save one")
-    for layout, stop in ((TP2, 2), (DP2, 4), (PP2, 6), ("", 8), (TP2, 10)):
+    for layout, stop in ((TP2, 2), (DP2, 4), (PP2, 6), ("", 8), (CP2, 10)):
         run_command(corpus, f"{exact} {layout} --save moved --load moved --exit-interval {stop}")
     one, moved = steps(corpus / "one"), steps(corpus / "moved")
     assert moved.keys() == one.keys() == set(range(1, 11))

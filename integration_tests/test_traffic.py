@@ -12,7 +12,7 @@ from megatron_parallel.tensor_parallel import RowParallelLinear
 
 PAGE = Path(__file__).parents[1] / "docs" / "parallelism.md"
 BY_TITLE = {job.title: job for job in JOBS}
-SAMPLE = ("tp2-tied", "tp2·sp-tied", "pp2-tied", "dp2-tied")
+SAMPLE = ("tp2-tied", "tp2·sp-tied", "pp2-tied", "dp2-tied", "cp2-tied")
 
 
 def test_every_kind_of_parallelism_is_counted():

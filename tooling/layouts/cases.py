@@ -75,6 +75,8 @@ class Case:
         micro_batch: samples of one micro-batch; the rest of a rank's share is accumulated.
         data_parallel: how gradients are summed, and what each rank keeps.
         recompute: which of `RECOMPUTE`.
+        comm: how attention goes over context-parallel ranks.
+        per_document: whether context parallelism cuts every document by itself.
     """
 
     layout: ParallelLayout
@@ -84,6 +86,8 @@ class Case:
     micro_batch: int = 1
     data_parallel: DataParallelConfig = PLAIN
     recompute: str = ""
+    comm: str = "p2p"
+    per_document: bool = False
 
     @property
     def config(self) -> GPTConfig:
@@ -101,6 +105,9 @@ class Case:
         layout = self.layout
         parts = [f"tp{layout.tp}"] if layout.tp > 1 else []
         parts += ["sp"] if self.sequence_parallel else []
+        parts += [f"cp{layout.cp}"] if layout.cp > 1 else []
+        parts += [self.comm] if self.comm != "p2p" else []
+        parts += ["documents"] if self.per_document else []
         parts += [f"{n}{d}" for n in ("pp", "vpp", "dp") if (d := getattr(layout, n)) > 1]
         parts += [word for word, used in DATA_PARALLEL.items() if used == self.data_parallel]
         parts += [self.recompute] if self.recompute else []
@@ -120,7 +127,9 @@ class Case:
 def _case(
     model: Literal["tied", "untied"], micro_batch: int = 1, *options: str, **degrees: int
 ) -> Case:
-    layout = ParallelLayout(**{"dp": 1, **degrees})
+    comm = next((word for word in ("a2a", "allgather", "a2a+p2p") if word in options), "p2p")
+    nested = (2, degrees["cp"] // 2) if comm == "a2a+p2p" else None
+    layout = ParallelLayout(**{"dp": 1, **degrees}, hierarchical_cp=nested)
     data_parallel = [used for word, used in DATA_PARALLEL.items() if word in options]
     return Case(
         layout,
@@ -130,6 +139,8 @@ def _case(
         micro_batch,
         data_parallel[0] if data_parallel else PLAIN,
         next((option for option in options if option in RECOMPUTE), ""),
+        comm,
+        "documents" in options,
     )
 
 
@@ -167,5 +178,23 @@ CASES = (
     _case("untied", 2, "sp", "dropout", "host", tp=2),
     _case("tied", 1, "sp", "dropout", "uniform", tp=2, pp=2, dp=2),
     _case("tied", 1, "dropout", "selective", pp=2, vpp=2),
+    _case("tied", 4, "dropout", cp=2),
+    _case("untied", 2, "dropout", "a2a", cp=2),
+    _case("untied", 2, "dropout", "documents", cp=2),
+    _case("untied", 2, cp=4),
+    _case("tied", 2, "dropout", "a2a", cp=4),
+    _case("untied", 4, "dropout", "allgather", cp=4),
+    _case("tied", 2, "dropout", "a2a+p2p", cp=4),
+    _case("tied", 4, "documents", cp=4),
+    _case("untied", 4, "dropout", "selective", cp=2),
+    _case("tied", 2, "dropout", cp=8),
+    _case("tied", 2, "sp", "dropout", tp=2, cp=2),
+    _case("untied", 4, "sp", "a2a", tp=2, cp=2),
+    _case("tied", 2, "dropout", cp=2, dp=2),
+    _case("untied", 1, "sharded", "documents", cp=2, dp=2),
+    _case("untied", 2, "dropout", cp=2, pp=2),
+    _case("untied", 1, tp=2, cp=2, pp=2),
+    _case("tied", 1, "sp", "dropout", "a2a", tp=2, cp=2, pp=2),
+    _case("untied", 1, "gathered", "allgather", cp=2, pp=2, vpp=2, dp=2),
 )
 """Layouts of 2, 4 and 8 ranks, each with the number of samples in a micro-batch."""

@@ -54,6 +54,7 @@ def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate:
         sequence_parallel=case.sequence_parallel,
         recompute=RECOMPUTE[case.recompute],
         dtype=dtype,
+        cp_comm_type=case.comm,
     )
     task = GPTTask(
         stages,
@@ -61,6 +62,7 @@ def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate:
         seed=7,
         reset_position_ids=True,
         reset_attention_mask=True,
+        cut_per_document=case.per_document,
         **(DROPOUT if case.dropout else {}),
     )
     engine = StepEngine(task, mesh, case.data_parallel)

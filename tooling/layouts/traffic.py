@@ -8,6 +8,7 @@ Their derivation is the section "Communication" of `docs/parallelism.md`.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ class Job:
     layout: ParallelLayout
     sequence_parallel: bool = False
     model: str = "tied"
+    comm: str = "p2p"
 
     @property
     def config(self) -> GPTConfig:
@@ -75,10 +77,12 @@ class Job:
     @property
     def name(self) -> str:
         """Degrees that are not 1, for example `tp2·sp·pp2`."""
-        names = ("tp", "pp", "vpp", "dp")
-        degrees = [f"{n}{d}" for n in names if (d := getattr(self.layout, n)) > 1]
-        degrees[1:1] = ["sp"] if self.sequence_parallel else []
-        return "·".join(degrees)
+        names = ("tp", "sp", "cp", "pp", "vpp", "dp")
+        sizes = {n: getattr(self.layout, n) for n in names if n != "sp"}
+        degrees = {n: f"{n}{size}" for n, size in sizes.items() if size > 1}
+        degrees |= {"sp": "sp"} if self.sequence_parallel else {}
+        degrees |= {"cp": f"{degrees['cp']}·{self.comm}"} if self.comm != "p2p" else {}
+        return "·".join(degrees[n] for n in names if n in degrees)
 
     @property
     def title(self) -> str:
@@ -86,8 +90,8 @@ class Job:
         return f"{self.name}-{self.model}"
 
 
-def _job(model: str = "tied", *, sp: bool = False, **degrees: int) -> Job:
-    return Job(ParallelLayout(**{"dp": 1, **degrees}), sp, model)
+def _job(model: str = "tied", *, sp: bool = False, comm: str = "p2p", **degrees: int) -> Job:
+    return Job(ParallelLayout(**{"dp": 1, **degrees}), sp, model, comm)
 
 
 JOBS = (
@@ -102,6 +106,12 @@ JOBS = (
     _job(dp=4),
     _job(tp=2, sp=True, pp=2, dp=2),
     _job("untied", tp=2, sp=True, pp=2, dp=2),
+    _job(cp=2),
+    _job("untied", cp=4),
+    _job("untied", cp=4, comm="a2a"),
+    _job("untied", cp=4, comm="allgather"),
+    _job("untied", tp=2, sp=True, cp=2, dp=2),
+    _job(tp=2, cp=2, comm="a2a", pp=2),
 )
 
 
@@ -137,7 +147,8 @@ def activations(job: Job, *, first: bool, last: bool) -> Iterator[Message]:
     """Forward and backward passes of all micro-batches through one stage."""
     t, m = job.layout.tp, MICRO_BATCHES
     layers = job.config.num_layers // (job.layout.pp * job.layout.vpp)
-    whole = LENGTH * SAMPLES * job.config.hidden_size * ELEMENT  # s b h
+    tokens = LENGTH // job.layout.cp * SAMPLES
+    whole = tokens * job.config.hidden_size * ELEMENT  # s b h
     part = whole // t if job.sequence_parallel else whole
     if t > 1:
         pairs = m * (4 * layers + first + last)
@@ -148,9 +159,9 @@ def activations(job: Job, *, first: bool, last: bool) -> Iterator[Message]:
         else:
             yield Message(what, "tp", "all_reduce", pairs, pairs * whole)
         if last:
-            tokens = m * 3 * LENGTH * SAMPLES * ELEMENT
             what = "3 numbers each token, in 2"
-            yield Message(what, "tp", "all_reduce of token losses", 2 * m, tokens)
+            yield Message(what, "tp", "all_reduce of token losses", 2 * m, m * 3 * tokens * ELEMENT)
+    yield from attention(job, m * layers, tokens)
     what = "1 each micro-batch and border"
     borders = {
         "send of activations": not last,
@@ -162,10 +173,35 @@ def activations(job: Job, *, first: bool, last: bool) -> Iterator[Message]:
         yield Message(what, "pp", operation, m * there, m * there * part)
 
 
+def attention(job: Job, passes: int, tokens: int) -> Iterator[Message]:
+    """Attention of `passes` micro-batches and layers, forward and backward, over context ranks."""
+    c, ranks = job.config, job.layout.cp
+    if ranks == 1:
+        return
+    heads, groups = (n // job.layout.tp for n in (c.num_attention_heads, c.num_query_groups))
+    head = tokens * c.kv_channels * ELEMENT
+    pair = 2 * groups * head
+    if job.comm == "allgather":
+        yield Message("1 each layer", "cp", "all_gather", passes, passes * pair)
+        yield Message("1 each layer", "cp", "reduce_scatter", passes, passes * ranks * pair)
+    elif job.comm == "a2a":
+        copied = 2 * math.lcm(groups, ranks) * head
+        moved = 2 * passes * (2 * heads * head + copied)
+        yield Message("4 each layer", "cp", "all_to_all of heads", 4 * passes, moved)
+    else:
+        steps = passes * (ranks - 1)
+        for verb in ("send", "receive"):
+            what, after = "2 each layer and step of the ring", "1 each layer and step of the ring"
+            operation = f"{verb} of keys and values"
+            yield Message(what, "cp", operation, 2 * steps, 2 * steps * pair)
+            operation = f"{verb} of gradients of keys and values"
+            yield Message(after, "cp", operation, steps, steps * pair)
+
+
 def gradients(job: Job, *, first: bool, last: bool) -> Iterator[Message]:
     """The sums of the gradients of one stage, once a step."""
-    ranks = job.layout.dp or 1
-    data = ["dp"] if ranks > 1 else []
+    ranks = (job.layout.dp or 1) * job.layout.cp
+    data = ["dp" if job.layout.cp == 1 else "dp_cp"] if ranks > 1 else []
     axes = {"whole": data, "partial": [*data, "tp"], "tied": [*data, "embedding"]}
     for kind, sizes in parameters(job, first=first, last=last).items():
         filled = buckets(sizes, ranks)
@@ -223,10 +259,12 @@ def up_to(number: int, step: int) -> int:
 
 def scalars(layout: ParallelLayout) -> Iterator[Message]:
     """Numbers that all ranks must have, once a step, 8 bytes each."""
-    stage = layout.tp * (layout.dp or 1)
+    samples = (layout.dp or 1) * layout.cp
+    stage = layout.tp * samples
+    data = "dp" if layout.cp == 1 else "dp_cp"
     for what, axis, operation, ranks in (
         ("number of true tokens", "dp", "all_reduce of token counts", layout.dp),
-        ("loss", "dp", "all_reduce of loss sums", layout.dp),
+        ("loss", data, "all_reduce of loss sums", samples),
         ("gradient norm of a stage", "tp_dp_cp", "all_reduce of gradient norm", stage),
         ("gradient norm", "pp", "all_reduce of gradient norm", layout.pp),
         ("step digest", "pp", "all_gather of step digest", layout.pp),
@@ -250,7 +288,9 @@ def added(messages: list[Message], times: int = 1) -> Totals:
 
 def count(mesh: Mesh, job: Job) -> Totals:
     """What this rank communicates in a run of `STEPS` steps."""
-    stages = gpt_chunks(job.config, mesh, sequence_parallel=job.sequence_parallel)
+    stages = gpt_chunks(
+        job.config, mesh, sequence_parallel=job.sequence_parallel, cp_comm_type=job.comm
+    )
     engine = StepEngine(GPTTask(stages, None), mesh)
     settings = OptimizerConfig(lr=1e-4, clip_grad=1.0)
     trainer = Trainer(

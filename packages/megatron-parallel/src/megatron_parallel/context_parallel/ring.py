@@ -111,7 +111,9 @@ class _Ring(Function):
                     total.add_(part)
             if step > 0:  # what the ranks before have added up for these keys, and our share
                 travelling = share if following is None else following.wait().add_(share)
-                following = _Message(travelling, axis, "gradients of keys and values", tag=1)
+                following = _Message(
+                    travelling, axis, "gradients of keys and values", homeward=True
+                )
             held = held if coming is None else coming.wait()
         if following is not None:
             own = own.add_(following.wait())
@@ -142,7 +144,8 @@ class _Pair:
 class _Message:
     """A tensor on its way to the next rank of a ring, and the previous rank's to here."""
 
-    def __init__(self, sent: Tensor, axis: Axis, what: str, tag: int = 0) -> None:
+    def __init__(self, sent: Tensor, axis: Axis, what: str, *, homeward: bool = False) -> None:
+        self.homeward = homeward  # gradients follow keys and values, on a tag of their own
         self._sent = sent  # kept until it is sent
         self._received = torch.empty_like(sent)
         after = axis.ranks[(axis.index + 1) % axis.size]
@@ -155,7 +158,7 @@ class _Message:
             sent,
             match=f"exchange of {what} on axis {axis.name!r}",
         )
-        group = axis.bound
+        group, tag = axis.bound, int(homeward)
         with self._failures:
             self._works = dist.batch_isend_irecv(
                 [
