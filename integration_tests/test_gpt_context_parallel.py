@@ -172,6 +172,8 @@ def test_what_cannot_be_is_refused_in_one_line():
         model(tokens[:, :7])
     with pytest.raises(LayoutError, match=r"18 tokens .* 2 x 2 equal chunks"):
         model.passed(1, 18)
+    with pytest.raises(ConfigError, match=r"8 tokens .* of 2 .* a split into 4 parts of 4"):
+        model(tokens, split=ContextSplit.zigzag(16, 4))
     with pytest.raises(ConfigError, match="context parallelism does not decode"):
         model(tokens, cache=StaticKVCache(config, Mesh.single(), 1, 16))
     with pytest.raises(ConfigError, match="as plain rules: without dense"):

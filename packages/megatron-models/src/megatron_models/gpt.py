@@ -194,7 +194,7 @@ class GPT(nn.Module):
         Raises:
             ConfigError: more tokens than the model has positions, or the cache room; a length that
                 sequence parallelism cannot cut; dropout or context parallelism while decoding;
-                tokens on a later stage or activations on the first.
+                a split for other ranks; tokens on a later stage or activations on the first.
         """
         length = self._sequence_length(x)
         offset = 0 if cache is None else cache.length
@@ -204,25 +204,23 @@ class GPT(nn.Module):
         if self.cp.size > 1:
             if cache is not None:
                 raise ConfigError("a cache was given, but context parallelism does not decode")
-            if split is None:
-                split = ContextSplit.zigzag(length * self.cp.size, self.cp.size, x.device)
-            places = split.places[self.cp.index]
-            self.config.check_sequence_length(split.length)
+            split = self._split(split, length, x.device)
+            own = split.places[self.cp.index]
+            dropped = self._dropout(dropout, cache, own)
+            parallel = ContextParallel(self.mesh, self.cp_comm_type, split, mask, dropped)
             if positions is None:
                 whole = mask.positions
-                positions = places if whole is None else split.take(whole, self.cp.index)
-            stage_dropout = self._dropout(dropout, cache, places)
-            parallel = ContextParallel(self.mesh, self.cp_comm_type, split, mask, stage_dropout)
+                positions = own if whole is None else split.take(whole, self.cp.index)
         else:
             self.config.check_sequence_length(end)
+            dropped = self._dropout(dropout, cache)
             if positions is None and mask.query_positions is not None:
                 positions = mask.query_positions
             elif positions is None and mask.positions is not None:
                 positions = mask.positions[:, offset:end]
             mask = mask.prepare(length, end, offset, device=x.device)
-            stage_dropout = self._dropout(dropout, cache)
         angles = None if self.rotary is None else self.rotary(length, offset, positions)
-        context = Context(mask, angles, cache, offset, stage_dropout, parallel, self.recompute)
+        context = Context(mask, angles, cache, offset, dropped, parallel, self.recompute)
         if self.embedding is not None and self.first:
             x = self.embedding(x, positions, offset)
             x = context.drop(x, EMBEDDING_LAYER, EMBEDDING)
@@ -282,6 +280,18 @@ class GPT(nn.Module):
                 f"sequence parallelism; use a multiple of {self.tp.size}"
             )
         return length // self.tp.size
+
+    def _split(self, given: ContextSplit | None, part: int, device: torch.device) -> ContextSplit:
+        """Which places of the sequence each context-parallel rank holds, `part` of them here."""
+        ranks = self.cp.size
+        split = ContextSplit.zigzag(part * ranks, ranks, device) if given is None else given
+        if (split.ranks, split.part) != (ranks, part):
+            raise ConfigError(
+                f"{part} tokens were given on one of {ranks} context-parallel ranks, with a split "
+                f"into {split.ranks} parts of {split.part}"
+            )
+        self.config.check_sequence_length(split.length)
+        return split
 
     def _dropout(
         self, given: Dropout | None, cache: KVCache | None, places: Tensor | None = None
