@@ -354,7 +354,8 @@ def test_every_option_is_tried():
 def test_an_equal_run_is_seen_as_equal(prepared, tmp_path, capsys):
     first, second = (observe(BASE, prepared, tmp_path / n, capsys) for n in ("a", "b"))
     assert first == second
-    assert first["status"] == 0 and len(first["records"]) == 7  # start, 4 steps, validation, end
+    assert first["status"] == 0
+    assert len(first["records"]) == 10  # start, 4 steps, 2 log lines, validation, test, end
 
 
 @pytest.mark.parametrize("key", EFFECTS)
