@@ -106,7 +106,7 @@ def test_what_is_wrong_with_the_input_is_named(tmp_path: Path, workers: int) -> 
             preprocess([path], tmp_path / "out" / "o", ByteTokenizer(), workers=workers)
         assert "\n" not in str(raised.value)
         assert not list((tmp_path / "out").glob("*")), "something half-written was left"
-    with pytest.raises(DataError, match="no input file at"):
+    with pytest.raises(DataError, match="no input file or folder at"):
         preprocess([tmp_path / "none.jsonl"], tmp_path / "o", ByteTokenizer())
     with pytest.raises(DataError, match="no input file given"):
         preprocess([], tmp_path / "o", ByteTokenizer())

@@ -64,7 +64,7 @@ def _sources_at(path: str) -> list[Source]:
     if os.path.isdir(path):  # noqa: PTH112
         return _sources_in(path)
     if not os.path.isfile(path):  # noqa: PTH113
-        raise DataError(f"no input file at {path}")
+        raise DataError(f"no input file or folder at {path}")
     if not os.path.getsize(path):  # noqa: PTH202
         raise DataError(f"{path} is empty; a corpus has one JSON object on every line, or is text")
     return [TextFiles(path, (path,)) if _suffix(path) == TEXT else JsonLines(path)]

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,9 +12,13 @@ import tokenizers
 
 from ..errors import DataError
 from ..files import AtomicFile, read_json, write_json
+from .pieces import can_be_cut, pieces
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+PIECE = 1 << 18
+"""Characters of the pieces that a longer text is encoded in."""
+PIECES_AT_ONCE = 16
 ROLES = ("eod", "bos", "eos", "pad")
 
 # Names by which published tokenizers are known to mark the end of a document, most specific
@@ -48,6 +53,7 @@ class HuggingFaceTokenizer:
         # The library raises plain Exception for a definition it does not understand.
         except Exception as error:  # noqa: BLE001
             raise DataError(f"this is not the definition of a tokenizer: {error}") from None
+        self._can_be_cut = can_be_cut(content)
         self._definition = bytes(definition, "utf-8") if isinstance(definition, str) else definition
         canonical = orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
         self._fingerprint = f"sha256:{hashlib.sha256(canonical).hexdigest()}"
@@ -123,9 +129,25 @@ class HuggingFaceTokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts, in the threads of the `tokenizers` library."""
+        """`encode` for many texts, in the threads of the `tokenizers` library.
+
+        Of byte-level tokenizers a long text is encoded in `pieces`, with the same tokens and less
+        memory.
+        """
+        if self._can_be_cut and any(len(text) > PIECE for text in texts):
+            return [self._encode_long(text) for text in texts]
+        return self._encode_all(texts)
+
+    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def _encode_long(self, text: str) -> list[int]:
+        rest, ids = pieces(text, PIECE), list[int]()
+        while some := list(islice(rest, PIECES_AT_ONCE)):
+            for piece in self._encode_all(some):
+                ids += piece
+        return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token numbers, special tokens spelled out."""
