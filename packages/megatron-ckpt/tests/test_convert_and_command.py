@@ -188,17 +188,15 @@ def test_the_command_names_damage_and_exits_with_1(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["inspct", "x"], "(nearest: inspect)"),
-        (["inspect", "x", "--iteratoin", "3"], "(nearest: --iteration)"),
-        (["convert", "--to-hf", "x", "y", "--dtype", "bfloat61"], "(nearest: bfloat16)"),
+        (["inspct", "x"], "did you mean inspect?"),
+        (["inspect", "x", "--iteratoin", "3"], "did you mean --iteration?"),
+        (["convert", "--to-hf", "x", "y", "--dtype", "bfloat61"], "did you mean bfloat16?"),
         (["convert", "x", "y"], "one of the arguments --from-hf --to-hf is required"),
-        ([], "required: command"),
+        ([], "required: COMMAND"),
     ],
 )
 def test_misspelt_words_name_the_nearest_and_exit_with_2(capsys, arguments, words):
-    with pytest.raises(SystemExit) as exit_:
-        main(arguments)
-    assert exit_.value.code == 2
+    assert main(arguments) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
 

@@ -52,7 +52,7 @@ def test_inspect_refuses_the_wrong_tokenizer(
     ("command", "status", "message"),
     [
         (["preproces"], 2, "did you mean preprocess?"),
-        (["verify", "--deeep", "x"], 2, "unrecognized argument --deeep"),
+        (["verify", "--deeep", "x"], 2, "unknown argument --deeep"),
         (["preprocess", "--input", "a", "--output-prefix", "b", "--worker", "2"], 2, "--workers?"),
         (["preprocess", "--input", "a", "--output-prefix", "b"], 2, "--tokenizer-model PATH"),
         (["preprocess", "--inp", "a", "--output-prefix", "b"], 2, "--input"),

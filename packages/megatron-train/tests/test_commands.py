@@ -31,13 +31,9 @@ def test_help_of_every_command_is_fast_and_without_torch():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - start < 2
-    for part in (
-        "--num-layers",
-        "--lr-warmup-fraction",
-        "default 969,30,1",
-        "megatron-train layout",
-    ):
-        assert part in done.stdout or part == "megatron-train layout"
+    shown = " ".join(done.stdout.split())
+    for part in ("--num-layers", "--lr-warmup-fraction", "default 969,30,1"):
+        assert part in shown
 
 
 def test_help_is_grouped_and_readable(capsys):
@@ -90,7 +86,7 @@ def test_files_of_settings_are_checked(tmp_path, capsys):
     [
         ("pretrian gpt", 2, "unknown command 'pretrian'; did you mean pretrain?"),
         ("pretrain gtp", 2, "unknown model 'gtp'; did you mean gpt?"),
-        ("", 2, "the following arguments are required: command"),
+        ("", 2, "the following arguments are required: COMMAND"),
         ("config find", 2, "the following arguments are required: WORD"),
         ("config find zzz", 1, "no setting has 'zzz' in it"),
         ("layout", 2, "the following arguments are required: --world-size"),

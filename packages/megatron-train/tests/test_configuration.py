@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from megatron_parallel import LayoutError
+from megatron_train._command import CommandError
 from megatron_train.config.files import read_file, to_yaml
 from megatron_train.config.flags import Parser, add_options, given_flags
 from megatron_train.config.reference import render_reference
@@ -108,7 +109,7 @@ def test_mistakes_in_a_file_name_file_place_and_nearest(tmp_path, text, message)
     ],
 )
 def test_mistakes_in_flags_are_usage_errors(flags, message):
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(CommandError) as caught:
         parse(f"{MINIMAL} {flags}")
     assert message in str(caught.value)
 

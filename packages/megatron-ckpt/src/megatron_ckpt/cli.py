@@ -1,13 +1,12 @@
 """The command ``megatron-ckpt``. Looking and verifying need no torch."""
 
 import argparse
-import difflib
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from megatron_ckpt._command import Parser, run_command, tell
 from megatron_ckpt._version import __version__
 from megatron_ckpt.errors import CheckpointError
 
@@ -22,38 +21,11 @@ PROG = "megatron-ckpt"
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that names the nearest option or subcommand."""
-
-    def __init__(self, **settings: object) -> None:
-        super().__init__(allow_abbrev=False, **settings)  # type: ignore[arg-type]
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with status 2 and one line."""
-        known = [option for action in self._actions for option in action.option_strings]
-        choices = [name for action in self._actions for name in action.choices or ()]
-        if wrong := re.search(r"unrecognized arguments: (-\S*)", message):
-            near = difflib.get_close_matches(wrong[1].partition("=")[0], known, n=1)
-        elif wrong := re.search(r"invalid choice: '([^']*)'", message):
-            near = difflib.get_close_matches(wrong[1], map(str, choices), n=1)
-        else:
-            near = []
-        hint = f" (nearest: {near[0]})" if near else ""
-        self.exit(2, f"{self.prog}: error: {message}{hint}\n")
-
-    def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """Parse; unknown options are answered by the subcommand that was given them."""
-        parsed, rest = self.parse_known_args(argv)
-        if rest:
-            parsed.parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        return parsed
-
-
 def build_parser() -> Parser:
     """Return the parser with all subcommands."""
     parser = Parser(prog=PROG, description="Look at, verify and convert checkpoints.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
-    commands = parser.add_subparsers(metavar="command", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     inspect = commands.add_parser(
         "inspect",
@@ -62,7 +34,7 @@ def build_parser() -> Parser:
     )
     _add_path(inspect)
     inspect.add_argument("--all", action="store_true", help="each tensor on a line of its own")
-    inspect.set_defaults(run=_inspect, parser=inspect)
+    inspect.set_defaults(run=_inspect)
 
     verify = commands.add_parser(
         "verify",
@@ -70,7 +42,7 @@ def build_parser() -> Parser:
         description="Read every file and compare its digests; exit with 1 if any differs.",
     )
     _add_path(verify)
-    verify.set_defaults(run=_verify, parser=verify)
+    verify.set_defaults(run=_verify)
 
     convert = commands.add_parser(
         "convert",
@@ -83,23 +55,38 @@ def build_parser() -> Parser:
         "--from-hf", action="store_true", help="Hugging Face or GGUF to checkpoint"
     )
     direction.add_argument("--to-hf", action="store_true", help="export to Hugging Face")
-    convert.add_argument("source", type=Path, help="Hugging Face folder, GGUF file, or checkpoint")
-    convert.add_argument("destination", type=Path, help="run directory, or new folder")
-    convert.add_argument("--family", help="family of the model (default: as the source says)")
-    convert.add_argument("--dtype", choices=list(_DTYPES), help="floating point (default: as is)")
     convert.add_argument(
-        "--iteration", type=int, help="to save as (default 0), or to convert (default: the newest)"
+        "source", type=Path, metavar="SOURCE", help="Hugging Face folder, GGUF file, or checkpoint"
     )
     convert.add_argument(
-        "--max-shard-gb", type=float, default=5.0, help="largest weight file (default: 5)"
+        "destination", type=Path, metavar="DESTINATION", help="run directory, or new folder"
     )
-    convert.set_defaults(run=_convert, parser=convert)
+    convert.add_argument(
+        "--family", metavar="NAME", help="family of the model [default as the source says]"
+    )
+    convert.add_argument(
+        "--dtype", choices=list(_DTYPES), help="precision of the weights [default as they are]"
+    )
+    convert.add_argument(
+        "--iteration",
+        type=int,
+        metavar="N",
+        help="number to save as [default 0], or checkpoint to convert [default the newest]",
+    )
+    convert.add_argument(
+        "--max-shard-gb", type=float, default=5.0, metavar="X", help="largest weight file in GB"
+    )
+    convert.set_defaults(run=_convert)
     return parser
 
 
 def _add_path(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=Path, help="a checkpoint, or a run's directory of them")
-    parser.add_argument("--iteration", type=int, help="which one (default: the newest complete)")
+    parser.add_argument(
+        "path", type=Path, metavar="PATH", help="a checkpoint, or a run's directory of them"
+    )
+    parser.add_argument(
+        "--iteration", type=int, metavar="N", help="which one [default the newest complete]"
+    )
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -148,7 +135,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     with _bar(size, "verify") as bar:
         problems = checkpoint.verify(bar.update)
     for problem in problems:
-        print(f"{PROG}: error: {problem}", file=sys.stderr)
+        tell(PROG, problem)
     if problems:
         return 1
     print(f"{checkpoint.path}: {len(files)} files, {_size(size)}, all digests match")
@@ -225,13 +212,5 @@ def _pairs(values: object) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command: 0, 1 for an error, 2 for a usage error, 130 when interrupted."""
-    try:
-        arguments = build_parser().parse(argv)
-        return int(arguments.run(arguments))
-    except (CheckpointError, OSError) as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted", file=sys.stderr)
-        return 130
+    """Run ``megatron-ckpt``; returns the exit status (`run_command` lists them)."""
+    return run_command(build_parser(), argv, lambda: (CheckpointError,))

@@ -1,12 +1,10 @@
 """The command `megatron-kernels`: what would run here and why, and whether it is right."""
 
 import argparse
-import difflib
-import re
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from megatron_kernels._command import Parser, run_command
 from megatron_kernels._version import __version__
 from megatron_kernels.errors import KernelError
 
@@ -19,24 +17,11 @@ PROG = "megatron-kernels"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that answers a misspelt word with the nearest one, in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with status 2."""
-        wrong = re.search(r"(?:unrecognized arguments: |invalid choice: ')([^\s']+)", message)
-        known = [option for action in self._actions for option in action.option_strings]
-        known += [str(name) for action in self._actions for name in action.choices or ()]
-        near = difflib.get_close_matches(wrong[1], known, n=1) if wrong else []
-        hint = f"; did you mean {near[0]}?" if near else ""
-        self.exit(2, f"{self.prog}: error: {message}{hint}\n")
-
-
 def build_parser() -> Parser:
     """The parser with both subcommands."""
     parser = Parser(prog=PROG, description="Look at and check the backends of every operation.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
-    commands = parser.add_subparsers(metavar="command", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     listing = commands.add_parser(
         "list",
@@ -44,9 +29,9 @@ def build_parser() -> Parser:
         description="Print, for every operation, what each backend says to a small call on this "
         "device in this dtype, and which one would run; then the optional libraries.",
     )
-    listing.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … (default: cpu)")
-    listing.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: float32)")
-    listing.set_defaults(run=_list, parser=listing)
+    listing.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:1, …")
+    listing.add_argument("--dtype", choices=DTYPES, default="float32", help="precision")
+    listing.set_defaults(run=_list)
 
     check = commands.add_parser(
         "check",
@@ -54,29 +39,18 @@ def build_parser() -> Parser:
         description="Run every backend on small inputs, compare values and gradients with the "
         "reference in float64, and exit with 1 if any deviates by more than the dtype's tolerance.",
     )
-    check.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … (default: cpu)")
+    check.add_argument("--device", default="cpu", metavar="DEVICE", help="cpu, cuda, cuda:1, …")
     check.add_argument(
         "--dtype", choices=DTYPES, nargs="+", default=list(DTYPES[:3]), metavar="DTYPE",
-        help=f"one or more of {', '.join(DTYPES)} (default: the first three)",
+        help=f"one or more of {', '.join(DTYPES)}",
     )  # fmt: skip
-    check.set_defaults(run=_check, parser=check)
+    check.set_defaults(run=_check)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status."""
-    arguments, rest = build_parser().parse_known_args(argv)
-    if rest:
-        arguments.parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    try:
-        status: int = arguments.run(arguments)
-    except (KernelError, OSError) as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted", file=sys.stderr)
-        return 130
-    return status
+    """Run ``megatron-kernels``; returns the exit status (`run_command` lists them)."""
+    return run_command(build_parser(), argv, lambda: (KernelError,))
 
 
 def _list(arguments: argparse.Namespace) -> int:

@@ -5,8 +5,8 @@ import sys
 from functools import partial
 from typing import Any
 
+from .._command import Parser
 from .options import add_tokenizer_options, names_tokenizer, tokenizer_of
-from .parser import Parser
 
 
 def add_parser(commands: Any) -> None:
@@ -17,7 +17,9 @@ def add_parser(commands: Any) -> None:
         description="Show a dataset: counts, a histogram of document lengths, which part of the "
         "vocabulary it uses, and its first documents (as text, given the tokenizer).",
     )
-    parser.add_argument("prefix", help="path of the .bin/.idx pair without suffix")
+    parser.add_argument(
+        "prefix", metavar="PREFIX", help="path of the .bin/.idx pair without suffix"
+    )
     parser.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show")
     parser.add_argument(
         "--tokens", type=int, default=60, metavar="N", help="tokens to show of each document"

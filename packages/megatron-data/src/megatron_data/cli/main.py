@@ -1,15 +1,13 @@
-"""Entry point: parse, run one command, turn expected errors into one line."""
+"""Entry point of `megatron-data`: its parser, and the errors it tells in one line."""
 
 import logging
-import signal
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from .._command import Parser, run_command
 from .._version import __version__
 from ..errors import DataError
 from . import inspect, preprocess, train_tokenizer, verify
-from .parser import Parser
 
 PROG = "megatron-data"
 
@@ -25,22 +23,9 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `megatron-data`; returns the exit status."""
-    arguments = build_parser().parse_args(argv)
-    try:
-        with _warnings():
-            status: int = arguments.run(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        sys.stdout = None  # nothing more to flush at exit
-        return 128 + signal.SIGPIPE
-    except (DataError, OSError) as error:
-        print(f"{PROG}: error: {_one_line(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{PROG}: interrupted", file=sys.stderr)
-        return 130
-    return status
+    """Run `megatron-data`; returns the exit status (`run_command` lists them)."""
+    with _warnings():
+        return run_command(build_parser(), argv, lambda: (DataError,))
 
 
 @contextmanager
@@ -54,10 +39,3 @@ def _warnings() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        where = f": {error.filename}" if error.filename else ""
-        return f"{error.strerror}{where}"
-    return " ".join(str(error).split())

@@ -3,11 +3,11 @@
 import argparse
 from typing import Any
 
+from .._command import Parser
 from ..tokenizers.gpt2 import gpt2_tokenizer
 from ..tokenizers.loading import load_tokenizer
 from ..tokenizers.plain import ByteTokenizer, NullTokenizer
 from ..tokenizers.protocol import Tokenizer
-from .parser import Parser
 
 INPUT_HELP = (
     "JSON lines; text files, whose names end in .txt and each of which is a document; folders of "
@@ -40,8 +40,8 @@ def add_tokenizer_options(parser: Parser) -> None:
         metavar="PATH",
         help=f"{HUGGING_FACE}: a tokenizer.json or a folder that holds one",
     )
-    group.add_argument("--vocab-file", metavar="FILE", help=f"{GPT2}: vocab.json")
-    group.add_argument("--merge-file", metavar="FILE", help=f"{GPT2}: merges.txt")
+    group.add_argument("--vocab-file", metavar="PATH", help=f"{GPT2}: vocab.json")
+    group.add_argument("--merge-file", metavar="PATH", help=f"{GPT2}: merges.txt")
     group.add_argument(
         "--vocab-size",
         type=int,

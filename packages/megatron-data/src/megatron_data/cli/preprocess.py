@@ -4,8 +4,8 @@ import argparse
 from functools import partial
 from typing import Any
 
+from .._command import Parser
 from .options import INPUT_HELP, add_tokenizer_options, tokenizer_of
-from .parser import Parser
 
 
 def add_parser(commands: Any) -> None:

@@ -4,8 +4,8 @@ import argparse
 import sys
 from typing import Any
 
+from .._command import Parser
 from .options import INPUT_HELP
-from .parser import Parser
 
 
 def add_parser(commands: Any) -> None:

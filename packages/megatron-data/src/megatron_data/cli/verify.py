@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from .parser import Parser
+from .._command import Parser
 
 
 def add_parser(commands: Any) -> None:
@@ -14,7 +14,9 @@ def add_parser(commands: Any) -> None:
         description="Check every length, pointer and bound of a dataset, and its sizes, counts "
         "and digests against its manifest if it has one. Exits with 1 at the first fault.",
     )
-    parser.add_argument("prefix", nargs="+", help="path of a .bin/.idx pair without suffix")
+    parser.add_argument(
+        "prefix", metavar="PREFIX", nargs="+", help="path of a .bin/.idx pair without suffix"
+    )
     parser.set_defaults(run=run)
 
 

@@ -5,13 +5,13 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_infer._command import Parser
 from megatron_infer.cli.options import (
     add_model_options,
     add_sampling_options,
     load,
     sampling_params,
 )
-from megatron_infer.cli.parser import Parser
 from megatron_infer.errors import InferError
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ def add_parser(commands: Any) -> None:
         "answered as it is generated; what was said before stays in view as far as the model's "
         f"positions reach. {HELP}.",
     )
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
     add_model_options(parser)
     parser.add_argument(
         "--format",
         choices=("auto", "chatml", "plain"),
         default="auto",
         help="chatml marks turns as instruction-tuned models expect; plain just continues the "
-        "text; auto takes chatml if the tokenizer has <|im_start|> [default auto]",
+        "text; auto takes chatml if the tokenizer has <|im_start|>",
     )
     add_sampling_options(parser)
 

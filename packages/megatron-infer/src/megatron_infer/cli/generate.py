@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_infer._command import Parser
 from megatron_infer.cli.options import (
     add_model_options,
     add_sampling_options,
     load,
     sampling_params,
 )
-from megatron_infer.cli.parser import Parser
 from megatron_infer.errors import InferError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
         description="Continue texts with the model of a checkpoint. One prompt is printed as its "
         "text comes; several are continued together and printed in order.",
     )
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
     add_model_options(parser)
     prompt = parser.add_argument_group("prompt, one of")
     sources = prompt.add_mutually_exclusive_group(required=True)

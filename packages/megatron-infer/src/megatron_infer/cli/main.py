@@ -1,12 +1,10 @@
-"""Entry point: parse, run one command, turn expected errors into one line."""
+"""Entry point of ``megatron-infer``: its parser, and the errors it tells in one line."""
 
-import os
-import sys
 from collections.abc import Sequence
 
+from megatron_infer._command import Parser, run_command
 from megatron_infer._version import __version__
 from megatron_infer.cli import chat, generate, serve
-from megatron_infer.cli.parser import Parser
 from megatron_infer.errors import InferError
 
 PROG = "megatron-infer"
@@ -23,31 +21,8 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``megatron-infer``; returns the exit status."""
-    arguments = build_parser().parse_args(argv)
-    try:
-        status: int = arguments.run(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
-        return 141
-    except KeyboardInterrupt:
-        print(f"\n{PROG}: interrupted", file=sys.stderr)
-        return 130
-    except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        print(f"{PROG}: error: {error.strerror or error}{where}", file=sys.stderr)
-        return 1
-    except InferError as error:
-        return _report(error)
-    except _expected_errors() as error:
-        return _report(error)
-    return status
-
-
-def _report(error: Exception) -> int:
-    print(f"{PROG}: error: {' '.join(str(error).split())}", file=sys.stderr)
-    return 1
+    """Run ``megatron-infer``; returns the exit status (`run_command` lists them)."""
+    return run_command(build_parser(), argv, _expected_errors)
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
@@ -56,4 +31,4 @@ def _expected_errors() -> tuple[type[Exception], ...]:
     from megatron_data import DataError
     from megatron_models import ConfigError
 
-    return (CheckpointError, DataError, ConfigError)
+    return (InferError, CheckpointError, DataError, ConfigError)

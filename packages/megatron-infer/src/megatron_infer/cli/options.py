@@ -19,7 +19,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--load",
         type=Path,
         required=True,
-        metavar="DIR",
+        metavar="PATH",
         help="a run's folder, of which the newest complete checkpoint is taken, or a checkpoint",
     )
     model.add_argument("--iteration", type=int, metavar="N", help="another checkpoint of the run")
@@ -27,13 +27,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="auto takes a GPU if there is one [default auto]",
+        help="auto takes a GPU if there is one",
     )
     model.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float64"),
         default="float32",
-        help="precision to compute in [default float32]",
+        help="precision to compute in",
     )
 
 
@@ -41,14 +41,13 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     """Add the group of options that make up `SamplingParams`."""
     sampling = parser.add_argument_group("sampling")
     for setting in dataclasses.fields(SamplingParams):
-        default = "" if setting.default is None else f" [default {setting.default}]"
         sampling.add_argument(
             setting.metadata["flag"],
             dest=setting.name,
             type=float if setting.type is float else int,
             default=setting.default,
             metavar="X" if setting.type is float else "N",
-            help=setting.metadata["help"] + default,
+            help=setting.metadata["help"],
         )
 
 

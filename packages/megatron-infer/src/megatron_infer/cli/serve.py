@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_infer._command import Parser
 from megatron_infer.cli.options import add_model_options, load
-from megatron_infer.cli.parser import Parser
 from megatron_infer.errors import InferError
 from megatron_infer.server.settings import ServerSettings
 
@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
         "Megatron-LM's text generation server, a page to try it at /, an OpenAPI document at "
         "/openapi.json.",
     )
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
     add_model_options(parser)
     server = parser.add_argument_group("server")
     for setting in _settings():
@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
             type=int if setting.type is int else str,
             default=setting.default,
             metavar=setting.metadata.get("metavar", "N"),
-            help=f"{setting.metadata['help']} [default {setting.default}]",
+            help=setting.metadata["help"],
         )
     server.add_argument(
         "--token-file",

@@ -26,16 +26,16 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     config = commands.add_parser(
         "config", help=summary, description=summary.capitalize() + ".", epilog=_EXAMPLE
     )
-    actions = config.add_subparsers(metavar="action", required=True)
+    actions = config.add_subparsers(metavar="ACTION", required=True)
     summary = "show settings, and flags of Megatron-LM, by a word"
     description = "Show the settings, and the flags of Megatron-LM, in which all words occur."
     find = actions.add_parser("find", help=summary, description=description)
     find.add_argument("word", metavar="WORD", nargs="+", help="part of a flag")
-    find.set_defaults(run=_find, parser=find)
+    find.set_defaults(run=_find)
     summary = "check that files for --config hold only settings that exist, of the right type"
     check = actions.add_parser("check", help=summary, description=summary.capitalize() + ".")
     check.add_argument("file", metavar="FILE", nargs="+", help="YAML file of settings")
-    check.set_defaults(run=_check, parser=check)
+    check.set_defaults(run=_check)
 
 
 def _find(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ import re
 import sys
 import traceback
 
-from megatron_train.errors import UsageError
+from megatron_train._command import EXIT_INTERRUPTED, EXIT_USAGE, CommandError, one_line
 from megatron_train.launch.link import Report
 
 _GLOO = re.compile(r"^\[\S*gloo/\S+:\d+\]")
@@ -14,10 +14,10 @@ _PLACE = re.compile(r"^\[[^\]]*\]\s*")
 
 def report_of(error: BaseException) -> Report:
     """Return what ``error`` comes to; called only when one was raised."""
-    if isinstance(error, UsageError):
-        return Report("own", one_line(error), 2)
+    if isinstance(error, CommandError):
+        return Report("own", one_line(error), EXIT_USAGE)
     if isinstance(error, KeyboardInterrupt):
-        return Report("interrupted", "interrupted", 130)
+        return Report("interrupted", "interrupted", EXIT_INTERRUPTED)
     if isinstance(error, _mistakes()):
         return Report("own", one_line(error))
     lost = _lost_peer(error)
@@ -25,14 +25,6 @@ def report_of(error: BaseException) -> Report:
         return lost
     last = traceback.format_exception_only(error)[-1]
     return Report("bug", " ".join(last.split()), 1, "".join(traceback.format_exception(error)))
-
-
-def one_line(error: BaseException) -> str:
-    """Return the message of ``error`` as one line."""
-    message = str(error)
-    if isinstance(error, OSError) and error.filename is not None:
-        message = f"{error.filename}: {error.strerror}"
-    return " ".join(message.split())
 
 
 def _mistakes() -> tuple[type[Exception], ...]:

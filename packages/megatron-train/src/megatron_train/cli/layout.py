@@ -19,10 +19,10 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         "--order",
         default=ParallelLayout.order,
         metavar="AXES",
-        help=f"axes from fastest to slowest varying rank [default {ParallelLayout.order}]",
+        help="axes from fastest to slowest varying rank",
     )
     add_options(parser, options_of(ParallelLayout, "layout"), {"layout": "parallel layout"})
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

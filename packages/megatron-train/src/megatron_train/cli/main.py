@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megatron_train._command import broken_pipe, interrupted, tell
 from megatron_train._version import __version__
 from megatron_train.cli import config, layout, pretrain, recipes
 from megatron_train.cli import report as report_page
@@ -19,7 +20,7 @@ def build_parser() -> Parser:
     """Return the parser of the command with all its subcommands."""
     parser = Parser(prog=PROG, description="Train transformer language models.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
-    commands = parser.add_subparsers(metavar="command", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
     pretrain.add_command(commands)
     recipes.add_command(commands)
     config.add_command(commands)
@@ -31,31 +32,41 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status.
 
-    0 is success, 1 an error, 2 a usage error, 130 and 143 a stop by SIGINT and SIGTERM, 128 and the
-    number of a signal that killed a rank. One rank of several (torchrun) does not return after an
-    error: the process ends, because what is left of its communication could hang at exit.
+    0 is success, 1 an error, 2 a usage error, 130 and 143 a stop by SIGINT and SIGTERM, 141 a
+    reader of the output that has gone, 128 and the number of a signal that killed a rank. One rank
+    of several (torchrun) does not return after an error: the process ends, because what is left of
+    its communication could hang at exit.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    several = "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1"
     try:
-        arguments = build_parser().parse_args(words)
-        arguments.words = words
-        return int(arguments.run(arguments))
+        try:
+            arguments = build_parser().parse_args(words)
+            arguments.words = words
+            return int(arguments.run(arguments))
+        finally:  # also behind --help, which leaves by SystemExit
+            sys.stdout.flush()
+    except BrokenPipeError:
+        status = broken_pipe()
     except (Exception, KeyboardInterrupt) as error:
         report = report_of(error)
-        several = "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1"
         if report.kind == "bug" and not several:
             raise
-        sys.stderr.write(_told(report, several))
-        if several:
-            leave(report.status)
-        return report.status
+        status = _tell(report, several)
+    if several:
+        leave(status)
+    return status
 
 
-def _told(report: Report, several: bool) -> str:
+def _tell(report: Report, several: bool) -> int:
+    """Write what went wrong to standard error; returns the exit status."""
     if report.kind == "interrupted":
-        return f"{PROG}: interrupted\n"
+        return interrupted(PROG)
+    if report.traceback:
+        sys.stderr.write(report.traceback)
+        return report.status
     rank = f"rank {os.environ.get('RANK')}: " if several else ""
-    return report.traceback or f"{PROG}: error: {rank}{report.message}\n"
+    return tell(PROG, f"{rank}{report.message}", report.status)
 
 
 def leave(status: int) -> NoReturn:

@@ -22,7 +22,7 @@ example:
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Add the command to ``commands``."""
     pretrain = commands.add_parser("pretrain", help="train a model from scratch, or continue a run")
-    families = pretrain.add_subparsers(metavar="model", required=True)
+    families = pretrain.add_subparsers(metavar="MODEL", required=True)
     parser = families.add_parser(
         "gpt",
         usage="%(prog)s [--config FILE] [flags]",
@@ -48,7 +48,7 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="print every setting as YAML for --config, with where it comes from, and stop",
     )
     add_options(parser, run_options(), {name: title for name, (title, _) in SECTIONS.items()})
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

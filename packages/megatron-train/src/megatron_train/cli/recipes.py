@@ -23,7 +23,7 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     recipes = commands.add_parser(
         "recipes", help=summary, description=summary.capitalize() + ".", epilog=_EXAMPLE
     )
-    actions = recipes.add_subparsers(metavar="action", required=True)
+    actions = recipes.add_subparsers(metavar="ACTION", required=True)
     parser = _add(actions, "list", "name every recipe and what it is for", _list)
     parser = _add(actions, "show", "print a recipe as YAML for --config", _show)
     parser.add_argument("name", metavar="NAME", help="a recipe")
@@ -35,7 +35,7 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
 def _add(actions: Any, name: str, summary: str, run: Any) -> Parser:
     description = summary.capitalize() + "."
     parser: Parser = actions.add_parser(name, help=summary, description=description)
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
     return parser
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import yaml
 
-from megatron_train.config.options import Option, nearest
+from megatron_train._command import nearest
+from megatron_train.config.options import Option
 from megatron_train.config.values import Given, Values
 from megatron_train.errors import TrainError
 

@@ -1,12 +1,11 @@
-"""Command-line flags made from options, with errors of one line that name the nearest flag."""
+"""Command-line flags made from options."""
 
 import argparse
-import sys
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-from megatron_train.config.options import Option, nearest
+from megatron_train import _command
+from megatron_train.config.options import Option
 from megatron_train.config.values import Given, Values
 from megatron_train.errors import UsageError
 
@@ -28,59 +27,21 @@ ALIASES: dict[str, tuple[str, Any, str]] = {
 """Flags that set another option to a fixed value: option, value, help."""
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that reports every mistake as one line and names the nearest spelling."""
+class Parser(_command.Parser):
+    """The parser of every command, which knows Megatron-LM's flags too."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("allow_abbrev", False)
-        kwargs.setdefault("formatter_class", _Help)
-        super().__init__(*args, **kwargs)
+    def unknown(self, word: str) -> str:
+        """Return what to say about an unknown flag: the nearest there is.
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; an unknown word is an error that names the nearest flag of the chosen command."""
-        arguments = list(sys.argv[1:] if args is None else args)
-        result, unknown = self.parse_known_args(arguments, namespace)
-        if unknown:
-            raise UsageError(_unknown(unknown, getattr(result, "parser", self).flags()))
-        return result
+        Raises:
+            CommandError: it is a flag of Megatron-LM, of which more can be said.
+        """
+        from megatron_train.config.megatron_flags import find_megatron_flag
 
-    def flags(self) -> list[str]:
-        """Return every flag of this parser."""
-        return list(self._option_string_actions)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the mistake as a `UsageError` instead of printing the usage."""
-        raise UsageError(message)
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            known = [str(choice) for choice in action.choices]
-            what = action.metavar or action.dest
-            near = nearest(str(value), known)
-            raise UsageError(f"unknown {what} {value!r}{near} (known: {', '.join(known)})")
-
-
-def _unknown(words: Sequence[str], flags: Sequence[str]) -> str:
-    """Say what is wrong with words that no flag takes."""
-    from megatron_train.config.megatron_flags import find_megatron_flag
-
-    word = words[0].split("=")[0]
-    known = find_megatron_flag(word)
-    if known is not None and word not in flags:
-        return known.answer()
-    return f"unknown argument {word}{nearest(word, flags)}"
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=38, width=100)
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False)  # a flag stays in one piece
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        lines = (textwrap.fill(line, width, break_on_hyphens=False) for line in text.splitlines())
-        return "\n".join(lines)
+        known = find_megatron_flag(word)
+        if known is not None:
+            raise _command.CommandError(known.answer())
+        return super().unknown(word)
 
 
 class _Store(argparse.Action):

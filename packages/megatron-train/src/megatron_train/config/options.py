@@ -6,14 +6,13 @@ from the records here, so a setting is described in exactly one place.
 """
 
 import dataclasses
-import difflib
 import types
 import typing
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union
 
+from megatron_train._command import nearest
 from megatron_train.errors import TrainError
 
 _SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "switch"}
@@ -211,10 +210,3 @@ def _read(kind: str, value: Any) -> Any:
         return int(value) if isinstance(value, str) or number == int(number) else None
     except (ValueError, OverflowError):
         return None
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean X?"`` for the known word nearest to ``word``, or an empty string."""
-    candidates: Sequence[str] = list(known)
-    match = difflib.get_close_matches(word, candidates, n=1, cutoff=0.5)
-    return f"; did you mean {match[0]}?" if match else ""

@@ -5,8 +5,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from megatron_train._command import nearest
 from megatron_train.config.files import about, parse_settings, read_file
-from megatron_train.config.options import Option, nearest
+from megatron_train.config.options import Option
 from megatron_train.config.values import Values
 from megatron_train.errors import TrainError
 

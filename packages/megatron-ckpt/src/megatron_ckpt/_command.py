@@ -1,0 +1,185 @@
+"""The manner that all commands of this project have in common: help, errors and exit status.
+
+Five packages have a command and none of them needs another one for it, so each holds a copy of
+this file; `tooling/tests/test_command_copies.py` keeps them equal. What is stated here is tested
+from outside by `integration_tests/test_command_style.py`.
+"""
+
+import argparse
+import difflib
+import os
+import shutil
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE
+
+_WIDTH = 100
+_KINDS: dict[object, str] = {int: "an integer", float: "a number"}
+
+
+class CommandError(ValueError):
+    """Words that are no command line of this program; the message is one line."""
+
+
+class Help(argparse.HelpFormatter):
+    """Help at most 100 columns wide that shows defaults and never breaks a flag in two."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 0)).columns)
+        super().__init__(prog, max_help_position=38, width=width)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        """Add what an option falls back to, or that it is required."""
+        text, default = action.help or "", action.default
+        if not action.option_strings:
+            return text
+        if action.required:
+            return f"{text} [required]"
+        if default is None or default is False or default == argparse.SUPPRESS:
+            return text
+        shown = " ".join(map(str, default)) if isinstance(default, list | tuple) else str(default)
+        return f"{text} [default {shown}]".replace("%", "%%")
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Wrap each line by itself, so that examples keep theirs."""
+        lines = (textwrap.fill(line, width, break_on_hyphens=False) for line in text.splitlines())
+        return textwrap.indent("\n".join(lines), indent)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises every mistake as one line and names the nearest spelling.
+
+    Options are not completed from a prefix: what works today must not become ambiguous tomorrow.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        settings.setdefault("allow_abbrev", False)
+        settings.setdefault("formatter_class", Help)
+        super().__init__(**settings)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parse; an unknown option is told before a missing one, by the command it was given to."""
+        words = list(sys.argv[1:] if args is None else args)
+        known = self._option_string_actions
+        for word in () if self._subparsers else words:
+            if word == "--":
+                break
+            if word.startswith("--") and word.partition("=")[0] not in known:
+                self.error(self.unknown(word.partition("=")[0]))
+        parsed, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            self.error(self.unknown(unknown[0].partition("=")[0]))
+        return parsed, unknown
+
+    def unknown(self, word: str) -> str:
+        """Return what to say about a word that is no argument of this command."""
+        return f"unknown argument {word}{nearest(word, self._option_string_actions)}"
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the mistake; the help that is named is the one of the command that was given.
+
+        Raises:
+            CommandError: always.
+        """
+        raise CommandError(f"{message}; see {self.prog} --help")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            what = action.option_strings[0] if action.option_strings else str(action.metavar)
+            what = what if action.option_strings else what.lower()
+            near = nearest(str(value), known)
+            self.error(f"unknown {what} {value!r}{near} (known: {', '.join(known)})")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            if action.type not in _KINDS:
+                raise
+            name = action.option_strings[0] if action.option_strings else action.metavar
+            self.error(f"{name} needs {_KINDS[action.type]}, got {arg_string!r}")
+
+
+def run_command(
+    parser: Parser,
+    argv: Sequence[str] | None,
+    mistakes: Callable[[], tuple[type[Exception], ...]],
+) -> int:
+    """Parse, run the command that was given, and tell in one line what went wrong.
+
+    Args:
+        parser: The program's parser. Each command sets the default ``run``, a function of the
+            parsed arguments that returns the exit status.
+        argv: The words behind the program's name; None takes those of this process.
+        mistakes: Returns the exceptions that a user can cause. It is called only once something
+            was raised, so it may import what a command needs anyway.
+
+    Returns:
+        What ``run`` returned; 1 after an error, 2 if the words are no command line, 130 after
+        Ctrl-C, 141 if the reader of the output has gone, such as ``head``.
+    """
+    try:
+        try:
+            arguments = parser.parse_args(argv)
+            status = int(arguments.run(arguments))
+        finally:  # also behind --help, which leaves by SystemExit
+            sys.stdout.flush()
+    except CommandError as error:
+        return tell(parser.prog, error, EXIT_USAGE)
+    except BrokenPipeError:
+        return broken_pipe()
+    except KeyboardInterrupt:
+        return interrupted(parser.prog)
+    except Exception as error:
+        if not isinstance(error, (OSError, *mistakes())):
+            raise
+        return tell(parser.prog, error)
+    return status
+
+
+def tell(program: str, error: BaseException | str, status: int = EXIT_FAILURE) -> int:
+    """Write ``program: error: ...`` to standard error as one line; returns ``status``."""
+    sys.stderr.write(f"{program}: error: {one_line(error)}\n")
+    return status
+
+
+def interrupted(program: str) -> int:
+    """Say that Ctrl-C ended the program; returns 130."""
+    # On a terminal the cursor stands behind ^C, a progress bar or half a line of output.
+    sys.stderr.write(f"{os.linesep if sys.stderr.isatty() else ''}{program}: interrupted\n")
+    return EXIT_INTERRUPTED
+
+
+def broken_pipe() -> int:
+    """Let what is still buffered for a reader that has gone be lost in silence; returns 141."""
+    sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    return EXIT_BROKEN_PIPE
+
+
+def one_line(error: BaseException | str) -> str:
+    """Return a message as one line; a failed system call as ``file: reason``."""
+    message = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        message = (
+            error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+        )
+    return " ".join(message.split())
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean X?"`` for the nearest known word, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
