@@ -1,6 +1,9 @@
 """How long a person waits: for the help of any command, and for the first step of training."""
 
 import argparse
+import os
+import re
+import resource
 import subprocess
 import sys
 import time
@@ -44,17 +47,28 @@ def every_command() -> list[str]:
     return [command for parser in parsers for command in commands(parser)]
 
 
-def fastest(attempt: Callable[[], float], limit: float, attempts: int) -> float:
-    """The shortest of several attempts, which end with the first below ``limit``.
+def fastest(attempt: Callable[[], None], limit: float, attempts: int) -> float:
+    """The shortest time of several attempts, which end with the first below ``limit``.
 
-    A busy machine makes some attempts slow; a slow program makes all of them so.
+    Time is what a person waits. On a machine that has more to do than its cores can, a process
+    waits for its turn as well, which is not its fault: there its processor time counts.
     """
     shortest = float("inf")
     for _ in range(attempts):
-        shortest = min(shortest, attempt())
+        began, busy_before = time.monotonic(), busy()
+        attempt()
+        waited, worked = time.monotonic() - began, busy() - busy_before
+        crowded = os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1)
+        shortest = min(shortest, worked if crowded else waited)
         if shortest < limit:
             break
     return shortest
+
+
+def busy() -> float:
+    """Seconds of processor time of the processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def program(line: str) -> list[str]:
@@ -75,27 +89,25 @@ def test_there_is_a_command_for_each_thing_to_do() -> None:
 
 @pytest.mark.parametrize("command", every_command())
 def test_help_takes_less_than_a_second(command: str) -> None:
-    def attempt() -> float:
-        started = time.monotonic()
+    def attempt() -> None:
         done = subprocess.run(
             program(f"{command} --help"), capture_output=True, text=True, timeout=60, check=False
         )
-        seconds = time.monotonic() - started
         assert done.returncode == 0 and done.stdout.startswith(f"usage: {command}"), done
-        return seconds
 
     assert fastest(attempt, HELP_SECONDS, attempts=3) < HELP_SECONDS
 
 
 def test_the_first_step_of_training_is_there_in_ten_seconds(tmp_path: Path) -> None:
+    """From the start of the process to the line of the first step, where it is stopped."""
     with IndexedDatasetBuilder(str(tmp_path / "text"), "uint16") as builder:
         for start in range(40):
             builder.add_item([(start + i) % 250 for i in range(60)])
             builder.end_document()
         builder.finalize()
 
-    def attempt() -> float:
-        started = time.monotonic()
+    def attempt() -> None:
+        printed = []
         with subprocess.Popen(
             program(TRAIN),
             cwd=tmp_path,
@@ -103,20 +115,21 @@ def test_the_first_step_of_training_is_there_in_ten_seconds(tmp_path: Path) -> N
             stderr=subprocess.STDOUT,
             text=True,
         ) as process:
-            printed = []
             for line in process.stdout or ():
                 printed.append(line)
-                if "iteration        1/       2" in line:
-                    break
-            seconds = time.monotonic() - started
-            rest, _ = process.communicate(timeout=60)
-        assert process.returncode == 0, "".join(printed) + rest
-        return seconds
+                if re.match(r".*iteration +1/", line):
+                    process.kill()
+                    return
+        raise AssertionError("".join(printed))
 
     assert fastest(attempt, FIRST_STEP_SECONDS, attempts=2) < FIRST_STEP_SECONDS
 
 
 def test_a_slow_program_is_noticed() -> None:
-    waits = iter([3.0, 1.5, 2.0])
-    assert fastest(lambda: next(waits), HELP_SECONDS, attempts=3) == 1.5
-    assert fastest(iter([3.0, 0.5, 0.1]).__next__, HELP_SECONDS, attempts=3) == 0.5
+    code = "import time\nwhile time.process_time() < 0.5: pass"
+
+    def attempt() -> None:
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+    assert fastest(attempt, 0.5, attempts=2) >= 0.5
+    assert fastest(attempt, 5, attempts=2) < 5

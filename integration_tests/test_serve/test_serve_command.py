@@ -173,7 +173,7 @@ def test_ctrl_c_ends_at_once_and_tells_everybody(start) -> None:
     assert status == 503
     assert "stopped" in answer["message"]
     assert b"event: failed" in events.read()
-    assert server.log[1:] == ["\n", "megatron-infer: interrupted\n"]
+    assert server.log[1:] == ["megatron-infer: interrupted\n"]
 
 
 def wait_for_generation(server) -> None:

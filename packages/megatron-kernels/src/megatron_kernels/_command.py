@@ -7,12 +7,14 @@ from outside by `integration_tests/test_command_style.py`.
 
 import argparse
 import difflib
+import logging
 import os
 import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 EXIT_FAILURE = 1
@@ -95,6 +97,10 @@ class Parser(argparse.ArgumentParser):
         """
         raise CommandError(f"{message}; see {self.prog} --help")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Write; argparse would hide that the reader has gone."""
+        (file or sys.stderr).write(message)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
@@ -134,7 +140,8 @@ def run_command(
     try:
         try:
             arguments = parser.parse_args(argv)
-            status = int(arguments.run(arguments))
+            with _warnings_told(parser.prog):
+                status = int(arguments.run(arguments))
         finally:  # also behind --help, which leaves by SystemExit
             sys.stdout.flush()
     except CommandError as error:
@@ -148,6 +155,19 @@ def run_command(
             raise
         return tell(parser.prog, error)
     return status
+
+
+@contextmanager
+def _warnings_told(program: str) -> Iterator[None]:
+    """Show what is warned of through `logging`, a line each, on standard error."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter(f"{program}: warning: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 def tell(program: str, error: BaseException | str, status: int = EXIT_FAILURE) -> int:

@@ -84,25 +84,25 @@ class ParallelLayout:
     """
 
     tp: int = field(
-        default=1, metadata=_degree("Tensor-parallel degree", "--tensor-model-parallel-size")
+        default=1, metadata=_degree("tensor-parallel degree", "--tensor-model-parallel-size")
     )
     cp: int = field(
-        default=1, metadata=_degree("Context-parallel degree", "--context-parallel-size")
+        default=1, metadata=_degree("context-parallel degree", "--context-parallel-size")
     )
     ep: int = field(
-        default=1, metadata=_degree("Expert-parallel degree", "--expert-model-parallel-size")
+        default=1, metadata=_degree("expert-parallel degree", "--expert-model-parallel-size")
     )
     dp: int | None = field(
         default=None,
-        metadata=_degree("Data-parallel degree; derived from the world size if absent", None),
+        metadata=_degree("data-parallel degree; derived from the world size if absent", None),
     )
     pp: int = field(
-        default=1, metadata=_degree("Pipeline stages", "--pipeline-model-parallel-size")
+        default=1, metadata=_degree("pipeline stages", "--pipeline-model-parallel-size")
     )
     vpp: int = field(
         default=1,
         metadata={
-            "help": "Model chunks per pipeline stage (interleaved schedules)",
+            "help": "model chunks per pipeline stage (interleaved schedules)",
             "flag": "--num-virtual-stages-per-pipeline-rank",
             "unit": "chunks",
         },
@@ -110,21 +110,21 @@ class ParallelLayout:
     etp: int | None = field(
         default=None,
         metadata=_degree(
-            "Tensor-parallel degree inside experts; tp if absent",
+            "tensor-parallel degree inside experts; tp if absent",
             "--expert-tensor-parallel-size",
         ),
     )
     hierarchical_cp: tuple[int, ...] | None = field(
         default=None,
         metadata={
-            "help": "Ranks of context parallelism inside (all-to-all) and outside (ring) of a node",
+            "help": "ranks of context parallelism inside (all-to-all) and outside (ring) of a node",
             "flag": "--hierarchical-context-parallel-sizes",
             "unit": "ranks",
         },
     )
     order: str = field(
         default="tp-cp-ep-dp-pp",
-        metadata={"help": "Axes from fastest to slowest varying rank", "flag": None},
+        metadata={"help": "axes from fastest to slowest varying rank", "flag": None},
     )
 
     def __post_init__(self) -> None:

@@ -1,8 +1,6 @@
 """Entry point of `megatron-data`: its parser, and the errors it tells in one line."""
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from .._command import Parser, run_command
 from .._version import __version__
@@ -24,18 +22,4 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `megatron-data`; returns the exit status (`run_command` lists them)."""
-    with _warnings():
-        return run_command(build_parser(), argv, lambda: (DataError,))
-
-
-@contextmanager
-def _warnings() -> Iterator[None]:
-    """Show what the package warns of, a line each, on standard error."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"{PROG}: warning: %(message)s"))
-    logger = logging.getLogger("megatron_data")
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
+    return run_command(build_parser(), argv, lambda: (DataError,))

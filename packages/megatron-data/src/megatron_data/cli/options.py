@@ -33,7 +33,8 @@ def add_tokenizer_options(parser: Parser) -> None:
     group.add_argument(
         "--tokenizer-type",
         choices=tuple(_TAKES),
-        help=f"kind of tokenizer; without it {GPT2} with --vocab-file, else {HUGGING_FACE}",
+        metavar="KIND",
+        help=f"{', '.join(_TAKES)}; unset: {GPT2} with --vocab-file, else {HUGGING_FACE}",
     )
     group.add_argument(
         "--tokenizer-model",

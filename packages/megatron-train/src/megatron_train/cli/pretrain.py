@@ -21,7 +21,8 @@ example:
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Add the command to ``commands``."""
-    pretrain = commands.add_parser("pretrain", help="train a model from scratch, or continue a run")
+    summary = "train a model from scratch, or continue a run"
+    pretrain = commands.add_parser("pretrain", help=summary, description=summary.capitalize() + ".")
     families = pretrain.add_subparsers(metavar="MODEL", required=True)
     parser = families.add_parser(
         "gpt",

@@ -20,7 +20,7 @@ class CheckpointConfig:
         None, "steps between checkpoints; one is written at the end in any case", unit="steps"
     )
     keep_last: int | None = setting(
-        None, "complete checkpoints to keep (our name; default: all)", unit="checkpoints"
+        None, "complete checkpoints to keep; unset: all (our name)", unit="checkpoints"
     )
     finetune: bool = setting(
         False,

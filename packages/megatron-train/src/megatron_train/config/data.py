@@ -41,8 +41,8 @@ class DataConfig:
     )
     tokenizer_type: TokenizerType | None = setting(  # noqa: RUF009
         None,
-        "kind of tokenizer (default: GPT2BPETokenizer with --vocab-file, otherwise what "
-        "--tokenizer-model holds); NullTokenizer and ByteTokenizer need no file",
+        "kind of tokenizer; unset: GPT2BPETokenizer with --vocab-file, otherwise what "
+        "--tokenizer-model holds; NullTokenizer and ByteTokenizer need no file",
     )
     tokenizer_model: str | None = setting(
         None,

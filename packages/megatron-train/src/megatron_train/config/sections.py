@@ -28,7 +28,7 @@ class TrainingConfig:
     )
     global_batch_size: int | None = setting(
         None,
-        "samples in one step (default: one micro-batch per data parallel rank)",
+        "samples in one step; unset: one micro-batch for each data-parallel rank",
         unit="samples",
     )
     seed: int = setting(1234, "seed of initial weights and data order")
@@ -100,11 +100,11 @@ class ScheduleConfig:
     """
 
     lr_decay_iters: int | None = setting(
-        None, "step at which the decay ends (default: --train-iters)", unit="steps"
+        None, "step at which the decay ends; unset: --train-iters", unit="steps"
     )
     lr_decay_samples: int | None = setting(
         None,
-        "samples at which the decay ends (default: --train-samples)",
+        "samples at which the decay ends; unset: --train-samples",
         unit="samples",
     )
     lr_warmup_iters: int = setting(0, "steps of linear warm-up", unit="steps")

@@ -32,11 +32,11 @@ class Console:
             out.flush()
 
     def warn(self, text: str) -> None:
-        """Print one line that starts with ``warning:`` to standard error."""
+        """Print one line that starts with ``megatron-train: warning:`` to standard error."""
         if self.silent:
             return
         with tqdm.external_write_mode(file=sys.stderr):
-            sys.stderr.write(f"warning: {text}\n")
+            sys.stderr.write(f"megatron-train: warning: {text}\n")
             sys.stderr.flush()
 
     @contextmanager

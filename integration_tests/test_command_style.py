@@ -1,0 +1,226 @@
+"""All commands have one style of help, errors, exit status and behaviour in a pipe.
+
+The rules are stated by the tests; each holds for every command and option that the parsers know.
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, entry_points, version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROPER_NAMES = ("Hugging Face", "Megatron")
+
+
+def console_scripts() -> list[EntryPoint]:
+    """The console scripts of the packages in this repository."""
+    ours = {path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")}
+    scripts = entry_points(group="console_scripts")
+    return sorted({script for script in scripts if script.dist and script.dist.name in ours})
+
+
+def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """A command and all commands below it."""
+    yield parser
+    for action in subcommands(parser):
+        for below in action.choices.values():
+            yield from commands(below)
+
+
+def subcommands(parser: argparse.ArgumentParser) -> list["argparse._SubParsersAction"]:
+    return [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+
+
+def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """What a command takes, without subcommands, ``--help`` and what its help leaves out."""
+    return [
+        action
+        for action in parser._actions
+        if not isinstance(action, argparse._SubParsersAction | argparse._HelpAction)
+        and action.help != argparse.SUPPRESS
+    ]
+
+
+SCRIPTS = {script.name: script for script in console_scripts()}
+PROGRAMS = [sys.modules[s.load().__module__].build_parser() for s in SCRIPTS.values()]
+COMMANDS = [command for program in PROGRAMS for command in commands(program)]
+LEAVES = [command for command in COMMANDS if not subcommands(command)]
+
+
+def each(parsers: list[argparse.ArgumentParser]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("parser", parsers, ids=lambda parser: parser.prog)
+
+
+def begins_small(text: str) -> bool:
+    """Whether a text begins as the middle of a sentence does; names and acronyms may be there."""
+    first = text.split(maxsplit=1)[0]
+    return text.startswith(PROPER_NAMES) or not re.fullmatch(r"[A-Z][a-z,;:-]*", first)
+
+
+def call(words: list[str]) -> int:
+    """The status of a command that runs in this process."""
+    return SCRIPTS[words[0]].load()(words[1:])
+
+
+@each(COMMANDS)
+def test_a_command_says_what_it_is_for(parser: argparse.ArgumentParser) -> None:
+    """The description is made of sentences; the line in the list of commands is a phrase."""
+    assert parser.description
+    assert parser.description[0].isupper() and parser.description.endswith(".")
+    for action in subcommands(parser):
+        assert action.required and re.fullmatch(r"[A-Z]+", str(action.metavar))
+        lines = {choice.dest: choice.help or "" for choice in action._choices_actions}
+        assert lines.keys() == action.choices.keys()
+        for line in lines.values():
+            assert line and begins_small(line) and not line.endswith(".")
+
+
+@each(COMMANDS)
+def test_an_option_is_explained_by_a_phrase(parser: argparse.ArgumentParser) -> None:
+    for action in options(parser):
+        name = action.option_strings or action.dest
+        assert action.help, name
+        assert begins_small(action.help), name
+        assert not action.help.endswith("."), name
+
+
+@each(COMMANDS)
+def test_what_an_option_takes_is_in_capitals_or_a_list_of_choices(
+    parser: argparse.ArgumentParser,
+) -> None:
+    for action in options(parser):
+        if action.nargs == 0:
+            continue
+        shown = action.metavar or (action.choices and "{...}")
+        assert shown, action.option_strings or action.dest
+        assert re.fullmatch(r"[A-Z]+|\{.*\}", str(shown)), action.option_strings or action.dest
+
+
+@each(COMMANDS)
+def test_defaults_and_what_is_required_are_in_brackets(parser: argparse.ArgumentParser) -> None:
+    text = " ".join(parser.format_help().split())
+    assert not re.search(r"\(default|None|==SUPPRESS==", text)
+    for action in options(parser):
+        if not action.option_strings or action.default in (None, False, argparse.SUPPRESS):
+            continue
+        shown = action.default
+        if isinstance(shown, list):
+            shown = " ".join(map(str, shown))
+        assert f"default {shown}]" in text, action.option_strings
+    required = [action for action in options(parser) if action.option_strings and action.required]
+    assert text.count("[required]") >= len(required)
+
+
+@each(COMMANDS)
+def test_help_is_at_most_a_hundred_columns_wide(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for columns in ("60", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert max(map(len, parser.format_help().splitlines())) <= 100
+    assert parser.format_help().startswith(f"usage: {parser.prog}")
+
+
+@each(PROGRAMS)
+def test_a_program_tells_its_version(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        call([parser.prog, "--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"{parser.prog} {version(parser.prog)}\n"
+
+
+@each(LEAVES)
+def test_an_unknown_option_is_one_line_with_status_2(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = parser.prog.split()[0]
+    assert call([*parser.prog.split(), "--halp"]) == 2
+    printed = capsys.readouterr()
+    wrong = "unknown argument --halp; did you mean --help?"
+    assert printed.err == f"{program}: error: {wrong}; see {parser.prog} --help\n"
+    assert printed.out == ""
+
+
+@each([command for command in COMMANDS if subcommands(command)])
+def test_a_misspelt_command_is_one_line_with_status_2(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = parser.prog.split()[0]
+    (action,) = subcommands(parser)
+    meant = next(iter(action.choices))
+    assert call([*parser.prog.split(), meant + "x"]) == 2
+    wrong = f"unknown {str(action.metavar).lower()} '{meant}x'; did you mean {meant}?"
+    known = f"(known: {', '.join(action.choices)})"
+    told = capsys.readouterr().err
+    assert told == f"{program}: error: {wrong} {known}; see {parser.prog} --help\n"
+    assert call(parser.prog.split()) == 2
+    missing = f"the following arguments are required: {action.metavar}"
+    told = capsys.readouterr().err
+    assert told == f"{program}: error: {missing}; see {parser.prog} --help\n"
+
+
+@each(LEAVES)
+def test_a_value_of_another_type_is_one_line_with_status_2(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = [action for action in options(parser) if action.type in (int, float)]
+    for action in numbers:
+        assert call([*parser.prog.split(), action.option_strings[0], "many"]) == 2
+        told = capsys.readouterr().err
+        kind = "an integer" if action.type is int else "a number"
+        wrong = f"{action.option_strings[0]} needs {kind}, got 'many'"
+        assert told == f"{parser.prog.split()[0]}: error: {wrong}; see {parser.prog} --help\n"
+
+
+@each(PROGRAMS)
+def test_a_missing_file_is_one_line_with_status_1(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = {
+        "megatron-data": "verify {}/nowhere",
+        "megatron-ckpt": "verify {}/nowhere",
+        "megatron-train": "config check {}/nowhere",
+        "megatron-infer": "generate --load {}/nowhere --prompt x",
+        "megatron-kernels": "list --device cuda:99",
+    }[parser.prog]
+    assert call([parser.prog, *words.format(tmp_path).split()]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"{parser.prog}: error: ") and told.count("\n") == 1
+    assert "Errno" not in told
+
+
+@each(PROGRAMS)
+@pytest.mark.parametrize("words", ["--help", ""], ids=["help", "work"])
+def test_a_reader_that_has_gone_ends_a_command_in_silence(
+    parser: argparse.ArgumentParser, words: str, tmp_path: Path
+) -> None:
+    """As in ``megatron-train recipes list | head -1``."""
+    work = {"megatron-train": "recipes list", "megatron-kernels": "list"}
+    words = words or work.get(parser.prog, "--help")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [Path(sys.executable).with_name(parser.prog), *words.split()],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_another_style_is_noticed() -> None:
+    assert begins_small("number of layers") and begins_small("JSON lines")
+    assert not begins_small("Number of layers") and not begins_small("Tensor-parallel degree")
