@@ -11,6 +11,7 @@ from .families import Family as Family
 from .ops.interpreter import apply as apply
 from .store.checkpoint import Checkpoint as Checkpoint
 from .store.checkpoint import LoadedState as LoadedState
+from .store.foreign import foreign_checkpoint as foreign_checkpoint
 from .store.manifest import ModelRecord as ModelRecord
 from .store.retention import Retention as Retention
 from .store.store import CheckpointStore as CheckpointStore

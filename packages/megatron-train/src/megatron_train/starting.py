@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ckpt import Checkpoint, CheckpointStore, Coordinator, exchange
+from megatron_ckpt import (
+    Checkpoint,
+    CheckpointStore,
+    Coordinator,
+    exchange,
+    foreign_checkpoint,
+)
 
 from megatron_train.checkpointing import Saver, is_checkpoint, load_weights, restore
 from megatron_train.config.checkpoint import CheckpointConfig
@@ -111,10 +117,8 @@ def _find(config: CheckpointConfig) -> Start:
         load = None if config.load is None else Path(config.load)
         if held is not None and (load is None or load.resolve() != held.path.parent.resolve()):
             raise TrainError(_held(config, held, f"add --load {config.save} to continue it"))
-        if load is not None and config.exit_on_missing_checkpoint and _newest(load) is None:
-            raise TrainError(
-                f"--load {load} has no complete checkpoint; give a folder that has one"
-            )
+        if load is not None:
+            _refuse_missing(load, config)
         return Start(load)
     origin = str(source.resolve())
     if held is None:
@@ -127,6 +131,20 @@ def _find(config: CheckpointConfig) -> Start:
         f"again with the weights of {source}"
     )
     return Start(Path(str(config.save)), origin=origin, note=note)
+
+
+def _refuse_missing(load: Path, config: CheckpointConfig) -> None:
+    """Refuse what cannot be meant by --load; a run that shall begin there is no mistake.
+
+    Raises:
+        TrainError: another program's checkpoint, or none where there has to be one.
+    """
+    if is_checkpoint(load) or _newest(load) is not None:
+        return
+    if what := foreign_checkpoint(load):
+        raise TrainError(f"--load {load} {what}")
+    if config.exit_on_missing_checkpoint:
+        raise TrainError(f"--load {load} has no complete checkpoint; give a folder that has one")
 
 
 def _held(config: CheckpointConfig, held: Checkpoint, more: str) -> str:
@@ -152,7 +170,10 @@ def _source_of_weights(config: CheckpointConfig) -> Path | None:
     elif config.finetune and pretrained is None:
         flag, source = "--load", load
     if source is not None and not _holds_one(source):
-        raise TrainError(f"{flag} {source} has no complete checkpoint whose weights to begin with")
+        what = (
+            foreign_checkpoint(source) or "has no complete checkpoint whose weights to begin with"
+        )
+        raise TrainError(f"{flag} {source} {what}")
     return source
 
 

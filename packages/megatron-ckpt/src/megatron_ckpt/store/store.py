@@ -9,6 +9,7 @@ from megatron_ckpt.coordinator import Coordinator, SingleProcess, exchange
 from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError
 from megatron_ckpt.store.checkpoint import Checkpoint, LoadedState
 from megatron_ckpt.store.directory import Candidate, inspect, iteration_name, scan
+from megatron_ckpt.store.foreign import foreign_checkpoint
 from megatron_ckpt.store.manifest import MANIFEST, Manifest, ModelRecord
 from megatron_ckpt.store.reader import Cast, check_names
 from megatron_ckpt.store.retention import Retention
@@ -192,9 +193,10 @@ class CheckpointStore:
         newest, torn = self.survey(without=damaged)
         reasons = "; ".join(str(candidate.problem) for candidate in torn)
         if newest is None or newest.manifest is None:
+            if what := foreign_checkpoint(self.directory):
+                raise CheckpointError(f"{self.directory} {what}")
             raise CheckpointError(
-                f"{self.directory} has no complete checkpoint"
-                + (f": {reasons}" if torn else _what_else(self.directory))
+                f"{self.directory} has no complete checkpoint" + (f": {reasons}" if torn else "")
             )
         if torn and not damaged:
             log.warning("%s; iteration %d is used", reasons, newest.iteration)
@@ -216,13 +218,6 @@ class CheckpointStore:
     def _warn(self, message: str) -> None:
         if self.coordinator.rank == 0:
             log.warning(message)
-
-
-def _what_else(directory: Path) -> str:
-    """Say what a folder without checkpoints may be instead."""
-    if (directory / "config.json").is_file():
-        return "; a Hugging Face folder is imported by megatron-ckpt convert --from-hf"
-    return ""
 
 
 def save_slabs(
@@ -261,7 +256,10 @@ def find_checkpoint(path: str | Path, iteration: int | None = None) -> Checkpoin
     """
     path = Path(path)
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory: give a checkpoint or a run's directory")
+        what = (
+            foreign_checkpoint(path) or "is not a directory; give a checkpoint or a run's directory"
+        )
+        raise CheckpointError(f"{path} {what}")
     itself = re.match(r"iter_\d{7}", path.name) or (path / MANIFEST).exists()
     if itself:
         if iteration is not None and Checkpoint(path).iteration != iteration:

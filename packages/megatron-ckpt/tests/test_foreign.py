@@ -1,0 +1,45 @@
+"""What is given in place of a checkpoint is told from what is none."""
+
+import pytest
+from megatron_ckpt import CheckpointError, CheckpointStore, find_checkpoint, foreign_checkpoint
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    (tmp_path / "megatron" / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "dist" / "iter_0000010").mkdir(parents=True)
+    (tmp_path / "dist" / "iter_0000010" / "common.pt").touch()
+    (tmp_path / "weights.gguf").touch()
+    (tmp_path / "text.bin").touch()
+    (tmp_path / "empty").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("hf", "is a Hugging Face folder; import it"),
+        ("megatron", "holds checkpoints of Megatron-LM"),
+        ("dist", "holds checkpoints of Megatron-LM"),
+        ("weights.gguf", "is a GGUF file; import it"),
+        ("text.bin", "is a file; give a folder"),
+    ],
+)
+def test_what_it_is_comes_with_what_to_do(place, name, what):
+    assert foreign_checkpoint(place / name).startswith(what)
+    with pytest.raises(CheckpointError, match=f"{name} {what}"):
+        find_checkpoint(place / name)
+
+
+def test_what_is_empty_torn_or_ours_is_not_foreign(place):
+    (place / "torn" / "iter_0000010").mkdir(parents=True)
+    CheckpointStore(place / "ours").save(3, {"samples": 1})
+    for name in ("empty", "nowhere", "torn", "ours"):
+        assert foreign_checkpoint(place / name) is None
+
+
+def test_files_beside_a_complete_checkpoint_do_not_matter(place):
+    CheckpointStore(place / "hf").save(3, {"samples": 1})
+    assert find_checkpoint(place / "hf").iteration == 3
