@@ -9,12 +9,14 @@ from megatron_parallel import Mesh, ParallelLayout, Sharding, normal_, parameter
 from megatron_parallel.testing import WorkerPool
 
 # Every way of cutting that a dense model has: rows (the vocabulary padded, to 128 rows), columns, a
-# fused pair, and not at all. 97 and 36 do not divide evenly into anything convenient.
+# fused pair, experts, and not at all. 97 and 36 do not divide evenly into anything convenient.
 TABLE = {
     "embedding.weight": Sharding((97, 6), axis="tp", dim=0, padded=128),
     "up.weight": Sharding((2, 36, 6), axis="tp", dim=1, fused_dim=0),
     "down.weight": Sharding((6, 36), axis="tp", dim=1),
     "norm.weight": Sharding((6,)),
+    "experts.up.weight": Sharding((4, 2, 6, 5), "expert_tp", 2, fused_dim=1, experts=True),
+    "experts.down.bias": Sharding((4, 6), "expert_tp", 1, experts=True),
 }
 
 LAYOUTS = [
@@ -23,6 +25,8 @@ LAYOUTS = [
     ParallelLayout(tp=2, dp=1),
     ParallelLayout(tp=2, dp=2),
     ParallelLayout(tp=4, dp=1, order="tp-cp-ep-pp-dp"),
+    ParallelLayout(dp=2, ep=2),
+    ParallelLayout(tp=2, dp=2, ep=4, etp=1),
 ]
 
 

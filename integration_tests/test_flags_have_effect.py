@@ -51,6 +51,7 @@ BASE: Words = {
     "--save": "out",
 }
 ROPE: Words = {"--position-embedding-type": "rope"}
+EXPERTS: Words = {"--num-experts": "4"}
 LLAMA3: Words = {**ROPE, "--rope-scaling-type": "llama3", "--rope-scaling-original-length": "8"}
 WSD: Words = {"--lr-decay-style": "WSD", "--lr-wsd-decay-iters": "2"}
 GROWING: Words = {
@@ -104,6 +105,22 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {},
         {"--untie-embeddings-and-output-weights": ""},
     ),
+    "model.softmax_type": ({}, {"--softmax-type": "off-by-one"}),
+    "model.num_experts": ({}, EXPERTS),
+    "model.moe_router_topk": (EXPERTS, {"--moe-router-topk": "3"}),
+    "model.moe_ffn_hidden_size": (EXPERTS, {"--moe-ffn-hidden-size": "24"}),
+    "model.moe_shared_expert_intermediate_size": (
+        EXPERTS,
+        {"--moe-shared-expert-intermediate-size": "8"},
+    ),
+    "model.moe_layer_freq": (EXPERTS, {"--moe-layer-freq": "[0]+[1]"}),
+    "model.moe_router_pre_softmax": (EXPERTS, {"--moe-router-pre-softmax": ""}),
+    "model.moe_router_load_balancing_type": (
+        {**EXPERTS, "--moe-aux-loss-coeff": "1"},
+        {"--moe-router-load-balancing-type": "seq_aux_loss"},
+    ),
+    "model.moe_aux_loss_coeff": (EXPERTS, {"--moe-aux-loss-coeff": "1"}),
+    "model.moe_z_loss_coeff": (EXPERTS, {"--moe-z-loss-coeff": "1"}),
     "model.init_method_std": ({}, {"--init-method-std": "0.1"}),
     "data.seq_length": ({}, {"--seq-length": "8"}),
     "data.data_path": ({}, {"--data-path": "other"}),
@@ -132,6 +149,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "training.sequence_parallel": ({}, {"--sequence-parallel": ""}),
     "training.cp_comm_type": ({}, {"--cp-comm-type": "a2a"}),
     "training.context_parallel_split": ({}, {"--context-parallel-split": "per_document"}),
+    "training.moe_token_dispatcher_type": (EXPERTS, {"--moe-token-dispatcher-type": "alltoall"}),
     "training.hidden_dropout": ({}, {"--hidden-dropout": "0.3"}),
     "training.attention_dropout": ({}, {"--attention-dropout": "0.3"}),
     "training.distributed_timeout_minutes": ({}, {"--distributed-timeout-minutes": "1"}),
@@ -268,6 +286,10 @@ class Probes:
                 for module in stage.modules()
             )
             self.seen["elements"] = {name: p.shape for name, p in parameters.items()}
+            blocks = [m for stage in trainer.task.stages for m in stage.modules()]
+            self.seen["dispatchers"] = [
+                type(block.dispatcher).__name__ for block in blocks if hasattr(block, "dispatcher")
+            ]
             return train(trainer)
 
         def finished(buffers: GradientBuffers) -> None:

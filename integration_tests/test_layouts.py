@@ -15,6 +15,8 @@ SAMPLE = {
     "dp2-tied-dropout",
     "tp2·pp2-tied",
     "tp2·sp·dp2-untied-dropout",
+    "dp2·ep2-moe",
+    "tp2·sp·ep2·etp1·a2a-moe",
     "tp2·sp·selective-tied-dropout",
     "tp2·cut-tied-dropout",
     "cp2-tied-dropout",

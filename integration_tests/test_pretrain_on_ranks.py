@@ -24,6 +24,9 @@ TP2 = "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--nproc-per-node 2 --pipeline-model-parallel-size 2"
 DP2 = "--nproc-per-node 2"
 CP2 = "--nproc-per-node 2 --context-parallel-size 2 --cp-comm-type p2p a2a"
+EXPERTS = "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
+EP2 = "--nproc-per-node 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+TP2_EP2 = f"{TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 
 
 def steps(folder: Path) -> dict[int, tuple[float, float]]:
@@ -32,18 +35,26 @@ def steps(folder: Path) -> dict[int, tuple[float, float]]:
     return {record["iteration"]: (record["lm loss"], record["grad_norm"]) for record in records}
 
 
-def test_a_run_moves_between_layouts(corpus, run_command):
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        pytest.param("", (TP2, DP2, PP2, "", CP2), id="dense"),
+        pytest.param(EXPERTS, (EP2, TP2_EP2, PP2, "", EP2), id="experts", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_moves_between_layouts(corpus, run_command, tmp_path, model, layouts):
     """In float64, with dropout: layouts are saved, loaded, evaluated and continued by any other."""
-    exact = f"{RUN} --train-iters 10 --float64"
-    run_command(corpus, f"{exact} --save one")
-    for layout, stop in ((TP2, 2), (DP2, 4), (PP2, 6), ("", 8), (CP2, 10)):
-        run_command(corpus, f"{exact} {layout} --save moved --load moved --exit-interval {stop}")
-    one, moved = steps(corpus / "one"), steps(corpus / "moved")
+    exact = f"{RUN} {model} --train-iters 10 --float64"
+    run_command(corpus, f"{exact} --save {tmp_path}/one")
+    for layout, stop in zip(layouts, range(2, 11, 2), strict=True):
+        options = f"--save {tmp_path}/moved --load {tmp_path}/moved --exit-interval {stop}"
+        run_command(corpus, f"{exact} {layout} {options}")
+    one, moved = steps(tmp_path / "one"), steps(tmp_path / "moved")
     assert moved.keys() == one.keys() == set(range(1, 11))
     for step, (loss, norm) in one.items():
         assert moved[step] == pytest.approx((loss, norm), abs=1e-9), step
     evaluations = [
-        [r["lm loss"] for r in read_records(corpus / run / "metrics.jsonl").validation]
+        [r["lm loss"] for r in read_records(tmp_path / run / "metrics.jsonl").validation]
         for run in ("one", "moved")
     ]
     assert evaluations[1] == pytest.approx(evaluations[0], abs=1e-9)

@@ -12,7 +12,10 @@ from megatron_parallel.tensor_parallel import RowParallelLinear
 
 PAGE = Path(__file__).parents[1] / "docs" / "parallelism.md"
 BY_TITLE = {job.title: job for job in JOBS}
-SAMPLE = ("tp2-tied", "tp2·sp-tied", "pp2-tied", "dp2-tied", "cp2-tied")
+SAMPLE = {
+    *("tp2-tied", "tp2·sp-tied", "pp2-tied", "dp2-tied", "cp2-tied"),
+    *("dp2·ep2-moe", "dp2·ep2·a2a-moe"),
+}
 
 
 def test_every_kind_of_parallelism_is_counted():

@@ -39,16 +39,18 @@ def layouts_table(pool: WorkerPool, bar: "tqdm[None]", failed: list[str]) -> str
     """Prove every layout."""
     lines = [
         "| layout | ranks | model | dropout | micro-batches | loss | norm | gradients | parameters "
-        "| fp32 loss | fp32 norm |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| rerouted | fp32 loss | fp32 norm |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case in CASES:
         bar.set_postfix_str(case.title)
         found, rough = prove(pool, case), prove_fp32(pool, case)
         if not (found.equal and rough.equal):
             failed.append(f"{case.title} is not equal to one rank: {found}, {rough}")
-        numbers = [found.loss, found.norm, found.gradient, found.parameter, rough.loss, rough.norm]
+        numbers = [found.loss, found.norm, found.gradient, found.parameter]
         words = [*facts(case), *(f"{number:.0e}" for number in numbers)]
+        words.append("" if found.rerouted is None else str(found.rerouted))
+        words += [f"{number:.0e}" for number in (rough.loss, rough.norm)]
         lines.append(f"| {' | '.join(words)} |")
         bar.update()
     return "\n".join(lines) + "\n"

@@ -30,8 +30,39 @@ MODELS = {
         add_bias_linear=False,
         untie_embeddings_and_output_weights=True,
     ),
+    "moe": GPTConfig(
+        **_SIZES,
+        ffn_hidden_size=48,
+        num_query_groups=4,
+        position_embedding_type="rope",
+        softmax_type="learnable",
+        num_experts=8,
+        moe_ffn_hidden_size=24,
+        moe_shared_expert_intermediate_size=16,
+        moe_layer_freq="[1]*2+[0]+[1]*2",
+        moe_aux_loss_coeff=0.02,
+        moe_z_loss_coeff=0.01,
+    ),
+    "moe-gated": GPTConfig(
+        **_SIZES,
+        normalization="RMSNorm",
+        activation="swiglu",
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=True,
+        num_experts=4,
+        moe_ffn_hidden_size=32,
+        moe_router_topk=1,
+        moe_router_pre_softmax=True,
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=0.05,
+    ),
 }
-"""GPT-2's kind (learned positions, LayerNorm, biases, tied) and Llama's."""
+"""GPT-2's kind (learned positions, LayerNorm, biases, tied), Llama's, and mixtures of experts.
+
+`moe` has biases in its experts, a shared one, attention sinks and both losses of a router.
+"""
+
+Model = Literal["tied", "untied", "moe", "moe-gated"]
 
 SPLITS = {
     1: (range(5),),
@@ -52,7 +83,9 @@ DATA_PARALLEL = {"sharded": SHARDED, "gathered": GATHERED}
 """By the word in a case's name: optimizer state cut; weights gathered during the forward pass."""
 RECOMPUTE = {
     "": Recompute(),
-    "selective": Recompute(granularity="selective", modules=("core_attn", "mlp", "layernorm")),
+    "selective": Recompute(
+        granularity="selective", modules=("core_attn", "mlp", "moe", "layernorm")
+    ),
     "uniform": Recompute(granularity="full", method="uniform", num_layers=2),
     "block": Recompute(granularity="full", method="block", num_layers=1),
     "cut": Recompute(
@@ -77,10 +110,11 @@ class Case:
         recompute: which of `RECOMPUTE`.
         comm: how attention goes over context-parallel ranks.
         per_document: whether context parallelism cuts every document by itself.
+        dispatcher: how tokens get to their experts.
     """
 
     layout: ParallelLayout
-    model: Literal["tied", "untied"]
+    model: Model
     sequence_parallel: bool = False
     dropout: bool = False
     micro_batch: int = 1
@@ -88,6 +122,7 @@ class Case:
     recompute: str = ""
     comm: str = "p2p"
     per_document: bool = False
+    dispatcher: Literal["allgather", "alltoall"] = "allgather"
 
     @property
     def config(self) -> GPTConfig:
@@ -111,6 +146,9 @@ class Case:
         parts += [f"{n}{d}" for n in ("pp", "vpp", "dp") if (d := getattr(layout, n)) > 1]
         parts += [word for word, used in DATA_PARALLEL.items() if used == self.data_parallel]
         parts += [self.recompute] if self.recompute else []
+        parts += [f"ep{layout.ep}"] if layout.ep > 1 else []
+        parts += [f"etp{layout.etp}"] if layout.etp not in (None, layout.tp) else []
+        parts += ["a2a"] if self.dispatcher == "alltoall" else []
         return "·".join(parts) or "one rank"
 
     @property
@@ -120,13 +158,15 @@ class Case:
 
     @property
     def reference(self) -> "Case":
-        """The same training on one rank, with other micro-batches."""
-        return Case(ParallelLayout(dp=1), self.model, dropout=self.dropout, micro_batch=4)
+        """The same training on one rank: with other micro-batches, unless experts are balanced.
+
+        The load of experts is balanced over each micro-batch, so that others have another loss.
+        """
+        micro_batch = self.micro_batch if self.config.num_experts else 4
+        return Case(ParallelLayout(dp=1), self.model, dropout=self.dropout, micro_batch=micro_batch)
 
 
-def _case(
-    model: Literal["tied", "untied"], micro_batch: int = 1, *options: str, **degrees: int
-) -> Case:
+def _case(model: Model, micro_batch: int = 1, *options: str, **degrees: int) -> Case:
     comm = next((word for word in ("a2a", "allgather", "a2a+p2p") if word in options), "p2p")
     nested = (2, degrees["cp"] // 2) if comm == "a2a+p2p" else None
     layout = ParallelLayout(**{"dp": 1, **degrees}, hierarchical_cp=nested)
@@ -141,6 +181,7 @@ def _case(
         next((option for option in options if option in RECOMPUTE), ""),
         comm,
         "documents" in options,
+        "alltoall" if "alltoall" in options else "allgather",
     )
 
 
@@ -196,5 +237,27 @@ CASES = (
     _case("untied", 1, tp=2, cp=2, pp=2),
     _case("tied", 1, "sp", "dropout", "a2a", tp=2, cp=2, pp=2),
     _case("untied", 1, "gathered", "allgather", cp=2, pp=2, vpp=2, dp=2),
+    _case("moe", 2, dp=2, ep=2),
+    _case("moe", 2, "alltoall", dp=2, ep=2),
+    _case("moe", 4, tp=2),
+    _case("moe", 2, "sp", "alltoall", tp=2, ep=2, etp=1),
+    _case("moe-gated", 2, "alltoall", "dropout", dp=2, ep=2),
+    _case("moe-gated", 2, "sp", tp=2),
+    _case("moe", 1, "alltoall", dp=4, ep=2),
+    _case("moe", 2, dp=4, ep=4),
+    _case("moe-gated", 1, "alltoall", dp=4, ep=4),
+    _case("moe", 2, "alltoall", pp=2, dp=2, ep=2),
+    _case("moe-gated", 1, "dropout", pp=2, dp=2, ep=2),
+    _case("moe", 2, "sp", "alltoall", tp=2, dp=2, ep=2),
+    _case("moe", 2, "sp", "alltoall", "dropout", tp=2, dp=2, ep=2, etp=1),
+    _case("moe", 2, "sp", tp=2, dp=2, ep=4, etp=1),
+    _case("moe", 2, tp=2, dp=2, ep=2, etp=2),
+    _case("moe-gated", 2, "alltoall", dp=2, ep=1, etp=2),
+    _case("moe", 1, "sp", "alltoall", "dropout", tp=2, pp=2, dp=2, ep=2),
+    _case("moe-gated", 1, "sp", "alltoall", tp=2, pp=2, vpp=2, dp=2, ep=4, etp=1),
+    _case("moe", 2, "alltoall", "gathered", dp=4, ep=2),
+    _case("moe", 2, "sp", "sharded", tp=2, dp=2, ep=2, etp=1),
+    _case("moe", 2, "alltoall", "dropout", "selective", dp=2, ep=2),
+    _case("moe-gated", 2, "sp", "uniform", tp=2, dp=2, ep=2),
 )
 """Layouts of 2, 4 and 8 ranks, each with the number of samples in a micro-batch."""

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from megatron_data import SequentialSampler
-from megatron_models import gpt_chunks
+from megatron_models import GPT, gpt_chunks
+from megatron_models.layers.moe import MoE
+from megatron_models.layers.router import Router, Routing
 from megatron_optim import (
     LearningRateSchedule,
     Optimizer,
@@ -37,12 +40,14 @@ class Outcome:
         norms: of the gradient of every step, before clipping.
         gradients: of the first and the last step, before clipping.
         parameters: after the last step.
+        routes: experts of every token, see `Routes`; empty in a model without experts.
     """
 
     losses: list[float]
     norms: list[float]
     gradients: tuple[list[Piece], list[Piece]]
     parameters: list[Piece]
+    routes: "Routes"
 
 
 def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate: float) -> Outcome:
@@ -53,6 +58,7 @@ def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate:
         split=SPLITS[mesh.layout.pp * mesh.layout.vpp],
         sequence_parallel=case.sequence_parallel,
         recompute=RECOMPUTE[case.recompute],
+        dispatcher=case.dispatcher,
         dtype=dtype,
         cp_comm_type=case.comm,
     )
@@ -67,6 +73,7 @@ def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate:
     )
     engine = StepEngine(task, mesh, case.data_parallel)
     make_asymmetric(engine)
+    routes = watch_routes(stages, mesh)
     optimizer = Recording(
         engine.parameters,
         engine.table,
@@ -89,10 +96,11 @@ def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate:
     )
     trainer.run()
     return Outcome(
-        losses=[report.losses["lm loss"] for report in reports.all],
+        losses=[loss for report in reports.all for loss in report.losses.values()],
         norms=[report.grad_norm for report in reports.all],
         gradients=optimizer.ends(),
         parameters=pieces(engine.views()),
+        routes=routes,
     )
 
 
@@ -110,6 +118,34 @@ class Recording(Optimizer):
         """The gradients of the first and the last step; none where no step was finite."""
         seen = vars(self).get("seen", [[]])
         return seen[0], seen[-1]
+
+
+Routes = dict[tuple[int, int, int], Tensor]
+"""Experts `[tokens, k]` by global layer, number of the micro-batch in the run, and part of it.
+
+Micro-batches are counted over all ranks and steps. Parts follow one another: tensor-parallel ranks
+have their own each.
+"""
+
+
+def watch_routes(stages: Sequence[GPT], mesh: Mesh) -> Routes:
+    """Note where routers send the tokens of every micro-batch from now on."""
+    routes: Routes = {}
+    dp, tp = mesh.axis("dp"), mesh.axis("tp")
+
+    def watch(layer: int, router: Router) -> None:
+        numbers = count()
+
+        def note(module: Router, arguments: object, routing: Routing) -> None:
+            routes[layer, next(numbers) * dp.size + dp.index, tp.index] = routing.experts
+
+        router.register_forward_hook(note)
+
+    for stage in stages:
+        for name, block in stage.layers.items():
+            if isinstance(block.mlp, MoE):
+                watch(int(name), block.mlp.router)
+    return routes
 
 
 class Reports(Callback):
@@ -145,13 +181,26 @@ def batches(case: Case, mesh: Mesh, consumed: int, steps: int) -> Iterator[Seque
     total = steps * GLOBAL_BATCH
     indices = iter(SequentialSampler(total, consumed, case.micro_batch, axis.index, axis.size))
     for _ in range(consumed, total, GLOBAL_BATCH):
-        yield [stack(next(indices)) for _ in range(case.accumulation)]
+        yield [stack(case, next(indices)) for _ in range(case.accumulation)]
 
 
-def stack(indices: Sequence[int]) -> Batch:
+def stack(case: Case, indices: Sequence[int]) -> Batch:
     """The samples of one micro-batch."""
     rows = [sample(index) for index in indices]
+    if case.config.num_experts:
+        rows = [padded(row) for row in rows]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def padded(row: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A sample that ends in padding, of a length of its own; every fourth does not."""
+    true = SEQUENCE - 3 * int(row["sample_ids"] % 4)
+    places = torch.arange(SEQUENCE)
+    return {
+        **row,
+        "loss_mask": row["loss_mask"] * (places < true),
+        "document_ids": torch.where(places < true, row["document_ids"], -1),
+    }
 
 
 def sample(index: int) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from megatron_parallel import Mesh
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor
 
+import layouts.defects_experts  # noqa: F401 - enters its defects
 from layouts.cases import Case
 from layouts.defects import planted
 from layouts.job import Outcome, Piece, train
@@ -33,17 +34,20 @@ class Differences:
         gradient: of any parameter in the first or last step, relative to the largest element of
             that gradient, or to a thousandth of the rms of all gradients if that is larger.
         parameter: after the last step.
+        rerouted: tokens of any layer and step that went to other experts; None without experts.
     """
 
     loss: float
     norm: float
     gradient: float
     parameter: float
+    rerouted: int | None = None
 
     @property
     def equal(self) -> bool:
-        """Whether all are within `LIMIT`; not a number is not."""
-        return all(x <= LIMIT for x in (self.loss, self.norm, self.gradient, self.parameter))
+        """Whether all are within `LIMIT` (not a number is not) and no token went astray."""
+        numbers = (self.loss, self.norm, self.gradient, self.parameter)
+        return all(x <= LIMIT for x in numbers) and not self.rerouted
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ def prove(
             for i in (0, 1)
         ),
         parameter=absolute(joined([r.parameters for r in ranks]), dict_of(whole.parameters)),
+        rerouted=rerouted(ranks, whole) if case.config.num_experts else None,
     )
 
 
@@ -104,6 +109,18 @@ def largest(ranks: Sequence[Outcome], whole: Outcome, name: str) -> float:
     """Largest difference of a number that every rank has for every step."""
     ours = torch.tensor([getattr(rank, name) for rank in ranks], dtype=torch.float64)
     return float((ours - torch.tensor(getattr(whole, name), dtype=torch.float64)).abs().max())
+
+
+def rerouted(ranks: Sequence[Outcome], whole: Outcome) -> int:
+    """Tokens, over all layers and micro-batches, that did not go where they go on one rank."""
+    parts = {key: experts for rank in ranks for key, experts in rank.routes.items()}
+    count = 0
+    for (layer, number, _), expected in whole.routes.items():
+        keys = sorted(key for key in parts if key[:2] == (layer, number))
+        found = torch.cat([parts[key] for key in keys]) if keys else expected.new_empty(0)
+        same = found.shape == expected.shape
+        count += int((found != expected).any(1).sum()) if same else len(expected)
+    return count
 
 
 def joined(ranks: Sequence[Sequence[Piece]]) -> dict[str, list[tuple[tuple[int, ...], Tensor]]]:

@@ -26,6 +26,7 @@ from megatron_train.tasks.task import Batch
 from tqdm import tqdm
 
 from layouts.output import publish
+from layouts.traffic_experts import Routed, routed_layers, routed_parameters
 
 STEPS = 2
 """Of a run that is counted: were the first step another than the second, no formula would fit."""
@@ -52,8 +53,20 @@ MODELS = {
         add_bias_linear=False,
         untie_embeddings_and_output_weights=True,
     ),
+    "moe": GPTConfig(
+        **_SIZES,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        activation="swiglu",
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=True,
+        num_experts=4,
+        moe_router_topk=4,
+        moe_ffn_hidden_size=160,
+        moe_aux_loss_coeff=0.01,
+    ),
 }
-"""GPT-2's kind and Llama's; both have more parameters than one bucket holds."""
+"""GPT-2's kind and Llama's, which have more parameters than one bucket holds, and experts."""
 
 ELEMENT = 4  # bytes of float32
 NUMBER = 8  # bytes of a float64 or int64
@@ -68,6 +81,7 @@ class Job:
     sequence_parallel: bool = False
     model: str = "tied"
     comm: str = "p2p"
+    dispatcher: str = "allgather"
 
     @property
     def config(self) -> GPTConfig:
@@ -77,21 +91,30 @@ class Job:
     @property
     def name(self) -> str:
         """Degrees that are not 1, for example `tp2·sp·pp2`."""
-        names = ("tp", "sp", "cp", "pp", "vpp", "dp")
+        names = ("tp", "sp", "cp", "pp", "vpp", "dp", "ep")
         sizes = {n: getattr(self.layout, n) for n in names if n != "sp"}
         degrees = {n: f"{n}{size}" for n, size in sizes.items() if size > 1}
         degrees |= {"sp": "sp"} if self.sequence_parallel else {}
         degrees |= {"cp": f"{degrees['cp']}·{self.comm}"} if self.comm != "p2p" else {}
-        return "·".join(degrees[n] for n in names if n in degrees)
+        degrees |= {"a2a": "a2a"} if self.dispatcher == "alltoall" else {}
+        return "·".join(degrees[n] for n in (*names, "a2a") if n in degrees)
 
     @property
     def title(self) -> str:
         """Name and model, for test identifiers."""
         return f"{self.name}-{self.model}"
 
+    @property
+    def losses(self) -> int:
+        """How many there are: that of the model, and of its routers."""
+        return 2 if self.config.num_experts else 1
 
-def _job(model: str = "tied", *, sp: bool = False, comm: str = "p2p", **degrees: int) -> Job:
-    return Job(ParallelLayout(**{"dp": 1, **degrees}), sp, model, comm)
+
+def _job(
+    model: str = "tied", *, sp: bool = False, comm: str = "p2p", a2a: bool = False, **degrees: int
+) -> Job:
+    layout = ParallelLayout(**{"dp": 1, **degrees})
+    return Job(layout, sp, model, comm, "alltoall" if a2a else "allgather")
 
 
 JOBS = (
@@ -112,6 +135,10 @@ JOBS = (
     _job("untied", cp=4, comm="allgather"),
     _job("untied", tp=2, sp=True, cp=2, dp=2),
     _job(tp=2, cp=2, comm="a2a", pp=2),
+    _job("moe", dp=2, ep=2),
+    _job("moe", a2a=True, dp=2, ep=2),
+    _job("moe", a2a=True, dp=4, ep=2),
+    _job("moe", sp=True, a2a=True, tp=2, pp=2, ep=2, etp=1),
 )
 
 
@@ -139,7 +166,7 @@ def formula(job: Job, rank: int) -> list[Message]:
     ends = [{"first": n == 0, "last": n == layout.pp * layout.vpp - 1} for n in stages]
     found = [message for end in ends for message in activations(job, **end)]
     found += [message for end in ends for message in gradients(job, **end)]
-    found += scalars(layout)
+    found += scalars(layout, job.losses)
     return [message for message in found if message.calls]
 
 
@@ -150,9 +177,10 @@ def activations(job: Job, *, first: bool, last: bool) -> Iterator[Message]:
     tokens = LENGTH // job.layout.cp * SAMPLES
     whole = tokens * job.config.hidden_size * ELEMENT  # s b h
     part = whole // t if job.sequence_parallel else whole
+    each = 2 if job.config.num_experts else 4  # experts have their own messages
     if t > 1:
-        pairs = m * (4 * layers + first + last)
-        what = "4 each layer, 1 embedding, 1 output"
+        pairs = m * (each * layers + first + last)
+        what = f"{each} each layer, 1 embedding, 1 output"
         if job.sequence_parallel:
             yield Message(what, "tp", "all_gather", pairs, pairs * part)
             yield Message(what, "tp", "reduce_scatter", pairs, pairs * whole)
@@ -162,6 +190,9 @@ def activations(job: Job, *, first: bool, last: bool) -> Iterator[Message]:
             what = "3 numbers each token, in 2"
             yield Message(what, "tp", "all_reduce of token losses", 2 * m, m * 3 * tokens * ELEMENT)
     yield from attention(job, m * layers, tokens)
+    if job.config.num_experts:
+        routed = Routed(job.config, job.layout, job.dispatcher, m * layers, tokens // t, ELEMENT)
+        yield from (Message(*message) for message in routed_layers(routed))
     what = "1 each micro-batch and border"
     borders = {
         "send of activations": not last,
@@ -202,9 +233,11 @@ def gradients(job: Job, *, first: bool, last: bool) -> Iterator[Message]:
     """The sums of the gradients of one stage, once a step."""
     ranks = (job.layout.dp or 1) * job.layout.cp
     data = ["dp" if job.layout.cp == 1 else "dp_cp"] if ranks > 1 else []
-    axes = {"whole": data, "partial": [*data, "tp"], "tied": [*data, "embedding"]}
+    tensor = ["tp"] if job.layout.tp > 1 else []
+    axes = {"whole": data, "partial": [*data, *tensor], "tied": [*data, "embedding"]}
+    axes["expert"] = ["expert_dp"] if job.layout.expert_dp > 1 else []
     for kind, sizes in parameters(job, first=first, last=last).items():
-        filled = buckets(sizes, ranks)
+        filled = buckets(sizes, job.layout.expert_dp if kind == "expert" else ranks)
         for axis in axes[kind]:
             what = f"{sum(sizes):,} parameters"
             nbytes = ELEMENT * sum(filled)
@@ -222,20 +255,25 @@ def parameters(job: Job, *, first: bool, last: bool) -> dict[str, list[int]]:
     norms = [h] * (2 if gpt2 else 1)
     tied = not c.untie_embeddings_and_output_weights
     stages = job.layout.pp * job.layout.vpp
-    sizes: dict[str, list[int]] = {"tied": [], "partial": [], "whole": []}
+    sizes: dict[str, list[int]] = {"tied": [], "partial": [], "whole": [], "expert": []}
     local = sizes["partial"] if job.sequence_parallel else sizes["whole"]  # seen in part
     word = sizes["tied"] if tied and stages > 1 else sizes["whole"]
     if first or (last and tied):
         word.append(v * h // t)
     if first and gpt2:
         local.append(c.max_position_embeddings * h)
+    pairs = [((fused // t, h), (h, inner // t)), ((up // t, h), (h, f // t))]
     for _ in range(c.num_layers // stages):
-        for columns, rows in (((fused // t, h), (h, inner // t)), ((up // t, h), (h, f // t))):
+        for columns, rows in pairs[:1] if c.num_experts else pairs:
             local.extend(norms)
             sizes["whole"].append(columns[0] * columns[1])
             sizes["whole"].extend([columns[0]] * gpt2)
             sizes["whole"].append(rows[0] * rows[1])
             local.extend([h] * gpt2)
+        if c.num_experts:
+            local.extend(norms)
+            for kind, found in routed_parameters(c, job.layout).items():
+                sizes[kind].extend(found)
     if last:
         local.extend(norms)
         sizes["whole"].extend([] if tied else [v * h // t])
@@ -257,19 +295,23 @@ def up_to(number: int, step: int) -> int:
     return -(-number // step) * step
 
 
-def scalars(layout: ParallelLayout) -> Iterator[Message]:
-    """Numbers that all ranks must have, once a step, 8 bytes each."""
-    samples = (layout.dp or 1) * layout.cp
+def scalars(layout: ParallelLayout, losses: int = 1) -> Iterator[Message]:
+    """Numbers that all ranks must have, once a step, 8 bytes each; a denominator for each loss."""
+    samples, world = (layout.dp or 1) * layout.cp, layout.world_size
     stage = layout.tp * samples
     data = "dp" if layout.cp == 1 else "dp_cp"
+    if (layout.dp or 1) > 1:
+        what = "numbers of true tokens"
+        yield Message(what, "dp", "all_reduce of token counts", 1, NUMBER * losses)
+    if losses > 1 and world > 1:
+        yield Message("losses inside", "world", "all_reduce of inner loss sums", 1, NUMBER)
     for what, axis, operation, ranks in (
-        ("number of true tokens", "dp", "all_reduce of token counts", layout.dp),
         ("loss", data, "all_reduce of loss sums", samples),
         ("gradient norm of a stage", "tp_dp_cp", "all_reduce of gradient norm", stage),
         ("gradient norm", "pp", "all_reduce of gradient norm", layout.pp),
         ("step digest", "pp", "all_gather of step digest", layout.pp),
         ("loss of the last stage", "pp", "broadcast of loss sums", layout.pp),
-        ("whether to stop", "world", "all_reduce of wishes to stop", layout.world_size),
+        ("whether to stop", "world", "all_reduce of wishes to stop", world),
     ):
         yield Message(what, axis, operation, int(ranks != 1), NUMBER * (ranks != 1))
 
@@ -289,7 +331,11 @@ def added(messages: list[Message], times: int = 1) -> Totals:
 def count(mesh: Mesh, job: Job) -> Totals:
     """What this rank communicates in a run of `STEPS` steps."""
     stages = gpt_chunks(
-        job.config, mesh, sequence_parallel=job.sequence_parallel, cp_comm_type=job.comm
+        job.config,
+        mesh,
+        sequence_parallel=job.sequence_parallel,
+        cp_comm_type=job.comm,
+        dispatcher=job.dispatcher,
     )
     engine = StepEngine(GPTTask(stages, None), mesh)
     settings = OptimizerConfig(lr=1e-4, clip_grad=1.0)
@@ -353,7 +399,7 @@ def differences(job: Job, rank: int, counted: Totals) -> list[str]:
 def rows(job: Job, counted: Totals) -> list[str]:
     """A step of rank 0; messages of one number are taken together."""
     expected = added(formula(job, 0))
-    small = set(added(list(scalars(job.layout))))
+    small = set(added(list(scalars(job.layout, job.losses))))
     shown = {key: (key[0], key[1]) for key in dict.fromkeys([*expected, *counted])}
     shown |= {key: ("", "numbers") for key in shown if key in small}
     found: dict[tuple[str, str], list[float]] = {}

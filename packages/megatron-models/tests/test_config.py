@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from megatron_models.config import ConfigError, GPTConfig
+from megatron_models.config import GPTConfig
+from megatron_models.errors import ConfigError
 
 
 def test_unset_sizes_are_filled_in_as_megatron_does(small):

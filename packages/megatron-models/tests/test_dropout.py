@@ -1,7 +1,7 @@
 import pytest
 import torch
 from megatron_models.cache import StaticKVCache
-from megatron_models.config import ConfigError
+from megatron_models.errors import ConfigError
 from megatron_models.gpt import GPT
 from megatron_models.layers.dropout import Dropout
 from megatron_parallel import DropoutKey, LayoutError, Mesh

@@ -2,14 +2,14 @@ import re
 from importlib.metadata import entry_points
 
 import pytest
-from megatron_models.config import ConfigError
-from megatron_models.families import gpt2, llama
+from megatron_models.errors import ConfigError
+from megatron_models.families import gpt2, llama, mixtral
 from megatron_models.parameters import parameter_shapes
 
 OPERATIONS = {
     "transpose": set(),
     "concat": {"dim", "sizes"},
-    "reshape": {"shape"},
+    "reshape": {"shape", "source"},
     "interleave_qkv": {"heads", "groups", "head_dim"},
     "stack": {"dim"},
     "rope_permute": {"heads", "head_dim"},
@@ -55,6 +55,13 @@ LLAMA = {
         "original_max_position_embeddings": 8,
     },
 }
+MIXTRAL = {k: v for k, v in LLAMA.items() if k not in ("attention_bias", "mlp_bias")} | {
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
 CASES = [
     (gpt2.FAMILY, GPT2),
     (gpt2.FAMILY, GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu"}),
@@ -62,6 +69,7 @@ CASES = [
     (llama.FAMILY, LLAMA | {"tie_word_embeddings": True, "rope_scaling": None}),
     (llama.FAMILY, LLAMA | {"attention_bias": True, "mlp_bias": True}),
     (llama.FAMILY, LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    (mixtral.FAMILY, MIXTRAL),
 ]
 
 
@@ -75,6 +83,7 @@ def test_families_are_found_by_their_entry_points():
     found = {entry.name: entry.load() for entry in entry_points(group="megatron.families")}
     assert found["gpt2"] is gpt2.FAMILY
     assert found["llama"] is llama.FAMILY
+    assert found["mixtral"] is mixtral.FAMILY
 
 
 @pytest.mark.parametrize(("family", "theirs"), CASES)
@@ -84,7 +93,7 @@ def test_rows_cover_every_parameter_exactly_once(family, theirs):
     assert sorted(names) == sorted(parameter_shapes(config))
 
 
-@pytest.mark.parametrize("family", [gpt2.FAMILY, llama.FAMILY])
+@pytest.mark.parametrize("family", [gpt2.FAMILY, llama.FAMILY, mixtral.FAMILY])
 def test_rows_use_only_the_closed_list_of_operations_and_existing_fields(family, small):
     config = small()
     for ours, theirs, operations in family.rows:
@@ -98,7 +107,7 @@ def test_rows_use_only_the_closed_list_of_operations_and_existing_fields(family,
                     assert isinstance(getattr(config, value[1:]), int)
 
 
-@pytest.mark.parametrize("family", [gpt2.FAMILY, llama.FAMILY])
+@pytest.mark.parametrize("family", [gpt2.FAMILY, llama.FAMILY, mixtral.FAMILY])
 def test_conditions_name_rows_and_boolean_settings(family, small):
     ours = {row[0] for row in family.rows}
     for pattern, setting in family.conditions.items():
@@ -132,10 +141,13 @@ def test_rope_parameters_of_transformers_5_are_read_too():
         (llama.FAMILY, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         (llama.FAMILY, {"rope_scaling": {"rope_type": "llama3"}}, "factor"),
         (llama.FAMILY, {"num_key_value_heads": 3}, "num_query_groups 3"),
+        (mixtral.FAMILY, {"sliding_window": 4096}, "sliding_window"),
+        (mixtral.FAMILY, {"num_local_experts": None}, "num_local_experts"),
     ],
 )
 def test_a_foreign_model_we_do_not_implement_is_refused_by_name(family, change, words):
-    theirs = (GPT2 if family is gpt2.FAMILY else LLAMA) | change
+    known = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL}
+    theirs = known[family.name] | change
     with pytest.raises(ConfigError, match=words):
         family.config_from_hf(theirs)
 
@@ -148,8 +160,21 @@ def test_a_foreign_model_we_do_not_implement_is_refused_by_name(family, change, 
         (gpt2.FAMILY, {"kv_channels": 12}, "query_size"),
         (gpt2.FAMILY, {"activation": "swiglu"}, "swiglu"),
         (llama.FAMILY, {}, "position_embedding_type"),
+        (llama.FAMILY, {"num_experts": 4}, "num_experts = 0"),
+        (llama.FAMILY, {"softmax_type": "learnable"}, "softmax_type"),
+        (mixtral.FAMILY, {}, "moe_layers"),
+        (mixtral.FAMILY, {"num_experts": 4, "moe_layer_freq": "2"}, "moe_layers"),
     ],
 )
 def test_a_model_the_family_cannot_express_is_not_exported(small, family, changes, words):
     with pytest.raises(ConfigError, match=words):
         family.config_to_hf(small(**changes))
+
+
+def test_names_of_experts_are_written_out(small):
+    config = small(num_experts=3, untie_embeddings_and_output_weights=True)
+    rows = {ours: theirs for ours, theirs, _ in mixtral.FAMILY.active_rows(config)}
+    block = "model.layers.{i}.block_sparse_moe.experts."
+    assert rows["layers.{i}.mlp.experts.up.weight"] == tuple(
+        f"{block}{e}.{part}.weight" for e in range(3) for part in ("w1", "w3")
+    )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron_kernels import Mask
 from megatron_models.cache import StaticKVCache
-from megatron_models.config import ConfigError
+from megatron_models.errors import ConfigError
 from megatron_models.gpt import GPT
 from megatron_models.parameters import parameter_count, parameter_shapes
 from megatron_parallel import (

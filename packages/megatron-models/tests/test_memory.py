@@ -36,6 +36,19 @@ def test_estimated_activations_are_what_autograd_keeps(config, precision):
         assert estimate <= kept <= estimate + norms * tokens.numel() * config.hidden_size * 8
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_estimated_activations_of_experts(small, precision, gated):
+    changes = {"activation": "swiglu", "add_bias_linear": False} if gated else {}
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_layer_freq": "2"}
+    config = small(**experts, **changes, moe_shared_expert_intermediate_size=16)
+    model = GPT(config, Mesh.single(), dtype=getattr(torch, precision))
+    tokens = torch.randint(config.vocab_size, (3, 15))
+    kept = kept_for_backward(model, tokens)
+    estimate = training_memory(config, 15, 3, precision).activations
+    assert estimate == pytest.approx(kept, rel=0.03)
+
+
 def test_parameters_gradients_and_moments(small):
     config = small(hidden_size=64, vocab_size=500)
     count = parameter_count(config, padded=True)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from megatron_models.cache import StaticKVCache
-from megatron_models.config import ConfigError
+from megatron_models.errors import ConfigError
 from megatron_models.gpt import GPT, gpt_chunks
 from megatron_models.stages import plan_stage
 from megatron_parallel import LayoutError, Mesh, ParallelLayout, Passed, collect_shardings

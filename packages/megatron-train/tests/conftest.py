@@ -21,6 +21,7 @@ class BigramTask:
 
     family = "bigram"
     losses = ("lm loss",)
+    inner_losses = ()
     model_config = {"vocabulary": VOCABULARY}  # noqa: RUF012
 
     def __init__(self) -> None:

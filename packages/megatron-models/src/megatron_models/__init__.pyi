@@ -1,13 +1,14 @@
 from ._version import __version__ as __version__
 from .cache import KVCache as KVCache
 from .cache import StaticKVCache as StaticKVCache
-from .config import ConfigError as ConfigError
 from .config import GPTConfig as GPTConfig
+from .errors import ConfigError as ConfigError
 from .families.family import Family as Family
 from .flops import gpt_flops as gpt_flops
 from .gpt import GPT as GPT
 from .gpt import gpt_chunks as gpt_chunks
 from .layers.dropout import Dropout as Dropout
+from .layers.router import inner_losses as inner_losses
 from .memory import TrainingMemory as TrainingMemory
 from .memory import training_memory as training_memory
 from .parameters import parameter_count as parameter_count

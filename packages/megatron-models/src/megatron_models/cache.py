@@ -8,7 +8,8 @@ from jaxtyping import Float
 from megatron_parallel import Mesh
 from torch import Tensor
 
-from megatron_models.config import ConfigError, GPTConfig
+from megatron_models.config import GPTConfig
+from megatron_models.errors import ConfigError
 
 
 @runtime_checkable

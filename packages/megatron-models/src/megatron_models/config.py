@@ -10,18 +10,18 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args
 
-from megatron_parallel import FieldError
+from megatron_models.config_checks import FILLED, check_fit, check_range, check_type
+from megatron_models.errors import ConfigError
+from megatron_models.layer_pattern import layer_pattern
 
 PositionEmbedding = Literal["learned_absolute", "rope"]
+LoadBalancing = Literal["none", "aux_loss", "seq_aux_loss"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 RopeScalingType = Literal["none", "linear", "llama3"]
 Normalization = Literal["LayerNorm", "RMSNorm"]
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
-
-
-class ConfigError(FieldError):
-    """A model configuration, or a request made to a model, that cannot be met."""
 
 
 def _flag(flag: str, help_text: str, **metadata: Any) -> dict[str, Any]:
@@ -180,6 +180,69 @@ class GPTConfig:
             "an output matrix of its own instead of the token embedding",
         ),
     )
+    softmax_type: SoftmaxType = field(
+        default="vanilla",
+        metadata=_flag(
+            "--softmax-type",
+            "of attention: a sink beside the keys, which takes a share and has no value, with a "
+            "logit of 0 (off-by-one) or a learned one for each head (learnable)",
+            choices=get_args(SoftmaxType),
+        ),
+    )
+    num_experts: int = field(
+        default=0,
+        metadata=_flag(
+            "--num-experts",
+            "experts in place of each feed-forward layer (mixture of experts); 0: none",
+        ),
+    )
+    moe_router_topk: int = field(
+        default=2, metadata=_flag("--moe-router-topk", "experts that each token goes to")
+    )
+    moe_ffn_hidden_size: int = field(
+        default=0,
+        metadata=_flag(
+            "--moe-ffn-hidden-size", "width of one expert; 0: ffn_hidden_size", unit="channels"
+        ),
+    )
+    moe_shared_expert_intermediate_size: int = field(
+        default=0,
+        metadata=_flag(
+            "--moe-shared-expert-intermediate-size",
+            "width of an expert that every token goes to besides; 0: none",
+            unit="channels",
+        ),
+    )
+    moe_layer_freq: str = field(
+        default="1",
+        metadata=_flag(
+            "--moe-layer-freq",
+            "which layers have experts: every N-th from the first, or a pattern of ones and zeros "
+            "such as [0]+[1]*3",
+        ),
+    )
+    moe_router_pre_softmax: bool = field(
+        default=False,
+        metadata=_flag(
+            "--moe-router-pre-softmax",
+            "softmax over all experts before the choice instead of over the chosen ones after it",
+        ),
+    )
+    moe_router_load_balancing_type: LoadBalancing = field(
+        default="aux_loss",
+        metadata=_flag(
+            "--moe-router-load-balancing-type",
+            "load is balanced over a micro-batch, over each of its sequences, or not at all",
+            choices=get_args(LoadBalancing),
+        ),
+    )
+    moe_aux_loss_coeff: float = field(
+        default=0.0, metadata=_flag("--moe-aux-loss-coeff", "weight of the load balancing loss")
+    )
+    moe_z_loss_coeff: float = field(
+        default=0.0,
+        metadata=_flag("--moe-z-loss-coeff", "weight of the z loss, which keeps router logits low"),
+    )
     init_method_std: float = field(
         default=0.02,
         metadata=_flag(
@@ -191,9 +254,9 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
-            _check_type(self, each)
-        _check_range(self)
-        unset = [name for name in _FILLED if getattr(self, name) == 0]
+            check_type(self, each)
+        check_range(self)
+        unset = [name for name in FILLED if getattr(self, name) == 0]
         if "kv_channels" in unset and self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 "{hidden_size} is not a multiple of {num_attention_heads}; change one of them or "
@@ -207,7 +270,9 @@ class GPTConfig:
         }
         for name in unset:
             object.__setattr__(self, name, defaults[name])
-        _check_fit(self)
+        if self.num_experts and not self.moe_ffn_hidden_size:
+            object.__setattr__(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
+        check_fit(self)
 
     def _default_ffn(self) -> int:
         if self.activation != "swiglu":
@@ -246,6 +311,13 @@ class GPTConfig:
     def gated(self) -> bool:
         """Whether the feed-forward layer is gated, so that its first matrix is double."""
         return self.activation == "swiglu"
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """For every layer, whether experts take the place of its feed-forward layer."""
+        if not self.num_experts:
+            return (False,) * self.num_layers
+        return layer_pattern(self.moe_layer_freq, self.num_layers)
 
     @property
     def output_std(self) -> float:
@@ -296,88 +368,3 @@ class GPTConfig:
                 f"the model configuration is a JSON {type(values).__name__}, not a map"
             )
         return cls.from_dict(values)
-
-
-_FILLED = ("num_query_groups", "kv_channels", "ffn_hidden_size")
-_POSITIVE = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-    *_FILLED,
-    "make_vocab_size_divisible_by",
-    "rotary_base",
-    "rope_scaling_factor",
-    "rope_scaling_low_freq_factor",
-    "rope_scaling_high_freq_factor",
-    "rope_scaling_original_length",
-    "norm_epsilon",
-    "init_method_std",
-)
-
-
-def _check_type(config: GPTConfig, entry: "dataclasses.Field[Any]") -> None:
-    """Refuse a value of another type; an integer given for a float becomes one."""
-    value, kind = getattr(config, entry.name), entry.type
-    if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        if value in choices:
-            return
-        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"{{{entry.name}:name}} is {{{entry.name}:repr}}, not one of "
-            f"{', '.join(choices)}{hint}",
-            vars(config),
-        )
-    if kind is float and type(value) is int:
-        object.__setattr__(config, entry.name, float(value))
-        return
-    if type(value) is not kind:
-        wanted = {int: "an integer", float: "a number", bool: "true or false"}[kind]  # type: ignore[index]
-        raise ConfigError(
-            f"{{{entry.name}:name}} must be {wanted}, not {{{entry.name}:repr}}", vars(config)
-        )
-
-
-def _check_range(config: GPTConfig) -> None:
-    for name in _POSITIVE:
-        value = getattr(config, name)
-        if value == 0 and name in _FILLED:
-            continue
-        if not (value > 0 and math.isfinite(value)):
-            raise ConfigError(
-                f"{{{name}:name}} must be a positive number, not {{{name}:repr}}", vars(config)
-            )
-    if not 0 < config.rotary_percent <= 1:
-        raise ConfigError(
-            "{rotary_percent:name} must lie in (0, 1], not {rotary_percent:repr}", vars(config)
-        )
-
-
-def _check_fit(config: GPTConfig) -> None:
-    heads, groups = config.num_attention_heads, config.num_query_groups
-    if heads % groups:
-        raise ConfigError(
-            "{num_attention_heads} is not a multiple of {num_query_groups}; every group needs "
-            "equally many heads",
-            vars(config),
-        )
-    if config.position_embedding_type == "rope":
-        _check_rope(config)
-
-
-def _check_rope(config: GPTConfig) -> None:
-    if config.rotary_dim < 2 or config.rotary_dim % 2:
-        raise ConfigError(
-            "rotary positions turn pairs of channels, but {kv_channels} x {rotary_percent} gives "
-            f"{config.rotary_dim}; make it even",
-            vars(config),
-        )
-    low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
-    if config.rope_scaling_type == "llama3" and low >= high:
-        raise ConfigError(
-            "{rope_scaling_low_freq_factor} must be below {rope_scaling_high_freq_factor}",
-            vars(config),
-        )

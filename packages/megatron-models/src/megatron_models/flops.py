@@ -2,7 +2,8 @@
 
 Counts the matrix products of one forward and one backward pass (two operations per multiply-add,
 the backward twice the forward); causal attention counts half of the square. Recomputed activations
-are not counted: this is the numerator of model FLOPs utilisation (MFU), as in Megatron-LM.
+are not counted, nor are experts that a token does not go to: this is the numerator of model FLOPs
+utilisation (MFU), as in Megatron-LM.
 """
 
 from megatron_models.config import GPTConfig
@@ -34,8 +35,18 @@ def gpt_flops(
     hidden, query = config.hidden_size, config.query_size
     key_value = config.num_query_groups * config.kv_channels
     projections = hidden * (query + 2 * key_value) + query * hidden
-    feed_forward = hidden * config.ffn_hidden_size * (3 if config.gated else 2)
-    matrices = config.num_layers * (projections + feed_forward) + hidden * config.padded_vocab_size
+    feed_forward = sum(_feed_forward(config, experts) for experts in config.moe_layers)
+    matrices = config.num_layers * projections + feed_forward + hidden * config.padded_vocab_size
     # Scores and weighted values: two products of query * length^2, of which causality keeps half.
     attention = config.num_layers * query * squared_lengths
     return _PASSES * _MULTIPLY_ADD * (tokens * matrices + attention)
+
+
+def _feed_forward(config: GPTConfig, experts: bool) -> int:
+    """Elements of the matrices that one token is multiplied with."""
+    per_channel = config.hidden_size * (3 if config.gated else 2)
+    if not experts:
+        return per_channel * config.ffn_hidden_size
+    chosen = config.moe_router_topk * config.moe_ffn_hidden_size
+    width = chosen + config.moe_shared_expert_intermediate_size
+    return per_channel * width + config.hidden_size * config.num_experts

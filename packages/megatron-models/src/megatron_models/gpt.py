@@ -5,9 +5,9 @@ from typing import cast
 
 import megatron_parallel
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from megatron_kernels import Mask
-from megatron_parallel import Init, Mesh, Recompute, initialize_parameters
+from megatron_parallel import Init, InnerLosses, Mesh, Recompute, initialize_parameters
 from megatron_parallel.context_parallel import ContextSplit, check_length
 from megatron_parallel.tensor_parallel import (
     ColumnParallelLinear,
@@ -17,7 +17,8 @@ from megatron_parallel.tensor_parallel import (
 from torch import Tensor, nn
 
 from megatron_models.cache import KVCache
-from megatron_models.config import ConfigError, GPTConfig
+from megatron_models.config import GPTConfig
+from megatron_models.errors import ConfigError
 from megatron_models.layers.block import Block
 from megatron_models.layers.context import Context
 from megatron_models.layers.context_parallel import ContextParallel, check_context_parallel
@@ -50,6 +51,8 @@ class GPT(nn.Module):
             then partial sums, which `megatron_parallel.GradientBuffers` adds up.
         recompute: what is computed again in the backward pass, and where the rest is kept; by
             default everything that autograd asks for is kept.
+        dispatcher: how tokens get to the experts of a mixture of experts: ``allgather`` or
+            ``alltoall``, see `megatron_parallel.expert_parallel.dispatch`.
         dtype: of the parameters; the loss is float32, or float64 for a float64 model.
         device: of the parameters; by default the mesh's device.
         seed: of the initial weights.
@@ -79,6 +82,7 @@ class GPT(nn.Module):
         split: Sequence[range] | None = None,
         sequence_parallel: bool = False,
         recompute: Recompute | None = None,
+        dispatcher: str = "allgather",
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         seed: int = 1234,
@@ -112,7 +116,9 @@ class GPT(nn.Module):
         if config.position_embedding_type == "rope":
             self.rotary = RotaryTable(config, dtype, device)
         # Keyed by the global layer number, so that a pipeline stage's names are the whole model's.
-        self.layers = nn.ModuleDict({str(i): Block(config, mesh, i, *place) for i in plan.layers})
+        self.layers = nn.ModuleDict(
+            {str(i): Block(config, mesh, i, *place, dispatcher) for i in plan.layers}
+        )
         self.final_norm: Norm | None = None
         self.output: ColumnParallelLinear | None = None
         if plan.last:
@@ -165,6 +171,7 @@ class GPT(nn.Module):
         dropout: Dropout | None = None,
         cache: KVCache | None = None,
         split: ContextSplit | None = None,
+        inner: InnerLosses | None = None,
     ) -> Float[Tensor, "..."]:
         """Run this stage.
 
@@ -185,6 +192,7 @@ class GPT(nn.Module):
             cache: keys and values of earlier tokens, to which those of these tokens are added.
             split: which places each context-parallel rank holds; by default a zig-zag over the
                 whole sequence.
+            inner: takes the losses of routers, when training; without it there are none.
 
         Returns:
             Activations like ``x`` of a later stage; from the last stage the loss of each token,
@@ -220,7 +228,10 @@ class GPT(nn.Module):
                 positions = mask.positions[:, offset:end]
             mask = mask.prepare(length, end, offset, device=x.device)
         angles = None if self.rotary is None else self.rotary(length, offset, positions)
-        context = Context(mask, angles, cache, offset, dropped, parallel, self.recompute)
+        padding = self._padding(mask, offset, end, split)
+        context = Context(
+            mask, angles, cache, offset, dropped, parallel, self.recompute, padding, inner
+        )
         if self.embedding is not None and self.first:
             x = self.embedding(x, positions, offset)
             x = context.drop(x, EMBEDDING_LAYER, EMBEDDING)
@@ -258,6 +269,20 @@ class GPT(nn.Module):
         return self.forward(
             tokens, labels=labels, positions=positions, mask=mask, dropout=dropout, split=split
         )
+
+    def _padding(
+        self, mask: Mask, offset: int, end: int, split: ContextSplit | None
+    ) -> Bool[Tensor, "s b"] | None:
+        """Where these tokens are padding; None if nothing says so or no router asks."""
+        if mask.document_ids is None or not self.config.num_experts:
+            return None
+        if mask.query_document_ids is not None:
+            ids = mask.query_document_ids
+        elif split is not None and self.cp.size > 1:
+            ids = split.take(mask.document_ids, self.cp.index)
+        else:
+            ids = mask.document_ids[:, offset:end]
+        return (ids < 0).t()
 
     def _sequence_length(self, x: Tensor) -> int:
         """Tokens that this rank and its tensor-parallel group hold, from tokens or activations."""
@@ -317,6 +342,7 @@ def gpt_chunks(
     split: Sequence[range] | None = None,
     sequence_parallel: bool = False,
     recompute: Recompute | None = None,
+    dispatcher: str = "allgather",
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     seed: int = 1234,
@@ -334,6 +360,7 @@ def gpt_chunks(
             split=split,
             sequence_parallel=sequence_parallel,
             recompute=recompute,
+            dispatcher=dispatcher,
             dtype=dtype,
             device=device,
             seed=seed,

@@ -14,6 +14,7 @@ from megatron_models.parameters import parameter_count
 Precision = Literal["float32", "bfloat16"]
 
 _FP32 = 4
+_INDEX = 8
 _MOMENTS = 2  # of AdamW, in float32
 
 
@@ -61,7 +62,10 @@ def training_memory(
 
 
 def _bytes_per_token(config: GPTConfig, size: int) -> int:
-    layers = config.num_layers * (_attention(config, size) + _feed_forward(config, size))
+    routed = sum(config.moe_layers)
+    layers = config.num_layers * (_attention(config, size) + _norm(config, size))
+    layers += (config.num_layers - routed) * _feed_forward(config, config.ffn_hidden_size, size)
+    layers += routed * _experts(config, size)
     numbers = 16 + 2  # the token and its label, and two flags of the label
     probabilities = config.padded_vocab_size * _FP32
     return layers + _norm(config, size) + probabilities + numbers
@@ -89,6 +93,20 @@ def _attention(config: GPTConfig, size: int) -> int:
     return _norm(config, size) + elements * size + config.num_attention_heads * _FP32
 
 
-def _feed_forward(config: GPTConfig, size: int) -> int:
-    """Norm, and input and output of the activation; SwiGLU also keeps the activated gate."""
-    return _norm(config, size) + config.ffn_hidden_size * (4 if config.gated else 2) * size
+def _feed_forward(config: GPTConfig, width: int, size: int) -> int:
+    """Input and output of the activation; SwiGLU also keeps the activated gate."""
+    return width * (4 if config.gated else 2) * size
+
+
+def _experts(config: GPTConfig, size: int) -> int:
+    """A token of a layer with experts, routed without losses: a row for each of its choices.
+
+    The router works on a float32 copy where the input is none. Answers are kept in float32 to
+    weight them. Of each choice its expert, weight, place, and way back.
+    """
+    hidden, choices = config.hidden_size, config.moe_router_topk
+    row = hidden * (size + _FP32) + _feed_forward(config, config.moe_ffn_hidden_size, size)
+    biases = 2 * _INDEX if config.add_bias_linear else 0
+    exact = hidden * _FP32 if size != _FP32 else 0
+    shared = _feed_forward(config, config.moe_shared_expert_intermediate_size, size)
+    return choices * (row + 3 * _INDEX + _FP32 + biases) + exact + shared

@@ -17,14 +17,18 @@ def parameter_shapes(config: GPTConfig) -> dict[str, Shape]:
     return dict(_shapes(config))
 
 
-def parameter_count(config: GPTConfig, *, padded: bool = False) -> int:
+def parameter_count(config: GPTConfig, *, padded: bool = False, active: bool = False) -> int:
     """Return the number of parameters; tied embeddings count once.
 
     Args:
         config: the model.
         padded: count the padded rows of the vocabulary too, which exist in memory only.
+        active: count only the experts that one token goes to.
     """
-    count = sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    count = 0
+    for name, shape in parameter_shapes(config).items():
+        chosen = active and ".experts." in name
+        count += math.prod((config.moe_router_topk, *shape[1:]) if chosen else shape)
     if padded:
         matrices = 2 if config.untie_embeddings_and_output_weights else 1
         rows = config.padded_vocab_size - config.vocab_size
@@ -38,24 +42,41 @@ def _shapes(config: GPTConfig) -> Iterator[tuple[str, Shape]]:
     if config.position_embedding_type == "learned_absolute":
         yield "embedding.position.weight", (config.max_position_embeddings, config.hidden_size)
     for index in range(config.num_layers):
-        for name, shape in _block_shapes(config):
+        for name, shape in _block_shapes(config, config.moe_layers[index]):
             yield f"layers.{index}.{name}", shape
     yield from _norm("final_norm", config)
     if config.untie_embeddings_and_output_weights:
         yield "output.weight", vocab
 
 
-def _block_shapes(config: GPTConfig) -> Iterator[tuple[str, Shape]]:
-    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+def _block_shapes(config: GPTConfig, experts: bool) -> Iterator[tuple[str, Shape]]:
+    hidden = config.hidden_size
     qkv = (config.num_query_groups, (config.heads_per_group + 2) * config.kv_channels)
-    up = (2, ffn) if config.gated else (ffn,)
     bias = config.add_bias_linear
     yield from _norm("attention_norm", config)
     yield from _linear("attention.qkv", qkv, hidden, config.has_qkv_bias)
+    if config.softmax_type == "learnable":
+        yield "attention.sinks.weight", (config.num_attention_heads,)
     yield from _linear("attention.out", (hidden,), config.query_size, bias)
     yield from _norm("mlp_norm", config)
-    yield from _linear("mlp.up", up, hidden, bias)
-    yield from _linear("mlp.down", (hidden,), ffn, bias)
+    if experts:
+        yield from _expert_shapes(config)
+    else:
+        yield from _feed_forward("mlp", config, config.ffn_hidden_size)
+
+
+def _expert_shapes(config: GPTConfig) -> Iterator[tuple[str, Shape]]:
+    yield "mlp.router.weight", (config.num_experts, config.hidden_size)
+    for name, shape in _feed_forward("mlp.experts", config, config.moe_ffn_hidden_size):
+        yield name, (config.num_experts, *shape)
+    if width := config.moe_shared_expert_intermediate_size:
+        yield from _feed_forward("mlp.shared", config, width)
+
+
+def _feed_forward(name: str, config: GPTConfig, width: int) -> Iterator[tuple[str, Shape]]:
+    up = (2, width) if config.gated else (width,)
+    yield from _linear(f"{name}.up", up, config.hidden_size, config.add_bias_linear)
+    yield from _linear(f"{name}.down", (config.hidden_size,), width, config.add_bias_linear)
 
 
 def _linear(name: str, rows: Shape, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:

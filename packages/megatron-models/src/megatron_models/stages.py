@@ -6,7 +6,8 @@ from itertools import chain
 
 from megatron_parallel import ParallelLayout, split_layers
 
-from megatron_models.config import ConfigError, GPTConfig
+from megatron_models.config import GPTConfig
+from megatron_models.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from .init import initialize_parameters as initialize_parameters
 from .init import normal_ as normal_
 from .init import scaled_std as scaled_std
 from .init import uniform_ as uniform_
+from .inner_losses import InnerLosses as InnerLosses
 from .layout import Coordinates as Coordinates
 from .layout import ExpertCoordinates as ExpertCoordinates
 from .layout import LayoutError as LayoutError

@@ -22,6 +22,7 @@ from jaxtyping import Float
 from megatron_parallel import (
     DataParallelConfig,
     GradientBuffers,
+    InnerLosses,
     Mesh,
     ParameterBuffers,
     Passed,
@@ -82,6 +83,7 @@ class StepEngine:
         if compile:
             chunks = [torch.compile(stage, dynamic=False) for stage in chunks]  # type: ignore[misc]
         self._iteration: int | None = None
+        self._inner: InnerLosses | None = None
         self._pipeline = PipelineEngine(
             mesh,
             chunks,
@@ -112,14 +114,20 @@ class StepEngine:
             Each loss summed over the true tokens of the global batch, equal on every rank.
         """
         self._iteration = iteration
-        sums = self._pipeline.run([self._own(batch) for batch in batches], denominators)
+        inner = {name: denominators[name] for name in self.task.inner_losses}
+        self._inner = InnerLosses(inner) if inner else None
+        outer = {name: denominators[name] for name in self.task.losses}
+        found = self._pipeline.run([self._own(batch) for batch in batches], outer)
         for buffers in self.buffers:
             buffers.finish()
-        return self._summed(sums, self._data, "loss sums")
+        sums = self._summed(found, self._data, "loss sums")
+        if self._inner is not None:  # every rank has other tokens, or other layers
+            sums |= self._summed(self._inner.sums, "world", "inner loss sums")
+        return sums
 
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Return each loss summed over the true tokens of all ranks; makes no gradients."""
-        self._iteration = None
+        self._iteration = self._inner = None
         sums = self._pipeline.evaluate([self._own(batch) for batch in batches])
         return self._summed(sums, self._data, "loss sums")
 
@@ -143,7 +151,8 @@ class StepEngine:
         return parameter_views(self.parameters, self.table, self.mesh)
 
     def _inputs(self, batch: Batch, stage: int) -> Mapping[str, Any]:
-        return self.task.inputs(batch, stage, self._iteration)
+        given = self.task.inputs(batch, stage, self._iteration)
+        return given if self._inner is None else {**given, "inner": self._inner}
 
     def _passed(self, batch: Batch, stage: int) -> Passed | tuple[Passed, ...]:
         return self.task.passed(batch, stage)

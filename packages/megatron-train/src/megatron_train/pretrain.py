@@ -114,6 +114,7 @@ def build_gpt_trainer(
         mesh,
         sequence_parallel=training.sequence_parallel,
         recompute=config.recompute,
+        dispatcher=training.moe_token_dispatcher_type,
         dtype=dtype,
         device=mesh.device,
         seed=training.seed,

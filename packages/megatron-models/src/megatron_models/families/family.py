@@ -4,10 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_models.config import ConfigError, GPTConfig
+from megatron_models.config import GPTConfig
+from megatron_models.errors import ConfigError
 
 Operation = tuple[str, Mapping[str, Any]]
 """A reversible operation and its arguments; ``"$field"`` stands for a configuration field."""
+
+EXPERT = "{e}"
 
 Row = tuple[str, tuple[str, ...], tuple[Operation, ...]]
 """One of our parameters, the foreign tensors it is made of, and the operations theirs -> ours."""
@@ -18,7 +21,7 @@ class Family:
     """How the weights and configuration of one family map to ours, in both directions.
 
     Operations are reversible: a row is read from left to right to import and from right to left to
-    export. ``{i}`` in a name is the global layer number.
+    export. ``{i}`` in a name is the global layer number, ``{e}`` in a foreign one each expert's.
 
     Attributes:
         name: the family's name, as stored in checkpoints.
@@ -49,12 +52,19 @@ class Family:
     config_from_json: Callable[[Mapping[str, Any]], GPTConfig] = GPTConfig.from_dict
 
     def active_rows(self, config: GPTConfig) -> tuple[Row, ...]:
-        """Return the rows of the parameters that a model of ``config`` has."""
+        """Return the rows of the parameters that a model of ``config`` has, expert by expert."""
         return tuple(
-            row
-            for row in self.rows
-            if row[0] not in self.conditions or getattr(config, self.conditions[row[0]])
+            (ours, _of_experts(theirs, config.num_experts), operations)
+            for ours, theirs, operations in self.rows
+            if ours not in self.conditions or getattr(config, self.conditions[ours])
         )
+
+
+def _of_experts(names: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """Write out names with ``{e}`` for every expert: all of the first, all of the second, ..."""
+    if not any(EXPERT in name for name in names):
+        return names
+    return tuple(name.replace(EXPERT, str(e)) for e in range(count) for name in names)
 
 
 def need(values: Mapping[str, Any], key: str, family: str) -> Any:

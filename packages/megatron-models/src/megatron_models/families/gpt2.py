@@ -7,7 +7,8 @@ keys, then the values of all heads.
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_models.config import ConfigError, GPTConfig
+from megatron_models.config import GPTConfig
+from megatron_models.errors import ConfigError
 from megatron_models.families.family import Family, Operation, Row, need, refuse_unless, require
 
 _TRANSPOSE: Operation = ("transpose", {})
@@ -73,6 +74,8 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     """Make the content of a GPT-2 ``config.json``."""
     wanted = {
+        "num_experts": 0,
+        "softmax_type": "vanilla",
         "position_embedding_type": "learned_absolute",
         "normalization": "LayerNorm",
         "add_bias_linear": True,

@@ -7,7 +7,8 @@ we do, so no row permutes them.
 from collections.abc import Mapping
 from typing import Any, cast
 
-from megatron_models.config import ConfigError, GPTConfig, RopeScalingType
+from megatron_models.config import GPTConfig, RopeScalingType
+from megatron_models.errors import ConfigError
 from megatron_models.families.family import Family, Operation, Row, need, refuse_unless, require
 
 _QKV: Operation = (
@@ -113,6 +114,8 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     """Make the content of a Llama ``config.json``."""
     wanted = {
+        "num_experts": 0,
+        "softmax_type": "vanilla",
         "position_embedding_type": "rope",
         "normalization": "RMSNorm",
         "activation": "swiglu",

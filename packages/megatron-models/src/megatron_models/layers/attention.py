@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_models.config import GPTConfig
 from megatron_models.layers.context import Context
+from megatron_models.layers.sinks import Sinks
 
 
 class Attention(nn.Module):
@@ -47,6 +48,9 @@ class Attention(nn.Module):
             dtype=dtype,
             device=device,
         )
+        self.sinks: Sinks | None = None
+        if config.softmax_type != "vanilla":
+            self.sinks = Sinks(config, mesh, dtype, device)
         self.out = RowParallelLinear(
             config.query_size,
             config.hidden_size,
@@ -85,7 +89,8 @@ class Attention(nn.Module):
         dropout, drop = context.dropout, None
         if dropout is not None and dropout.given.attention > 0.0:
             drop = partial(dropout.probabilities, layer=self.layer, first_head=self.first_head)
-        return attention(q, k, v, context.mask, None, context.offset, dropout=drop)
+        sinks = None if self.sinks is None else self.sinks(q)
+        return attention(q, k, v, context.mask, None, context.offset, dropout=drop, sinks=sinks)
 
     def _project(
         self, x: Float[Tensor, "part b h"]

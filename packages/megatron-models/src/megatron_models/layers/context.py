@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from megatron_kernels import Mask
-from megatron_parallel import Recompute
+from megatron_parallel import InnerLosses, Recompute
 from megatron_parallel.recompute import not_keeping, recomputed
 from torch import Tensor
 
@@ -30,6 +30,9 @@ class Context:
         parallel: attention over context-parallel ranks, where there are several; the mask is then
             that of the whole sequence.
         recompute: what is computed again in the backward pass.
+        padding: True where a token is padding, which routers leave alone; of the whole sequence
+            also where sequence parallelism cuts it. None if no token is, or nobody asks.
+        inner: takes the losses that layers have of their own, when training.
     """
 
     mask: Mask
@@ -39,6 +42,8 @@ class Context:
     dropout: StageDropout | None = None
     parallel: ContextParallel | None = None
     recompute: Recompute = field(default_factory=Recompute)
+    padding: Bool[Tensor, "s b"] | None = None
+    inner: InnerLosses | None = None
 
     def drop(self, x: Float[Tensor, "s b h"], layer: int, site: int) -> Float[Tensor, "s b h"]:
         """Apply hidden dropout, if there is one."""

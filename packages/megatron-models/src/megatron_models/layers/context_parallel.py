@@ -23,7 +23,8 @@ from megatron_parallel.context_parallel import (
 )
 from torch import Tensor
 
-from megatron_models.config import ConfigError, GPTConfig
+from megatron_models.config import GPTConfig
+from megatron_models.errors import ConfigError
 from megatron_models.layers.dropout import StageDropout
 
 CP_COMM_TYPES: Final = ("p2p", "a2a", "allgather", "a2a+p2p")
@@ -53,6 +54,12 @@ def check_context_parallel(
         raise ConfigError(
             f"{len(given)} values of cp_comm_type for {config.num_layers} layers: give one for all "
             "or one for each"
+        )
+    if layout.cp > 1 and config.softmax_type != "vanilla":
+        raise ConfigError(
+            f"{{softmax_type}} and context parallelism over {layout.cp} ranks do not go together: "
+            "blocks of attention have no sinks yet",
+            vars(config),
         )
     heads = config.num_attention_heads // layout.tp
     if layout.cp > 1 and "a2a" in given:

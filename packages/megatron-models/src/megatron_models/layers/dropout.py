@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from megatron_parallel import Axis, DropoutKey, keyed_dropout
 from torch import Tensor
 
-from megatron_models.config import ConfigError
+from megatron_models.errors import ConfigError
 
 EMBEDDING_LAYER: Final = -1
 EMBEDDING: Final = 0

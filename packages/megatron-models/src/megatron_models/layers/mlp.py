@@ -11,7 +11,10 @@ from megatron_models.config import Activation, GPTConfig
 
 
 class MLP(nn.Module):
-    """``down(activation(up(x)))``; with SwiGLU ``up`` is gate and up together, ``(2, f, h)``."""
+    """``down(activation(up(x)))``; with SwiGLU ``up`` is gate and up together, ``(2, f, h)``.
+
+    ``width`` is f, by default the configuration's ``ffn_hidden_size``.
+    """
 
     def __init__(
         self,
@@ -20,12 +23,14 @@ class MLP(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str | None,
         sequence_parallel: bool = False,
+        width: int | None = None,
     ) -> None:
         super().__init__()
+        width = config.ffn_hidden_size if width is None else width
         self.activation = config.activation
         self.up = ColumnParallelLinear(
             config.hidden_size,
-            (2, config.ffn_hidden_size) if config.gated else config.ffn_hidden_size,
+            (2, width) if config.gated else width,
             mesh,
             bias=config.add_bias_linear,
             dim=1 if config.gated else 0,
@@ -36,7 +41,7 @@ class MLP(nn.Module):
             device=device,
         )
         self.down = RowParallelLinear(
-            config.ffn_hidden_size,
+            width,
             config.hidden_size,
             mesh,
             bias=config.add_bias_linear,

@@ -16,13 +16,14 @@ from megatron_parallel.layout import ParallelLayout
 Granularity = Literal["selective", "full"]
 Method = Literal["uniform", "block"]
 
-RECOMPUTED_MODULES: Final = ("core_attn", "mlp", "layernorm")
+RECOMPUTED_MODULES: Final = ("core_attn", "mlp", "moe", "layernorm")
 """What selective recomputation knows.
 
 | module | kept instead of what is computed again |
 |---|---|
 | `core_attn` | queries, keys and values: scores, probabilities and dropout are computed again |
 | `mlp` | the normalised input of the feed-forward layer |
+| `moe` | likewise, where the layer has experts: tokens are sent again, too |
 | `layernorm` | the input of each norm: its output is made again for the layer that reads it |
 """
 

@@ -1,6 +1,7 @@
 """The configuration of a whole run, and the checks that involve several of its sections."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from megatron_parallel.pipeline import check_micro_batches
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.context import check_context_parallel
 from megatron_train.config.data import DataConfig
+from megatron_train.config.experts import check_experts
 from megatron_train.config.options import Option, options_of
 from megatron_train.config.sections import (
     EvaluationConfig,
@@ -73,7 +75,6 @@ class RunConfig:
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
-        _refuse_undriven_axes(self.layout)
         if self.layout.dp is None:
             object.__setattr__(self, "layout", self.layout.resolve(_model_ranks(self.layout)))
         if self.data.seq_length > self.model.max_position_embeddings:
@@ -126,6 +127,7 @@ class RunConfig:
             )
         self._check_recompute()
         check_context_parallel(self)
+        check_experts(self.model, layout, training)
         split_layers(self.model.num_layers, layout.pp, layout.vpp)
         check_micro_batches(schedule_of(layout), layout.pp, layout.vpp, self.accumulation)
 
@@ -268,14 +270,13 @@ def schedule_of(layout: ParallelLayout) -> str:
 
 
 def _resolve(layout: ParallelLayout, world_size: int) -> ParallelLayout:
-    _refuse_undriven_axes(layout)
     needed = _model_ranks(layout)
     if world_size % needed:
         options = options_of(ParallelLayout, "layout")
         asked = [
             o.spelling(getattr(layout, o.name))
             for o in options
-            if o.name in ("tp", "cp", "pp") and getattr(layout, o.name) > 1
+            if o.name in ("tp", "cp", "ep", "pp", "etp") and (getattr(layout, o.name) or 1) > 1
         ]
         raise TrainError(
             f"{' '.join(asked)} needs a multiple of {needed} ranks, and there "
@@ -286,19 +287,6 @@ def _resolve(layout: ParallelLayout, world_size: int) -> ParallelLayout:
 
 
 def _model_ranks(layout: ParallelLayout) -> int:
-    """Ranks that hold one copy of the model."""
-    return layout.tp * layout.cp * layout.pp
-
-
-def _refuse_undriven_axes(layout: ParallelLayout) -> None:
-    options = options_of(ParallelLayout, "layout")
-    asked = [
-        o.spelling(getattr(layout, o.name))
-        for o in options
-        if o.name in ("ep", "etp") and getattr(layout, o.name) not in (1, None)
-    ]
-    if asked:
-        raise TrainError(
-            f"pretrain does not cut experts yet, so {', '.join(asked)} cannot be "
-            "used; leave it out (`megatron-train layout` draws any layout)"
-        )
+    """Ranks that hold one copy of the model, and of its experts."""
+    experts = layout.expert_tp * layout.ep
+    return math.lcm(layout.tp * layout.cp, experts) * layout.pp

@@ -58,6 +58,10 @@ class TrainingConfig:
         "whether context parallelism cuts the whole sequence, or every packed document by itself, "
         "so that ranks have equal work (our name)",
     )
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = setting(
+        "allgather",
+        "how tokens get to experts on other ranks: all tokens to all of them, or each to its own",
+    )
     hidden_dropout: float = setting(
         0.1, "probability of dropping an element after embedding, attention and feed-forward layer"
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_kernels import Mask
-from megatron_models import GPT, Dropout, gpt_flops
+from megatron_models import GPT, Dropout, gpt_flops, inner_losses
 from megatron_parallel import DropoutKey, Passed
 from megatron_parallel.context_parallel import ContextSplit
 from torch import Tensor
@@ -68,9 +68,23 @@ class GPTTask:
         """This rank's stages."""
         return self._stages
 
+    @property
+    def inner_losses(self) -> Sequence[str]:
+        """Names of the losses of routers, if the model has any."""
+        return inner_losses(self._stages[0].config)
+
     def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Return the number of tokens that count."""
-        return {LOSS: sum(float(batch["loss_mask"].double().sum()) for batch in batches)}
+        """Return the number of tokens that count; for routers, of those that are not padding."""
+        counts = {LOSS: sum(float(batch["loss_mask"].double().sum()) for batch in batches)}
+        if self.inner_losses:
+            routed = float(sum(self._routed(batch) for batch in batches))
+            counts |= dict.fromkeys(self.inner_losses, routed)
+        return counts
+
+    def _routed(self, batch: Batch) -> int:
+        if self._reset_attention_mask:
+            return int((batch["document_ids"] >= 0).sum())
+        return batch["tokens"].numel()
 
     def cut(self, batch: Batch) -> Batch:
         """Return the batch at this rank's places, with the ``places`` of all ranks.

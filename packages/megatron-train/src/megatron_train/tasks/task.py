@@ -33,8 +33,15 @@ class Task(Protocol):
     def losses(self) -> Sequence[str]:
         """Names of the losses."""
 
+    @property
+    def inner_losses(self) -> Sequence[str]:
+        """Names of the losses that layers have of their own (`megatron_parallel.InnerLosses`).
+
+        In a training step, stages are called with the keyword argument ``inner``, which takes them.
+        """
+
     def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Return what each loss is divided by, from labels and masks alone.
+        """Return what each loss, inner ones too, is divided by, from labels and masks alone.
 
         Called with the micro-batches of this rank before the first forward pass of a step, and
         summed over the ranks, so that no gradient is ever an average of averages.

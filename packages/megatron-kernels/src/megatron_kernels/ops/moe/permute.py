@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
 from megatron_kernels.ops.precision import raised
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
@@ -68,13 +69,19 @@ def permute(
 
 
 def summed(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Put every row back into `[n, k, h]` and add the choices up, in one order whatever the device.
+    """Take every row back to `[n, k, h]` and add the choices up, in one order whatever the device.
 
-    No `index_add`: on CUDA its sums depend on who comes first.
+    No `index_add`: on CUDA its sums depend on who comes first. No `index_copy`: it keeps the rows
+    for the backward pass, beside their copies.
     """
     n, k = weights.shape
-    places = rows.new_zeros(n * k, rows.shape[1]).index_copy(0, order, rows).view(n, k, -1)
-    return torch.einsum("nkh,nk->nh", raised(places), raised(weights)).to(rows.dtype)
+    count = len(order)
+    places = torch.full((n * k,), count, dtype=order.dtype, device=order.device)
+    places[order] = torch.arange(count, dtype=order.dtype, device=order.device)
+    if count < n * k:  # a row of zeros for the choices that have none
+        rows = functional.pad(rows, (0, 0, 0, 1))
+    answers = rows.index_select(0, places).view(n, k, -1)
+    return torch.einsum("nkh,nk->nh", raised(answers), raised(weights)).to(rows.dtype)
 
 
 @op(Backend("reference", summed, accept_all, "plain torch, in float32 or float64"))

@@ -1,0 +1,200 @@
+"""Our mixture of experts beside transformers' and megatron-core's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_ckpt import Checkpoint, CheckpointStore, ModelRecord, export_hf, import_hf
+from megatron_models import GPT, GPTConfig
+from megatron_models.families import mixtral as family
+from megatron_models.layers.context import Context
+from megatron_models.layers.moe import MoE
+from megatron_models.layers.router import Router, Routing, load_balancing_loss, z_loss
+from megatron_parallel import Mesh, collect_shardings, parameter_views
+from torch import Tensor
+
+N, E, HIDDEN, WIDTH = 24, 6, 16, 20
+ALONE = Mesh.single().axis("tp")
+
+
+def config(**changes: object) -> GPTConfig:
+    values: dict[str, object] = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 2,
+        "vocab_size": 10,
+        "max_position_embeddings": 8,
+        "num_experts": E,
+        "moe_ffn_hidden_size": WIDTH,
+        "activation": "swiglu",
+        "add_bias_linear": False,
+    }
+    return GPTConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_the_layer_equals_mixtrals(dispatcher: str) -> None:
+    """In float64; their router rounds its softmax to float32."""
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    theirs = mixtral.MixtralSparseMoeBlock(
+        mixtral.MixtralConfig(
+            hidden_size=HIDDEN,
+            intermediate_size=WIDTH,
+            num_local_experts=E,
+            num_experts_per_tok=2,
+            experts_implementation="eager",
+        )
+    ).double()
+    ours = MoE(config(), Mesh.single(), torch.float64, "cpu", dispatcher=dispatcher)
+    weights = {
+        "router.weight": (theirs.gate.weight, drawn(E, HIDDEN)),
+        "experts.up.weight": (theirs.experts.gate_up_proj, drawn(E, 2, WIDTH, HIDDEN, seed=2)),
+        "experts.down.weight": (theirs.experts.down_proj, drawn(E, HIDDEN, WIDTH, seed=3)),
+    }
+    assert sorted(weights) == sorted(name for name, _ in ours.named_parameters())
+    with torch.no_grad():
+        for name, (other, values) in weights.items():
+            ours.get_parameter(name).copy_(values)
+            other.copy_(values.view(other.shape))
+    x, gradient = drawn(8, 3, HIDDEN, seed=4), drawn(8, 3, HIDDEN, seed=5).detach()
+    context = Context(mask=None)  # type: ignore[arg-type]
+    y = ours(x, context)
+    expected = theirs(x.transpose(0, 1).contiguous()).transpose(0, 1)
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+    assert y.std() > 1
+    (dx,) = torch.autograd.grad(y, x, gradient, retain_graph=True)
+    (expected_dx,) = torch.autograd.grad(expected, x, gradient, retain_graph=True)
+    torch.testing.assert_close(dx, expected_dx, rtol=1e-6, atol=1e-5)
+    for name, (other, _) in weights.items():
+        own = torch.autograd.grad(y, ours.get_parameter(name), gradient, retain_graph=True)[0]
+        their = torch.autograd.grad(expected, other, gradient, retain_graph=True)[0]
+        assert own.abs().max() > 0.1
+        torch.testing.assert_close(own, their.view(own.shape), rtol=1e-6, atol=1e-5, msg=name)
+
+
+def routed(logits: Tensor, topk: int, pre_softmax: bool) -> Routing:
+    """The routing of given logits."""
+    router = Router(
+        config(moe_router_topk=topk, moe_router_pre_softmax=pre_softmax, hidden_size=E * 2),
+        Mesh.single(),
+        torch.float64,
+        "cpu",
+    )
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(E, 2 * E))
+    found: Routing = router(torch.cat([logits, torch.zeros_like(logits)], 1), None)
+    return found
+
+
+@pytest.mark.parametrize(("topk", "pre"), [(2, False), (3, True), (1, True)])
+def test_choices_and_weights_equal_megatrons(topk: int, pre: bool) -> None:
+    moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    logits = drawn(N, E).detach()
+    found = routed(logits, topk, pre)
+    probabilities, chosen = moe_utils.topk_routing_with_score_function(
+        logits, topk, use_pre_softmax=pre
+    )
+    assert torch.equal(torch.zeros(N, E).scatter(1, found.experts, 1).bool(), chosen.bool())
+    dense = torch.zeros(N, E, dtype=torch.float64).scatter(1, found.experts, found.weights)
+    torch.testing.assert_close(dense, probabilities, rtol=0, atol=1e-7)  # theirs is in float32
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_losses_of_the_router_equal_megatrons(topk: int) -> None:
+    moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    logits = drawn(N, E)
+    found = routed(logits, topk, pre_softmax=True)
+    groups = torch.zeros(N, dtype=torch.int64)
+    counts = found.experts.flatten().bincount(minlength=E)
+    expected = moe_utils.switch_load_balancing_loss_func(
+        torch.softmax(logits, -1), counts, N, topk, E, 1.0
+    )
+    value = load_balancing_loss(found, groups, 1, ALONE) / N
+    torch.testing.assert_close(value, expected)
+    assert value > 1
+    for ours, theirs in (
+        (value, expected),
+        (z_loss(found) / N, moe_utils.z_loss_func(logits, 1.0)),
+    ):
+        torch.testing.assert_close(ours, theirs)
+        gradients = [torch.autograd.grad(v, logits, retain_graph=True)[0] for v in (ours, theirs)]
+        torch.testing.assert_close(*gradients)
+    by_sequence = load_balancing_loss(found, torch.arange(N) % 3, 3, ALONE) / N
+    each = [
+        moe_utils.switch_load_balancing_loss_func(
+            torch.softmax(logits[i::3], -1),
+            found.experts[i::3].flatten().bincount(minlength=E),
+            N // 3,
+            topk,
+            E,
+            1.0,
+        )
+        for i in range(3)
+    ]
+    torch.testing.assert_close(by_sequence, torch.stack(each).mean())
+
+
+@pytest.fixture(scope="module")
+def mixtral() -> object:
+    """A small Mixtral with random weights."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    settings = transformers.MixtralConfig(
+        num_hidden_layers=2,
+        hidden_size=48,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        intermediate_size=40,
+        num_local_experts=5,
+        max_position_embeddings=32,
+        vocab_size=101,
+        experts_implementation="eager",
+    )
+    model = transformers.MixtralForCausalLM(settings).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
+    return model
+
+
+def logits_of(model: GPT, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(tokens)[..., : model.config.vocab_size].transpose(0, 1)
+    return found
+
+
+TOKENS = torch.randint(101, (2, 24), generator=torch.Generator().manual_seed(9))
+
+
+def test_a_mixtral_of_theirs_gives_the_same_logits_here(mixtral: Any, tmp_path: Path) -> None:
+    mixtral.save_pretrained(tmp_path / "theirs")
+    checkpoint = Checkpoint(import_hf(tmp_path / "theirs", tmp_path / "run"))
+    assert checkpoint.model is not None and checkpoint.model.family == "mixtral"
+    model = GPT(GPTConfig.from_dict(checkpoint.model.config), Mesh.single())
+    assert model.config.num_experts == 5 and all(model.config.moe_layers)
+    checkpoint.load(parameter_views(model, collect_shardings(model), model.mesh))
+    with torch.no_grad():
+        expected = mixtral(TOKENS).logits
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(logits_of(model, TOKENS), expected, rtol=0, atol=1e-4)
+
+
+def test_a_mixtral_of_ours_gives_the_same_logits_there(mixtral: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = family.config_from_hf(mixtral.config.to_dict())
+    model = GPT(config, Mesh.single(), seed=7)
+    views = parameter_views(model, collect_shardings(model), model.mesh)
+    record = ModelRecord("mixtral", config.to_dict())
+    CheckpointStore(tmp_path / "run").save(3, dict(views), model=record)
+    folder = export_hf(tmp_path / "run", tmp_path / "exported")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert type(loaded) is type(mixtral)
+    with torch.no_grad():
+        expected = loaded(TOKENS).logits
+    torch.testing.assert_close(logits_of(model, TOKENS), expected, rtol=0, atol=1e-4)

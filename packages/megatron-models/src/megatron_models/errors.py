@@ -1,0 +1,7 @@
+"""What this package raises for values that cannot be used."""
+
+from megatron_parallel import FieldError
+
+
+class ConfigError(FieldError):
+    """A model configuration, or a request made to a model, that cannot be met."""

@@ -1,0 +1,164 @@
+"""Routed layers on one rank: against a loop over tokens, with padding, sinks and both losses."""
+
+import pytest
+import torch
+from megatron_kernels import Mask, swiglu
+from megatron_models import GPT, ConfigError, gpt_flops, inner_losses, parameter_count
+from megatron_models.layers.context import Context
+from megatron_models.layers.moe import MoE
+from megatron_models.parameters import parameter_shapes
+from megatron_parallel import InnerLosses, Mesh, collect_shardings
+from torch.nn import functional
+
+EXPERTS = {"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20}
+LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2}
+GATED = {"activation": "swiglu", "add_bias_linear": False}
+
+
+def built(config, **options):
+    """A model with weights that are not small, in float64."""
+    model = GPT(config, Mesh.single(), dtype=torch.float64, **options)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+def tokens_of(config):
+    return torch.randint(config.vocab_size, (3, 9), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_a_layer_is_a_weighted_sum_over_the_best_experts(small, gated, dispatcher):
+    config = small(**EXPERTS, **(GATED if gated else {}), moe_shared_expert_intermediate_size=8)
+    layer = built(config, dispatcher=dispatcher).layers["0"].mlp
+    assert isinstance(layer, MoE)
+    x = torch.randn(5, 2, config.hidden_size, dtype=torch.float64)
+    expected = layer.shared(x)
+    up, down = layer.experts.up, layer.experts.down
+    for place, token in ((p, x[p]) for p in torch.cartesian_prod(torch.arange(5), torch.arange(2))):
+        place = tuple(place.tolist())
+        token = x[place]
+        scores = layer.router.weight @ token
+        best = scores.argsort(descending=True)[:2]
+        for share, e in zip(torch.softmax(scores[best], 0), best, strict=True):
+            y = torch.tensordot(up.weight[e], token, dims=([-1], [0]))
+            y = y if up.bias is None else y + up.bias[e]
+            y = swiglu(y) if gated else functional.gelu(y)
+            y = down.weight[e] @ y
+            y = y if down.bias is None else y + down.bias[e]
+            expected = expected.index_put(
+                tuple(torch.tensor(p) for p in place), share * y, accumulate=True
+            )
+    found = layer(x, Context(Mask()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+def test_padding_changes_nothing_for_others_and_is_not_counted(small, kind):
+    """Gradients and losses are those of the same sequences without their padding."""
+    config = small(**EXPERTS, **LOSSES, moe_router_load_balancing_type=kind)
+    tokens, lengths = tokens_of(config), (9, 4, 6)
+    ids = torch.zeros(3, 9, dtype=torch.int32)
+    for row, length in enumerate(lengths):
+        ids[row, length:] = -1
+    count = sum(lengths)
+    results = []
+    for padding in (0, 37):  # other tokens where nobody looks
+        model = built(config)
+        inner = InnerLosses(dict.fromkeys(inner_losses(config), count))
+        text = torch.where(ids < 0, (tokens + padding) % config.vocab_size, tokens)
+        losses = model(text, labels=tokens, mask=Mask(document_ids=ids), inner=inner)
+        (losses * (ids >= 0)).sum().backward()
+        results.append((inner.sums, {n: p.grad for n, p in model.named_parameters()}))
+    (sums, grads), (other_sums, other_grads) = results
+    for name, grad in grads.items():
+        if "embedding.word" not in name:
+            torch.testing.assert_close(grad, other_grads[name], rtol=0, atol=1e-13, msg=name)
+    assert sums == other_sums
+    assert sums["load_balancing_loss"] / count >= 1
+
+
+def test_losses_of_routers_reach_the_gradient(small):
+    config = small(**EXPERTS, **LOSSES, num_layers=3, moe_layer_freq="[1,0,1]")
+    tokens = tokens_of(config)
+
+    def gradient(scale):
+        model = built(config)
+        inner = InnerLosses(dict.fromkeys(inner_losses(config), tokens.numel() / scale))
+        model(tokens, labels=tokens, inner=inner).sum().backward()
+        return model.get_parameter("layers.0.mlp.router.weight").grad, inner.sums
+
+    (one, sums), (two, _), (three, _) = (gradient(scale) for scale in (1.0, 2.0, 3.0))
+    torch.testing.assert_close(two - one, three - two)
+    assert (two - one).abs().max() > 1e-3
+    assert all(value > 0 for value in sums.values()) and len(sums) == 2
+
+
+@pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
+def test_sinks_are_part_of_attention(small, kind):
+    config, plain = small(softmax_type=kind), small()
+    model, tokens = built(config), tokens_of(config)
+    name = "layers.0.attention.sinks.weight"
+    if kind == "learnable":
+        table = collect_shardings(model)
+        assert table[name].shape == (4,) and table[name].axis == "tp"
+        assert not table[name].weight_decay
+        model.loss(tokens, tokens).sum().backward()
+        assert model.get_parameter(name).grad.abs().min() > 1e-6
+        model.get_parameter(name).data.fill_(-1e6)
+        model.get_parameter("layers.1.attention.sinks.weight").data.fill_(-1e6)
+    weights = {n: p for n, p in model.state_dict().items() if "sinks" not in n}
+    without = GPT(plain, Mesh.single(), dtype=torch.float64)
+    without.load_state_dict(weights)
+    same = torch.allclose(model.loss(tokens, tokens), without.loss(tokens, tokens), atol=1e-12)
+    assert same == (kind == "learnable")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        EXPERTS,
+        {**EXPERTS, **GATED, "moe_shared_expert_intermediate_size": 8},
+        {**EXPERTS, "moe_layer_freq": "2", "softmax_type": "learnable"},
+    ],
+)
+def test_names_and_shapes_are_known_without_the_model(small, changes):
+    config = small(**changes)
+    table = collect_shardings(GPT(config, Mesh.single()))
+    assert {name: sharding.shape for name, sharding in table.items()} == parameter_shapes(config)
+    assert list(table) == list(parameter_shapes(config))
+
+
+def test_only_active_experts_are_counted(small):
+    dense = small(ffn_hidden_size=40)
+    routed = small(num_experts=6, moe_ffn_hidden_size=20, moe_router_topk=2)
+    router = 2 * 6 * 24  # in each of two layers, a weight
+    assert gpt_flops(routed, 16) == gpt_flops(dense, 16) + 6 * 16 * router
+    one_more = 2 * 24  # a second bias of `down` in each layer
+    assert parameter_count(routed, active=True) == parameter_count(dense) + router + one_more
+    assert parameter_count(routed) > parameter_count(routed, active=True)
+    assert parameter_count(dense, active=True) == parameter_count(dense)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff 0.1 needs num_experts"),
+        ({**EXPERTS, "moe_router_topk": 7}, "moe_router_topk 7 must lie between 1 and num_exp"),
+        ({**EXPERTS, "moe_router_topk": 1}, "moe_router_topk 1 the router learns nothing"),
+        ({**EXPERTS, "moe_layer_freq": "[1]*3"}, "of 3 layers, the model has 2"),
+        ({**EXPERTS, "moe_layer_freq": "[0]*2"}, "gives no layer any experts"),
+        ({**EXPERTS, "moe_z_loss_coeff": -1.0}, "moe_z_loss_coeff must be a number from 0 on"),
+        (
+            {**EXPERTS, "moe_aux_loss_coeff": 1.0, "moe_router_load_balancing_type": "none"},
+            "has no effect with moe_router_load_balancing_type none",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(small, changes, message):
+    with pytest.raises(ConfigError) as caught:
+        small(**changes)
+    assert message in str(caught.value) and "\n" not in str(caught.value)

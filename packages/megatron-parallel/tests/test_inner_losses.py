@@ -1,0 +1,52 @@
+"""Losses that layers attach: gradients as if they were part of the loss, counted once."""
+
+import pytest
+import torch
+from megatron_parallel import InnerLosses, LayoutError
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+F64 = torch.float64
+
+
+def layer(x: Tensor, weight: Tensor, inner: InnerLosses) -> Tensor:
+    y = x * weight
+    y = inner.attach(y, "square", y.square().sum(), coefficient=0.5)
+    return inner.attach(y, "cube", (weight**3).sum(), coefficient=2.0)
+
+
+def test_gradients_are_those_of_the_whole_objective_over_micro_batches() -> None:
+    weight, whole = (torch.tensor([1.0, 2.0], dtype=F64).requires_grad_() for _ in range(2))
+    batches = [torch.tensor([3.0, -1.0], dtype=F64), torch.tensor([0.5, 4.0], dtype=F64)]
+    inner = InnerLosses({"square": 10.0, "cube": 4.0})
+    for x in batches:
+        layer(layer(x, weight, inner), weight, inner).sum().backward()  # type: ignore[no-untyped-call]
+    objective = torch.zeros((), dtype=F64)
+    squares = torch.zeros((), dtype=F64)
+    for x in batches:
+        first, second = x * whole, x * whole * whole
+        squares = squares + first.square().sum() + second.square().sum()
+        objective = objective + second.sum() + 2 * 2.0 * (whole**3).sum() / 4.0
+    (objective + 0.5 * squares / 10.0).backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(weight.grad, whole.grad, rtol=1e-15, atol=0)
+    torch.testing.assert_close(torch.as_tensor(inner.sums["square"]), squares.detach())
+    torch.testing.assert_close(torch.as_tensor(inner.sums["cube"]), torch.tensor(36.0, dtype=F64))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_layer_counts_once(reentrant: bool) -> None:
+    weight, x = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    inner = InnerLosses({"square": 1.0, "cube": 1.0})
+    y = checkpoint(layer, x, weight, inner, use_reentrant=reentrant)
+    assert not any(inner.sums.values())  # a pass without a backward pass counts nothing
+    y.sum().backward()
+    assert inner.sums == {"square": 2.0, "cube": 2.0}
+    assert torch.equal(weight.grad, torch.tensor([1.0 + 1.0 + 6.0] * 2))  # type: ignore[arg-type]
+
+
+def test_values_stay_what_they_are_and_unknown_names_are_refused() -> None:
+    inner = InnerLosses({"square": 1.0})
+    x = torch.randn(3)
+    assert torch.equal(inner.attach(x, "square", x.sum(), 1.0), x)
+    with pytest.raises(LayoutError, match=r"no denominator for the inner loss 'z', only for \['s"):
+        inner.attach(x, "z", x.sum(), 1.0)

@@ -1,0 +1,58 @@
+"""What a layout and a training can do with the experts of a model, checked before ranks meet."""
+
+from megatron_models import GPTConfig
+from megatron_parallel import ParallelLayout
+
+from megatron_train.config.sections import TrainingConfig
+from megatron_train.errors import TrainError
+
+
+def check_experts(model: GPTConfig, layout: ParallelLayout, training: TrainingConfig) -> None:
+    """Refuse experts that cannot be cut, and settings for experts that are not there.
+
+    Raises:
+        TrainError: in one line, with the flags and their numbers.
+    """
+    if not model.num_experts:
+        _refuse_without_experts(layout, training)
+        return
+    if training.compile:
+        raise TrainError(
+            "--compile cannot be used with --num-experts: how many tokens an expert gets differs "
+            "from step to step; leave one out"
+        )
+    if model.num_experts % layout.ep:
+        raise TrainError(
+            f"--expert-model-parallel-size {layout.ep} cannot cut --num-experts "
+            f"{model.num_experts} into {layout.ep} equal parts; change one of them"
+        )
+    degree = layout.expert_tp
+    flag = "--tensor-model-parallel-size" if layout.etp is None else "--expert-tensor-parallel-size"
+    sizes = {"--moe-ffn-hidden-size": model.moe_ffn_hidden_size}
+    if model.add_bias_linear:
+        sizes["--hidden-size"] = model.hidden_size  # the bias of an expert is cut, too
+    for name, size in sizes.items():
+        if size % degree:
+            raise TrainError(
+                f"{flag} {degree} cannot cut the experts' {name} {size} into {degree} equal parts; "
+                "change one of them"
+            )
+    if (shared := model.moe_shared_expert_intermediate_size) % layout.tp:
+        raise TrainError(
+            f"--tensor-model-parallel-size {layout.tp} cannot cut "
+            f"--moe-shared-expert-intermediate-size {shared} into {layout.tp} equal parts; change "
+            "one of them"
+        )
+
+
+def _refuse_without_experts(layout: ParallelLayout, training: TrainingConfig) -> None:
+    asked = {
+        f"--expert-model-parallel-size {layout.ep}": layout.ep > 1,
+        f"--expert-tensor-parallel-size {layout.etp}": layout.etp is not None,
+        f"--moe-token-dispatcher-type {training.moe_token_dispatcher_type}": (
+            training.moe_token_dispatcher_type != TrainingConfig.moe_token_dispatcher_type
+        ),
+    }
+    for flag, given in asked.items():
+        if given:
+            raise TrainError(f"{flag} needs --num-experts; give it, or leave this out")

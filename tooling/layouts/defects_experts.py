@@ -1,0 +1,155 @@
+"""Defects planted into mixtures of experts; entered into `layouts.defects.DEFECTS`."""
+
+from typing import Any
+
+import megatron_models.layers.moe as moe
+import megatron_models.layers.router as router
+import megatron_parallel.data_parallel.plan as plan
+import megatron_parallel.expert_parallel.dispatch as dispatch
+import torch
+from megatron_models.layers.moe import MoE
+from megatron_models.layers.router import Router, Routing
+from megatron_parallel import GradientBuffers, Mesh, Sharding
+from megatron_parallel.data_parallel.bucket import Bucket
+from megatron_parallel.expert_parallel.dispatch import AllGatherDispatcher
+from megatron_train.engine import StepEngine
+from torch import Tensor
+
+from layouts.defects import Replace, defect
+
+# -- gradients -----------------------------------------------------------------------------------
+
+
+@defect("the gradient of experts is divided by the ranks that hold them", "dp2·ep2-moe")
+def _divided(mesh: Mesh, replace: Replace) -> None:
+    true = GradientBuffers.gradients
+
+    def wrong(self: GradientBuffers) -> dict[str, Tensor]:
+        ranks = mesh.axis("ep").size
+        return {n: g / ranks if ".experts." in n else g for n, g in true(self).items()}
+
+    replace(GradientBuffers, "gradients", wrong)
+
+
+@defect("the gradient of experts is summed over all data-parallel ranks", "dp2·ep2-moe")
+def _summed_over_dp(mesh: Mesh, replace: Replace) -> None:
+    replace(plan, "reduction_axis", lambda sharding: "dp_cp")
+
+
+@defect("copies of experts do not sum their gradients", "dp4·ep2·a2a-moe")
+def _copies_apart(mesh: Mesh, replace: Replace) -> None:
+    true = Bucket.launch
+
+    def wrong(self: Bucket) -> None:
+        if self.plan.axis == "expert_dp":
+            self.launched = True
+        else:
+            true(self)
+
+    replace(Bucket, "launch", wrong)
+
+
+@defect("the router's gradient is not summed over tensor-parallel ranks", "tp2-moe")
+def _router_not_summed(mesh: Mesh, replace: Replace) -> None:
+    true = Bucket.sum_further
+
+    def wrong(self: Bucket) -> None:
+        self.further = tuple(other for other in self.further if other.name != "tp")
+        true(self)
+
+    replace(Bucket, "sum_further", wrong)
+
+
+@defect("the weights of the answers get no gradient", "dp2·ep2·a2a-moe")
+def _weights_without_gradient(mesh: Mesh, replace: Replace) -> None:
+    true = moe.unpermute
+    replace(moe, "unpermute", lambda rows, order, weights: true(rows, order, weights.detach()))
+
+
+@defect("partial answers are not summed over expert-tensor-parallel ranks", "tp2-moe")
+def _partial_answers(mesh: Mesh, replace: Replace) -> None:
+    def wrong(rows: Tensor, sizes: Any, axis: Any, *, purpose: str = "") -> Tensor:
+        return rows.split(list(sizes))[axis.index]
+
+    replace(dispatch, "scatter_rows", wrong)
+
+
+# -- denominators and statistics -----------------------------------------------------------------
+
+
+@defect("every rank divides the losses of routers by its own tokens", "dp2·ep2-moe")
+def _own_tokens(mesh: Mesh, replace: Replace) -> None:
+    true = StepEngine.denominators
+
+    def wrong(self: StepEngine, batches: Any) -> dict[str, float]:
+        found, own = true(self, batches), self.task.denominators(batches)
+        ranks = mesh.axis("dp").size
+        return found | {name: ranks * own[name] for name in self.task.inner_losses}
+
+    replace(StepEngine, "denominators", wrong)
+
+
+@defect("the load of experts is counted on each tensor-parallel rank alone", "tp2-moe")
+def _load_of_one_rank(mesh: Mesh, replace: Replace) -> None:
+    replace(router, "all_reduce", lambda t, axis, *, purpose: t)
+
+
+@defect("padding is routed", "dp2·ep2-moe")
+def _padding_routed(mesh: Mesh, replace: Replace) -> None:
+    true = Router.forward
+
+    def wrong(self: Router, x: Tensor, routed: Tensor | None) -> Routing:
+        return true(self, x, None)
+
+    replace(Router, "forward", wrong)
+
+
+@defect("every sequence-parallel rank has the padding of the first", "tp2·sp·ep2·etp1·a2a-moe")
+def _padding_of_first(mesh: Mesh, replace: Replace) -> None:
+    true = MoE._own_tokens
+
+    def wrong(self: MoE, x: Tensor, padding: Tensor | None) -> Any:
+        if padding is not None:
+            padding = torch.cat([padding.chunk(self.tp.size)[0]] * self.tp.size)
+        return true(self, x, padding)
+
+    replace(MoE, "_own_tokens", wrong)
+
+
+@defect("tokens reach the experts of the first rank on every rank", "dp2·ep2-moe")
+def _expert_offset(mesh: Mesh, replace: Replace) -> None:
+    true = AllGatherDispatcher.__init__
+
+    def wrong(self: AllGatherDispatcher, *arguments: Any) -> None:
+        true(self, *arguments)
+        self.first = 0
+
+    replace(AllGatherDispatcher, "__init__", wrong)
+
+
+# -- norm ----------------------------------------------------------------------------------------
+
+
+@defect("the norm counts copies of experts", "dp4·ep2·a2a-moe")
+def _norm_counts_copies(mesh: Mesh, replace: Replace) -> None:
+    _numbered(replace, lambda sharding, true: 0 if sharding.experts else true)
+
+
+@defect("the norm leaves out the experts of other data-parallel ranks", "dp2·ep2-moe")
+def _norm_without_experts(mesh: Mesh, replace: Replace) -> None:
+    own = mesh.axis("dp_cp").index
+    _numbered(replace, lambda sharding, true: own if sharding.experts else true)
+
+
+@defect("the norm counts attention sinks on every rank", "dp2·ep2-moe")
+def _norm_counts_sinks(mesh: Mesh, replace: Replace) -> None:
+    _numbered(replace, lambda sharding, true: 0 if sharding.shape == (8,) else true)
+
+
+def _numbered(replace: Replace, number: Any) -> None:
+    true = Sharding.replica
+
+    def wrong(self: Sharding, mesh: Mesh, **options: Any) -> int:
+        return int(number(self, true(self, mesh, **options)))
+
+    replace(Sharding, "replica", wrong)
