@@ -137,6 +137,8 @@ def watch_routes(stages: Sequence[GPT], mesh: Mesh) -> Routes:
         numbers = count()
 
         def note(module: Router, arguments: object, routing: Routing) -> None:
+            if torch._C._current_graph_task_id() >= 0:
+                return  # in a backward pass: computed again
             routes[layer, next(numbers) * dp.size + dp.index, tp.index] = routing.experts
 
         router.register_forward_hook(note)
