@@ -22,6 +22,7 @@ RUN = (
 )
 TP2 = "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--nproc-per-node 2 --pipeline-model-parallel-size 2"
+ZBV2 = f"{PP2} --pipeline-schedule zb-v --pipeline-model-parallel-layout Et||t|L"
 DP2 = "--nproc-per-node 2"
 CP2 = "--nproc-per-node 2 --context-parallel-size 2 --cp-comm-type p2p a2a"
 EXPERTS = "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
@@ -38,7 +39,7 @@ def steps(folder: Path) -> dict[int, tuple[float, float]]:
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [
-        pytest.param("", (TP2, DP2, PP2, "", CP2), id="dense"),
+        pytest.param("", (TP2, DP2, ZBV2, "", CP2), id="dense"),
         pytest.param(EXPERTS, (EP2, TP2_EP2, PP2, "", EP2), id="experts", marks=pytest.mark.slow),
     ],
 )

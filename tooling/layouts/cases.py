@@ -1,10 +1,12 @@
 """What is proven: layouts, and the models and batches they are proven with."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from megatron_models import GPTConfig
 from megatron_parallel import DataParallelConfig, ParallelLayout, Recompute
+from megatron_parallel.pipeline import SCHEDULES, schedule_kind
 
 SEQUENCE = 16
 GLOBAL_BATCH = 8
@@ -68,8 +70,9 @@ SPLITS = {
     1: (range(5),),
     2: (range(2), range(2, 5)),
     4: (range(1), range(1, 2), range(2, 3), range(3, 5)),
+    8: tuple(range(a, b) for a, b in pairwise((0, 0, 1, 2, 2, 3, 4, 4, 5))),
 }
-"""Layers of each stage by number of stages; never equal."""
+"""Layers of each stage by number of stages; never equal, and some have none."""
 
 
 PLAIN = DataParallelConfig()
@@ -111,6 +114,7 @@ class Case:
         comm: how attention goes over context-parallel ranks.
         per_document: whether context parallelism cuts every document by itself.
         dispatcher: how tokens get to their experts.
+        schedule: of the pipeline, where it is not the default one.
     """
 
     layout: ParallelLayout
@@ -123,6 +127,7 @@ class Case:
     comm: str = "p2p"
     per_document: bool = False
     dispatcher: Literal["allgather", "alltoall"] = "allgather"
+    schedule: str | None = None
 
     @property
     def config(self) -> GPTConfig:
@@ -149,6 +154,7 @@ class Case:
         parts += [f"ep{layout.ep}"] if layout.ep > 1 else []
         parts += [f"etp{layout.etp}"] if layout.etp not in (None, layout.tp) else []
         parts += ["a2a"] if self.dispatcher == "alltoall" else []
+        parts += [self.schedule] if self.schedule else []
         return "·".join(parts) or "one rank"
 
     @property
@@ -169,7 +175,9 @@ class Case:
 def _case(model: Model, micro_batch: int = 1, *options: str, **degrees: int) -> Case:
     comm = next((word for word in ("a2a", "allgather", "a2a+p2p") if word in options), "p2p")
     nested = (2, degrees["cp"] // 2) if comm == "a2a+p2p" else None
-    layout = ParallelLayout(**{"dp": 1, **degrees}, hierarchical_cp=nested)
+    schedule = next((option for option in options if option in SCHEDULES), None)
+    placement = schedule_kind(schedule).placement if schedule else "loop"
+    layout = ParallelLayout(**{"dp": 1, **degrees}, hierarchical_cp=nested, placement=placement)
     data_parallel = [used for word, used in DATA_PARALLEL.items() if word in options]
     return Case(
         layout,
@@ -182,6 +190,7 @@ def _case(model: Model, micro_batch: int = 1, *options: str, **degrees: int) -> 
         comm,
         "documents" in options,
         "alltoall" if "alltoall" in options else "allgather",
+        schedule,
     )
 
 
@@ -196,6 +205,23 @@ CASES = (
     _case("untied", 1, "dropout", pp=2),
     _case("tied", 1, "dropout", pp=4),
     _case("untied", 2, pp=2, vpp=2),
+    _case("tied", 2, "gpipe", pp=2),
+    _case("tied", 2, "dropout", "looped-bfs", pp=2, vpp=2),
+    _case("tied", 2, "dropout", "zero-bubble", pp=2),
+    _case("tied", 1, "zb-v", pp=2, vpp=2),
+    _case("untied", 1, "dropout", "zb-v", pp=2, vpp=2),
+    _case("tied", 1, "dropout", "dualpipe-v", pp=2, vpp=2),
+    _case("tied", 1, "dropout", pp=4, vpp=2),
+    _case("untied", 2, "zero-bubble", pp=4),
+    _case("tied", 1, "zb-v", pp=4, vpp=2),
+    _case("untied", 1, "dualpipe-v", pp=4, vpp=2),
+    _case("tied", 1, "gathered", "zb-v", pp=2, vpp=2, dp=2),
+    _case("tied", 1, "dropout", "uniform", "zb-v", pp=2, vpp=2),
+    _case("untied", 1, "dropout", "selective", "dualpipe-v", pp=2, vpp=2),
+    _case("tied", 1, "dropout", "cut", "zero-bubble", tp=2, pp=2),
+    _case("tied", 1, "sp", "dropout", "zero-bubble", tp=2, pp=2, vpp=2, dp=2),
+    _case("tied", 1, "sp", "dropout", "zb-v", tp=2, pp=2, vpp=2, dp=2),
+    _case("untied", 1, "sp", "dualpipe-v", tp=2, pp=2, vpp=2, dp=2),
     _case("tied", 2, "dropout", dp=2),
     _case("untied", 1, dp=4),
     _case("tied", 1, dp=8),

@@ -71,7 +71,7 @@ def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate:
         cut_per_document=case.per_document,
         **(DROPOUT if case.dropout else {}),
     )
-    engine = StepEngine(task, mesh, case.data_parallel)
+    engine = StepEngine(task, mesh, case.data_parallel, schedule=case.schedule)
     make_asymmetric(engine)
     routes = watch_routes(stages, mesh)
     optimizer = Recording(

@@ -2,14 +2,14 @@
 
 import contextlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from megatron_parallel import (
     DataParallelConfig,
-    GradientBuffers,
     LayoutError,
     Mesh,
     ParallelLayout,
@@ -21,10 +21,11 @@ from megatron_parallel.pipeline import (
     Backward,
     Passed,
     PipelineEngine,
+    StageGradients,
+    check_micro_batches,
     copy_tied_parameter,
     planned_actions,
     split_layers,
-    stage_layers,
     stage_parameters,
     sum_tied_gradient,
 )
@@ -113,11 +114,10 @@ def reference(
 
 
 def build(mesh: Mesh, split: tuple[range, ...], tied: bool, **options: Any) -> PipelineEngine:
-    pp, count = mesh.axis("pp"), len(split)
-    chunks = [
-        Chunk(layers, i * pp.size + pp.index == 0, i * pp.size + pp.index == count - 1, tied)
-        for i, layers in enumerate(stage_layers(split, pp.size, pp.index))
-    ]
+    stages = mesh.layout.stages(mesh.axis("pp").index)
+    chunks = [Chunk(split[i], i == 0, i == len(split) - 1, tied) for i in stages]
+    if tied and stages[0] == 0 and stages[-1] == len(split) - 1 > 0:
+        chunks[-1].embedding = chunks[0].embedding
     return PipelineEngine(
         mesh,
         chunks,
@@ -131,7 +131,7 @@ def build(mesh: Mesh, split: tuple[range, ...], tied: bool, **options: Any) -> P
 
 def train(
     mesh: Mesh, split: tuple[range, ...], counts: list[int], tied: bool, schedule: str
-) -> list[tuple[dict[str, Tensor], dict[str, Tensor], str]]:
+) -> list[tuple[dict[str, Tensor], dict[str, Tensor], list[Action]]]:
     """Sums, gradients and order of a step with each number of micro-batches."""
     engine = build(mesh, split, tied, schedule=schedule)
     parameters = stage_parameters(engine.chunks)
@@ -150,7 +150,7 @@ def train(
         for parameter in parameters.values():
             all_reduce(parameter.grad, dp)
         gradients = {name: p.grad.clone() for name, p in parameters.items()}
-        results.append((sums, gradients, " ".join(map(str, engine.trace))))
+        results.append((sums, gradients, list(engine.trace)))
     return results
 
 
@@ -175,6 +175,8 @@ def assert_equal(
         assert names == set(wanted)  # every gradient was compared
 
 
+V2 = ParallelLayout(pp=2, vpp=2, dp=1, placement="v")
+EMPTY_STAGES = (range(0), range(3), range(3, 3), range(3, 4))
 CASES = [
     ("pp2", ParallelLayout(pp=2, dp=1), split_layers(4, 2), "1f1b"),
     ("pp2-gpipe", ParallelLayout(pp=2, dp=1), split_layers(4, 2), "gpipe"),
@@ -187,7 +189,23 @@ CASES = [
     ),
     ("pp2-dp2", ParallelLayout(pp=2, dp=2), split_layers(4, 2), "1f1b"),
     ("pp2-vpp2", ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "interleaved-1f1b"),
+    ("pp2-bfs", ParallelLayout(pp=2, dp=1), split_layers(4, 2), "looped-bfs"),
+    ("pp2-vpp2-bfs", ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "looped-bfs"),
+    ("pp2-zb", ParallelLayout(pp=2, dp=1), split_layers(4, 2), "zero-bubble"),
+    ("pp2-vpp2-zb", ParallelLayout(pp=2, vpp=2, dp=1), EMPTY_STAGES, "zero-bubble"),
+    ("pp2-zbv", V2, EMPTY_STAGES, "zb-v"),
+    ("pp2-dualpipe", V2, split_layers(4, 2, 2), "dualpipe-v"),
+    ("pp4-zbv", replace(V2, pp=4), split_layers(8, 4, 2), "zb-v"),
+    ("pp4-dualpipe", replace(V2, pp=4), split_layers(8, 4, 2), "dualpipe-v"),
 ]
+
+
+def runs(schedule: str, layout: ParallelLayout, count: int) -> bool:
+    try:
+        check_micro_batches(schedule, layout.pp, layout.vpp, count)
+    except LayoutError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -201,9 +219,13 @@ def test_sums_and_gradients_equal_those_of_one_process(
     schedule: str,
     tied: bool,
 ) -> None:
-    counts = [1, 2, 3, 4, 5, 6, 7, 8] if layout.vpp == 1 else [1, 2, 4, 8]
+    counts = [c for c in range(1, 9) if runs(schedule, layout, c)]
     ranks = worker_pool.run_mesh(layout, train, split, counts, tied, schedule)
     assert_equal(ranks, counts, layout, split[-1].stop, tied)
+    for rank, steps in enumerate(ranks):
+        index = layout.coordinates(rank).pp
+        for count, (_, _, trace) in zip(counts, steps, strict=True):
+            assert trace == planned_actions(schedule, layout.pp, index, count, layout.vpp)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -212,22 +234,7 @@ def test_one_stage_is_a_plain_loop_with_the_same_results(single: Mesh, tied: boo
     counts = [1, 3]
     steps = train(single, (range(3),), counts, tied, "1f1b")
     assert_equal([steps], counts, single.layout, 3, tied)
-    assert steps[1][2] == "F0 B0 F1 B1 F2 B2"
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_ranks_compute_in_the_planned_order(worker_pool: WorkerPool, schedule: str) -> None:
-    counts = [1, 2, 3, 4, 6]
-    ranks = worker_pool.run_mesh(
-        ParallelLayout(pp=4, dp=1), train, split_layers(4, 4), counts, False, schedule
-    )
-    for stage, steps in enumerate(ranks):
-        for count, (_, _, trace) in zip(counts, steps, strict=True):
-            assert trace == " ".join(map(str, planned_actions(schedule, 4, stage, count)))
-    if schedule == "1f1b":
-        assert ranks[0][3][2] == "F0 F1 F2 F3 B0 B1 B2 B3"
-        assert ranks[2][3][2] == "F0 F1 B0 F2 B1 F3 B2 B3"
-        assert ranks[3][3][2] == "F0 B0 F1 B1 F2 B2 F3 B3"
+    assert steps[1][2] == planned_actions("1f1b", 1, 0, 3)
 
 
 def test_evaluation_is_forward_only_and_leaves_no_trace_in_training(
@@ -249,6 +256,9 @@ def test_evaluation_is_forward_only_and_leaves_no_trace_in_training(
     for layout, split, schedule in [
         (ParallelLayout(pp=2, dp=1), split_layers(4, 2), "1f1b"),
         (ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "interleaved-1f1b"),
+        (ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "zero-bubble"),
+        (V2, split_layers(4, 2, 2), "zb-v"),
+        (V2, split_layers(4, 2, 2), "dualpipe-v"),
     ]:
         for before, after, gradients, untouched, kinds in worker_pool.run_mesh(
             layout, alternate, split, schedule
@@ -280,7 +290,7 @@ def test_a_new_shape_builds_new_stages_and_old_ones_are_kept(worker_pool: Worker
 
 def test_the_last_backward_pass_of_each_stage_is_announced(worker_pool: WorkerPool) -> None:
     def announced(mesh: Mesh, split: tuple[range, ...], schedule: str) -> Any:
-        seen: list[tuple[Backward, int, int]] = []
+        seen: list[tuple[Backward, bool]] = []
         tracked: dict[int, nn.Parameter] = {}
 
         @contextlib.contextmanager
@@ -291,60 +301,111 @@ def test_the_last_backward_pass_of_each_stage_is_announced(worker_pool: WorkerPo
 
             before = gradient()
             yield
-            seen.append((backward, int(bool((gradient() != before).any())), len(engine.trace)))
+            seen.append((backward, bool((gradient() != before).any())))
 
         engine = build(mesh, split, False, schedule=schedule, around_backward=around)
         for stage, chunk in zip(engine.stages, engine.chunks, strict=True):
             tracked[stage] = next(chunk.parameters())
         batches = make_batches(4)
         engine.run(batches, denominators(batches))
-        return engine.stages, [(b, changed) for b, changed, _ in seen]
+        return engine.stages, seen, engine.trace
 
     for layout, split, schedule in [
         (ParallelLayout(pp=2, dp=1), split_layers(4, 2), "1f1b"),
         (ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "interleaved-1f1b"),
+        (ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "looped-bfs"),
+        (ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "zero-bubble"),
+        (V2, split_layers(4, 2, 2), "zb-v"),
+        (V2, split_layers(4, 2, 2), "dualpipe-v"),
     ]:
-        for stages, seen in worker_pool.run_mesh(layout, announced, split, schedule):
+        for stages, seen, trace in worker_pool.run_mesh(layout, announced, split, schedule):
             for stage in stages:
                 passes = [b for b, _ in seen if b.stage == stage]
-                assert [b.micro_batch for b in passes] == [0, 1, 2, 3]
+                ran = [a for a in trace if a.stage == stage and a.kind in "BW"]
+                assert [b.micro_batch for b in passes] == [a.micro_batch for a in ran]
+                assert [b.split for b in passes] == [a.kind == "W" for a in ran]
                 assert [b.last for b in passes] == [False, False, False, True]
             assert all(changed for _, changed in seen)  # gradients grow inside the context only
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
-def test_gradient_buffers_are_told_of_the_last_backward_pass(
-    worker_pool: WorkerPool, schedule: str
-) -> None:
-    def buffered(mesh: Mesh, split: tuple[range, ...]) -> Any:
-        def around(backward: Backward) -> contextlib.AbstractContextManager[None]:
-            buffers[backward.stage].begin(last=backward.last)
-            return contextlib.nullcontext()
-
-        engine = build(mesh, split, True, schedule=schedule, around_backward=around)
-        buffers = {}
-        for stage, chunk in zip(engine.stages, engine.chunks, strict=True):
-            named = dict(chunk.named_parameters())
-            table = {n: Sharding(tuple(p.shape), tied="embedding" in n) for n, p in named.items()}
-            buffers[stage] = GradientBuffers(
-                named, table, mesh, DataParallelConfig(ddp_bucket_size=50)
-            )
-        dp = mesh.axis("dp")
-        batches = make_batches(8)
+def buffered(
+    mesh: Mesh,
+    split: tuple[range, ...],
+    schedule: str,
+    tied: bool,
+    make: Callable[..., StageGradients] = StageGradients,
+) -> Any:
+    """Two steps through gradient buffers with small buckets; the first has other micro-batches."""
+    held: list[StageGradients] = []
+    engine = build(
+        mesh,
+        split,
+        tied,
+        schedule=schedule,
+        around_backward=lambda backward: held[0].around_backward(backward),
+    )
+    table = {
+        name: Sharding(tuple(p.shape), tied=tied and "embedding" in name)
+        for name, p in stage_parameters(engine.chunks).items()
+    }
+    gradients = make(mesh, engine.chunks, table, DataParallelConfig(ddp_bucket_size=50))
+    held.append(gradients)
+    dp = mesh.axis("dp")
+    results: list[Any] = []
+    for batches in (make_batches(8, seed=3), make_batches(8)):
+        gradients.zero()
         sums = engine.run(batches[dp.index :: dp.size], denominators(batches))
         for total in sums.values():
             all_reduce(total, dp)
-        gradients = {}
-        for of_stage in buffers.values():
-            of_stage.finish()
-            gradients |= of_stage.gradients()
-            of_stage.close()
-        return [(sums, gradients, "")]
+        gradients.finish()
+        results = [(sums, {n: g.clone() for n, g in gradients.gradients().items()}, [])]
+    gradients.close()
+    return results
 
-    vpp = 2 if schedule == "interleaved-1f1b" else 1
-    layout = ParallelLayout(pp=2, vpp=vpp, dp=2)
-    ranks = worker_pool.run_mesh(layout, buffered, split_layers(4, 2, vpp))
+
+BUFFERED = [
+    (ParallelLayout(pp=2, dp=2), "1f1b"),
+    (ParallelLayout(pp=2, vpp=2, dp=2), "interleaved-1f1b"),
+    (ParallelLayout(pp=2, vpp=2, dp=2), "zero-bubble"),
+    (replace(V2, dp=2), "zb-v"),
+    (replace(V2, dp=2), "dualpipe-v"),
+]
+
+
+@pytest.mark.parametrize(("layout", "schedule"), BUFFERED, ids=[s for _, s in BUFFERED])
+def test_gradient_buffers_are_told_of_the_last_backward_pass(
+    worker_pool: WorkerPool, layout: ParallelLayout, schedule: str
+) -> None:
+    split = split_layers(4, 2, layout.vpp)
+    ranks = worker_pool.run_mesh(layout, buffered, split, schedule, True)
     assert_equal(ranks, [4], layout, 4, True)
+
+
+class ToldTooEarly(StageGradients):
+    """Buckets are summed when the last weight part begins, not when it is over."""
+
+    def around_backward(self, backward: Backward) -> contextlib.AbstractContextManager[None]:
+        if backward.split and backward.last and backward.stage > 0:  # stage 0 has hooks that notice
+            self._of_stage[backward.stage].complete()
+            return contextlib.nullcontext()
+        return super().around_backward(backward)
+
+
+class InBothStages(StageGradients):
+    """The shared weight is in the buffers of both its stages, and added up."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        found = super().gradients()
+        shared = {name: 2 * found[name] for name in self._shared}
+        return found | shared
+
+
+@pytest.mark.parametrize("make", [ToldTooEarly, InBothStages])
+def test_a_defect_planted_into_the_buffers_is_noticed(worker_pool: WorkerPool, make: Any) -> None:
+    layout = replace(V2, dp=2)
+    ranks = worker_pool.run_mesh(layout, buffered, split_layers(4, 2, 2), "zb-v", True, make)
+    with pytest.raises(AssertionError):
+        assert_equal(ranks, [4], layout, 4, True)
 
 
 def test_tied_copies_are_made_equal(worker_pool: WorkerPool) -> None:

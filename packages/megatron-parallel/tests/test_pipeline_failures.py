@@ -54,9 +54,9 @@ def step(
 ) -> tuple[str, str, float]:
     """Run two steps on a mesh with a short time-out; returns what was raised and after how long."""
     mesh = Mesh.bind(layout, timeout=timedelta(seconds=SECONDS))
-    chunk = Chunk(rank.rank, trouble)
+    chunks = [Chunk(rank.rank, trouble) for _ in range(layout.vpp)]
     sizes = options.pop("sizes", [2] * 4)
-    engine = PipelineEngine(mesh, chunk, loss, **{"inputs": inputs, "passed": passed} | options)
+    engine = PipelineEngine(mesh, chunks, loss, **{"inputs": inputs, "passed": passed} | options)
     started = time.monotonic()
     try:
         for _ in range(2):
@@ -197,6 +197,63 @@ def test_all_ranks_of_a_pipeline_name_the_one_that_left(
             assert kind == "PeerError"
             assert f"rank {victim} (stage {victim} of 4) did not " in line, answers
             assert "on axis 'pp'" in line and "\n" not in line
+
+
+V2 = ParallelLayout(pp=2, vpp=2, dp=1, placement="v")
+FAMILIES = [
+    ("looped-bfs", ParallelLayout(pp=2, vpp=2, dp=1)),
+    ("zero-bubble", ParallelLayout(pp=2, dp=1)),
+    ("zb-v", V2),
+    ("dualpipe-v", V2),
+]
+
+
+@pytest.mark.parametrize(("schedule", "layout"), FAMILIES, ids=[name for name, _ in FAMILIES])
+def test_a_frozen_rank_is_named_in_every_family_of_schedules(
+    worker_pool: WorkerPool, schedule: str, layout: ParallelLayout
+) -> None:
+    def trouble(rank: int, passes: int) -> None:
+        if (rank, passes) == (1, 3):
+            time.sleep(SECONDS + 3)
+
+    def run(rank: Rank) -> Any:
+        return step(rank, layout, trouble, schedule=schedule)
+
+    (kind, line, seconds), (other_kind, other, _) = worker_pool.run(run, ranks=2)
+    assert kind == other_kind == "PeerError"
+    assert line.startswith("rank 1 (stage ") and f" of {2 * layout.vpp}) did not " in line
+    assert "on axis 'pp'" in line and "micro-batch" in line and "\n" not in line
+    assert SECONDS - 1 < seconds < SECONDS + 5
+    assert "\n" not in other
+
+
+@pytest.mark.parametrize(("schedule", "layout"), FAMILIES, ids=[name for name, _ in FAMILIES])
+def test_a_rank_that_dies_is_named_in_every_family_of_schedules(
+    worker_pool: WorkerPool, schedule: str, layout: ParallelLayout
+) -> None:
+    def trouble(rank: int, passes: int) -> None:
+        if (rank, passes) == (1, 5):
+            os._exit(7)
+
+    def run(rank: Rank) -> Any:
+        kind, line, seconds = step(rank, layout, trouble, schedule=schedule)
+        raise RuntimeError(f"{kind} after {seconds < SECONDS + 4}: {line}")
+
+    with pytest.raises(WorkerError) as failed:
+        worker_pool.run(run, ranks=2)
+    summaries = {failure.rank: failure.summary for failure in failed.value.failures}
+    assert summaries[1] == "exited with status 7"
+    assert "PeerError after True: rank 1 (stage " in summaries[0]
+
+
+def test_stages_of_a_v_that_disagree_on_shapes_are_named(worker_pool: WorkerPool) -> None:
+    def disagree(rank: Rank) -> Any:
+        return step(rank, V2, schedule="zb-v", sizes=[2, 2] if rank.rank == 0 else [3, 3])
+
+    for kind, line, _ in worker_pool.run(disagree, ranks=2):
+        assert kind == LayoutError.__name__
+        assert "ranks disagree on what stage " in line
+        assert "rank 0: [2, 4] float32; rank 1: [3, 4] float32" in line
 
 
 def _ends_with_its_error(rank: Rank, run: Callable[[Rank], tuple[str, str, float]]) -> None:

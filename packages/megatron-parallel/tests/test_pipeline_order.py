@@ -1,11 +1,20 @@
-"""Plans of schedules, and their picture."""
+"""Plans of schedules: equal to torch's, by hand where papers draw them, or refused."""
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from megatron_parallel import LayoutError
-from megatron_parallel.pipeline import check_micro_batches, draw, planned_actions
+from megatron_parallel import LayoutError, ParallelLayout
+from megatron_parallel.pipeline import (
+    SCHEDULES,
+    check_micro_batches,
+    check_schedule,
+    default_schedule,
+    planned_actions,
+    schedule_kind,
+)
 
 
 def order(schedule: str, stages: int, stage: int, micro_batches: int) -> str:
@@ -15,6 +24,7 @@ def order(schedule: str, stages: int, stage: int, micro_batches: int) -> str:
 def test_1f1b_warms_up_and_then_alternates() -> None:
     assert order("1f1b", 2, 0, 4) == "F0 F1 B0 F2 B1 F3 B2 B3"
     assert order("1f1b", 2, 1, 4) == "F0 B0 F1 B1 F2 B2 F3 B3"
+    assert order("1f1b", 4, 2, 4) == "F0 F1 B0 F2 B1 F3 B2 B3"
 
 
 def test_1f1b_runs_fewer_micro_batches_than_stages() -> None:
@@ -27,14 +37,22 @@ def test_gpipe_runs_all_forward_passes_first() -> None:
     assert order("gpipe", 2, 1, 3) == "F0 F1 F2 B0 B1 B2"
 
 
+def test_zero_bubble_puts_weight_gradients_where_1f1b_waits() -> None:
+    assert order("zero-bubble", 2, 0, 3) == "F0 F1 I0 W0 F2 I1 W1 I2 W2"
+    assert order("zero-bubble", 2, 1, 3) == "F0 I0 F1 I1 W0 F2 I2 W1 W2"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("1f1b", 2, 1, 0), "0 micro-batches: a step needs at least 1"),
         (("interleaved-1f1b", 4, 2, 9), r"cannot run 9 micro-batches: 9 // 4 = 2 .* use 8 or 10"),
-        (("1f1b", 4, 2, 8), "does not fit vpp=2"),
+        (("zero-bubble", 4, 1, 9), r"cannot run 9 micro-batches: 9 // 4 = 2 .* use 8 or 10"),
+        (("dualpipe-v", 4, 2, 7), r"cannot run 7 micro-batches: .* its 2 x 4 = 8 stages"),
+        (("1f1b", 4, 2, 8), "does not fit vpp=2: it needs 1 chunk per rank; .*'interleaved-1f1b'"),
         (("interleaved-1f1b", 4, 1, 8), "does not fit vpp=1"),
-        (("2f2b", 4, 1, 8), "no schedule is called '2f2b': there are 1f1b, gpipe"),
+        (("zb-v", 4, 3, 8), "does not fit vpp=3: it needs exactly 2 chunks"),
+        (("2f2b", 4, 1, 8), "no schedule is called '2f2b': there are gpipe, 1f1b"),
     ],
 )
 def test_what_a_schedule_cannot_run_is_refused_with_its_numbers(
@@ -49,30 +67,68 @@ def test_the_counts_that_a_refusal_proposes_are_accepted() -> None:
         check_micro_batches("interleaved-1f1b", 4, 2, count)
 
 
-def test_a_schedule_can_be_drawn() -> None:
-    assert draw("1f1b", 2, 3).splitlines()[:2] == [
-        "stage 0 | F0 F1  .  . B0--- F2 B1---  . B2--- |",
-        "stage 1 |  . F0 B0--- F1 B1--- F2 B2---  .  . |",
+def test_a_schedule_needs_its_placement() -> None:
+    with pytest.raises(LayoutError, match=r"'zb-v' needs ParallelLayout\(placement='v'\)"):
+        check_schedule("zb-v", 2, "loop")
+    with pytest.raises(LayoutError, match=r"'zero-bubble' needs .*placement='loop'"):
+        check_schedule("zero-bubble", 2, "v")
+    layouts = ParallelLayout(pp=2), ParallelLayout(pp=2, vpp=2)
+    v = ParallelLayout(pp=2, vpp=2, placement="v")
+    assert [default_schedule(x) for x in (*layouts, v)] == ["1f1b", "interleaved-1f1b", "zb-v"]
+
+
+def torchs_plan(name: str, pp: int, vpp: int, micro_batches: int) -> list[list[tuple[Any, ...]]]:
+    """What torch's schedule of that name says each rank computes."""
+    from torch.distributed.pipelining import schedules
+
+    classes = {
+        "gpipe": schedules.ScheduleGPipe,
+        "interleaved-1f1b": schedules.ScheduleInterleaved1F1B,
+        "looped-bfs": schedules.ScheduleLoopedBFS,
+        "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+        "zb-v": schedules.ScheduleZBVZeroBubble,
+        "dualpipe-v": schedules.ScheduleDualPipeV,
+    }
+    facts = {"num_stages": pp * vpp, "group_size": pp, "group_rank": 0, "submod": None}
+    stages: Any = [SimpleNamespace(stage_index=i * pp, is_last=False, **facts) for i in range(vpp)]
+    made: Any = classes[name](stages[0] if name == "gpipe" else stages, micro_batches, loss_fn=len)
+    return [
+        [
+            (each.computation_type.value, each.stage_index, each.microbatch_index)
+            for action in made.pipeline_order[rank]
+            if action is not None
+            for each in action.sub_actions or (action,)
+            if each.computation_type.value in "FBIW"
+        ]
+        for rank in range(pp)
     ]
-    picture = draw("1f1b", 3, 4)
-    rows = picture.splitlines()[:-1]
-    assert len({len(row) for row in rows}) == 1
-    for stage, row in enumerate(rows):
-        names = [word.strip("-") for word in row.split("|")[1].split() if word != "."]
-        assert " ".join(names) == order("1f1b", 3, stage, 4)
-    assert picture.endswith("idle 33%; micro-batches alive at most, by stage: 3, 2, 1")
 
 
-def test_splits_and_plans_import_no_torch() -> None:
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "1f1b"])
+def test_plans_and_refusals_are_torchs(name: str) -> None:
+    """1F1B has no plan in torch that says what it does: see test_pipeline."""
+    compared = refused = 0
+    for pp in (2, 3, 4):
+        for vpp in filter(schedule_kind(name).takes, (1, 2, 3)):
+            for count in range(1, 11):
+                try:
+                    check_micro_batches(name, pp, vpp, count)
+                except LayoutError:
+                    refused += 1
+                    with pytest.raises(ValueError, match="micro"):
+                        torchs_plan(name, pp, vpp, count)
+                    continue
+                for rank, wanted in enumerate(torchs_plan(name, pp, vpp, count)):
+                    assert planned_actions(name, pp, rank, count, vpp) == wanted
+                    compared += 1
+    assert compared > 30
+    assert (refused > 0) == (name in ("interleaved-1f1b", "zero-bubble", "dualpipe-v"))
+
+
+def test_splits_plans_and_pictures_import_no_torch() -> None:
     code = (
-        "import sys; from megatron_parallel.pipeline import draw, split_layers; "
+        "import sys; from megatron_parallel.pipeline import draw, picture, simulate, split_layers; "
+        "draw('zb-v', 2, 4, 2); picture(simulate('dualpipe-v', 2, 4, 2)).svg(); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_the_idle_part_is_the_formula_of_the_papers() -> None:
-    for schedule in ("1f1b", "gpipe"):
-        for stages, count in ((2, 4), (4, 8), (4, 2)):
-            idle = (stages - 1) / (count + stages - 1)
-            assert f"idle {idle:.0%};" in draw(schedule, stages, count)

@@ -12,6 +12,7 @@ COMMANDS = [
     ["pretrain"],
     ["pretrain", "gpt"],
     ["layout"],
+    ["schedule"],
     ["report"],
     ["recipes"],
     ["recipes", "diff"],
@@ -58,6 +59,22 @@ def test_a_layout_is_drawn_without_torch(capsys):
     assert "tp" in drawn and "pp" in drawn
 
 
+def test_a_schedule_is_drawn(capsys, tmp_path):
+    words = ["schedule", "--pipeline-model-parallel-size", "2", "--micro-batches", "3"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "rank 0 | F0 F1  .  . B0--- F2 B1---  . B2--- |",
+        "rank 1 |  . F0 B0--- F1 B1--- F2 B2---  .  . |",
+        "idle 25.0%; micro-batches alive at most, by rank: 2, 1",
+    ]
+    for name, start in (("a.svg", b"<svg "), ("a.png", b"\x89PNG")):
+        times = ["--pipeline-schedule", "zb-v", "--backward-time", "2.0001", "--send-time", "0.3"]
+        assert main([*words, *times, "--output", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_bytes().startswith(start)
+        assert capsys.readouterr().out.startswith("idle 1")  # too fine for text
+    assert {path.name for path in tmp_path.iterdir()} == {"a.svg", "a.png"}
+
+
 def test_a_setting_is_found_by_a_word_of_it(capsys):
     assert main(["config", "find", "warmup", "fraction"]) == 0
     printed = capsys.readouterr().out
@@ -93,6 +110,16 @@ def test_files_of_settings_are_checked(tmp_path, capsys):
         ("layout --world-size 0", 2, "--world-size must be positive, got 0"),
         ("layout --world-size 6 --tensor-model-parallel-size 4", 1, "6 is not a multiple of tp 4"),
         ("layout --world-size 2 --tensor-parallel-size 2", 2, "did you mean --tensor-model-"),
+        ("schedule", 2, "the following arguments are required: --pipeline-model-parallel-size"),
+        ("schedule --pipeline-model-parallel-size 0", 1, "0 ranks: a pipeline has at least 1"),
+        ("schedule --pipeline-model-parallel-size 2 --forward-time 0", 1, "forward=0.0: a pass"),
+        ("schedule --pipeline-model-parallel-size 2 --output a.pdf", 1, "as .svg or .png"),
+        (
+            "schedule --pipeline-model-parallel-size 4 --pipeline-schedule dualpipe-v "
+            "--micro-batches 7",
+            1,
+            "cannot run 7 micro-batches: it needs at least one for each of its 2 x 4 = 8 stages",
+        ),
         ("pretrain gpt --num-layer 2", 2, "did you mean --num-layers?"),
         ("pretrain gpt --config nowhere.yaml", 1, "nowhere.yaml: No such file or directory"),
     ],

@@ -43,7 +43,7 @@ class GPT(nn.Module):
     Args:
         config: the model's shape.
         mesh: where it lives and over which ranks it is cut.
-        chunk: which of this rank's ``vpp`` stages: stage ``chunk * pp + index`` of the pipeline.
+        chunk: which of this rank's ``vpp`` stages, in the order of ``mesh.layout.stages``.
         split: global layer numbers of every stage of the pipeline, in order; by default all get
             equally many. `megatron_parallel.split_layers` makes uneven ones.
         sequence_parallel: between the tensor-parallel layers, cut activations along the sequence,
@@ -350,9 +350,10 @@ def gpt_chunks(
 ) -> list[GPT]:
     """Build all stages of this rank, one `GPT` for each of its ``vpp`` chunks.
 
-    Arguments and errors are those of `GPT`.
+    If the first and the last stage are both here (a pipeline in a V), they share a tied weight: it
+    is one parameter, of both. Arguments and errors are those of `GPT`.
     """
-    return [
+    chunks = [
         GPT(
             config,
             mesh,
@@ -368,3 +369,7 @@ def gpt_chunks(
         )
         for chunk in range(mesh.layout.vpp)
     ]
+    first, last = chunks[0], chunks[-1]
+    if first.first and not first.last and last.last and first.embedding and last.embedding:
+        last.embedding.word = first.embedding.word
+    return chunks

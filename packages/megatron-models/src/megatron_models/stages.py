@@ -36,7 +36,7 @@ def plan_stage(
     chunk: int = 0,
     split: Sequence[range] | None = None,
 ) -> StagePlan:
-    """Find what stage ``chunk * pp + pipeline_rank`` holds.
+    """Find what stage ``layout.stages(pipeline_rank)[chunk]`` holds.
 
     Args:
         config: the model.
@@ -62,5 +62,5 @@ def plan_stage(
             f"stages of layers {stages} are not layers 0:{config.num_layers}, each once and in "
             "order; make a split with split_layers"
         )
-    stage = chunk * pp + pipeline_rank
+    stage = layout.stages(pipeline_rank)[chunk]
     return StagePlan(stage, pp * vpp, split[stage])

@@ -53,7 +53,7 @@ def _stages(layout: ParallelLayout, width: int) -> list[str]:
 def _stage_name(layout: ParallelLayout, stage: int) -> str:
     if layout.vpp == 1:
         return f"stage {stage}"
-    chunks = [str(stage + layout.pp * chunk) for chunk in range(layout.vpp)]
+    chunks = [str(chunk) for chunk in layout.stages(stage)]
     if len(chunks) > 4:
         chunks[2:-1] = ["…"]
     return f"stage {stage} (chunks {' '.join(chunks)})"

@@ -17,12 +17,15 @@ here imports torch: layouts can be planned, checked and drawn on a login node.
 
 import difflib
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from megatron_parallel.errors import LayoutError as LayoutError  # noqa: PLC0414 - known from here
 from megatron_parallel.grid import Grid
 
 AXES: Final = ("tp", "cp", "ep", "dp", "pp")
+
+Placement = Literal["loop", "v"]
+"""Which stages a pipeline rank holds: every `pp`-th (loop), or one down and one up again (V)."""
 
 # Group name -> (grid, axes along which its members differ, what it is for).
 _GROUPS: Final[dict[str, tuple[str, tuple[str, ...], str]]] = {
@@ -80,6 +83,10 @@ class ParallelLayout:
     `etp` is the tensor-parallel degree inside experts and defaults to `tp`; the data-parallel
     degree of experts follows, `world / (etp * ep * pp)`.
 
+    `placement` says which stages a rank of the pipeline holds. In a loop, rank `r` has every
+    `pp`-th one from `r` on. In a V it has two: `r` on the way down and `2 pp - 1 - r` on the way
+    up, so that the first and the last are both on rank 0 (schedules ZB-V and DualPipeV).
+
     Raises `LayoutError`, naming the numbers, if the degrees cannot form the two grids.
     """
 
@@ -126,6 +133,10 @@ class ParallelLayout:
         default="tp-cp-ep-dp-pp",
         metadata={"help": "axes from fastest to slowest varying rank", "flag": None},
     )
+    placement: Placement = field(
+        default="loop",
+        metadata={"help": "Which stages a rank of the pipeline holds", "flag": None},
+    )
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "ep", "dp", "pp", "vpp", "etp"):
@@ -139,6 +150,10 @@ class ParallelLayout:
                 )
         if self.vpp > 1 and self.pp == 1:
             raise LayoutError("{vpp:=} needs pipeline stages to interleave, but {pp:=}", vars(self))
+        if self.placement not in ("loop", "v"):
+            raise LayoutError("{placement:=} is neither 'loop' nor 'v'", vars(self))
+        if self.placement == "v" and self.vpp != 2:
+            raise LayoutError("{placement:=} has 2 chunks per rank, but {vpp:=}", vars(self))
         self._check_order()
         self._check_hierarchy()
         if self.dp is not None and self.has_expert_parallelism:
@@ -300,6 +315,17 @@ class ParallelLayout:
         offset = stage * self._dense().strides["pp"]
         return tuple(rank + offset for rank in self._dense().group_of(("tp", "cp", "dp"), 0))
 
+    def stages(self, index: int) -> tuple[int, ...]:
+        """Stages of the model that the pipeline rank `index` holds, one for each of its chunks."""
+        return stages_of(self.placement, self.pp, self.vpp, index)
+
+    def stage_holder(self, stage: int) -> int:
+        """Index on the pipeline axis of the rank that holds a stage of the model."""
+        if not 0 <= stage < self.pp * self.vpp:
+            raise LayoutError(f"stage {stage} does not exist: there are {self.pp} x {self.vpp}")
+        index = stage % self.pp
+        return self.pp - 1 - index if self.placement == "v" and stage >= self.pp else index
+
     def _grid(self, kind: str) -> Grid:
         return self._expert() if kind == "expert" else self._dense()
 
@@ -324,9 +350,9 @@ class ParallelLayout:
         parts = [sequence[i : i + inner] for i in range(0, self.cp, inner)]
         return parts if which == ("inner",) else list(zip(*parts, strict=True))
 
-    @staticmethod
-    def _holders(pipeline: tuple[int, ...], which: tuple[str, ...]) -> tuple[int, ...]:
-        ends = {"first": pipeline[0], "last": pipeline[-1]}
+    def _holders(self, pipeline: tuple[int, ...], which: tuple[str, ...]) -> tuple[int, ...]:
+        last = self.stage_holder(self.pp * self.vpp - 1)
+        ends = {"first": pipeline[0], "last": pipeline[last]}
         return tuple(dict.fromkeys(ends[end] for end in which))
 
     # -- text ----------------------------------------------------------------------------------
@@ -340,6 +366,8 @@ class ParallelLayout:
             text += ", cp {} inside x {} outside".format(*self.hierarchical_cp)
         if self.vpp > 1:
             text += f", {self.vpp} chunks per stage"
+        if self.placement == "v":
+            text += " in a V"
         return f"{text}, order {self.order}"
 
     def draw(self, width: int = 100) -> str:
@@ -347,6 +375,13 @@ class ParallelLayout:
         from megatron_parallel.drawing import draw
 
         return draw(self, width)
+
+
+def stages_of(placement: Placement, pp: int, vpp: int, index: int) -> tuple[int, ...]:
+    """Stages that rank `index` of a pipeline holds, in the order of the model."""
+    if not 0 <= index < pp:
+        raise LayoutError(f"pipeline rank {index} does not exist: pp={pp}")
+    return (index, 2 * pp - 1 - index) if placement == "v" else tuple(range(index, pp * vpp, pp))
 
 
 def describe_group(name: str) -> str:

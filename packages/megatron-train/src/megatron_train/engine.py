@@ -14,14 +14,12 @@ leave gradients where autograd puts them, and nothing communicates.
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from megatron_parallel import (
     DataParallelConfig,
-    GradientBuffers,
     InnerLosses,
     Mesh,
     ParameterBuffers,
@@ -33,10 +31,9 @@ from megatron_parallel import (
     collect_shardings,
     parameter_views,
 )
-from megatron_parallel.pipeline import Backward, stage_parameters
+from megatron_parallel.pipeline import StageGradients, default_schedule
 from torch import Tensor, nn
 
-from megatron_train.config.run import schedule_of
 from megatron_train.tasks.task import Batch, Task
 
 
@@ -48,13 +45,14 @@ class StepEngine:
         mesh: where this rank stands.
         data_parallel: how gradients are summed, and what each rank keeps.
         compile: whether to compile each stage with torch.compile.
+        schedule: of the pipeline; by default that of `default_schedule`.
 
     Attributes:
         parameters: this rank's parameters by global name, each of them once; whoever reads them
             outside of `run` and `evaluate` calls `settle` first.
         table: how each is cut.
-        buffers: main gradients, one set for each stage of this rank.
-        shards: what this rank updates of each stage, where it does not update all.
+        buffers: main gradients, one set for each stage of this rank, and for what they share.
+        shards: what this rank updates of each of these sets, where it does not update all.
     """
 
     def __init__(
@@ -64,21 +62,23 @@ class StepEngine:
         data_parallel: DataParallelConfig | None = None,
         *,
         compile: bool = False,  # noqa: A002
+        schedule: str | None = None,
     ) -> None:
         data_parallel = data_parallel or DataParallelConfig()
         self.task = task
         self.mesh = mesh
-        self.parameters = stage_parameters(task.stages)
         self.table: dict[str, Sharding] = {}
-        self.buffers: list[GradientBuffers] = []
-        self.shards: list[ParameterBuffers] = []
         for stage in task.stages:
-            table = collect_shardings(stage)
-            self.table.update(table)
-            buffers = GradientBuffers(stage.named_parameters(), table, mesh, data_parallel)
-            self.buffers.append(buffers)
-            if data_parallel.use_distributed_optimizer:
-                self.shards.append(ParameterBuffers(stage, buffers, table))
+            self.table.update(collect_shardings(stage))
+        self._gradients = StageGradients(mesh, task.stages, self.table, data_parallel)
+        self.parameters = self._gradients.parameters
+        self.buffers = self._gradients.buffers
+        self.shards: list[ParameterBuffers] = []
+        if data_parallel.use_distributed_optimizer:
+            self.shards = [
+                ParameterBuffers(holders, buffers, self.table)
+                for holders, buffers in self._gradients.holders
+            ]
         chunks: list[nn.Module] = list(task.stages)
         if compile:
             chunks = [torch.compile(stage, dynamic=False) for stage in chunks]  # type: ignore[misc]
@@ -91,8 +91,8 @@ class StepEngine:
             inputs=self._inputs,
             passed=self._passed,
             sums=task.losses,
-            schedule=schedule_of(mesh.layout),
-            around_backward=self._around_backward,
+            schedule=schedule or default_schedule(mesh.layout),
+            around_backward=self._gradients.around_backward,
         )
 
     def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
@@ -118,8 +118,7 @@ class StepEngine:
         self._inner = InnerLosses(inner) if inner else None
         outer = {name: denominators[name] for name in self.task.losses}
         found = self._pipeline.run([self._own(batch) for batch in batches], outer)
-        for buffers in self.buffers:
-            buffers.finish()
+        self._gradients.finish()
         sums = self._summed(found, self._data, "loss sums")
         if self._inner is not None:  # every rank has other tokens, or other layers
             sums |= self._summed(self._inner.sums, "world", "inner loss sums")
@@ -133,12 +132,11 @@ class StepEngine:
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """Return the main gradients after `run`, by global name."""
-        return {name: g for buffers in self.buffers for name, g in buffers.gradients().items()}
+        return self._gradients.gradients()
 
     def zero(self) -> None:
         """Drop all gradients."""
-        for buffers in self.buffers:
-            buffers.zero()
+        self._gradients.zero()
 
     def settle(self) -> None:
         """Return when all weights of the latest step are on this rank."""
@@ -156,11 +154,6 @@ class StepEngine:
 
     def _passed(self, batch: Batch, stage: int) -> Passed | tuple[Passed, ...]:
         return self.task.passed(batch, stage)
-
-    def _around_backward(self, backward: Backward) -> AbstractContextManager[object]:
-        # No schedule used here splits its backward passes, so hooks see every gradient.
-        self.buffers[backward.stage // self.mesh.layout.pp].begin(last=backward.last)
-        return nullcontext()
 
     def _own(self, batch: Batch) -> Batch:
         """What this rank computes of a micro-batch, on its device."""

@@ -112,6 +112,7 @@ def build_gpt_trainer(
     stages = gpt_chunks(
         config.model,
         mesh,
+        split=config.split,
         sequence_parallel=training.sequence_parallel,
         recompute=config.recompute,
         dispatcher=training.moe_token_dispatcher_type,
@@ -130,7 +131,13 @@ def build_gpt_trainer(
         reset_attention_mask=config.data.reset_attention_mask,
         cut_per_document=training.context_parallel_split == "per_document",
     )
-    engine = StepEngine(task, mesh, config.data_parallel, compile=training.compile)
+    engine = StepEngine(
+        task,
+        mesh,
+        config.data_parallel,
+        compile=training.compile,
+        schedule=config.pipeline.schedule_of(mesh.layout),
+    )
     optimizer = Optimizer(
         engine.parameters,
         engine.table,

@@ -12,7 +12,7 @@ pipeline stages are read by a module that does not own them, so the whole stage 
 Whoever reads parameters otherwise (a checkpoint) calls `settle` first.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -46,13 +46,14 @@ class Part(NamedTuple):
 
 
 class ParameterBuffers:
-    """The parameters of one stage in flat storage, of which this rank updates its shards.
+    """Parameters of one stage, or shared by several, in flat storage: this rank updates its shards.
 
     Moves the parameters into that storage: tensors that shared memory with them no longer do.
 
     Args:
-        module: The stage; forward hooks are installed on its submodules if `overlap` is asked for.
-        buffers: Sharded gradient buffers of the same stage; their plan is that of the parameters.
+        module: The stage, or stages of this rank that share the parameters; forward hooks are
+            installed on their submodules if `overlap` is asked for.
+        buffers: Sharded gradient buffers of the same parameters; their plan is theirs too.
         table: Sharding of the parameters.
 
     Raises:
@@ -61,7 +62,10 @@ class ParameterBuffers:
     """
 
     def __init__(
-        self, module: nn.Module, buffers: GradientBuffers, table: Mapping[str, Sharding]
+        self,
+        module: nn.Module | Sequence[nn.Module],
+        buffers: GradientBuffers,
+        table: Mapping[str, Sharding],
     ) -> None:
         if not buffers.config.use_distributed_optimizer:
             raise LayoutError("parameters are cut only where gradients are: shard the buffers too")
@@ -71,7 +75,8 @@ class ParameterBuffers:
         self._flying = 0  # gathers nobody has waited for
         self._hooks: list[RemovableHandle] = []
         if self.overlap:
-            self._watch(module)
+            for each in [module] if isinstance(module, nn.Module) else module:
+                self._watch(each)
 
     def parts(self) -> dict[str, Part]:
         """What this rank updates, by global name, in the parameters' own dtype."""

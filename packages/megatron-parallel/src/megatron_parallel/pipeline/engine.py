@@ -21,7 +21,8 @@ from megatron_parallel.mesh import Mesh
 from megatron_parallel.pipeline.contract import AroundBackward, Inputs, PassedOn, no_context
 from megatron_parallel.pipeline.loop import LoopRunner, Runner
 from megatron_parallel.pipeline.objective import Loss, Objective
-from megatron_parallel.pipeline.order import Action, check_micro_batches
+from megatron_parallel.pipeline.order import Action
+from megatron_parallel.pipeline.rules import check_micro_batches, check_schedule
 
 
 class PipelineEngine:
@@ -30,18 +31,19 @@ class PipelineEngine:
     Args:
         mesh: Its axis `pp` is the pipeline. With `pp=1` everything runs in a plain loop and needs
             no `torch.distributed`.
-        chunks: The module of this rank's stage; `vpp` modules if it has several stages (stage
-            `i * pp + rank` is `chunks[i]`). The first stage is called with keyword arguments
-            only, others with what the stage before passed on, then keyword arguments. A stage
-            returns the tensor, or tuple of tensors, it passes on; the last one returns any value.
+        chunks: The module of this rank's stage; `vpp` modules if it has several, in the order of
+            `mesh.layout.stages(rank)`. The first stage is called with keyword arguments only,
+            others with what the stage before passed on, then keyword arguments. A stage returns
+            the tensor, or tuple of tensors, it passes on; the last one returns any value.
         loss: `loss(output, micro_batch)`, called on the last stage, returns the sums by name.
         inputs: `inputs(micro_batch, stage)` gives a stage's keyword arguments.
         passed: `passed(micro_batch, stage)` gives shape and dtype of what `stage` passes on; every
             rank answers for all stages. Needed if there is more than one.
         sums: Names of the sums that `loss` returns.
-        schedule: `1f1b` or `gpipe`; `interleaved-1f1b` if the layout has `vpp > 1`.
+        schedule: One of `SCHEDULES`, of those that go with the layout's `vpp` and `placement`.
         around_backward: Gives a context for each pass that adds to gradients, with its stage and
             whether it is that stage's last: from then on a bucket may be reduced when it is full.
+            `StageGradients.around_backward` is one.
 
     Raises:
         LayoutError: Chunks, schedule and layout do not fit together.
@@ -67,7 +69,7 @@ class PipelineEngine:
         """What this rank computed in the last step, in order."""
         if len(self.chunks) != vpp:
             raise LayoutError(f"{len(self.chunks)} chunks were given, but the layout has vpp={vpp}")
-        check_micro_batches(schedule, pp, vpp, 1)
+        check_schedule(schedule, vpp, mesh.layout.placement if pp > 1 else None)
         self._objective = Objective(loss, sums, mesh.device)
         self._runner: Runner
         if pp == 1:
@@ -90,8 +92,7 @@ class PipelineEngine:
     @property
     def stages(self) -> tuple[int, ...]:
         """Numbers of this rank's stages, one for each chunk."""
-        pp = self.mesh.axis("pp")
-        return tuple(i * pp.size + pp.index for i in range(len(self.chunks)))
+        return self.mesh.layout.stages(self.mesh.axis("pp").index)
 
     def run(
         self, micro_batches: Sequence[Any], denominators: Mapping[str, float | Tensor]

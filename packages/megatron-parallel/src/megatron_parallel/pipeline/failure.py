@@ -52,9 +52,11 @@ class Watch:
         self.trace: list[Action] = []
         self._mesh = mesh
         self._axis = mesh.axis("pp")
+        self._holder = mesh.layout.stage_holder
         self._stages = stages
         self._plan: Sequence[Action] = ()
         self._wait: _Wait | None = None
+        self._sent: _Wait | None = None
         self._computes = 0
         store = default_store()
         turn = store.add(f"pipeline/engines/{mesh.rank}/{self._axis.ranks}", 1)
@@ -66,9 +68,9 @@ class Watch:
         return self._computes > 0
 
     def begin(self, plan: Sequence[Action]) -> None:
-        """Start a step. `plan` is needed for ranks with several chunks, which receive ahead."""
+        """Start a step. `plan` is needed where a rank receives ahead of what it computes next."""
         self.trace = []
-        self._plan, self._wait, self._computes = plan, None, 0
+        self._plan, self._wait, self._sent, self._computes = plan, None, None, 0
 
     @contextmanager
     def computing(self, action: Action | None = None) -> Iterator[None]:
@@ -86,7 +88,7 @@ class Watch:
 
     def sends(self, what: str, micro_batch: int, peer: int) -> None:
         """This rank is about to wait until stage `peer` has taken a tensor."""
-        self._wait = _Wait(what, micro_batch, peer, receives=False)
+        self._wait = self._sent = _Wait(what, micro_batch, peer, receives=False)
 
     def publish(self, error: BaseException) -> None:
         """Tell the others that this rank raised `error` in its own code."""
@@ -109,10 +111,11 @@ class Watch:
     def _own_report(self, error: RuntimeError) -> _Report:
         me, where = self._mesh.rank, f"on axis {self._axis.name!r}"
         cause = backend_text(error)
-        wait = self._next_of_plan() if self._plan else self._wait
+        ahead = (self._next_of_plan() or self._sent) if self._plan else None
+        wait = ahead or self._wait
         if wait is None:
             return _Report(f"the stages could not meet {where} ({cause})", None)
-        peer = self._axis.ranks[wait.peer % self._axis.size]
+        peer = self._axis.ranks[self._holder(wait.peer)]
         verb, direction = ("send", "to") if wait.receives else ("take", "from")
         return _Report(
             f"rank {peer} (stage {wait.peer} of {self._stages}) did not {verb} the {wait.what} of "
@@ -142,7 +145,7 @@ class Watch:
     def _earlier_send(self, action: Action) -> _Wait | None:
         """After a pass, its stage first waits until the previous pass's result has been taken."""
         what, peer = ("activations", action.stage + 1)
-        if action.kind == "B":
+        if action.kind in ("B", "I"):
             what, peer = ("gradient", action.stage - 1)
         if not 0 <= peer < self._stages:
             return None
@@ -153,7 +156,7 @@ class Watch:
             return None
         kind, stage, micro_batch = self._plan[len(self.trace)]
         what, peer = ("activations", stage - 1) if kind == "F" else ("gradient", stage + 1)
-        if not 0 <= peer < self._stages:
+        if kind == "W" or not 0 <= peer < self._stages or self._holder(peer) == self._axis.index:
             return None
         return _Wait(what, micro_batch, peer, receives=True)
 

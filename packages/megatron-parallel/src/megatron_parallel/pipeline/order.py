@@ -1,25 +1,23 @@
 """Who computes what, in which order: plans of pipeline schedules, in pure Python.
 
-`F2` is the forward pass of micro-batch 2, `B2` its backward pass. GPipe (Huang et al. 2019) runs
-all forward passes, then all backward passes: every micro-batch is alive at once. 1F1B (Narayanan
-et al. 2019; the flush variant of Narayanan et al. 2021) starts with as many forward passes as there
-are stages from here to the end, then alternates, so that stage `s` never keeps more than
-`stages - s` micro-batches alive. Both leave `(stages - 1) / (micro_batches + stages - 1)` of the
-time unused.
+`F2` is the forward pass of micro-batch 2, `B2` its backward pass; a split backward pass is `I2`
+(gradient of the input) and, later, `W2` (gradients of the weights). The orders are those that
+torch's schedules run; tests compare them with torch's own and with what ranks really did.
 """
 
-from typing import Final, Literal, NamedTuple
+from collections import Counter
+from typing import Literal, NamedTuple
 
-from megatron_parallel.layout import LayoutError
+from megatron_parallel.layout import LayoutError, stages_of
+from megatron_parallel.pipeline.rules import check_micro_batches, schedule_kind
 
-SCHEDULES: Final = ("1f1b", "gpipe", "interleaved-1f1b")
-"""Names of the schedules a `PipelineEngine` runs; the last one needs several chunks per rank."""
+Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """One forward ("F") or backward ("B") pass of a stage."""
+    """One pass of a stage: forward (F), backward (B), or one of its parts (I, W)."""
 
-    kind: Literal["F", "B"]
+    kind: Kind
     stage: int
     micro_batch: int
 
@@ -27,40 +25,50 @@ class Action(NamedTuple):
         return f"{self.kind}{self.micro_batch}"
 
 
-def check_micro_batches(schedule: str, pp: int, vpp: int, micro_batches: int) -> None:
-    """Raise `LayoutError`, naming the numbers, if the schedule cannot run that many micro-batches.
+def planned_actions(
+    schedule: str, pp: int, rank: int, micro_batches: int, vpp: int = 1
+) -> list[Action]:
+    """What one rank of a pipeline computes in a training step, in order.
 
-    1F1B and GPipe run any number from 1, fewer than there are stages included. Interleaved 1F1B
-    goes in `micro_batches // pp` rounds (at least one) of equal length.
+    Args:
+        schedule: one of `SCHEDULES`.
+        pp: ranks of the pipeline.
+        rank: which of them.
+        micro_batches: of one step.
+        vpp: stages of each rank.
+
+    Raises:
+        LayoutError: no such rank, or the schedule cannot run these numbers.
     """
-    if schedule not in SCHEDULES:
-        raise LayoutError(f"no schedule is called {schedule!r}: there are {', '.join(SCHEDULES)}")
-    if (vpp > 1) != (schedule == "interleaved-1f1b"):
-        raise LayoutError(
-            f"schedule {schedule!r} does not fit vpp={vpp}: several chunks per rank need "
-            "'interleaved-1f1b', one chunk needs '1f1b' or 'gpipe'"
-        )
-    if micro_batches < 1:
-        raise LayoutError(f"{micro_batches} micro-batches: a step needs at least 1")
-    rounds = max(1, micro_batches // pp)
-    if schedule == "interleaved-1f1b" and micro_batches % rounds:
-        below = micro_batches - micro_batches % rounds
-        above = micro_batches + 1
-        while above % max(1, above // pp):
-            above += 1
-        raise LayoutError(
-            f"interleaved 1F1B over {pp} ranks cannot run {micro_batches} micro-batches: "
-            f"{micro_batches} // {pp} = {rounds} rounds must be equally long; "
-            f"use {below} or {above} micro-batches"
-        )
+    check_micro_batches(schedule, pp, vpp, micro_batches)
+    if not 0 <= rank < pp:
+        raise LayoutError(f"rank {rank} does not exist: the pipeline has {pp}")
+    if pp == 1:  # the engine runs a plain loop
+        return [a for i in range(micro_batches) for a in (Action("F", 0, i), Action("B", 0, i))]
+    stages = stages_of(schedule_kind(schedule).placement, pp, vpp, rank)
+    if schedule in ("gpipe", "1f1b"):
+        ahead = micro_batches if schedule == "gpipe" else min(micro_batches, pp - rank)
+        return _one_chunk(rank, micro_batches, ahead)
+    if schedule == "looped-bfs":
+        return _breadth_first(stages, micro_batches)
+    if schedule == "interleaved-1f1b":
+        return _interleaved(stages, pp, rank, micro_batches)
+    if schedule == "zero-bubble":
+        return _zero_bubble(stages, pp, rank, micro_batches)
+    if schedule == "zb-v":
+        return _zb_v(stages, pp, rank, micro_batches)
+    return _dualpipe_v(stages, pp, rank, micro_batches)
 
 
-def planned_actions(schedule: str, stages: int, stage: int, micro_batches: int) -> list[Action]:
-    """What one stage computes, in order, under 1F1B or GPipe."""
-    check_micro_batches(schedule, stages, 1, micro_batches)
-    if not 0 <= stage < stages:
-        raise LayoutError(f"stage {stage} does not exist: there are {stages}")
-    ahead = micro_batches if schedule == "gpipe" else min(micro_batches, stages - stage)
+def evaluated_actions(pp: int, rank: int, micro_batches: int, vpp: int, v: bool) -> list[Action]:
+    """What one rank computes in an evaluation: forward passes only, of any number."""
+    schedule = "zb-v" if v else "looped-bfs"
+    plan = planned_actions(schedule, pp, rank, micro_batches, vpp)
+    return [action for action in plan if action.kind == "F"]
+
+
+def _one_chunk(stage: int, micro_batches: int, ahead: int) -> list[Action]:
+    """`ahead` forward passes, then backward and forward in turn (1F1B; GPipe if all are ahead)."""
     plan = [Action("F", stage, i) for i in range(ahead)]
     for done in range(micro_batches):
         plan.append(Action("B", stage, done))
@@ -69,65 +77,123 @@ def planned_actions(schedule: str, stages: int, stage: int, micro_batches: int) 
     return plan
 
 
-def draw(
-    schedule: str, stages: int, micro_batches: int, *, forward: int = 1, backward: int = 2
-) -> str:
-    """A picture of 1F1B or GPipe: one line per stage, time from left to right, idle time as dots.
-
-    `forward` and `backward` are the lengths of the passes in units of time; communication takes
-    none. The last line gives the part of the time in which stages idle, and how many micro-batches
-    each keeps alive at most.
-    """
-    for name, units in (("forward", forward), ("backward", backward)):
-        if units < 1:
-            raise LayoutError(f"{name}={units}: passes are at least 1 unit of time long")
-    length = {"F": forward, "B": backward}
-    plans = [planned_actions(schedule, stages, s, micro_batches) for s in range(stages)]
-    starts = _start_times(plans, length)
-    end = max(starts[action] + length[action.kind] for action in starts)
-    cell = len(str(micro_batches - 1)) + 2  # "F12 ": one unit of time
-    lines = []
-    for stage, plan in enumerate(plans):
-        line = ""
-        for action in plan:
-            line += " .".rjust(cell) * (starts[action] - len(line) // cell)
-            fill = "-" if action.kind == "B" else " "
-            line += f" {action}".ljust(cell * length[action.kind], fill)
-        line += " .".rjust(cell) * (end - len(line) // cell)
-        lines.append(f"stage {stage} |{line} |")
-    busy = micro_batches * (forward + backward)
-    alive = ", ".join(str(_most_alive(plan)) for plan in plans)
-    lines.append(f"idle {1 - busy / end:.0%}; micro-batches alive at most, by stage: {alive}")
-    return "\n".join(lines)
+def _breadth_first(stages: tuple[int, ...], micro_batches: int) -> list[Action]:
+    """All micro-batches through one chunk before the next one; backwards in reverse."""
+    forward = [Action("F", stage, i) for stage in stages for i in range(micro_batches)]
+    return forward + [Action("B", stage, i) for _, stage, i in reversed(forward)]
 
 
-def _start_times(plans: list[list[Action]], length: dict[str, int]) -> dict[Action, int]:
-    """When each pass starts: after the one before it on its stage, with its input there."""
-    starts: dict[Action, int] = {}
-    free = [0] * len(plans)
-    following = [0] * len(plans)
-    last = len(plans) - 1
-    while any(following[s] < len(plan) for s, plan in enumerate(plans)):
-        for s, plan in enumerate(plans):
-            if following[s] == len(plan):
-                continue
-            action = plan[following[s]]
-            if action.kind == "F":
-                source = action._replace(stage=s - 1) if s else None
+def _in_rounds(kind: Kind, stages: tuple[int, ...], pp: int, micro_batches: int) -> list[Action]:
+    """Each chunk in turn for a round of micro-batches, then the next round."""
+    length = micro_batches // max(1, micro_batches // pp)
+    return [
+        Action(kind, stage, first + i)
+        for first in range(0, micro_batches, length)
+        for stage in stages
+        for i in range(length)
+    ]
+
+
+def _interleaved(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int) -> list[Action]:
+    """Narayanan et al. 2021, section 2.2: 1F1B over chunks, two passes earlier a rank."""
+    forward = _in_rounds("F", stages, pp, micro_batches)
+    backward = _in_rounds("B", stages[::-1], pp, micro_batches)
+    ahead = _ahead(stages, pp, micro_batches, 2 * (pp - 1 - rank))
+    plan = forward[:ahead]
+    for done, action in enumerate(backward):
+        plan += [*forward[ahead + done : ahead + done + 1], action]
+    return plan
+
+
+def _zero_bubble(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int) -> list[Action]:
+    """ZB-H1 of Qi et al. 2023: as late as memory of 1F1B allows, weight gradients fill the gaps."""
+    forward = _in_rounds("F", stages, pp, micro_batches)
+    backward = _in_rounds("I", stages[::-1], pp, micro_batches)
+    ahead = _ahead(stages, pp, micro_batches, pp - 1 - rank)
+    plan = forward[:ahead]
+    for done, action in enumerate(backward):
+        plan += [*forward[ahead + done : ahead + done + 1], action]
+        if done >= rank:
+            plan.append(backward[done - rank]._replace(kind="W"))
+    late = backward[max(0, len(backward) - rank) :]
+    return plan + [action._replace(kind="W") for action in late]
+
+
+def _ahead(stages: tuple[int, ...], pp: int, micro_batches: int, more: int) -> int:
+    """Forward passes before the first backward pass: those of all chunks but one, and `more`."""
+    length = micro_batches // max(1, micro_batches // pp)
+    return min((len(stages) - 1) * length + more, len(stages) * micro_batches)
+
+
+class _Plan:
+    """A plan in which every pass of a chunk takes the next micro-batch of its kind."""
+
+    def __init__(self, stages: tuple[int, ...]) -> None:
+        self.actions: list[Action] = []
+        self._stages = stages
+        self._next: Counter[tuple[str, int]] = Counter()
+        self._split: list[Action] = []  # input gradients whose weight gradients are to come
+
+    def add(self, words: str, times: int = 1) -> None:
+        """Passes as kind and chunk, `F0 I1 W1`; a bare `W` is the oldest that is to come."""
+        for word in words.split() * max(0, times):
+            if word == "W":
+                if self._split:
+                    self._append("W", self._split[0].stage)
             else:
-                source = action._replace(stage=s + 1) if s < last else action._replace(kind="F")
-            if source is not None and source not in starts:
-                continue
-            ready = 0 if source is None else starts[source] + length[source.kind]
-            starts[action] = max(free[s], ready)
-            free[s] = starts[action] + length[action.kind]
-            following[s] += 1
-    return starts
+                self._append(word[0], self._stages[int(word[1])])
+
+    def done(self, kind: str, chunk: int) -> int:
+        """How many passes of a kind there are."""
+        return self._next[kind, self._stages[chunk]]
+
+    def _append(self, kind: str, stage: int) -> None:
+        counted = "I" if kind == "B" else kind
+        action = Action(kind, stage, self._next[counted, stage])  # type: ignore[arg-type]
+        self.actions.append(action)
+        self._next[counted, stage] += 1
+        if kind == "B":
+            self._next["W", stage] += 1
+        elif kind == "I":
+            self._split.append(action)
+        elif kind == "W":
+            self._split.remove(action._replace(kind="I"))
 
 
-def _most_alive(plan: list[Action]) -> int:
-    alive = most = 0
-    for action in plan:
-        alive += 1 if action.kind == "F" else -1
-        most = max(most, alive)
-    return most
+def _zb_v(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int) -> list[Action]:
+    """ZB-V: each rank has a stage on the way down and one on the way up.
+
+    The pattern is that of at least `2 pp - 1` micro-batches; of fewer, the missing are left out.
+    """
+    count, below = max(2 * pp - 1, micro_batches), pp - rank
+    plan = _Plan(stages)
+    plan.add("F0", 2 * below - 1)
+    plan.add("F1 F0", rank)
+    plan.add("F1 I1 W1", below)
+    while plan.done("F", 1) < plan.done("F", 0) or plan.done("F", 0) < count:
+        plan.add("F0", int(plan.done("F", 0) < count))
+        plan.add("I0 W0 F1 I1 W1")
+    plan.add("I0 I1", rank)
+    plan.add("I0 W0", below)
+    for chunk in (1, 0):
+        plan.add(f"W{chunk}", plan.done("I", chunk) - plan.done("W", chunk))
+    return [action for action in plan.actions if action.micro_batch < micro_batches]
+
+
+def _dualpipe_v(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int) -> list[Action]:
+    """DualPipeV: in the middle a forward pass of one chunk goes with a backward of the other."""
+    below = pp - 1 - rank
+    plan = _Plan(stages)
+    plan.add("F0", 2 * below)
+    plan.add("F0 F1", rank + 1)
+    plan.add("I1 W F1", below)
+    plan.add("F0 B1 F1 B0", micro_batches - 2 * pp + rank + 1)
+    plan.add("B1 F1 B0", below)
+    # Halfway through the last backward passes they are split, chunk 0 first on every other rank.
+    passes = ["B1", "B0"] * (rank + 1)
+    split_from = (rank + 1) // 2 * 2 + (rank % 2 == 0)
+    for number, word in enumerate(passes):
+        plan.add(word.replace("B", "I") if number >= split_from else word)
+    plan.add("W I0" if split_from < len(passes) else "W B0", below)
+    plan.add("W", rank + 1)
+    return plan.actions

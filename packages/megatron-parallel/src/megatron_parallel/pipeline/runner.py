@@ -20,11 +20,11 @@ from megatron_parallel.mesh import Mesh
 from megatron_parallel.pipeline.contract import AroundBackward, Inputs, Passed, PassedOn
 from megatron_parallel.pipeline.failure import PeerError, Watch
 from megatron_parallel.pipeline.objective import Objective
-from megatron_parallel.pipeline.order import Action
+from megatron_parallel.pipeline.order import Action, evaluated_actions, planned_actions
 from megatron_parallel.pipeline.schedules import (
-    actions_ahead,
     build_forward_schedule,
     build_schedule,
+    receives_ahead,
 )
 from megatron_parallel.pipeline.shared import broadcast_from_last_stage
 from megatron_parallel.pipeline.stage import Stage, StageSpec
@@ -56,7 +56,8 @@ class StageRunner:
     ) -> None:
         self._mesh = mesh
         self._pp = mesh.axis("pp")
-        self._chunks = chunks
+        self._layout = mesh.layout
+        self._chunks = dict(zip(mesh.layout.stages(self._pp.index), chunks, strict=True))
         self._objective = objective
         self._schedule = schedule
         self._inputs = inputs
@@ -75,7 +76,7 @@ class StageRunner:
                 borders = self._borders(micro_batches)
             self._agree(len(micro_batches), borders, backward)
             prepared = self._prepare(len(micro_batches), borders, backward)
-            watch.begin(prepared.plan)
+            watch.begin(prepared.plan if receives_ahead(prepared.schedule) else ())
             _compat.run_schedule(
                 prepared.schedule, prepared.stages, micro_batches, backward=backward
             )
@@ -130,18 +131,21 @@ class StageRunner:
         if key in self._prepared:
             self._prepared.move_to_end(key)
             return self._prepared[key]
-        stages = [self._stage(i, chunk, borders) for i, chunk in enumerate(self._chunks)]
+        stages = [self._stage(i, chunk, borders) for i, chunk in self._chunks.items()]
+        pp, rank, vpp = self._pp.size, self._pp.index, len(stages)
         if backward:
             schedule = build_schedule(self._schedule, stages, count, self._add)
+            plan = planned_actions(self._schedule, pp, rank, count, vpp)
         else:
-            schedule = build_forward_schedule(stages, count, self._add)
-        self._prepared[key] = _Prepared(schedule, stages, actions_ahead(schedule, backward))
+            v = self._layout.placement == "v"
+            schedule = build_forward_schedule(stages, count, self._add, v=v)
+            plan = evaluated_actions(pp, rank, count, vpp, v)
+        self._prepared[key] = _Prepared(schedule, stages, plan)
         if len(self._prepared) > CACHED_SHAPES:
             self._prepared.popitem(last=False)
         return self._prepared[key]
 
-    def _stage(self, i: int, chunk: nn.Module, borders: list[tuple[Passed, ...]]) -> Stage:
-        index = i * self._pp.size + self._pp.index
+    def _stage(self, index: int, chunk: nn.Module, borders: list[tuple[Passed, ...]]) -> Stage:
         last_output = (Passed((), torch.float32),)  # a stand-in: it is not passed on
         return Stage(
             chunk,

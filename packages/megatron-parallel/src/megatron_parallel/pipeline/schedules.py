@@ -1,19 +1,29 @@
-"""torch's schedules, by name, and what this rank will compute under them."""
+"""torch's schedules, by name."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Final
 
 from torch import Tensor
 from torch.distributed.pipelining import (
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from megatron_parallel import _compat
-from megatron_parallel.pipeline.order import Action
 from megatron_parallel.pipeline.stage import Stage
+
+_OF_CHUNKS: Final[dict[str, Callable[..., Any]]] = {
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "looped-bfs": ScheduleLoopedBFS,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zb-v": ScheduleZBVZeroBubble,
+    "dualpipe-v": ScheduleDualPipeV,
+}
 
 
 def build_schedule(
@@ -24,31 +34,16 @@ def build_schedule(
         return _compat.schedule_1f1b(stages[0], micro_batches, loss)
     if name == "gpipe":
         return ScheduleGPipe(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
-    return ScheduleInterleaved1F1B(list(stages), micro_batches, loss_fn=loss, scale_grads=False)
+    return _OF_CHUNKS[name](list(stages), micro_batches, loss_fn=loss, scale_grads=False)
+
+
+def receives_ahead(schedule: Any) -> bool:
+    """Whether a rank asks for tensors before it needs them, and not for what it needs next."""
+    return isinstance(schedule, PipelineScheduleMulti)
 
 
 def build_forward_schedule(
-    stages: Sequence[Stage], micro_batches: int, loss: Callable[..., Tensor]
+    stages: Sequence[Stage], micro_batches: int, loss: Callable[..., Tensor], *, v: bool
 ) -> Any:
-    """A schedule to run without backward passes: any number of micro-batches, one after another."""
-    if len(stages) == 1:
-        return ScheduleGPipe(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
-    return ScheduleLoopedBFS(list(stages), micro_batches, loss_fn=loss, scale_grads=False)
-
-
-def actions_ahead(schedule: Any, backward: bool) -> list[Action]:
-    """What this rank will compute under a schedule of several chunks; `[]` for one chunk.
-
-    With one chunk a rank receives what it needs next, so there is nothing to look up.
-    """
-    if not isinstance(schedule, PipelineScheduleMulti):
-        return []
-    kinds: dict[str, Literal["F", "B"]] = {"F": "F", "B": "B"} if backward else {"F": "F"}
-    plan = []
-    for entry in schedule.pipeline_order[schedule.rank]:
-        if entry is None or entry.microbatch_index is None:
-            continue
-        kind = kinds.get(entry.computation_type.value)
-        if kind is not None:
-            plan.append(Action(kind, entry.stage_index, entry.microbatch_index))
-    return plan
+    """A schedule to run without backward passes, of any number of micro-batches."""
+    return build_schedule("zb-v" if v else "looped-bfs", stages, micro_batches, loss)

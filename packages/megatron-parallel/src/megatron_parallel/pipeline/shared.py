@@ -38,8 +38,9 @@ def sum_tied_gradient(parameter: Parameter, mesh: Mesh) -> None:
     """Add up, in place, the gradients of a parameter that the first and the last stage both hold.
 
     To be called once per step, after the last backward pass, by every rank that holds the
-    parameter; on one stage, and on ranks of inner stages, it does nothing. Afterwards both copies
-    have the whole gradient, so that equal optimizers keep them equal; in the norm it counts once.
+    parameter; on one stage, on ranks of inner stages, and where one rank has both, it does nothing.
+    Afterwards both copies have the whole gradient, so that equal optimizers keep them equal; in the
+    norm it counts once.
     """
     if not _is_tied_over_stages(mesh):
         return
@@ -62,9 +63,10 @@ def broadcast_from_last_stage(
     t: Shaped[Tensor, "*shape"], mesh: Mesh, *, purpose: str = ""
 ) -> Shaped[Tensor, "*shape"]:
     """Overwrite `t` on all stages with the last stage's values, and return it."""
-    pp = mesh.axis("pp")
-    return broadcast(t, pp, source=pp.size - 1, purpose=purpose)
+    layout = mesh.layout
+    last = layout.stage_holder(layout.pp * layout.vpp - 1)
+    return broadcast(t, mesh.axis("pp"), source=last, purpose=purpose)
 
 
 def _is_tied_over_stages(mesh: Mesh) -> bool:
-    return mesh.layout.pp > 1 and mesh.has_axis("embedding")
+    return mesh.has_axis("embedding") and mesh.axis("embedding").size > 1

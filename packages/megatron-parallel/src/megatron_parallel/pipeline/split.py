@@ -8,7 +8,7 @@ et al. 2021, section 2.2). Layers keep their global numbers.
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from megatron_parallel.layout import LayoutError
+from megatron_parallel.layout import LayoutError, stages_of
 
 
 def split_layers(
@@ -54,9 +54,7 @@ def split_layers(
 
 def stage_layers(split: Sequence[range], pp: int, rank: int) -> tuple[range, ...]:
     """The chunks of one rank of the pipeline, first to last: every `pp`-th stage of `split`."""
-    if not 0 <= rank < pp:
-        raise LayoutError(f"pipeline rank {rank} does not exist: pp={pp}")
-    return tuple(split[rank::pp])
+    return tuple(split[stage] for stage in stages_of("loop", pp, len(split) // pp, rank))
 
 
 def _even(num_layers: int, pp: int, vpp: int, embedding: bool, loss: bool) -> list[int]:
@@ -69,8 +67,9 @@ def _even(num_layers: int, pp: int, vpp: int, embedding: bool, loss: bool) -> li
         layers = "1 layer" if num_layers == 1 else f"{num_layers} layers"
         raise LayoutError(
             f"{layers}{extra} cannot be split evenly over {_product(pp, vpp)}: "
-            f"use {nearest} layers or another number of stages (`split_layers` also makes uneven "
-            "ones: first, last, count_embedding, count_loss)"
+            f"use {nearest} layers or another number of stages, or uneven ones: {{first:name}}, "
+            "{last:name}, {count_embedding:name}, {count_loss:name}",
+            dict.fromkeys(("first", "last", "count_embedding", "count_loss")),
         )
     sizes = [total // stages] * stages
     sizes[0] -= embedding

@@ -9,6 +9,8 @@ What of torch's stage is replaced, and why:
 - `forward_one_chunk`: takes the inputs of a stage from the micro-batch, and refuses an output that
   is not what the next stage has made room for, which on Gloo would be an abort or silent zeros.
 - `get_*_ops`: only note for whom this rank waits, and count what is sent and received.
+- `get_local_bwd_output`, `set_local_bwd_input`: in an evaluation, two stages of a rank that follow
+  one another (at the bottom of a V) have no gradient to hand over; torch raises there.
 
 Stages are built with static metadata, so that the first step runs no hidden forward pass.
 """
@@ -27,7 +29,7 @@ from megatron_parallel.layout import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.pipeline.contract import AroundBackward, Backward, Inputs, Passed
 from megatron_parallel.pipeline.failure import Watch
-from megatron_parallel.pipeline.order import Action
+from megatron_parallel.pipeline.order import Action, Kind
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ class Stage(PipelineStage):
             return
         note = Backward(self.stage_index, bwd_chunk_id, last_backward)
         around = self._around_backward(note) if full_backward else nullcontext()
-        with self._watch.computing(Action("B", self.stage_index, bwd_chunk_id)), around:
+        kind: Kind = "B" if full_backward else "I"
+        with self._watch.computing(Action(kind, self.stage_index, bwd_chunk_id)), around:
             with _unwrapped_errors():
                 super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             grads = self.bwd_cache[bwd_chunk_id]  # autograd may give strides that cannot be sent
@@ -112,7 +115,8 @@ class Stage(PipelineStage):
         if not self.has_backward:
             return
         note = Backward(self.stage_index, bwd_chunk_id, last_backward, split=True)
-        with self._watch.computing(), self._around_backward(note):
+        action = Action("W", self.stage_index, bwd_chunk_id)
+        with self._watch.computing(action), self._around_backward(note), _unwrapped_errors():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -122,6 +126,19 @@ class Stage(PipelineStage):
                 f"gradients must not be scaled, but the schedule divides by {grad_scale_factor}"
             )
         super().perform_reduce_grad(1)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """The gradient for a stage before it on this rank; nothing without backward passes."""
+        if not self.has_backward:
+            return ()
+        return super().get_local_bwd_output(mb_index)  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
+    ) -> None:
+        """Take the gradient from a stage after it on this rank."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives of activations."""

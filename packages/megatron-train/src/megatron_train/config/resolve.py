@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from megatron_models import GPTConfig
+from megatron_parallel.pipeline import count_stages
 
 from megatron_train.config.data import DataConfig
 from megatron_train.config.files import read_file
@@ -39,7 +40,8 @@ def resolve(
         values = values.updated(read_file(Path(namespace.config), options))
     values = values.updated(given_flags(namespace, options))
     name = LAYERS_PER_VIRTUAL_STAGE.removeprefix("--").replace("-", "_")
-    values = derive(_with_virtual_stages(values, getattr(namespace, name, None)))
+    values = _with_virtual_stages(values, getattr(namespace, name, None))
+    values = derive(_with_described_stages(values))
     return build_run(values, world_size or started_ranks()), values
 
 
@@ -84,6 +86,14 @@ def _with_virtual_stages(values: Values, layers_each: str | None) -> Values:
         )
     count = layers // (stages * int(layers_each))
     return values.updated(Values({"layout.vpp": Given(count, LAYERS_PER_VIRTUAL_STAGE)}))
+
+
+def _with_described_stages(values: Values) -> Values:
+    """Count virtual stages where every stage is described."""
+    text, pipeline = values.get("pipeline.stages"), values.get("layout.pp") or 1
+    if text is None or pipeline == 1 or (count := count_stages(text)) % pipeline:
+        return values
+    return values.with_derived("layout.vpp", count // pipeline, "--pipeline-model-parallel-layout")
 
 
 def _with_vocabulary(values: Values) -> Values:

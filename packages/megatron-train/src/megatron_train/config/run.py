@@ -17,9 +17,8 @@ from megatron_parallel import (
     FieldError,
     ParallelLayout,
     Recompute,
-    split_layers,
 )
-from megatron_parallel.pipeline import check_micro_batches
+from megatron_parallel.pipeline import PipelineConfig, check_micro_batches, schedule_kind
 
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.context import check_context_parallel
@@ -44,6 +43,7 @@ SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "optimizer": ("optimizer", OptimizerConfig),
     "schedule": ("learning-rate schedule", ScheduleConfig),
     "layout": ("parallel layout", ParallelLayout),
+    "pipeline": ("pipeline", PipelineConfig),
     "data_parallel": ("data parallelism", DataParallelConfig),
     "recompute": ("recomputation and offloading of activations", Recompute),
     "evaluation": ("evaluation", EvaluationConfig),
@@ -68,6 +68,7 @@ class RunConfig:
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     layout: ParallelLayout = dataclasses.field(default_factory=ParallelLayout)
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     data_parallel: DataParallelConfig = dataclasses.field(default_factory=DataParallelConfig)
     recompute: Recompute = dataclasses.field(default_factory=Recompute)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
@@ -128,8 +129,36 @@ class RunConfig:
         self._check_recompute()
         check_context_parallel(self)
         check_experts(self.model, layout, training)
-        split_layers(self.model.num_layers, layout.pp, layout.vpp)
-        check_micro_batches(schedule_of(layout), layout.pp, layout.vpp, self.accumulation)
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        """Put the stages where the schedule wants them; refuse what it cannot run."""
+        flags = {option.name: option.flag for option in options_of(PipelineConfig, "pipeline")}
+        try:
+            layout = self.pipeline.place(self.layout)
+            object.__setattr__(self, "layout", layout)
+            self.pipeline.split(self.model.num_layers, layout)
+            schedule = self.pipeline.schedule_of(layout)
+            check_micro_batches(schedule, layout.pp, layout.vpp, self.accumulation)
+        except FieldError as error:
+            raise TrainError(error.told(flags)) from None
+        if not schedule_kind(schedule).splits_backward:
+            return
+        if self.model.num_experts:  # nobody has proven it
+            raise TrainError(
+                f"--pipeline-schedule {schedule} splits backward passes, which --num-experts is "
+                "not trained with yet; choose a schedule that does not, such as 1f1b"
+            )
+        if self.training.compile:
+            raise TrainError(
+                f"--pipeline-schedule {schedule} splits backward passes, which compiled code "
+                "cannot; leave out --compile, or choose another schedule"
+            )
+
+    @property
+    def split(self) -> tuple[range, ...]:
+        """Global layer numbers of every pipeline stage."""
+        return self.pipeline.split(self.model.num_layers, self.layout)
 
     def _check_recompute(self) -> None:
         """Refuse to keep activations in a way that the layout or compiled code cannot."""
@@ -262,11 +291,6 @@ def build_section(name: str, cls: type[Section], values: Values, **fixed: Any) -
     except FieldError as error:
         spelling = {option.name: values.spelling(option) for option in options_of(cls, name)}
         raise TrainError(error.told(spelling)) from None
-
-
-def schedule_of(layout: ParallelLayout) -> str:
-    """Return the name of the pipeline schedule that a layout is trained with."""
-    return "interleaved-1f1b" if layout.vpp > 1 else "1f1b"
 
 
 def _resolve(layout: ParallelLayout, world_size: int) -> ParallelLayout:

@@ -1,0 +1,128 @@
+"""How a pipeline is run and its layers are dealt out, as settings."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_parallel.layout import LayoutError, ParallelLayout
+from megatron_parallel.pipeline.layout_string import count_stages, parse_pipeline_layout
+from megatron_parallel.pipeline.rules import (
+    SCHEDULES,
+    check_schedule,
+    default_schedule,
+    schedule_kind,
+)
+from megatron_parallel.pipeline.split import split_layers
+
+
+def _setting(default: Any, text: str, flag: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": text, "flag": flag, **metadata})
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """Schedule and stage sizes; names are Megatron's where it has one.
+
+    Raises `LayoutError` for settings that exclude one another.
+    """
+
+    schedule: str | None = _setting(
+        None,
+        "order of the passes of a pipeline (default: 1f1b, interleaved-1f1b with virtual stages; "
+        "megatron-train schedule draws them; our name)",
+        "--pipeline-schedule",
+        choices=SCHEDULES,
+    )
+    first: int | None = _setting(
+        None,
+        "layers of the first pipeline rank; the others share the rest equally",
+        "--decoder-first-pipeline-num-layers",
+        unit="layers",
+    )
+    last: int | None = _setting(
+        None,
+        "layers of the last pipeline rank; the others share the rest equally",
+        "--decoder-last-pipeline-num-layers",
+        unit="layers",
+    )
+    count_embedding: bool = _setting(
+        False,
+        "count the embedding as a layer when layers are dealt out to stages",
+        "--account-for-embedding-in-pipeline-split",
+    )
+    count_loss: bool = _setting(
+        False,
+        "count output layer and loss as a layer when layers are dealt out to stages",
+        "--account-for-loss-in-pipeline-split",
+    )
+    stages: str | None = _setting(
+        None,
+        "every stage by hand: Et*3|(tt|)*2L has 3 layers after the embedding, twice 2, then the "
+        "loss; sets the number of virtual stages",
+        "--pipeline-model-parallel-layout",
+    )
+
+    def __post_init__(self) -> None:
+        ends = self.first is not None or self.last is not None
+        if self.stages is not None and (ends or self.count_embedding or self.count_loss):
+            raise LayoutError(
+                "{stages:=} says how many layers each stage has: leave out {first:name}, "
+                "{last:name}, {count_embedding:name} and {count_loss:name}",
+                vars(self),
+            )
+
+    def place(self, layout: ParallelLayout) -> ParallelLayout:
+        """The layout with its stages where the schedule wants them.
+
+        Raises:
+            LayoutError: settings of a pipeline without pipeline, or a schedule that needs another
+                number of chunks.
+        """
+        if layout.pp == 1:
+            plain = vars(PipelineConfig())
+            asked = [name for name, value in vars(self).items() if value != plain[name]]
+            if asked:
+                raise LayoutError(
+                    f"{{{asked[0]}:=}} needs a pipeline of at least 2 ranks, and there is 1: "
+                    "leave it out",
+                    vars(self),
+                )
+            return layout
+        schedule = self.schedule_of(layout)
+        check_schedule(schedule, layout.vpp)
+        return replace(layout, placement=schedule_kind(schedule).placement)
+
+    def schedule_of(self, layout: ParallelLayout) -> str:
+        """The schedule that is asked for, or the default one of the layout."""
+        return self.schedule or default_schedule(layout)
+
+    def split(self, num_layers: int, layout: ParallelLayout) -> tuple[range, ...]:
+        """Global layer numbers of every stage.
+
+        Raises:
+            LayoutError: they do not come out as asked for; the line names the numbers.
+        """
+        pp, vpp = layout.pp, layout.vpp
+        if self.stages is not None:
+            count = count_stages(self.stages)
+            if count != pp * vpp:
+                raise LayoutError(
+                    f"{{stages:=}} has {count} stages, but {pp} ranks with {vpp} each have "
+                    f"{pp * vpp}",
+                    vars(self),
+                )
+            return parse_pipeline_layout(self.stages, num_layers, pp)
+        if layout.placement == "v" and (self.first is not None or self.last is not None):
+            raise LayoutError(
+                "in a V the first and the last stage are on one rank, so {first:name} and "
+                "{last:name} say nothing: give {stages:name}",
+                vars(self),
+            )
+        return split_layers(
+            num_layers,
+            pp,
+            vpp,
+            first=self.first,
+            last=self.last,
+            count_embedding=self.count_embedding,
+            count_loss=self.count_loss,
+        )

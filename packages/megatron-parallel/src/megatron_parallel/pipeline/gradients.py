@@ -1,0 +1,126 @@
+"""Main gradients of a pipeline rank: buffers for each of its stages, told by the schedule.
+
+    gradients = StageGradients(mesh, chunks, table)
+    engine = PipelineEngine(mesh, chunks, ..., around_backward=gradients.around_backward)
+    engine.run(micro_batches, denominators)
+    gradients.finish()
+    optimizer.step(gradients.gradients())
+    gradients.zero()
+
+When the last backward pass of a stage begins, its buckets may be summed as they fill. If it is
+split, its weight part adds to `.grad` without calling hooks, and they are summed once that is over.
+A parameter that two stages of this rank share (a tied embedding at both ends of a V) has buffers of
+its own, which wait for the last pass of both: it is in one bucket, once.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megatron_parallel.data_parallel.buffers import GradientBuffers
+from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
+from megatron_parallel.layout import LayoutError
+from megatron_parallel.mesh import Mesh
+from megatron_parallel.pipeline.contract import Backward
+from megatron_parallel.pipeline.shared import stage_parameters
+from megatron_parallel.sharding import Sharding
+
+
+class StageGradients:
+    """`GradientBuffers` of all stages of a rank.
+
+    Args:
+        mesh: Where this rank stands; without pipeline there is one stage.
+        chunks: Its stages, in the order of `mesh.layout.stages`.
+        table: How each parameter is cut.
+        config: Of the buffers.
+
+    Attributes:
+        parameters: This rank's parameters by global name, each of them once.
+        buffers: One set for each stage, and last one for what stages share, if they do.
+        holders: The same with the chunks that have parameters in each.
+
+    Raises:
+        LayoutError: Two different parameters of one name, or one without a row in the table.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        chunks: Sequence[nn.Module],
+        table: Mapping[str, Sharding],
+        config: DataParallelConfig = DEFAULTS,
+    ) -> None:
+        stages = mesh.layout.stages(mesh.axis("pp").index)
+        if len(stages) != len(chunks):
+            raise LayoutError(f"{len(chunks)} chunks were given for {len(stages)} stages")
+        self.parameters = stage_parameters(chunks)
+        names = [{name for name, _ in chunk.named_parameters()} for chunk in chunks]
+        self._shared = {n for n in self.parameters if sum(n in each for each in names) > 1}
+        self._sharing = {s for s, each in zip(stages, names, strict=True) if each & self._shared}
+        self._open = set(self._sharing)  # of those, stages with a backward pass to come
+
+        def of(wanted: set[str]) -> GradientBuffers:
+            chosen: dict[str, Parameter] = {n: p for n, p in self.parameters.items() if n in wanted}
+            return GradientBuffers(chosen, table, mesh, config)
+
+        own = [of(each - self._shared) for each in names]
+        self._of_stage = dict(zip(stages, own, strict=True))
+        self._of_several = of(self._shared) if self._shared else None
+        self.buffers = [*own, *([self._of_several] if self._of_several else [])]
+        sharing = [c for c, each in zip(chunks, names, strict=True) if each & self._shared]
+        self.holders = list(zip([*([c] for c in chunks), sharing], self.buffers, strict=False))
+
+    def around_backward(self, backward: Backward) -> AbstractContextManager[None]:
+        """The `around_backward` of a `PipelineEngine`."""
+        return self._split(backward) if backward.split else self._whole(backward)
+
+    @contextmanager
+    def _whole(self, backward: Backward) -> Iterator[None]:
+        self._of_stage[backward.stage].begin(last=backward.last)
+        yield
+        self._tell_shared(backward)
+
+    @contextmanager
+    def _split(self, backward: Backward) -> Iterator[None]:
+        buffers = self._of_stage[backward.stage]
+        yield
+        if backward.last:
+            buffers.complete()
+        else:
+            buffers.absorb()
+        self._tell_shared(backward)
+
+    def _tell_shared(self, backward: Backward) -> None:
+        if self._of_several is None or backward.stage not in self._sharing:
+            return
+        if backward.last:
+            self._open.discard(backward.stage)
+        if self._open:
+            self._of_several.absorb()
+        else:
+            self._of_several.complete()
+
+    def finish(self) -> None:
+        """Wait until all sums are there."""
+        for buffers in self.buffers:
+            buffers.finish()
+
+    def gradients(self) -> dict[str, Float[Tensor, "..."]]:
+        """Summed main gradients by global name, in the order of `parameters`."""
+        found = {name: g for buffers in self.buffers for name, g in buffers.gradients().items()}
+        return {name: found[name] for name in self.parameters if name in found}
+
+    def zero(self) -> None:
+        """Drop all gradients and start the next step."""
+        self._open = set(self._sharing)
+        for buffers in self.buffers:
+            buffers.zero()
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for buffers in self.buffers:
+            buffers.close()

@@ -1,0 +1,110 @@
+"""Pipeline schedules by name: what each needs of layout and micro-batches, in pure Python."""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from megatron_parallel.layout import LayoutError, ParallelLayout, Placement
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """What is known of a schedule before it runs.
+
+    Attributes:
+        name: as a `PipelineEngine` and `--pipeline-schedule` take it.
+        chunks: how many model chunks a rank holds: `one`, `several`, `two` or `any` number.
+        placement: which rank holds which stage, `ParallelLayout.placement`.
+        splits_backward: whether input and weight gradients are computed apart.
+        rounds: whether micro-batches have to come in rounds of equal length.
+        source: where it was described.
+    """
+
+    name: str
+    chunks: Literal["one", "several", "two", "any"]
+    source: str
+    placement: Placement = "loop"
+    splits_backward: bool = False
+    rounds: bool = False
+
+    def takes(self, vpp: int) -> bool:
+        """Whether a rank may hold that many chunks."""
+        return {"one": vpp == 1, "several": vpp > 1, "two": vpp == 2, "any": True}[self.chunks]
+
+
+_KINDS: Final = (
+    ScheduleKind("gpipe", "one", "Huang et al. 2019"),
+    ScheduleKind("1f1b", "one", "Narayanan et al. 2019, with the flush of 2021"),
+    ScheduleKind("interleaved-1f1b", "several", "Narayanan et al. 2021", rounds=True),
+    ScheduleKind("looped-bfs", "any", "Lamy-Poirier 2022"),
+    ScheduleKind("zero-bubble", "any", "Qi et al. 2023", splits_backward=True, rounds=True),
+    ScheduleKind("zb-v", "two", "Qi et al. 2023, section 6", "v", splits_backward=True),
+    ScheduleKind("dualpipe-v", "two", "DeepSeek-AI 2025", "v", splits_backward=True),
+)
+SCHEDULES: Final = tuple(kind.name for kind in _KINDS)
+"""Names of the schedules a `PipelineEngine` runs."""
+
+_WORDS: Final = {"one": "1 chunk", "several": "at least 2 chunks", "two": "exactly 2 chunks"}
+
+
+def schedule_kind(schedule: str) -> ScheduleKind:
+    """What is known of a schedule; raises `LayoutError` if there is none of that name."""
+    for kind in _KINDS:
+        if kind.name == schedule:
+            return kind
+    raise LayoutError(f"no schedule is called {schedule!r}: there are {', '.join(SCHEDULES)}")
+
+
+def default_schedule(layout: ParallelLayout) -> str:
+    """The schedule of a layout that names none: 1F1B in one of its forms, or ZB-V in a V."""
+    if layout.placement == "v":
+        return "zb-v"
+    return "interleaved-1f1b" if layout.vpp > 1 else "1f1b"
+
+
+def check_schedule(schedule: str, vpp: int, placement: Placement | None = None) -> None:
+    """Raise `LayoutError` unless the schedule runs on that many chunks, so placed.
+
+    Without `placement` only the number of chunks is looked at.
+    """
+    kind = schedule_kind(schedule)
+    if not kind.takes(vpp):
+        fitting = ", ".join(repr(other.name) for other in _KINDS if other.takes(vpp))
+        raise LayoutError(
+            f"schedule {schedule!r} does not fit vpp={vpp}: it needs {_WORDS[kind.chunks]} per "
+            f"rank; vpp={vpp} goes with {fitting}"
+        )
+    if placement is not None and placement != kind.placement:
+        raise LayoutError(
+            f"schedule {schedule!r} needs ParallelLayout(placement={kind.placement!r}), and the "
+            f"layout has placement={placement!r}"
+        )
+
+
+def check_micro_batches(schedule: str, pp: int, vpp: int, micro_batches: int) -> None:
+    """Raise `LayoutError`, naming the numbers, if the schedule cannot run that many micro-batches.
+
+    GPipe, 1F1B, looped BFS and ZB-V run any number from 1, fewer than there are stages included.
+    Interleaved 1F1B and zero bubble go in `micro_batches // pp` rounds (at least one) of equal
+    length. DualPipeV needs as many micro-batches as there are stages.
+    """
+    check_schedule(schedule, vpp)
+    if pp < 1:
+        raise LayoutError(f"{pp} ranks: a pipeline has at least 1")
+    if micro_batches < 1:
+        raise LayoutError(f"{micro_batches} micro-batches: a step needs at least 1")
+    if schedule == "dualpipe-v" and pp > 1 and micro_batches < 2 * pp:
+        raise LayoutError(
+            f"{schedule} over {pp} ranks cannot run {micro_batches} micro-batches: it needs at "
+            f"least one for each of its 2 x {pp} = {2 * pp} stages"
+        )
+    rounds = max(1, micro_batches // pp)
+    if schedule_kind(schedule).rounds and micro_batches % rounds:
+        below = micro_batches - micro_batches % rounds
+        above = micro_batches + 1
+        while above % max(1, above // pp):
+            above += 1
+        raise LayoutError(
+            f"{schedule} over {pp} ranks cannot run {micro_batches} micro-batches: "
+            f"{micro_batches} // {pp} = {rounds} rounds must be equally long; "
+            f"use {below} or {above} micro-batches"
+        )

@@ -1,0 +1,182 @@
+"""When each pass of a pipeline schedule would run, if passes took these times, in pure Python.
+
+    timeline = simulate("1f1b", pp=4, micro_batches=8)
+    timeline.idle          # part of the ranks' time in which they compute nothing: 3/11
+    timeline.alive         # micro-batches kept at most, by rank: (4, 3, 2, 1)
+
+A rank runs its plan in order. A pass starts when the one before it has ended and its input is
+there; sending takes time but occupies no rank. Ranks run `planned_actions`, which is what they do.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final, NamedTuple
+
+from megatron_parallel.layout import LayoutError, stages_of
+from megatron_parallel.pipeline.order import Action, planned_actions
+from megatron_parallel.pipeline.rules import schedule_kind
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long things take, all in one unit; passes are those of one stage.
+
+    Attributes:
+        forward: a forward pass.
+        backward: a whole backward pass.
+        weight: of that, the weights' gradients, where a schedule splits them off; half by default.
+        send: from the end of a pass to its result being on another rank.
+
+    Raises:
+        LayoutError: a pass without duration, or a weight part that is not less than the whole.
+    """
+
+    forward: float = 1
+    backward: float = 2
+    weight: float | None = None
+    send: float = 0
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            if not getattr(self, name) > 0:
+                raise LayoutError(f"{name}={getattr(self, name)}: a pass takes some time")
+        if not self.send >= 0:
+            raise LayoutError(f"send={self.send} is negative")
+        if self.weight is not None and not 0 < self.weight < self.backward:
+            raise LayoutError(
+                f"weight={self.weight} is not a part of a backward pass of {self.backward}"
+            )
+
+    def of(self, action: Action) -> Fraction:
+        """Duration of a pass."""
+        return self.exact[action.kind]
+
+    @property
+    def exact(self) -> Mapping[str, Fraction]:
+        """Durations by kind of pass, and `send`, as typed: 0.1 is a tenth."""
+        backward = _exact(self.backward)
+        weight = backward / 2 if self.weight is None else _exact(self.weight)
+        return {
+            "F": _exact(self.forward),
+            "B": backward,
+            "I": backward - weight,
+            "W": weight,
+            "send": _exact(self.send),
+        }
+
+
+class Event(NamedTuple):
+    """A pass and when it ran."""
+
+    action: Action
+    start: Fraction
+    end: Fraction
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step.
+
+    Attributes:
+        schedule: its name.
+        vpp: stages of each rank.
+        micro_batches: of the step.
+        times: what it was simulated with.
+        ranks: the events of each rank, in order.
+    """
+
+    schedule: str
+    vpp: int
+    micro_batches: int
+    times: Times
+    ranks: tuple[tuple[Event, ...], ...]
+
+    @property
+    def end(self) -> Fraction:
+        """When the last rank has finished; the first one starts at 0."""
+        return max(events[-1].end for events in self.ranks)
+
+    @property
+    def idle(self) -> Fraction:
+        """The bubble: the part of the time between 0 and `end` in which ranks compute nothing."""
+        busy = sum((e.end - e.start for events in self.ranks for e in events), Fraction())
+        return 1 - busy / (self.end * len(self.ranks))
+
+    @property
+    def waiting(self) -> tuple[Fraction, ...]:
+        """Time that each rank waits between its own first and last pass."""
+        return tuple(
+            events[-1].end - events[0].start - sum((e.end - e.start for e in events), Fraction())
+            for events in self.ranks
+        )
+
+    @property
+    def alive(self) -> tuple[Fraction, ...]:
+        """Micro-batches whose activations a rank keeps at most; one stage of `vpp` is a part.
+
+        A split backward pass frees nothing before its weight part.
+        """
+        return tuple(_most_alive(events, self.vpp) for events in self.ranks)
+
+
+DEFAULT_TIMES: Final = Times()
+
+
+def simulate(
+    schedule: str, pp: int, micro_batches: int, vpp: int = 1, times: Times = DEFAULT_TIMES
+) -> Timeline:
+    """Run a schedule on paper.
+
+    Raises:
+        LayoutError: the schedule cannot run these numbers.
+    """
+    plans = [planned_actions(schedule, pp, rank, micro_batches, vpp) for rank in range(pp)]
+    placement = schedule_kind(schedule).placement if pp > 1 else "loop"
+    holder = {s: r for r in range(pp) for s in stages_of(placement, pp, vpp, r)}
+    ends: dict[Action, Fraction] = {}
+    done: list[list[Event]] = [[] for _ in plans]
+    while any(len(done[rank]) < len(plan) for rank, plan in enumerate(plans)):
+        before = len(ends)
+        for rank, plan in enumerate(plans):
+            while len(done[rank]) < len(plan):
+                action = plan[len(done[rank])]
+                ready = _ready(action, ends, holder, times)
+                if ready is None:
+                    break
+                start = max(ready, done[rank][-1].end if done[rank] else Fraction())
+                ends[action] = start + times.of(action)
+                done[rank].append(Event(action, start, ends[action]))
+        if len(ends) == before:
+            raise LayoutError(f"{schedule} over {pp} ranks stands still after {before} passes")
+    return Timeline(schedule, vpp, micro_batches, times, tuple(map(tuple, done)))
+
+
+def _ready(
+    action: Action, ends: Mapping[Action, Fraction], holder: Mapping[int, int], times: Times
+) -> Fraction | None:
+    """When the input of a pass is there; None while the pass that makes it has not run."""
+    if action.kind == "W":
+        return ends.get(action._replace(kind="I"))
+    step = -1 if action.kind == "F" else 1
+    source = action.stage + step
+    if source not in holder:  # the first stage's forward, the last stage's backward pass
+        return Fraction() if action.kind == "F" else ends.get(action._replace(kind="F"))
+    kinds = ("F",) if action.kind == "F" else ("B", "I")
+    found = [ends.get(Action(kind, source, action.micro_batch)) for kind in kinds]  # type: ignore[arg-type]
+    there = [end for end in found if end is not None]
+    if not there:
+        return None
+    return there[0] + (times.exact["send"] if holder[source] != holder[action.stage] else 0)
+
+
+def _most_alive(events: tuple[Event, ...], vpp: int) -> Fraction:
+    alive = most = 0
+    for event in events:
+        alive += {"F": 1, "B": -1, "W": -1}.get(event.action.kind, 0)
+        most = max(most, alive)
+    return Fraction(most, vpp)
+
+
+def _exact(number: float) -> Fraction:
+    return Fraction(str(number))

@@ -1,0 +1,106 @@
+"""Megatron's text for uneven stages, and settings of a pipeline that contradict one another."""
+
+import pytest
+from megatron_parallel import LayoutError, ParallelLayout
+from megatron_parallel.pipeline import PipelineConfig, parse_pipeline_layout
+
+PP2 = ParallelLayout(pp=2)
+VPP2 = ParallelLayout(pp=2, vpp=2)
+
+
+def sizes(split: tuple[range, ...]) -> list[int]:
+    return [len(layers) for layers in split]
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "pp", "wanted"),
+    [
+        ("Ett|tL", 3, 2, [2, 1]),
+        ("Et*3|(tt|)*29,t|L", 62, 16, [3, *[2] * 29, 1, 0]),
+        ("E|t*2|(t|)*3,L", 5, 3, [0, 2, 1, 1, 1, 0]),
+        ("E|(t|t|)*2L", 4, 3, [0, 1, 1, 1, 1, 0]),
+    ],
+)
+def test_a_text_gives_the_layers_of_every_stage(
+    text: str, layers: int, pp: int, wanted: list[int]
+) -> None:
+    split = parse_pipeline_layout(text, layers, pp)
+    assert sizes(split) == wanted
+    assert [i for stage in split for i in stage] == list(range(layers))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Ett|t", "'Ett|t': L (loss) has to stand once, at the outer end of the last stage"),
+        ("|EttL", "'|EttL': E (embedding) has to stand once, at the outer end of the first stage"),
+        ("Et|ELtt", "E (embedding) has to stand once"),
+        ("Et|tL", "has 2 layers ('t'), but the model has 3"),
+        ("Et|t|tL", "has 3 stages, which is not a multiple of pp=2"),
+        ("Ett|tmL", "places multi-token prediction ('m'), and the model has none"),
+        ("Ett|dL", "has 'd': stages are E, t, m and L"),
+        ("Ett|(tL", "has '('"),
+    ],
+)
+def test_a_text_that_cannot_be_is_refused_with_its_numbers(text: str, message: str) -> None:
+    with pytest.raises(LayoutError) as refused:
+        parse_pipeline_layout(text, 3, 2)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_layers_that_do_not_divide_are_refused_or_laid_out_unevenly_but_never_dropped() -> None:
+    """Megatron-Core has silently built a model with fewer layers than asked for."""
+    with pytest.raises(LayoutError, match="5 layers cannot be split evenly over 2 stages"):
+        PipelineConfig().split(5, PP2)
+    for settings, wanted in (
+        ({"first": 2}, [2, 3]),
+        ({"last": 1}, [4, 1]),
+        ({"count_embedding": True}, [2, 3]),
+        ({"count_loss": True}, [3, 2]),
+        ({"stages": "Ettt|ttL"}, [3, 2]),
+    ):
+        split = PipelineConfig(**settings).split(5, PP2)
+        assert sizes(split) == wanted
+        assert [i for stage in split for i in stage] == list(range(5))
+    for layers in range(1, 40):
+        for layout in (PP2, VPP2, ParallelLayout(pp=4), ParallelLayout(pp=4, vpp=3)):
+            for config in (PipelineConfig(), PipelineConfig(count_embedding=True, count_loss=True)):
+                try:
+                    split = config.split(layers, layout)
+                except LayoutError:
+                    continue
+                assert [i for stage in split for i in stage] == list(range(layers))
+                assert len(split) == layout.pp * layout.vpp
+
+
+def test_a_schedule_puts_the_stages_where_it_wants_them() -> None:
+    assert PipelineConfig(schedule="zb-v").place(VPP2).placement == "v"
+    assert PipelineConfig(schedule="zero-bubble").place(VPP2) == VPP2
+    assert PipelineConfig().place(VPP2) == VPP2
+    assert PipelineConfig().schedule_of(VPP2) == "interleaved-1f1b"
+    v = PipelineConfig(schedule="zb-v", stages="Et|tt|t|L")
+    assert sizes(v.split(4, v.place(VPP2))) == [1, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout", "message"),
+    [
+        ({"schedule": "zb-v"}, PP2, "'zb-v' does not fit vpp=1: it needs exactly 2 chunks"),
+        ({"schedule": "gpipe"}, ParallelLayout(), "schedule=gpipe needs a pipeline of at least 2"),
+        ({"first": 2}, ParallelLayout(), "first=2 needs a pipeline"),
+        ({"schedule": "zb-v", "first": 2}, VPP2, "first and last say nothing: give stages"),
+        ({"stages": "Et|t|t|tL"}, PP2, "has 4 stages, but 2 ranks with 1 each have 2"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    settings: dict[str, object], layout: ParallelLayout, message: str
+) -> None:
+    config = PipelineConfig(**settings)  # type: ignore[arg-type]
+    with pytest.raises(LayoutError) as refused:
+        config.split(4, config.place(layout))
+    assert message in str(refused.value)
+
+
+def test_every_stage_by_hand_excludes_other_sizes() -> None:
+    with pytest.raises(LayoutError, match=r"stages=Et\|tL says .* leave out first, last"):
+        PipelineConfig(stages="Et|tL", count_loss=True)

@@ -1,0 +1,98 @@
+"""``megatron-train schedule``: draw who computes what when in a pipeline, without starting it."""
+
+import argparse
+from pathlib import Path
+
+from megatron_parallel import LayoutError
+from megatron_parallel.pipeline import (
+    SCHEDULES,
+    Times,
+    draw_timeline,
+    picture,
+    schedule_kind,
+    simulate,
+    summary,
+)
+
+from megatron_train.config.flags import Parser
+from megatron_train.report.picture import check_name, write_picture
+
+_EXAMPLE = """\
+example:
+  megatron-train schedule --pipeline-schedule zb-v --pipeline-model-parallel-size 4 \\
+    --micro-batches 8 --output zb-v.svg
+"""
+
+
+def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Add the command to ``commands``."""
+    summary_line = "draw who computes what when in a pipeline"
+    parser = commands.add_parser(
+        "schedule",
+        help=summary_line,
+        description=f"{summary_line.capitalize()}, from a simulation with the times given: the "
+        "part of the time in which ranks are idle, and how many micro-batches each keeps alive. "
+        "F is a forward pass, B a backward pass, I and W its parts for input and weights; with "
+        "virtual stages a letter says which.",
+        epilog=_EXAMPLE,
+    )
+    parser.add_argument(
+        "--pipeline-schedule",
+        default="1f1b",
+        choices=SCHEDULES,
+        metavar="NAME",
+        help=f"one of {', '.join(SCHEDULES)} [default 1f1b]",
+    )
+    parser.add_argument(
+        "--pipeline-model-parallel-size", type=int, required=True, metavar="P", help="ranks"
+    )
+    parser.add_argument(
+        "--num-virtual-stages-per-pipeline-rank",
+        type=int,
+        metavar="V",
+        help="stages of each rank [default: the fewest that the schedule takes]",
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, metavar="M", help="in one step [default: twice the ranks]"
+    )
+    for name, default, text in (
+        ("forward", 1.0, "of a stage's forward pass"),
+        ("backward", 2.0, "of a stage's whole backward pass"),
+        ("weight", None, "of its part for the weights, where it is split [default: half of it]"),
+        ("send", 0.0, "from the end of a pass to its result being on another rank"),
+    ):
+        shown = "" if default is None else f" [default {default:g}]"
+        parser.add_argument(
+            f"--{name}-time", type=float, default=default, metavar="T", help=f"time {text}{shown}"
+        )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the picture too, as .svg or .png"
+    )
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the drawing, and write the picture."""
+    if arguments.output is not None:
+        check_name(arguments.output)
+    schedule, ranks = arguments.pipeline_schedule, arguments.pipeline_model_parallel_size
+    chunks = arguments.num_virtual_stages_per_pipeline_rank
+    if chunks is None:
+        chunks = 1 if schedule_kind(schedule).takes(1) else 2
+    count = 2 * ranks if arguments.micro_batches is None else arguments.micro_batches
+    times = Times(
+        forward=arguments.forward_time,
+        backward=arguments.backward_time,
+        weight=arguments.weight_time,
+        send=arguments.send_time,
+    )
+    timeline = simulate(schedule, ranks, count, chunks, times)
+    if arguments.output is None:
+        print(draw_timeline(timeline))
+        return 0
+    try:
+        print(draw_timeline(timeline))
+    except LayoutError:  # too fine for text
+        print(summary(timeline))
+    write_picture(picture(timeline), arguments.output)
+    return 0

@@ -1,0 +1,54 @@
+"""Pictures of schedules as files: SVG as it is, PNG drawn by matplotlib from the same boxes."""
+
+from pathlib import Path
+
+from megatron_parallel.pipeline import Picture
+
+from megatron_train.errors import TrainError
+
+_FORMATS = (".svg", ".png")
+
+
+def check_name(path: Path) -> None:
+    """Raise `TrainError` unless a picture can be written under that name."""
+    if path.suffix not in _FORMATS:
+        raise TrainError(f"--output {path}: a picture is written as {' or '.join(_FORMATS)}")
+    if not path.parent.is_dir():
+        raise TrainError(f"--output {path}: there is no folder {path.parent}")
+
+
+def write_picture(picture: Picture, path: Path) -> None:
+    """Write ``picture`` to ``path``, in the format that its name ends in."""
+    part = path.with_name(f".{path.name}.part")
+    if path.suffix == ".svg":
+        part.write_text(picture.svg(), encoding="utf-8")
+    else:
+        _write_png(picture, part)
+    part.replace(path)
+
+
+def _write_png(picture: Picture, path: Path) -> None:
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    figure = Figure(figsize=(picture.width / 100, picture.height / 100), dpi=150)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, picture.width)
+    axes.set_ylim(picture.height, 0)
+    axes.axis("off")
+    for box in picture.boxes:
+        axes.add_patch(
+            Rectangle((box.x, box.y), box.width, box.height, facecolor=box.fill, linewidth=0)
+        )
+    anchors = {"start": "left", "middle": "center", "end": "right"}
+    for text in picture.texts:
+        points = text.size * 72 / 100  # 100 pixels are an inch here
+        axes.text(
+            text.x,
+            text.y,
+            text.text,
+            fontsize=points,
+            ha=anchors[text.anchor],
+            va="center_baseline",
+        )
+    figure.savefig(path, format="png")
