@@ -12,6 +12,7 @@ SAMPLE = {
     "tp2·sp-tied-dropout",
     "pp2-untied-dropout",
     "pp2·vpp2-untied",
+    "pp2·vpp2·uniform·zb-v-tied-dropout",
     "dp2-tied-dropout",
     "tp2·pp2-tied",
     "tp2·sp·dp2-untied-dropout",

@@ -6,7 +6,7 @@ compared with is clean. Every one must turn the proof red (`integration_tests/te
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -21,17 +21,19 @@ import megatron_parallel.recompute.kept as kept
 import megatron_parallel.tensor_parallel.layers as layers
 import torch
 from megatron_data import SequentialSampler
+from megatron_models import GPTConfig
 from megatron_models.layers.attention import Attention
 from megatron_models.layers.dropout import StageDropout
 from megatron_models.layers.embedding import PositionEmbedding
 from megatron_models.layers.rope import RotaryTable
-from megatron_parallel import DropoutKey, Mesh, Sharding, all_reduce
+from megatron_models.stages import StagePlan
+from megatron_parallel import DropoutKey, Mesh, ParallelLayout, Sharding, all_reduce
 from megatron_parallel.context_parallel import ContextSplit, RingPlan, SequenceMask
 from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.data_parallel.buffers import Route
 from megatron_parallel.data_parallel.parameters import ParameterBuffers
 from megatron_parallel.data_parallel.plan import BucketPlan, SlotPart
-from megatron_parallel.pipeline import PipelineEngine
+from megatron_parallel.pipeline import Backward, PipelineEngine, StageGradients
 from megatron_parallel.pipeline.objective import Objective
 from megatron_parallel.tensor_parallel import RowParallelLinear, VocabParallelEmbedding
 from megatron_train import GPTTask
@@ -199,6 +201,63 @@ def _shard_shifted(mesh: Mesh, replace: Replace) -> None:
         return {name: gradient.roll(1) for name, gradient in true(self).items()}
 
     replace(Bucket, "gradients", wrong)
+
+
+# -- pipelines -----------------------------------------------------------------------------------
+
+ZBV = "pp2·vpp2·dp2·gathered·zb-v-tied"
+
+
+@defect("buckets are summed before the last weight gradients of a split backward pass", ZBV)
+def _sum_before_weights(mesh: Mesh, replace: Replace) -> None:
+    true = StageGradients.around_backward
+
+    def wrong(self: StageGradients, backward: Backward) -> AbstractContextManager[None]:
+        if not (backward.split and backward.last and backward.stage > 0):  # there hooks notice
+            return true(self, backward)
+        self._of_stage[backward.stage].complete()
+        return nullcontext()
+
+    replace(StageGradients, "around_backward", wrong)
+
+
+@defect("a weight that two stages of a rank share is counted twice", ZBV)
+def _shared_twice(mesh: Mesh, replace: Replace) -> None:
+    true = StageGradients.gradients
+
+    def wrong(self: StageGradients) -> dict[str, Tensor]:
+        found = true(self)
+        return found | {name: 2 * found[name] for name in self._shared & found.keys()}
+
+    replace(StageGradients, "gradients", wrong)
+
+
+@defect("the upper stages of a V have the layers of a loop", "pp2·vpp2·zb-v-untied-dropout")
+def _loop_in_a_v(mesh: Mesh, replace: Replace) -> None:
+    def wrong(plan: StagePlan, config: GPTConfig, layout: ParallelLayout, split: Any) -> range:
+        return split[5 - plan.stage] if plan.stage >= layout.pp else plan.layers
+
+    _with_layers(replace, wrong)
+
+
+@defect("a layer is dropped when stages are uneven", "pp4·vpp2-tied-dropout")
+def _dropped_layer(mesh: Mesh, replace: Replace) -> None:
+    def wrong(plan: StagePlan, config: GPTConfig, layout: ParallelLayout, split: Any) -> range:
+        return range(plan.layers.start, plan.layers.stop - plan.last)
+
+    _with_layers(replace, wrong)
+
+
+def _with_layers(replace: Replace, change: Callable[..., range]) -> None:
+    true = gpt.plan_stage
+
+    def wrong(
+        config: GPTConfig, layout: ParallelLayout, rank: int, chunk: int = 0, split: Any = None
+    ) -> StagePlan:
+        plan = true(config, layout, rank, chunk, split)
+        return StagePlan(plan.stage, plan.count, change(plan, config, layout, split))
+
+    replace(gpt, "plan_stage", wrong)
 
 
 # -- denominators --------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from megatron_parallel.layout import LayoutError, stages_of
 from megatron_parallel.pipeline.order import Action, planned_actions
-from megatron_parallel.pipeline.rules import schedule_kind
+from megatron_parallel.pipeline.rules import check_micro_batches, schedule_kind
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ def simulate(
     Raises:
         LayoutError: the schedule cannot run these numbers.
     """
+    check_micro_batches(schedule, pp, vpp, micro_batches)
     plans = [planned_actions(schedule, pp, rank, micro_batches, vpp) for rank in range(pp)]
     placement = schedule_kind(schedule).placement if pp > 1 else "loop"
     holder = {s: r for r in range(pp) for s in stages_of(placement, pp, vpp, r)}
