@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-from megatron_parallel import LayoutError
 from megatron_train._command import CommandError
 from megatron_train.config.files import read_file, to_yaml
 from megatron_train.config.flags import Parser, add_options, given_flags
@@ -238,9 +237,39 @@ def test_layouts_that_do_not_fit_the_run_are_refused(flags, ranks, message):
     assert message in str(caught.value)
 
 
-def test_a_pipeline_that_does_not_fit_is_refused():
-    with pytest.raises(LayoutError, match="2 layers cannot be split evenly over 4 stages"):
-        parse(f"{MINIMAL} --pipeline-model-parallel-size 4", ranks=4)
+PP4 = "--pipeline-model-parallel-size 4"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "2 layers cannot be split evenly over 4 stages: use 4 layers or"),
+        ("", "or uneven ones: --decoder-first-pipeline-num-layers, --decoder-last-"),
+        ("--pipeline-schedule zb-v", "'zb-v' does not fit vpp=1: it needs exactly 2 chunks"),
+        ("--pipeline-model-parallel-layout Et|tL", "Et|tL has 2 stages, but 4 ranks with 1 each"),
+        (
+            "--pipeline-schedule dualpipe-v --pipeline-model-parallel-layout E|t||||||tL",
+            "cannot run 1 micro-batches: it needs at least one for each of its 2 x 4 = 8 stages",
+        ),
+        (
+            "--pipeline-schedule zb-v --pipeline-model-parallel-layout E|t||||||tL --compile",
+            "--pipeline-schedule zb-v splits backward passes, which compiled code cannot",
+        ),
+    ],
+)
+def test_a_pipeline_that_does_not_fit_is_refused(flags, message):
+    with pytest.raises(TrainError) as caught:
+        parse(f"{MINIMAL} {PP4} {flags}", ranks=4)
+    assert message in str(caught.value)
+
+
+def test_stages_by_hand_set_the_number_of_chunks_and_the_schedule_their_place():
+    flags = f"{PP4} --pipeline-schedule zb-v --pipeline-model-parallel-layout E|t||||||tL"
+    run = parse(f"{MINIMAL} {flags}", ranks=4)
+    assert (run.layout.vpp, run.layout.placement) == (2, "v")
+    assert [len(layers) for layers in run.split] == [0, 1, 0, 0, 0, 0, 0, 1]
+    with pytest.raises(TrainError, match="--pipeline-schedule gpipe needs a pipeline of at least"):
+        parse(f"{MINIMAL} --pipeline-schedule gpipe")
 
 
 UNFIT = [
