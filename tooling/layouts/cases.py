@@ -82,8 +82,6 @@ SHARDED = DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=300
 GATHERED = DataParallelConfig(
     use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=3000
 )
-DATA_PARALLEL = {"sharded": SHARDED, "gathered": GATHERED}
-"""By the word in a case's name: optimizer state cut; weights gathered during the forward pass."""
 RECOMPUTE = {
     "": Recompute(),
     "selective": Recompute(
@@ -97,6 +95,10 @@ RECOMPUTE = {
     "host": Recompute(cpu_offloading_num_layers=2),
 }
 """What is computed again or kept elsewhere; one rank keeps everything."""
+FULLY_SHARDED = DataParallelConfig(use_torch_fsdp2=True)
+DATA_PARALLEL = {"sharded": SHARDED, "gathered": GATHERED, "fsdp": FULLY_SHARDED}
+"""By the word in a case's name: optimizer state cut; weights gathered during the forward pass; all
+cut by torch's `fully_shard`."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,8 @@ class Case:
         parts += [self.comm] if self.comm != "p2p" else []
         parts += ["documents"] if self.per_document else []
         parts += [f"{n}{d}" for n in ("pp", "vpp", "dp") if (d := getattr(layout, n)) > 1]
+        if layout.dp_outer > 1:
+            parts[-1] += f"({layout.dp_outer}x{(layout.dp or 1) // layout.dp_outer})"
         parts += [word for word, used in DATA_PARALLEL.items() if used == self.data_parallel]
         parts += [self.recompute] if self.recompute else []
         parts += [f"ep{layout.ep}"] if layout.ep > 1 else []
@@ -285,5 +289,14 @@ CASES = (
     _case("moe", 2, "sp", "sharded", tp=2, dp=2, ep=2, etp=1),
     _case("moe", 2, "alltoall", "dropout", "selective", dp=2, ep=2),
     _case("moe-gated", 2, "sp", "uniform", tp=2, dp=2, ep=2),
+    _case("tied", 2, "sharded", "dropout", dp=4, dp_outer=2),
+    _case("untied", 2, dp=4, dp_outer=2),
+    _case("tied", 2, "fsdp", "dropout", dp=2),
+    _case("untied", 1, "fsdp", dp=4),
+    _case("untied", 1, "fsdp", "sp", tp=2, dp=2),
+    _case("tied", 2, "fsdp", pp=2, dp=2),
+    _case("untied", 1, "fsdp", "dropout", pp=2, vpp=2, dp=2),
+    _case("tied", 1, "fsdp", "sp", "dropout", tp=2, pp=2, dp=2),
+    _case("tied", 2, "fsdp", dp=4, dp_outer=2),
 )
 """Layouts of 2, 4 and 8 ranks, each with the number of samples in a micro-batch."""

@@ -18,6 +18,7 @@ import megatron_parallel.collectives as collectives
 import megatron_parallel.context_parallel.ring as ring
 import megatron_parallel.data_parallel.buffers as buffers
 import megatron_parallel.recompute.kept as kept
+import megatron_parallel.sharding as sharding
 import megatron_parallel.tensor_parallel.layers as layers
 import torch
 from megatron_data import SequentialSampler
@@ -31,6 +32,7 @@ from megatron_parallel import DropoutKey, Mesh, ParallelLayout, Sharding, all_re
 from megatron_parallel.context_parallel import ContextSplit, RingPlan, SequenceMask
 from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.data_parallel.buffers import Route
+from megatron_parallel.data_parallel.fully_sharded import FullySharded
 from megatron_parallel.data_parallel.parameters import ParameterBuffers
 from megatron_parallel.data_parallel.plan import BucketPlan, SlotPart
 from megatron_parallel.pipeline import Backward, PipelineEngine, StageGradients
@@ -201,6 +203,32 @@ def _shard_shifted(mesh: Mesh, replace: Replace) -> None:
         return {name: gradient.roll(1) for name, gradient in true(self).items()}
 
     replace(Bucket, "gradients", wrong)
+
+
+@defect("fully sharded gradients are averaged over micro-batches", "dp2·fsdp-tied-dropout")
+def _accumulation_averaged(mesh: Mesh, replace: Replace) -> None:
+    def every_time(self: FullySharded, *, last: bool = False) -> None:
+        vars(self)["count"] = 0 if last else vars(self).get("count", 0) + 1
+        vars(self)["divide_by"] = max(vars(self).get("divide_by", 1), vars(self)["count"] + 1)
+        self._stage.sum_gradients(True)
+
+    true = FullySharded.finish
+
+    def finish(self: FullySharded) -> None:
+        true(self)
+        for gradient in self.gradients().values():
+            gradient.div_(vars(self)["divide_by"])
+
+    replace(FullySharded, "begin", every_time)
+    replace(FullySharded, "finish", finish)
+
+
+@defect("fully sharded gradients are summed after the first micro-batch", "dp4·fsdp-untied")
+def _accumulation_cut_short(mesh: Mesh, replace: Replace) -> None:
+    def first(self: FullySharded, *, last: bool = False) -> None:
+        self._stage.sum_gradients(not last)
+
+    replace(FullySharded, "begin", first)
 
 
 # -- pipelines -----------------------------------------------------------------------------------
@@ -613,3 +641,9 @@ def _norm_counts_twins(mesh: Mesh, replace: Replace) -> None:
 @defect("of shards, the norm counts replicated parameters twice", "tp2·sp·dp4·sharded-untied")
 def _norm_counts_shards_twice(mesh: Mesh, replace: Replace) -> None:
     replace(Sharding, "replica", lambda self, mesh, sharded=False: 0)
+
+
+@defect("of instances, the norm counts every copy of a shard", "dp4(2x2)·fsdp-tied")
+def _norm_counts_instances(mesh: Mesh, replace: Replace) -> None:
+    holders = dict.fromkeys([("tp", False), (None, False)], sharding._Holders((), ()))
+    replace(sharding, "_HOLDERS", holders)

@@ -52,6 +52,25 @@ class Outcome:
 
 def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate: float) -> Outcome:
     """Train `case` on this rank for `steps` steps."""
+    trainer = build_trainer(mesh, case, steps, dtype, learning_rate)
+    reports = Reports()
+    trainer.callbacks.append(reports)
+    routes = watch_routes(trainer.engine.task.stages, mesh)
+    trainer.run()
+    assert isinstance(trainer.optimizer, Recording)
+    return Outcome(
+        losses=[loss for report in reports.all for loss in report.losses.values()],
+        norms=[report.grad_norm for report in reports.all],
+        gradients=trainer.optimizer.ends(),
+        parameters=pieces(trainer.engine.views()),
+        routes=routes,
+    )
+
+
+def build_trainer(
+    mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate: float
+) -> Trainer:
+    """This rank's part of what trains `case`, at its beginning."""
     stages = gpt_chunks(
         case.config,
         mesh,
@@ -73,7 +92,6 @@ def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate:
     )
     engine = StepEngine(task, mesh, case.data_parallel, schedule=case.schedule)
     make_asymmetric(engine)
-    routes = watch_routes(stages, mesh)
     optimizer = Recording(
         engine.parameters,
         engine.table,
@@ -82,8 +100,7 @@ def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate:
         gradients=engine.gradients,
         shards=engine.shards,
     )
-    reports = Reports()
-    trainer = Trainer(
+    return Trainer(
         engine=engine,
         optimizer=optimizer,
         learning_rate=LearningRateSchedule(
@@ -92,15 +109,6 @@ def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate:
         weight_decay=WeightDecaySchedule(start=0.1, end=0.1, samples=steps),
         steps=lambda consumed: batches(case, mesh, consumed, steps),
         train_iters=steps,
-        callbacks=[reports],
-    )
-    trainer.run()
-    return Outcome(
-        losses=[loss for report in reports.all for loss in report.losses.values()],
-        norms=[report.grad_norm for report in reports.all],
-        gradients=optimizer.ends(),
-        parameters=pieces(engine.views()),
-        routes=routes,
     )
 
 

@@ -32,6 +32,9 @@ class BigramTask:
         table.sharding = {"weight": Sharding((VOCABULARY, VOCABULARY))}
         self.stages = (table,)
 
+    def units(self, stage):
+        return []
+
     def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
         return {"lm loss": float(sum(batch["loss_mask"].sum() for batch in batches))}
 

@@ -1,6 +1,7 @@
-"""Optimizer state cut over data-parallel ranks: ZeRO-1 (Rajbhandari et al. 2020).
+"""Optimizer state cut over data-parallel ranks: ZeRO (Rajbhandari et al. 2020).
 
-Each rank updates a flat shard of every bucket of parameters (`megatron_parallel.ParameterBuffers`)
+Each rank updates its part of the parameters, a flat shard of every bucket
+(`megatron_parallel.ParameterBuffers`, ZeRO-1) or a box of every parameter (`FullySharded`, ZeRO-3),
 and has optimizer state, and main parameters of bf16 weights, for that alone: with `d` ranks, a
 `d`-th of the memory. AdamW goes element by element, so cutting anywhere changes nothing; what does
 depend on the parameter as a whole (weight decay, its count in the norm) follows from the sharding
@@ -10,7 +11,7 @@ the boxes it covers, and any layout may load it.
 
 from collections.abc import Mapping, Sequence
 
-from megatron_parallel import Mesh, ParameterBuffers, Sharding, View
+from megatron_parallel import Mesh, Sharding, Shards, View
 from torch import Tensor
 
 from megatron_optim.errors import OptimError
@@ -18,17 +19,17 @@ from megatron_optim.mixed_precision import Gradients, MainParameters
 
 
 class ShardedMainParameters(MainParameters):
-    """The flat parts that this rank updates; `publish` gives every rank all of them."""
+    """The parts that this rank updates; `publish` gives every rank all of them."""
 
     sharded = True
 
-    def __init__(self, shards: Sequence[ParameterBuffers], source: Gradients | None) -> None:
+    def __init__(self, shards: Sequence[Shards], source: Gradients | None) -> None:
         if source is None:
             raise OptimError(
                 "shards of parameters need shards of gradients: give the gradients of the buffers "
                 "that the shards were made with"
             )
-        parts = {name: part.values for shard in shards for name, part in shard.parts().items()}
+        parts = {name: part for shard in shards for name, part in shard.parts().items()}
         super().__init__(parts, source)
         self._shards = tuple(shards)
 

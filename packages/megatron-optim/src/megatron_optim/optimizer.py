@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
-from megatron_parallel import Mesh, ParameterBuffers, Sharding, View
+from megatron_parallel import Mesh, Sharding, Shards, View
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.adamw import adamw
@@ -60,7 +60,7 @@ class Optimizer:
         config: OptimizerConfig,
         *,
         gradients: Gradients | None = None,
-        shards: Sequence[ParameterBuffers] = (),
+        shards: Sequence[Shards] = (),
     ) -> None:
         trainable = {n: p for n, p in dict(named_parameters).items() if p.requires_grad}
         _require_distinct(trainable)

@@ -14,7 +14,9 @@ from .collectives import scatter_to_axis as scatter_to_axis
 from .collectives import send as send
 from .data_parallel.buffers import GradientBuffers as GradientBuffers
 from .data_parallel.config import DataParallelConfig as DataParallelConfig
+from .data_parallel.fully_sharded import FullySharded as FullySharded
 from .data_parallel.parameters import ParameterBuffers as ParameterBuffers
+from .data_parallel.shards import Shards as Shards
 from .dropout import DropoutKey as DropoutKey
 from .dropout import keep_mask as keep_mask
 from .dropout import keyed_dropout as keyed_dropout
@@ -49,6 +51,7 @@ from .sharding import Init as Init
 from .sharding import Piece as Piece
 from .sharding import Sharding as Sharding
 from .sharding import View as View
+from .sharding import box_views as box_views
 from .sharding import collect_shardings as collect_shardings
 from .sharding import flat_range_boxes as flat_range_boxes
 from .sharding import flat_range_views as flat_range_views

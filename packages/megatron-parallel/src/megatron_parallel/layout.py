@@ -31,11 +31,13 @@ Placement = Literal["loop", "v"]
 _GROUPS: Final[dict[str, tuple[str, tuple[str, ...], str]]] = {
     "tp": ("dense", ("tp",), "tensor parallel: one layer cut over its ranks"),
     "cp": ("dense", ("cp",), "context parallel: one sequence cut over its ranks"),
-    "cp_inner": ("nested", ("inner",), "context parallel: heads are scattered over these"),
-    "cp_outer": ("nested", ("outer",), "context parallel: a ring goes round over these"),
+    "cp_inner": ("nested cp", ("inner",), "context parallel: heads are scattered over these"),
+    "cp_outer": ("nested cp", ("outer",), "context parallel: a ring goes round over these"),
     "dp": ("dense", ("dp",), "data parallel: copies that see different samples"),
     "pp": ("dense", ("pp",), "pipeline parallel: one copy of the model, stage by stage"),
     "dp_cp": ("dense", ("dp", "cp"), "gradients of dense parameters are summed here"),
+    "dp_cp_inner": ("nested dp", ("inner",), "near data parallel ranks: shards lie here"),
+    "dp_cp_outer": ("nested dp", ("outer",), "the same shard of every instance"),
     "tp_cp": ("dense", ("tp", "cp"), "one micro-batch on one stage"),
     "tp_dp": ("dense", ("tp", "dp"), "one pipeline stage at one context position"),
     "tp_dp_cp": ("dense", ("tp", "dp", "cp"), "one whole pipeline stage"),
@@ -49,6 +51,9 @@ _GROUPS: Final[dict[str, tuple[str, tuple[str, ...], str]]] = {
     "position_embedding": ("stages", ("first",), "holders of position embeddings: first stage"),
     "world": ("dense", ("tp", "cp", "dp", "pp"), "every rank"),
 }
+_NESTED: Final = {"nested cp": ("cp",), "nested dp": ("dp", "cp")}
+"""Axes whose groups are cut once more, into inner groups and outer ones across them."""
+
 _ALIASES: Final = {"tp_pp": "model", "tp_ep": "expert_tp_ep", "tp_ep_pp": "expert_tp_ep_pp"}
 
 
@@ -129,6 +134,15 @@ class ParallelLayout:
             "unit": "ranks",
         },
     )
+    dp_outer: int = field(
+        default=1,
+        metadata={
+            "help": "instances of what data parallel ranks share out: gradients are summed inside "
+            "one, whose ranks are near one another, then across; shards lie inside",
+            "flag": "--num-distributed-optimizer-instances",
+            "unit": "instances",
+        },
+    )
     order: str = field(
         default="tp-cp-ep-dp-pp",
         metadata={"help": "axes from fastest to slowest varying rank", "flag": None},
@@ -139,7 +153,7 @@ class ParallelLayout:
     )
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "ep", "dp", "pp", "vpp", "etp"):
+        for name in ("tp", "cp", "ep", "dp", "pp", "vpp", "etp", "dp_outer"):
             degree = getattr(self, name)
             optional = name in ("dp", "etp")
             if degree is None and optional:
@@ -156,6 +170,12 @@ class ParallelLayout:
             raise LayoutError("{placement:=} has 2 chunks per rank, but {vpp:=}", vars(self))
         self._check_order()
         self._check_hierarchy()
+        if self.dp is not None and self.dp * self.cp % self.dp_outer:
+            raise LayoutError(
+                f"{{dp_outer:=}} instances cannot share dp {self.dp} x cp {self.cp} = "
+                f"{self.dp * self.cp} data parallel ranks evenly: give a number that divides it",
+                vars(self),
+            )
         if self.dp is not None and self.has_expert_parallelism:
             self._expert()
 
@@ -258,11 +278,14 @@ class ParallelLayout:
     def group_names(self) -> tuple[str, ...]:
         """Names of all groups this layout has, in the one order in which a mesh creates them.
 
-        `cp_inner` and `cp_outer` are there only with `hierarchical_cp`. The expert groups are
+        `cp_inner` and `cp_outer` are there only with `hierarchical_cp`, `dp_cp_inner` and
+        `dp_cp_outer` only with several instances (`dp_outer`). The expert groups are
         absent only if `order` lets the pipeline of the experts differ from that of the dense
         layers, which is an error as soon as there is expert parallelism.
         """
-        absent = {"nested"} if self.hierarchical_cp is None else set()
+        absent = {"nested cp"} if self.hierarchical_cp is None else set()
+        if self.dp_outer == 1:
+            absent.add("nested dp")
         try:
             self._expert()
         except LayoutError:
@@ -278,9 +301,9 @@ class ParallelLayout:
         kind, axes = self._kind(name)
         if kind == "stages":
             return [self._holders(ranks, axes) for ranks in self._dense().groups(("pp",))]
-        if kind == "nested":
-            sequences = self._dense().groups(("cp",))
-            return [part for ranks in sequences for part in self._nested(ranks, axes)]
+        if kind in _NESTED:
+            wholes = self._dense().groups(_NESTED[kind])
+            return [part for ranks in wholes for part in self._nested(kind, ranks, axes)]
         return self._grid(kind).groups(axes)
 
     def group_of(self, name: str, rank: int) -> tuple[int, ...]:
@@ -290,9 +313,9 @@ class ParallelLayout:
         if kind == "stages":
             holders = self._holders(self._dense().group_of(("pp",), rank), axes)
             return holders if rank in holders else ()
-        if kind == "nested":
-            sequence = self._dense().group_of(("cp",), rank)
-            return next(part for part in self._nested(sequence, axes) if rank in part)
+        if kind in _NESTED:
+            whole = self._dense().group_of(_NESTED[kind], rank)
+            return next(part for part in self._nested(kind, whole, axes) if rank in part)
         return self._grid(kind).group_of(axes, rank)
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -342,12 +365,17 @@ class ParallelLayout:
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is outside a world of {self.world_size} ranks")
 
-    def _nested(self, sequence: tuple[int, ...], which: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """The inner or outer groups among the ranks of one sequence."""
-        if self.hierarchical_cp is None:
+    def _nested(
+        self, kind: str, whole: tuple[int, ...], which: tuple[str, ...]
+    ) -> list[tuple[int, ...]]:
+        """The inner or outer groups among the ranks of one group."""
+        if kind == "nested dp":
+            inner = len(whole) // self.dp_outer
+        elif self.hierarchical_cp is not None:
+            inner = self.hierarchical_cp[0]
+        else:
             raise LayoutError(f"there is no 'cp_{which[0]}' group: give hierarchical_cp, two sizes")
-        inner = self.hierarchical_cp[0]
-        parts = [sequence[i : i + inner] for i in range(0, self.cp, inner)]
+        parts = [whole[i : i + inner] for i in range(0, len(whole), inner)]
         return parts if which == ("inner",) else list(zip(*parts, strict=True))
 
     def _holders(self, pipeline: tuple[int, ...], which: tuple[str, ...]) -> tuple[int, ...]:
@@ -364,6 +392,8 @@ class ParallelLayout:
             text += f", experts etp {self.expert_tp} x ep {self.ep}"
         if self.hierarchical_cp is not None:
             text += ", cp {} inside x {} outside".format(*self.hierarchical_cp)
+        if self.dp_outer > 1:
+            text += f", {self.dp_outer} instances"
         if self.vpp > 1:
             text += f", {self.vpp} chunks per stage"
         if self.placement == "v":

@@ -101,8 +101,8 @@ class _Holders(NamedTuple):
 
 
 _HOLDERS = {
-    ("tp", False): _Holders(("dp_cp",), ()),
-    (None, False): _Holders(("tp_dp_cp",), ("tp",)),
+    ("tp", False): _Holders(("dp_cp",), ("dp_cp_outer",)),
+    (None, False): _Holders(("tp_dp_cp",), ("dp_cp_outer", "tp")),
     ("expert_tp", True): _Holders(("expert_dp",), ()),
 }
 
@@ -272,7 +272,8 @@ class Sharding:
         if holders is None:
             kind = "experts" if self.experts else "a parameter"
             raise LayoutError(f"copies of {kind} cut over axis {self.axis!r} are not numbered")
-        copies = [mesh.axis(name) for name in (holders.shard if sharded else holders.whole)]
+        names = holders.shard if sharded else holders.whole
+        copies = [mesh.axis(name) for name in names if mesh.has_axis(name)]
         if self.tied and mesh.has_axis("embedding"):
             copies.insert(0, mesh.axis("embedding"))
         number = 0
@@ -335,15 +336,32 @@ def flat_range_views(
     for box in flat_range_boxes(sharding.local_shape(mesh), start, start + flat.numel()):
         tensor = flat[position : position + box.numel].view(box.lengths)
         position += box.numel
-        for piece in sharding.pieces(mesh):
-            part = box.intersection(piece.local)
-            if part.numel == 0:
-                continue
-            inside = part.shifted(tuple(-offset for offset in box.offsets))
-            to_global = zip(piece.box.offsets, piece.local.offsets, strict=True)
-            there = part.shifted(tuple(ours - local for ours, local in to_global))
-            shape = sharding.shape
-            views.append(View(tensor[inside.slices], shape, there.offsets, there.lengths, replica))
+        views += box_views(tensor, box.offsets, sharding, mesh, replica)
+    return views
+
+
+def box_views(
+    tensor: Shaped[Tensor, "..."],
+    offsets: tuple[int, ...],
+    sharding: Sharding,
+    mesh: Mesh,
+    replica: int = 0,
+) -> list[View]:
+    """Views of `tensor`, which is the box of this rank's tensor that begins at `offsets`.
+
+    As `flat_range_views`, for shards that are boxes (`fully_shard`).
+    """
+    views = []
+    box = Box(offsets, tuple(tensor.shape))
+    for piece in sharding.pieces(mesh):
+        part = box.intersection(piece.local)
+        if part.numel == 0:
+            continue
+        inside = part.shifted(tuple(-offset for offset in box.offsets))
+        to_global = zip(piece.box.offsets, piece.local.offsets, strict=True)
+        there = part.shifted(tuple(ours - local for ours, local in to_global))
+        shape = sharding.shape
+        views.append(View(tensor[inside.slices], shape, there.offsets, there.lengths, replica))
     return views
 
 

@@ -26,12 +26,13 @@ from megatron_parallel import (
     Passed,
     PipelineEngine,
     Sharding,
+    Shards,
     View,
     all_reduce,
     collect_shardings,
     parameter_views,
 )
-from megatron_parallel.pipeline import StageGradients, default_schedule
+from megatron_parallel.pipeline import FullyShardedStages, StageGradients, default_schedule
 from torch import Tensor, nn
 
 from megatron_train.tasks.task import Batch, Task
@@ -70,16 +71,23 @@ class StepEngine:
         self.table: dict[str, Sharding] = {}
         for stage in task.stages:
             self.table.update(collect_shardings(stage))
-        self._gradients = StageGradients(mesh, task.stages, self.table, data_parallel)
+        chunks: list[nn.Module] = list(task.stages)
+        self._gradients: StageGradients | FullyShardedStages
+        self.shards: list[Shards] = []
+        if data_parallel.use_torch_fsdp2:
+            units = [task.units(stage) for stage in task.stages]
+            cut = FullyShardedStages(mesh, task.stages, units, self.table, data_parallel)
+            self._gradients, chunks = cut, cut.modules
+            self.shards.extend(cut.buffers)
+        else:
+            self._gradients = whole = StageGradients(mesh, task.stages, self.table, data_parallel)
+            if data_parallel.use_distributed_optimizer:
+                self.shards.extend(
+                    ParameterBuffers(holders, buffers, self.table)
+                    for holders, buffers in whole.holders
+                )
         self.parameters = self._gradients.parameters
         self.buffers = self._gradients.buffers
-        self.shards: list[ParameterBuffers] = []
-        if data_parallel.use_distributed_optimizer:
-            self.shards = [
-                ParameterBuffers(holders, buffers, self.table)
-                for holders, buffers in self._gradients.holders
-            ]
-        chunks: list[nn.Module] = list(task.stages)
         if compile:
             chunks = [torch.compile(stage, dynamic=False) for stage in chunks]  # type: ignore[misc]
         self._iteration: int | None = None
@@ -146,6 +154,9 @@ class StepEngine:
     def views(self) -> dict[str, list[View]]:
         """Return views of all parameters, to save or to load into."""
         self.settle()
+        if isinstance(self._gradients, FullyShardedStages):
+            cut = self._gradients.buffers
+            return {n: v for one in cut for n, v in one.views(one.weights(), self.mesh).items()}
         return parameter_views(self.parameters, self.table, self.mesh)
 
     def _inputs(self, batch: Batch, stage: int) -> Mapping[str, Any]:

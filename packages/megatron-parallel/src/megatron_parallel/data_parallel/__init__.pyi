@@ -3,11 +3,12 @@ from .bucket import Reduction as Reduction
 from .buffers import GradientBuffers as GradientBuffers
 from .config import BUCKET_SIZE as BUCKET_SIZE
 from .config import DataParallelConfig as DataParallelConfig
+from .fully_sharded import FullySharded as FullySharded
 from .parameters import ParameterBuffers as ParameterBuffers
-from .parameters import Part as Part
 from .plan import BucketPlan as BucketPlan
 from .plan import Slot as Slot
 from .plan import SlotPart as SlotPart
 from .plan import main_dtype as main_dtype
 from .plan import plan_buckets as plan_buckets
 from .reduction import Route as Route
+from .shards import Shards as Shards

@@ -214,6 +214,8 @@ class GradientBuffers:
 
 def data_route(mesh: Mesh) -> Route:
     """The ranks that see other samples, or other parts of them."""
+    if mesh.layout.dp_outer > 1:
+        return Route(mesh.axis("dp_cp_inner"), mesh.axis("dp_cp_outer"))
     return Route(mesh.axis("dp" if mesh.layout.cp == 1 else "dp_cp"))
 
 

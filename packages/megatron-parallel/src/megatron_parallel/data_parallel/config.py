@@ -41,6 +41,20 @@ class DataParallelConfig:
             "gather updated weights while the next forward pass runs, bucket by bucket",
         ),
     )
+    use_torch_fsdp2: bool = field(
+        default=False,
+        metadata=_flag(
+            "--use-torch-fsdp2",
+            "cut weights, gradients and optimizer state over the data parallel ranks (ZeRO-3)",
+        ),
+    )
+    torch_fsdp2_no_reshard_after_forward: bool = field(
+        default=False,
+        metadata=_flag(
+            "--torch-fsdp2-no-reshard-after-forward",
+            "keep gathered weights from a forward pass to its backward pass",
+        ),
+    )
     ddp_bucket_size: int = field(
         default=BUCKET_SIZE,
         metadata=_flag(
@@ -51,6 +65,18 @@ class DataParallelConfig:
     def __post_init__(self) -> None:
         if self.ddp_bucket_size < 1:
             raise LayoutError("{ddp_bucket_size} is not a number of elements >= 1", vars(self))
+        if self.use_torch_fsdp2 and self.use_distributed_optimizer:
+            raise LayoutError(
+                "{use_torch_fsdp2:name} cuts optimizer state as well, so it does not go together "
+                "with {use_distributed_optimizer:name}; leave out one",
+                vars(self),
+            )
+        if self.torch_fsdp2_no_reshard_after_forward and not self.use_torch_fsdp2:
+            raise LayoutError(
+                "{torch_fsdp2_no_reshard_after_forward:name} needs {use_torch_fsdp2:name}; give "
+                "both or neither",
+                vars(self),
+            )
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             raise LayoutError(
                 "{overlap_param_gather:name} needs {use_distributed_optimizer:name}: without it "

@@ -14,16 +14,16 @@ Whoever reads parameters otherwise (a checkpoint) calls `settle` first.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from megatron_parallel.data_parallel.bucket import Bucket, Reduction
 from megatron_parallel.data_parallel.buffers import GradientBuffers
-from megatron_parallel.data_parallel.plan import SlotPart
 from megatron_parallel.data_parallel.reduction import Messages, Started
 from megatron_parallel.layout import LayoutError
 from megatron_parallel.mesh import Mesh
@@ -31,18 +31,6 @@ from megatron_parallel.sharding import Sharding, View, flat_range_views
 
 PURPOSE: Final = "parameters"
 """What the messages of a gather are for, in `Traffic`."""
-
-
-class Part(NamedTuple):
-    """A part of a parameter that this rank updates: flat, sharing memory with the parameter.
-
-    Attributes:
-        values: Elements `start <= i < start + n` of the flattened parameter.
-        start: First of them.
-    """
-
-    values: Tensor
-    start: int
 
 
 class ParameterBuffers:
@@ -78,13 +66,13 @@ class ParameterBuffers:
             for each in [module] if isinstance(module, nn.Module) else module:
                 self._watch(each)
 
-    def parts(self) -> dict[str, Part]:
-        """What this rank updates, by global name, in the parameters' own dtype."""
+    def parts(self) -> dict[str, Shaped[Tensor, " n"]]:
+        """What this rank updates, by global name: flat parts that share memory with parameters."""
         return {name: part for bucket in self.buckets for name, part in bucket.parts().items()}
 
     def views(self, tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, list[View]]:
         """Views, for a checkpoint, of tensors shaped like the parts (moments, main weights)."""
-        starts = {name: part.start for name, part in self.parts().items()}
+        starts = {name: start for bucket in self.buckets for name, start in bucket.starts().items()}
         found = {}
         for name in starts.keys() & tensors.keys():
             sharding = self._table[name]
@@ -158,14 +146,16 @@ class _ParameterBucket:
             view.copy_(parameter.detach())
             parameter.data = view
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, Tensor]:
         """Of each parameter that reaches into this rank's shard, the part in it."""
-
-        def values(part: SlotPart) -> Tensor:
-            return self._shard[part.at : part.at + part.stop - part.start]
-
         parts = self._plan.shard_parts(self._axis.index)
-        return {part.name: Part(values(part), part.start) for part in parts}
+        return {
+            part.name: self._shard[part.at : part.at + part.stop - part.start] for part in parts
+        }
+
+    def starts(self) -> dict[str, int]:
+        """Where each of those parts begins in its flattened parameter."""
+        return {part.name: part.start for part in self._plan.shard_parts(self._axis.index)}
 
     def start(self) -> int:
         """Start gathering; returns how many gathers there are to wait for."""

@@ -8,6 +8,7 @@ from .drawing import picture as picture
 from .drawing import summary as summary
 from .engine import PipelineEngine as PipelineEngine
 from .failure import PeerError as PeerError
+from .gradients import FullyShardedStages as FullyShardedStages
 from .gradients import StageGradients as StageGradients
 from .layout_string import count_stages as count_stages
 from .layout_string import parse_pipeline_layout as parse_pipeline_layout

@@ -14,7 +14,7 @@ its own, which wait for the last pass of both: it is in one bucket, once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.nn import Parameter
 
 from megatron_parallel.data_parallel.buffers import GradientBuffers
 from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
+from megatron_parallel.data_parallel.fully_sharded import FullySharded
 from megatron_parallel.layout import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.pipeline.contract import Backward
@@ -124,3 +125,71 @@ class StageGradients:
         """Remove all hooks."""
         for buffers in self.buffers:
             buffers.close()
+
+
+class FullyShardedStages:
+    """`FullySharded` for all stages of a rank, told by the schedule like `StageGradients`.
+
+    Args:
+        mesh: Where this rank stands.
+        chunks: Its stages, in the order of `mesh.layout.stages`.
+        units: Of each stage, the modules that are gathered one at a time.
+        table: How each parameter is cut.
+        config: Of the sharding.
+
+    Attributes:
+        parameters: This rank's parameters by global name.
+        buffers: One for each stage.
+        modules: What runs the stages.
+
+    Raises:
+        LayoutError: Two stages of this rank share a parameter: each would cut it by itself.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        chunks: Sequence[nn.Module],
+        units: Sequence[Sequence[nn.Module]],
+        table: Mapping[str, Sharding],
+        config: DataParallelConfig = DEFAULTS,
+    ) -> None:
+        names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise LayoutError(
+                f"{min(twice)!r} is shared by two stages of one rank, which fully sharded training "
+                "would cut twice: untie it, or place stages in a loop"
+            )
+        self.buffers = [
+            FullySharded(chunk, parts, table, mesh, config)
+            for chunk, parts in zip(chunks, units, strict=True)
+        ]
+        self.modules: list[nn.Module] = [sharded.module for sharded in self.buffers]
+        self.parameters = stage_parameters(chunks)
+        stages = mesh.layout.stages(mesh.axis("pp").index)
+        self._of_stage = dict(zip(stages, self.buffers, strict=True))
+
+    def around_backward(self, backward: Backward) -> AbstractContextManager[None]:
+        """The `around_backward` of a `PipelineEngine`; torch's hooks see whole passes only."""
+        if backward.split:
+            raise LayoutError(
+                "fully sharded training needs whole backward passes: choose a schedule that does "
+                "not split them, such as 1f1b"
+            )
+        self._of_stage[backward.stage].begin(last=backward.last)
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Sum what is left to sum."""
+        for sharded in self.buffers:
+            sharded.finish()
+
+    def gradients(self) -> dict[str, Float[Tensor, "..."]]:
+        """This rank's boxes of the summed gradients by global name."""
+        return {name: g for sharded in self.buffers for name, g in sharded.gradients().items()}
+
+    def zero(self) -> None:
+        """Drop all gradients and start the next step."""
+        for sharded in self.buffers:
+            sharded.zero()

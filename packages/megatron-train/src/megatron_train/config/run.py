@@ -121,11 +121,7 @@ class RunConfig:
                     f"--tensor-model-parallel-size {layout.tp} cannot cut {flag} {size} into "
                     f"{layout.tp} equal parts; change one of them"
                 )
-        if training.compile and self.data_parallel.overlap_param_gather:
-            raise TrainError(
-                "--compile and --overlap-param-gather do not go together: a compiled stage cannot "
-                "wait for its weights module by module; leave out one"
-            )
+        self._check_data_parallel()
         self._check_recompute()
         check_context_parallel(self)
         check_experts(self.model, layout, training)
@@ -172,6 +168,34 @@ class RunConfig:
             raise TrainError(
                 f"{flags[self.recompute.packing]} does not reach code that --compile compiles, "
                 "which decides itself how activations are kept; leave out one of them"
+            )
+
+    def _check_data_parallel(self) -> None:
+        """Refuse what data-parallel ranks cannot share out in this layout."""
+        layout, shared = self.layout, self.data_parallel
+        if self.training.compile and (shared.overlap_param_gather or shared.use_torch_fsdp2):
+            flag = "--use-torch-fsdp2" if shared.use_torch_fsdp2 else "--overlap-param-gather"
+            raise TrainError(
+                f"--compile and {flag} do not go together: a compiled stage cannot wait for its "
+                "weights module by module; leave out one"
+            )
+        if not shared.use_torch_fsdp2:
+            return
+        schedule = self.pipeline.schedule_of(layout)
+        if schedule_kind(schedule).splits_backward or layout.placement == "v":
+            raise TrainError(
+                f"--use-torch-fsdp2 needs whole backward passes and stages in a loop, which "
+                f"--pipeline-schedule {schedule} has not; choose 1f1b, or leave out one"
+            )
+        if self.data_parallel_size * layout.cp == layout.dp_outer:
+            raise TrainError(
+                "--use-torch-fsdp2 needs at least 2 data parallel ranks in an instance, and there "
+                "is 1; leave it out, or start more ranks"
+            )
+        if self.model.num_experts:
+            raise TrainError(
+                "--use-torch-fsdp2 is not proven for models with --num-experts; leave it out, or "
+                "use --use-distributed-optimizer"
             )
 
     def _check_evaluation(self) -> None:

@@ -7,7 +7,7 @@ from megatron_kernels import Mask
 from megatron_models import GPT, Dropout, gpt_flops, inner_losses
 from megatron_parallel import DropoutKey, Passed
 from megatron_parallel.context_parallel import ContextSplit
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_train.tasks.task import Batch
 
@@ -72,6 +72,10 @@ class GPTTask:
     def inner_losses(self) -> Sequence[str]:
         """Names of the losses of routers, if the model has any."""
         return inner_losses(self._stages[0].config)
+
+    def units(self, stage: nn.Module) -> Sequence[nn.Module]:
+        """The blocks of a stage."""
+        return [block for own in self._stages if own is stage for block in own.layers.values()]
 
     def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Return the number of tokens that count; for routers, of those that are not padding."""

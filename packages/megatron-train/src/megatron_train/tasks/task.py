@@ -29,6 +29,9 @@ class Task(Protocol):
     def stages(self) -> Sequence[nn.Module]:
         """The pipeline stages that this rank holds, in the order of the forward pass."""
 
+    def units(self, stage: nn.Module) -> Sequence[nn.Module]:
+        """Return the modules of a stage that are worth gathering one at a time: its blocks."""
+
     @property
     def losses(self) -> Sequence[str]:
         """Names of the losses."""

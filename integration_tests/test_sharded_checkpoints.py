@@ -1,0 +1,79 @@
+"""What sharded optimizers save, every layout continues, as one rank would: in float64, 4 steps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from layouts.cases import CASES, Case
+from layouts.job import build_trainer, pieces
+from layouts.proof import LEARNING_RATE, absolute, dict_of, joined, reference
+from megatron_ckpt import CheckpointStore
+from megatron_parallel import Mesh
+from megatron_parallel.testing import WorkerPool
+from megatron_train.checkpointing import coordinator_of, views_of
+
+STEPS, HALF = 4, 2
+BY_NAME = {case.name: case for case in CASES if case.model == "tied" and not case.dropout}
+ONE = CASES[0].reference
+
+
+def save(mesh: Mesh, case: Case, folder: Path, dtype: torch.dtype) -> None:
+    trainer = build_trainer(mesh, case, STEPS, dtype, LEARNING_RATE)
+    steps = trainer.steps(0)
+    for _ in range(HALF):
+        trainer.step(steps)
+    state = {**views_of(trainer), "optimizer": trainer.optimizer.scalars()}
+    CheckpointStore(folder, coordinator_of(mesh)).save(HALF, state)
+
+
+def carry_on(mesh: Mesh, case: Case, folder: Path, steps: int, dtype: torch.dtype) -> list:
+    trainer = build_trainer(mesh, case, STEPS, dtype, LEARNING_RATE)
+    state = CheckpointStore(folder, coordinator_of(mesh)).load(None, views_of(trainer))
+    trainer.optimizer.load_scalars(state["optimizer"])
+    trainer.iteration, trainer.consumed_samples = HALF, HALF * 8
+    given = trainer.steps(trainer.consumed_samples)
+    for _ in range(steps):
+        trainer.step(given)
+    return pieces(views_of(trainer))
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("pp2·dp2·gathered", "tp2"),
+        ("pp2·dp2·fsdp", "pp2·dp2·gathered"),
+        ("tp2", "dp4(2x2)·fsdp"),
+        pytest.param("dp4(2x2)·fsdp", "tp2·sp·pp2·dp2·gathered", marks=pytest.mark.slow),
+        pytest.param("tp2·sp·pp2·dp2·gathered", "pp2·dp2·fsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_in_another_layout_as_one_rank_would(
+    worker_pool: WorkerPool, tmp_path: Path, saved: str, loaded: str
+) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    whole = reference(ONE, STEPS, torch.float64, LEARNING_RATE)
+    torch.set_num_threads(threads)
+    before, after = BY_NAME[saved], BY_NAME[loaded]
+    worker_pool.run_mesh(before.layout, save, before, tmp_path, torch.float64)
+    ranks = worker_pool.run_mesh(after.layout, carry_on, after, tmp_path, HALF, torch.float64)
+    parameters = [
+        [p for p in rank if not p[0].endswith(("exp_avg", "exp_avg_sq"))] for rank in ranks
+    ]
+    assert absolute(joined(parameters), dict_of(whole.parameters)) <= 1e-9
+
+
+@pytest.mark.parametrize("loaded", ["pp2·dp2·gathered", "pp2·dp2·fsdp"])
+def test_main_weights_of_bf16_survive_bit_for_bit(
+    worker_pool: WorkerPool, tmp_path: Path, loaded: str
+) -> None:
+    (first,) = worker_pool.run_mesh(ONE.layout, saved_state, ONE, tmp_path)
+    after = BY_NAME[loaded]
+    ranks = worker_pool.run_mesh(after.layout, carry_on, after, tmp_path, 0, torch.bfloat16)
+    assert any(name.endswith(".main") for name in first)
+    assert absolute(joined(ranks), first) == 0
+
+
+def saved_state(mesh: Mesh, case: Case, folder: Path) -> dict[str, torch.Tensor]:
+    save(mesh, case, folder, torch.bfloat16)
+    return dict_of(carry_on(mesh, case, folder, 0, torch.bfloat16))
