@@ -1,6 +1,7 @@
 """Every mistake a person can make is answered with one line and a non-zero exit status."""
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
@@ -50,12 +51,20 @@ def prepared(tmp_path_factory):
     (folder / "cut-tokenizer" / "tokenizer.json").write_text('{"version": "1.0", "trunc')
     (folder / "foreign-tokenizer").mkdir()
     (folder / "foreign-tokenizer" / "tokenizer.json").write_text("[1, 2, 3]")
+    (folder / "both.yaml").write_text("training: {bf16: true, float64: true}\n")
+    (folder / "list.yaml").write_text("- model\n")
+    (folder / "torn.yaml").write_text("model: {num_layers: 2\n")
+    (folder / "vocab.json").write_text('{"a": 0, "b": 1}')
+    shutil.copy(folder / "good.bin", folder / "cut.bin")
+    (folder / "cut.idx").write_bytes((folder / "good.idx").read_bytes()[:100])
+    (folder / "megatron" / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
     (folder / "no-checkpoint").mkdir()
     (folder / "huggingface").mkdir()
     (folder / "huggingface" / "config.json").write_text('{"architectures": ["BertModel"]}')
     (folder / "file").write_text("a file where a folder is wanted")
     with contextlib.chdir(folder):
         assert call(f"{TRAIN} {DATA} --save trained") == 0
+        assert call(f"{TRAIN} {DATA} {LLAMA} --save llama") == 0
     shutil.copytree(folder / "trained", folder / "torn")
     next((folder / "torn" / "iter_0000003").glob("*.safetensors")).write_bytes(b"torn")
     return folder
@@ -63,6 +72,7 @@ def prepared(tmp_path_factory):
 
 DATA = "--data-path good --tokenizer-model bytes"
 TRAIN = f"megatron-train pretrain gpt {SIZES} {LENGTH}"
+LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
 PREPROCESS = "megatron-data preprocess --tokenizer-model bytes --output-prefix out"
 
 MISTAKES = {
@@ -221,6 +231,55 @@ MISTAKES = {
     ),
     "a checkpoint that is none": ("megatron-ckpt verify no-checkpoint", ["no-checkpoint"]),
     "a dataset that is none": ("megatron-data verify foreign", ["foreign.idx"]),
+    "a key that is given twice in other words": (
+        f"{TRAIN} {DATA} --config both.yaml",
+        ["bf16", "float64"],
+    ),
+    "a file that is no settings": (f"{TRAIN} {DATA} --config list.yaml", ["list.yaml", "list"]),
+    "a file that is no YAML": (f"{TRAIN} {DATA} --config torn.yaml", ["torn.yaml is not YAML"]),
+    "a file of settings that is missing": (
+        f"{TRAIN} {DATA} --config nowhere.yaml",
+        ["nowhere.yaml: No such file"],
+    ),
+    "a misspelt recipe": (f"{TRAIN} {DATA} --recipe lama-tiny", ["'lama-tiny'", "llama-tiny?"]),
+    "an index that was cut off": (
+        f"{TRAIN} --tokenizer-model bytes --data-path cut",
+        ["cut.idx has 100 bytes", "cut short"],
+    ),
+    "half of a tokenizer": (
+        f"{TRAIN} --data-path good --vocab-file vocab.json",
+        ["--vocab-file", "--merge-file"],
+    ),
+    "a tokenizer's file that is missing": (
+        "megatron-data preprocess --input empty.jsonl --output-prefix out "
+        "--vocab-file nowhere.json --merge-file nowhere.txt",
+        ["nowhere.json"],
+    ),
+    "a checkpoint of another family": (
+        f"{TRAIN} {DATA} --load llama",
+        ["llama/iter_0000003 holds another model", "normalization RMSNorm there, LayerNorm here"],
+    ),
+    "a checkpoint of Megatron-LM": (f"{TRAIN} {DATA} --load megatron", ["megatron", "Megatron-LM"]),
+    "a published model in place of a checkpoint": (
+        f"{TRAIN} {DATA} --load huggingface",
+        ["huggingface is a Hugging Face folder", "--from-hf"],
+    ),
+    "a file in place of a checkpoint": (f"{TRAIN} {DATA} --load good.bin", ["good.bin is a file"]),
+    "a torn checkpoint to look at": ("megatron-ckpt verify torn", ["torn"]),
+    "a family that is none": (
+        "megatron-ckpt convert --to-hf trained exported --family gtp2",
+        ["'gtp2'", "gpt2"],
+    ),
+    "a folder to export to that is not empty": (
+        "megatron-ckpt convert --to-hf trained huggingface",
+        ["huggingface exists"],
+    ),
+    "a device that is not here": ("megatron-kernels list --device cuda:99", ["cuda:99"]),
+    "a misspelt precision": ("megatron-kernels list --dtype float23", ["'float23'", "float32?"]),
+    "a file of prompts that is missing": (
+        "megatron-infer generate --load trained --prompt-file nowhere.txt",
+        ["nowhere.txt: No such file"],
+    ),
     "a folder that holds another run": (
         f"{TRAIN} {DATA} --save trained",
         ["--save trained", "--load trained"],
@@ -255,6 +314,100 @@ def test_a_full_disk_is_answered_in_one_line_and_nothing_torn_is_left(
     status = call(command)
     check(command, status, capsys.readouterr().err, ["No space left on device"])
     assert not list(prepared.glob("full/iter_*")) and not list(prepared.glob("full*.bin"))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own that holds 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{TRAIN} {DATA} --hidden-size 64 --save {{}}/run",
+        "megatron-data preprocess --tokenizer-model bytes --input large.jsonl --output-prefix {}/x",
+        "megatron-ckpt convert --to-hf trained {}/exported",
+    ],
+    ids=lambda command: command.split()[1],
+)
+def test_a_disk_that_is_really_full(prepared, small_disk, command, capsys, monkeypatch):
+    """As above, with the kernel's own refusal."""
+    line = json.dumps({"text": "x" * 1000}) + "\n"
+    (prepared / "large.jsonl").write_text(line * 100)
+    monkeypatch.chdir(prepared)
+    if "convert" in command:  # a little of the disk is left
+        (small_disk / "other").write_bytes(bytes(40 * 1024))
+    command = command.format(small_disk)
+    status = call(command)
+    check(command, status, capsys.readouterr().err, ["No space left on device"])
+    left = [path for path in small_disk.rglob("*") if path.is_file() and path.name != "other"]
+    assert not [path for path in left if path.suffix in (".idx", ".json", ".safetensors")], left
+
+
+def without_privileges():
+    """In a child that becomes a command: let permissions bind root as well (prctl(2))."""
+    drop, override, search = 24, 1, 2  # PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    prctl = ctypes.CDLL(None).prctl
+    if os.geteuid() == 0 and (prctl(drop, override, 0, 0, 0) or prctl(drop, search, 0, 0, 0)):
+        raise PermissionError("root cannot give up its privileges here")
+
+
+FORBIDDEN = {
+    "a corpus": (f"{PREPROCESS} --input secret", ["secret: Permission denied"]),
+    "a folder for tokens": (
+        "megatron-data preprocess --tokenizer-model bytes --input fine.jsonl --output-prefix "
+        "locked/x",
+        ["locked/x", "Permission denied"],
+    ),
+    "a folder for a run": (f"{TRAIN} {DATA} --save locked/run", ["locked", "Permission denied"]),
+    "tokens": (f"{TRAIN} --tokenizer-model bytes --data-path hidden", ["hidden", "denied"]),
+    "a file of settings": (f"{TRAIN} {DATA} --config secret", ["secret: Permission denied"]),
+    "a secret": (
+        "megatron-infer serve --load trained --token-file secret",
+        ["secret: Permission denied"],
+    ),
+    "a checkpoint": ("megatron-ckpt verify sealed", ["sealed", "Permission denied"]),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="root gives up its privileges as on Linux")
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_what_is_not_permitted_is_answered_in_one_line(prepared, what):
+    command, parts = FORBIDDEN[what]
+    (prepared / "fine.jsonl").write_text('{"text": "fine"}\n')
+    (prepared / "secret").write_text("secret")
+    (prepared / "locked").mkdir(exist_ok=True)
+    for suffix in (".bin", ".idx"):
+        shutil.copy(prepared / f"good{suffix}", prepared / f"hidden{suffix}")
+    if not (prepared / "sealed").exists():
+        shutil.copytree(prepared / "trained", prepared / "sealed")
+    modes = {"secret": 0, "locked": 0o500, "hidden.bin": 0, "hidden.idx": 0}
+    modes |= {str(path): 0 for path in (prepared / "sealed").glob("iter_*/*")}
+    for name, mode in modes.items():
+        (prepared / name).chmod(mode)
+    name, *words = command.split()
+    try:
+        done = subprocess.run(
+            [Path(sys.executable).with_name(name), *words],
+            cwd=prepared,
+            capture_output=True,
+            text=True,
+            preexec_fn=without_privileges,
+            timeout=240,
+            check=False,
+        )
+    finally:
+        for name in modes:
+            (prepared / name).chmod(0o700)
+    check(command, done.returncode, done.stderr, parts)
+    assert not list((prepared / "locked").iterdir())
 
 
 def test_a_port_in_use_is_answered_in_one_line(prepared, capsys, monkeypatch):

@@ -1,0 +1,99 @@
+"""Ctrl-C ends every long command: status 130, one line, nothing half-written."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from megatron_ckpt import find_checkpoint
+from megatron_data import ByteTokenizer, IndexedDatasetBuilder
+
+SIZES = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 512 "
+    "--max-position-embeddings 4096 --micro-batch-size 1 --eval-iters 0"
+)
+TRAIN = f"megatron-train pretrain gpt {SIZES} --data-path text --tokenizer-model bytes"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tokens, a tokenizer, a large corpus and a run of one step."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    ByteTokenizer().save(folder / "bytes")
+    with IndexedDatasetBuilder(str(folder / "text"), "uint16") as builder:
+        for start in range(40):
+            builder.add_item([(start + i) % 250 for i in range(600)])
+            builder.end_document()
+        builder.finalize()
+    with (folder / "corpus.jsonl").open("w") as lines:
+        for number in range(300_000):
+            lines.write(f'{{"text": "sentence {number} of a long, long book"}}\n')
+    done = start(f"{TRAIN} --train-iters 1 --save trained", folder)
+    assert done.wait(timeout=240) == 0
+    return folder
+
+
+def start(command: str, folder: Path) -> "subprocess.Popen[str]":
+    name, *words = command.split()
+    return subprocess.Popen(
+        [Path(sys.executable).with_name(name), *words],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def interrupt(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """Send SIGINT to the process and its children, as a terminal does; the rest it writes."""
+    os.killpg(process.pid, signal.SIGINT)
+    return process.communicate(timeout=240)
+
+
+def wait_for(seen: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 240
+    while not seen():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_training_ends_after_its_step_with_a_checkpoint_that_loads(place: Path) -> None:
+    words = f"{TRAIN} --save run --no-progress --log-interval 1"
+    process = start(f"{words} --train-iters 100000", place)
+    for line in process.stdout or ():
+        if re.search(r"iteration +2/", line):
+            break
+    out, err = interrupt(process)
+    assert process.returncode == 130 and err == ""
+    (step,) = re.findall(r"^stopped after step (\d+) of 100000: SIGINT", out, re.MULTILINE)
+    assert find_checkpoint(place / "run").iteration == int(step)
+    assert [path.name for path in (place / "run").glob("iter_*")] == [f"iter_{int(step):07}"]
+    again = start(f"{words} --load run --train-iters {step}", place)
+    out, _ = again.communicate(timeout=240)
+    assert again.returncode == 0 and f"continuing from run after step {step}" in out
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_preprocessing_leaves_nothing_behind(place: Path, workers: int) -> None:
+    words = "megatron-data preprocess --input corpus.jsonl --tokenizer-model bytes"
+    process = start(f"{words} --output-prefix out --workers {workers}", place)
+    wait_for(lambda: any(path.stat().st_size > 0 for path in place.glob("*out_text*")), process)
+    _, err = interrupt(process)
+    assert (process.returncode, err) == (130, "megatron-data: interrupted\n")
+    assert not list(place.glob("*out_text*"))
+
+
+def test_generation_keeps_what_was_written_and_says_so(place: Path) -> None:
+    words = "megatron-infer generate --load trained --prompt abc --max-new-tokens 4000"
+    process = start(words, place)
+    assert process.stdout and process.stdout.read(3) == "abc"
+    _, err = interrupt(process)
+    assert (process.returncode, err) == (130, "megatron-infer: interrupted\n")

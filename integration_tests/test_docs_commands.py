@@ -1,0 +1,444 @@
+"""Every command line of the documentation is run, in the order of its page.
+
+A page's commands run in one folder that holds what its reader has by then (`GIVEN`). Sizes that
+would take minutes are replaced by flags written behind (`SMALLER`); as it is written, such a line
+must be one that ``--print-config`` accepts. What is not run at all is in `NOT_RUN`, with its
+reason and with what is checked in place of running it.
+"""
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from doc_pages import PAGES, ROOT, Command, blocks, commands
+
+TIMEOUT = 240
+DATA = "--data-path book_text_document --tokenizer-model tokenizer"
+
+# What a page leaves out with dots.
+DOTS = {"torchrun ...": "torchrun --standalone --nproc-per-node 4", "pretrain gpt ...": DATA}
+
+# The sizes left out with dots, where a line is only read and not run.
+SIZES = (
+    "--num-layers 32 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 "
+    "--micro-batch-size 1 --train-iters 1000"
+)
+
+# Written behind a command line: the last of two equal flags counts.
+SMALLER = {
+    "pretrain gpt": "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --train-iters 2 --lr-warmup-iters 0 "
+    "--eval-interval 2 --eval-iters 1 --no-progress",
+    "--exit-interval": "--exit-interval 1",
+    "--iteration": "--iteration 2",
+    "megatron-infer serve": "--port 0",
+}
+
+# What the reader of a page has when the page begins; "a=b" is b under the name a.
+GIVEN = {
+    "README.md": "texts",
+    "docs/getting-started.md": "texts",
+    "docs/parallelism.md": "tokenizer book_text_document",
+    "docs/recipes.md": "tokenizer book_text_document",
+    "docs/serving.md": "runs/book",
+    "docs/packages/megatron-ckpt.md": "runs/book gpt2",
+    "docs/packages/megatron-data.md": "texts more.jsonl",
+    "docs/packages/megatron-infer.md": "runs/book",
+    "docs/packages/megatron-train.md": "tokenizer book_text_document "
+    "letters_text_document=book_text_document runs/base=runs/book run.yaml",
+    "packages/megatron-ckpt/README.md": "runs/toy=runs/book gpt2-folder=gpt2",
+    "packages/megatron-data/README.md": "texts",
+    "packages/megatron-infer/README.md": "runs/book",
+    "packages/megatron-train/README.md": "tokenizer book_text_document",
+}
+
+TYPED = {"megatron-infer chat": "Call me\n/quit\n"}
+NEEDS = {"python": "transformers"}  # the program that a page types into
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """Commands that are not run, why, and what is checked of them."""
+
+    pattern: str
+    reason: str
+    check: Callable[[str], None]
+
+    def covers(self, text: str) -> bool:
+        return re.fullmatch(self.pattern, text) is not None
+
+
+def check_nox(text: str) -> None:
+    """The session exists."""
+    session = text.rsplit(maxsplit=1)[-1]
+    defined = re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
+    assert session in defined, f"noxfile.py has no session {session!r}"
+
+
+def check_pip(text: str) -> None:
+    """Files and packages of this repository that it names are there, with their extras."""
+    words = shlex.split(" ".join(expand(text.removeprefix("pip install "))))
+    for word in words:
+        path, _, extra = word.partition("[")
+        if word in ("-c", "-r", "transformers"):
+            continue
+        assert (ROOT / path).exists(), f"there is no {path}"
+        if extra:
+            project = (ROOT / path / "pyproject.toml").read_text()
+            assert f"\n{extra.rstrip(']')} = [" in project, f"{path} has no extra [{extra}"
+
+
+def check_torchrun(text: str) -> None:
+    """Torchrun takes its flags; those behind it are checked by `as_written`."""
+    from torch.distributed.run import get_args_parser
+
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        try:
+            get_args_parser().parse_args(shlex.split(text)[1:])
+        except SystemExit:
+            raise AssertionError(told.getvalue()) from None
+
+
+def check_parsed(text: str) -> None:
+    """The command's parser takes it."""
+    name, *words = shlex.split(text)
+    module = entry_point(name).load().__module__
+    sys.modules[module].build_parser().parse_args(words)
+
+
+def check_file(text: str) -> None:
+    """The script is there and can be run."""
+    path = ROOT / text.rsplit(maxsplit=1)[-1]
+    assert os.access(path, os.X_OK), f"{path} cannot be run"
+
+
+def check_nothing(text: str) -> None:
+    """There is nothing of this project in it."""
+
+
+NOT_RUN = (
+    NotRun(r"(pip install nox && )?nox -s \w+", "minutes of work; CI runs it", check_nox),
+    NotRun(r"pip install [^&]*", "needs an index; `nox -s build` installs the wheels", check_pip),
+    NotRun(r"python3 -m venv .venv && .*", "makes an environment", check_nothing),
+    NotRun(r"torchrun --nnodes .*", "needs several machines", check_torchrun),
+    NotRun(r"PYTHON=\S+ tooling/gpu.sh", "needs a GPU", check_file),
+    NotRun(
+        r"megatron-ckpt convert --from-hf SmolLM2\S*\.gguf \S+",
+        "a download; integration_tests/parity/test_smollm2.py converts it",
+        check_parsed,
+    ),
+)
+
+
+def expand(text: str) -> list[str]:
+    """The words of a command line after bash's expansion of braces."""
+    done = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {text}"], capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
+
+
+def entry_point(name: str):
+    (script,) = entry_points(group="console_scripts", name=name)
+    return script
+
+
+def smaller(text: str) -> str:
+    """A command line with what makes it small behind it, and without dots."""
+    for dots, meant in DOTS.items():
+        text = text.replace(dots, dots[:-3] + meant if dots.startswith("pretrain") else meant)
+    text = re.sub(r" \.\.\.(?= |$)", f" {DATA}", text)
+    flags = [small for part, small in SMALLER.items() if f" {part} " in f" {text} "]
+    return " ".join([text, *flags])
+
+
+def as_written(text: str) -> tuple[str, int]:
+    """``pretrain gpt`` with ``--print-config`` and the sizes of the page; the ranks it runs on."""
+    dotted = "..." in text
+    ranks = 1
+    if text.startswith("torchrun"):
+        nodes = re.search(r"--nnodes (\d+) --nproc-per-node (\d+)", text)
+        ranks = int(nodes[1]) * int(nodes[2]) if nodes else 4
+    words = text[text.index("pretrain gpt") :].replace(" ...", "")
+    return f"megatron-train {words} {f'{DATA} {SIZES}' if dotted else ''} --print-config", ranks
+
+
+class Server:
+    """A command that serves, and the address it says it serves at."""
+
+    def __init__(self, words: list[str], folder: Path, environment: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            words, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
+        )
+        self._log: list[str] = []
+        self._ready = threading.Event()
+        self.port = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._ready.wait(TIMEOUT)
+        assert self.port, "it does not serve: " + "".join(self._log)
+
+    def _read(self) -> None:
+        for line in self._process.stderr or ():
+            self._log.append(line)
+            if found := re.search(r"serving .* at http://[^ ]+:(\d+) ", line):
+                self.port = found[1]
+                self._ready.set()
+        self._ready.set()
+
+    def end(self) -> None:
+        """Stop it as an init system does; it has to leave in order."""
+        self._process.terminate()
+        status = self._process.wait(timeout=TIMEOUT)
+        self._reader.join(timeout=TIMEOUT)
+        assert status == 0, "".join(self._log)
+
+
+class Reader:
+    """Who goes through a page and runs each command, in a folder of their own."""
+
+    def __init__(self, page: Path, folder: Path, run_as_processes: set[str]) -> None:
+        self.commands = commands(page)
+        self.folder = folder
+        self._seen = run_as_processes
+        self._server: Server | None = None
+        self._results: list[str] = []
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        self._environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+
+    def result(self, number: int) -> str:
+        """What went wrong with a command, or nothing; runs all up to it that have not run yet."""
+        while len(self._results) <= number:
+            command = self.commands[len(self._results)]
+            try:
+                self._run(command)
+                self._results.append("")
+            except (AssertionError, ValueError, subprocess.TimeoutExpired) as error:
+                self._results.append(f"{command.place}: $ {command.text}\n{error}")
+        return self._results[number]
+
+    def close(self) -> None:
+        """Stop what still serves."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            server.end()
+
+    def _run(self, command: Command) -> None:
+        text = command.text
+        if "pretrain gpt" in text:
+            self._read_only(*as_written(text))
+        if listed := next((one for one in NOT_RUN if one.covers(text)), None):
+            return listed.check(text)
+        if NEEDS.get(text) and importlib.util.find_spec(NEEDS[text]) is None:
+            return None
+        text = smaller(text)
+        if text.startswith("megatron-infer serve "):
+            self.close()
+            self._server = Server(shlex.split(text), self.folder, self._environment)
+            return self._in_shell(f"curl {self._address()}/health", "")
+        typed = command.typed or TYPED.get(" ".join(text.split()[:2]), "")
+        plain = text.startswith("megatron-") and not set(text) & set("|&;<>$`")
+        if plain and not typed and "--nproc-per-node" not in text:
+            name, *words = shlex.split(text)
+            if name in self._seen:
+                return self._in_this_process(name, words)
+            self._seen.add(name)
+        return self._in_shell(text, typed)
+
+    def _address(self) -> str:
+        assert self._server is not None, "nothing serves here"
+        return f"http://127.0.0.1:{self._server.port}"
+
+    def _read_only(self, text: str, ranks: int) -> None:
+        name, *words = shlex.split(text)
+        with pytest.MonkeyPatch.context() as patch:
+            if ranks > 1:
+                patch.setenv("WORLD_SIZE", str(ranks))
+            try:
+                self._in_this_process(name, words)
+            except AssertionError as error:
+                raise AssertionError(f"as it is written: {error}") from None
+
+    def _in_this_process(self, name: str, words: list[str]) -> None:
+        told = io.StringIO()
+        with (
+            contextlib.chdir(self.folder),
+            contextlib.redirect_stdout(told),
+            contextlib.redirect_stderr(told),
+        ):
+            try:
+                status = entry_point(name).load()(words)
+            except SystemExit as left:  # --help
+                status = left.code
+        assert status == 0, told.getvalue()
+
+    def _in_shell(self, text: str, typed: str) -> None:
+        if text.startswith("curl "):
+            text = text.replace("http://localhost:5000", self._address())
+            text = text.replace("curl ", "curl -sS --fail-with-body ", 1)
+        done = subprocess.run(
+            ["bash", "-c", text],
+            cwd=self.folder,
+            env=self._environment,
+            input=typed,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything that a page may take for given: texts, tokens, a tokenizer, a run, an export."""
+    folder = tmp_path_factory.mktemp("shelf")
+    book = (ROOT / "corpus" / "moby_dick.jsonl").read_text(encoding="utf-8")[:200_000]
+    (folder / "texts").mkdir()
+    for number in range(60):
+        text = book[3000 * number : 3000 * (number + 1)]
+        (folder / "texts" / f"{number:02}.txt").write_text(text, encoding="utf-8")
+    (folder / "more.jsonl").write_text('{"text": "Call me Ishmael."}\n')
+    for line in (
+        "megatron-data train-tokenizer --input texts --vocab-size 512 --output tokenizer",
+        "megatron-data preprocess --input texts --tokenizer-model tokenizer --output-prefix book",
+        smaller(f"megatron-train pretrain gpt {DATA} --save runs/book"),
+        "megatron-ckpt convert --to-hf runs/book gpt2",
+    ):
+        name, *words = line.split()
+        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+            assert entry_point(name).load()(words) == 0, line
+    return folder
+
+
+def lay_out(page: Path, shelf: Path, folder: Path) -> None:
+    """Put into a page's folder what its reader has."""
+    for name in GIVEN.get(str(page.relative_to(ROOT)), "").split():
+        here, _, there = name.partition("=")
+        if here.endswith(".yaml"):  # the page shows the file
+            found = [block.text for block in blocks(page.read_text()) if block.language == "yaml"]
+            (folder / here).write_text(found[0])
+            continue
+        for source in shelf.glob(f"{there or here}*"):
+            if source.name.partition(".")[0] == Path(there or here).name:
+                target = (
+                    folder
+                    / here.replace(Path(here).name, "")
+                    / source.name.replace(Path(there or here).name, Path(here).name)
+                )
+                copy = shutil.copytree if source.is_dir() else shutil.copy
+                target.parent.mkdir(parents=True, exist_ok=True)
+                copy(source, target)
+
+
+@pytest.fixture(scope="session")
+def run_as_processes() -> set[str]:
+    """The console scripts that have run as processes of their own; later ones run in this one."""
+    return set()
+
+
+@pytest.fixture(scope="module")
+def reader(
+    request: pytest.FixtureRequest,
+    shelf: Path,
+    run_as_processes: set[str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Reader]:
+    """The reader of the page that is asked for."""
+    folder = tmp_path_factory.mktemp("page")
+    lay_out(request.param, shelf, folder)
+    going = Reader(request.param, folder, run_as_processes)
+    yield going
+    going.close()
+
+
+CASES = [(page, number) for page in PAGES for number, _ in enumerate(commands(page))]
+
+
+@pytest.mark.parametrize(
+    ("reader", "number"),
+    CASES,
+    indirect=["reader"],
+    ids=[commands(page)[number].place for page, number in CASES],
+)
+def test_a_command_of_the_documentation_runs(reader: Reader, number: int) -> None:
+    wrong = reader.result(number)
+    assert not wrong, wrong
+    text = reader.commands[number].text
+    if listed := next((one for one in NOT_RUN if one.covers(text)), None):
+        pytest.skip(f"not run: {listed.reason}; {(listed.check.__doc__ or '').lower()}")
+    if NEEDS.get(text) and importlib.util.find_spec(NEEDS[text]) is None:
+        pytest.skip(f"{NEEDS[text]} is not installed")
+
+
+def test_every_console_script_has_run_as_a_process(run_as_processes: set[str]) -> None:
+    if not run_as_processes:
+        pytest.skip("no command of the documentation has run before")
+    ours = {path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")}
+    scripts = {one.name for one in entry_points(group="console_scripts") if one.name in ours}
+    assert run_as_processes == scripts
+
+
+def test_the_lists_have_no_entry_that_nothing_needs() -> None:
+    texts = [command.text for page in PAGES for command in commands(page)]
+    for listed in NOT_RUN:
+        assert any(map(listed.covers, texts)), f"nothing is {listed.pattern}"
+    for part in SMALLER:
+        assert any(f" {part} " in f" {text} " for text in texts), part
+    for page, names in GIVEN.items():
+        shown = " ".join(smaller(command.text) for command in commands(ROOT / page))
+        for name in names.split():
+            assert name.partition("=")[0] in shown, f"{page} does not name {name}"
+
+
+def test_command_lines_look_like_command_lines() -> None:
+    """A console block has a line behind ``$``; no other block is a shell's."""
+    for page in PAGES:
+        for block in blocks(page.read_text(encoding="utf-8")):
+            assert block.language not in ("sh", "bash", "shell"), f"{page}:{block.line}"
+            if block.language == "console":
+                assert "$ " in block.text, f"{page}:{block.line}: no line starts with $"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("megatron-data inspect nowhere", "no dataset at nowhere"),
+        ("megatron-data verify --hlep", "did you mean --help?"),
+        ("megatron-nothing", "not found"),
+        ("megatron-train pretrain gpt ... --global-batch-size 3 --nproc-per-node 2", "3"),
+        ("megatron-train pretrain gpt ... --num-layer 3", "did you mean --num-layers?"),
+        ("torchrun --nnodes 2 --nproc-per-nod 8 -m megatron_train pretrain gpt ...", "nproc"),
+        ("torchrun ... -m megatron_train pretrain gpt ... --tensor-parallel-size 2", "unknown"),
+        ("megatron-ckpt convert --from-hf SmolLM2.gguf runs/x --dtyp x", "dtyp"),
+        ("pip install nox && nox -s quickstrat", "quickstrat"),
+        ("pip install packages/megatron-nothing", "megatron-nothing"),
+        ('pip install "packages/megatron-data[nothing]"', "nothing"),
+        ("megatron-infer serve --load nowhere", "nowhere"),
+        ("curl http://localhost:5000/api", "nothing serves"),
+        ("python", "x"),
+    ],
+)
+def test_a_wrong_command_is_noticed(line: str, told: str, shelf: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    typed = "\n>>> raise ValueError('x')" if line == "python" else ""
+    page.write_text(f"Text\n\n```console\n$ true\n$ {line}{typed}\n```\n")
+    if line == "python" and importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    reader = Reader(page, shelf, {"megatron-data", "megatron-train"})
+    assert reader.result(0) == ""
+    wrong = reader.result(1)
+    reader.close()
+    assert wrong.startswith(f"{page}:5: $ {line}\n") and told in wrong

@@ -1,0 +1,90 @@
+"""The pages of the documentation, their fenced blocks, and the command lines in them."""
+
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *ROOT.glob("packages/*/README.md"),
+        *ROOT.glob("docs/**/*.md"),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the number of lines before its first, and its text."""
+
+    language: str
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line of a page.
+
+    Attributes:
+        page: the page that has it.
+        line: its line there, from 1.
+        text: the words behind ``$``, continued lines joined, without a closing comment.
+        typed: lines that the page shows as typed into the command (behind ``>>>``).
+    """
+
+    page: Path
+    line: int
+    text: str
+    typed: str = ""
+
+    @property
+    def place(self) -> str:
+        """Page and line, as an editor opens them."""
+        page = self.page.relative_to(ROOT) if self.page.is_relative_to(ROOT) else self.page
+        return f"{page}:{self.line}"
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """The fenced blocks of a page, also those indented in lists and admonitions."""
+    lines = text.splitlines(keepends=True)
+    number = 0
+    while number < len(lines):
+        opening = re.match(r"( *)(`{3,})(\w*)[^`]*$", lines[number])
+        number += 1
+        if not opening:
+            continue
+        start = number
+        while number < len(lines) and lines[number].strip() != opening[2]:
+            number += 1
+        if number == len(lines):
+            raise ValueError(f"the block that opens in line {start} is never closed")
+        yield Block(opening[3], start, textwrap.dedent("".join(lines[start:number])))
+        number += 1
+
+
+def commands(page: Path) -> list[Command]:
+    """Every line of the page's ``console`` blocks that starts with ``$``, in order."""
+    found = []
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.language != "console":
+            continue
+        lines = block.text.splitlines()
+        for number, line in enumerate(lines):
+            if not line.startswith("$ "):
+                continue
+            text, last = line[2:], number
+            while text.endswith("\\") and last + 1 < len(lines):
+                last += 1
+                text = text[:-1].rstrip() + " " + lines[last].strip()
+            typed = []
+            while last + 1 < len(lines) and lines[last + 1].startswith(">>> "):
+                last += 1
+                typed.append(lines[last][4:] + "\n")
+            text = re.sub(r"\s+# .*$", "", text)
+            found.append(Command(page, block.line + number + 1, text, "".join(typed)))
+    return found
