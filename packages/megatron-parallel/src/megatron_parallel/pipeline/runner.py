@@ -21,6 +21,7 @@ from megatron_parallel.pipeline.contract import AroundBackward, Inputs, Passed, 
 from megatron_parallel.pipeline.failure import PeerError, Watch
 from megatron_parallel.pipeline.objective import Objective
 from megatron_parallel.pipeline.order import Action, evaluated_actions, planned_actions
+from megatron_parallel.pipeline.rules import schedule_kind
 from megatron_parallel.pipeline.schedules import (
     build_forward_schedule,
     build_schedule,
@@ -74,6 +75,8 @@ class StageRunner:
         try:
             with watch.computing():
                 borders = self._borders(micro_batches)
+                if backward:
+                    self._check_split(borders)
             self._agree(len(micro_batches), borders, backward)
             prepared = self._prepare(len(micro_batches), borders, backward)
             watch.begin(prepared.plan if receives_ahead(prepared.schedule) else ())
@@ -106,6 +109,19 @@ class StageRunner:
                         f"{_text(found)} for micro-batch {i}"
                     )
         return first
+
+    def _check_split(self, borders: list[tuple[Passed, ...]]) -> None:
+        """Refuse what torch's split backward pass cannot: it frees the graph after one root."""
+        if not schedule_kind(self._schedule).splits_backward:
+            return
+        for stage, passed in enumerate(borders):
+            graded = [one for one in passed if one.dtype.is_floating_point]
+            if len(graded) > 1:
+                raise LayoutError(
+                    f"{self._schedule} splits backward passes, which stages that pass on one "
+                    f"tensor with a gradient can do, but stage {stage} passes on {len(graded)}: "
+                    f"{_text(graded)}; choose a schedule that does not, such as 1f1b"
+                )
 
     def _agree(self, count: int, borders: list[tuple[Passed, ...]], backward: bool) -> None:
         """Raise `LayoutError` on all ranks of the pipeline unless they are about to do the same.
