@@ -15,8 +15,8 @@ TABLE = {
     "up.weight": Sharding((2, 36, 6), axis="tp", dim=1, fused_dim=0),
     "down.weight": Sharding((6, 36), axis="tp", dim=1),
     "norm.weight": Sharding((6,)),
-    "experts.up.weight": Sharding((4, 2, 6, 5), "expert_tp", 2, fused_dim=1, experts=True),
-    "experts.down.bias": Sharding((4, 6), "expert_tp", 1, experts=True),
+    "experts.up.weight": Sharding((4, 2, 8, 5), "expert_tp", 2, fused_dim=1, experts=True),
+    "experts.down.bias": Sharding((4, 8), "expert_tp", 1, experts=True),
 }
 
 LAYOUTS = [

@@ -26,8 +26,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("interrupted")
     ByteTokenizer().save(folder / "bytes")
     with IndexedDatasetBuilder(str(folder / "text"), "uint16") as builder:
-        for start in range(40):
-            builder.add_item([(start + i) % 250 for i in range(600)])
+        for first in range(40):
+            builder.add_item([(first + i) % 250 for i in range(600)])
             builder.end_document()
         builder.finalize()
     with (folder / "corpus.jsonl").open("w") as lines:

@@ -27,8 +27,8 @@ class PipelineConfig:
 
     schedule: str | None = _setting(
         None,
-        "order of the passes of a pipeline (default: 1f1b, interleaved-1f1b with virtual stages; "
-        "megatron-train schedule draws them; our name)",
+        "order of the passes of a pipeline; 1f1b if not given, interleaved-1f1b with virtual "
+        "stages (megatron-train schedule draws them; our name)",
         "--pipeline-schedule",
         choices=SCHEDULES,
     )
