@@ -54,7 +54,7 @@ GIVEN = {
     "docs/recipes.md": "tokenizer book_text_document",
     "docs/serving.md": "runs/book",
     "docs/packages/megatron-ckpt.md": "runs/book gpt2",
-    "docs/packages/megatron-data.md": "texts more.jsonl",
+    "docs/packages/megatron-data.md": "texts more",
     "docs/packages/megatron-infer.md": "runs/book",
     "docs/packages/megatron-train.md": "tokenizer book_text_document "
     "letters_text_document=book_text_document runs/base=runs/book run.yaml",
