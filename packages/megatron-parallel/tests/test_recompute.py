@@ -36,7 +36,7 @@ def test_groups_of_layers():
         ({"method": "uniform"}, "method uniform is about whole layers: give granularity full"),
         ({"num_layers": 3}, "num_layers 3 is about whole layers"),
         ({"distribute_saved_activations": True}, "distribute_saved_activations is about whole"),
-        ({"modules": ("moe_act",)}, "modules moe_act is none of core_attn, mlp, layernorm"),
+        ({"modules": ("moe_act",)}, "modules moe_act is none of core_attn, mlp, moe, layernorm"),
         ({"cpu_offloading_num_layers": -1}, "cpu_offloading_num_layers -1 is negative"),
         (
             {
