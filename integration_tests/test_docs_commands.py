@@ -39,7 +39,7 @@ SIZES = (
 # Written behind a command line: the last of two equal flags counts.
 SMALLER = {
     "pretrain gpt": "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
-    "--max-position-embeddings 64 --micro-batch-size 2 --train-iters 2 --lr-warmup-iters 0 "
+    "--max-position-embeddings 128 --micro-batch-size 2 --train-iters 2 --lr-warmup-iters 0 "
     "--eval-interval 2 --eval-iters 1 --no-progress",
     "--exit-interval": "--exit-interval 1",
     "--iteration": "--iteration 2",
@@ -365,13 +365,27 @@ def reader(
 
 
 CASES = [(page, number) for page in PAGES for number, _ in enumerate(commands(page))]
+# What a newcomer types is run with all tests, the rest with those that are slow.
+FIRST = {
+    "README.md",
+    "docs/getting-started.md",
+    "docs/serving.md",
+    "docs/packages/megatron-data.md",
+}
 
 
 @pytest.mark.parametrize(
     ("reader", "number"),
-    CASES,
+    [
+        pytest.param(
+            page,
+            number,
+            id=commands(page)[number].place,
+            marks=() if str(page.relative_to(ROOT)) in FIRST else pytest.mark.slow,
+        )
+        for page, number in CASES
+    ],
     indirect=["reader"],
-    ids=[commands(page)[number].place for page, number in CASES],
 )
 def test_a_command_of_the_documentation_runs(reader: Reader, number: int) -> None:
     wrong = reader.result(number)
@@ -383,6 +397,7 @@ def test_a_command_of_the_documentation_runs(reader: Reader, number: int) -> Non
         pytest.skip(f"{NEEDS[text]} is not installed")
 
 
+@pytest.mark.slow
 def test_every_console_script_has_run_as_a_process(run_as_processes: set[str]) -> None:
     if not run_as_processes:
         pytest.skip("no command of the documentation has run before")
@@ -420,7 +435,7 @@ def test_command_lines_look_like_command_lines() -> None:
         ("megatron-nothing", "not found"),
         ("megatron-train pretrain gpt ... --global-batch-size 3 --nproc-per-node 2", "3"),
         ("megatron-train pretrain gpt ... --num-layer 3", "did you mean --num-layers?"),
-        ("torchrun --nnodes 2 --nproc-per-nod 8 -m megatron_train pretrain gpt ...", "nproc"),
+        ("torchrun --nnodes 2 --nproc-per-nodes 8 -m megatron_train pretrain gpt ...", "nproc"),
         ("torchrun ... -m megatron_train pretrain gpt ... --tensor-parallel-size 2", "unknown"),
         ("megatron-ckpt convert --from-hf SmolLM2.gguf runs/x --dtyp x", "dtyp"),
         ("pip install nox && nox -s quickstrat", "quickstrat"),

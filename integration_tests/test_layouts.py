@@ -21,6 +21,24 @@ SAMPLE = {
     "tp2·sp·selective-tied-dropout",
     "tp2·cut-tied-dropout",
     "cp2-tied-dropout",
+    "pp2·vpp2·zb-v-untied-dropout",
+    "dp2·fsdp-tied-dropout",
+}
+IN_FLOAT32 = {"tp2·sp-tied-dropout", "pp2·vpp2-untied", "cp2-tied-dropout", "dp2·ep2-moe"}
+DEFECT_SAMPLE = {
+    "the gradients of norms are not summed over tensor-parallel ranks",
+    "a tied gradient is counted twice",
+    "a bucket of gradients is not summed over data-parallel ranks",
+    "weights are read before they are gathered",
+    "fully sharded gradients are averaged over micro-batches",
+    "the upper stages of a V have the layers of a loop",
+    "every micro-batch is divided by its own number of tokens",
+    "padding of the vocabulary gets probability",
+    "later stages attend across documents",
+    "the dropout mask ignores which part of the sequence it is",
+    "recomputation drops other elements than the forward pass",
+    "the blocks of a ring are added up without their log-sum-exp",
+    "the norm counts replicated parameters on every rank",
 }
 
 
@@ -34,10 +52,11 @@ def one_thread():
 
 
 def test_the_proof_covers_what_it_should():
-    assert len(BY_TITLE) == len(CASES) >= 14
+    assert len(BY_TITLE) == len(CASES) >= 40
     assert {case.layout.world_size for case in CASES} == {2, 4, 8}
     assert {defect.case for defect in DEFECTS.values()} <= set(BY_TITLE)
-    assert len(DEFECTS) >= 12
+    assert len(DEFECTS) >= 25
+    assert set(BY_TITLE) >= SAMPLE | IN_FLOAT32 and set(DEFECTS) >= DEFECT_SAMPLE
 
 
 def test_the_training_that_is_compared_learns_and_clips():
@@ -58,9 +77,7 @@ def test_a_layout_equals_one_rank(worker_pool, case: Case):
     assert found.equal, found
 
 
-@pytest.mark.parametrize(
-    "title", sorted(title for title in SAMPLE if not BY_TITLE[title].recompute)
-)
+@pytest.mark.parametrize("title", sorted(IN_FLOAT32))
 def test_a_layout_is_close_to_one_rank_in_float32(worker_pool, title):
     found = prove_fp32(worker_pool, BY_TITLE[title])
     assert found.equal, found
@@ -71,7 +88,7 @@ def test_a_layout_is_close_to_one_rank_in_float32(worker_pool, title):
     [
         pytest.param(
             defect.name,
-            marks=() if BY_TITLE[defect.case].layout.world_size == 2 else pytest.mark.slow,
+            marks=() if defect.name in DEFECT_SAMPLE else pytest.mark.slow,
         )
         for defect in DEFECTS.values()
     ],
