@@ -364,7 +364,7 @@ FORBIDDEN = {
     "a folder for tokens": (
         "megatron-data preprocess --tokenizer-model bytes --input fine.jsonl --output-prefix "
         "locked/x",
-        ["locked/x", "Permission denied"],
+        ["locked/", "Permission denied"],
     ),
     "a folder for a run": (f"{TRAIN} {DATA} --save locked/run", ["locked", "Permission denied"]),
     "tokens": (f"{TRAIN} --tokenizer-model bytes --data-path hidden", ["hidden", "denied"]),
