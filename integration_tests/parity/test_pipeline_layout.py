@@ -19,8 +19,14 @@ LayerType = pytest.importorskip("megatron.core.transformer.enums").LayerType
         ("Ett|ttL", 2),
     ],
 )
-def test_stages_are_those_of_megatron_core(text, pp):
+def test_stages_are_those_of_megatron_core(text, pp, monkeypatch):
     theirs = layer_layout.PipelineParallelLayerLayout(text, pp)
+    # It looks at chunks only if its global state says that there are several.
+    monkeypatch.setattr(
+        layer_layout.parallel_state,
+        "get_virtual_pipeline_model_parallel_world_size",
+        lambda: theirs.virtual_pipeline_model_parallel_size,
+    )
     layers = theirs.flatten_layout.count(LayerType.decoder)
     theirs.validate_layer_layout(layers, None)
     ours = parse_pipeline_layout(text, layers, pp)
