@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -62,12 +63,10 @@ def serve(
         clear_untrusted_proxy_headers=True,
     )
     server.channel_class = _Channel
-    stopped = threading.Event()
-    received: list[int] = []
+    received: SimpleQueue[int] = SimpleQueue()  # of what signals may interrupt, it alone may wait
 
     def stop(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        stopped.set()
+        received.put(number)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     loop = threading.Thread(target=server.run, name="waitress", daemon=True)
@@ -75,8 +74,10 @@ def serve(
     try:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         ready(f"http://{host}:{taken.getsockname()[1]}")
-        stopped.wait()
-        interrupted = signal.SIGINT in received
+        numbers = [received.get()]
+        while not received.empty():
+            numbers.append(received.get())
+        interrupted = signal.SIGINT in numbers
         service.close(0.0 if interrupted else settings.grace_seconds)
         _flush(server)
         server.close()
