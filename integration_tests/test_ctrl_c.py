@@ -82,7 +82,7 @@ def test_training_ends_after_its_step_with_a_checkpoint_that_loads(place: Path) 
     assert again.returncode == 0 and f"continuing from run after step {step}" in out
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_preprocessing_leaves_nothing_behind(place: Path, workers: int) -> None:
     words = "megatron-data preprocess --input corpus.jsonl --tokenizer-model bytes"
     process = start(f"{words} --output-prefix out --workers {workers}", place)
