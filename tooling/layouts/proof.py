@@ -9,7 +9,6 @@ from megatron_parallel import Mesh
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor
 
-import layouts.defects_experts  # noqa: F401 - enters its defects
 from layouts.cases import Case
 from layouts.defects import planted
 from layouts.job import Outcome, Piece, train

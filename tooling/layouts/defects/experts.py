@@ -1,4 +1,4 @@
-"""Defects planted into mixtures of experts; entered into `layouts.defects.DEFECTS`."""
+"""Defects of mixtures of experts: gradients, routes, losses."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron_parallel.expert_parallel.dispatch import AllGatherDispatcher
 from megatron_train.engine import StepEngine
 from torch import Tensor
 
-from layouts.defects import Replace, defect
+from layouts.defects.catalogue import Replace, defect
 
 # -- gradients -----------------------------------------------------------------------------------
 

@@ -1,0 +1,143 @@
+"""Defects of context parallelism: masks, positions, merged blocks, sums."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import megatron_models.layers.context_parallel as context_parallel
+import megatron_parallel.context_parallel.ring as ring
+import megatron_parallel.data_parallel.buffers as buffers
+import torch
+from megatron_models.layers.dropout import StageDropout
+from megatron_models.layers.rope import RotaryTable
+from megatron_parallel import DropoutKey, Mesh
+from megatron_parallel.context_parallel import ContextSplit, RingPlan, SequenceMask
+from megatron_parallel.data_parallel.buffers import Route
+from megatron_train import GPTTask
+from megatron_train.engine import StepEngine
+from torch import Tensor
+
+from layouts.defects.catalogue import Replace, defect
+
+
+@defect("rotary positions of a context-parallel rank come one token late", "cp4-untied")
+def _rotary_offset(mesh: Mesh, replace: Replace) -> None:
+    true = RotaryTable.forward
+
+    def wrong(self: RotaryTable, length: int, offset: int, positions: Any) -> Any:
+        late = mesh.axis("cp").index == 1
+        return true(self, length, offset, positions.roll(1, dims=1) if late else positions)
+
+    replace(RotaryTable, "forward", wrong)
+
+
+@defect("the mask takes a zig-zag for contiguous parts", "cp2-tied-dropout")
+def _contiguous_mask(mesh: Mesh, replace: Replace) -> None:
+    true = context_parallel.plan_ring
+
+    def wrong(mask: Any, split: ContextSplit, index: int, lower: Any) -> RingPlan:
+        parts = torch.arange(split.length).view(split.ranks, 1, -1)
+        return RingPlan(split, true(mask, ContextSplit(parts), index, lower).blocks)
+
+    replace(context_parallel, "plan_ring", wrong)
+
+
+@defect("document numbers are cut into contiguous parts", "cp4-untied")
+def _contiguous_documents(mesh: Mesh, replace: Replace) -> None:
+    true = context_parallel.plan_ring
+
+    def wrong(mask: SequenceMask, split: ContextSplit, *rest: Any) -> RingPlan:
+        order = split.places.flatten().argsort()
+        return true(
+            dataclasses.replace(mask, document_ids=mask.document_ids[:, order]), split, *rest
+        )
+
+    replace(context_parallel, "plan_ring", wrong)
+
+
+@defect("the blocks of a ring are added up without their log-sum-exp", "cp2-tied-dropout")
+def _merged_without_lse(mesh: Mesh, replace: Replace) -> None:
+    def wrong(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+        out.add_(more)
+        lse.copy_(torch.logaddexp(lse, more_lse))
+
+    replace(ring, "_merge", wrong)
+
+
+@defect("gradients of keys and values stay where they were computed", "cp4-untied")
+def _keys_not_sent_home(mesh: Mesh, replace: Replace) -> None:
+    true = ring._Message.wait
+
+    def wrong(self: Any) -> Tensor:
+        return true(self) * (not self.homeward)
+
+    replace(ring._Message, "wait", wrong)
+
+
+@defect("gradients are not summed over context-parallel ranks", "cp2·dp2-tied-dropout")
+def _not_summed_over_cp(mesh: Mesh, replace: Replace) -> None:
+    replace(buffers, "data_route", lambda mesh: Route(mesh.axis("dp")))
+
+
+@defect("the loss mask is cut into contiguous parts", "cp2·a2a-untied-dropout")
+def _contiguous_loss_mask(mesh: Mesh, replace: Replace) -> None:
+    def wrong(whole: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Tensor:
+        axis = mesh.axis("cp")
+        return whole["loss_mask"].chunk(axis.size, 1)[axis.index]
+
+    _with_part(replace, "loss_mask", wrong)
+
+
+@defect("labels are shifted inside a rank's part", "cp2-tied-dropout")
+def _labels_of_part(mesh: Mesh, replace: Replace) -> None:
+    def wrong(whole: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([own["tokens"][:, 1:], own["labels"][:, -1:]], 1)
+
+    _with_part(replace, "labels", wrong)
+
+
+def _with_part(replace: Replace, name: str, change: Callable[..., Tensor]) -> None:
+    true = GPTTask.cut
+
+    def wrong(self: GPTTask, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        own = true(self, batch)
+        return {**own, name: change(batch, own)}
+
+    replace(GPTTask, "cut", wrong)
+
+
+@defect(
+    "every context-parallel rank counts all tokens of the batch", "cp4·allgather-untied-dropout"
+)
+def _tokens_counted_by_all(mesh: Mesh, replace: Replace) -> None:
+    true = StepEngine.denominators
+
+    def wrong(self: StepEngine, batches: Any) -> dict[str, float]:
+        return {name: n * mesh.layout.cp for name, n in true(self, batches).items()}
+
+    replace(StepEngine, "denominators", wrong)
+
+
+@defect("the dropout mask is that of the first places", "tp2·sp·cp2-tied-dropout")
+def _mask_of_first_places(mesh: Mesh, replace: Replace) -> None:
+    replace(DropoutKey, "select", lambda self, places: self.narrow(0, places.shape[1]))
+
+
+@defect("attention dropout of a ring ignores where its keys are", "cp2-tied-dropout")
+def _mask_of_local_keys(mesh: Mesh, replace: Replace) -> None:
+    true = StageDropout.probabilities
+
+    def wrong(self: StageDropout, p: Tensor, keys: Tensor, **rest: Any) -> Tensor:
+        return true(self, p, keys=torch.arange(keys.shape[1])[None], **rest)
+
+    replace(StageDropout, "probabilities", wrong)
+
+
+@defect("scattered heads are dropped as if they were the first", "cp4·a2a-tied-dropout")
+def _mask_of_scattered_heads(mesh: Mesh, replace: Replace) -> None:
+    true = StageDropout.probabilities
+
+    def wrong(self: StageDropout, p: Tensor, first_head: int, **rest: Any) -> Tensor:
+        return true(self, p, first_head=0, **rest)
+
+    replace(StageDropout, "probabilities", wrong)

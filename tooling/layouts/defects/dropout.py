@@ -1,0 +1,78 @@
+"""Defects of dropout masks, which have to be those of one rank in every layout."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import megatron_parallel.recompute.kept as kept
+import torch
+from megatron_models.layers.attention import Attention
+from megatron_models.layers.dropout import StageDropout
+from megatron_parallel import DropoutKey, Mesh
+from megatron_train import GPTTask
+from torch import Tensor
+
+from layouts.defects.catalogue import Replace, defect
+
+
+@defect("the dropout mask ignores which part of the sequence it is", "tp2·sp-tied-dropout")
+def _mask_of_part(mesh: Mesh, replace: Replace) -> None:
+    def wrong(self: DropoutKey, axis: Any) -> DropoutKey:
+        return self.narrow(0, self.word0.shape[0] // axis.size)
+
+    replace(DropoutKey, "part", wrong)
+
+
+@defect("attention dropout ignores which heads a rank has", "tp4·sp-untied-dropout")
+def _mask_of_heads(mesh: Mesh, replace: Replace) -> None:
+    true = StageDropout.probabilities
+
+    def wrong(self: StageDropout, p: Tensor, layer: int, first_head: int) -> Tensor:
+        return true(self, p, layer, 0)
+
+    replace(StageDropout, "probabilities", wrong)
+
+
+@defect("the dropout mask is that of the rank's own batch", "dp2-tied-dropout")
+def _mask_of_own_batch(mesh: Mesh, replace: Replace) -> None:
+    true = GPTTask.inputs
+
+    def wrong(self: GPTTask, batch: Any, stage: int, iteration: int | None) -> Mapping[str, Any]:
+        numbers = batch["sample_ids"] % len(batch["sample_ids"])
+        return true(self, {**batch, "sample_ids": numbers}, stage, iteration)
+
+    replace(GPTTask, "inputs", wrong)
+
+
+@defect("a stage numbers its layers from 0 in the dropout mask", "pp2-untied-dropout")
+def _mask_of_local_layer(mesh: Mesh, replace: Replace) -> None:
+    true = Attention.forward
+
+    def wrong(self: Attention, *arguments: Any) -> Tensor:
+        own, self.layer = self.layer, self.layer - 2 * mesh.axis("pp").index
+        try:
+            return true(self, *arguments)
+        finally:
+            self.layer = own
+
+    replace(Attention, "forward", wrong)
+
+
+@defect("recomputation drops other elements than the forward pass", "tp2·sp·selective-tied-dropout")
+def _mask_of_second_run(mesh: Mesh, replace: Replace) -> None:
+    true = StageDropout.probabilities
+
+    def wrong(self: StageDropout, p: Tensor, layer: int, first_head: int) -> Tensor:
+        again = torch._C._current_graph_task_id() >= 0  # in a backward pass
+        return true(self, p, layer + 1000 * again, first_head)
+
+    replace(StageDropout, "probabilities", wrong)
+
+
+@defect("kept activations that are cut come back in another order", "tp2·cut-tied-dropout")
+def _parts_in_another_order(mesh: Mesh, replace: Replace) -> None:
+    true = kept.all_gather
+
+    def wrong(part: Tensor, axis: Any, *, purpose: str) -> Tensor:
+        return true(part, axis, purpose=purpose).unflatten(0, (axis.size, -1)).flip(0).flatten()
+
+    replace(kept, "all_gather", wrong)

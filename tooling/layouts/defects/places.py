@@ -1,0 +1,53 @@
+"""Defects of vocabulary and position offsets of a rank."""
+
+from typing import Any
+
+import megatron_models.gpt as gpt
+from megatron_models.layers.embedding import PositionEmbedding
+from megatron_parallel import Mesh
+from megatron_parallel.tensor_parallel import VocabParallelEmbedding
+from torch import Tensor
+
+from layouts.defects.catalogue import Replace, defect
+
+
+@defect("the vocabulary offset of the embedding is wrong", "tp2-tied")
+def _embedding_offset(mesh: Mesh, replace: Replace) -> None:
+    true = VocabParallelEmbedding.forward
+
+    def wrong(self: VocabParallelEmbedding, tokens: Tensor) -> Tensor:
+        return true(self, tokens + self.axis.index)
+
+    replace(VocabParallelEmbedding, "forward", wrong)
+
+
+@defect("the vocabulary offset of the targets is wrong", "tp4-untied")
+def _target_offset(mesh: Mesh, replace: Replace) -> None:
+    true = gpt.vocab_parallel_cross_entropy
+
+    def wrong(logits: Tensor, targets: Tensor, axis: Any, vocab: int) -> Tensor:
+        return true(logits, targets - axis.index, axis, vocab)
+
+    replace(gpt, "vocab_parallel_cross_entropy", wrong)
+
+
+@defect("padding of the vocabulary gets probability", "tp2-tied")
+def _padding(mesh: Mesh, replace: Replace) -> None:
+    true = gpt.vocab_parallel_cross_entropy
+
+    def wrong(logits: Tensor, targets: Tensor, axis: Any, vocab: int) -> Tensor:
+        return true(logits, targets, axis, logits.shape[-1] * axis.size)
+
+    replace(gpt, "vocab_parallel_cross_entropy", wrong)
+
+
+@defect("positions start at 0 on every sequence-parallel rank", "tp4·sp-tied")
+def _position_offset(mesh: Mesh, replace: Replace) -> None:
+    true = PositionEmbedding.forward
+
+    def wrong(self: PositionEmbedding, length: int, positions: Any, offset: int) -> Tensor:
+        if positions is not None:
+            positions = (positions - positions[:, :1]).clamp(min=0)
+        return true(self, length, positions, 0)
+
+    replace(PositionEmbedding, "forward", wrong)
