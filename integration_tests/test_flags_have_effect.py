@@ -143,6 +143,10 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "training.seed": ({}, {"--seed": "1"}),
     "training.bf16": ({}, {"--bf16": ""}),
     "training.float64": ({}, {"--float64": ""}),
+    "training.calculate_per_token_loss": (
+        {"--eod-mask-loss": ""},
+        {"--no-calculate-per-token-loss": ""},
+    ),
     "training.compile": ({}, {"--compile": ""}),
     "training.deterministic_mode": ({}, {"--deterministic-mode": ""}),
     "training.device": ({}, {"--device": "cuda"}),
@@ -199,6 +203,18 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "data_parallel.torch_fsdp2_no_reshard_after_forward": (
         {},
         {"--torch-fsdp2-no-reshard-after-forward": ""},
+    ),
+    "data_parallel.accumulate_allreduce_grads_in_fp32": (
+        {"--bf16": ""},
+        {"--no-accumulate-allreduce-grads-in-fp32": ""},
+    ),
+    "data_parallel.ddp_reduce_scatter_with_fp32_accumulation": (
+        {"--bf16": "", "--grad-reduce-in-bf16": ""},
+        {"--ddp-reduce-scatter-with-fp32-accumulation": ""},
+    ),
+    "data_parallel.check_for_nan_in_loss_and_grad": (
+        {"--lr": "1e38"},
+        {"--no-check-for-nan-in-loss-and-grad": ""},
     ),
     "data_parallel.ddp_bucket_size": ({}, {"--ddp-bucket-size": "1000"}),
     "recompute.granularity": ({}, {"--recompute-granularity": "selective"}),

@@ -4,8 +4,9 @@ import pytest
 import torch
 from layouts.cases import CASES, Case
 from layouts.defects import DEFECTS
-from layouts.job import CLIP
+from layouts.job import CLIP, batches
 from layouts.proof import LEARNING_RATE, STEPS, prove, prove_fp32, reference
+from megatron_parallel import Mesh, ParallelLayout
 
 BY_TITLE = {case.title: case for case in CASES}
 SAMPLE = {
@@ -64,6 +65,17 @@ def test_the_training_that_is_compared_learns_and_clips():
     one = reference(BY_TITLE["dp2-tied-dropout"].reference, STEPS, torch.float64, LEARNING_RATE)
     assert one.losses[-1] < one.losses[0] - 0.1
     assert max(one.norms) > CLIP > min(one.norms)
+
+
+def test_masks_are_unequal_between_ranks_and_micro_batches():
+    case = BY_TITLE["cp2·pp2·dp2-tied-dropout"]
+    kept = []
+    for rank in (0, 1):
+        mesh = Mesh(ParallelLayout(dp=2), rank)  # no group is used
+        (step,) = batches(case, mesh, 0, 1)
+        kept.append([int(batch["loss_mask"].sum()) for batch in step])
+    assert len({sum(counts) for counts in kept}) == 2
+    assert all(len(set(counts)) == case.accumulation == 4 for counts in kept)
 
 
 @pytest.mark.parametrize(

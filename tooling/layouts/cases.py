@@ -117,6 +117,7 @@ class Case:
         per_document: whether context parallelism cuts every document by itself.
         dispatcher: how tokens get to their experts.
         schedule: of the pipeline, where it is not the default one.
+        per_token: whether tokens have equal weights in the loss of a step, or else micro-batches.
     """
 
     layout: ParallelLayout
@@ -130,6 +131,7 @@ class Case:
     per_document: bool = False
     dispatcher: Literal["allgather", "alltoall"] = "allgather"
     schedule: str | None = None
+    per_token: bool = True
 
     @property
     def config(self) -> GPTConfig:
@@ -159,6 +161,7 @@ class Case:
         parts += [f"etp{layout.etp}"] if layout.etp not in (None, layout.tp) else []
         parts += ["a2a"] if self.dispatcher == "alltoall" else []
         parts += [self.schedule] if self.schedule else []
+        parts += [] if self.per_token else ["means"]
         return "·".join(parts) or "one rank"
 
     @property
@@ -168,12 +171,18 @@ class Case:
 
     @property
     def reference(self) -> "Case":
-        """The same training on one rank: with other micro-batches, unless experts are balanced.
+        """The same training on one rank: with other micro-batches, unless the loss knows them.
 
-        The load of experts is balanced over each micro-batch, so that others have another loss.
+        The load of experts is balanced over each micro-batch, and means are of micro-batches.
         """
-        micro_batch = self.micro_batch if self.config.num_experts else 4
-        return Case(ParallelLayout(dp=1), self.model, dropout=self.dropout, micro_batch=micro_batch)
+        known = self.config.num_experts or not self.per_token
+        return Case(
+            ParallelLayout(dp=1),
+            self.model,
+            dropout=self.dropout,
+            micro_batch=self.micro_batch if known else 4,
+            per_token=self.per_token,
+        )
 
 
 def _case(model: Model, micro_batch: int = 1, *options: str, **degrees: int) -> Case:
@@ -195,6 +204,7 @@ def _case(model: Model, micro_batch: int = 1, *options: str, **degrees: int) -> 
         "documents" in options,
         "alltoall" if "alltoall" in options else "allgather",
         schedule,
+        "means" not in options,
     )
 
 
@@ -267,6 +277,8 @@ CASES = (
     _case("untied", 1, tp=2, cp=2, pp=2),
     _case("tied", 1, "sp", "dropout", "a2a", tp=2, cp=2, pp=2),
     _case("untied", 1, "gathered", "allgather", cp=2, pp=2, vpp=2, dp=2),
+    _case("tied", 1, "dropout", cp=2, pp=2, dp=2),
+    _case("untied", 1, "means", cp=2, pp=2, dp=2),
     _case("moe", 2, dp=2, ep=2),
     _case("moe", 2, "alltoall", dp=2, ep=2),
     _case("moe", 4, tp=2),

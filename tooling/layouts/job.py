@@ -90,7 +90,9 @@ def build_trainer(
         cut_per_document=case.per_document,
         **(DROPOUT if case.dropout else {}),
     )
-    engine = StepEngine(task, mesh, case.data_parallel, schedule=case.schedule)
+    engine = StepEngine(
+        task, mesh, case.data_parallel, schedule=case.schedule, per_token=case.per_token
+    )
     make_asymmetric(engine)
     optimizer = Recording(
         engine.parameters,

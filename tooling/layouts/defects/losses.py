@@ -34,6 +34,45 @@ def _average_of_micro_batches(mesh: Mesh, replace: Replace) -> None:
     replace(Objective, "add", wrong)
 
 
+@defect("a context-parallel rank divides by the tokens of its part", "cp2·pp2·dp2-tied-dropout")
+def _own_part(mesh: Mesh, replace: Replace) -> None:
+    def wrong(self: StepEngine, batches: Any) -> dict[str, float]:
+        own = self.task.denominators([self.task.cut(batch) for batch in batches])
+        return self._summed({n: count * mesh.axis("cp").size for n, count in own.items()}, "dp", "")
+
+    replace(StepEngine, "denominators", wrong)
+
+
+@defect("of micro-batches, denominators count the first", "cp2·pp2·dp2-tied-dropout")
+def _first_micro_batch(mesh: Mesh, replace: Replace) -> None:
+    true = StepEngine.denominators
+
+    def wrong(self: StepEngine, batches: Any) -> dict[str, float]:
+        return {name: count * len(batches) for name, count in true(self, batches[:1]).items()}
+
+    replace(StepEngine, "denominators", wrong)
+
+
+@defect("the mean of a micro-batch is over a rank's part of it", "cp2·pp2·dp2·means-untied")
+def _mean_of_own_part(mesh: Mesh, replace: Replace) -> None:
+    true = StepEngine._weighed
+
+    def wrong(self: StepEngine, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        weighed = true(self, batch)
+        own = self.task.denominators([self.task.cut(batch)])
+        return {**weighed, **{name: weighed[name].new_tensor(2 * own[name] or 1.0) for name in own}}
+
+    replace(StepEngine, "_weighed", wrong)
+
+
+@defect("the mean of means is over one rank's micro-batches", "cp2·pp2·dp2·means-untied")
+def _own_micro_batches(mesh: Mesh, replace: Replace) -> None:
+    def wrong(self: StepEngine, batches: Any) -> dict[str, float]:
+        return dict.fromkeys(self.task.losses, float(len(batches)))
+
+    replace(StepEngine, "denominators", wrong)
+
+
 @defect("accumulated micro-batches are not scaled", "tp2·sp-untied")
 def _not_scaled(mesh: Mesh, replace: Replace) -> None:
     true = PipelineEngine.run

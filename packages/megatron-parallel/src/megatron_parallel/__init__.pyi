@@ -14,6 +14,7 @@ from .collectives import scatter_to_axis as scatter_to_axis
 from .collectives import send as send
 from .data_parallel.buffers import GradientBuffers as GradientBuffers
 from .data_parallel.config import DataParallelConfig as DataParallelConfig
+from .data_parallel.finite import describe_not_finite as describe_not_finite
 from .data_parallel.fully_sharded import FullySharded as FullySharded
 from .data_parallel.parameters import ParameterBuffers as ParameterBuffers
 from .data_parallel.shards import Shards as Shards

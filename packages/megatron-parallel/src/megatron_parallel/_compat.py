@@ -50,6 +50,11 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup) 
     return _started(_reduce_scatter(part, whole, group=group, async_op=True))
 
 
+def start_all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start sending each member its part of `sent`, along dim 0."""
+    return _started(dist.all_to_all_single(received, sent, group=group, async_op=True))
+
+
 def _started(work: dist.Work | None) -> dist.Work:
     if work is None:  # only to ranks outside of the group
         raise RuntimeError("the collective gave no work to wait for")
@@ -156,6 +161,13 @@ def local_part(t: Tensor) -> Tensor:
     """What this rank holds of a `DTensor`, in the same memory."""
     part: Tensor = t._local_tensor  # type: ignore[attr-defined]
     return part
+
+
+def gather_objects(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What every member gives, in their order."""
+    everybody: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, own, group=group)
+    return everybody
 
 
 def default_store() -> Store:

@@ -30,6 +30,7 @@ from megatron_parallel import (
     View,
     all_reduce,
     collect_shardings,
+    describe_not_finite,
     parameter_views,
 )
 from megatron_parallel.pipeline import FullyShardedStages, StageGradients, default_schedule
@@ -47,6 +48,10 @@ class StepEngine:
         data_parallel: how gradients are summed, and what each rank keeps.
         compile: whether to compile each stage with torch.compile.
         schedule: of the pipeline; by default that of `default_schedule`.
+        per_token: whether every true token of a step has the same weight. Otherwise every
+            micro-batch of every data-parallel rank has, however many true tokens are in it: the
+            loss of a step is a mean of their means. Inner losses are per token either way, and so
+            is every evaluation.
 
     Attributes:
         parameters: this rank's parameters by global name, each of them once; whoever reads them
@@ -64,10 +69,12 @@ class StepEngine:
         *,
         compile: bool = False,  # noqa: A002
         schedule: str | None = None,
+        per_token: bool = True,
     ) -> None:
         data_parallel = data_parallel or DataParallelConfig()
         self.task = task
         self.mesh = mesh
+        self._per_token = per_token
         self.table: dict[str, Sharding] = {}
         for stage in task.stages:
             self.table.update(collect_shardings(stage))
@@ -95,7 +102,7 @@ class StepEngine:
         self._pipeline = PipelineEngine(
             mesh,
             chunks,
-            task.loss,
+            self._loss,
             inputs=self._inputs,
             passed=self._passed,
             sums=task.losses,
@@ -104,7 +111,14 @@ class StepEngine:
         )
 
     def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Return what each loss is divided by, counted over the micro-batches of all ranks."""
+        """Return what each sum of `run` is to be divided by, for the micro-batches of all ranks."""
+        counts = self.task.denominators(batches)
+        if not self._per_token:
+            counts |= dict.fromkeys(self.task.losses, float(len(batches)))
+        return self._summed(counts, "dp", "token counts")
+
+    def true_tokens(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Return what each sum of `evaluate` is to be divided by."""
         # Of whole sequences, which all ranks of the context axis read.
         return self._summed(self.task.denominators(batches), "dp", "token counts")
 
@@ -119,13 +133,14 @@ class StepEngine:
             iteration: number of the step, from 1; dropout depends on it.
 
         Returns:
-            Each loss summed over the true tokens of the global batch, equal on every rank.
+            Each loss summed over the true tokens of the global batch, equal on every rank; where
+            micro-batches have equal weights, the sum of the means of all micro-batches.
         """
         self._iteration = iteration
         inner = {name: denominators[name] for name in self.task.inner_losses}
         self._inner = InnerLosses(inner) if inner else None
         outer = {name: denominators[name] for name in self.task.losses}
-        found = self._pipeline.run([self._own(batch) for batch in batches], outer)
+        found = self._pipeline.run([self._weighed(batch) for batch in batches], outer)
         self._gradients.finish()
         sums = self._summed(found, self._data, "loss sums")
         if self._inner is not None:  # every rank has other tokens, or other layers
@@ -141,6 +156,11 @@ class StepEngine:
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """Return the main gradients after `run`, by global name."""
         return self._gradients.gradients()
+
+    def not_finite(self) -> str:
+        """Say which gradient is not finite, in the same line on every rank; empty if none is."""
+        found = [item for buffers in self.buffers for item in buffers.not_finite()]
+        return describe_not_finite(found, self.mesh)
 
     def zero(self) -> None:
         """Drop all gradients."""
@@ -165,6 +185,22 @@ class StepEngine:
 
     def _passed(self, batch: Batch, stage: int) -> Passed | tuple[Passed, ...]:
         return self.task.passed(batch, stage)
+
+    def _loss(self, output: Any, batch: Batch) -> dict[str, Tensor]:
+        """Each loss of a micro-batch as a sum, or as its part of the micro-batch's mean."""
+        sums = self.task.loss(output, batch)
+        return {n: s / batch[n].to(s) if n in batch else s for n, s in sums.items()}
+
+    def _weighed(self, batch: Batch) -> Batch:
+        """`_own`, with what the mean of the whole micro-batch is divided by where it counts."""
+        if self._per_token:
+            return self._own(batch)
+        own = dict(self._own(batch))
+        counts = self.task.denominators([batch])  # of whole sequences
+        for name in self.task.losses:
+            count = counts[name] or 1.0
+            own |= {name: torch.tensor(count, dtype=torch.float64, device=self.mesh.device)}
+        return own
 
     def _own(self, batch: Batch) -> Batch:
         """What this rank computes of a micro-batch, on its device."""

@@ -137,6 +137,7 @@ def build_gpt_trainer(
         config.data_parallel,
         compile=training.compile,
         schedule=config.pipeline.schedule_of(mesh.layout),
+        per_token=training.calculate_per_token_loss,
     )
     optimizer = Optimizer(
         engine.parameters,
@@ -153,6 +154,7 @@ def build_gpt_trainer(
         weight_decay=config.weight_decay_schedule(),
         steps=batches.training,
         train_iters=config.train_iters,
+        check_for_nan=config.data_parallel.check_for_nan_in_loss_and_grad,
     )
 
 

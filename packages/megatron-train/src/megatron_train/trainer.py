@@ -84,6 +84,8 @@ class Trainer:
         steps: gives, from a number of consumed samples, an iterator over this rank's micro-batches
             of each following step.
         train_iters: steps of the whole run.
+        check_for_nan: whether a loss or gradient that is not finite ends the run; otherwise its
+            step is skipped.
         callbacks: called in this order.
     """
 
@@ -96,6 +98,7 @@ class Trainer:
         weight_decay: WeightDecaySchedule,
         steps: Callable[[int], Iterator[Sequence[Batch]]],
         train_iters: int,
+        check_for_nan: bool = False,
         callbacks: Sequence["Callback"] = (),
     ) -> None:
         self.engine = engine
@@ -104,6 +107,7 @@ class Trainer:
         self.weight_decay = weight_decay
         self.steps = steps
         self.train_iters = train_iters
+        self.check_for_nan = check_for_nan
         self.callbacks = list(callbacks)
         self.iteration = 0
         self.consumed_samples = 0
@@ -121,7 +125,8 @@ class Trainer:
         """Train until the last step, or until `stop` was called; returns why it stopped early.
 
         Raises:
-            TrainError: no step out of ten in a row had a finite loss and gradient.
+            TrainError: no step out of ten in a row had a finite loss and gradient; or one had
+                not, and ``check_for_nan``.
         """
         for callback in self.callbacks:
             callback.on_start(self)
@@ -153,6 +158,8 @@ class Trainer:
             result = self.optimizer.step(learning_rate, self.weight_decay.at(self.consumed_samples))
             updated, grad_norm = not result.skipped, result.grad_norm
             finite = math.isfinite(grad_norm)
+        if self.check_for_nan and not finite:
+            raise TrainError(self._not_finite(sums, grad_norm))
         self.engine.zero()
         ranks = self.engine.mesh.axis("dp").size  # each has as many samples as this one
         samples = ranks * sum(len(batch["tokens"]) for batch in batches)
@@ -183,7 +190,7 @@ class Trainer:
         for batches in steps:
             for name, value in self.engine.evaluate(batches).items():
                 totals[name] = totals.get(name, 0.0) + value
-            for name, count in self.engine.denominators(batches).items():
+            for name, count in self.engine.true_tokens(batches).items():
                 counts[name] = counts.get(name, 0.0) + count
         for stage in self.task.stages:
             stage.train()
@@ -221,6 +228,19 @@ class Trainer:
         status = int(all_reduce(worst, world, op="max", purpose="wishes to stop"))
         if status >= 0 and self.stopped is None:
             self.stop(Stop("another rank was told to stop", status))
+
+    def _not_finite(self, sums: Mapping[str, float], grad_norm: float) -> str:
+        """Say what of the step about to end is not finite, the same on all ranks."""
+        wrong = [f"{name} is {value}" for name, value in sums.items() if not math.isfinite(value)]
+        if gradient := self.engine.not_finite():
+            wrong.append(gradient)
+        if not wrong:
+            wrong.append(f"the gradient is finite, but its norm is {grad_norm}")
+        return (
+            f"step {self.iteration + 1}: {'; '.join(wrong)}; lower --lr, lengthen the warm-up, "
+            "look at the data of this step, or skip such steps by "
+            "--no-check-for-nan-in-loss-and-grad"
+        )
 
     def _count_nan(self, finite: bool) -> None:
         self._nan_steps = 0 if finite else self._nan_steps + 1

@@ -8,12 +8,15 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
+from megatron_parallel.data_parallel.finite import NotFinite
 from megatron_parallel.data_parallel.plan import BucketPlan
 from megatron_parallel.data_parallel.reduction import (
     Messages,
     Route,
     Started,
     Sum,
+    sum_in_bf16,
     sum_shard,
     sum_whole,
 )
@@ -62,18 +65,24 @@ class Bucket:
         parameters: Mapping[str, Parameter],
         route: Route,
         further: Sequence[Axis],
-        *,
-        sharded: bool = False,
+        config: DataParallelConfig = DEFAULTS,
     ) -> None:
+        sharded = config.use_distributed_optimizer
         self.label = label
         self.plan = plan
         self.messages = Messages(PURPOSE, f"gradient bucket {label} ({plan.slots[0].name!r} ...)")
         self.route = route
         self.further = tuple(other for other in further if other.size > 1)
         self.sharded = sharded
+        self.checked = config.check_for_nan_in_loss_and_grad
+        self.bf16_wire = (
+            config.ddp_reduce_scatter_with_fp32_accumulation
+            and plan.parameter_dtype == torch.bfloat16
+        )
         self.parameters = {slot.name: parameters[slot.name] for slot in plan.slots}
         self.awaited: set[str] = set()
         self.launched = False
+        self._own_total: Tensor | None = None  # not finite if a gradient of this rank is not
         self.reductions: list[Reduction] = []
         self._sum: Sum | None = None
         self._started: Started | None = None  # what the sum waits for
@@ -115,8 +124,14 @@ class Bucket:
         for name, view in self.views.items():
             self.absorb(name)
             self._fill_if_empty(name, view)
-        summed = sum_shard if self.sharded else sum_whole
-        self._sum = summed(self.flat, self.shard, self.route, self.messages)
+        if self.checked:
+            # Looked at only if something turns out wrong; of all tests the cheapest.
+            self._own_total = self.flat.sum()
+        message = (self.flat, self.shard, self.route, self.messages)
+        if self.bf16_wire:
+            self._sum = sum_in_bf16(*message, whole=not self.sharded)
+        else:
+            self._sum = sum_shard(*message) if self.sharded else sum_whole(*message)
         self._proceed()
 
     def _fill_if_empty(self, name: str, view: Tensor) -> None:
@@ -133,6 +148,11 @@ class Bucket:
             self._started = next(self._sum, None)
         if self._started is None:
             self._sum = None
+
+    @property
+    def in_stages(self) -> bool:
+        """Whether its sum is several collectives, one after another."""
+        return self.route.outer is not None or (self.bf16_wire and not self.sharded)
 
     @property
     def done(self) -> bool:
@@ -178,6 +198,16 @@ class Bucket:
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in self.parameters.items()
         }
+
+    def not_finite(self) -> list[NotFinite]:
+        """Summed gradients that are NaN or infinite, and whether this rank's own share was."""
+        total = self._own_total
+        own = None if total is None else not bool(total.isfinite())
+        return [
+            NotFinite(f"bucket {self.label}", name, bool(gradient.isnan().any()), own)
+            for name, gradient in self.gradients().items()
+            if not bool(gradient.isfinite().all())
+        ]
 
     def clear(self) -> None:
         """Forget all gradients. Nothing is written: the next ones overwrite the old."""

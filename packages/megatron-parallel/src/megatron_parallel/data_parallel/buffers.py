@@ -35,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_parallel.data_parallel.bucket import Bucket, Reduction
 from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
+from megatron_parallel.data_parallel.finite import NotFinite
 from megatron_parallel.data_parallel.plan import BucketPlan, plan_buckets
 from megatron_parallel.data_parallel.reduction import Route
 from megatron_parallel.layout import LayoutError
@@ -77,7 +78,9 @@ class GradientBuffers:
         if mesh.has_axis("expert_dp"):
             routes["expert_dp"] = Route(mesh.axis("expert_dp"))
         sizes = {name: route.inner.size for name, route in routes.items()}
-        plans = plan_buckets(parameters, table, sizes, config.ddp_bucket_size)
+        plans = plan_buckets(
+            parameters, table, sizes, config.ddp_bucket_size, low_precision=config.low_precision
+        )
         self.config = config
         self.buckets = tuple(
             Bucket(
@@ -86,7 +89,7 @@ class GradientBuffers:
                 parameters=parameters,
                 route=routes[plan.axis],
                 further=_further_axes(plan, routes[plan.axis], mesh),
-                sharded=config.use_distributed_optimizer,
+                config=config,
             )
             for number, plan in enumerate(plans)
         )
@@ -158,6 +161,10 @@ class GradientBuffers:
         found = {name: g for bucket in self.buckets for name, g in bucket.gradients().items()}
         return {name: found[name] for name in self._names if name in found}
 
+    def not_finite(self) -> list[NotFinite]:
+        """Which gradients are NaN or infinite after `finish`, bucket by bucket."""
+        return [found for bucket in self.buckets for found in bucket.not_finite()]
+
     def zero(self) -> None:
         """Drop all gradients and start the next step."""
         if self._next and not self._finished:
@@ -198,7 +205,7 @@ class GradientBuffers:
         """
         while self._next < len(self.buckets) and not self.buckets[self._next].awaited:
             for bucket in self.buckets[: self._next]:
-                if bucket.route.outer is not None:
+                if bucket.in_stages:
                     bucket.advance()
             self.buckets[self._next].launch()
             self._next += 1

@@ -55,6 +55,28 @@ class DataParallelConfig:
             "keep gathered weights from a forward pass to its backward pass",
         ),
     )
+    accumulate_allreduce_grads_in_fp32: bool = field(
+        default=True,
+        metadata=_flag(
+            "--accumulate-allreduce-grads-in-fp32",
+            "add up and sum gradients of bf16 weights in fp32, not in bf16",
+        ),
+    )
+    ddp_reduce_scatter_with_fp32_accumulation: bool = field(
+        default=False,
+        metadata=_flag(
+            "--ddp-reduce-scatter-with-fp32-accumulation",
+            "send gradients in bf16 all the same, but add them up in fp32",
+        ),
+    )
+    check_for_nan_in_loss_and_grad: bool = field(
+        default=True,
+        metadata=_flag(
+            "--no-check-for-nan-in-loss-and-grad",
+            "end the run, naming the parameter, where a loss or gradient is not finite; otherwise "
+            "skip the step",
+        ),
+    )
     ddp_bucket_size: int = field(
         default=BUCKET_SIZE,
         metadata=_flag(
@@ -77,6 +99,19 @@ class DataParallelConfig:
                 "both or neither",
                 vars(self),
             )
+        if self.ddp_reduce_scatter_with_fp32_accumulation:
+            if self.accumulate_allreduce_grads_in_fp32:
+                raise LayoutError(
+                    "{ddp_reduce_scatter_with_fp32_accumulation:name} is about gradients that are "
+                    "sent in bf16: give --grad-reduce-in-bf16 too, or leave it out",
+                    vars(self),
+                )
+            if self.use_torch_fsdp2:
+                raise LayoutError(
+                    "{ddp_reduce_scatter_with_fp32_accumulation:name} does not go together with "
+                    "{use_torch_fsdp2:name}, whose sums are torch's; leave out one",
+                    vars(self),
+                )
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             raise LayoutError(
                 "{overlap_param_gather:name} needs {use_distributed_optimizer:name}: without it "
@@ -88,6 +123,14 @@ class DataParallelConfig:
                 "{overlap_param_gather:name} needs {overlap_grad_reduce:name}; leave out one",
                 vars(self),
             )
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether gradients of bf16 weights are added up in bf16, from micro-batch to sum."""
+        return not (
+            self.accumulate_allreduce_grads_in_fp32
+            or self.ddp_reduce_scatter_with_fp32_accumulation
+        )
 
 
 DEFAULTS: Final = DataParallelConfig()

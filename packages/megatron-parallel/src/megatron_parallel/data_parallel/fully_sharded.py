@@ -31,6 +31,7 @@ from megatron_parallel import _compat
 from megatron_parallel.data_parallel.bucket import PURPOSE, Reduction
 from megatron_parallel.data_parallel.buffers import data_route
 from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
+from megatron_parallel.data_parallel.finite import NotFinite
 from megatron_parallel.data_parallel.plan import main_dtype
 from megatron_parallel.data_parallel.reduction import Messages, Route
 from megatron_parallel.layout import LayoutError
@@ -91,7 +92,7 @@ class FullySharded:
             ranks=_grid(self._route, mesh),
             device=mesh.device.type,
             dim_of=lambda parameter: dims[id(parameter)],
-            reduce_dtype=_reduce_dtype(named),
+            reduce_dtype=None if config.low_precision else _reduce_dtype(named),
             keep_gathered=config.torch_fsdp2_no_reshard_after_forward,
             started=self._count,
         )
@@ -124,6 +125,14 @@ class FullySharded:
         if not self._finished:
             raise LayoutError("the gradients are not summed yet: call finish() first")
         return {name: self._gradient(name) for name in self.parts()}
+
+    def not_finite(self) -> list[NotFinite]:
+        """Which gradients are NaN or infinite after `finish`, on this rank's boxes."""
+        return [
+            NotFinite("fully sharded", name, bool(gradient.isnan().any()), None)
+            for name, gradient in self.gradients().items()
+            if not bool(gradient.isfinite().all())
+        ]
 
     def zero(self) -> None:
         """Drop all gradients and start the next step."""

@@ -111,11 +111,14 @@ class BucketPlan:
         return tuple(parts)
 
 
-def main_dtype(dtype: torch.dtype) -> torch.dtype:
+def main_dtype(dtype: torch.dtype, *, low_precision: bool = False) -> torch.dtype:
     """The dtype in which gradients of parameters of `dtype` are added up and summed over ranks.
 
-    float32 for bfloat16, float16 and float32; float64 for float64.
+    float32 for bfloat16, float16 and float32; float64 for float64. In low precision, bfloat16 for
+    bfloat16.
     """
+    if low_precision and dtype == torch.bfloat16:
+        return dtype
     if dtype not in _MAIN_DTYPES:
         raise LayoutError(f"parameters of {dtype} have no gradients: use a floating-point dtype")
     return _MAIN_DTYPES[dtype]
@@ -131,6 +134,8 @@ def plan_buckets(
     table: Mapping[str, Sharding],
     parts: Mapping[str, int],
     bucket_size: int = BUCKET_SIZE,
+    *,
+    low_precision: bool = False,
 ) -> tuple[BucketPlan, ...]:
     """Buckets for `parameters`, in the order in which the backward pass completes them.
 
@@ -143,6 +148,7 @@ def plan_buckets(
         table: Their sharding.
         parts: Sizes of the axes `dp_cp` and `expert_dp`.
         bucket_size: Elements of a bucket, at most, unless it holds a single parameter.
+        low_precision: Whether gradients of bf16 parameters are added up in bf16 (`main_dtype`).
 
     Raises:
         LayoutError: A parameter without a sharding or a gradient, or a bad bucket size.
@@ -163,7 +169,7 @@ def plan_buckets(
             axis=reduction_axis(sharding),
             partial=sharding.partial,
             tied=sharding.tied,
-            dtype=main_dtype(parameter.dtype),
+            dtype=main_dtype(parameter.dtype, low_precision=low_precision),
             parameter_dtype=parameter.dtype,
             device=parameter.device,
         )

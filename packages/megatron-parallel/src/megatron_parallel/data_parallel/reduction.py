@@ -5,6 +5,13 @@
 | all sums | all-reduce | reduce-scatter inner, all-reduce of the shard outer, all-gather inner |
 | its shard | reduce-scatter | reduce-scatter inner, all-reduce of the shard outer |
 
+bf16 on the wire, sums in fp32: every rank sends to each other its part of that one's shard, rounded
+to bf16 (all-to-all); the receiver adds all of them up in fp32. Where all sums are kept, shards are
+rounded once more and all-gathered. The bytes are those of a reduce-scatter (and all-gather) in
+bf16, which would round after each of `n - 1` additions. Between instances shards go in fp32. With
+`u = 2**-8`, a sum of gradients `g` is off by at most `u * sum(|g|)`, and where all sums are kept
+by `u` of itself more; a sum in bf16 by `n * u * sum(|g|)` (both but for terms of the order `u**2`).
+
 A sum is a generator: it starts a collective, yields it, and is resumed when that is there.
 """
 
@@ -12,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -78,6 +86,12 @@ class Messages(NamedTuple):
             "all_gather", axis, part, lambda: _compat.start_all_gather(whole, part, axis.bound)
         )
 
+    def all_to_all(self, received: Tensor, sent: Tensor, axis: Axis) -> Started:
+        """Start sending each rank its part of `sent`; `received` has a part from each."""
+        return self._start(
+            "all_to_all", axis, sent, lambda: _compat.start_all_to_all(received, sent, axis.bound)
+        )
+
     def _start(
         self, verb: str, axis: Axis, payload: Tensor, collective: Callable[[], dist.Work]
     ) -> Started:
@@ -106,3 +120,19 @@ def sum_shard(flat: Tensor, shard: Tensor, route: Route, messages: Messages) -> 
         yield messages.reduce_scatter(shard, flat, route.inner)
     if route.outer is not None:
         yield messages.all_reduce(shard, route.outer)
+
+
+def sum_in_bf16(
+    flat: Tensor, shard: Tensor, route: Route, messages: Messages, *, whole: bool
+) -> Sum:
+    """Sum what ranks send in bf16, in the dtype of `flat`: into `shard`, and `flat` if `whole`."""
+    axis, wire = route.inner, flat.to(torch.bfloat16)
+    if axis.size > 1:
+        received = torch.empty_like(wire)
+        yield messages.all_to_all(received, wire, axis)
+        torch.sum(received.view(axis.size, -1), dim=0, dtype=flat.dtype, out=shard)
+    if route.outer is not None:
+        yield messages.all_reduce(shard, route.outer)
+    if whole and axis.size > 1:
+        yield messages.all_gather(wire, shard.to(torch.bfloat16), axis)
+        flat.copy_(wire)

@@ -12,6 +12,11 @@ from megatron_train.errors import UsageError
 _PREFIX = "option:"
 
 ALIASES: dict[str, tuple[str, Any, str]] = {
+    "--grad-reduce-in-bf16": (
+        "data_parallel.accumulate_allreduce_grads_in_fp32",
+        False,
+        "the same as --no-accumulate-allreduce-grads-in-fp32",
+    ),
     "--swiglu": ("model.activation", "swiglu", "the same as --activation swiglu"),
     "--use-rotary-position-embeddings": (
         "model.position_embedding_type",

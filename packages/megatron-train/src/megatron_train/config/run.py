@@ -179,6 +179,11 @@ class RunConfig:
                 f"--compile and {flag} do not go together: a compiled stage cannot wait for its "
                 "weights module by module; leave out one"
             )
+        if not shared.accumulate_allreduce_grads_in_fp32 and not self.training.bf16:
+            raise TrainError(
+                "--grad-reduce-in-bf16 is about gradients of bf16 weights: give --bf16 too, or "
+                "leave it out"
+            )
         if not shared.use_torch_fsdp2:
             return
         schedule = self.pipeline.schedule_of(layout)

@@ -36,6 +36,12 @@ class TrainingConfig:
     float64: bool = setting(
         False, "hold weights and compute in float64, for proofs of equality (our name)"
     )
+    calculate_per_token_loss: bool = setting(
+        True,
+        "give every true token of a step the same weight; otherwise every micro-batch of every "
+        "data parallel rank has the same, as is Megatron-LM's default",
+        flag="--calculate-per-token-loss",
+    )
     compile: bool = setting(
         False, "compile forward, loss and backward with torch.compile (our name)"
     )

@@ -1,0 +1,54 @@
+"""Every token has the same weight, or every micro-batch: against torch, computed by hand."""
+
+import math
+
+import pytest
+import torch
+from megatron_parallel import Mesh
+from megatron_train import TrainError
+from megatron_train.engine import StepEngine
+from torch.nn import functional
+
+from .conftest import BigramTask, sample
+
+
+def micro_batches():
+    """Three of two samples, with 3, 7 and 11 true tokens."""
+    rows = [sample(index) for index in range(6)]
+    return [
+        {name: torch.stack([rows[i][name], rows[i + 1][name]]) for name in rows[0]}
+        for i in (0, 2, 4)
+    ]
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_the_gradient_is_that_of_the_mean_that_was_asked_for(per_token):
+    task, batches = BigramTask(), micro_batches()
+    (table,) = task.stages
+    weight = table.weight.detach().clone().requires_grad_()
+    sums, counts = [], []
+    for batch in batches:
+        losses = functional.cross_entropy(
+            weight[batch["tokens"]].flatten(0, 1), batch["labels"].flatten(), reduction="none"
+        )
+        sums.append((losses * batch["loss_mask"].flatten()).sum())
+        counts.append(batch["loss_mask"].sum())
+    assert len({count.item() for count in counts}) == 3
+    means = [s / n for s, n in zip(sums, counts, strict=True)]
+    loss = sum(sums) / sum(counts) if per_token else sum(means) / len(means)
+    loss.backward()
+
+    engine = StepEngine(task, Mesh.single(), per_token=per_token)
+    denominators = engine.denominators(batches)
+    found = engine.run(batches, denominators, 1)
+    assert math.isclose(found["lm loss"] / denominators["lm loss"], loss.item(), rel_tol=1e-14)
+    assert (engine.gradients()["weight"] - weight.grad).abs().max() < 1e-15
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_where_that_was_asked_for(make_trainer):
+    trainer = make_trainer()
+    trainer.check_for_nan = True
+    with torch.no_grad():
+        trainer.task.stages[0].weight[3] = math.nan
+    with pytest.raises(TrainError, match=r"step 1: lm loss is nan; the gradient of 'weight'.*NaN"):
+        trainer.run()
