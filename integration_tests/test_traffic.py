@@ -5,7 +5,10 @@ from unittest import mock
 
 import pytest
 from layouts.output import marks
-from layouts.traffic import JOBS, STEPS, Job, added, count, differences, formula, table
+from layouts.traffic.count import count
+from layouts.traffic.formulas import added, formula
+from layouts.traffic.jobs import JOBS, STEPS, Job
+from layouts.traffic.table import differences, table
 from megatron_models import parameter_count
 from megatron_parallel import all_reduce
 from megatron_parallel.tensor_parallel import RowParallelLinear
@@ -14,7 +17,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "parallelism.md"
 BY_TITLE = {job.title: job for job in JOBS}
 SAMPLE = {
     *("tp2-tied", "tp2·sp-tied", "pp2-tied", "dp2-tied", "cp2-tied"),
-    *("dp2·ep2-moe", "dp2·ep2·a2a-moe"),
+    *("dp2·ep2-moe", "dp2·ep2·a2a-moe", "dp2·sharded-tied", "dp2·fsdp-tied"),
 }
 
 

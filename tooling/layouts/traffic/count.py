@@ -1,0 +1,57 @@
+"""Steps of megatron-train, counted."""
+
+from collections.abc import Iterator
+
+import torch
+from megatron_models import gpt_chunks
+from megatron_optim import LearningRateSchedule, Optimizer, OptimizerConfig, WeightDecaySchedule
+from megatron_parallel import Mesh
+from megatron_train import GPTTask, Trainer
+from megatron_train.engine import StepEngine
+from megatron_train.tasks.task import Batch
+
+from layouts.traffic.formulas import Totals
+from layouts.traffic.jobs import DATA_PARALLEL, LENGTH, MICRO_BATCHES, SAMPLES, STEPS, Job
+
+
+def count(mesh: Mesh, job: Job) -> Totals:
+    """What this rank communicates in a run of `STEPS` steps."""
+    stages = gpt_chunks(
+        job.config,
+        mesh,
+        sequence_parallel=job.sequence_parallel,
+        cp_comm_type=job.comm,
+        dispatcher=job.dispatcher,
+    )
+    engine = StepEngine(GPTTask(stages, None), mesh, DATA_PARALLEL[job.kept])
+    settings = OptimizerConfig(lr=1e-4, clip_grad=1.0)
+    trainer = Trainer(
+        engine=engine,
+        optimizer=Optimizer(
+            engine.parameters,
+            engine.table,
+            mesh,
+            settings,
+            gradients=engine.gradients,
+            shards=engine.shards,
+        ),
+        learning_rate=LearningRateSchedule(max_lr=1e-4, decay_samples=1000),
+        weight_decay=WeightDecaySchedule(start=0.1, end=0.1, samples=STEPS),
+        steps=lambda consumed: batches(mesh),
+        train_iters=STEPS,
+    )
+    with mesh.counting() as traffic:
+        trainer.run()
+    return {(r.axis, r.operation): (r.calls, r.nbytes) for r in traffic.records}
+
+
+def batches(mesh: Mesh) -> Iterator[list[Batch]]:
+    """Yield the micro-batches of every step."""
+    generator = torch.Generator().manual_seed(mesh.axis("dp").index)
+    ones = torch.ones(SAMPLES, LENGTH)
+    for _ in range(STEPS):
+        texts = [
+            torch.randint(1000, (SAMPLES, LENGTH + 1), generator=generator)
+            for _ in range(MICRO_BATCHES)
+        ]
+        yield [{"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": ones} for text in texts]
