@@ -82,7 +82,7 @@ def test_training_ends_after_its_step_with_a_checkpoint_that_loads(place: Path) 
     assert again.returncode == 0 and f"continuing from run after step {step}" in out
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_preprocessing_leaves_nothing_behind(place: Path, workers: int) -> None:
     words = "megatron-data preprocess --input corpus.jsonl --tokenizer-model bytes"
     process = start(f"{words} --output-prefix out --workers {workers}", place)
@@ -90,6 +90,18 @@ def test_preprocessing_leaves_nothing_behind(place: Path, workers: int) -> None:
     _, err = interrupt(process)
     assert (process.returncode, err) == (130, "megatron-data: interrupted\n")
     assert not list(place.glob("*out_text*"))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.1, 0.2, 0.4])
+def test_workers_that_are_starting_say_nothing(place: Path, seconds: float) -> None:
+    words = "megatron-data preprocess --input corpus.jsonl --tokenizer-model bytes"
+    process = start(f"{words} --output-prefix early --workers 2", place)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_for(lambda: bool(children.read_text().split()), process)
+    time.sleep(seconds)
+    _, err = interrupt(process)
+    assert (process.returncode, err) == (130, "megatron-data: interrupted\n")
+    assert not list(place.glob("*early_text*"))
 
 
 def test_generation_keeps_what_was_written_and_says_so(place: Path) -> None:

@@ -82,7 +82,7 @@ def requests(document: dict[str, Any]) -> st.SearchStrategy[tuple[str, str, byte
         paths,
         body,
     ).filter(lambda one: (one[0], plain(one[1])) not in known | {("GET", "/page.js")})
-    return st.one_of(described, described, described, mistyped, elsewhere)
+    return st.one_of(*[described] * 5, mistyped, elsewhere)
 
 
 def plain(path: str) -> str:
@@ -125,7 +125,7 @@ def test_a_thousand_malformed_requests_are_refused_and_the_server_goes_on(server
     seconds = time.monotonic() - started
     print(f"{statuses.total()} requests in {seconds:.1f} s: {dict(statuses)}")
     assert statuses.total() >= REQUESTS
-    assert statuses[400] > REQUESTS / 3  # of what is described, and not only of unknown paths
+    assert statuses[400] > REQUESTS / 2  # of what is described, and not only of unknown paths
     assert statuses[404] and statuses[405] and statuses[415]
     assert server.ask("GET", "/health") == (200, {"status": "ok"})
     status, answer = server.ask("PUT", "/api", prompts=["Hello world"], tokens_to_generate=1)

@@ -18,7 +18,7 @@ from megatron_data import (
     read_texts,
     verify,
 )
-from megatron_data.preprocessing.pool import ordered_map
+from megatron_data.preprocessing.pool import _interrupts_held, ordered_map
 from megatron_data.sources.json_lines import JsonLines, LinesChunk, parse
 
 
@@ -214,6 +214,17 @@ def _late_first(number: int) -> int:
 
 def _die(number: int) -> int:
     os._exit(1)
+
+
+def test_an_interrupt_waits_until_a_worker_has_started_and_does_not_reach_it() -> None:
+    blocked = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+    done = ""
+    with pytest.raises(KeyboardInterrupt), _interrupts_held():
+        os.kill(os.getpid(), signal.SIGINT)
+        done = subprocess.check_output([sys.executable, "-c", blocked], text=True)
+    assert done == "True\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_results_keep_the_order_of_the_input() -> None:

@@ -36,7 +36,7 @@ from megatron_parallel.pipeline.shared import broadcast_from_last_stage
 from megatron_parallel.testing import Rank, WorkerError, WorkerPool
 from torch import Tensor, nn
 
-SECONDS = 1.5
+SECONDS = 2.0
 Act = Callable[[Mesh, Callable[[], None]], object]
 Answer = tuple[str, float]
 

@@ -1,4 +1,5 @@
 from ._version import __version__ as __version__
+from .axes import Axis as Axis
 from .collective_failure import naming_failures as naming_failures
 from .collectives import all_gather as all_gather
 from .collectives import all_reduce as all_reduce
@@ -23,6 +24,7 @@ from .dropout import keep_mask as keep_mask
 from .dropout import keyed_dropout as keyed_dropout
 from .errors import CollectiveError as CollectiveError
 from .errors import FieldError as FieldError
+from .errors import LayoutError as LayoutError
 from .grid import Grid as Grid
 from .init import initialize as initialize
 from .init import initialize_parameters as initialize_parameters
@@ -32,9 +34,7 @@ from .init import uniform_ as uniform_
 from .inner_losses import InnerLosses as InnerLosses
 from .layout import Coordinates as Coordinates
 from .layout import ExpertCoordinates as ExpertCoordinates
-from .layout import LayoutError as LayoutError
 from .layout import ParallelLayout as ParallelLayout
-from .mesh import Axis as Axis
 from .mesh import GridMesh as GridMesh
 from .mesh import Mesh as Mesh
 from .mesh import bind_grids as bind_grids

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from torch.distributed import DistStoreError
 
-from megatron_parallel.errors import CollectiveError, backend_text, rank_list
-from megatron_parallel.layout import LayoutError
+from megatron_parallel.errors import CollectiveError, LayoutError, backend_text, rank_list
 from megatron_parallel.store import BoundedStore, StoreError
 
 

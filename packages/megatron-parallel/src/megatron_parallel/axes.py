@@ -65,6 +65,7 @@ class BoundAxes:
 
     def __init__(
         self,
+        place: str,
         members: Mapping[str, tuple[int, ...]],
         rank: int,
         device: str | torch.device,
@@ -72,6 +73,7 @@ class BoundAxes:
         groups: Groups | None,
         job: Job | None,
     ) -> None:
+        self._place = place  # for errors
         self.rank = rank
         self.world_size = len(members["world"])
         self.device = torch.device(device)
@@ -104,11 +106,6 @@ class BoundAxes:
     def _canonical(self, name: str) -> str:
         """The name under which an axis is kept."""
         return name
-
-    @property
-    def _place(self) -> str:
-        """What the axes belong to, for errors."""
-        raise NotImplementedError
 
     def agree(self, topic: str, values: Mapping[str, str], axis: str = "world") -> None:
         """Raise `LayoutError` on every rank of `axis` unless all of them give equal `values`.

@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
+from megatron_parallel.axes import Axis
 from megatron_parallel.errors import CollectiveError, backend_text, rank_list
-from megatron_parallel.mesh import Axis
 from megatron_parallel.store import BoundedStore, StoreError, default_store
 
 GRACE: Final = 2.0

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron_parallel.layout import LayoutError
+from megatron_parallel.errors import LayoutError
 
 
 class InnerLosses:

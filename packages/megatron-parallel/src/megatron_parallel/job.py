@@ -36,6 +36,29 @@ class Job:
         if self._owned:
             _init_default_group(self.device, timeout)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._agree(topic, notes)
+        self.number = default_store().add(f"mesh/{self.rank}", 1)  # equal on all ranks
+
+    def create_groups(self, wanted: Iterable[tuple[int, ...]]) -> Groups:
+        """Create groups, on all ranks in this order, and return those that this rank is in.
+
+        Equal sets of ranks (tp and tp_cp when cp is 1) share one, and one rank needs none. Returns
+        when every rank has them: one that is lost from then on is named by what it did not join.
+        """
+        sets = list(dict.fromkeys(ranks for ranks in wanted if len(ranks) > 1))
+        try:
+            groups = _compat.new_groups(sets, self.timeout)
+        except RuntimeError as error:
+            self.leave()
+            raise CollectiveError(
+                f"not all of {self.world_size} ranks created the process groups within "
+                f"{self.timeout.total_seconds():g} s: see their own output ({backend_text(error)})"
+            ) from error
+        self._agree("process groups", {"number of groups": str(len(sets))})
+        return groups
+
+    def _agree(self, topic: str, notes: Mapping[str, str]) -> None:
+        """As `agree`; a rank that disagrees, or is left alone, leaves the job."""
         try:
             agree(
                 default_store(),
@@ -43,27 +66,11 @@ class Job:
                 notes,
                 rank=self.rank,
                 ranks=range(self.world_size),
-                timeout=timeout,
+                timeout=self.timeout,
             )
-            self.number = default_store().add(f"mesh/{self.rank}", 1)  # equal on all ranks
         except (LayoutError, CollectiveError):
             self.leave()
             raise
-
-    def create_groups(self, wanted: Iterable[tuple[int, ...]]) -> Groups:
-        """Create groups, on all ranks in this order, and return those that this rank is in.
-
-        Equal sets of ranks (tp and tp_cp when cp is 1) share one, and one rank needs none.
-        """
-        sets = list(dict.fromkeys(ranks for ranks in wanted if len(ranks) > 1))
-        try:
-            return _compat.new_groups(sets, self.timeout)
-        except RuntimeError as error:
-            self.leave()
-            raise CollectiveError(
-                f"not all of {self.world_size} ranks created the process groups within "
-                f"{self.timeout.total_seconds():g} s: see their own output ({backend_text(error)})"
-            ) from error
 
     def enter(self) -> None:
         """Count one more mesh that lives on this job's default group."""

@@ -19,7 +19,7 @@ import difflib
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
 
-from megatron_parallel.errors import LayoutError as LayoutError  # noqa: PLC0414 - known from here
+from megatron_parallel.errors import LayoutError
 from megatron_parallel.grid import Grid
 
 AXES: Final = ("tp", "cp", "ep", "dp", "pp")

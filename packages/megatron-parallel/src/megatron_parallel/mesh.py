@@ -14,7 +14,6 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from megatron_parallel.axes import Axis as Axis  # noqa: PLC0414 - known from here
 from megatron_parallel.axes import BoundAxes
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.grid import Grid
@@ -48,7 +47,7 @@ class Mesh(BoundAxes):
             name: _shifted(layout.group_of(name, rank - first), first)
             for name in layout.group_names
         }
-        super().__init__(members, rank, device, timeout, groups, job)
+        super().__init__(f"layout {layout}", members, rank, device, timeout, groups, job)
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> "Mesh":
@@ -92,10 +91,6 @@ class Mesh(BoundAxes):
     def _canonical(self, name: str) -> str:
         return name if name in self._axes else canonical_group_name(name)
 
-    @property
-    def _place(self) -> str:
-        return f"layout {self.layout}"
-
     def __repr__(self) -> str:
         return f"Mesh(rank {self.rank} of {self.world_size}, {self.layout}, {self.device})"
 
@@ -118,11 +113,7 @@ class GridMesh(BoundAxes):
     ) -> None:
         self.grid = grid
         members = {name: grid.group_of(axes, rank) for name, axes in grid.named_groups.items()}
-        super().__init__(members, rank, device, timeout, groups, job)
-
-    @property
-    def _place(self) -> str:
-        return f"grid {self.grid}"
+        super().__init__(f"grid {grid}", members, rank, device, timeout, groups, job)
 
     def __repr__(self) -> str:
         return f"GridMesh(rank {self.rank} of {self.world_size}, {self.grid}, {self.device})"

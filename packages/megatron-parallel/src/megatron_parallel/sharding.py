@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, cast
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from megatron_parallel.layout import LayoutError
+from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 
 

@@ -2,10 +2,12 @@
 
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any, Generic, TypeVar
 
@@ -25,12 +27,37 @@ class _Task(Generic[T, R]):
 
 def _start(function: Callable[[Any], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one thread
     _Task.function = function
 
 
 def _call(item: Any) -> Any:
     return _Task.function(item)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits until the block ends, and does not reach the processes that start in it.
+
+    A process that is interrupted while it starts, or whose parent is while it hands it its work,
+    ends in a traceback. Blocked signals are inherited, so `_start` comes before them. They are
+    also caught, because another thread may receive what this one blocks.
+    """
+    came: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)  # None: not of Python, and not ours to replace
+    caught = handler is not None and threading.current_thread() is threading.main_thread()
+    if caught:
+        signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what is pending comes now
+        if caught:
+            signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
@@ -56,7 +83,8 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) ->
     waiting: deque[Future[R]] = deque()
     try:
         for item in items:
-            waiting.append(pool.submit(_call, item))
+            with _interrupts_held():  # a submission may start a worker
+                waiting.append(pool.submit(_call, item))
             if len(waiting) >= _IN_FLIGHT_PER_WORKER * workers:
                 yield waiting.popleft().result()
         while waiting:

@@ -17,11 +17,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron_parallel.axes import Axis
 from megatron_parallel.collective_failure import naming_failures
 from megatron_parallel.context_parallel.blocks import RingPlan
 from megatron_parallel.context_parallel.plain import BlockOperations, PlainBlocks
-from megatron_parallel.layout import LayoutError
-from megatron_parallel.mesh import Axis
+from megatron_parallel.errors import LayoutError
 
 
 def ring_attention(

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from megatron_parallel.layout import LayoutError
+from megatron_parallel.errors import LayoutError
 
 
 def check_length(length: int, ranks: int) -> None:

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_parallel.axes import Axis
 from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
 from megatron_parallel.data_parallel.finite import NotFinite
 from megatron_parallel.data_parallel.plan import BucketPlan
@@ -20,7 +21,6 @@ from megatron_parallel.data_parallel.reduction import (
     sum_shard,
     sum_whole,
 )
-from megatron_parallel.mesh import Axis
 
 PURPOSE: Final = "gradients"
 """What the messages of a sum are for, in `Traffic`."""

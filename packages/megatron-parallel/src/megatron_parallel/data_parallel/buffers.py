@@ -33,13 +33,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from megatron_parallel.axes import Axis
 from megatron_parallel.data_parallel.bucket import Bucket, Reduction
 from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
 from megatron_parallel.data_parallel.finite import NotFinite
 from megatron_parallel.data_parallel.plan import BucketPlan, plan_buckets
 from megatron_parallel.data_parallel.reduction import Route
-from megatron_parallel.layout import LayoutError
-from megatron_parallel.mesh import Axis, Mesh
+from megatron_parallel.errors import LayoutError
+from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import Sharding
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from megatron_parallel.layout import LayoutError
+from megatron_parallel.errors import LayoutError
 
 BUCKET_SIZE: Final = 2**22
 """Elements of a bucket unless told otherwise; a larger parameter has a bucket of its own."""

@@ -34,7 +34,7 @@ from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
 from megatron_parallel.data_parallel.finite import NotFinite
 from megatron_parallel.data_parallel.plan import main_dtype
 from megatron_parallel.data_parallel.reduction import Messages, Route
-from megatron_parallel.layout import LayoutError
+from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import Sharding, View, box_views
 

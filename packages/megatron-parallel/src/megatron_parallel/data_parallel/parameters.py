@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_parallel.data_parallel.bucket import Bucket, Reduction
 from megatron_parallel.data_parallel.buffers import GradientBuffers
 from megatron_parallel.data_parallel.reduction import Messages, Started
-from megatron_parallel.layout import LayoutError
+from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import Sharding, View, flat_range_views
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_parallel.data_parallel.config import BUCKET_SIZE
-from megatron_parallel.layout import LayoutError
+from megatron_parallel.errors import LayoutError
 from megatron_parallel.sharding import Sharding
 
 ALIGNMENT: Final = 64

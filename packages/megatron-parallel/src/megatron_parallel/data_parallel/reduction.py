@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_parallel import _compat
+from megatron_parallel.axes import Axis
 from megatron_parallel.collective_failure import naming_failures
-from megatron_parallel.mesh import Axis
 
 
 class Route(NamedTuple):

@@ -27,6 +27,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_parallel.collectives import all_gather
+from megatron_parallel.errors import LayoutError
 from megatron_parallel.expert_parallel.exchange import (
     InFlight,
     Route,
@@ -34,7 +35,6 @@ from megatron_parallel.expert_parallel.exchange import (
     start_exchange,
 )
 from megatron_parallel.expert_parallel.gather import gather_rows, gather_sizes, scatter_rows
-from megatron_parallel.layout import LayoutError
 from megatron_parallel.mesh import Mesh
 
 DISPATCH: Final = "dispatched tokens"

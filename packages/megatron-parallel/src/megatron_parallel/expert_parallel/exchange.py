@@ -18,9 +18,9 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron_parallel.axes import Axis
 from megatron_parallel.collective_failure import naming_failures
-from megatron_parallel.layout import LayoutError
-from megatron_parallel.mesh import Axis
+from megatron_parallel.errors import LayoutError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from html import escape
 from math import gcd, lcm
 from typing import Final, Literal, NamedTuple
 
-from megatron_parallel.layout import LayoutError
+from megatron_parallel.errors import LayoutError
 from megatron_parallel.pipeline.simulator import Event, Timeline, Times, simulate
 
 MOST_CELLS: Final = 4000

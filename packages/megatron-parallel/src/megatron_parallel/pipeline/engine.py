@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_parallel.layout import LayoutError
+from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.pipeline.contract import AroundBackward, Inputs, PassedOn, no_context
 from megatron_parallel.pipeline.loop import LoopRunner, Runner

@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from megatron_parallel.data_parallel.buffers import GradientBuffers
 from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
 from megatron_parallel.data_parallel.fully_sharded import FullySharded
-from megatron_parallel.layout import LayoutError
+from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.pipeline.contract import Backward
 from megatron_parallel.pipeline.shared import stage_parameters

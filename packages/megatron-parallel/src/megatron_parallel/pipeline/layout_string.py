@@ -10,7 +10,7 @@ Source: `PipelineParallelLayerLayout` of megatron-core 0.16, whose reading of a 
 import re
 from itertools import accumulate, pairwise
 
-from megatron_parallel.layout import LayoutError
+from megatron_parallel.errors import LayoutError
 
 
 def count_stages(text: str) -> int:

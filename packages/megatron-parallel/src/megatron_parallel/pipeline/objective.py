@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_parallel.layout import LayoutError
+from megatron_parallel.errors import LayoutError
 
 Loss = Callable[[Any, Any], Mapping[str, Tensor]]
 """`loss(output, micro_batch)`: sums over the micro-batch, by name."""

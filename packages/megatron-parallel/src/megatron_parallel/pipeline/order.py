@@ -8,7 +8,8 @@ torch's schedules run; tests compare them with torch's own and with what ranks r
 from collections import Counter
 from typing import Literal, NamedTuple
 
-from megatron_parallel.layout import LayoutError, stages_of
+from megatron_parallel.errors import LayoutError
+from megatron_parallel.layout import stages_of
 from megatron_parallel.pipeline.rules import check_micro_batches, schedule_kind
 
 Kind = Literal["F", "B", "I", "W"]

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from megatron_parallel.layout import LayoutError, ParallelLayout, Placement
+from megatron_parallel.errors import LayoutError
+from megatron_parallel.layout import ParallelLayout, Placement
 
 
 @dataclass(frozen=True)

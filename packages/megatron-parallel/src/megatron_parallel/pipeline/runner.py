@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from megatron_parallel import _compat
 from megatron_parallel.collectives import all_gather
-from megatron_parallel.errors import CollectiveError
-from megatron_parallel.layout import LayoutError
+from megatron_parallel.errors import CollectiveError, LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.pipeline.contract import AroundBackward, Inputs, Passed, PassedOn
 from megatron_parallel.pipeline.failure import PeerError, Watch

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_parallel.collectives import all_reduce, broadcast
-from megatron_parallel.layout import LayoutError
+from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 
 

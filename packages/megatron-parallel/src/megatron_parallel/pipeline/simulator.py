@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final, NamedTuple
 
-from megatron_parallel.layout import LayoutError, stages_of
+from megatron_parallel.errors import LayoutError
+from megatron_parallel.layout import stages_of
 from megatron_parallel.pipeline.order import Action, planned_actions
 from megatron_parallel.pipeline.rules import check_micro_batches, schedule_kind
 

@@ -8,7 +8,8 @@ et al. 2021, section 2.2). Layers keep their global numbers.
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from megatron_parallel.layout import LayoutError, stages_of
+from megatron_parallel.errors import LayoutError
+from megatron_parallel.layout import stages_of
 
 
 def split_layers(

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megatron_parallel import _compat
 from megatron_parallel._compat import living_storage, weak_storage
+from megatron_parallel.axes import Axis
 from megatron_parallel.collectives import all_gather
-from megatron_parallel.mesh import Axis
 
 PURPOSE: Final = "kept activations"
 """What its messages are for, in `Traffic` and in errors."""

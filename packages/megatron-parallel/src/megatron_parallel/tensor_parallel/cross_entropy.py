@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron_parallel.axes import Axis
 from megatron_parallel.collectives import all_reduce
-from megatron_parallel.mesh import Axis
 
 IGNORED_TARGET: Final = -100
 """A target that has no loss and no gradient, as in `torch.nn.functional.cross_entropy`."""

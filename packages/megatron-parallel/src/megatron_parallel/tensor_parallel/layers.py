@@ -18,13 +18,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatron_parallel.axes import Axis
 from megatron_parallel.collectives import (
     copy_to_axis,
     gather_sequence,
     reduce_from_axis,
     scatter_sequence,
 )
-from megatron_parallel.mesh import Axis, Mesh
+from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import DEFAULT_INIT, ZEROS, Init, Sharding
 
 
