@@ -112,7 +112,7 @@ def test_the_line_of_175_billion_parameters_is_understood_as_there(call, monkeyp
     ("flag", "message"),
     [
         ("--fp16", "--fp16 is not supported yet, it is planned: fp16 with a loss scale"),
-        ("--checkpoint-activations", "--checkpoint-activations is not supported yet"),
+        ("--checkpoint-activations", "give --recompute-granularity full"),
         ("--rampup-batch-size 16 16 5859375", "--rampup-batch-size is not supported yet"),
         ("--data-impl mmap", "--data-impl is a flag of Megatron-LM that is not needed here"),
         ("--distributed-backend nccl", "--distributed-backend is a flag of Megatron-LM that is"),

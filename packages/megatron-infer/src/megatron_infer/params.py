@@ -15,7 +15,12 @@ class SamplingParams:
     """
 
     max_new_tokens: int = field(
-        default=128, metadata={"help": "tokens to generate at most", "flag": "--max-new-tokens"}
+        default=128,
+        metadata={
+            "help": "tokens to generate at most",
+            "flag": "--max-new-tokens",
+            "also": "--tokens-to-generate",  # as the server's requests have it
+        },
     )
     temperature: float = field(
         default=1.0,

@@ -42,7 +42,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     sampling = parser.add_argument_group("sampling")
     for setting in dataclasses.fields(SamplingParams):
         sampling.add_argument(
-            setting.metadata["flag"],
+            *(setting.metadata[key] for key in ("flag", "also") if key in setting.metadata),
             dest=setting.name,
             type=float if setting.type is float else int,
             default=setting.default,

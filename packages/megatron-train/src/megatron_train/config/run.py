@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -78,6 +80,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.layout.dp is None:
             object.__setattr__(self, "layout", self.layout.resolve(_model_ranks(self.layout)))
+        self._place_stages()
         if self.data.seq_length > self.model.max_position_embeddings:
             raise TrainError(
                 f"--seq-length {self.data.seq_length} exceeds --max-position-embeddings "
@@ -127,17 +130,18 @@ class RunConfig:
         check_experts(self.model, layout, training)
         self._check_pipeline()
 
+    def _place_stages(self) -> None:
+        """Complete the layout: its stages lie where the schedule wants them."""
+        with _told_by_flags("pipeline"):
+            object.__setattr__(self, "layout", self.pipeline.place(self.layout))
+
     def _check_pipeline(self) -> None:
-        """Put the stages where the schedule wants them; refuse what it cannot run."""
-        flags = {option.name: option.flag for option in options_of(PipelineConfig, "pipeline")}
-        try:
-            layout = self.pipeline.place(self.layout)
-            object.__setattr__(self, "layout", layout)
+        """Refuse what the schedule cannot run."""
+        layout = self.layout
+        with _told_by_flags("pipeline"):
             self.pipeline.split(self.model.num_layers, layout)
             schedule = self.pipeline.schedule_of(layout)
             check_micro_batches(schedule, layout.pp, layout.vpp, self.accumulation)
-        except FieldError as error:
-            raise TrainError(error.told(flags)) from None
         if not schedule_kind(schedule).splits_backward:
             return
         if self.model.num_experts:  # nobody has proven it
@@ -158,15 +162,13 @@ class RunConfig:
 
     def _check_recompute(self) -> None:
         """Refuse to keep activations in a way that the layout or compiled code cannot."""
-        flags = {option.name: option.flag for option in options_of(Recompute, "recompute")}
-        try:
+        with _told_by_flags("recompute"):
             cut = self.training.sequence_parallel
             self.recompute.check(self.layout, sequence_parallel=cut)
-        except FieldError as error:
-            raise TrainError(error.told(flags)) from None
-        if self.training.compile and self.recompute.packing is not None:
+        packing = self.recompute.packing
+        if self.training.compile and packing is not None:
             raise TrainError(
-                f"{flags[self.recompute.packing]} does not reach code that --compile compiles, "
+                f"{_flags('recompute')[packing]} does not reach code that --compile compiles, "
                 "which decides itself how activations are kept; leave out one of them"
             )
 
@@ -337,6 +339,20 @@ def _resolve(layout: ParallelLayout, world_size: int) -> ParallelLayout:
             f"{needed}, or by torchrun"
         )
     return layout.resolve(world_size)
+
+
+def _flags(section: str) -> dict[str, str]:
+    """The flag of every field of a section."""
+    return {option.name: option.flag for option in options_of(SECTIONS[section][1], section)}
+
+
+@contextmanager
+def _told_by_flags(section: str) -> Iterator[None]:
+    """What the section refuses in the `with` block is told by its flags, as a `TrainError`."""
+    try:
+        yield
+    except FieldError as error:
+        raise TrainError(error.told(_flags(section))) from None
 
 
 def _model_ranks(layout: ParallelLayout) -> int:
