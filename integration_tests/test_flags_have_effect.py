@@ -154,6 +154,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "training.cp_comm_type": ({}, {"--cp-comm-type": "a2a"}),
     "training.context_parallel_split": ({}, {"--context-parallel-split": "per_document"}),
     "training.moe_token_dispatcher_type": (EXPERTS, {"--moe-token-dispatcher-type": "alltoall"}),
+    "training.tp_comm_overlap": ({}, {"--tp-comm-overlap": ""}),
     "training.hidden_dropout": ({}, {"--hidden-dropout": "0.3"}),
     "training.attention_dropout": ({}, {"--attention-dropout": "0.3"}),
     "training.distributed_timeout_minutes": ({}, {"--distributed-timeout-minutes": "1"}),
@@ -426,6 +427,7 @@ def test_a_flag_changes_the_run(key, prepared, unchanged, tmp_path, capsys):
         "data_parallel.use_torch",
         "data_parallel.torch",
         "training.sequence_parallel",
+        "training.tp_comm_overlap",
         "training.device",
         "data.merge_file",
     )

@@ -6,18 +6,20 @@ are uneven, documents cross every cut, micro-batches have unequally many true to
 
 import zlib
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import pytest
 import torch
 from megatron_kernels import Mask
 from megatron_models import GPT, ConfigError, Dropout, GPTConfig, gpt_chunks
+from megatron_models.cache import StaticKVCache
 from megatron_models.layers.dropout import StageDropout
 from megatron_models.layers.embedding import PositionEmbedding
 from megatron_parallel import (
     DropoutKey,
     GradientBuffers,
+    LayoutError,
     Mesh,
     ParallelLayout,
     PipelineEngine,
@@ -210,6 +212,47 @@ def test_losses_and_gradients_with_dropout_equal_one_rank(worker_pool, one_rank,
     ranks = worker_pool.run_mesh(case.layout, step, CONFIGS[name], case)
     worst, where = largest_difference(one, ranks, case.layout.pp)
     assert worst <= TOLERANCE, where
+
+
+@pytest.mark.parametrize(("case", "groups"), [("tp4-sp", 2), ("tp2", 1)])
+def test_ranks_share_a_query_group(worker_pool, case, groups):
+    config = replace(CONFIGS["untied"], num_query_groups=groups)
+    one = step(Mesh.single(), config, Case(ParallelLayout(dp=1)))
+    ranks = worker_pool.run_mesh(CASES[case].layout, step, config, CASES[case])
+    worst, where = largest_difference(one, ranks, 1)
+    assert worst <= TOLERANCE, where
+
+
+def test_ranks_that_share_a_query_group_decode_with_its_keys(worker_pool):
+    config = replace(CONFIGS["untied"], num_query_groups=2)
+    whole = decoded(Mesh.single(), config)
+    ranks = worker_pool.run_mesh(CASES["tp4-sp"].layout, decoded, config)
+    torch.testing.assert_close(torch.cat(ranks, -1), whole, rtol=0, atol=TOLERANCE)
+
+
+def decoded(mesh, config):
+    """This rank's columns of the logits of seven tokens: five at once, then one by one."""
+    model = GPT(config, mesh, dtype=torch.float64)
+    tokens = make_batch(1)["tokens"]
+    cache = StaticKVCache(config, mesh, BATCH, LENGTH, dtype=torch.float64)
+    with torch.no_grad():
+        parts = [model(tokens[:, at], cache=cache) for at in (slice(5), slice(5, 6), slice(6, 7))]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "ranks", "message"),
+    [
+        (6, 2, 4, r"2 of 4 .* ranks share a query group and cannot share its 3 heads .* \(6\)"),
+        (12, 3, 4, "4 ranks of axis 'tp' cannot share the 3 entries of dim 0"),
+    ],
+)
+def test_heads_that_ranks_cannot_share_are_refused(heads, groups, ranks, message):
+    config = GPTConfig(
+        **SHAPE | {"num_attention_heads": heads, "num_query_groups": groups, "hidden_size": 48}
+    )
+    with pytest.raises(LayoutError, match=message):
+        GPT(config, Mesh(ParallelLayout(tp=ranks, dp=1), 1))
 
 
 def test_without_dropout_too_and_dropout_changes_the_losses(worker_pool, one_rank):

@@ -33,6 +33,7 @@ DEFECT_SAMPLE = {
     "weights are read before they are gathered",
     "fully sharded gradients are averaged over micro-batches",
     "the upper stages of a V have the layers of a loop",
+    "an input is gathered again in another order",
     "every micro-batch is divided by its own number of tokens",
     "padding of the vocabulary gets probability",
     "later stages attend across documents",

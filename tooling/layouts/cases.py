@@ -1,6 +1,6 @@
 """What is proven: layouts, and the models and batches they are proven with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -59,12 +59,14 @@ MODELS = {
         moe_aux_loss_coeff=0.05,
     ),
 }
-"""GPT-2's kind (learned positions, LayerNorm, biases, tied), Llama's, and mixtures of experts.
+MODELS["few"] = replace(MODELS["untied"], num_query_groups=2, add_qkv_bias=True)
+"""GPT-2's kind (learned positions, LayerNorm, biases, tied), Llama's, mixtures of experts.
 
-`moe` has biases in its experts, a shared one, attention sinks and both losses of a router.
+`moe` has biases in its experts, a shared one, attention sinks and both losses of a router; `few` is
+Llama's with two KV heads and biases of its queries.
 """
 
-Model = Literal["tied", "untied", "moe", "moe-gated"]
+Model = Literal["tied", "untied", "moe", "moe-gated", "few"]
 
 SPLITS = {
     1: (range(5),),
@@ -118,6 +120,7 @@ class Case:
         dispatcher: how tokens get to their experts.
         schedule: of the pipeline, where it is not the default one.
         per_token: whether tokens have equal weights in the loss of a step, or else micro-batches.
+        chunks: whether activations are gathered and scattered in chunks.
     """
 
     layout: ParallelLayout
@@ -132,6 +135,7 @@ class Case:
     dispatcher: Literal["allgather", "alltoall"] = "allgather"
     schedule: str | None = None
     per_token: bool = True
+    chunks: bool = False
 
     @property
     def config(self) -> GPTConfig:
@@ -149,6 +153,7 @@ class Case:
         layout = self.layout
         parts = [f"tp{layout.tp}"] if layout.tp > 1 else []
         parts += ["sp"] if self.sequence_parallel else []
+        parts += ["chunks"] if self.chunks else []
         parts += [f"cp{layout.cp}"] if layout.cp > 1 else []
         parts += [self.comm] if self.comm != "p2p" else []
         parts += ["documents"] if self.per_document else []
@@ -205,6 +210,7 @@ def _case(model: Model, micro_batch: int = 1, *options: str, **degrees: int) -> 
         "alltoall" if "alltoall" in options else "allgather",
         schedule,
         "means" not in options,
+        "chunks" in options,
     )
 
 
@@ -310,5 +316,9 @@ CASES = (
     _case("untied", 1, "fsdp", "dropout", pp=2, vpp=2, dp=2),
     _case("tied", 1, "fsdp", "sp", "dropout", tp=2, pp=2, dp=2),
     _case("tied", 2, "fsdp", dp=4, dp_outer=2),
+    _case("few", 2, "dropout", tp=4),
+    _case("few", 1, "sp", "sharded", tp=4, dp=2),
+    _case("untied", 2, "sp", "chunks", "dropout", tp=2),
+    _case("tied", 1, "sp", "chunks", "uniform", tp=4, pp=2),
 )
 """Layouts of 2, 4 and 8 ranks, each with the number of samples in a micro-batch."""

@@ -76,6 +76,7 @@ def build_trainer(
         mesh,
         split=SPLITS[mesh.layout.pp * mesh.layout.vpp],
         sequence_parallel=case.sequence_parallel,
+        tp_comm_overlap=case.chunks,
         recompute=RECOMPUTE[case.recompute],
         dispatcher=case.dispatcher,
         dtype=dtype,

@@ -386,7 +386,10 @@ class ToldTooEarly(StageGradients):
 
     def around_backward(self, backward: Backward) -> contextlib.AbstractContextManager[None]:
         if backward.split and backward.last and backward.stage > 0:  # stage 0 has hooks that notice
-            self._of_stage[backward.stage].complete()
+            early = self._of_stage[backward.stage]
+            early.complete()
+            for bucket in early.buckets:  # or a slow sum might still see what comes
+                bucket.wait()
             return contextlib.nullcontext()
         return super().around_backward(backward)
 

@@ -17,6 +17,7 @@ from megatron_parallel import (
     parameter_views,
     vocab_parallel_cross_entropy,
 )
+from megatron_parallel.tensor_parallel import overlap_forward
 from megatron_parallel.testing import WorkerPool
 from torch import nn
 from torch.nn import functional
@@ -76,10 +77,11 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def train_once(
-    mesh: Mesh, sequence_parallel: bool
+    mesh: Mesh, sequence_parallel: bool, chunks: int = 1
 ) -> tuple[torch.Tensor, dict[str, Parts], dict[str, Parts]]:
     """Loss per token, and parameters and gradients as (offsets, lengths, part)."""
     model = Network(mesh, sequence_parallel)
+    overlap_forward(model, chunks)
     table = collect_shardings(model)
     initialize_parameters(model, seed=3, mesh=mesh)
     with torch.no_grad():  # biases must not be zero, or a doubled one would go unnoticed
@@ -161,6 +163,13 @@ def test_ranks_equal_plain_torch(
     sequence_parallel: bool,
 ) -> None:
     check(worker_pool.run_mesh(TP[ranks], train_once, sequence_parallel, ranks=ranks), reference)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_communication_in_chunks_changes_nothing(
+    worker_pool: WorkerPool, reference: Reference, ranks: int
+) -> None:
+    check(worker_pool.run_mesh(TP[ranks], train_once, True, 4, ranks=ranks), reference)
 
 
 def test_layers_are_built_without_values(single: Mesh) -> None:

@@ -154,7 +154,7 @@ def test_a_column_and_a_row_parallel_layer(worker_pool: WorkerPool, n: int) -> N
         assert records == [("tp", "all_reduce", 2, 2 * whole)]  # one forward, one backward
     for records in worker_pool.run_mesh(layout, counted, lambda mesh: pair(mesh, True)):
         assert sorted(records) == [
-            ("tp", "all_gather", 2, 2 * whole // n),
+            ("tp", "all_gather", 3, 3 * whole // n),  # the input twice: kept is a part
             ("tp", "all_reduce of gradients", 1, aligned(H) * F64),  # the row-parallel bias
             ("tp", "reduce_scatter", 2, 2 * whole),
         ]
@@ -376,11 +376,11 @@ def test_tied_weights_without_buffers(worker_pool: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "defect",
-    ["megatron_parallel.collectives._sum", "megatron_parallel.mesh.Axis.count"],
+    ("defect", "calls"),
+    [("megatron_parallel.collectives._sum", 3), ("megatron_parallel.mesh.Axis.count", 4)],
 )
-def test_a_planted_defect_shows(worker_pool: WorkerPool, defect: str) -> None:
-    """A sum too many, or messages counted twice: the formula of the pair does not hold."""
+def test_a_planted_defect_shows(worker_pool: WorkerPool, defect: str, calls: int) -> None:
+    """A forward sum too many, or messages counted twice: the formula does not hold."""
 
     def broken(mesh: Mesh) -> Records:
         with pytest.MonkeyPatch.context() as patch:
@@ -395,4 +395,4 @@ def test_a_planted_defect_shows(worker_pool: WorkerPool, defect: str) -> None:
             return counted(mesh, lambda mesh: pair(mesh, False))
 
     for records in worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), broken):
-        assert records == [("tp", "all_reduce", 4, 4 * S * B * H * F64)]
+        assert records == [("tp", "all_reduce", calls, calls * S * B * H * F64)]

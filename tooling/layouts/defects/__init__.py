@@ -14,6 +14,7 @@ from layouts.defects import (  # each enters its defects into the catalogue
     pipelines,
     places,
     shards,
+    tensor,
 )
 from layouts.defects.catalogue import DEFECTS, Defect, planted
 
@@ -30,4 +31,5 @@ __all__ = [
     "places",
     "planted",
     "shards",
+    "tensor",
 ]

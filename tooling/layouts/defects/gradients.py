@@ -1,13 +1,7 @@
 """Defects of gradients: what is summed, over which ranks, and how often."""
 
-from typing import Any
-
-import megatron_parallel.collectives as collectives
-import megatron_parallel.tensor_parallel.layers as layers
 from megatron_parallel import Mesh
 from megatron_parallel.data_parallel.bucket import Bucket
-from megatron_parallel.tensor_parallel import RowParallelLinear
-from torch import Tensor
 
 from layouts.defects.catalogue import Replace, defect
 
@@ -67,25 +61,3 @@ def _averaged(mesh: Mesh, replace: Replace) -> None:
             self.flat.div_(self.route.size)
 
     replace(Bucket, "wait", wrong)
-
-
-@defect("an input's gradient is not summed over tensor-parallel ranks", "tp2-tied")
-def _copy_without_sum(mesh: Mesh, replace: Replace) -> None:
-    replace(layers, "copy_to_axis", lambda x, axis: x)
-
-
-@defect("a gathered sequence's gradient is cut without being summed", "tp2·sp-untied")
-def _gather_without_sum(mesh: Mesh, replace: Replace) -> None:
-    def wrong(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return collectives._own_part(grads[0], ctx.axis, 0), None
-
-    replace(collectives._GatherSequence, "backward", staticmethod(wrong))
-
-
-@defect("a row-parallel bias is added by every rank", "tp2-tied")
-def _bias_on_every_rank(mesh: Mesh, replace: Replace) -> None:
-    def wrong(self: RowParallelLinear, x: Tensor) -> Tensor:
-        partial = layers.functional.linear(x, self.weight, self.bias)
-        return layers.reduce_from_axis(partial, self.axis)
-
-    replace(RowParallelLinear, "forward", wrong)

@@ -36,7 +36,10 @@ def activations(job: Job, *, first: bool, last: bool) -> Iterator[Message]:
         pairs = m * (each * layers + first + last)
         what = f"{each} each layer, 1 embedding, 1 output"
         if job.sequence_parallel:
-            yield Message(what, "tp", "all_gather", pairs, pairs * part)
+            # The inputs of column-parallel layers, once more in the backward pass.
+            gathered = pairs + m * (each // 2 * layers + last)
+            again = f"{each + each // 2} each layer, 1 embedding, 2 output"
+            yield Message(again, "tp", "all_gather", gathered, gathered * part)
             yield Message(what, "tp", "reduce_scatter", pairs, pairs * whole)
         else:
             yield Message(what, "tp", "all_reduce", pairs, pairs * whole)

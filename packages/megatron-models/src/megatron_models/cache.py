@@ -64,7 +64,7 @@ class StaticKVCache:
         self._rows = {layer: row for row, layer in enumerate(served)}
         if not self._rows:
             raise ConfigError("a cache for no layers cannot tell how many tokens were seen")
-        groups = config.num_query_groups // mesh.axis("tp").size
+        groups = config.groups_on_rank(mesh.axis("tp").size)
         shape = (len(self._rows), 2, max_length, batch_size, groups, config.kv_channels)
         self._store = torch.empty(shape, dtype=dtype, device=device or mesh.device)
         self._filled = [0] * len(self._rows)

@@ -295,6 +295,13 @@ class GPTConfig:
         """Query heads that share one key/value head, ``n / g``."""
         return self.num_attention_heads // self.num_query_groups
 
+    def groups_on_rank(self, tp: int) -> int:
+        """Query groups whose keys and values one of ``tp`` tensor-parallel ranks has.
+
+        Where there are more ranks than groups each has one, and shares it with others.
+        """
+        return max(1, self.num_query_groups // tp)
+
     @property
     def rotary_dim(self) -> int:
         """Channels of a head that are rotated; 0 with learned positions."""

@@ -10,8 +10,10 @@ from megatron_kernels import Mask
 from megatron_parallel import Init, InnerLosses, Mesh, Recompute, initialize_parameters
 from megatron_parallel.context_parallel import ContextSplit, check_length
 from megatron_parallel.tensor_parallel import (
+    CHUNKS,
     ColumnParallelLinear,
     column_parallel_linear,
+    overlap_forward,
     vocab_parallel_cross_entropy,
 )
 from torch import Tensor, nn
@@ -49,6 +51,8 @@ class GPT(nn.Module):
         sequence_parallel: between the tensor-parallel layers, cut activations along the sequence,
             ``[s/tp, b, h]``. Gradients of norms, position embeddings and row-parallel biases are
             then partial sums, which `megatron_parallel.GradientBuffers` adds up.
+        tp_comm_overlap: with sequence parallelism, communicate in chunks while the forward pass
+            computes (`megatron_parallel.tensor_parallel.overlap_forward`).
         recompute: what is computed again in the backward pass, and where the rest is kept; by
             default everything that autograd asks for is kept.
         dispatcher: how tokens get to the experts of a mixture of experts: ``allgather`` or
@@ -81,6 +85,7 @@ class GPT(nn.Module):
         chunk: int = 0,
         split: Sequence[range] | None = None,
         sequence_parallel: bool = False,
+        tp_comm_overlap: bool = False,
         recompute: Recompute | None = None,
         dispatcher: str = "allgather",
         dtype: torch.dtype = torch.float32,
@@ -135,6 +140,8 @@ class GPT(nn.Module):
                     dtype=dtype,
                     device=device,
                 )
+        self.chunks = CHUNKS if tp_comm_overlap else 1
+        overlap_forward(self, self.chunks)
         if device.type != "meta":
             self.initialize(seed)
 
@@ -332,7 +339,8 @@ class GPT(nn.Module):
             logits: Tensor = self.output(x)
             return logits
         weight = cast(Embedding, self.embedding).word.weight
-        return column_parallel_linear(x, weight, None, self.tp, self.sequence_parallel)
+        cut = self.sequence_parallel
+        return column_parallel_linear(x, weight, None, self.tp, cut, self.chunks)
 
 
 def gpt_chunks(
@@ -341,6 +349,7 @@ def gpt_chunks(
     *,
     split: Sequence[range] | None = None,
     sequence_parallel: bool = False,
+    tp_comm_overlap: bool = False,
     recompute: Recompute | None = None,
     dispatcher: str = "allgather",
     dtype: torch.dtype = torch.float32,
@@ -360,6 +369,7 @@ def gpt_chunks(
             chunk=chunk,
             split=split,
             sequence_parallel=sequence_parallel,
+            tp_comm_overlap=tp_comm_overlap,
             recompute=recompute,
             dispatcher=dispatcher,
             dtype=dtype,

@@ -63,6 +63,6 @@ from .tensor_parallel.cross_entropy import (
 from .tensor_parallel.layers import ColumnParallelLinear as ColumnParallelLinear
 from .tensor_parallel.layers import RowParallelLinear as RowParallelLinear
 from .tensor_parallel.layers import VocabParallelEmbedding as VocabParallelEmbedding
-from .tensor_parallel.layers import column_parallel_linear as column_parallel_linear
+from .tensor_parallel.linear import column_parallel_linear as column_parallel_linear
 from .traffic import Record as Record
 from .traffic import Traffic as Traffic

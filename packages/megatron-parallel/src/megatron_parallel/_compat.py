@@ -55,6 +55,20 @@ def start_all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -
     return _started(dist.all_to_all_single(received, sent, group=group, async_op=True))
 
 
+def gradient_wanted(ctx: Any, index: int) -> bool:
+    """Whether the backward pass under way needs a function's gradient of its input `index`.
+
+    `ctx.needs_input_grad` says whether any pass does; a split one needs some at a time. `index`
+    counts the inputs that are tensors, which must come first.
+    """
+    if not ctx.needs_input_grad[index]:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(ctx.next_functions[index][0]))
+    except RuntimeError:  # torch does not say so of a leaf that autograd.grad was asked for
+        return True
+
+
 def _started(work: dist.Work | None) -> dist.Work:
     if work is None:  # only to ranks outside of the group
         raise RuntimeError("the collective gave no work to wait for")

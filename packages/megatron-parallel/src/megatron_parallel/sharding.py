@@ -119,6 +119,8 @@ class Sharding:
         dim: The dim that is cut.
         padded: Size of `dim` in memory, when it is padded (vocabulary). Padding is never stored.
             Parts are `ceil(padded / axis size)` long, so that any axis size will do.
+        spill_dim: Dim that is cut too where the axis has more ranks than `dim` has entries: those
+            that share an entry cut it there into equal parts (query groups fewer than ranks).
         fused_dim: Dim that only enumerates fused weights (gate and up), which nobody may cut.
         experts: Whether dim 0 numbers the experts of a layer. Axis `ep` cuts it into equal parts,
             whatever `axis` does within each expert (`expert_tp`). Every expert starts from values
@@ -149,16 +151,24 @@ class Sharding:
     init: Init = DEFAULT_INIT
     tied: bool = False
     partial: str | None = None
+    spill_dim: int | None = None
 
     def __post_init__(self) -> None:
         if (self.axis is None) != (self.dim is None):
             raise LayoutError(f"axis={self.axis!r} and dim={self.dim} must be given together")
-        for name in ("dim", "fused_dim"):
+        for name in ("dim", "fused_dim", "spill_dim"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < len(self.shape):
                 raise LayoutError(f"{name}={value} is not a dim of shape {self.shape}")
         if self.dim is not None and self.dim == self.fused_dim:
             raise LayoutError(f"dim={self.dim} of shape {self.shape} is fused and cannot be cut")
+        if self.spill_dim is not None and (
+            self.dim is None or self.padded is not None or self.spill_dim == self.dim
+        ):
+            raise LayoutError(
+                f"spill_dim={self.spill_dim} of shape {self.shape} needs another dim that is cut, "
+                "without padding"
+            )
         if self.padded is not None and (self.dim is None or self.padded < self.shape[self.dim]):
             raise LayoutError(f"padded={self.padded} does not cover dim={self.dim} of {self.shape}")
         if self.partial is not None and self.partial == self.axis:
@@ -209,6 +219,8 @@ class Sharding:
         size, parts = self.shape[self.dim], mesh.axis(self.axis).size
         if self.padded is not None:
             return -(-self.padded // parts)
+        if self.sharers(mesh) > 1:
+            return 1
         if size % parts:
             raise LayoutError(
                 f"dim {self.dim} of shape {self.shape} cannot be cut into {parts} equal parts "
@@ -216,11 +228,27 @@ class Sharding:
             )
         return size // parts
 
+    def sharers(self, mesh: Mesh) -> int:
+        """Ranks that share an entry of `dim` and cut `spill_dim`; 1 where there are enough."""
+        if self.axis is None or self.dim is None or self.spill_dim is None:
+            return 1
+        entries, ranks = self.shape[self.dim], mesh.axis(self.axis).size
+        if ranks <= entries:
+            return 1
+        if ranks % entries or self.shape[self.spill_dim] % (ranks // entries):
+            raise LayoutError(
+                f"{ranks} ranks of axis {self.axis!r} cannot share the {entries} entries of dim "
+                f"{self.dim} of shape {self.shape} equally, nor dim {self.spill_dim} of them"
+            )
+        return ranks // entries
+
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """Shape of this rank's tensor, with padding."""
         shape = list(self.shape)
         if self.dim is not None:
             shape[self.dim] = self.part_length(mesh)
+        if self.spill_dim is not None:
+            shape[self.spill_dim] //= self.sharers(mesh)
         if self.experts:
             shape[0] = self.expert_numbers(mesh).stop - self.expert_numbers(mesh).start
         return tuple(shape)
@@ -241,7 +269,10 @@ class Sharding:
         whole = Box((0,) * len(self.shape), self.shape)
         corner, lengths = list(whole.offsets), self.local_shape(mesh)
         if self.axis is not None and self.dim is not None:
-            corner[self.dim] = self.part_length(mesh) * mesh.axis(self.axis).index
+            entry, share = divmod(mesh.axis(self.axis).index, self.sharers(mesh))
+            corner[self.dim] = self.part_length(mesh) * entry
+            if self.spill_dim is not None:
+                corner[self.spill_dim] = lengths[self.spill_dim] * share
         if self.experts:
             corner[0] = self.expert_numbers(mesh).start
         box = Box(tuple(corner), lengths).intersection(whole)

@@ -114,6 +114,7 @@ def build_gpt_trainer(
         mesh,
         split=config.split,
         sequence_parallel=training.sequence_parallel,
+        tp_comm_overlap=training.tp_comm_overlap,
         recompute=config.recompute,
         dispatcher=training.moe_token_dispatcher_type,
         dtype=dtype,

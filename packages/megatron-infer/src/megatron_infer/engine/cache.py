@@ -40,7 +40,7 @@ class SlotCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        groups = config.num_query_groups // mesh.axis("tp").size
+        groups = config.groups_on_rank(mesh.axis("tp").size)
         kept = range(config.num_layers) if layers is None else layers
         self._places = {layer: place for place, layer in enumerate(kept)}
         shape = (len(kept), 2, max_length, slots, groups, config.kv_channels)

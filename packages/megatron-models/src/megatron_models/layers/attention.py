@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from jaxtyping import Float
 from megatron_kernels import attention, rope
-from megatron_parallel import Init, Mesh
+from megatron_parallel import Init, LayoutError, Mesh, gather_sequence
 from megatron_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
@@ -16,6 +16,11 @@ from megatron_models.layers.sinks import Sinks
 
 class Attention(nn.Module):
     """Self-attention of one layer; the tensor-parallel axis cuts it by query groups.
+
+    Where there are more ranks than groups, those that share a group cut its rows of the fused
+    weight among them, and each attends with its own of the group's query heads. The fused
+    projection is then gathered, which every rank has a part of (as in Megatron-Core): no weight is
+    held twice, and none is counted twice.
 
     The rows of the fused weight ``(g, (n/g + 2) * d, h)`` are, for every group, those of its query
     heads, then its key, then its value.
@@ -38,11 +43,20 @@ class Attention(nn.Module):
         self.head_size = config.kv_channels
         # Slots of one group in the fused projection: its query heads, its key, its value.
         self.slots = (config.heads_per_group, 1, 1)
+        self.tp = tp
+        self.sharers = tp.size // min(tp.size, config.num_query_groups)
+        if config.heads_per_group % self.sharers:
+            raise LayoutError(
+                f"{self.sharers} of {tp.size} tensor-parallel ranks share a query group and cannot "
+                f"share its {config.heads_per_group} heads equally: heads ("
+                f"{config.num_attention_heads}) must be a multiple of the ranks"
+            )
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
             (config.num_query_groups, sum(self.slots) * config.kv_channels),
             mesh,
             bias=config.has_qkv_bias,
+            spill_dim=1,
             sequence_parallel=sequence_parallel,
             init=Init(scale=config.init_method_std),
             dtype=dtype,
@@ -95,6 +109,19 @@ class Attention(nn.Module):
     def _project(
         self, x: Float[Tensor, "part b h"]
     ) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "s b g d"], Float[Tensor, "s b g d"]]:
-        fused = self.qkv(x).unflatten(-1, (-1, self.head_size))
+        fused = self.qkv(x)
+        if self.sharers > 1:
+            fused = self._own_group(fused)
+        fused = fused.unflatten(-1, (-1, self.head_size))
         q, k, v = fused.split(self.slots, dim=3)
+        if self.sharers > 1:
+            q = q.chunk(self.sharers, dim=3)[self.tp.index % self.sharers]
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+
+    def _own_group(self, part: Float[Tensor, "s b 1 rows_part"]) -> Float[Tensor, "s b 1 rows"]:
+        """Gather the fused projection of all groups from parts of their rows; keep one group."""
+        rows = gather_sequence(part.squeeze(2).movedim(-1, 0), self.tp)
+        width = rows.shape[0] * self.sharers // self.tp.size
+        own = rows.narrow(0, self.tp.index // self.sharers * width, width)
+        # Copied: a view would keep the groups of all ranks, and no fused kernel reads its strides.
+        return own.movedim(0, -1).contiguous().unsqueeze(2)

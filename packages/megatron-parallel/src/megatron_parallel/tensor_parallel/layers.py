@@ -12,6 +12,7 @@ values (NaN); `initialize_parameters(model, seed=..., mesh=...)` fills them, by 
 """
 
 from math import nan
+from typing import Final
 
 import torch
 from jaxtyping import Float, Int
@@ -19,14 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_parallel.axes import Axis
-from megatron_parallel.collectives import (
-    copy_to_axis,
-    gather_sequence,
-    reduce_from_axis,
-    scatter_sequence,
-)
+from megatron_parallel.collectives import reduce_from_axis, scatter_sequence
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import DEFAULT_INIT, ZEROS, Init, Sharding
+from megatron_parallel.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
+
+CHUNKS: Final = 4
+"""Pieces in which `overlap_forward` communicates, unless told otherwise."""
 
 
 class ColumnParallelLinear(nn.Module):
@@ -43,6 +43,7 @@ class ColumnParallelLinear(nn.Module):
         bias: Whether there is one, of shape `out_features`.
         dim: Dim of `out_features` that is cut.
         fused_dim: Dim of `out_features` that enumerates fused weights.
+        spill_dim: Dim of `out_features` that is cut where there are more ranks than entries.
         padded: Size of the cut dim in memory, when it is a padded vocabulary.
         axis: Name of the axis.
         sequence_parallel: Whether the input is cut along dim 0 and has to be gathered.
@@ -62,6 +63,7 @@ class ColumnParallelLinear(nn.Module):
         bias: bool = True,
         dim: int = 0,
         fused_dim: int | None = None,
+        spill_dim: int | None = None,
         padded: int | None = None,
         axis: str = "tp",
         sequence_parallel: bool = False,
@@ -71,22 +73,34 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         out = (out_features,) if isinstance(out_features, int) else tuple(out_features)
-        weight = Sharding((*out, in_features), axis, dim, padded, fused_dim, init=init)
+        weight = Sharding(
+            (*out, in_features), axis, dim, padded, fused_dim, init=init, spill_dim=spill_dim
+        )
         self.sharding = {"weight": weight}
         self.weight = _parameter(weight, mesh, dtype, device)
         if bias:
             self.sharding["bias"] = Sharding(
-                out, axis, dim, padded, fused_dim, weight_decay=False, init=ZEROS
+                out,
+                axis,
+                dim,
+                padded,
+                fused_dim,
+                weight_decay=False,
+                init=ZEROS,
+                spill_dim=spill_dim,
             )
             self.bias = _parameter(self.sharding["bias"], mesh, dtype, device)
         else:
             self.register_parameter("bias", None)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
+        self.chunks = 1
 
     def forward(self, x: Float[Tensor, "... in"]) -> Float[Tensor, "..."]:
         """This rank's part of the output."""
-        return column_parallel_linear(x, self.weight, self.bias, self.axis, self.sequence_parallel)
+        return column_parallel_linear(
+            x, self.weight, self.bias, self.axis, self.sequence_parallel, self.chunks
+        )
 
     def extra_repr(self) -> str:
         """Global weight shape and how it is cut."""
@@ -133,14 +147,13 @@ class RowParallelLinear(nn.Module):
             self.register_parameter("bias", None)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
+        self.chunks = 1
 
     def forward(self, x: Float[Tensor, "... part"]) -> Float[Tensor, "... out"]:
         """The summed output, or this rank's part of its sequence."""
         if self.axis.size == 1:
             return functional.linear(x, self.weight, self.bias)
-        partial = functional.linear(x, self.weight)
-        leave = scatter_sequence if self.sequence_parallel else reduce_from_axis
-        y = leave(partial, self.axis)
+        y = row_parallel_linear(x, self.weight, self.axis, self.sequence_parallel, self.chunks)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -192,20 +205,15 @@ class VocabParallelEmbedding(nn.Module):
         return _repr(self.sharding["weight"], self.axis, self.sequence_parallel)
 
 
-def column_parallel_linear(
-    x: Float[Tensor, "... in"],
-    weight: Float[Tensor, "*out in"],
-    bias: Float[Tensor, "*out"] | None,
-    axis: Axis,
-    sequence_parallel: bool = False,
-) -> Float[Tensor, "..."]:
-    """What `ColumnParallelLinear` does, with a weight held elsewhere (tied output embeddings)."""
-    x = gather_sequence(x, axis) if sequence_parallel else copy_to_axis(x, axis)
-    if weight.dim() == 2:
-        return functional.linear(x, weight, bias)
-    flat_bias = None if bias is None else bias.flatten()
-    y = functional.linear(x, weight.flatten(0, -2), flat_bias)
-    return y.view(*y.shape[:-1], *weight.shape[:-1])
+def overlap_forward(module: nn.Module, chunks: int = CHUNKS) -> None:
+    """Let the sequence-parallel layers of a module communicate in chunks while they compute.
+
+    What Megatron-LM calls `--tp-comm-overlap`. Layers that are not sequence parallel, and code that
+    `torch.compile` compiles, stay as they are.
+    """
+    for layer in module.modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            layer.chunks = chunks
 
 
 def _parameter(

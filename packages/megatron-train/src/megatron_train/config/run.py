@@ -114,9 +114,15 @@ class RunConfig:
                 f"--seq-length {self.data.seq_length} cannot be cut into {layout.tp} equal parts "
                 "for --sequence-parallel; change one of them"
             )
+        if training.tp_comm_overlap and not training.sequence_parallel:
+            raise TrainError("--tp-comm-overlap needs --sequence-parallel; leave it out")
+        if training.tp_comm_overlap and training.compile:
+            raise TrainError(
+                "--tp-comm-overlap does not reach code that --compile compiles, which moves "
+                "communication itself; leave out one of them"
+            )
         for flag, size in (
             ("--num-attention-heads", self.model.num_attention_heads),
-            ("--num-query-groups", self.model.num_query_groups),
             ("--ffn-hidden-size", self.model.ffn_hidden_size),
         ):
             if size % layout.tp:
@@ -125,6 +131,12 @@ class RunConfig:
                     f"{layout.tp} equal parts; change one of them"
                 )
         self._check_data_parallel()
+        groups = self.model.num_query_groups
+        if groups % layout.tp and layout.tp % groups:
+            raise TrainError(
+                f"--tensor-model-parallel-size {layout.tp} and --num-query-groups {groups}: one "
+                "must be a multiple of the other; change one of them"
+            )
         self._check_recompute()
         check_context_parallel(self)
         check_experts(self.model, layout, training)

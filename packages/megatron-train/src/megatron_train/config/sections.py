@@ -68,6 +68,11 @@ class TrainingConfig:
         "allgather",
         "how tokens get to experts on other ranks: all tokens to all of them, or each to its own",
     )
+    tp_comm_overlap: bool = setting(
+        False,
+        "with --sequence-parallel, gather and scatter activations in chunks while matrix products "
+        "of other chunks are computed",
+    )
     hidden_dropout: float = setting(
         0.1, "probability of dropping an element after embedding, attention and feed-forward layer"
     )

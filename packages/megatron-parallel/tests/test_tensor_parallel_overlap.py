@@ -1,0 +1,149 @@
+"""What communicates behind which product: events in the order in which they happen."""
+
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron_parallel import ColumnParallelLinear, Mesh, ParallelLayout, RowParallelLinear, _compat
+from megatron_parallel.recompute import counting_kept
+from megatron_parallel.tensor_parallel import overlap_forward
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LAYOUT = ParallelLayout(tp=2, dp=1)
+DELAY = 0.05
+"""Seconds that a collective takes longer than it does; less than a test's wait for the machine."""
+
+
+class Delayed:
+    """Work that is there `DELAY` after it was started, and says when it is waited for."""
+
+    def __init__(self, name: str, work: Any, events: list[str]) -> None:
+        self._name, self._work, self._events = name, work, events
+        self._ready = time.monotonic() + DELAY
+
+    def wait(self) -> None:
+        self._events.append(f"{self._name} awaited")
+        time.sleep(max(0.0, self._ready - time.monotonic()))
+        self._work.wait()
+
+
+class Products(TorchDispatchMode):
+    """Notes matrix products."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self._events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) in ("aten.mm.default", "aten.addmm.default"):
+            self._events.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+def events_of(mesh: Mesh, kind: str, sequence_parallel: bool, chunks: int) -> dict[str, list[str]]:
+    """Events of one forward and one backward pass."""
+    options: Any = {"sequence_parallel": sequence_parallel, "dtype": torch.float64, "bias": False}
+    layer = {"column": ColumnParallelLinear, "row": RowParallelLinear}[kind](6, 6, mesh, **options)
+    torch.nn.init.normal_(layer.weight)
+    overlap_forward(layer, chunks)
+    length = 8 // 2 if kind == "column" and sequence_parallel else 8
+    x = torch.randn(length, 1, layer.weight.shape[1], dtype=torch.float64, requires_grad=True)
+    events: list[str] = []
+    with mock.patch.multiple(_compat, **{n: slow(n, events) for n in STARTED}), Products(events):
+        y = layer(x)
+        forward = list(events)
+        events.clear()
+        y.sum().backward()
+    return {"forward": forward, "backward": list(events)}
+
+
+STARTED = ("start_all_gather", "start_reduce_scatter", "start_all_reduce")
+
+
+def slow(name: str, events: list[str]) -> Any:
+    true, short = getattr(_compat, name), name.removeprefix("start_")
+
+    def start(*args: Any) -> Delayed:
+        events.append(f"{short} started")
+        return Delayed(short, true(*args), events)
+
+    return start
+
+
+GATHER, SCATTER, REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+EXPECTED = {
+    ("column", True, 1, "backward"): [
+        f"{GATHER} started",
+        "product",  # gradient of the input
+        f"{SCATTER} started",
+        f"{GATHER} awaited",
+        "product",  # gradient of the weight
+        f"{SCATTER} awaited",
+    ],
+    ("column", False, 1, "backward"): [
+        "product",
+        f"{REDUCE} started",
+        "product",
+        f"{REDUCE} awaited",
+    ],
+    ("column", True, 2, "forward"): [
+        f"{GATHER} started",
+        f"{GATHER} started",
+        f"{GATHER} awaited",
+        "product",
+        f"{GATHER} awaited",
+        "product",
+    ],
+    ("row", True, 2, "forward"): [
+        "product",
+        f"{SCATTER} started",
+        "product",
+        f"{SCATTER} started",
+        f"{SCATTER} awaited",
+        f"{SCATTER} awaited",
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "sequence_parallel", "chunks", "when"), EXPECTED)
+def test_collectives_start_before_and_are_awaited_after_products(
+    worker_pool, kind, sequence_parallel, chunks, when
+):
+    for events in worker_pool.run_mesh(LAYOUT, events_of, kind, sequence_parallel, chunks):
+        assert events[when] == EXPECTED[kind, sequence_parallel, chunks, when]
+
+
+def test_a_split_backward_pass_communicates_what_its_half_needs(worker_pool):
+    for halves in worker_pool.run_mesh(LAYOUT, _halves):
+        assert halves == [{"reduce_scatter": 1}, {"all_gather": 1}]
+
+
+def _halves(mesh: Mesh) -> list[dict[str, int]]:
+    """Calls of collectives in the half of a backward pass for the input, and for the weight."""
+    layer = ColumnParallelLinear(6, 10, mesh, sequence_parallel=True, dtype=torch.float64)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    leaf = torch.randn(4, 1, 6, dtype=torch.float64, requires_grad=True)
+    loss = (layer(leaf * 2.0) ** 2).sum()
+    whole = torch.autograd.grad(loss, [leaf, layer.weight, layer.bias], retain_graph=True)
+    calls, parts = [], []
+    for wanted in ([leaf], [layer.weight, layer.bias]):
+        with mesh.counting() as traffic:
+            parts += torch.autograd.grad(loss, wanted, retain_graph=True)
+        calls.append({record.operation: record.calls for record in traffic.records})
+    assert all(torch.equal(part, one) for part, one in zip(parts, whole, strict=True))
+    return calls
+
+
+def test_only_the_own_part_of_the_input_is_kept(worker_pool):
+    for shapes in worker_pool.run_mesh(LAYOUT, _kept):
+        assert shapes == [(4, 1, 6)]
+
+
+def _kept(mesh: Mesh) -> list[tuple[int, ...]]:
+    layer = ColumnParallelLinear(6, 10, mesh, sequence_parallel=True)
+    with counting_kept(layer) as kept:
+        layer(torch.randn(4, 1, 6, requires_grad=True))
+    return kept.shapes
