@@ -1,8 +1,11 @@
 """Vocab-parallel cross entropy against torch's, in float64, with padded and cut vocabularies."""
 
+from unittest import mock
+
 import pytest
 import torch
-from megatron_parallel import Mesh, ParallelLayout, vocab_parallel_cross_entropy
+from megatron_parallel import LayoutError, Mesh, ParallelLayout, vocab_parallel_cross_entropy
+from megatron_parallel.recompute import counting_kept
 from megatron_parallel.tensor_parallel import IGNORED_TARGET
 from megatron_parallel.testing import WorkerPool
 from torch.nn import functional
@@ -20,31 +23,37 @@ def problem(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return logits.to(dtype), targets, upstream
 
 
-def expected(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(dtype: torch.dtype, smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     logits, targets, upstream = problem(dtype)
     exact = logits.double().requires_grad_()
-    loss = functional.cross_entropy(exact.flatten(0, 1), targets.flatten(), reduction="none")
+    loss = functional.cross_entropy(
+        exact.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=smoothing
+    )
     loss = loss.view_as(targets)
     loss.backward(upstream)
     assert exact.grad is not None
     return loss.detach(), exact.grad
 
 
-def cut(mesh: Mesh, padded: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def cut(
+    mesh: Mesh, padded: int, dtype: torch.dtype, smoothing: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and gradient of this rank's columns; padding holds the largest logits of all."""
     logits, targets, upstream = problem(dtype)
     axis = mesh.axis("tp")
     filled = functional.pad(logits, (0, padded - VOCAB), value=50.0)
     part = filled.chunk(axis.size, -1)[axis.index].clone().requires_grad_()
     before = part.detach().clone()
-    loss = vocab_parallel_cross_entropy(part, targets, axis, VOCAB)
+    loss = vocab_parallel_cross_entropy(part, targets, axis, VOCAB, label_smoothing=smoothing)
     loss.backward(upstream.to(loss.dtype))
     assert torch.equal(part.detach(), before) and part.grad is not None
     return loss.detach(), part.grad
 
 
-def check(results: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype) -> None:
-    loss, grad = expected(dtype)
+def check(
+    results: list[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype, smoothing: float = 0.0
+) -> None:
+    loss, grad = expected(dtype, smoothing)
     tolerance = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 4e-3}[dtype]
     found = torch.cat([part for _, part in results], -1)
     assert found.dtype is dtype and not found[..., VOCAB:].any()
@@ -69,6 +78,53 @@ def test_ranks_equal_torch(
 ) -> None:
     layout = ParallelLayout(tp=ranks)  # of 4 x 16 columns the last rank's are all padding
     check(worker_pool.run_mesh(layout, cut, padded, dtype, ranks=ranks), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("padded", [VOCAB, 48])
+def test_label_smoothing_equals_torch(single: Mesh, padded: int, dtype: torch.dtype) -> None:
+    check([cut(single, padded, dtype, 0.1)], dtype, 0.1)
+
+
+@pytest.mark.parametrize(("ranks", "padded"), [(2, 48), (4, 64)])
+def test_label_smoothing_counts_the_whole_unpadded_vocabulary_on_every_rank(
+    worker_pool: WorkerPool, ranks: int, padded: int
+) -> None:
+    layout = ParallelLayout(tp=ranks, dp=1)
+    check(worker_pool.run_mesh(layout, cut, padded, torch.float64, 0.1), torch.float64, 0.1)
+
+
+def local_vocabulary(mesh: Mesh) -> float:
+    """How far the loss is off if a rank divides by its own columns, a defect that was shipped."""
+    true, axis = torch.Tensor.__truediv__, mesh.axis("tp")
+
+    def wrong(numerator: torch.Tensor, divisor: object) -> torch.Tensor:
+        return true(numerator, 24 if divisor == VOCAB else divisor)
+
+    with mock.patch.object(torch.Tensor, "__truediv__", wrong):
+        loss, _ = cut(mesh, 48, torch.float64, 0.1)
+    assert axis.size == 2
+    return float((loss - expected(torch.float64, 0.1)[0]).abs().max())
+
+
+def test_smoothing_over_the_local_vocabulary_is_seen(worker_pool: WorkerPool) -> None:
+    assert min(worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), local_vocabulary)) > 1e-3
+
+
+def test_label_smoothing_out_of_range_is_refused(single: Mesh) -> None:
+    with pytest.raises(LayoutError, match=r"label_smoothing 1.0 is not in 0 <= e < 1"):
+        cut(single, VOCAB, torch.float64, 1.0)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_no_more_is_kept_than_one_buffer_of_the_logits(single: Mesh, smoothing: float) -> None:
+    logits = torch.randn(64, 512, requires_grad=True)
+    targets = torch.randint(0, 500, (64,))
+    with counting_kept(torch.nn.Module()) as kept:
+        vocab_parallel_cross_entropy(
+            logits, targets, single.axis("tp"), 500, label_smoothing=smoothing
+        )
+    assert kept.nbytes == logits.nbytes + 64 * (8 + 1 + 1)  # and three numbers for each token
 
 
 def test_a_target_outside_the_vocabulary_shows(single: Mesh) -> None:

@@ -1,7 +1,8 @@
 """Cross entropy of logits whose vocabulary dim is cut over an axis.
 
 No rank ever sees all logits of a token: the ranks exchange three numbers per token (the largest
-logit and the target's, in one all-reduce, then the sum of exponentials).
+logit and the target's, in one all-reduce, then the sum of exponentials); with label smoothing a
+fourth, with the last.
 """
 
 from typing import Any, Final
@@ -13,6 +14,7 @@ from torch.autograd import Function
 
 from megatron_parallel.axes import Axis
 from megatron_parallel.collectives import all_reduce
+from megatron_parallel.errors import LayoutError
 
 IGNORED_TARGET: Final = -100
 """A target that has no loss and no gradient, as in `torch.nn.functional.cross_entropy`."""
@@ -26,6 +28,8 @@ def vocab_parallel_cross_entropy(
     targets: Int[Tensor, "*batch"],
     axis: Axis,
     true_vocab: int,
+    *,
+    label_smoothing: float = 0.0,
 ) -> Float[Tensor, "*batch"]:
     """Loss per token, `-log softmax(logits)[target]`, over the whole vocabulary.
 
@@ -35,18 +39,37 @@ def vocab_parallel_cross_entropy(
     whatever the logits, except that float64 stays float64. A target that no rank holds has infinite
     loss.
 
+    With `label_smoothing` e the target's share of the loss is `1 - e`, and all `v = true_vocab`
+    tokens, whichever rank holds them, share e: `(1 - e) loss - e / v * sum of log softmax(logits)`,
+    as in `torch.nn.functional.cross_entropy` (Szegedy et al. 2016, section 7). Megatron-Core's
+    function spreads its a over the other `v - 1` tokens: its a is our `e = a v / (v - 1)`.
+
     One path serves every axis size. It keeps one buffer of the size of the logits: the
     probabilities, which the backward pass turns into the gradient in place. So `backward` can run
     once; a second time raises. `F.cross_entropy` makes three such buffers, and a fourth where
     padding has to be cut off first.
+
+    Raises:
+        LayoutError: a `label_smoothing` that is not in `0 <= e < 1`.
     """
-    result: Tensor = _CrossEntropy.apply(logits, targets, axis, true_vocab)  # type: ignore[no-untyped-call]
+    if not 0.0 <= label_smoothing < 1.0:
+        raise LayoutError(f"label_smoothing {label_smoothing} is not in 0 <= e < 1")
+    result: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, targets, axis, true_vocab, label_smoothing
+    )
     return result
 
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, true_vocab: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        axis: Axis,
+        true_vocab: int,
+        smoothing: float,
+    ) -> Tensor:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         width = logits.shape[-1]
         start = axis.index * width
@@ -66,21 +89,33 @@ class _CrossEntropy(Function):
             largest, at_target = both.unbind()
 
         probabilities = exact - largest if exact is logits else exact.sub_(largest)
+        # Of the logits less the largest one, before they are overwritten.
+        mean = probabilities[..., :valid].sum(-1, keepdim=True) / true_vocab if smoothing else None
         probabilities[..., valid:] = -torch.inf
         probabilities.exp_()
-        total = all_reduce(probabilities.sum(-1, keepdim=True), axis, purpose=PURPOSE)
+        total = probabilities.sum(-1, keepdim=True)
+        if mean is None:
+            total = all_reduce(total, axis, purpose=PURPOSE)
+        else:
+            total, mean = all_reduce(torch.stack((total, mean)), axis, purpose=PURPOSE).unbind()
         probabilities /= total
 
-        loss = total.log_().add_(largest).sub_(at_target).squeeze(-1)
+        loss = total.log().add_(largest).sub_(at_target)
+        if mean is not None:  # mean log-probability: that of the shifted logits, less log(total)
+            loss = loss.mul_(1.0 - smoothing).sub_((mean - total.log()).mul_(smoothing))
+        loss = loss.squeeze(-1)
         ignored = targets == IGNORED_TARGET
         ctx.save_for_backward(probabilities, local, held, ignored)
-        ctx.dtype = logits.dtype
+        ctx.dtype, ctx.smoothing, ctx.valid = logits.dtype, smoothing, valid
+        ctx.share = smoothing / true_vocab
         return loss.masked_fill_(ignored, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, local, held, ignored = ctx.saved_tensors
         upstream = grads[0].masked_fill(ignored, 0.0).unsqueeze(-1)
+        if ctx.smoothing:
+            probabilities[..., : ctx.valid] -= ctx.share
         grad = probabilities.mul_(upstream)
-        grad.scatter_add_(-1, local, -upstream * held)
-        return grad.to(ctx.dtype), None, None, None
+        grad.scatter_add_(-1, local, upstream * held * (ctx.smoothing - 1.0))
+        return grad.to(ctx.dtype), None, None, None, None

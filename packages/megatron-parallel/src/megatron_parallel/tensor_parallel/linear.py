@@ -27,6 +27,7 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from megatron_parallel import _compat
+from megatron_parallel.axes import Axis
 from megatron_parallel.collectives import (
     all_gather,
     copy_to_axis,
@@ -34,7 +35,6 @@ from megatron_parallel.collectives import (
     reduce_from_axis,
     scatter_sequence,
 )
-from megatron_parallel.axes import Axis
 from megatron_parallel.tensor_parallel.started import (
     start_all_gather,
     start_all_reduce,

@@ -5,9 +5,9 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from megatron_parallel import _compat
+from megatron_parallel.axes import Axis
 from megatron_parallel.collective_failure import naming_failures
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.axes import Axis
 
 
 @runtime_checkable
