@@ -377,7 +377,7 @@ def test_tied_weights_without_buffers(worker_pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize(
     ("defect", "calls"),
-    [("megatron_parallel.collectives._sum", 3), ("megatron_parallel.mesh.Axis.count", 4)],
+    [("megatron_parallel.collectives._sum", 3), ("megatron_parallel.axes.Axis.count", 4)],
 )
 def test_a_planted_defect_shows(worker_pool: WorkerPool, defect: str, calls: int) -> None:
     """A forward sum too many, or messages counted twice: the formula does not hold."""
