@@ -29,12 +29,18 @@ WORDS = (
     f"--eval-iters 0 --train-data-path text --distributed-timeout-minutes {TIMEOUT / 60} "
     "--log-interval 1"
 )
-SIZES = {
-    "tp": "--tensor-model-parallel-size",
-    "pp": "--pipeline-model-parallel-size",
+TWO_RANKS = {
+    "tp": "--tensor-model-parallel-size 2",
+    "sp": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "pp": "--pipeline-model-parallel-size 2",
+    "cp": "--context-parallel-size 2",
+    "ep": "--num-experts 4 --expert-model-parallel-size 2",
+    "dp": "",
+    "sharded": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "fsdp": "--use-torch-fsdp2",
 }
 WHERE = re.compile(
-    r"(?:(all_reduce|all_gather|reduce_scatter|broadcast|agreement)"
+    r"(?:(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|exchange|send|receive|agreement)"
     r"|did not (send|take) the (activations|gradient) of micro-batch \d+)"
     r".* on axis '\w+'"
 )
@@ -43,7 +49,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason=
 
 @dataclass(frozen=True)
 class Trial:
-    """What is done to one of the two ranks on each of the axes."""
+    """What is done to one of the ranks, two on each of the axes."""
 
     axes: str
     how: str
@@ -51,8 +57,7 @@ class Trial:
 
     @property
     def words(self) -> str:
-        sizes = [f"{SIZES[axis]} 2" for axis in self.axes.split("-") if axis in SIZES]
-        return " ".join([WORDS, *sizes])
+        return " ".join([WORDS, *(TWO_RANKS[axis] for axis in self.axes.split("-"))])
 
     @property
     def ranks(self) -> int:
@@ -64,11 +69,15 @@ class Trial:
 
 LOST = [
     Trial(axes, how, seed)
-    for axes, seeds in {"tp": 2, "pp": 2, "dp": 2, "tp-dp": 1, "pp-dp": 1, "tp-pp": 1}.items()
+    for axes, seeds in {
+        **dict.fromkeys(TWO_RANKS, 2),
+        **dict.fromkeys(("tp-dp", "pp-dp", "tp-pp", "cp-dp", "sp-ep"), 1),
+    }.items()
     for how in ("dies", "freezes")
     for seed in range(seeds)
 ]
-DIFFERENT = [Trial("tp", "differs", 0), Trial("pp", "differs", 1)]
+DIFFERENT = [Trial(axes, "differs", seed) for seed, axes in enumerate(("tp", "pp", "cp", "fsdp"))]
+STARTING = [(how, seed) for how in ("dies", "freezes") for seed in range(2)]
 SAMPLE = {"tp-dies-0", "pp-freezes-0", "dp-dies-1", "tp-differs-0"}
 
 
@@ -158,6 +167,11 @@ def start(folder) -> Iterator:
         job.process.wait()
 
 
+def test_fifty_trials_strike_every_axis():
+    assert len(LOST) + len(DIFFERENT) + len(STARTING) >= 50
+    assert {str(trial) for trial in LOST + DIFFERENT} >= SAMPLE
+
+
 @sampled(LOST)
 def test_a_rank_that_is_lost_while_training_is_named_with_axis_and_operation(trial, start):
     luck = random.Random(f"{trial}")
@@ -182,8 +196,7 @@ def test_a_rank_that_is_lost_while_training_is_named_with_axis_and_operation(tri
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["dies", "freezes"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("how", "seed"), STARTING)
 def test_a_rank_that_is_lost_while_starting_is_named(how, seed, start):
     luck = random.Random(f"start-{how}-{seed}")
     job = start(f"{WORDS} --nproc-per-node 2")

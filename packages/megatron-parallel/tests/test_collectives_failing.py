@@ -14,6 +14,7 @@ import pytest
 import torch
 from megatron_parallel import (
     CollectiveError,
+    FullySharded,
     GradientBuffers,
     Mesh,
     ParallelLayout,
@@ -86,11 +87,18 @@ def plain(function: Callable[..., object], axis: str = "tp") -> Act:
     return after(lambda mesh: function(ones(4, 2).detach(), mesh.axis(axis)))
 
 
+def fully_sharded(mesh: Mesh) -> None:
+    layer = nn.Linear(4, 4)
+    table = {"weight": Sharding((4, 4)), "bias": Sharding((4,))}
+    FullySharded(layer, [], table, mesh).module(torch.ones(2, 4))
+
+
 def weight(mesh: Mesh) -> nn.Parameter:
     return nn.Parameter(torch.ones(3))
 
 
 TP, PP = ParallelLayout(tp=2, dp=1), ParallelLayout(pp=2, dp=1)
+DP = ParallelLayout(dp=2)
 F64 = r" \[4, 2\] float64"
 CASES: dict[str, tuple[ParallelLayout, Act, str]] = {
     "all_reduce": (TP, plain(all_reduce), rf"all_reduce{F64} on axis 'tp'"),
@@ -122,6 +130,11 @@ CASES: dict[str, tuple[ParallelLayout, Act, str]] = {
         TP,
         after(partial_gradients),
         r"all_reduce of gradient bucket 1 of 1 \('norm' ...\) on axis 'tp'",
+    ),
+    "fully sharded": (
+        DP,
+        after(fully_sharded),
+        r"all_gather of parameters \[10\] float32 on axis 'dp_cp'",
     ),
     "send": (
         PP,

@@ -103,17 +103,29 @@ def fully_shard(
     reduce_dtype: torch.dtype | None,
     keep_gathered: bool,
     started: Callable[[str, Tensor], None],
+    naming: Callable[[str, Tensor], AbstractContextManager[None]],
 ) -> ShardedStage:
     """Cut the parameters of `module` over `inner`; gradients are sums, over `outer` too.
 
     `ranks` are the global ranks of both groups, a row for each inner one. `started` is told of each
-    all-gather and reduce-scatter.
+    all-gather and reduce-scatter, and in what `naming` returns they start and are waited for.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as shard
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
     from torch.distributed.tensor import Shard
+
+    class NamedWork(dist.Work):
+        """torch waits for it long after the call, elsewhere."""
+
+        def __init__(self, work: dist.Work, named: AbstractContextManager[None]) -> None:
+            super().__init__()
+            self._work, self._named = work, named
+
+        def wait(self, *timeout: timedelta) -> bool:
+            with self._named:
+                return bool(self._work.wait(*timeout))
 
     class Allocating:
         def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -128,10 +140,12 @@ def fully_shard(
             async_op: bool = False,
         ) -> dist.Work | None:
             started("all_gather", input_tensor)
-            work: dist.Work | None = _all_gather(
-                output_tensor, input_tensor, group=group, async_op=async_op
-            )
-            return work
+            named = naming("all_gather", input_tensor)
+            with named:
+                work: dist.Work | None = _all_gather(
+                    output_tensor, input_tensor, group=group, async_op=async_op
+                )
+            return None if work is None else NamedWork(work, named)
 
     class Scatter(Allocating, ReduceScatter):
         def __call__(
@@ -143,10 +157,12 @@ def fully_shard(
             async_op: bool = False,
         ) -> dist.Work | None:
             started("reduce_scatter", input_tensor)
-            work: dist.Work | None = _reduce_scatter(
-                output_tensor, input_tensor, op, group=group, async_op=async_op
-            )
-            return work
+            named = naming("reduce_scatter", input_tensor)
+            with named:
+                work: dist.Work | None = _reduce_scatter(
+                    output_tensor, input_tensor, op, group=group, async_op=async_op
+                )
+            return None if work is None else NamedWork(work, named)
 
     if outer is None:
         grid = DeviceMesh.from_group(inner, device, mesh_dim_names=("shard",))

@@ -21,7 +21,7 @@ from megatron_parallel.axes import Axis
 from megatron_parallel.collective_failure import naming_failures
 from megatron_parallel.context_parallel.blocks import RingPlan
 from megatron_parallel.context_parallel.plain import BlockOperations, PlainBlocks
-from megatron_parallel.errors import LayoutError
+from megatron_parallel.errors import LayoutError, rank_list
 
 
 def ring_attention(
@@ -154,7 +154,7 @@ class _Message:
         axis.count(f"receive of {what}", self._received)
         self._failures = naming_failures(
             axis,
-            f"exchange of {what} with ranks {before} and {after}",
+            f"exchange of {what} with {rank_list(sorted({before, after}))}",
             sent,
             match=f"exchange of {what} on axis {axis.name!r}",
         )

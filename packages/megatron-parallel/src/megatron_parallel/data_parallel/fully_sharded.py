@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_parallel import _compat
+from megatron_parallel.collective_failure import naming_failures
 from megatron_parallel.data_parallel.bucket import PURPOSE, Reduction
 from megatron_parallel.data_parallel.buffers import data_route
 from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
@@ -94,7 +95,10 @@ class FullySharded:
             dim_of=lambda parameter: dims[id(parameter)],
             reduce_dtype=None if config.low_precision else _reduce_dtype(named),
             keep_gathered=config.torch_fsdp2_no_reshard_after_forward,
-            started=self._count,
+            started=lambda operation, payload: self._route.inner.count(_what(operation), payload),
+            naming=lambda operation, payload: naming_failures(
+                self._route.inner, _what(operation), payload
+            ),
         )
         self.module: nn.Module = _Outside(module)
         self._parameters: dict[str, Parameter] = dict(module.named_parameters())
@@ -214,10 +218,6 @@ class FullySharded:
             )
         return tuple(start if d == dim else 0 for d in range(len(whole)))
 
-    def _count(self, operation: str, payload: Tensor) -> None:
-        purpose = GATHERED if operation == "all_gather" else PURPOSE
-        self._route.inner.count(f"{operation} of {purpose}", payload)
-
 
 class _Outside(nn.Module):
     """Around a sharded module, for whoever would treat it otherwise than a plain one."""
@@ -229,6 +229,10 @@ class _Outside(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module inside."""
         return self.inside(*args, **kwargs)
+
+
+def _what(operation: str) -> str:
+    return f"{operation} of {GATHERED if operation == 'all_gather' else PURPOSE}"
 
 
 def _own_memory(output: Any) -> Any:
