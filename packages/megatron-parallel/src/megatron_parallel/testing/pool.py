@@ -171,7 +171,7 @@ class WorkerPool:
         """Call ``function(mesh, *arguments)`` on every rank of ``layout``.
 
         ``mesh`` is the :class:`~megatron_parallel.mesh.Mesh` of the layout, bound at the first use
-        and kept while its workers live. ``ranks`` is needed only where the layout leaves the
+        and kept for the next calls. ``ranks`` is needed only where the layout leaves the
         data-parallel size open. Otherwise as :meth:`run`.
         """
         ranks = layout.world_size if ranks is None else ranks

@@ -11,7 +11,7 @@ import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ from megatron_parallel.testing import wire
 if TYPE_CHECKING:
     from megatron_parallel.layout import ParallelLayout
     from megatron_parallel.mesh import Mesh
+
+
+MESHES_KEPT: Final = 4
+"""Of each worker. Every group of Gloo has a thread that wakes up a hundred times a second."""
 
 
 @dataclass
@@ -44,17 +48,19 @@ class Rank:
     def mesh(self, layout: "ParallelLayout") -> "Mesh":
         """The mesh of ``layout`` over all ranks of this call.
 
-        It is bound at the first call and reused by later tests while this set of workers lives.
+        It is bound at the first call; the few that were asked for last are kept for later tests.
         Every rank must ask for the same layouts in the same order.
         """
         from megatron_parallel.mesh import Mesh
 
         layout = layout.resolve(self.size)
-        if layout not in self._meshes:
-            self._meshes[layout] = Mesh.bind(
-                layout, device=self.device, timeout=self.collective_timeout
-            )
-        return self._meshes[layout]
+        mesh = self._meshes.pop(layout, None)
+        if mesh is None:
+            while len(self._meshes) >= MESHES_KEPT:
+                self._meshes.pop(next(iter(self._meshes))).close()
+            mesh = Mesh.bind(layout, device=self.device, timeout=self.collective_timeout)
+        self._meshes[layout] = mesh  # the newest is last
+        return mesh
 
 
 @dataclass(frozen=True)
