@@ -136,6 +136,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "data.reset_attention_mask": ({}, {"--reset-attention-mask": ""}),
     "data.eod_mask_loss": ({}, {"--eod-mask-loss": ""}),
     "data.data_cache_path": ({}, {"--data-cache-path": "cache"}),
+    "data.broadcast_batches": ({}, {"--broadcast-batches": ""}),
     "training.micro_batch_size": ({}, {"--micro-batch-size": "1"}),
     "training.train_iters": ({"--lr-decay-iters": "8"}, {"--train-iters": "3"}),
     "training.train_samples": (SAMPLES, {"--train-samples": "12"}),
@@ -430,6 +431,7 @@ def test_a_flag_changes_the_run(key, prepared, unchanged, tmp_path, capsys):
         "training.tp_comm_overlap",
         "training.device",
         "data.merge_file",
+        "data.broadcast_batches",
     )
     expected = ("data.tokenizer_type", "checkpoint.exit_on_missing_checkpoint")
     if not key.startswith((*refused, *expected)):

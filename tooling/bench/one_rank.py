@@ -1,22 +1,24 @@
-"""What megatron-train's layers cost on one rank: its whole loop against the bare model.
+"""What megatron-train's layers cost on one rank: its whole loop against plain PyTorch.
 
-Both train the same GPT of megatron_models from the same weights on the same batches, eagerly, in
-fp32. Bare is what one would write by hand: for each micro-batch loss and backward, then
-`torch.nn.utils.clip_grad_norm_`, `torch.optim.AdamW(fused=True)` with two groups, `zero_grad`. Ours
-is `Trainer.run` with everything on: task, step engine, pipeline loop, gradient buffers, optimizer,
-schedules, reports, and callbacks that print and record every step.
+All train the same GPT from the same weights on the same batches, eagerly, in fp32. Two ways are
+written by hand: for each micro-batch loss and backward, then `torch.nn.utils.clip_grad_norm_`,
+`torch.optim.AdamW(fused=True)` with two groups, `zero_grad`. "plain" does it with modules of torch
+(`nn.Linear`, `nn.Embedding`, `cross_entropy`), "bare" with the model of megatron_models, layers of
+tensor parallelism and all. Ours is `Trainer.run` with everything on: task, step engine, pipeline
+loop, gradient buffers, optimizer, schedules, reports, and callbacks that print and record every
+step; "sharded" with buffers, hooks and gathers of the distributed optimizer too, although one rank
+has nobody to share with.
 
-Steps alternate: the iterator that hands the trainer its next batch makes the bare step in between,
-so a step of ours is all that happens from one batch to the next, callbacks too. Which of the two
-comes first changes from pair to pair. CPU seconds are those of all threads; they suffer less from
-what else the machine does.
+Steps alternate: the iterator that hands a trainer its next batch makes the steps of the others in
+between, so a step of ours is all that happens from one batch to the next, callbacks too. The order
+turns round from one step to the next. CPU seconds are those of all threads; they suffer less
+from what else the machine does.
 
-    OMP_NUM_THREADS=1 python tooling/bench/one_rank.py [--pairs 45] [--json out.json]
+    OMP_NUM_THREADS=1 python tooling/bench/one_rank.py [--rounds 45]
 """
 
 import argparse
 import io
-import json
 import platform
 import statistics
 import tempfile
@@ -28,17 +30,24 @@ from typing import NamedTuple
 import torch
 from megatron_models import GPT, GPTConfig, parameter_count
 from megatron_optim import LearningRateSchedule, Optimizer, OptimizerConfig, WeightDecaySchedule
-from megatron_parallel import Mesh
+from megatron_parallel import DataParallelConfig, Mesh
 from megatron_train import Batch, Callback, GPTTask, StepEngine, StepReport, Trainer
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import Recorder, TensorBoard
 from megatron_train.callbacks.stopping import StopAt
 from megatron_train.metrics.console import Console
-from torch import nn
+from plain_gpt import plain_copy
+from torch import Tensor, nn
 
 LEARNING_RATE, WEIGHT_DECAY, BETAS, EPSILON, CLIP = 3e-4, 0.01, (0.9, 0.95), 1e-8, 1.0
-WARM_UP = 3  # pairs that do not count
-BareStep = Callable[[Sequence[Batch]], float]
+WARM_UP = 3  # rounds that do not count
+WAYS = {
+    "whole": DataParallelConfig(),
+    "sharded": DataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True),
+}
+"""What a data-parallel rank keeps, each in a contest of its own."""
+
+StepByHand = Callable[[Sequence[Batch]], float]
 
 
 class Times(NamedTuple):
@@ -55,9 +64,8 @@ class Times(NamedTuple):
         return Times(end.wall - self.wall, end.cpu - self.cpu)
 
 
-def bare_step(config: GPTConfig) -> BareStep:
-    """The loop one would write by hand; returns the loss of a step."""
-    model = GPT(config, Mesh.single())
+def by_hand(model: nn.Module, loss: Callable[[Batch], Tensor]) -> StepByHand:
+    """The loop one would write by hand; `loss` is that of all tokens of a micro-batch together."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
@@ -68,15 +76,27 @@ def bare_step(config: GPTConfig) -> BareStep:
         tokens = sum(batch["tokens"].numel() for batch in batches)
         total = 0.0
         for batch in batches:
-            loss = model.loss(batch["tokens"], batch["labels"]).sum() / tokens
-            loss.backward()
-            total += loss.item()
+            part = loss(batch) / tokens
+            part.backward()
+            total += part.item()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return total
 
     return step
+
+
+def plain_step(config: GPTConfig) -> StepByHand:
+    """Of torch's own modules."""
+    model = plain_copy(GPT(config, Mesh.single()))
+    return by_hand(model, lambda batch: model(batch["tokens"], batch["labels"], reduction="sum"))
+
+
+def bare_step(config: GPTConfig) -> StepByHand:
+    """Of the model of megatron_models."""
+    model = GPT(config, Mesh.single())
+    return by_hand(model, lambda batch: model.loss(batch["tokens"], batch["labels"]).sum())
 
 
 class Losses(Callback):
@@ -89,18 +109,28 @@ class Losses(Callback):
         self.all.append(report.losses["lm loss"])
 
 
-class Duel:
-    """Both ways, step by step in turns."""
+class Contest:
+    """All ways, step by step in turns.
 
-    def __init__(self, config: GPTConfig, batches: list[list[Batch]], folder: Path) -> None:
-        self.bare: list[Times] = []
-        self.ours: list[Times] = []
-        self.bare_losses: list[float] = []
-        self.losses = Losses()
+    Attributes:
+        times: of every step, by way: `plain`, `bare` and `ours`.
+        losses: likewise.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        data_parallel: DataParallelConfig,
+        batches: list[list[Batch]],
+        folder: Path,
+    ) -> None:
         self._batches = batches
-        self._bare_step = bare_step(config)
+        self._by_hand = {"plain": plain_step(config), "bare": bare_step(config)}
+        self._seen = Losses()
+        self.times: dict[str, list[Times]] = {"plain": [], "bare": [], "ours": []}
+        self.losses: dict[str, list[float]] = {"plain": [], "bare": [], "ours": self._seen.all}
         mesh = Mesh.single()
-        engine = StepEngine(GPTTask([GPT(config, mesh)], None), mesh)
+        engine = StepEngine(GPTTask([GPT(config, mesh)], None), mesh, data_parallel)
         settings = OptimizerConfig(
             lr=LEARNING_RATE,
             weight_decay=WEIGHT_DECAY,
@@ -113,7 +143,12 @@ class Duel:
         self._trainer = Trainer(
             engine=engine,
             optimizer=Optimizer(
-                engine.parameters, engine.table, mesh, settings, gradients=engine.gradients
+                engine.parameters,
+                engine.table,
+                mesh,
+                settings,
+                gradients=engine.gradients,
+                shards=engine.shards,
             ),
             learning_rate=LearningRateSchedule(
                 max_lr=LEARNING_RATE, decay_samples=samples, decay_style="constant"
@@ -121,44 +156,46 @@ class Duel:
             weight_decay=WeightDecaySchedule(start=WEIGHT_DECAY, end=WEIGHT_DECAY, samples=samples),
             steps=self._turns,
             train_iters=len(batches),
+            check_for_nan=True,
             callbacks=[
                 LogLine(Console(io.StringIO()), 1, peak=None, throughput=True),
                 Recorder(folder, {}),
                 TensorBoard(folder, 1),
                 StopAt(None, 60.0),
-                self.losses,
+                self._seen,
             ],
         )
 
     def run(self) -> None:
-        """Train on every batch both ways."""
+        """Train on every batch in all ways."""
         self._trainer.run()
 
     def _turns(self, consumed: int) -> Iterator[list[Batch]]:
-        """Give the trainer its batches; make the bare step before or after its own."""
+        """Give the trainer its batches; make the steps by hand before or after its own."""
         for number, batches in enumerate(self._batches):
             if number % 2 == 0:
-                self._bare(batches)
+                self._steps_by_hand(batches, ("plain", "bare"))
             start = Times.now()
             yield batches
-            self.ours.append(start.until(Times.now()))
+            self.times["ours"].append(start.until(Times.now()))
             if number % 2:
-                self._bare(batches)
+                self._steps_by_hand(batches, ("bare", "plain"))
 
-    def _bare(self, batches: list[Batch]) -> None:
-        start = Times.now()
-        loss = self._bare_step(batches)
-        self.bare.append(start.until(Times.now()))
-        self.bare_losses.append(loss)
+    def _steps_by_hand(self, batches: list[Batch], ways: Sequence[str]) -> None:
+        for way in ways:
+            start = Times.now()
+            loss = self._by_hand[way](batches)
+            self.times[way].append(start.until(Times.now()))
+            self.losses[way].append(loss)
 
 
 def make_batches(args: argparse.Namespace) -> list[list[Batch]]:
-    """The micro-batches of every step; one pair more than counts, as the last is never timed."""
+    """The micro-batches of every step; one round more than counts, as the last is never timed."""
     generator = torch.Generator().manual_seed(0)
     shape = (args.micro_batch_size, args.sequence_length + 1)
     ones = torch.ones(args.micro_batch_size, args.sequence_length)
     steps = []
-    for _ in range(WARM_UP + args.pairs + 1):
+    for _ in range(WARM_UP + args.rounds + 1):
         texts = [
             torch.randint(args.vocab_size, shape, generator=generator)
             for _ in range(args.micro_batches)
@@ -169,24 +206,25 @@ def make_batches(args: argparse.Namespace) -> list[list[Batch]]:
     return steps
 
 
-def report(bare: list[Times], ours: list[Times]) -> dict[str, dict[str, float]]:
-    """Print the table and return its content."""
-    result = {}
-    print("| clock | bare, ms | ours, ms | ours / bare | middle half of the pairs |")
-    print("|---|---|---|---|---|")
+def compare(way: str, contest: Contest, rounds: int) -> tuple[list[str], bool]:
+    """Rows of the table, and whether all ways have trained the same model."""
+    counted = slice(WARM_UP, WARM_UP + rounds)
+    rows = []
     for clock in Times._fields:
-        a = [getattr(step, clock) for step in bare]
-        b = [getattr(step, clock) for step in ours]
-        ratios = [after / before for before, after in zip(a, b, strict=True)]
-        low, ratio, high = statistics.quantiles(ratios, n=4)
-        medians = [statistics.median(a) * 1e3, statistics.median(b) * 1e3]
-        result[clock] = {"bare_ms": medians[0], "ours_ms": medians[1], "ratio": ratio}
-        result[clock] |= {"low": low, "high": high}
-        print(
-            f"| {clock} | {medians[0]:.1f} | {medians[1]:.1f} | {ratio:.3f} "
-            f"| {low:.3f} to {high:.3f} |"
-        )
-    return result
+        taken = {
+            name: [getattr(step, clock) for step in steps[counted]]
+            for name, steps in contest.times.items()
+        }
+        medians = [f"{statistics.median(steps) * 1e3:.1f}" for steps in taken.values()]
+        for other in ("plain", "bare"):
+            ratios = [a / b for a, b in zip(taken["ours"], taken[other], strict=True)]
+            low, ratio, high = statistics.quantiles(ratios, n=4)
+            medians.append(f"{ratio:.3f} ({low:.3f} to {high:.3f})")
+        rows.append(f"| {way} | {clock} | {' | '.join(medians)} |")
+    steps = zip(*contest.losses.values(), strict=False)
+    difference = max(max(losses) - min(losses) for losses in steps)
+    print(f"{way}: losses of all steps differ by at most {difference:.1e}")
+    return rows, difference < 1e-4
 
 
 def main() -> int:
@@ -199,8 +237,7 @@ def main() -> int:
     parser.add_argument("--sequence-length", type=int, default=128)
     parser.add_argument("--micro-batch-size", type=int, default=2)
     parser.add_argument("--micro-batches", type=int, default=2)
-    parser.add_argument("--pairs", type=int, default=31, help="steps of each way that count")
-    parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--rounds", type=int, default=31, help="steps of each way that count")
     args = parser.parse_args()
     config = GPTConfig(
         num_layers=args.layers,
@@ -212,23 +249,22 @@ def main() -> int:
     print(
         f"{parameter_count(config):,} parameters, {args.micro_batches} micro-batches of "
         f"{args.micro_batch_size} x {args.sequence_length} tokens, fp32; torch {torch.__version__},"
-        f" {torch.get_num_threads()} threads, {platform.machine()}; median of {args.pairs} pairs"
+        f" {torch.get_num_threads()} threads, {platform.machine()}; medians of {args.rounds} rounds"
     )
-    with tempfile.TemporaryDirectory() as folder:
-        duel = Duel(config, make_batches(args), Path(folder))
-        duel.run()
-    counted = slice(WARM_UP, WARM_UP + args.pairs)
-    result = report(duel.bare[counted], duel.ours[counted])
-    pairs = list(zip(duel.bare_losses, duel.losses.all, strict=False))
-    difference = max(abs(a - b) for a, b in pairs)
-    print(f"last losses: bare {pairs[-1][0]:.6f}, ours {pairs[-1][1]:.6f}")
-    print(f"losses of {len(pairs)} steps differ by at most {difference:.1e}")
-    if difference > 1e-4:
+    rows, equal = [], True
+    for way, data_parallel in WAYS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            contest = Contest(config, data_parallel, make_batches(args), Path(folder))
+            contest.run()
+        found, same = compare(way, contest, args.rounds)
+        rows += found
+        equal = equal and same
+    print("| ours | clock | plain, ms | bare, ms | ours, ms | ours / plain | ours / bare |")
+    print("|---|---|---|---|---|---|---|")
+    print("\n".join(rows))
+    if not equal:
         print("they did not train the same model; the numbers above mean nothing")
         return 1
-    if args.json:
-        details = {"arguments": {k: str(v) for k, v in vars(args).items()}}
-        args.json.write_text(json.dumps({**result, **details}, indent=2) + "\n")
     return 0
 
 

@@ -9,6 +9,7 @@ MODULES = (
     "dropout",
     "expert_parallel",
     "init",
+    "packed",
     "sharding",
     "tensor_parallel",
 )

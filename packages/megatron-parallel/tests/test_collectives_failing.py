@@ -22,6 +22,7 @@ from megatron_parallel import (
     all_gather,
     all_reduce,
     broadcast,
+    broadcast_tensors,
     copy_to_axis,
     gather_sequence,
     receive,
@@ -120,6 +121,11 @@ CASES: dict[str, tuple[ParallelLayout, Act, str]] = {
         TP,
         lambda mesh, trouble: backward_of(scatter_sequence, mesh, trouble),
         r"all_gather \[2, 2\] float64 on axis 'tp'",
+    ),
+    "broadcast_tensors": (
+        TP,
+        after(lambda mesh: broadcast_tensors({}, mesh.axis("tp"), purpose="samples")),
+        r"broadcast of sizes of samples \[2\] int64 on axis 'tp'",
     ),
     "token losses": (
         TP,

@@ -16,7 +16,6 @@ from megatron_models import ConfigError, GPTConfig, gpt_chunks, parameter_count
 from megatron_optim import Optimizer
 from megatron_parallel import Mesh
 
-from megatron_train.batches import GPTBatches
 from megatron_train.callbacks.callback import Callback, Listener
 from megatron_train.callbacks.evaluation import Evaluation, Test
 from megatron_train.callbacks.log_line import LogLine
@@ -31,6 +30,7 @@ from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.environment import environment
 from megatron_train.metrics.peak import device_peak
+from megatron_train.shared_batches import Batches, open_batches
 from megatron_train.starting import Start, what_is_kept
 from megatron_train.tasks.gpt import GPTTask
 from megatron_train.tokenizer import open_tokenizer
@@ -61,7 +61,7 @@ def pretrain_gpt(config: RunConfig, values: Values | None = None) -> int:
         facts = environment(mesh.device)
         _describe(console, config, values, facts, dtype)
         tokenizer = load_run_tokenizer(config)
-        batches = GPTBatches(config, tokenizer, mesh.axis("dp"))
+        batches = open_batches(config, tokenizer, mesh)
         trainer = build_gpt_trainer(config, batches, mesh, dtype)
         run = _Run(config, console, mesh, dtype, batches, tokenizer, facts, start)
         trainer.callbacks = run.callbacks()
@@ -105,7 +105,7 @@ def join(config: RunConfig, device: torch.device) -> Mesh:
 
 
 def build_gpt_trainer(
-    config: RunConfig, batches: GPTBatches, mesh: Mesh, dtype: torch.dtype
+    config: RunConfig, batches: Batches, mesh: Mesh, dtype: torch.dtype
 ) -> Trainer:
     """Build this rank's stages of the model, optimizer and trainer, without any callback."""
     training = config.training
@@ -223,7 +223,7 @@ class _Run:
     console: Console
     mesh: Mesh
     dtype: torch.dtype
-    batches: GPTBatches
+    batches: Batches
     tokenizer: Tokenizer | None
     facts: dict[str, str]
     start: Start

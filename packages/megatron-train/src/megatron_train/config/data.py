@@ -61,6 +61,11 @@ class DataConfig:
     data_cache_path: str | None = setting(
         None, "folder that keeps built sample indices for the next start", unit="path"
     )
+    broadcast_batches: bool = setting(
+        False,
+        "let one rank of each copy of the model open the corpus and send its micro-batches to the "
+        "others; opening it has to take less than --distributed-timeout-minutes (our name)",
+    )
 
     def __post_init__(self) -> None:
         positive(self, "seq_length")

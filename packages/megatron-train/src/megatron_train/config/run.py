@@ -105,6 +105,12 @@ class RunConfig:
     def _check_layout(self) -> None:
         """Refuse what the layout cannot do with this model, sequence and batch."""
         layout, training = self.layout, self.training
+        if self.data.broadcast_batches and layout.tp * layout.cp * layout.pp == 1:
+            raise TrainError(
+                "--broadcast-batches needs several ranks with the same samples, by "
+                "--tensor-model-parallel-size, --context-parallel-size or "
+                "--pipeline-model-parallel-size; leave it out"
+            )
         if training.sequence_parallel and layout.tp == 1:
             raise TrainError(
                 "--sequence-parallel needs --tensor-model-parallel-size of at least 2; leave it out"

@@ -1,0 +1,49 @@
+"""Tensors of every kind, from one rank to all of an axis."""
+
+import pytest
+import torch
+from megatron_parallel import Mesh, ParallelLayout, broadcast_tensors
+from megatron_parallel.testing import WorkerPool
+from torch import Tensor
+
+
+def tensors() -> dict[str, Tensor]:
+    """Lengths that no alignment divides, and what has no or one element."""
+    made = {
+        str(dtype): torch.arange(15).view(3, 5).to(dtype)
+        for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool)
+    }
+    extra = {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 4, dtype=torch.int16)}
+    return made | {"a name, in words": torch.arange(6).view(2, 3).t()} | extra
+
+
+@pytest.mark.parametrize("source", [0, 2])
+def test_all_ranks_get_the_bits_of_the_source(worker_pool: WorkerPool, source: int) -> None:
+    def run(mesh: Mesh) -> tuple[dict[str, Tensor], dict[str, int]]:
+        axis = mesh.axis("tp")
+        own = tensors() if axis.index == source else {"other": torch.zeros(mesh.rank + 1)}
+        with mesh.counting() as traffic:
+            found = broadcast_tensors(own, axis, source, purpose="samples")
+        return found, {record.operation: record.calls for record in traffic.records}
+
+    for found, calls in worker_pool.run_mesh(ParallelLayout(tp=3, dp=1), run):
+        assert list(found) == list(tensors())
+        for name, expected in tensors().items():
+            assert found[name].dtype == expected.dtype
+            assert torch.equal(found[name], expected)
+        assert calls == {"broadcast of sizes of samples": 1, "broadcast of samples": 1}
+
+
+def test_nothing_is_a_message_too(worker_pool: WorkerPool) -> None:
+    def run(mesh: Mesh) -> dict[str, Tensor]:
+        return broadcast_tensors({} if mesh.rank == 0 else tensors(), mesh.axis("tp"))
+
+    assert worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), run) == [{}, {}]
+
+
+def test_on_one_rank_nothing_is_sent_or_copied(single: Mesh) -> None:
+    given = tensors()
+    with single.counting() as traffic:
+        found = broadcast_tensors(given, single.axis("tp"))
+    assert all(found[name] is tensor for name, tensor in given.items())
+    assert traffic.records == []

@@ -1,0 +1,147 @@
+"""Micro-batches that one rank of every copy of the model reads, and its other ranks are sent.
+
+Ranks that differ in tensor, context or pipeline parallelism compute on the same samples. With
+--broadcast-batches one of them, the first of the first stage, opens the corpus; the step's
+micro-batches go from it to the other ranks of its stage, and from each of these down the pipeline.
+So files are opened, indices built and read once a data-parallel rank, not once a rank, and no two
+ranks can read two states of a corpus that somebody is replacing. The price is that all others wait
+for one; from a local disk each reads faster by itself (`tooling/bench/batches.py`), so it is not
+the default.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+from megatron_data import Tokenizer
+from megatron_parallel import Mesh, broadcast_tensors
+from torch import Tensor
+
+from megatron_train.batches import GPTBatches
+from megatron_train.config.run import RunConfig
+from megatron_train.errors import TrainError
+from megatron_train.tasks.task import Batch
+
+PURPOSE: Final = "micro-batches"
+_WORDS: Final = "words"
+
+Read = TypeVar("Read")
+
+
+class Batches(Protocol):
+    """Training, validation and test micro-batches of one rank of a run."""
+
+    @property
+    def tests(self) -> bool:
+        """Whether there is text to test on."""
+
+    @property
+    def untested(self) -> str:
+        """Why the share of --split to test on gives nothing, if it does not."""
+
+    def training(self, consumed_samples: int) -> Iterator[Sequence[Batch]]:
+        """Yield the micro-batches of each step after ``consumed_samples`` samples."""
+
+    def validation(self) -> Iterator[Sequence[Batch]]:
+        """Yield the micro-batches of one evaluation by global batch, the same ones every time."""
+
+    def testing(self) -> Iterator[Sequence[Batch]]:
+        """Yield the micro-batches of the test by global batch; none where nothing `tests`."""
+
+
+def open_batches(config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh) -> Batches:
+    """Return what gives this rank its micro-batches: the corpus, or one rank that reads it."""
+
+    def read() -> Batches:
+        return GPTBatches(config, tokenizer, mesh.axis("dp"))
+
+    return SharedBatches(mesh, read) if config.data.broadcast_batches else read()
+
+
+class SharedBatches:
+    """`Batches` that one rank reads for all that compute on them.
+
+    All ranks ask for the same steps in the same order.
+
+    Args:
+        mesh: where this rank stands.
+        read: opens the corpus; called on the reading ranks alone.
+
+    Raises:
+        TrainError: the reading rank could not open the corpus, or later read a step; with what it
+            said. Itself it raises its own exception.
+        CollectiveError: a rank that does not take part, within the mesh's time-out.
+    """
+
+    def __init__(self, mesh: Mesh, read: Callable[[], Batches]) -> None:
+        self._mesh = mesh
+        self._source: Batches | None = None
+        if mesh.axis("tp_cp").index == mesh.axis("pp").index == 0:
+            self._source = source = self._or_tell(read)
+            self.tests, self.untested = source.tests, source.untested
+            self._tell({"tests": self.tests, "untested": self.untested})
+        else:
+            words = self._heard(self._sent({}))
+            self.tests, self.untested = words["tests"], words["untested"]
+
+    def training(self, consumed_samples: int) -> Iterator[Sequence[Batch]]:
+        """Yield the micro-batches of each step after ``consumed_samples`` samples."""
+        return self._shared(lambda source: source.training(consumed_samples))
+
+    def validation(self) -> Iterator[Sequence[Batch]]:
+        """Yield the micro-batches of one evaluation by global batch, the same ones every time."""
+        return self._shared(lambda source: source.validation())
+
+    def testing(self) -> Iterator[Sequence[Batch]]:
+        """Yield the micro-batches of the test by global batch; none where nothing `tests`."""
+        return self._shared(lambda source: source.testing())
+
+    def _shared(
+        self, start: Callable[[Batches], Iterator[Sequence[Batch]]]
+    ) -> Iterator[Sequence[Batch]]:
+        steps = None if self._source is None else start(self._source)
+        while step := self._next(steps):
+            yield step
+
+    def _next(self, steps: Iterator[Sequence[Batch]] | None) -> Sequence[Batch]:
+        """The micro-batches of the next step on all ranks; none after the last."""
+        flat: dict[str, Tensor] = {}
+        if steps is not None:
+            read = self._or_tell(lambda: next(steps, ()))
+            flat = {f"{n} {name}": t for n, batch in enumerate(read) for name, t in batch.items()}
+        found: list[dict[str, Tensor]] = []
+        for key, tensor in self._sent(flat).items():
+            if key == _WORDS:
+                self._heard({key: tensor})
+            number, name = key.split(" ", 1)
+            if int(number) == len(found):
+                found.append({})
+            found[-1][name] = tensor
+        return found
+
+    def _or_tell(self, read: Callable[[], Read]) -> Read:
+        """What is read; where that fails, the others are told before this rank raises."""
+        try:
+            return read()
+        except Exception as error:
+            self._tell({"error": str(error) or type(error).__name__})
+            raise
+
+    def _tell(self, words: dict[str, Any]) -> None:
+        text = bytearray(json.dumps(words).encode())
+        self._sent({_WORDS: torch.frombuffer(text, dtype=torch.uint8)})
+
+    def _heard(self, sent: dict[str, Tensor]) -> dict[str, Any]:
+        words: dict[str, Any] = json.loads(bytes(sent[_WORDS].tolist()))
+        if "error" in words:
+            raise TrainError(words["error"])
+        return words
+
+    def _sent(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of the reading rank: over its stage, then down the pipeline."""
+        send = partial(broadcast_tensors, device=self._mesh.device, purpose=PURPOSE)
+        if self._mesh.axis("pp").index == 0:
+            tensors = send(tensors, self._mesh.axis("tp_cp"))
+        return send(tensors, self._mesh.axis("pp"))
