@@ -3,7 +3,7 @@ import torch
 from megatron_models.gpt import GPT
 from megatron_models.memory import training_memory
 from megatron_models.parameters import parameter_count
-from megatron_parallel import Mesh
+from megatron_parallel import Mesh, ParallelLayout, Recompute
 
 
 def kept_for_backward(model, tokens):
@@ -56,3 +56,19 @@ def test_parameters_gradients_and_moments(small):
     assert (full.parameters, full.gradients, full.optimizer) == (4 * count, 4 * count, 8 * count)
     assert (half.parameters, half.gradients, half.optimizer) == (2 * count, 2 * count, 12 * count)
     assert full.total == 16 * count + full.activations
+
+
+def test_a_rank_of_several_holds_its_part(small):
+    config = small(num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96)
+    whole = training_memory(config, 8, 1)
+    half = training_memory(config, 8, 1, tp=2, sequence_parallel=True)
+    model = GPT(config, Mesh(ParallelLayout(tp=2, dp=1), 1))
+    assert half.parameters == 4 * sum(p.numel() for p in model.parameters())
+    tokens = 8 * 8  # every rank keeps them
+    assert half.activations - tokens == pytest.approx((whole.activations - tokens) / 2, rel=0.05)
+    stage = training_memory(config, 8, 1, layers=2, in_flight=2)
+    first = GPT(config, Mesh(ParallelLayout(pp=2, dp=1), 0))
+    assert stage.parameters == 4 * sum(p.numel() for p in first.parameters())
+    again = Recompute(granularity="full", method="uniform", num_layers=2)
+    kept = training_memory(config, 8, 1, layers=2, in_flight=2, recompute=again).activations
+    assert kept == 2 * (8 * 64 * 4 + 8 * 8)

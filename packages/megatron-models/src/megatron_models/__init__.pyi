@@ -1,4 +1,7 @@
 from ._version import __version__ as __version__
+from .activations import Keeping as Keeping
+from .activations import layer_activations as layer_activations
+from .activations import stack_activations as stack_activations
 from .cache import KVCache as KVCache
 from .cache import StaticKVCache as StaticKVCache
 from .config import GPTConfig as GPTConfig

@@ -1,0 +1,182 @@
+"""Bytes that layers keep, counted, against the formula; and the formula against the paper."""
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import megatron_parallel.tensor_parallel.layers as layers
+import pytest
+import torch
+from megatron_kernels import Mask
+from megatron_models import GPT, Dropout, GPTConfig
+from megatron_models.activations import Keeping, layer_activations, stack_activations
+from megatron_models.layers.context import Context
+from megatron_models.layers.dropout import StageDropout
+from megatron_models.layers.stack import run_layers
+from megatron_parallel import DropoutKey, Mesh, ParallelLayout, Recompute, gather_sequence
+from megatron_parallel.recompute import counting_kept
+from torch.nn import functional
+
+S, B = 12, 3
+MODULES = ("core_attn", "mlp", "layernorm")
+SELECTIVE = [
+    Recompute(),
+    *(Recompute(granularity="selective", modules=(module,)) for module in MODULES),
+    Recompute(granularity="selective", modules=MODULES),
+]
+FULL = [
+    Recompute(granularity="full", method="uniform", num_layers=4),
+    Recompute(granularity="full", method="uniform", num_layers=1),
+    Recompute(granularity="full", method="block", num_layers=5),
+    Recompute(cpu_offloading_num_layers=3),
+]
+
+
+def counted(
+    config: GPTConfig,
+    dtype: torch.dtype,
+    plan: Recompute,
+    dropout: bool,
+    mesh: Mesh | None = None,
+    sequence_parallel: bool = False,
+) -> dict[str, int]:
+    """Bytes by module of a stack of layers, without what all of them share."""
+    mesh = mesh or Mesh.single()
+    model = GPT(config, mesh, dtype=dtype, recompute=plan, sequence_parallel=sequence_parallel)
+    key = DropoutKey.for_batch(seed=1, iteration=1, samples=torch.arange(B), positions=S)
+    cut = model.tp if sequence_parallel else None
+    drop = StageDropout.of(Dropout(key, 0.1, 0.1), cut) if dropout else None
+    angles = None if model.rotary is None else model.rotary(S, 0, None)
+    context = Context(Mask(), angles, dropout=drop, recompute=plan)
+    length = S // model.tp.size if sequence_parallel else S
+    x = torch.randn(length, B, config.hidden_size, dtype=dtype, requires_grad=True) * 1.0
+    with counting_kept(model) as kept:
+        run_layers(model.layers, x, context, model.tp)
+    if dropout and not all(group.again for group in plan.groups(range(config.num_layers))):
+        # The dropout key, which all layers share.
+        kept.by_module["shared"] = -8 * S * B
+    return kept.by_module
+
+
+def of_cpu(config: GPTConfig, dtype: torch.dtype, dropout: bool) -> Keeping:
+    return Keeping.cpu(
+        dtype.itemsize,
+        config.normalization,
+        hidden_dropout=dropout,
+        attention_dropout=dropout,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
+def test_every_term_is_what_is_counted(config, dtype, dropout):
+    config = replace(config, num_layers=2)
+    for plan in (SELECTIVE[0], SELECTIVE[-1]):
+        found = counted(config, dtype, plan, dropout)
+        last = {n.removeprefix("layers.1."): b for n, b in found.items() if "layers.1" in n}
+        last["dropout"] = last.pop("layers.1", 0)
+        terms = layer_activations(config, S, B, of_cpu(config, dtype, dropout), recompute=plan)
+        for one in (last, terms):  # fused attention keeps its output, which `out` reads, itself
+            one["attention"] = one.get("attention", 0) + one.pop("attention.out", 0)
+            one["mlp"] = one.get("mlp", 0) + one.pop("mlp.down", 0)
+        assert {n: b for n, b in last.items() if b} == {n: b for n, b in terms.items() if b}, plan
+
+
+@pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
+def test_stacks_keep_what_the_formula_says(small, dropout):
+    config = small(num_layers=8)
+    for plan in (*SELECTIVE, *FULL):
+        found = sum(counted(config, torch.float32, plan, dropout).values())
+        keeping = of_cpu(config, torch.float32, dropout)
+        told = stack_activations(config, S, B, keeping, recompute=plan)
+        assert found == told, plan
+
+
+def test_the_constants_of_the_paper():
+    """Korthikanti et al., table 2: GPT-3's sizes, in units of s b h."""
+    s, b, a, h = 2048, 1, 96, 12288
+    config = GPTConfig(
+        num_layers=96,
+        hidden_size=h,
+        num_attention_heads=a,
+        vocab_size=51200,
+        max_position_embeddings=s,
+    )
+    square = 5 * a * s / h
+    selective = Recompute(granularity="selective")
+    full = Recompute(granularity="full", method="uniform", num_layers=1)
+
+    def each(**options) -> float:
+        keeping = Keeping.paper()
+        return stack_activations(config, s, b, keeping, layers=[0], **options) / (s * b * h)
+
+    assert square == 80
+    assert each() == 34 + square
+    assert each(tp=8) == 10 + 24 / 8 + square / 8
+    assert each(tp=8, sequence_parallel=True) == (34 + square) / 8
+    assert each(tp=8, recompute=selective) == 10 + 24 / 8
+    assert each(tp=8, sequence_parallel=True, recompute=selective) == 34 / 8
+    assert each(tp=8, recompute=full) == 2
+    cut = replace(full, distribute_saved_activations=True)
+    assert each(tp=8, recompute=cut) == 2 / 8
+
+
+CUT = replace(FULL[0], distribute_saved_activations=True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sequence_parallel"),
+    [
+        (2, True),
+        (4, False),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(4, True, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_keep_what_the_formula_says(worker_pool, small, ranks, sequence_parallel):
+    gated = {"normalization": "RMSNorm", "activation": "swiglu", "add_bias_linear": False}
+    rotary = {"position_embedding_type": "rope", "num_query_groups": 2}
+    plans = [*SELECTIVE, *FULL] if sequence_parallel else [*SELECTIVE, *FULL, CUT]
+    few = [SELECTIVE[0], SELECTIVE[-1]]
+    runs = [
+        (config, dtype, plan, dropout)
+        for config, chosen in (
+            (small(num_layers=8), plans),
+            (small(**gated, num_query_groups=2), few),
+            (small(num_attention_heads=8, hidden_size=32, **rotary), few),
+        )
+        for dtype, dropout in ((torch.float32, False), (torch.bfloat16, True))
+        for plan in chosen
+    ]
+    options = {"sequence_parallel": sequence_parallel, "tp": ranks}
+    told = [
+        stack_activations(c, S, B, of_cpu(c, dtype, dropout), recompute=plan, **options)
+        for c, dtype, plan, dropout in runs
+    ]
+    for found in worker_pool.run_mesh(
+        ParallelLayout(tp=ranks, dp=1), on_a_rank, runs, sequence_parallel
+    ):
+        assert [run for run, a, b in zip(runs, found, told, strict=True) if a != b] == []
+
+
+def on_a_rank(mesh: Mesh, runs: list[Any], sequence_parallel: bool) -> list[int]:
+    return [sum(counted(*run, mesh, sequence_parallel).values()) for run in runs]
+
+
+def test_a_layer_that_keeps_the_gathered_input_is_seen(worker_pool, small):
+    run = (small(), torch.float32, Recompute(), False)
+    keeping = of_cpu(run[0], torch.float32, False)
+    told = stack_activations(run[0], S, B, keeping, tp=2, sequence_parallel=True)
+    for found in worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), keeping_too_much, run):
+        # Of two inputs of each of two layers, the part that the rank does not have.
+        assert found == told + 2 * 2 * S * B * run[0].hidden_size * 4 // 2
+
+
+def keeping_too_much(mesh: Mesh, run: Any) -> int:
+    def wrong(x: Any, weight: Any, bias: Any, axis: Any, *_: Any) -> Any:
+        whole = gather_sequence(x, axis)
+        y = functional.linear(whole, weight.flatten(0, -2), bias.flatten())
+        return y.view(*y.shape[:-1], *weight.shape[:-1])
+
+    with mock.patch.object(layers, "column_parallel_linear", wrong):
+        return sum(counted(*run, mesh, True).values())

@@ -1,0 +1,190 @@
+"""What layers keep for their backward pass, counted and by formula, on one rank and several.
+
+    python -m layouts.activations [--write docs/parallelism.md]
+
+Counted by hooks on what autograd keeps; the formula is that of Korthikanti et al. 2022 with the
+bytes that each operation keeps here (`megatron_models.activations`).
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from megatron_kernels import Mask
+from megatron_models import (
+    GPT,
+    Dropout,
+    GPTConfig,
+    Keeping,
+    layer_activations,
+    stack_activations,
+)
+from megatron_models.layers.context import Context
+from megatron_models.layers.dropout import StageDropout
+from megatron_models.layers.stack import run_layers
+from megatron_parallel import DropoutKey, Mesh, ParallelLayout, Recompute
+from megatron_parallel.recompute import counting_kept
+from megatron_parallel.testing import WorkerPool
+
+from layouts.output import publish
+
+LENGTH, SAMPLES = 256, 2
+CONFIG = GPTConfig(
+    num_layers=8,
+    hidden_size=256,
+    num_attention_heads=8,
+    vocab_size=1000,
+    max_position_embeddings=LENGTH,
+)
+UNIT = CONFIG.num_layers * LENGTH * SAMPLES * CONFIG.hidden_size
+MODULES = ("core_attn", "mlp", "layernorm")
+UNIFORM = Recompute(granularity="full", method="uniform", num_layers=4)
+PLANS = {
+    "nothing": Recompute(),
+    **{
+        f"selective: {module}": Recompute(granularity="selective", modules=(module,))
+        for module in MODULES
+    },
+    "selective: all three": Recompute(granularity="selective", modules=MODULES),
+    "full, uniform, groups of 4": UNIFORM,
+    "full, uniform, groups of 1": replace(UNIFORM, num_layers=1),
+    "full, block, 5 of 8": Recompute(granularity="full", method="block", num_layers=5),
+    "full, uniform, groups of 4, cut": replace(UNIFORM, distribute_saved_activations=True),
+}
+ON_RANKS = ("nothing", "selective: core_attn", "selective: all three", "full, uniform, groups of 4")
+
+
+class Run(NamedTuple):
+    """What is counted: a forward pass of all layers."""
+
+    plan: str
+    dtype: torch.dtype
+    dropout: bool = False
+    tp: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def keeping(self) -> Keeping:
+        """What its operations keep."""
+        on = {"hidden_dropout": self.dropout, "attention_dropout": self.dropout}
+        return Keeping.cpu(self.dtype.itemsize, CONFIG.normalization, **on)
+
+    def told(self, keeping: Keeping) -> int:
+        """Bytes by formula."""
+        cut = {"tp": self.tp, "sequence_parallel": self.sequence_parallel}
+        plan = PLANS[self.plan]
+        return stack_activations(CONFIG, LENGTH, SAMPLES, keeping, recompute=plan, **cut)
+
+
+def count(mesh: Mesh, run: Run) -> dict[str, int]:
+    """Bytes that all layers keep of one micro-batch, by module, but for what they share."""
+    plan, cut = PLANS[run.plan], run.sequence_parallel
+    model = GPT(CONFIG, mesh, dtype=run.dtype, recompute=plan, sequence_parallel=cut)
+    dropout = None
+    if run.dropout:
+        numbers = torch.arange(SAMPLES)
+        key = DropoutKey.for_batch(seed=1, iteration=1, samples=numbers, positions=LENGTH)
+        dropout = StageDropout.of(Dropout(key, 0.1, 0.1), model.tp if cut else None)
+    length = LENGTH // model.tp.size if cut else LENGTH
+    x = torch.randn(length, SAMPLES, CONFIG.hidden_size, dtype=run.dtype, requires_grad=True) * 1.0
+    context = Context(Mask(), dropout=dropout, recompute=plan)
+    with counting_kept(model) as kept:
+        run_layers(model.layers, x, context, model.tp)
+    if dropout is not None and plan.method != "uniform":
+        kept.by_module["key of dropout"] = -8 * LENGTH * SAMPLES
+    return kept.by_module
+
+
+def runs(dtype: torch.dtype) -> list[Run]:
+    """The rows of the table."""
+    found = [Run(plan, dtype) for plan in PLANS if not plan.endswith("cut")]
+    found += [Run(plan, dtype, dropout=True) for plan in ("nothing", "selective: core_attn")]
+    for tp in (2, 4):
+        for cut in (False, True):
+            found += [Run(plan, dtype, False, tp, cut) for plan in ON_RANKS]
+            found.append(Run("nothing", dtype, True, tp, cut))
+        found.append(Run("full, uniform, groups of 4, cut", dtype, False, tp))
+    return found
+
+
+def table(pool: WorkerPool, failed: list[str]) -> str:
+    """All layers, by layout and what is computed again."""
+    lines = [
+        "| ranks | dropout | computed again | fp32 counted | formula | bf16 counted | formula "
+        "| of L·s·b·h | the paper's |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for pair in zip(runs(torch.float32), runs(torch.bfloat16), strict=True):
+        cells = []
+        for run in pair:
+            layout, told = ParallelLayout(tp=run.tp, dp=1), run.told(run.keeping)
+            counted = {sum(by.values()) for by in pool.run_mesh(layout, count, run)}
+            if counted != {told}:
+                failed.append(f"{run}: {counted} bytes are kept, by formula {told}")
+            cells += [f"{max(counted):,}", f"{told:,}"]
+        run = pair[1]
+        ranks = f"tp{run.tp}" + "·sp" * run.sequence_parallel if run.tp > 1 else "one"
+        paper = run.told(Keeping.paper()) / UNIT
+        words = [ranks, "on" if run.dropout else "off", run.plan, *cells]
+        lines.append(f"| {' | '.join(words)} | {max(counted) / UNIT:.2f} | {paper:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+TOGETHER = {"attention.out": "attention", "mlp.down": "mlp"}
+"""Fused operations keep their output themselves, which the product after them reads."""
+
+
+def terms(failed: list[str]) -> str:
+    """One layer in bf16 with dropout, part by part; what is kept of attention's output is its."""
+    run = Run("nothing", torch.bfloat16, dropout=True)
+    prefix = f"layers.{CONFIG.num_layers - 1}"
+    counted = {
+        name.removeprefix(prefix).lstrip(".") or "dropout": nbytes
+        for name, nbytes in count(Mesh.single(), run).items()
+        if name.startswith(prefix)
+    }
+    sizes = (CONFIG, LENGTH, SAMPLES)
+    found, told, paper = (
+        added(each)
+        for each in (
+            counted,
+            layer_activations(*sizes, run.keeping),
+            layer_activations(*sizes, Keeping.paper()),
+        )
+    )
+    unit = LENGTH * SAMPLES * CONFIG.hidden_size
+    lines = ["| part | counted | formula | of s·b·h | the paper's |", "|---|---|---|---|---|"]
+    for name, nbytes in told.items():
+        if found.get(name, 0) != nbytes:
+            failed.append(f"{name}: {found.get(name, 0)} bytes are kept, by formula {nbytes}")
+        words = [name, f"{found.get(name, 0):,}", f"{nbytes:,}"]
+        lines.append(
+            f"| {' | '.join(words)} | {nbytes / unit:.2f} | {paper.get(name, 0) / unit:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def added(parts: dict[str, int]) -> dict[str, int]:
+    """Parts that are kept by one another, together."""
+    sums: dict[str, int] = {}
+    for name, nbytes in parts.items():
+        sums[TOGETHER.get(name, name)] = sums.get(TOGETHER.get(name, name), 0) + nbytes
+    return sums
+
+
+def main() -> int:
+    """Count everything; 0 if all is as the formula says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="page to put the tables into")
+    arguments = parser.parse_args()
+    failed: list[str] = []
+    with WorkerPool(max_ranks=4, collective_timeout=60, timeout=300) as pool:
+        text = table(pool, failed) + "\n" + terms(failed)
+    return publish("activations", text, failed, arguments.write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
