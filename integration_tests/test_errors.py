@@ -116,6 +116,22 @@ MISTAKES = {
         f"{TRAIN} {DATA} --global-batch-size 3",
         ["--global-batch-size 3", "--micro-batch-size 2"],
     ),
+    "a growing batch that once does not divide": (
+        f"{TRAIN.replace('--train-iters 3', '--train-samples 64')} {DATA} --global-batch-size 8 "
+        "--rampup-batch-size 2 3 30",
+        ["passes through 5", "--micro-batch-size 2"],
+    ),
+    "a growing batch that a schedule once cannot run": (
+        f"{TRAIN.replace('--train-iters 3', '--train-samples 640')} {DATA} --num-layers 4 "
+        "--nproc-per-node 2 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 1 --global-batch-size 20 "
+        "--rampup-batch-size 4 2 100",
+        ["over 2 ranks cannot run 5 micro-batches"],
+    ),
+    "a growing batch of a run counted in steps": (
+        f"{TRAIN} {DATA} --global-batch-size 8 --rampup-batch-size 2 2 30",
+        ["--rampup-batch-size", "--train-samples"],
+    ),
     "a sequence beyond the positions": (
         f"{TRAIN} {DATA} --max-position-embeddings 8",
         ["--seq-length 16", "--max-position-embeddings 8"],

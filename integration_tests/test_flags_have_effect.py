@@ -141,6 +141,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "training.train_iters": ({"--lr-decay-iters": "8"}, {"--train-iters": "3"}),
     "training.train_samples": (SAMPLES, {"--train-samples": "12"}),
     "training.global_batch_size": ({}, {"--global-batch-size": "2"}),
+    "training.rampup_batch_size": (SAMPLES, {"--rampup-batch-size": "2 2 6"}),
     "training.seed": ({}, {"--seed": "1"}),
     "training.bf16": ({}, {"--bf16": ""}),
     "training.float64": ({}, {"--float64": ""}),

@@ -42,7 +42,7 @@ def test_defaults_are_megatrons():
     assert (run.optimizer.clip_grad, run.optimizer.weight_decay) == (1.0, 0.01)
     assert (run.evaluation.eval_interval, run.evaluation.eval_iters) == (1000, 100)
     assert run.logging.log_interval == 100
-    assert run.global_batch_size == 2 and run.accumulation == 1
+    assert run.global_batch_size == run.samples_at_once == 2
 
 
 def test_positions_follow_the_sequence_unless_given():
@@ -166,9 +166,9 @@ TP2 = f"{MINIMAL} --tensor-model-parallel-size 2"
 
 def test_data_parallel_ranks_follow_from_the_number_of_ranks():
     run = parse(f"{TP2} --sequence-parallel", ranks=6)
-    assert (run.layout.dp, run.global_batch_size, run.accumulation) == (3, 6, 1)
+    assert (run.layout.dp, run.global_batch_size, run.samples_at_once) == (3, 6, 6)
     run = parse(f"{TP2} --global-batch-size 24", ranks=6)
-    assert (run.global_batch_size, run.accumulation) == (24, 4)
+    assert (run.global_batch_size, run.samples_at_once) == (24, 6)
 
 
 CP2 = "--context-parallel-size 2"

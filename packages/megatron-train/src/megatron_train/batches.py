@@ -23,6 +23,7 @@ from megatron_data import (
 from megatron_data.torch import to_batch
 from megatron_parallel import Axis
 
+from megatron_train.config.batch_size import BatchSizeSchedule
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
 from megatron_train.tasks.task import Batch
@@ -53,7 +54,9 @@ class GPTBatches:
         data, training = config.data, config.training
         self._data_axis = data_axis
         self._micro_batch_size = training.micro_batch_size
-        self._accumulation = config.accumulation
+        self._sizes = config.batch_sizes
+        self._evaluated = BatchSizeSchedule(config.global_batch_size)
+        self._samples_at_once = config.samples_at_once
         self._vocab_size = config.model.vocab_size
         self._train_samples = config.train_samples
         self._valid_samples = config.evaluation.eval_iters * config.global_batch_size
@@ -100,22 +103,27 @@ class GPTBatches:
 
     def training(self, consumed_samples: int) -> Iterator[Sequence[Batch]]:
         """Yield the micro-batches of each step after ``consumed_samples`` samples."""
-        return self._steps(self._train, self._train_samples, consumed_samples)
+        return self._steps(self._train, self._train_samples, consumed_samples, self._sizes)
 
     def validation(self) -> Iterator[Sequence[Batch]]:
         """Yield the micro-batches of one evaluation by global batch, the same ones every time."""
         if self._valid is None:
             return iter(())
-        return self._steps(self._valid, self._valid_samples, 0)
+        return self._steps(self._valid, self._valid_samples, 0, self._evaluated)
 
     def testing(self) -> Iterator[Sequence[Batch]]:
         """Yield the micro-batches of the test by global batch; none where nothing `tests`."""
-        return iter(()) if self._test is None else self._steps(self._test, self._valid_samples, 0)
+        if self._test is None:
+            return iter(())
+        return self._steps(self._test, self._valid_samples, 0, self._evaluated)
 
-    def _steps(self, dataset: Dataset, samples: int, consumed: int) -> Iterator[Sequence[Batch]]:
+    def _steps(
+        self, dataset: Dataset, samples: int, consumed: int, sizes: BatchSizeSchedule
+    ) -> Iterator[Sequence[Batch]]:
         micro_batches = self._read(dataset, samples, consumed)
-        while step := list(islice(micro_batches, self._accumulation)):
+        while step := list(islice(micro_batches, sizes.at(consumed) // self._samples_at_once)):
             yield step
+            consumed += len(step) * self._samples_at_once
 
     def _read(self, dataset: Dataset, samples: int, consumed: int) -> Iterator[Batch]:
         axis = self._data_axis

@@ -1,7 +1,7 @@
 """Putting a run together: from its configuration to a trainer with everything around it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -267,8 +267,8 @@ class _Run:
         listeners: list[Listener] = []
         testers: list[Listener] = []
         if logging.progress:
-            tokens = config.global_batch_size * config.data.seq_length
-            callbacks.append(Progress(self.console, tokens))
+            _, samples = config.batch_sizes.whole_steps(config.train_samples)
+            callbacks.append(Progress(self.console, samples, config.data.seq_length))
         peak = device_peak(self.mesh.device, self.dtype)
         if peak is not None:
             self.console.line(
@@ -311,10 +311,14 @@ def _describe(
         console.line("configuration (what is not listed is the default):")
         for key in (option.key for option in run_options() if option.key in values.given):
             given = values.given[key]
-            value = " ".join(given.value) if isinstance(given.value, tuple) else given.value
+            value = (
+                " ".join(map(str, given.value)) if isinstance(given.value, tuple) else given.value
+            )
             console.line(f"  {key}: {value}  [{given.origin}]")
     count = parameter_count(config.model)
-    batches = "micro-batch" if config.accumulation == 1 else "micro-batches"
+    sizes = config.batch_sizes.sizes
+    counts = [size // config.samples_at_once for size in sizes]
+    batches = "micro-batch" if counts[-1] == 1 else "micro-batches"
     precision = str(dtype).removeprefix("torch.")
     layout = config.layout
     if layout.world_size > 1:
@@ -322,11 +326,15 @@ def _describe(
     share = "" if layout.dp == 1 else f" on each of {layout.dp} data parallel ranks"
     console.line(
         f"model: {count:,} parameters (without padding of the vocabulary) in {precision}; "
-        f"{config.global_batch_size} samples a step in {config.accumulation} {batches} of "
+        f"{_span(sizes)} samples a step in {_span(counts)} {batches} of "
         f"{config.training.micro_batch_size}{share}"
     )
     if config.checkpoint.save is not None and not console.silent:
         write_config(config, Path(config.checkpoint.save) / CONFIG_FILE)
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
 
 
 def layout_in_words(config: RunConfig) -> str:

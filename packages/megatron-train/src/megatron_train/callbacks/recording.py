@@ -118,14 +118,14 @@ class TensorBoard(Callback):
 class Progress(Callback):
     """Show a progress bar with tokens/s and the time left."""
 
-    def __init__(self, console: Console, tokens_per_step: int) -> None:
+    def __init__(self, console: Console, samples: int, tokens_per_sample: int) -> None:
         self._console = console
-        self._tokens = tokens_per_step
+        self._samples, self._tokens = samples, tokens_per_sample
 
     def on_start(self, trainer: "Trainer") -> None:
         """Show the bar."""
         self._console.start_bar(
-            trainer.train_iters * self._tokens, trainer.iteration * self._tokens
+            self._samples * self._tokens, trainer.consumed_samples * self._tokens
         )
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:

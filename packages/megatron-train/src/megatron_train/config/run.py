@@ -22,6 +22,7 @@ from megatron_parallel import (
 )
 from megatron_parallel.pipeline import PipelineConfig, check_micro_batches, schedule_kind
 
+from megatron_train.config.batch_size import BatchSizeSchedule
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.context import check_context_parallel
 from megatron_train.config.data import DataConfig
@@ -86,13 +87,7 @@ class RunConfig:
                 f"--seq-length {self.data.seq_length} exceeds --max-position-embeddings "
                 f"{self.model.max_position_embeddings}; shorten the one or raise the other"
             )
-        if self.global_batch_size % self._samples_at_once:
-            ranks = self.data_parallel_size
-            times = f" times {ranks} data parallel ranks" if ranks > 1 else ""
-            raise TrainError(
-                f"--global-batch-size {self.global_batch_size} is not a multiple of "
-                f"--micro-batch-size {self.training.micro_batch_size}{times}; change one of them"
-            )
+        self.batch_sizes.check(self.training.micro_batch_size, self.data_parallel_size)
         self._check_layout()
         if self.train_iters == 0:
             raise TrainError(
@@ -159,7 +154,8 @@ class RunConfig:
         with _told_by_flags("pipeline"):
             self.pipeline.split(self.model.num_layers, layout)
             schedule = self.pipeline.schedule_of(layout)
-            check_micro_batches(schedule, layout.pp, layout.vpp, self.accumulation)
+            for size in self.batch_sizes.sizes:
+                check_micro_batches(schedule, layout.pp, layout.vpp, size // self.samples_at_once)
         if not schedule_kind(schedule).splits_backward:
             return
         if self.model.num_experts:  # nobody has proven it
@@ -256,24 +252,25 @@ class RunConfig:
         return self.layout.dp or 1
 
     @property
-    def _samples_at_once(self) -> int:
+    def samples_at_once(self) -> int:
+        """Samples in one micro-batch of every data-parallel rank."""
         return self.training.micro_batch_size * self.data_parallel_size
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in one step."""
-        return self.training.global_batch_size or self._samples_at_once
+        """Samples in one step, after a ramp if there is one."""
+        return self.training.global_batch_size or self.samples_at_once
 
     @property
-    def accumulation(self) -> int:
-        """Micro-batches that one rank accumulates in one step."""
-        return self.global_batch_size // self._samples_at_once
+    def batch_sizes(self) -> BatchSizeSchedule:
+        """Samples in each step."""
+        return BatchSizeSchedule(self.global_batch_size, self.training.rampup_batch_size)
 
     @property
     def train_iters(self) -> int:
         """Steps of the whole run."""
         iters, samples = self.training.train_iters, self.training.train_samples
-        return iters if iters is not None else (samples or 0) // self.global_batch_size
+        return iters if iters is not None else self.batch_sizes.whole_steps(samples or 0)[0]
 
     @property
     def train_samples(self) -> int:

@@ -31,6 +31,12 @@ class TrainingConfig:
         "samples in one step; unset: one micro-batch for each data-parallel rank",
         unit="samples",
     )
+    rampup_batch_size: tuple[int, ...] | None = setting(
+        None,
+        "first batch size, its increment, and the samples over which it grows to "
+        "--global-batch-size; with --train-samples",
+        unit="samples",
+    )
     seed: int = setting(1234, "seed of initial weights and data order")
     bf16: bool = setting(False, "hold weights and compute in bfloat16, with fp32 main weights")
     float64: bool = setting(
@@ -97,6 +103,14 @@ class TrainingConfig:
             )
         if self.train_iters is not None and self.train_samples is not None:
             raise TrainError("--train-iters and --train-samples exclude each other; give one")
+        if self.rampup_batch_size is not None:
+            if self.global_batch_size is None:
+                raise TrainError("--rampup-batch-size needs --global-batch-size, where it ends")
+            if self.train_samples is None:
+                raise TrainError(
+                    "--rampup-batch-size makes steps of several sizes, so the length of the run "
+                    "is counted in samples: give --train-samples instead of --train-iters"
+                )
         positive(self, "exit_interval", "exit_duration_in_mins", "distributed_timeout_minutes")
         not_negative(self, "seed")
         for name in ("hidden_dropout", "attention_dropout"):
