@@ -124,6 +124,22 @@ def test_a_stopped_run_resumes_bit_for_bit(corpus, pretrain, whole):
     assert line.search(second.stdout)[1] == line.search(whole[0].stdout)[1]
 
 
+def test_a_growing_batch_continues_in_the_middle_of_its_growth(corpus, train):
+    words = (
+        f"pretrain gpt {DATA} --tokenizer-model tokenizer {SIZES} {DROPOUT} --lr 1e-2 "
+        "--micro-batch-size 4 --rampup-batch-size 4 4 20 --global-batch-size 12 "
+        "--train-samples 50 --eval-iters 0 --no-progress --log-interval 1"
+    )
+    printed = train(f"{words} --save grown")
+    assert "4 to 12 samples a step in 1 to 3 micro-batches of 4" in printed
+    sizes = [4, 4, 4, 8, 12, 12]  # 6 samples are left, fewer than a step
+    assert re.findall(r"global batch size: +(\d+)", printed) == [str(size) for size in sizes]
+    assert "iteration        6/       6 | consumed samples:           44 |" in printed
+    train(f"{words} --save halved --exit-interval 4")
+    train(f"{words} --save halved --load halved")
+    assert losses(corpus / "halved") == losses(corpus / "grown")
+
+
 def test_the_configuration_of_a_run_can_be_run_again(corpus, train, whole):
     train("pretrain gpt --config whole/config.yaml --save again --no-progress")
     assert losses(corpus / "again") == losses(corpus / "whole")
