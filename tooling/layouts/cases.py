@@ -121,6 +121,7 @@ class Case:
         schedule: of the pipeline, where it is not the default one.
         per_token: whether tokens have equal weights in the loss of a step, or else micro-batches.
         chunks: whether activations are gathered and scattered in chunks.
+        smooth: whether labels are smoothed.
     """
 
     layout: ParallelLayout
@@ -136,6 +137,7 @@ class Case:
     schedule: str | None = None
     per_token: bool = True
     chunks: bool = False
+    smooth: bool = False
 
     @property
     def config(self) -> GPTConfig:
@@ -166,6 +168,7 @@ class Case:
         parts += [f"etp{layout.etp}"] if layout.etp not in (None, layout.tp) else []
         parts += ["a2a"] if self.dispatcher == "alltoall" else []
         parts += [self.schedule] if self.schedule else []
+        parts += ["smooth"] if self.smooth else []
         parts += [] if self.per_token else ["means"]
         return "·".join(parts) or "one rank"
 
@@ -187,6 +190,7 @@ class Case:
             dropout=self.dropout,
             micro_batch=self.micro_batch if known else 4,
             per_token=self.per_token,
+            smooth=self.smooth,
         )
 
 
@@ -211,6 +215,7 @@ def _case(model: Model, micro_batch: int = 1, *options: str, **degrees: int) -> 
         schedule,
         "means" not in options,
         "chunks" in options,
+        "smooth" in options,
     )
 
 
@@ -317,6 +322,8 @@ CASES = (
     _case("tied", 1, "fsdp", "sp", "dropout", tp=2, pp=2, dp=2),
     _case("tied", 2, "fsdp", dp=4, dp_outer=2),
     _case("few", 2, "dropout", tp=4),
+    _case("untied", 4, "smooth", tp=2),
+    _case("tied", 2, "sp", "smooth", tp=4, pp=2),
     _case("few", 1, "sp", "sharded", tp=4, dp=2),
     _case("untied", 2, "sp", "chunks", "dropout", tp=2),
     _case("tied", 1, "sp", "chunks", "uniform", tp=4, pp=2),

@@ -89,6 +89,7 @@ def build_trainer(
         reset_position_ids=True,
         reset_attention_mask=True,
         cut_per_document=case.per_document,
+        label_smoothing=0.1 if case.smooth else 0.0,
         **(DROPOUT if case.dropout else {}),
     )
     engine = StepEngine(

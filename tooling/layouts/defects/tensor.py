@@ -1,8 +1,9 @@
-"""Defects of tensor-parallel layers: sums, gathers and their order, and query groups they share."""
+"""Defects of tensor-parallel layers: sums, gathers, query groups, smoothing."""
 
 from typing import Any, NamedTuple
 
 import megatron_parallel.collectives as collectives
+import megatron_parallel.tensor_parallel.cross_entropy as cross_entropy
 import megatron_parallel.tensor_parallel.layers as layers
 import megatron_parallel.tensor_parallel.linear as linear
 from megatron_parallel import Mesh
@@ -77,3 +78,9 @@ def _kv_not_summed(mesh: Mesh, replace: Replace) -> None:
         return collectives._own_part(grads[0], ctx.axis, 0), None
 
     replace(collectives._GatherSequence, "backward", staticmethod(wrong))
+
+
+@defect("label smoothing counts a rank's own part of the vocabulary", "tp2·smooth-untied")
+def _local_vocabulary(mesh: Mesh, replace: Replace) -> None:
+    ranks = mesh.axis("tp").size
+    replace(cross_entropy, "_share", lambda share, vocabulary: share / (vocabulary // ranks))

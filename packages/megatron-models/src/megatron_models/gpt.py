@@ -179,6 +179,7 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         split: ContextSplit | None = None,
         inner: InnerLosses | None = None,
+        label_smoothing: float = 0.0,
     ) -> Float[Tensor, "..."]:
         """Run this stage.
 
@@ -200,6 +201,8 @@ class GPT(nn.Module):
             split: which places each context-parallel rank holds; by default a zig-zag over the
                 whole sequence.
             inner: takes the losses of routers, when training; without it there are none.
+            label_smoothing: share of the loss that all tokens of the vocabulary have in common; see
+                `megatron_parallel.vocab_parallel_cross_entropy`.
 
         Returns:
             Activations like ``x`` of a later stage; from the last stage the loss of each token,
@@ -248,7 +251,10 @@ class GPT(nn.Module):
         logits = self._logits(self.final_norm(x))
         vocab = self.config.vocab_size
         if labels is not None:
-            return vocab_parallel_cross_entropy(logits, labels.t(), self.tp, vocab).t()
+            losses = vocab_parallel_cross_entropy(
+                logits, labels.t(), self.tp, vocab, label_smoothing=label_smoothing
+            )
+            return losses.t()
         true = vocab - self.tp.index * logits.shape[-1]
         if true < logits.shape[-1]:
             logits[..., max(true, 0) :] = -torch.inf

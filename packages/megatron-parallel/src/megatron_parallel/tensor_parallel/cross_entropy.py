@@ -90,24 +90,27 @@ class _CrossEntropy(Function):
 
         probabilities = exact - largest if exact is logits else exact.sub_(largest)
         # Of the logits less the largest one, before they are overwritten.
-        mean = probabilities[..., :valid].sum(-1, keepdim=True) / true_vocab if smoothing else None
+        shifted = probabilities[..., :valid].sum(-1, keepdim=True) if smoothing else None
         probabilities[..., valid:] = -torch.inf
         probabilities.exp_()
         total = probabilities.sum(-1, keepdim=True)
-        if mean is None:
+        if shifted is None:
             total = all_reduce(total, axis, purpose=PURPOSE)
         else:
-            total, mean = all_reduce(torch.stack((total, mean)), axis, purpose=PURPOSE).unbind()
+            both = all_reduce(torch.stack((total, shifted)), axis, purpose=PURPOSE)
+            total, shifted = both.unbind()
         probabilities /= total
 
         loss = total.log().add_(largest).sub_(at_target)
-        if mean is not None:  # mean log-probability: that of the shifted logits, less log(total)
-            loss = loss.mul_(1.0 - smoothing).sub_((mean - total.log()).mul_(smoothing))
+        share = _share(smoothing, true_vocab)
+        if shifted is not None:  # less log(total) for every token, they are all log-probabilities
+            every = shifted.sub_(total.log().mul_(true_vocab))
+            loss = loss.mul_(1.0 - smoothing).sub_(every.mul_(share))
         loss = loss.squeeze(-1)
         ignored = targets == IGNORED_TARGET
         ctx.save_for_backward(probabilities, local, held, ignored)
         ctx.dtype, ctx.smoothing, ctx.valid = logits.dtype, smoothing, valid
-        ctx.share = smoothing / true_vocab
+        ctx.share = share
         return loss.masked_fill_(ignored, 0.0)
 
     @staticmethod
@@ -119,3 +122,8 @@ class _CrossEntropy(Function):
         grad = probabilities.mul_(upstream)
         grad.scatter_add_(-1, local, upstream * held * (ctx.smoothing - 1.0))
         return grad.to(ctx.dtype), None, None, None, None
+
+
+def _share(smoothing: float, vocabulary: int) -> float:
+    """What each token of the whole vocabulary gets."""
+    return smoothing / vocabulary

@@ -27,6 +27,8 @@ class GPTTask:
         reset_attention_mask: attend within the documents of the batch instead of across them.
         cut_per_document: with context parallelism, cut every document by itself over the ranks, not
             the whole sequence; their work is then even.
+        label_smoothing: share of the training loss that all tokens of the vocabulary have in
+            common; Megatron-LM has it in its loss function, and no flag for it.
     """
 
     losses = (LOSS,)
@@ -42,6 +44,7 @@ class GPTTask:
         reset_position_ids: bool = False,
         reset_attention_mask: bool = False,
         cut_per_document: bool = False,
+        label_smoothing: float = 0.0,
     ) -> None:
         self._stages = tuple(stages)
         self._family = family
@@ -51,6 +54,7 @@ class GPTTask:
         self._reset_position_ids = reset_position_ids
         self._reset_attention_mask = reset_attention_mask
         self._cut_per_document = cut_per_document
+        self._label_smoothing = label_smoothing
         self._cp = self._stages[0].mesh.axis("cp")
 
     @property
@@ -113,6 +117,8 @@ class GPTTask:
             given["x"] = batch["tokens"]
         if own.last:
             given["labels"] = batch["labels"]
+            if iteration is not None:
+                given["label_smoothing"] = self._label_smoothing
         if self._reset_position_ids:
             given["positions"] = batch["positions"]
         if self._reset_attention_mask:
