@@ -18,6 +18,7 @@ from megatron_parallel import (
     LayoutError,
     Mesh,
     ParallelLayout,
+    ParameterBuffers,
     Sharding,
 )
 from megatron_parallel.data_parallel.bucket import Bucket
@@ -386,6 +387,24 @@ def test_on_one_rank_gradients_stay_where_autograd_puts_them(single: Mesh) -> No
     assert buffers.reductions() == []
     buffers.zero()
     assert model.up.weight.grad is None
+
+
+def test_the_shard_of_one_rank_is_what_autograd_has_made(single: Mesh) -> None:
+    model = Model(torch.float64)
+    config = DataParallelConfig(use_distributed_optimizer=True)
+    buffers = GradientBuffers(model.named_parameters(), table(model), single, config)
+    shards = ParameterBuffers(model, buffers, table(model))
+    tokens, _ = global_batch()
+    buffers.begin(last=True)
+    model(tokens[:1]).sum().backward()
+    buffers.finish()
+    gradients = buffers.gradients()
+    assert {name: part.shape for name, part in shards.parts().items()} == {
+        name: gradient.shape for name, gradient in gradients.items()
+    }
+    assert gradients["up.weight"].data_ptr() == model.up.weight.grad.data_ptr()
+    assert torch.equal(gradients["up.weight"], model.up.weight.grad.flatten())
+    assert not gradients["seldom"].any()
 
 
 def test_one_rank_equals_plain_torch(single: Mesh) -> None:

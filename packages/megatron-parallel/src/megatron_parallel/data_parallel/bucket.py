@@ -54,8 +54,8 @@ class Bucket:
     parameter in low precision, `.grad` is what has not been added to the bucket yet.
 
     A sharded bucket sums each rank's shard only; of `flat`, nothing but `shard` means anything
-    after that. A bucket that neither sums, nor widens, nor is sharded has no storage (`flat` is
-    None): the gradients stay where autograd puts them.
+    after that. A bucket that neither sums nor widens has no storage (`flat` is None): the gradients
+    stay where autograd puts them.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Bucket:
         self.flat: Tensor | None = None
         self.shard: Tensor | None = None
         self.views: dict[str, Tensor] = {}
-        if route.size > 1 or self.further or self._widened or sharded:
+        if route.size > 1 or self.further or self._widened:
             self.flat = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
             self.shard = self.flat[slice(*plan.shard(route.inner.index))]
             self.views = {
@@ -194,10 +194,13 @@ class Bucket:
             }
         if self.flat is not None:
             return dict(self.views)
-        return {
+        where_autograd_puts_them = {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in self.parameters.items()
         }
+        if self.sharded:  # over one rank: its shard is all of them
+            return {name: gradient.view(-1) for name, gradient in where_autograd_puts_them.items()}
+        return where_autograd_puts_them
 
     def not_finite(self) -> list[NotFinite]:
         """Summed gradients that are NaN or infinite, and whether this rank's own share was."""
