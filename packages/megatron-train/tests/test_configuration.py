@@ -224,6 +224,31 @@ def test_sequences_that_ranks_cannot_share_are_refused(flags, ranks, message):
 
 
 @pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tp-comm-overlap", "--tp-comm-overlap needs --sequence-parallel; leave it out"),
+        (
+            "--tp-comm-overlap --sequence-parallel --compile",
+            "--tp-comm-overlap does not reach code that --compile compiles",
+        ),
+        (
+            "--num-attention-heads 12 --hidden-size 48 --num-query-groups 3",
+            "--tensor-model-parallel-size 2 and --num-query-groups 3: one must be a multiple of",
+        ),
+    ],
+)
+def test_what_tensor_parallel_ranks_cannot_do_is_refused(flags, message):
+    with pytest.raises(TrainError) as caught:
+        parse(f"{MINIMAL} --tensor-model-parallel-size 2 {flags}", ranks=2)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_query_groups_may_be_fewer_than_ranks():
+    flags = "--num-attention-heads 8 --num-query-groups 2 --tensor-model-parallel-size 4"
+    assert parse(f"{MINIMAL} {flags}", ranks=4).model.groups_on_rank(4) == 1
+
+
+@pytest.mark.parametrize(
     ("flags", "ranks", "message"),
     [
         ("", 3, "needs a multiple of 2 ranks, and there are 3"),
