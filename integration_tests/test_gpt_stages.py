@@ -292,8 +292,8 @@ def heads_counted_from_zero():
     """Every rank drops attention of its own heads as if they were the first."""
     drop = StageDropout.probabilities
 
-    def wrong(self, p, layer, first_head):
-        return drop(self, p, layer, 0)
+    def wrong(self, p, layer, first_head, **site):
+        return drop(self, p, layer, 0, **site)
 
     return StageDropout, "probabilities", wrong
 

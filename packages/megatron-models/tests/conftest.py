@@ -8,7 +8,7 @@ import torch
 from jaxtyping import install_import_hook
 
 # Configurations check their own values; what they say about a wrong one is tested.
-_CHECKED = [f"megatron_models.{room}" for room in ("cache", "gpt", "layers")]
+_CHECKED = [f"megatron_models.{room}" for room in ("cache", "encoder_decoder", "gpt", "layers")]
 install_import_hook(_CHECKED, "beartype.beartype")
 
 from megatron_models.config import GPTConfig  # noqa: E402

@@ -26,8 +26,8 @@ def _mask_of_part(mesh: Mesh, replace: Replace) -> None:
 def _mask_of_heads(mesh: Mesh, replace: Replace) -> None:
     true = StageDropout.probabilities
 
-    def wrong(self: StageDropout, p: Tensor, layer: int, first_head: int) -> Tensor:
-        return true(self, p, layer, 0)
+    def wrong(self: StageDropout, p: Tensor, first_head: int, **rest: Any) -> Tensor:
+        return true(self, p, first_head=0, **rest)
 
     replace(StageDropout, "probabilities", wrong)
 

@@ -5,6 +5,8 @@ from .activations import stack_activations as stack_activations
 from .cache import KVCache as KVCache
 from .cache import StaticKVCache as StaticKVCache
 from .config import GPTConfig as GPTConfig
+from .encoder_decoder import EncoderDecoder as EncoderDecoder
+from .encoder_decoder_config import EncoderDecoderConfig as EncoderDecoderConfig
 from .errors import ConfigError as ConfigError
 from .families.family import Family as Family
 from .flops import gpt_flops as gpt_flops

@@ -7,14 +7,13 @@ import megatron_parallel
 import torch
 from jaxtyping import Bool, Float, Int
 from megatron_kernels import Mask
-from megatron_parallel import Init, InnerLosses, Mesh, Recompute, initialize_parameters
+from megatron_parallel import InnerLosses, Mesh, Recompute, initialize_parameters
 from megatron_parallel.context_parallel import ContextSplit, check_length
 from megatron_parallel.tensor_parallel import (
     CHUNKS,
     ColumnParallelLinear,
     column_parallel_linear,
     overlap_forward,
-    vocab_parallel_cross_entropy,
 )
 from torch import Tensor, nn
 
@@ -27,9 +26,10 @@ from megatron_models.layers.context_parallel import ContextParallel, check_conte
 from megatron_models.layers.dropout import EMBEDDING, EMBEDDING_LAYER, Dropout, StageDropout
 from megatron_models.layers.embedding import Embedding
 from megatron_models.layers.norm import Norm
+from megatron_models.layers.output import losses_or_logits, output_layer
 from megatron_models.layers.rope import RotaryTable
 from megatron_models.layers.stack import run_layers
-from megatron_models.stages import plan_stage
+from megatron_models.stages import part_length, plan_stage
 
 
 class GPT(nn.Module):
@@ -101,6 +101,7 @@ class GPT(nn.Module):
         self.dtype = dtype
         self.sequence_parallel = sequence_parallel
         self.tp, self.cp = mesh.axis("tp"), mesh.axis("cp")
+        self.sequence_parts = self.tp.size if sequence_parallel else 1
         self.cp_comm_type = check_context_parallel(config, mesh.layout, cp_comm_type)
         plan = plan_stage(config, mesh.layout, mesh.axis("pp").index, chunk, split)
         self.stage, self.first, self.last = plan.stage, plan.first, plan.last
@@ -129,17 +130,7 @@ class GPT(nn.Module):
         if plan.last:
             self.final_norm = Norm(config, mesh, *place)
             if not tied:
-                self.output = ColumnParallelLinear(
-                    config.hidden_size,
-                    config.vocab_size,
-                    mesh,
-                    bias=False,
-                    padded=config.padded_vocab_size,
-                    sequence_parallel=sequence_parallel,
-                    init=Init(scale=config.init_method_std),
-                    dtype=dtype,
-                    device=device,
-                )
+                self.output = output_layer(config, mesh, *place)
         self.chunks = CHUNKS if tp_comm_overlap else 1
         overlap_forward(self, self.chunks)
         if device.type != "meta":
@@ -164,7 +155,7 @@ class GPT(nn.Module):
         """
         if self.cp.size > 1:
             check_length(sequence_length, self.cp.size)
-        part = self._part_length(sequence_length // self.cp.size)
+        part = part_length(sequence_length // self.cp.size, self.sequence_parts)
         # Looked up here: it brings torch's pipelining and with it the compiler, seconds of a CPU.
         return megatron_parallel.Passed((part, batch_size, self.config.hidden_size), self.dtype)
 
@@ -250,15 +241,7 @@ class GPT(nn.Module):
             return x
         logits = self._logits(self.final_norm(x))
         vocab = self.config.vocab_size
-        if labels is not None:
-            losses = vocab_parallel_cross_entropy(
-                logits, labels.t(), self.tp, vocab, label_smoothing=label_smoothing
-            )
-            return losses.t()
-        true = vocab - self.tp.index * logits.shape[-1]
-        if true < logits.shape[-1]:
-            logits[..., max(true, 0) :] = -torch.inf
-        return logits
+        return losses_or_logits(logits, labels, self.tp, vocab, label_smoothing)
 
     def loss(
         self,
@@ -304,20 +287,9 @@ class GPT(nn.Module):
             raise ConfigError(f"stage {self.stage} takes {wanted}, not {x.dtype} {list(x.shape)}")
         if self.first:
             length = x.shape[1]
-            self._part_length(length)
+            part_length(length, self.sequence_parts)
             return length
-        return x.shape[0] * self.tp.size if self.sequence_parallel else x.shape[0]
-
-    def _part_length(self, length: int) -> int:
-        """How much of a sequence the residual stream of this rank has."""
-        if not self.sequence_parallel:
-            return length
-        if length % self.tp.size:
-            raise ConfigError(
-                f"a sequence of {length} tokens cannot be cut into {self.tp.size} equal parts for "
-                f"sequence parallelism; use a multiple of {self.tp.size}"
-            )
-        return length // self.tp.size
+        return x.shape[0] * self.sequence_parts
 
     def _split(self, given: ContextSplit | None, part: int, device: torch.device) -> ContextSplit:
         """Which places of the sequence each context-parallel rank holds, `part` of them here."""

@@ -50,8 +50,7 @@ def plan_stage(
         LayoutError: without a split, layers that do not divide over the stages.
     """
     pp, vpp = layout.pp, layout.vpp
-    if not 0 <= chunk < vpp:
-        raise ConfigError(f"chunk {chunk} does not exist: the layout has vpp={vpp}")
+    stage = _stage(layout, pipeline_rank, chunk)
     if split is None:
         split = split_layers(config.num_layers, pp, vpp)
     if len(split) != pp * vpp:
@@ -62,5 +61,99 @@ def plan_stage(
             f"stages of layers {stages} are not layers 0:{config.num_layers}, each once and in "
             "order; make a split with split_layers"
         )
-    stage = layout.stages(pipeline_rank)[chunk]
     return StagePlan(stage, pp * vpp, split[stage])
+
+
+@dataclass(frozen=True)
+class TwoHalvesPlan:
+    """Stage number `stage`, and its place in the encoder, the decoder, or both.
+
+    The first `encoder_stages` of the pipeline are the encoder's.
+    """
+
+    stage: int
+    encoder_stages: int
+    encoder: StagePlan | None
+    decoder: StagePlan | None
+
+
+def plan_encoder_decoder_stage(
+    encoder_layers: int,
+    decoder_layers: int,
+    layout: ParallelLayout,
+    pipeline_rank: int,
+    chunk: int = 0,
+    encoder_stages: int | None = None,
+) -> TwoHalvesPlan:
+    """Find what stage ``layout.stages(pipeline_rank)[chunk]`` of encoder and decoder holds.
+
+    The encoder's stages come first, as in Megatron; each half is cut evenly over its own. A single
+    stage holds both.
+
+    Args:
+        encoder_layers: of the encoder.
+        decoder_layers: of the decoder.
+        layout: its ``pp`` and ``vpp`` count the stages.
+        pipeline_rank: index on the pipeline axis.
+        chunk: which of the ``vpp`` chunks of that rank.
+        encoder_stages: how many of the stages the encoder has; by default half of them.
+
+    Raises:
+        ConfigError: no such chunk, a half without a stage, or layers that do not divide over the
+            stages of their half.
+    """
+    count = layout.pp * layout.vpp
+    stage = _stage(layout, pipeline_rank, chunk)
+    if count == 1:
+        if encoder_stages is not None:
+            raise ConfigError(
+                f"encoder_stages={encoder_stages} was given for 1 stage, which holds encoder and "
+                "decoder; leave it out or use a pipeline"
+            )
+        return TwoHalvesPlan(
+            0, 1, StagePlan(0, 1, range(encoder_layers)), StagePlan(0, 1, range(decoder_layers))
+        )
+    first = count // 2 if encoder_stages is None else encoder_stages
+    if not 0 < first < count:
+        raise ConfigError(
+            f"encoder_stages={first} of {count} stages leaves the encoder or the decoder without "
+            f"one; use 1 to {count - 1}"
+        )
+    # Both on every rank, so that none goes on alone.
+    encoder = _even_split("encoder", encoder_layers, first)
+    decoder = _even_split("decoder", decoder_layers, count - first)
+    if stage < first:
+        return TwoHalvesPlan(stage, first, StagePlan(stage, first, encoder[stage]), None)
+    own = stage - first
+    return TwoHalvesPlan(stage, first, None, StagePlan(own, count - first, decoder[own]))
+
+
+def part_length(length: int, parts: int) -> int:
+    """Tokens of a sequence that one of ``parts`` sequence-parallel ranks has in its stream.
+
+    Raises:
+        ConfigError: a length that cannot be cut into so many equal parts.
+    """
+    if length % parts:
+        raise ConfigError(
+            f"a sequence of {length} tokens cannot be cut into {parts} equal parts for "
+            f"sequence parallelism; use a multiple of {parts}"
+        )
+    return length // parts
+
+
+def _stage(layout: ParallelLayout, pipeline_rank: int, chunk: int) -> int:
+    """The number of a rank's chunk among the stages of the pipeline."""
+    if not 0 <= chunk < layout.vpp:
+        raise ConfigError(f"chunk {chunk} does not exist: the layout has vpp={layout.vpp}")
+    return layout.stages(pipeline_rank)[chunk]
+
+
+def _even_split(half: str, layers: int, stages: int) -> tuple[range, ...]:
+    """The layers of every stage of a half that is cut evenly."""
+    if layers % stages:
+        raise ConfigError(
+            f"the {half}'s {layers} layers cannot be cut evenly over its {stages} stages; change "
+            "the layers or encoder_stages"
+        )
+    return split_layers(layers, stages)

@@ -5,12 +5,13 @@ from functools import partial
 import torch
 from jaxtyping import Float
 from megatron_kernels import attention, rope
-from megatron_parallel import Init, LayoutError, Mesh, gather_sequence
+from megatron_parallel import Axis, Init, LayoutError, Mesh, gather_sequence
 from megatron_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
 from megatron_models.config import GPTConfig
 from megatron_models.layers.context import Context
+from megatron_models.layers.dropout import ATTENTION_PROBABILITIES
 from megatron_models.layers.sinks import Sinks
 
 
@@ -44,13 +45,7 @@ class Attention(nn.Module):
         # Slots of one group in the fused projection: its query heads, its key, its value.
         self.slots = (config.heads_per_group, 1, 1)
         self.tp = tp
-        self.sharers = tp.size // min(tp.size, config.num_query_groups)
-        if config.heads_per_group % self.sharers:
-            raise LayoutError(
-                f"{self.sharers} of {tp.size} tensor-parallel ranks share a query group and cannot "
-                f"share its {config.heads_per_group} heads equally: heads ("
-                f"{config.num_attention_heads}) must be a multiple of the ranks"
-            )
+        self.sharers = group_sharers(config, tp)
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
             (config.num_query_groups, sum(self.slots) * config.kv_channels),
@@ -100,9 +95,7 @@ class Attention(nn.Module):
 
     def _attend(self, context: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention over keys that are all on this rank."""
-        dropout, drop = context.dropout, None
-        if dropout is not None and dropout.given.attention > 0.0:
-            drop = partial(dropout.probabilities, layer=self.layer, first_head=self.first_head)
+        drop = context.probability_drop(self.layer, self.first_head, ATTENTION_PROBABILITIES)
         sinks = None if self.sinks is None else self.sinks(q)
         return attention(q, k, v, context.mask, None, context.offset, dropout=drop, sinks=sinks)
 
@@ -111,17 +104,32 @@ class Attention(nn.Module):
     ) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "s b g d"], Float[Tensor, "s b g d"]]:
         fused = self.qkv(x)
         if self.sharers > 1:
-            fused = self._own_group(fused)
+            fused = own_group(fused, self.tp, self.sharers)
         fused = fused.unflatten(-1, (-1, self.head_size))
         q, k, v = fused.split(self.slots, dim=3)
         if self.sharers > 1:
             q = q.chunk(self.sharers, dim=3)[self.tp.index % self.sharers]
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
-    def _own_group(self, part: Float[Tensor, "s b 1 rows_part"]) -> Float[Tensor, "s b 1 rows"]:
-        """Gather the fused projection of all groups from parts of their rows; keep one group."""
-        rows = gather_sequence(part.squeeze(2).movedim(-1, 0), self.tp)
-        width = rows.shape[0] * self.sharers // self.tp.size
-        own = rows.narrow(0, self.tp.index // self.sharers * width, width)
-        # Copied: a view would keep the groups of all ranks, and no fused kernel reads its strides.
-        return own.movedim(0, -1).contiguous().unsqueeze(2)
+
+def group_sharers(config: GPTConfig, tp: Axis) -> int:
+    """Tensor-parallel ranks that share a query group; LayoutError if its heads do not divide."""
+    sharers = tp.size // min(tp.size, config.num_query_groups)
+    if config.heads_per_group % sharers:
+        raise LayoutError(
+            f"{sharers} of {tp.size} tensor-parallel ranks share a query group and cannot "
+            f"share its {config.heads_per_group} heads equally: heads ("
+            f"{config.num_attention_heads}) must be a multiple of the ranks"
+        )
+    return sharers
+
+
+def own_group(
+    part: Float[Tensor, "s b 1 rows_part"], tp: Axis, sharers: int
+) -> Float[Tensor, "s b 1 rows"]:
+    """Gather the fused projection of all groups from parts of their rows; keep one group."""
+    rows = gather_sequence(part.squeeze(2).movedim(-1, 0), tp)
+    width = rows.shape[0] * sharers // tp.size
+    own = rows.narrow(0, tp.index // sharers * width, width)
+    # Copied: a view would keep the groups of all ranks, and no fused kernel reads its strides.
+    return own.movedim(0, -1).contiguous().unsqueeze(2)

@@ -33,6 +33,8 @@ class Context:
         padding: True where a token is padding, which routers leave alone; of the whole sequence
             also where sequence parallelism cuts it. None if no token is, or nobody asks.
         inner: takes the losses that layers have of their own, when training.
+        encoded: the encoder's output, of all of its text or of this rank's part, in a decoder.
+        cross_mask: which of it a token of the decoder may attend to.
     """
 
     mask: Mask
@@ -44,10 +46,21 @@ class Context:
     recompute: Recompute = field(default_factory=Recompute)
     padding: Bool[Tensor, "s b"] | None = None
     inner: InnerLosses | None = None
+    encoded: Float[Tensor, "t b h"] | None = None
+    cross_mask: Mask | None = None
 
     def drop(self, x: Float[Tensor, "s b h"], layer: int, site: int) -> Float[Tensor, "s b h"]:
         """Apply hidden dropout, if there is one."""
         return x if self.dropout is None else self.dropout.hidden(x, layer, site)
+
+    def probability_drop(
+        self, layer: int, first_head: int, site: int
+    ) -> Callable[[Tensor], Tensor] | None:
+        """What drops attention's probabilities ``[b, n, s, t]`` at a site, if anything does."""
+        dropout = self.dropout
+        if dropout is None or dropout.given.attention == 0.0:
+            return None
+        return partial(dropout.probabilities, layer=layer, first_head=first_head, site=site)
 
     def recomputed(
         self, module: str, function: Callable[..., Tensor], *inputs: Float[Tensor, "..."]
@@ -74,5 +87,7 @@ class Context:
         """Tensors that the layers share, so that no layer keeps them by itself."""
         key = None if self.dropout is None else self.dropout.given.key
         words = [] if key is None else [key.word0, key.word1]
-        fields = vars(self.mask).values()
-        return [t for t in (*(self.angles or ()), *fields, *words) if isinstance(t, torch.Tensor)]
+        masks = [self.mask] if self.cross_mask is None else [self.mask, self.cross_mask]
+        fields = [value for mask in masks for value in vars(mask).values()]
+        shared = (*(self.angles or ()), *fields, *words, self.encoded)
+        return [t for t in shared if isinstance(t, torch.Tensor)]

@@ -6,9 +6,13 @@
 | attention probabilities | 1 | its own | `[s, b, n, t]` | head number * t + key position |
 | attention output | 2 | its own | `[s, b, h]`, before it is added | hidden |
 | feed-forward output | 3 | its own | `[s, b, h]`, before it is added | hidden |
+| cross-attention probabilities | 4 | its own | `[s, b, n, t]` | head number * t + key position |
+| cross-attention output | 5 | its own | `[s, b, h]`, before it is added | hidden |
+| decoder's embedding | 6 | -1 | the embedding's sum `[s, b, h]` | hidden |
 
 Heads, positions and layers are global numbers, so an element is kept or dropped whoever computes
-it. The numbers are part of every training curve and do not change.
+it. Behind an encoder, a decoder's layers count on from the encoder's. The numbers are part of every
+training curve and do not change.
 """
 
 from dataclasses import dataclass
@@ -27,6 +31,9 @@ EMBEDDING: Final = 0
 ATTENTION_PROBABILITIES: Final = 1
 ATTENTION_OUTPUT: Final = 2
 MLP_OUTPUT: Final = 3
+CROSS_ATTENTION_PROBABILITIES: Final = 4
+CROSS_ATTENTION_OUTPUT: Final = 5
+DECODER_EMBEDDING: Final = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +94,7 @@ class StageDropout:
         first_head: int,
         places: Int[Tensor, "b_or_1 s"] | None = None,
         keys: Int[Tensor, "b_or_1_too t"] | None = None,
+        site: int = ATTENTION_PROBABILITIES,
     ) -> Float[Tensor, "b n s t"]:
         """Drop attention probabilities of heads ``first_head``, ``first_head + 1``, ...
 
@@ -96,9 +104,7 @@ class StageDropout:
         if torch.compiler.is_compiling():  # Dynamo writes results into contiguous memory only
             by_query = by_query.contiguous()
         key = self.given.key if places is None else self.given.key.select(places)
-        drop = partial(
-            keyed_dropout, p=self.given.attention, layer=layer, site=ATTENTION_PROBABILITIES
-        )
+        drop = partial(keyed_dropout, p=self.given.attention, layer=layer, site=site)
         if keys is None:
             dropped = drop(by_query, key=key, channels=first_head * p.shape[-1])
         else:

@@ -1,0 +1,258 @@
+"""The encoder-decoder model equals torch's layers; its stages pass what they say.
+
+That it equals itself on several ranks is in `integration_tests/test_encoder_decoder_stages.py`.
+"""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import jaxtyping
+import pytest
+import torch
+from megatron_kernels import Mask
+from megatron_models import ConfigError, Dropout, EncoderDecoder, EncoderDecoderConfig, GPTConfig
+from megatron_parallel import DropoutKey, Mesh, ParallelLayout
+from torch import nn
+from torch.nn import functional
+
+SOURCE, TARGET, BATCH, VOCAB = 8, 12, 2, 61
+TOLERANCE = 1e-12
+
+SHAPE = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+    "make_vocab_size_divisible_by": 64,
+    "max_position_embeddings": 16,
+    "ffn_hidden_size": 24,
+    "untie_embeddings_and_output_weights": True,
+}
+LEARNED = EncoderDecoderConfig(decoder=GPTConfig(**SHAPE, num_query_groups=2), encoder_num_layers=2)
+
+
+@pytest.fixture
+def batch():
+    """Texts of two lengths, padding behind the source, labels without loss."""
+    generator = torch.Generator().manual_seed(2)
+    text = torch.randint(VOCAB, (BATCH, TARGET + 1), generator=generator)
+    labels = text[:, 1:].clone()
+    labels[0, :5] = -100
+    padding = torch.zeros(BATCH, SOURCE, dtype=torch.bool)
+    padding[1, SOURCE - 3 :] = True
+    return {
+        "source": torch.randint(VOCAB, (BATCH, SOURCE), generator=generator),
+        "target": text[:, :-1],
+        "source_padding": padding,
+        "labels": labels,
+    }
+
+
+# -- torch's own layers -----------------------------------------------------------------------
+
+
+class Reference(nn.Module):
+    """The same model of torch's layers, which start as they may: weights are copied."""
+
+    def __init__(self, config):
+        super().__init__()
+        width, heads, ffn = config.hidden_size, config.num_attention_heads, config.ffn_hidden_size
+        options = {"dropout": 0.0, "activation": "gelu", "norm_first": True, "batch_first": True}
+        encoder = nn.TransformerEncoderLayer(width, heads, ffn, **options)
+        decoder = nn.TransformerDecoderLayer(width, heads, ffn, **options)
+        self.encoder = nn.TransformerEncoder(
+            encoder, 2, nn.LayerNorm(width), enable_nested_tensor=False
+        )
+        self.decoder = nn.TransformerDecoder(decoder, config.num_layers, nn.LayerNorm(width))
+        self.words, self.places = nn.ModuleDict(), nn.ModuleDict()
+        for half in ("encoder", "decoder"):
+            self.words[half] = nn.Embedding(config.padded_vocab_size, width)
+            self.places[half] = nn.Embedding(config.max_position_embeddings, width)
+        self.output = nn.Linear(width, config.padded_vocab_size, bias=False)
+        self.double()
+
+    def forward(self, source, target, source_padding, labels):
+        x = self.words["encoder"](source) + self.places["encoder"].weight[: source.shape[1]]
+        encoded = self.encoder(x, src_key_padding_mask=source_padding)
+        y = self.words["decoder"](target) + self.places["decoder"].weight[: target.shape[1]]
+        causal = nn.Transformer.generate_square_subsequent_mask(target.shape[1], dtype=y.dtype)
+        seen = source_padding
+        y = self.decoder(y, encoded, causal, memory_key_padding_mask=seen, tgt_is_causal=True)
+        logits = self.output(y)[..., :VOCAB]
+        return functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+def as_torch(values, config):
+    """Our parameters, or their gradients, under torch's names and in its order of rows."""
+    names = {
+        "attention.out.": "self_attn.out_proj.",
+        "cross_attention.out.": "multihead_attn.out_proj.",
+        "attention_norm.": "norm1.",
+        "cross_attention_norm.": "norm2.",
+        "mlp.up.": "linear1.",
+        "mlp.down.": "linear2.",
+    }
+    made = {"output.weight": values["output.weight"]}
+    for half in ("encoder", "decoder"):
+        made[f"words.{half}.weight"] = values[f"{half}.embedding.word.weight"]
+        made[f"places.{half}.weight"] = values[f"{half}.embedding.position.weight"]
+        for kind in ("weight", "bias"):
+            made[f"{half}.norm.{kind}"] = values[f"{half}.final_norm.{kind}"]
+    for name, value in values.items():
+        if ".layers." not in name:
+            continue
+        half, _, layer, rest = name.split(".", 3)
+        kind = rest.rsplit(".", 1)[1]
+        known = names | {"mlp_norm.": "norm2." if half == "encoder" else "norm3."}
+        place = f"{half}.layers.{layer}"
+        parts = value.unflatten(1, (-1, config.kv_channels)) if ".q" in name or "kv" in name else 0
+        if rest.startswith("attention.qkv"):
+            made[f"{place}.self_attn.in_proj_{kind}"] = parts.transpose(0, 1).flatten(0, 2)
+        elif rest.startswith("cross_attention.kv"):
+            q = values[name.replace(".kv.", ".q.")].flatten(0, 1)
+            kv = parts.transpose(0, 1).flatten(0, 2)
+            made[f"{place}.multihead_attn.in_proj_{kind}"] = torch.cat([q, kv])
+        elif not rest.startswith("cross_attention.q"):
+            made[f"{place}.{known[rest.removesuffix(kind)]}{kind}"] = value
+    return made
+
+
+@pytest.fixture
+def pair():
+    """Our model, with a query group for each head as torch has, and torch's of equal weights."""
+    config = EncoderDecoderConfig(decoder=GPTConfig(**SHAPE), encoder_num_layers=2)
+    model = EncoderDecoder(config, Mesh.single(), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter += noise * 0.2
+    reference = Reference(config.decoder)
+    reference.load_state_dict(as_torch(dict(model.named_parameters()), config.decoder))
+    return model, reference
+
+
+def differences(model, reference, batch):
+    """The largest of losses and of gradients, as parts of the largest gradient of a weight."""
+    ours, theirs = model(**batch), reference(**batch)
+    ours.sum().backward()
+    theirs.sum().backward()
+    gradients = {name: each.grad for name, each in model.named_parameters()}
+    mapped = as_torch(gradients, model.config.decoder)
+    assert set(mapped) == {name for name, _ in reference.named_parameters()}
+    worst = {
+        name: float((mapped[name] - each.grad).abs().max() / max(each.grad.abs().max(), 1.0))
+        for name, each in reference.named_parameters()
+    }
+    return float((ours - theirs).detach().abs().max()), max(worst.values())
+
+
+def test_the_whole_model_equals_layers_of_torch(pair, batch):
+    loss, gradient = differences(*pair, batch)
+    assert loss <= TOLERANCE
+    assert gradient <= TOLERANCE
+
+
+def test_a_cross_attention_that_sees_padding_is_not_torchs(pair, batch):
+    with patch.object(EncoderDecoder, "_cross_mask", lambda *_: Mask(causal=False)):
+        loss, gradient = differences(*pair, batch)
+    assert loss > 1e-3
+    assert gradient > 1e-3
+
+
+# -- shapes and refusals ----------------------------------------------------------------------
+
+
+def rank_of(rank, **degrees):
+    """A mesh that knows where a rank stands and cannot communicate."""
+    layout = ParallelLayout(**degrees)
+    return Mesh(layout.resolve(layout.tp * layout.pp * layout.cp), rank)
+
+
+def test_stages_together_are_the_whole_model_with_its_names_and_initial_weights():
+    whole = dict(EncoderDecoder(LEARNED, Mesh.single()).named_parameters())
+    found = set()
+    for rank in range(3):
+        stage = EncoderDecoder(LEARNED, rank_of(rank, pp=3), encoder_stages=1)
+        for name, parameter in stage.named_parameters():
+            assert torch.equal(parameter, whole[name]), name
+            found.add(name)
+    assert found == set(whole)
+
+
+def test_stages_by_hand_pass_what_they_say_and_logits_leave_padding_out(batch):
+    stages = [EncoderDecoder(LEARNED, rank_of(rank, pp=4)) for rank in range(4)]
+    given = {name: batch[name] for name in ("source", "target", "source_padding")}
+    out = ()
+    for number, stage in enumerate(stages[:3]):
+        out = stage(*out, **given)
+        out = out if isinstance(out, tuple) else (out,)
+        said = stages[0].passed(number, BATCH, SOURCE, TARGET)
+        assert [tuple(t.shape) for t in out] == [each.shape for each in said]
+    logits = stages[3](*out, **given)
+    assert logits.shape == (TARGET, BATCH, 64)
+    assert (logits[..., VOCAB:] == -torch.inf).all()
+    torch.testing.assert_close(logits, EncoderDecoder(LEARNED, Mesh.single())(**given))
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options", "message"),
+    [
+        ({"pp": 4}, {"encoder_stages": 4}, "encoder_stages=4 of 4 stages leaves"),
+        ({"pp": 4}, {"encoder_stages": 1}, "the decoder's 4 layers .* over its 3 stages"),
+        ({"pp": 4}, {"encoder_stages": 3}, "the encoder's 2 layers .* over its 3 stages"),
+        ({}, {"encoder_stages": 1}, "encoder_stages=1 was given for 1 stage"),
+        ({"pp": 2}, {"chunk": 1}, "chunk 1 does not exist: the layout has vpp=1"),
+        ({"cp": 2}, {}, "context parallelism: cp=2"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused_in_one_line(degrees, options, message):
+    rank = degrees.get("pp", 1) - 1
+    with pytest.raises(ConfigError, match=message) as caught:
+        EncoderDecoder(LEARNED, rank_of(rank, **degrees), **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"untie_embeddings_and_output_weights": False}, "set untie_embeddings_and_output_weights"),
+        ({"num_experts": 4}, "no experts: num_experts 4"),
+        ({"softmax_type": "learnable"}, "no attention sinks: softmax_type learnable"),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused_by_name(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        replace(LEARNED, decoder=replace(LEARNED.decoder, **changes))
+    with pytest.raises(ConfigError, match="encoder_num_layers must be a positive number, not 0"):
+        replace(LEARNED, encoder_num_layers=0)
+
+
+def test_calls_that_cannot_be_are_refused_in_one_line(monkeypatch, batch):
+    # Users' programs do not check the shapes in annotations, which would speak first.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    model = EncoderDecoder(LEARNED, Mesh.single())
+    source, target = batch["source"], batch["target"]
+    key = DropoutKey.for_batch(seed=1, iteration=1, samples=torch.arange(BATCH), positions=SOURCE)
+    calls = {
+        "stage 0 embeds target tokens": {"source": source},
+        "target has 1 sequences and the source 2": {"source": source, "target": target[:1]},
+        r"source_padding is \[2, 12\] for a source of \[2, 8\]": {
+            "source": source,
+            "target": target,
+            "source_padding": torch.zeros(BATCH, TARGET, dtype=torch.bool),
+        },
+        "covers 8 positions of a text of 12": {
+            "source": source,
+            "target": target,
+            "dropout": Dropout(key, 0.1),
+        },
+        "a sequence of 24 tokens is longer": {"source": source.repeat(1, 3), "target": target},
+    }
+    for message, given in calls.items():
+        with pytest.raises(ConfigError, match=message) as caught:
+            model(**given)
+        assert "\n" not in str(caught.value)
+    later = EncoderDecoder(LEARNED, rank_of(3, pp=4))
+    with pytest.raises(ConfigError, match="stage 3, with 2 stages of the encoder, takes 2 tensors"):
+        later(torch.zeros(SOURCE, BATCH, 16))
