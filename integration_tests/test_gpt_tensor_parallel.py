@@ -79,7 +79,14 @@ def test_logits_with_a_cache_on_two_ranks_equal_one(rank_pool, batch):
     assert (two[..., 150:] == -torch.inf).all()
 
 
-def test_groups_that_do_not_divide_over_the_ranks_are_refused():
-    mesh = Mesh(ParallelLayout(tp=4).resolve(4), 0)
-    with pytest.raises(LayoutError, match=r"\(2, .* 4 equal parts over axis 'tp'"):
+@pytest.mark.parametrize(
+    ("tp", "message"),
+    [
+        (3, r"3 ranks of axis 'tp' cannot share the 2 entries"),
+        (8, r"4 of 8 tensor-parallel ranks share a query group and cannot share its 2 heads"),
+    ],
+)
+def test_groups_and_heads_that_do_not_divide_over_the_ranks_are_refused(tp, message):
+    mesh = Mesh(ParallelLayout(tp=tp).resolve(tp), 0)
+    with pytest.raises(LayoutError, match=message):
         GPT(LLAMA, mesh)
