@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def publish(name: str, text: str, failed: Sequence[str], page: Path | None) -> int:
-    """Print tables and what failed; put the tables between the marks of `name` into `page`.
+    """Print tables and what failed; if nothing did, put the tables between marks into `page`.
 
     Returns the exit status: 1 if anything failed.
     """
     print(text)
-    if page is not None:
+    if page is not None and not failed:
         begin, end = marks(name)
         head, rest = page.read_text().split(begin)
         page.write_text(f"{head}{begin}\n{text}{end}{rest.split(end)[1]}")
