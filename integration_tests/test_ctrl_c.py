@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,14 @@ SIZES = (
     "--max-position-embeddings 4096 --micro-batch-size 1 --eval-iters 0"
 )
 TRAIN = f"megatron-train pretrain gpt {SIZES} --data-path text --tokenizer-model bytes"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interruptible() -> Iterator[None]:
+    """Ctrl-C is not ignored, as it is in what a script starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")

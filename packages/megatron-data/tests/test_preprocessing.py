@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -216,6 +217,15 @@ def _die(number: int) -> int:
     os._exit(1)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C is not ignored, as it is in what a script starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_waits_until_a_worker_has_started_and_does_not_reach_it() -> None:
     blocked = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
     done = ""

@@ -369,6 +369,7 @@ for iteration in range(3):
 """
 
 
+@pytest.mark.slow
 def test_compiled_it_is_one_graph_with_the_same_mask_and_is_not_compiled_again() -> None:
     """In a fresh process: Dynamo cannot trace functions that are type-checked."""
     compiler = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
