@@ -200,7 +200,10 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "pipeline.count_loss": ({}, {"--account-for-loss-in-pipeline-split": ""}),
     "pipeline.stages": ({}, {"--pipeline-model-parallel-layout": "Et|tL"}),
     "data_parallel.use_distributed_optimizer": ({}, SHARDED),
-    "data_parallel.overlap_grad_reduce": (SHARDED, {"--no-overlap-grad-reduce": ""}),
+    "data_parallel.overlap_grad_reduce": (
+        {**SHARDED, "--bf16": ""},
+        {"--no-overlap-grad-reduce": ""},
+    ),
     "data_parallel.overlap_param_gather": (SHARDED, {"--overlap-param-gather": ""}),
     "data_parallel.use_torch_fsdp2": ({}, {"--use-torch-fsdp2": ""}),
     "data_parallel.torch_fsdp2_no_reshard_after_forward": (

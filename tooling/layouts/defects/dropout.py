@@ -61,9 +61,9 @@ def _mask_of_local_layer(mesh: Mesh, replace: Replace) -> None:
 def _mask_of_second_run(mesh: Mesh, replace: Replace) -> None:
     true = StageDropout.probabilities
 
-    def wrong(self: StageDropout, p: Tensor, layer: int, first_head: int) -> Tensor:
+    def wrong(self: StageDropout, p: Tensor, layer: int, **rest: Any) -> Tensor:
         again = torch._C._current_graph_task_id() >= 0  # in a backward pass
-        return true(self, p, layer + 1000 * again, first_head)
+        return true(self, p, layer + 1000 * again, **rest)
 
     replace(StageDropout, "probabilities", wrong)
 
