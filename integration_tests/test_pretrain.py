@@ -211,6 +211,7 @@ def test_documents_can_be_kept_apart(corpus, train, whole):
     assert apart != across and apart[12] < apart[1] - 1
 
 
+@pytest.mark.slow
 def test_a_compiled_run_has_the_same_losses(corpus, train, whole):
     train(f"{ALWAYS} --compile --save compiled")
     expected = losses(corpus / "whole")

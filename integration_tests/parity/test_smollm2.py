@@ -138,7 +138,11 @@ def test_greedy_text_of_one_rank_equals_theirs(checkpoint: Path, theirs: Theirs)
 
 
 @pytest.mark.parametrize(
-    "layout", [ParallelLayout(tp=3, dp=1), ParallelLayout(pp=2, dp=1)], ids=["tp3", "pp2"]
+    "layout",
+    [
+        pytest.param(ParallelLayout(tp=3, dp=1), id="tp3", marks=pytest.mark.slow),
+        pytest.param(ParallelLayout(pp=2, dp=1), id="pp2"),
+    ],
 )
 def test_greedy_text_of_several_ranks_equals_theirs(
     worker_pool: WorkerPool, layout: ParallelLayout, checkpoint: Path, theirs: Theirs

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron_infer.server.service import GenerationService
 from megatron_infer.server.settings import ServerSettings
 
 FLUSH_SECONDS = 2.0
+LOOK_UP_SECONDS = 0.2
 CUT_OFF = 2
 """A body this many times as long as allowed is not read to its end."""
 
@@ -74,7 +75,7 @@ def serve(
     try:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         ready(f"http://{host}:{taken.getsockname()[1]}")
-        numbers = [received.get()]
+        numbers = [_first(received)]
         while not received.empty():
             numbers.append(received.get())
         interrupted = signal.SIGINT in numbers
@@ -86,6 +87,19 @@ def serve(
             signal.signal(number, handler)
     if interrupted:
         raise KeyboardInterrupt
+
+
+def _first(received: "SimpleQueue[int]") -> int:
+    """Wait for a signal.
+
+    Of two that come together another thread may take both, and this one, which has to run their
+    handlers, is not woken: so it looks up now and then.
+    """
+    while True:
+        try:
+            return received.get(timeout=LOOK_UP_SECONDS)
+        except Empty:
+            continue
 
 
 def _flush(server: Any) -> None:
