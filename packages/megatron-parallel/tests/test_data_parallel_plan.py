@@ -80,6 +80,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
         plan(tensors(a=1), 10, parts=2)[0].shard(2)
 
 
+@hypothesis.settings(deadline=None)
 @hypothesis.given(
     st.lists(st.integers(0, 700), min_size=1, max_size=20),
     st.integers(1, 1500),

@@ -58,6 +58,31 @@ def test_expert_grid_etp1_ep4_pp2_over_a_dense_tp2_cp2() -> None:
     assert layout.expert_coordinates(13) == (0, 1, 1, 1)
 
 
+def test_a_pool_has_aligned_groups_of_every_power_of_two_when_asked_for() -> None:
+    layout = ParallelLayout(tp=2, cp=2, dp=2, hybrid_cp=True)
+    assert sorted(layout.groups("hybrid_cp_1")) == [(rank,) for rank in range(8)]
+    assert sorted(layout.groups("hybrid_cp_2")) == layout.groups("cp") == pairs(0, 1, 4, 5, step=2)
+    assert layout.groups("hybrid_cp_4") == layout.groups("dp_cp") == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert layout.group_of("hybrid_cp_2", 6) == (4, 6)
+    assert layout.group_names[-3:] == ("hybrid_cp_1", "hybrid_cp_2", "hybrid_cp_4")
+    assert "hybrid cp" in str(layout)
+    plain = ParallelLayout(tp=2, cp=2, dp=2)
+    assert not [name for name in plain.group_names if name.startswith("hybrid")]
+    with pytest.raises(LayoutError, match="there is no group of 2 ranks of a pool: give hybrid_cp"):
+        plain.groups("hybrid_cp_2")
+    with pytest.raises(LayoutError, match="no group of 8 ranks of a pool: it has 4"):
+        layout.groups("hybrid_cp_8")
+    with pytest.raises(LayoutError, match="no group is called 'hybrid_cp_3': did you mean"):
+        layout.groups("hybrid_cp_3")
+
+
+def test_a_pool_of_another_size_or_of_cut_groups_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"power of two of ranks .* not dp 3 x cp 2 = 6"):
+        ParallelLayout(cp=2, hybrid_cp=True).resolve(6)
+    with pytest.raises(LayoutError, match=r"hybrid_cp .* hierarchical_cp=\(2, 2\)"):
+        ParallelLayout(cp=4, hybrid_cp=True, hierarchical_cp=(2, 2))
+
+
 def test_another_order_deals_the_ranks_otherwise() -> None:
     layout = ParallelLayout(tp=2, pp=2, order="pp-dp-tp").resolve(8)
     assert layout.groups("pp") == pairs(0, 2, 4, 6, step=1)

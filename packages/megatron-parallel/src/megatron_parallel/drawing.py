@@ -1,6 +1,7 @@
 """Layouts as text."""
 
-from megatron_parallel.layout import ParallelLayout, describe_group
+from megatron_parallel.group_names import describe_group
+from megatron_parallel.layout import ParallelLayout
 
 
 def draw(layout: ParallelLayout, width: int = 100) -> str:

@@ -15,46 +15,17 @@ Numbering and grouping equal Megatron-Core's (`megatron.core.parallel_state.Rank
 here imports torch: layouts can be planned, checked and drawn on a login node.
 """
 
-import difflib
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, NamedTuple
 
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.grid import Grid
+from megatron_parallel.group_names import GROUPS, NESTED, GroupKind, group_kind, pool_group_name
 
 AXES: Final = ("tp", "cp", "ep", "dp", "pp")
 
 Placement = Literal["loop", "v"]
 """Which stages a pipeline rank holds: every `pp`-th (loop), or one down and one up again (V)."""
-
-# Group name -> (grid, axes along which its members differ, what it is for).
-_GROUPS: Final[dict[str, tuple[str, tuple[str, ...], str]]] = {
-    "tp": ("dense", ("tp",), "tensor parallel: one layer cut over its ranks"),
-    "cp": ("dense", ("cp",), "context parallel: one sequence cut over its ranks"),
-    "cp_inner": ("nested cp", ("inner",), "context parallel: heads are scattered over these"),
-    "cp_outer": ("nested cp", ("outer",), "context parallel: a ring goes round over these"),
-    "dp": ("dense", ("dp",), "data parallel: copies that see different samples"),
-    "pp": ("dense", ("pp",), "pipeline parallel: one copy of the model, stage by stage"),
-    "dp_cp": ("dense", ("dp", "cp"), "gradients of dense parameters are summed here"),
-    "dp_cp_inner": ("nested dp", ("inner",), "near data parallel ranks: shards lie here"),
-    "dp_cp_outer": ("nested dp", ("outer",), "the same shard of every instance"),
-    "tp_cp": ("dense", ("tp", "cp"), "one micro-batch on one stage"),
-    "tp_dp": ("dense", ("tp", "dp"), "one pipeline stage at one context position"),
-    "tp_dp_cp": ("dense", ("tp", "dp", "cp"), "one whole pipeline stage"),
-    "model": ("dense", ("tp", "pp"), "one copy of the model"),
-    "ep": ("expert", ("ep",), "expert parallel: the experts of one layer"),
-    "expert_tp": ("expert", ("tp",), "tensor parallel inside one expert"),
-    "expert_dp": ("expert", ("dp",), "gradients of experts are summed here"),
-    "expert_tp_ep": ("expert", ("tp", "ep"), "all experts of one layer"),
-    "expert_tp_ep_pp": ("expert", ("tp", "ep", "pp"), "one copy of all experts"),
-    "embedding": ("stages", ("first", "last"), "holders of tied embeddings: first and last stage"),
-    "position_embedding": ("stages", ("first",), "holders of position embeddings: first stage"),
-    "world": ("dense", ("tp", "cp", "dp", "pp"), "every rank"),
-}
-_NESTED: Final = {"nested cp": ("cp",), "nested dp": ("dp", "cp")}
-"""Axes whose groups are cut once more, into inner groups and outer ones across them."""
-
-_ALIASES: Final = {"tp_pp": "model", "tp_ep": "expert_tp_ep", "tp_ep_pp": "expert_tp_ep_pp"}
 
 
 class Coordinates(NamedTuple):
@@ -134,6 +105,14 @@ class ParallelLayout:
             "unit": "ranks",
         },
     )
+    hybrid_cp: bool = field(
+        default=False,
+        metadata={
+            "help": "take data and context parallel ranks for one pool, in which every document "
+            "gets a context-parallel size of its own, a power of two, by its length",
+            "flag": None,
+        },
+    )
     dp_outer: int = field(
         default=1,
         metadata={
@@ -170,6 +149,7 @@ class ParallelLayout:
             raise LayoutError("{placement:=} has 2 chunks per rank, but {vpp:=}", vars(self))
         self._check_order()
         self._check_hierarchy()
+        self._check_pool()
         if self.dp is not None and self.dp * self.cp % self.dp_outer:
             raise LayoutError(
                 f"{{dp_outer:=}} instances cannot share dp {self.dp} x cp {self.cp} = "
@@ -201,6 +181,22 @@ class ParallelLayout:
                 vars(self),
             )
 
+    def _check_pool(self) -> None:
+        if not self.hybrid_cp:
+            return
+        if self.hierarchical_cp is not None:
+            raise LayoutError(
+                "{hybrid_cp:name} has context-parallel groups of many sizes, and "
+                "{hierarchical_cp:=} cuts those of one: leave out one of them",
+                vars(self),
+            )
+        if self.dp is not None and self.pool & (self.pool - 1):
+            raise LayoutError(
+                f"{{hybrid_cp:name}} needs a power of two of ranks to choose from, not dp "
+                f"{self.dp} x cp {self.cp} = {self.pool}: change a degree or the number of ranks",
+                vars(self),
+            )
+
     # -- sizes ---------------------------------------------------------------------------------
 
     def resolve(self, world_size: int) -> "ParallelLayout":
@@ -225,6 +221,11 @@ class ParallelLayout:
     def world_size(self) -> int:
         """Number of ranks; the layout must be resolved."""
         return self.tp * self.cp * self._dp * self.pp
+
+    @property
+    def pool(self) -> int:
+        """Data- and context-parallel ranks together."""
+        return self._dp * self.cp
 
     @property
     def expert_tp(self) -> int:
@@ -279,7 +280,8 @@ class ParallelLayout:
         """Names of all groups this layout has, in the one order in which a mesh creates them.
 
         `cp_inner` and `cp_outer` are there only with `hierarchical_cp`, `dp_cp_inner` and
-        `dp_cp_outer` only with several instances (`dp_outer`). The expert groups are
+        `dp_cp_outer` only with several instances (`dp_outer`), `hybrid_cp_1`, `hybrid_cp_2`,
+        `hybrid_cp_4` and so on only with `hybrid_cp`. The expert groups are
         absent only if `order` lets the pipeline of the experts differ from that of the dense
         layers, which is an error as soon as there is expert parallelism.
         """
@@ -290,7 +292,10 @@ class ParallelLayout:
             self._expert()
         except LayoutError:
             absent.add("expert")
-        return tuple(name for name, (grid, _, _) in _GROUPS.items() if grid not in absent)
+        names = [name for name, kind in GROUPS.items() if kind.grid not in absent]
+        if self.hybrid_cp:
+            names += [pool_group_name(1 << power) for power in range(self.pool.bit_length())]
+        return tuple(names)
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
         """All groups of one kind, each a tuple of ascending ranks.
@@ -298,25 +303,25 @@ class ParallelLayout:
         Every rank is in exactly one, except for `embedding` and `position_embedding`, which only
         the holding stages join.
         """
-        kind, axes = self._kind(name)
-        if kind == "stages":
-            return [self._holders(ranks, axes) for ranks in self._dense().groups(("pp",))]
-        if kind in _NESTED:
-            wholes = self._dense().groups(_NESTED[kind])
-            return [part for ranks in wholes for part in self._nested(kind, ranks, axes)]
-        return self._grid(kind).groups(axes)
+        kind = group_kind(name)
+        if kind.grid == "stages":
+            return [self._holders(ranks, kind.axes) for ranks in self._dense().groups(("pp",))]
+        if kind.grid in NESTED:
+            wholes = self._dense().groups(NESTED[kind.grid])
+            return [part for ranks in wholes for part in self._nested(kind, ranks)]
+        return self._grid(kind.grid).groups(kind.axes)
 
     def group_of(self, name: str, rank: int) -> tuple[int, ...]:
         """The group of that kind `rank` is in; `()` if it is in none."""
         self._check_rank(rank)
-        kind, axes = self._kind(name)
-        if kind == "stages":
-            holders = self._holders(self._dense().group_of(("pp",), rank), axes)
+        kind = group_kind(name)
+        if kind.grid == "stages":
+            holders = self._holders(self._dense().group_of(("pp",), rank), kind.axes)
             return holders if rank in holders else ()
-        if kind in _NESTED:
-            whole = self._dense().group_of(_NESTED[kind], rank)
-            return next(part for part in self._nested(kind, whole, axes) if rank in part)
-        return self._grid(kind).group_of(axes, rank)
+        if kind.grid in NESTED:
+            whole = self._dense().group_of(NESTED[kind.grid], rank)
+            return next(part for part in self._nested(kind, whole) if rank in part)
+        return self._grid(kind.grid).group_of(kind.axes, rank)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Place of `rank` on the dense grid."""
@@ -352,31 +357,29 @@ class ParallelLayout:
     def _grid(self, kind: str) -> Grid:
         return self._expert() if kind == "expert" else self._dense()
 
-    def _kind(self, name: str) -> tuple[str, tuple[str, ...]]:
-        entry = _GROUPS.get(_ALIASES.get(name, name))
-        if entry is None:
-            known = [*_GROUPS, *_ALIASES]
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            raise LayoutError(f"no group is called {name!r}: {hint}")
-        return entry[0], entry[1]
-
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is outside a world of {self.world_size} ranks")
 
-    def _nested(
-        self, kind: str, whole: tuple[int, ...], which: tuple[str, ...]
-    ) -> list[tuple[int, ...]]:
-        """The inner or outer groups among the ranks of one group."""
-        if kind == "nested dp":
+    def _nested(self, kind: GroupKind, whole: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The smaller groups among the ranks of one group."""
+        if kind.grid == "pool":
+            inner = kind.size
+            if not self.hybrid_cp or inner > self.pool:
+                raise LayoutError(
+                    f"there is no group of {inner} ranks of a pool: "
+                    + (f"it has {self.pool}" if self.hybrid_cp else "give hybrid_cp")
+                )
+        elif kind.grid == "nested dp":
             inner = len(whole) // self.dp_outer
         elif self.hierarchical_cp is not None:
             inner = self.hierarchical_cp[0]
         else:
-            raise LayoutError(f"there is no 'cp_{which[0]}' group: give hierarchical_cp, two sizes")
+            raise LayoutError(
+                f"there is no 'cp_{kind.axes[0]}' group: give hierarchical_cp, two sizes"
+            )
         parts = [whole[i : i + inner] for i in range(0, len(whole), inner)]
-        return parts if which == ("inner",) else list(zip(*parts, strict=True))
+        return list(zip(*parts, strict=True)) if kind.axes == ("outer",) else parts
 
     def _holders(self, pipeline: tuple[int, ...], which: tuple[str, ...]) -> tuple[int, ...]:
         last = self.stage_holder(self.pp * self.vpp - 1)
@@ -392,6 +395,8 @@ class ParallelLayout:
             text += f", experts etp {self.expert_tp} x ep {self.ep}"
         if self.hierarchical_cp is not None:
             text += ", cp {} inside x {} outside".format(*self.hierarchical_cp)
+        if self.hybrid_cp:
+            text += ", hybrid cp"
         if self.dp_outer > 1:
             text += f", {self.dp_outer} instances"
         if self.vpp > 1:
@@ -412,18 +417,6 @@ def stages_of(placement: Placement, pp: int, vpp: int, index: int) -> tuple[int,
     if not 0 <= index < pp:
         raise LayoutError(f"pipeline rank {index} does not exist: pp={pp}")
     return (index, 2 * pp - 1 - index) if placement == "v" else tuple(range(index, pp * vpp, pp))
-
-
-def describe_group(name: str) -> str:
-    """One line on what the group of that name is for."""
-    ParallelLayout()._kind(name)
-    return _GROUPS[_ALIASES.get(name, name)][2]
-
-
-def canonical_group_name(name: str) -> str:
-    """The name under which a group is listed: `model` for `tp_pp`."""
-    ParallelLayout()._kind(name)
-    return _ALIASES.get(name, name)
 
 
 def _nearest_multiples(number: int, step: int) -> str:

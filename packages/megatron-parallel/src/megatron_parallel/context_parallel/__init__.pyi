@@ -13,6 +13,10 @@ from .mask import BlockMask as BlockMask
 from .mask import SequenceMask as SequenceMask
 from .plain import BlockOperations as BlockOperations
 from .plain import PlainBlocks as PlainBlocks
+from .pool import PoolPlan as PoolPlan
+from .pool import PoolRow as PoolRow
+from .pool import check_pool as check_pool
+from .pool import plan_pool as plan_pool
 from .ring import ring_attention as ring_attention
 from .split import ContextSplit as ContextSplit
 from .split import check_length as check_length
