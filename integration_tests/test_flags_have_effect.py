@@ -74,6 +74,7 @@ FULL: Words = {
     "--recompute-method": "uniform",
     "--recompute-num-layers": "1",
 }
+COMPAT: Words = {"--sample-order": "compat"}
 LOAD: Words = {"--load": "trained", "--train-iters": "6"}
 
 # Option: the context it needs on top of the base, and what is then added.
@@ -135,7 +136,9 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "data.reset_position_ids": ({}, {"--reset-position-ids": ""}),
     "data.reset_attention_mask": ({}, {"--reset-attention-mask": ""}),
     "data.eod_mask_loss": ({}, {"--eod-mask-loss": ""}),
-    "data.data_cache_path": ({}, {"--data-cache-path": "cache"}),
+    "data.sample_order": ({}, COMPAT),
+    "data.data_path_changes": ({}, {"--data-path-changes": "changes"}),
+    "data.data_cache_path": (COMPAT, {"--data-cache-path": "cache"}),
     "data.broadcast_batches": ({}, {"--broadcast-batches": ""}),
     "training.micro_batch_size": ({}, {"--micro-batch-size": "1"}),
     "training.train_iters": ({"--lr-decay-iters": "8"}, {"--train-iters": "3"}),
@@ -274,6 +277,7 @@ def prepared(tmp_path_factory):
     tokens = {chr(256 + n): n for n in range(256)} | {"<|endoftext|>": 256}
     (folder / "vocab").write_text(json.dumps(tokens | {chr(256) * 2: 257}))
     (folder / "merges").write_text(f"{chr(256)} {chr(256)}\n")
+    (folder / "changes").write_text('[{"from_sample": 8, "data_path": "other"}]')
     (folder / "another").write_text(json.dumps(tokens | {chr(256) * 2: 300}))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -1,5 +1,6 @@
 """`megatron-train pretrain gpt`, from text to a trained model, as a person runs it."""
 
+import json
 import math
 import re
 import signal
@@ -172,11 +173,35 @@ def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(corpus, train,
 
 
 def test_another_order_of_samples_is_warned_of(corpus, train, whole):
+    """Megatron's order is drawn for a whole run; ours changes with data and seed only."""
     printed = train(f"{ALWAYS} --load whole --train-iters 13")
+    assert "samples come in another order" not in printed
+    printed = train(f"{ALWAYS} --load whole --train-iters 14 --train-data-path valid_text_document")
     assert printed.count("warning: ") == 1
     assert "samples come in another order than before step 12" in printed
+    assert "--data-path-changes replaces data from a sample on" in printed
+    compat = f"{ALWAYS} --sample-order compat --save compat"
+    train(f"{compat} --exit-interval 1")
+    printed = train(f"{compat} --load compat --train-iters 13 --exit-interval 2")
+    assert printed.count("warning: ") == 1
     assert "samples 96 there, 104 here" in printed
     assert "nothing left to do" in train(f"{ALWAYS} --load whole")
+
+
+def test_data_that_changes_later_leaves_the_past_as_it_was(corpus, train, whole):
+    mixed = ["2", "train_text_document", "1", "valid_text_document"]
+    (corpus / "changes.json").write_text(json.dumps([{"from_sample": 40, "data_path": mixed}]))
+    changed = f"{ALWAYS} --data-path-changes changes.json --save changed"
+    train(f"{changed} --exit-interval 4")  # 32 samples
+    printed = train(f"{ALWAYS} --load changed --save unchanged --exit-interval 5")
+    assert "warning: " not in printed
+    train(f"{changed} --load changed")
+    printed = train(f"{ALWAYS} --load changed --train-iters 13")
+    assert "samples come in another order than before step 12" in printed
+    same = losses(corpus / "whole")
+    assert {step: loss for step, loss in losses(corpus / "changed").items() if step <= 5} == {
+        step: loss for step, loss in same.items() if step <= 5
+    }
 
 
 def test_without_a_checkpoint_a_run_starts_fresh_or_refuses(train):

@@ -12,14 +12,17 @@ from megatron_data import (
     GPTDataset,
     GPTDatasetConfig,
     GPTIndices,
+    GreedyBlend,
     IndexedDataset,
     MockTokens,
     build_gpt_datasets,
     parse_data_path,
     parse_split,
     read_data_args,
+    read_data_path_changes,
     read_per_split_data_args,
 )
+from megatron_data.datasets.builders import OrderName
 from megatron_data.datasets.masks import document_masks
 from megatron_data.datasets.split import sequences_of
 
@@ -128,17 +131,19 @@ def test_configurations_that_contradict_themselves_are_refused(write_dataset: Wr
         dataset[1]
 
 
-def test_every_token_occurs_once_in_an_epoch(write_dataset: Write) -> None:
+@pytest.mark.parametrize("order", ["stateless", "compat"])
+def test_every_token_occurs_once_in_an_epoch(write_dataset: Write, order: OrderName) -> None:
     prefix = write_dataset([range(i * 10, i * 10 + 10) for i in range(40)])
-    train = build_gpt_datasets(prefix, "100", sequence_length=13).train
+    train = build_gpt_datasets(prefix, "100", sequence_length=13, order=order).train
     assert train is not None
     seen = np.concatenate([train[i]["tokens"] for i in range(len(train))])
     assert len(set(seen.tolist())) == len(seen) == 13 * (399 // 13)
 
 
-def test_splits_share_no_document(write_dataset: Write) -> None:
+@pytest.mark.parametrize("order", ["stateless", "compat"])
+def test_splits_share_no_document(write_dataset: Write, order: OrderName) -> None:
     prefix = write_dataset([[i] * 9 for i in range(100)])
-    built = build_gpt_datasets(prefix, "70,20,10", (300, 50, 10), 16)
+    built = build_gpt_datasets(prefix, "70,20,10", (300, 50, 10), 16, order=order)
     documents = []
     for dataset in built:
         assert dataset is not None
@@ -146,19 +151,21 @@ def test_splits_share_no_document(write_dataset: Write) -> None:
     assert documents == [set(range(70)), set(range(70, 90)), set(range(90, 100))]
 
 
-def test_sizes_of_none_and_zero(write_dataset: Write) -> None:
+@pytest.mark.parametrize("order", ["stateless", "compat"])
+def test_sizes_of_none_and_zero(write_dataset: Write, order: OrderName) -> None:
     prefix = write_dataset([[i] * 9 for i in range(100)])
-    train, valid, test = build_gpt_datasets(prefix, "70,20,10", (None, 0, None), 16)
+    train, valid, test = build_gpt_datasets(prefix, "70,20,10", (None, 0, None), 16, order=order)
     assert train is not None
     assert len(train) == (70 * 9 - 1) // 16
     assert valid is None
     assert test is not None
 
 
-def test_an_empty_split_is_an_error_that_names_it(write_dataset: Write) -> None:
+@pytest.mark.parametrize("order", ["stateless", "compat"])
+def test_an_empty_split_is_an_error_that_names_it(write_dataset: Write, order: OrderName) -> None:
     prefix = write_dataset([[i] * 9 for i in range(10)])
     with pytest.raises(DataError, match=r"test split of .*d \(0 of 10 sequences\)"):
-        build_gpt_datasets(prefix, "969,30,1", (10, 0, 10), 16)
+        build_gpt_datasets(prefix, "969,30,1", (10, 0, 10), 16, order=order)
 
 
 def test_a_cached_build_equals_a_fresh_one(write_dataset: Write, tmp_path: Path) -> None:
@@ -166,7 +173,9 @@ def test_a_cached_build_equals_a_fresh_one(write_dataset: Write, tmp_path: Path)
     words.append(write_dataset([[i] * 5 for i in range(50)], "b"))
 
     def tokens(cache: Path | None) -> list[list[int]]:
-        train = build_gpt_datasets(words, "90,10", (60, 0, 0), 16, cache=cache).train
+        train = build_gpt_datasets(
+            words, "90,10", (60, 0, 0), 16, order="compat", cache=cache
+        ).train
         assert train is not None
         return [train[i]["tokens"].tolist() for i in range(len(train))]
 
@@ -181,14 +190,19 @@ def test_a_cached_build_equals_a_fresh_one(write_dataset: Write, tmp_path: Path)
 def test_a_replaced_dataset_does_not_hit_the_cache(write_dataset: Write, tmp_path: Path) -> None:
     for length in (9, 8):
         prefix = write_dataset([[1] * length] * 40)
-        train = build_gpt_datasets(prefix, "100", sequence_length=16, cache=tmp_path / "c").train
+        train = build_gpt_datasets(
+            prefix, "100", sequence_length=16, order="compat", cache=tmp_path / "c"
+        ).train
         assert train is not None
         assert len(train) == (40 * length - 1) // 16
 
 
-def test_a_blend_numbers_its_samples_and_names_the_dataset(write_dataset: Write) -> None:
+@pytest.mark.parametrize("order", ["stateless", "compat"])
+def test_a_blend_numbers_its_samples_and_names_the_dataset(
+    write_dataset: Write, order: OrderName
+) -> None:
     words = ["3", write_dataset([[1] * 9] * 50, "a"), "1", write_dataset([[2] * 9] * 50, "b")]
-    train = build_gpt_datasets(words, "100", (40, 0, 0), 16).train
+    train = build_gpt_datasets(words, "100", (40, 0, 0), 16, order=order).train
     assert isinstance(train, BlendedDataset)
     drawn = [int(train[i]["dataset_ids"]) for i in range(len(train))]
     assert drawn.count(0) == 30
@@ -199,9 +213,9 @@ def test_a_blend_numbers_its_samples_and_names_the_dataset(write_dataset: Write)
 def test_a_blend_that_asks_for_too_much_is_refused(write_dataset: Write) -> None:
     dataset = in_file_order(write_dataset([[1, 2, 3, 4, 5]]), 4)
     with pytest.raises(DataError, match="draws 5 samples from dataset 0, which has 1"):
-        BlendedDataset([dataset, dataset], [0.5, 0.5], 10)
+        BlendedDataset([dataset, dataset], GreedyBlend([0.5, 0.5], 10))
     with pytest.raises(DataError, match="2 datasets, 1 weights"):
-        BlendedDataset([dataset, dataset], [1.0], 10)
+        BlendedDataset([dataset, dataset], GreedyBlend([1.0], 10))
     with pytest.raises(DataError, match="weights but no size"):
         build_gpt_datasets(["1", dataset.source.prefix], "100")  # type: ignore[attr-defined]
 
@@ -249,7 +263,7 @@ def test_split_texts() -> None:
         with pytest.raises(DataError, match="split"):
             parse_split(bad)
     # 0.5 and 2.5 round to the even neighbour
-    assert sequences_of((0.1, 0.5), 5).tolist() == [0, 1]
+    assert sequences_of((0.1, 0.5), 5) == (0, 2)
 
 
 def test_mock_tokens_count_up_and_end() -> None:
@@ -259,3 +273,17 @@ def test_mock_tokens_count_up_and_end() -> None:
         assert mock.get(number).tolist() == expected
         assert mock.get(number, length // 2).tolist() == expected[length // 2 :]
         assert mock.get(number, 1, length // 3).tolist() == expected[1 : 1 + length // 3]
+
+
+def test_data_that_changes_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "changes.json"
+    path.write_text(
+        '[{"from_sample": 5, "data_path": "1 a 2 b"}, {"from_sample": 9, "data_path": ["c"]}]'
+    )
+    assert read_data_path_changes(path) == [(5, ["1", "a", "2", "b"]), (9, ["c"])]
+    with pytest.raises(DataError, match="does not exist"):
+        read_data_path_changes(tmp_path / "none")
+    for bad in ('[{"from_sample": "5", "data_path": "a"}]', '[{"from_sample": 5}]', "[3]", "3"):
+        path.write_text(bad)
+        with pytest.raises(DataError, match="every entry must be like"):
+            read_data_path_changes(path)

@@ -1,9 +1,9 @@
 """From a run's configuration to micro-batches: which samples each step sees, and on which rank.
 
-The order of samples depends on the seed and the length of the run, never on the layout or on how
-often it was resumed: a loader that starts at ``consumed_samples`` continues exactly where another
-stopped. Of the samples of a step, data-parallel ranks take micro-batches in turn; the ranks that
-hold one copy of the model read the same ones.
+The order of samples depends on the seed (in Megatron's order on the length of the run, too), never
+on the layout or on how often it was resumed: a loader that starts at ``consumed_samples`` continues
+exactly where another stopped. Of the samples of a step, data-parallel ranks take micro-batches in
+turn; the ranks that hold one copy of the model read the same ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +19,7 @@ from megatron_data import (
     SequentialSampler,
     Tokenizer,
     build_gpt_datasets,
+    read_data_path_changes,
 )
 from megatron_data.torch import to_batch
 from megatron_parallel import Axis
@@ -71,13 +72,17 @@ class GPTBatches:
             data.split,
             sequence_length=data.seq_length,
             seed=training.seed,
+            order=data.sample_order,
             eod_id=tokenizer.eod_id if tokenizer else None,
             reset_position_ids=data.reset_position_ids,
             reset_attention_mask=data.reset_attention_mask,
             eod_mask_loss=data.eod_mask_loss,
             cache=data.data_cache_path,
         )
-        self._train = _require(build(sizes=(self._train_samples, 0, 0)).train, "train")
+        changes = read_data_path_changes(data.data_path_changes) if data.data_path_changes else ()
+        self._train = _require(
+            build(sizes=(self._train_samples, 0, 0), data_path_changes=changes).train, "train"
+        )
         self._valid: Dataset | None = None
         self._test: Dataset | None = None
         self.untested = ""

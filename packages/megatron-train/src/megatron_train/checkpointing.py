@@ -204,12 +204,18 @@ def restore(
             "former, or --no-load-rng to go on with the new one"
         )
     trainer.load_state(state["trainer"])
-    changed = differing(state["run"], run)
+    consumed = trainer.consumed_samples
+    changed = differing(_until(state["run"], consumed), _until(run, consumed))
     if changed:
+        depends = "data and seed; --data-path-changes replaces data from a sample on"
+        if run.get("order") == "compat":
+            depends = (
+                "data, seed and, in Megatron's order, the number of samples of the whole run "
+                "(steps times --global-batch-size)"
+            )
         console.warn(
             f"samples come in another order than before step {trainer.iteration}, so some may be "
-            f"seen again and others not: {changed}; the order depends on data, seed and the number "
-            "of samples of the whole run (steps times --global-batch-size)"
+            f"seen again and others not: {changed}; the order depends on {depends}"
         )
     return True
 
@@ -298,6 +304,12 @@ def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Say in which keys two mappings differ, with both values; empty if in none."""
     keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     return ", ".join(f"{key} {there.get(key)} there, {here.get(key)} here" for key in keys)
+
+
+def _until(run: Mapping[str, Any], consumed_samples: int) -> dict[str, Any]:
+    """What decided the order of the samples consumed: of changes of the data, those before."""
+    begun = [change for change in run.get("changes", ()) if change[0] < consumed_samples]
+    return {**run, "changes": begun}
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:

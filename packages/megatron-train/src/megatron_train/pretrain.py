@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from megatron_ckpt import CheckpointStore
-from megatron_data import Tokenizer
+from megatron_data import Tokenizer, read_data_path_changes
 from megatron_models import ConfigError, GPTConfig, gpt_chunks, parameter_count
 from megatron_optim import Optimizer
 from megatron_parallel import Mesh
@@ -206,13 +206,20 @@ def family_of(config: GPTConfig) -> str | None:
 def data_order(config: RunConfig) -> dict[str, Any]:
     """Return everything that the order of training samples follows from."""
     data = config.data
-    return {
+    order: dict[str, Any] = {
         "data": list(data.data_path or data.train_data_path or ()),
         "split": data.split if data.data_path else None,
         "seq_length": data.seq_length,
         "seed": config.training.seed,
-        "samples": config.train_samples,
+        "order": data.sample_order,
     }
+    if data.sample_order == "compat":  # drawn for all samples of a run at once
+        order["samples"] = config.train_samples
+    if data.data_path_changes:
+        order["changes"] = [
+            list(change) for change in read_data_path_changes(data.data_path_changes)
+        ]
+    return order
 
 
 @dataclass(frozen=True)

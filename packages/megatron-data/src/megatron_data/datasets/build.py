@@ -2,24 +2,14 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from math import ceil
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ..errors import DataError, EmptySplitError
-from ..indexed.reader import IndexedDataset
-from ..order.blend import normalize
-from ..order.cache import cache_key, load_or_build
-from ..order.compat import CompatOrder, GPTIndices, build_gpt_indices
-from .blended import BlendedDataset
-from .gpt import GPTDataset, GPTDatasetConfig, TokenSource
+from ..errors import DataError
+from .builders import Builder, Built, CompatBuilder, OrderName, StatelessBuilder
+from .gpt import GPTDatasetConfig, TokenSource
 from .paths import Blend, parse_data_path, parse_per_split
-from .split import DEFAULT_SPLIT, SPLITS, Interval, SplitName, parse_split, sequences_of
+from .split import DEFAULT_SPLIT, SPLITS, Interval, parse_split
 
-Built: TypeAlias = GPTDataset | BlendedDataset
 DataPath: TypeAlias = (
     "str | os.PathLike[str] | Sequence[str] | Mapping[str, str | Sequence[str] | None]"
 )
@@ -35,103 +25,6 @@ class Datasets(NamedTuple):
     test: Built | None
 
 
-@dataclass
-class _Builder:
-    """What every dataset of one call shares; each prefix is opened once."""
-
-    config: GPTDatasetConfig
-    seed: int
-    drop_last_partial_validation: bool
-    surplus: float
-    cache: str | os.PathLike[str] | None
-    opened: dict[str, IndexedDataset] = field(default_factory=dict)
-
-    def source(self, prefix: str) -> IndexedDataset:
-        """The dataset at a prefix."""
-        if prefix not in self.opened:
-            self.opened[prefix] = IndexedDataset(prefix)
-        return self.opened[prefix]
-
-    def dataset(
-        self, source: TokenSource, name: str, split: SplitName, interval: Interval, size: int | None
-    ) -> GPTDataset:
-        """One split of one source."""
-        sequences = sequences_of(interval, len(source.sequence_lengths))
-        drop = split != "valid" or self.drop_last_partial_validation
-        try:
-            order = self._order(source.sequence_lengths, sequences, size, drop)
-        except DataError as error:
-            which = (
-                f"{split} split of {name} ({len(sequences)} of "
-                f"{len(source.sequence_lengths)} sequences)"
-            )
-            if isinstance(error, EmptySplitError):
-                raise EmptySplitError(f"{which}: {error.what}") from None
-            raise DataError(f"{which}: {error}") from None
-        return GPTDataset(source, order, self.config)
-
-    def _order(
-        self,
-        lengths: NDArray[np.int32],
-        sequences: NDArray[np.int32],
-        size: int | None,
-        drop_last_partial: bool,
-    ) -> CompatOrder:
-        length, extra = self.config.sequence_length, self.config.extra
-        options = {
-            "sequence_length": length,
-            "seed": self.seed,
-            "num_samples": size,
-            "extra": extra,
-            "drop_last_partial": drop_last_partial,
-        }
-
-        def build() -> dict[str, NDArray[np.integer]]:
-            return build_gpt_indices(
-                lengths,
-                sequences,
-                sequence_length=length,
-                seed=self.seed,
-                num_samples=size,
-                extra=extra,
-                drop_last_partial=drop_last_partial,
-            )._asdict()
-
-        key = (
-            "" if self.cache is None else cache_key({"what": "gpt 1"} | options, lengths, sequences)
-        )
-        return CompatOrder(GPTIndices(**load_or_build(self.cache, key, build)), length, extra)
-
-    def blend(
-        self, blend: Blend, split: SplitName, interval: Interval, size: int | None
-    ) -> GPTDataset | BlendedDataset:
-        """One split of one or more sources, mixed."""
-        sources = [self.source(prefix) for prefix in blend.prefixes]
-        if len(sources) == 1 and blend.weights is None:
-            return self.dataset(sources[0], blend.prefixes[0], split, interval, size)
-        weights: Sequence[float]
-        requests: list[int | None]
-        if blend.weights is None:
-            weights, requests = [], [None] * len(sources)
-        elif size is None:
-            raise DataError(
-                f"the {split} blend has weights but no size; give the number of samples"
-            )
-        else:
-            weights = normalize(blend.weights)
-            shares = [ceil(size * weight) for weight in weights]
-            requests = [ceil(share * (1 + self.surplus)) for share in shares]
-            size = sum(shares)
-        datasets = [
-            self.dataset(source, prefix, split, interval, request)
-            for source, prefix, request in zip(sources, blend.prefixes, requests, strict=True)
-        ]
-        if not weights:
-            weights = [len(dataset) for dataset in datasets]
-            size = None if size is None else min(size, int(sum(weights)))
-        return BlendedDataset(datasets, weights, size, self.cache)
-
-
 def build_gpt_datasets(
     data_path: DataPath,
     split: str | None = DEFAULT_SPLIT,
@@ -139,6 +32,8 @@ def build_gpt_datasets(
     sequence_length: int = 1024,
     seed: int = 1234,
     *,
+    order: OrderName = "stateless",
+    data_path_changes: Sequence[tuple[int, DataPath]] = (),
     eod_id: int | None = None,
     pad_id: int | None = None,
     add_extra_token: bool = True,
@@ -149,7 +44,7 @@ def build_gpt_datasets(
     surplus: float = 0.005,
     cache: str | os.PathLike[str] | None = None,
 ) -> Datasets:
-    """Build the three datasets of a run, in Megatron's order.
+    """Build the three datasets of a run.
 
     Args:
         data_path: a prefix; a `--data-path` list of prefixes, or of weights and prefixes in turn;
@@ -159,6 +54,11 @@ def build_gpt_datasets(
             nothing.
         sequence_length: tokens in a sample.
         seed: of the order.
+        order: "stateless" computes every sample from its number: nothing is built or kept, a run
+            can be made longer, and weights changed, without changing what it has seen. "compat"
+            gives Megatron's samples element by element.
+        data_path_changes: data that takes the place of `data_path` in training from a sample on,
+            with other weights or other datasets; "stateless" only.
         eod_id: token that ends a document.
         pad_id: token that is padding wherever it occurs.
         add_extra_token: read one token beyond the sequence length, for the last label.
@@ -166,8 +66,9 @@ def build_gpt_datasets(
         reset_attention_mask: number documents, so that attention stays within one.
         eod_mask_loss: no loss where the input is the end-of-document token.
         drop_last_partial_validation: leave out a last validation sample that is not full.
-        surplus: share of samples that each dataset of a weighted blend holds in reserve.
-        cache: folder for built indices, or None to build them each time.
+        surplus: share of samples that each dataset of a weighted blend holds in reserve; "compat"
+            only.
+        cache: folder for built indices, or None to build them each time; "compat" only.
 
     Raises:
         EmptySplitError: a split without tokens.
@@ -183,10 +84,20 @@ def build_gpt_datasets(
         reset_attention_mask=reset_attention_mask,
         eod_mask_loss=eod_mask_loss,
     )
-    builder = _Builder(config, seed, drop_last_partial_validation, surplus, cache)
+    builder: Builder
+    if order == "compat":
+        if data_path_changes:
+            raise DataError(
+                'data that changes at a sample needs the "stateless" order; Megatron\'s is drawn '
+                "for a whole run"
+            )
+        builder = CompatBuilder(config, seed, drop_last_partial_validation, surplus, cache)
+    else:
+        changes = [(first, _training_data(first, path)) for first, path in data_path_changes]
+        builder = StatelessBuilder(config, seed, drop_last_partial_validation, changes)
     parts = _parts(data_path, split)
     built = [
-        None if part is None or size == 0 else builder.blend(part[0], name, part[1], size)
+        None if part is None or size == 0 else builder.split(part[0], name, part[1], size)
         for name, part, size in zip(SPLITS, parts, sizes, strict=True)
     ]
     return Datasets(*built)
@@ -198,13 +109,19 @@ def build_mock_gpt_datasets(
     config: GPTDatasetConfig,
     seed: int = 1234,
     split: str = "1,1,1",
+    *,
+    order: OrderName = "stateless",
 ) -> Datasets:
     """The three datasets of a source in memory, such as `MockTokens`.
 
     Raises:
         DataError: a split without tokens.
     """
-    builder = _Builder(config, seed, True, 0.0, None)
+    builder: Builder = (
+        CompatBuilder(config, seed, True, 0.0, None)
+        if order == "compat"
+        else StatelessBuilder(config, seed, True)
+    )
     built = [
         None
         if interval is None or size == 0
@@ -225,3 +142,13 @@ def _parts(data_path: DataPath, split: str | None) -> list[tuple[Blend, Interval
         )
     blend = parse_data_path(data_path)
     return [None if interval is None else (blend, interval) for interval in parse_split(split)]
+
+
+def _training_data(first_sample: int, data_path: DataPath) -> Blend:
+    """What a change of data names for training."""
+    if not isinstance(data_path, Mapping):
+        return parse_data_path(data_path)
+    blend = parse_per_split(data_path)["train"]
+    if blend is None:
+        raise DataError(f"the data from sample {first_sample} on names nothing to train on")
+    return blend

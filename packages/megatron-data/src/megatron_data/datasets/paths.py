@@ -75,6 +75,35 @@ def read_per_split_data_args(path: str | os.PathLike[str]) -> dict[SplitName, Bl
     return parse_per_split(content, where=str(path))
 
 
+def read_data_path_changes(
+    path: str | os.PathLike[str],
+) -> list[tuple[int, str | Sequence[str]]]:
+    """Read what takes the place of a data path in the course of a run, and from which sample on.
+
+    The file is a JSON list of objects such as `{"from_sample": 80000, "data_path": ["0.7", "a",
+    "0.3", "b"]}`; a data path may also be one text, separated by white space.
+
+    Raises:
+        DataError: no such file, not JSON, or not such a list.
+    """
+    if not Path(path).is_file():
+        raise DataError(f"--data-path-changes {path} does not exist")
+    content = read_json(path)
+    changes: list[tuple[int, str | Sequence[str]]] = []
+    for entry in content if isinstance(content, list) else [content]:
+        match entry:
+            case {"from_sample": int(first), "data_path": str(words)} if len(entry) == 2:
+                changes.append((first, words.split()))
+            case {"from_sample": int(first), "data_path": [*words]} if len(entry) == 2:
+                changes.append((first, [str(word) for word in words]))
+            case _:
+                raise DataError(
+                    f"{path}: every entry must be like "
+                    '{"from_sample": 80000, "data_path": ["0.7", "a", "0.3", "b"]}'
+                )
+    return changes
+
+
 def parse_per_split(
     content: Mapping[str, str | Sequence[str] | None], where: str = "the data of each split"
 ) -> dict[SplitName, Blend | None]:

@@ -5,7 +5,6 @@ from itertools import accumulate, pairwise
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import DataError
 
@@ -39,7 +38,10 @@ def parse_split(split: str) -> tuple[Interval | None, ...]:
     return tuple((begin, end) if end > begin else None for begin, end in pairwise(marks))
 
 
-def sequences_of(interval: Interval, count: int) -> NDArray[np.int32]:
-    """Numbers of the sequences in an interval, rounded as Megatron rounds (half to even)."""
+def sequences_of(interval: Interval, count: int) -> tuple[int, int]:
+    """First sequence in an interval and the one after its last.
+
+    Rounded as Megatron rounds, half to even.
+    """
     begin, end = (round(mark * float(count)) for mark in interval)
-    return np.arange(begin, end, dtype=np.int32)
+    return begin, end

@@ -128,6 +128,14 @@ class IndexedDataset:
             )
         return self._slice(int(self._pointers[sequence]), offset, length)
 
+    def tokens_before(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of all sequences with a smaller number, for numbers up to S itself."""
+        pointers = self.sequence_pointers
+        before = np.full(sequences.shape, len(self._tokens), np.int64)
+        inner = sequences < len(pointers)
+        before[inner] = pointers[sequences[inner]] // self._dtype.itemsize
+        return before
+
     def document(self, document: int) -> NDArray[Any]:
         """Tokens of a document: its sequences joined.
 

@@ -5,6 +5,7 @@ At step i the dataset is drawn that lags most behind its share: the one with the
 the result is equal element by element.
 """
 
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
+from .cache import cache_key, load_or_build
+from .spans import Draw
 
 _MOST_DATASETS = 32_767
 
@@ -82,6 +85,56 @@ def blend_exhaustively(sizes: Sequence[int]) -> BlendIndices:
         indices.dataset_sample_index[step] = drawn[dataset]
         drawn[dataset] += 1
     return indices
+
+
+class GreedyBlend:
+    """A `BlendOrder` over Megatron's two arrays.
+
+    Args:
+        weights: one positive number per dataset.
+        num_samples: how many samples to draw; None draws exactly `weights[i]` from dataset i.
+        cache: folder for the built arrays, or None.
+
+    Raises:
+        DataError: unusable weights.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[float],
+        num_samples: int | None,
+        cache: str | os.PathLike[str] | None = None,
+    ) -> None:
+        key = cache_key({"what": "blend 1", "weights": list(weights), "size": num_samples})
+
+        def build() -> dict[str, NDArray[np.integer]]:
+            if num_samples is None:
+                return blend_exhaustively([int(weight) for weight in weights])._asdict()
+            return blend_by_weight(weights, num_samples)._asdict()
+
+        self.indices = BlendIndices(**load_or_build(cache, key, build))
+        self._sources = len(weights)
+
+    def __len__(self) -> int:
+        return len(self.indices.dataset_index)
+
+    def __getitem__(self, sample: int) -> Draw:
+        """Where a sample comes from.
+
+        Raises:
+            IndexError: no such sample.
+        """
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        number = int(self.indices.dataset_sample_index[sample])
+        return Draw(int(self.indices.dataset_index[sample]), number)
+
+    def counts(self) -> list[int]:
+        """Return how many samples come from each dataset."""
+        counts: list[int] = np.bincount(
+            self.indices.dataset_index, minlength=self._sources
+        ).tolist()
+        return counts
 
 
 def _empty(size: int) -> BlendIndices:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, EmptySplitError
-from .spans import Span
+from .spans import Span, check_order
 
 _SEPARATE_BELOW = 0.80
 _BLOCK = 1 << 20
@@ -67,7 +67,7 @@ def build_gpt_indices(
     Raises:
         DataError: the split has no token, or too few for one sample.
     """
-    _check(sequence_length, extra, num_samples)
+    check_order(sequence_length, extra, num_samples)
     epoch_tokens = int(np.sum(lengths[sequences], dtype=np.int64))
     epochs = epochs_needed(epoch_tokens, sequence_length, num_samples, extra)
     whole_epochs_samples = None
@@ -225,12 +225,3 @@ class CompatOrder:
             *(Span(document, 0, None) for document in documents[1:-1]),
             Span(documents[-1], 0, end),
         ]
-
-
-def _check(sequence_length: int, extra: int, num_samples: int | None) -> None:
-    if sequence_length < 1:
-        raise DataError(f"sequence length {sequence_length}; give at least 1")
-    if extra not in (0, 1):
-        raise DataError(f"extra {extra}; a sample reads 0 or 1 tokens beyond its length")
-    if num_samples is not None and num_samples < 0:
-        raise DataError(f"{num_samples} samples; give at least 0, or None for one epoch")

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple, Protocol
 
+from ..errors import DataError
+
 
 class Span(NamedTuple):
     """A stretch of one sequence: tokens `offset` to `offset + length`; to its end if None."""
@@ -9,6 +11,13 @@ class Span(NamedTuple):
     sequence: int
     offset: int
     length: int | None
+
+
+class Draw(NamedTuple):
+    """One sample of a blend: its source, and how many samples of that source come before it."""
+
+    source: int
+    number: int
 
 
 class SampleOrder(Protocol):
@@ -27,3 +36,34 @@ class SampleOrder(Protocol):
         Raises:
             IndexError: no such sample.
         """
+
+
+class BlendOrder(Protocol):
+    """Sample number of a blend to a source and to the sample's number there."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def __getitem__(self, sample: int, /) -> Draw:
+        """Where a sample comes from.
+
+        Raises:
+            IndexError: no such sample.
+        """
+
+    def counts(self) -> list[int]:
+        """Return how many samples come from each source."""
+
+
+def check_order(sequence_length: int, extra: int, num_samples: int | None) -> None:
+    """Refuse numbers that no order can be made of.
+
+    Raises:
+        DataError: a length below 1, more than one token beyond it, or a negative count.
+    """
+    if sequence_length < 1:
+        raise DataError(f"sequence length {sequence_length}; give at least 1")
+    if extra not in (0, 1):
+        raise DataError(f"extra {extra}; a sample reads 0 or 1 tokens beyond its length")
+    if num_samples is not None and num_samples < 0:
+        raise DataError(f"{num_samples} samples; give at least 0, or None for one epoch")

@@ -58,8 +58,22 @@ class DataConfig:
     reset_position_ids: bool = setting(False, "restart positions after each document")
     reset_attention_mask: bool = setting(False, "attend within a document only")
     eod_mask_loss: bool = setting(False, "no loss where the input is the end-of-document token")
+    sample_order: Literal["stateless", "compat"] = setting(
+        "stateless",
+        "which tokens make up which sample: stateless computes every sample from its number, so "
+        "that a run can be made longer and its data changed; compat gives Megatron's samples (our "
+        "name)",
+    )
+    data_path_changes: str | None = setting(
+        None,
+        "JSON file of data that takes the place of --data-path in training from a sample on: "
+        '[{"from_sample": 80000, "data_path": ["0.7", "a", "0.3", "b"]}] (our name)',
+        unit="path",
+    )
     data_cache_path: str | None = setting(
-        None, "folder that keeps built sample indices for the next start", unit="path"
+        None,
+        "folder that keeps built sample indices of --sample-order compat for the next start",
+        unit="path",
     )
     broadcast_batches: bool = setting(
         False,
@@ -78,6 +92,16 @@ class DataConfig:
                 )
         if not self.data_path and not self.train_data_path:
             raise TrainError("no corpus: give --data-path, or --train-data-path")
+        if self.data_cache_path and self.sample_order != "compat":
+            raise TrainError(
+                "--data-cache-path keeps the indices of --sample-order compat; the stateless order "
+                "builds none, so leave it out"
+            )
+        if self.data_path_changes and self.sample_order == "compat":
+            raise TrainError(
+                "--data-path-changes needs --sample-order stateless; Megatron's order is drawn for "
+                "a whole run"
+            )
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(self, name) and self.tokenizer is None:
                 raise TrainError(

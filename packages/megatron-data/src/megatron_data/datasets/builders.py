@@ -1,0 +1,262 @@
+"""How one split of one or more sources becomes a dataset, in each of the two sample orders."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError, EmptySplitError
+from ..indexed.reader import IndexedDataset
+from ..order.blend import GreedyBlend, normalize
+from ..order.cache import cache_key, load_or_build
+from ..order.compat import CompatOrder, GPTIndices, build_gpt_indices
+from ..order.history import BlendHistory, Change
+from ..order.permutation import mixed
+from ..order.spans import SampleOrder
+from ..order.stateless import CountedLengths, SequenceTable, StatelessOrder
+from .blended import BlendedDataset
+from .gpt import GPTDataset, GPTDatasetConfig, TokenSource
+from .paths import Blend
+from .split import Interval, SplitName, sequences_of
+
+Built: TypeAlias = GPTDataset | BlendedDataset
+OrderName: TypeAlias = Literal["stateless", "compat"]
+
+
+@dataclass
+class Builder(ABC):
+    """What every dataset of one call shares; each prefix is opened once.
+
+    Attributes:
+        config: how tokens become samples.
+        seed: of the order.
+        drop_last_partial_validation: leave out a last validation sample that is not full.
+    """
+
+    config: GPTDatasetConfig
+    seed: int
+    drop_last_partial_validation: bool
+    _opened: dict[str, IndexedDataset] = field(default_factory=dict, init=False)
+
+    def source(self, prefix: str) -> IndexedDataset:
+        """Return the dataset at a prefix."""
+        if prefix not in self._opened:
+            self._opened[prefix] = IndexedDataset(prefix)
+        return self._opened[prefix]
+
+    def dataset(
+        self,
+        source: TokenSource,
+        name: str,
+        split: SplitName,
+        interval: Interval,
+        size: int | None,
+        number: int = 0,
+    ) -> GPTDataset:
+        """Return one split of one source, the `number`th of a blend.
+
+        Raises:
+            EmptySplitError: it has no token.
+            DataError: it is too short for one sample.
+        """
+        first, last = sequences_of(interval, len(source.sequence_lengths))
+        drop = split != "valid" or self.drop_last_partial_validation
+        try:
+            order = self._order(source, (first, last), size, drop, number)
+        except DataError as error:
+            which = (
+                f"{split} split of {name} ({last - first} of "
+                f"{len(source.sequence_lengths)} sequences)"
+            )
+            if isinstance(error, EmptySplitError):
+                raise EmptySplitError(f"{which}: {error.what}") from None
+            raise DataError(f"{which}: {error}") from None
+        return GPTDataset(source, order, self.config)
+
+    @abstractmethod
+    def _order(
+        self,
+        source: TokenSource,
+        sequences: tuple[int, int],
+        size: int | None,
+        drop_last_partial: bool,
+        number: int,
+    ) -> SampleOrder:
+        """The order of one source."""
+
+    def split(self, blend: Blend, split: SplitName, interval: Interval, size: int | None) -> Built:
+        """Return one split of one or more sources, mixed.
+
+        Raises:
+            DataError: a dataset that is missing or damaged, a split without tokens, or weights
+                without a size.
+        """
+        if blend.weights is not None and size is None:
+            raise DataError(
+                f"the {split} blend has weights but no size; give the number of samples"
+            )
+        if len(blend.prefixes) == 1 and blend.weights is None:
+            (prefix,) = blend.prefixes
+            return self.dataset(self.source(prefix), prefix, split, interval, size)
+        return self._mixture(blend, split, interval, size)
+
+    @abstractmethod
+    def _mixture(
+        self, blend: Blend, split: SplitName, interval: Interval, size: int | None
+    ) -> BlendedDataset:
+        """Several sources; `size` is there if the weights are."""
+
+
+@dataclass
+class CompatBuilder(Builder):
+    """Megatron's order.
+
+    Attributes:
+        surplus: share of samples that each dataset of a weighted blend holds in reserve.
+        cache: folder for built indices, or None.
+    """
+
+    surplus: float
+    cache: str | os.PathLike[str] | None
+
+    def _order(
+        self,
+        source: TokenSource,
+        sequences: tuple[int, int],
+        size: int | None,
+        drop_last_partial: bool,
+        number: int,
+    ) -> CompatOrder:
+        lengths, numbers = source.sequence_lengths, np.arange(*sequences, dtype=np.int32)
+        length, extra = self.config.sequence_length, self.config.extra
+        options = {
+            "sequence_length": length,
+            "seed": self.seed,
+            "num_samples": size,
+            "extra": extra,
+            "drop_last_partial": drop_last_partial,
+        }
+
+        def build() -> dict[str, NDArray[np.integer]]:
+            return build_gpt_indices(
+                lengths,
+                numbers,
+                sequence_length=length,
+                seed=self.seed,
+                num_samples=size,
+                extra=extra,
+                drop_last_partial=drop_last_partial,
+            )._asdict()
+
+        key = "" if self.cache is None else cache_key({"what": "gpt 1"} | options, lengths, numbers)
+        return CompatOrder(GPTIndices(**load_or_build(self.cache, key, build)), length, extra)
+
+    def _mixture(
+        self, blend: Blend, split: SplitName, interval: Interval, size: int | None
+    ) -> BlendedDataset:
+        weights: Sequence[float] = ()
+        requests: list[int | None] = [None] * len(blend.prefixes)
+        if blend.weights is not None and size is not None:
+            weights = normalize(blend.weights)
+            shares = [ceil(size * weight) for weight in weights]
+            requests = [ceil(share * (1 + self.surplus)) for share in shares]
+            size = sum(shares)
+        datasets = [
+            self.dataset(self.source(prefix), prefix, split, interval, request)
+            for prefix, request in zip(blend.prefixes, requests, strict=True)
+        ]
+        if not weights:
+            weights = [len(dataset) for dataset in datasets]
+            size = None if size is None else min(size, int(sum(weights)))
+        return BlendedDataset(datasets, GreedyBlend(weights, size, self.cache))
+
+
+@dataclass
+class StatelessBuilder(Builder):
+    """The order that is computed from seed, weights and sample number.
+
+    Attributes:
+        changes: blends of the training split that take the place of the first, with the sample
+            from which they do.
+    """
+
+    changes: Sequence[tuple[int, Blend]] = ()
+
+    def _order(
+        self,
+        source: TokenSource,
+        sequences: tuple[int, int],
+        size: int | None,
+        drop_last_partial: bool,
+        number: int,
+    ) -> StatelessOrder:
+        return StatelessOrder(
+            _table(source),
+            sequences,
+            sequence_length=self.config.sequence_length,
+            seed=mixed(self.seed, number),
+            num_samples=size,
+            extra=self.config.extra,
+            drop_last_partial=drop_last_partial,
+        )
+
+    def split(self, blend: Blend, split: SplitName, interval: Interval, size: int | None) -> Built:
+        """Return one split of one or more sources, mixed.
+
+        Raises:
+            DataError: a dataset that is missing or damaged, a split without tokens, or weights
+                without a size.
+        """
+        if split == "train" and self.changes:
+            if size is None:
+                raise DataError("data that changes at a sample needs the number of samples")
+            return self._mixture(blend, split, interval, size)
+        return super().split(blend, split, interval, size)
+
+    def _mixture(
+        self, blend: Blend, split: SplitName, interval: Interval, size: int | None
+    ) -> BlendedDataset:
+        if size is None:
+            datasets = [
+                self.dataset(self.source(prefix), prefix, split, interval, None, number)
+                for number, prefix in enumerate(blend.prefixes)
+            ]
+            lengths = {str(number): len(dataset) for number, dataset in enumerate(datasets)}
+            return BlendedDataset(
+                datasets, BlendHistory([Change(0, lengths)], sum(lengths.values()))
+            )
+        blends = [(0, blend), *(self.changes if split == "train" else ())]
+        changes = [Change(first, self._weights(each, interval)) for first, each in blends]
+        history = BlendHistory(changes, size)
+        drawn = zip(history.sources, history.counts(), strict=True)
+        return BlendedDataset(
+            [
+                self.dataset(self.source(prefix), prefix, split, interval, count, number)
+                for number, (prefix, count) in enumerate(drawn)
+            ],
+            history,
+        )
+
+    def _weights(self, blend: Blend, interval: Interval) -> dict[str, float]:
+        """Weights by prefix, those of a prefix named twice together; unset, tokens of the split."""
+        weights: dict[str, float] = {}
+        given = blend.weights or [self._tokens(prefix, interval) for prefix in blend.prefixes]
+        for prefix, weight in zip(blend.prefixes, given, strict=True):
+            weights[prefix] = weights.get(prefix, 0) + weight
+        return weights
+
+    def _tokens(self, prefix: str, interval: Interval) -> int:
+        source = self.source(prefix)
+        bounds = np.array(sequences_of(interval, len(source)), np.int64)
+        begin, end = source.tokens_before(bounds).tolist()
+        return int(end - begin)
+
+
+def _table(source: TokenSource) -> SequenceTable:
+    """The source itself where its index holds the sums of the lengths."""
+    return source if isinstance(source, IndexedDataset) else CountedLengths(source.sequence_lengths)

@@ -1,0 +1,140 @@
+"""Permutations that are computed, not stored: a function of a key and of how many things there are.
+
+Bits are mixed by the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable
+pseudorandom number generators", OOPSLA 2014), in integers modulo 2^64 alone, so that every machine
+and every version of numpy gives the same order.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError
+
+ENUMERATED = 4096
+"""Up to so many things a permutation is written out, beyond it every place is computed alone."""
+
+_MASK = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+_ROUNDS = 6  # even, so that both halves end as wide as they began
+
+
+def mixed(*words: int) -> int:
+    """Return 64 bits that depend on all of the words, which may have any size and sign."""
+    state = len(words)
+    for word in words:
+        low, high = word & _MASK, (word >> 64) & _MASK
+        state = _finish((state + _STEP & _MASK) ^ low)
+        state = _finish((state + _STEP & _MASK) ^ high)
+    return state
+
+
+def shuffled(count: int, key: int) -> NDArray[np.int64]:
+    """Return the numbers below `count` in an order that `key` decides, int64 `[count]`.
+
+    They are sorted by bits drawn for each. The lowest bits of a draw are the number itself, which
+    settles draws that are the same, and lets values be sorted in place of indices, which is
+    several times faster.
+    """
+    width = max(count - 1, 1).bit_length()
+    numbers = np.arange(count, dtype=np.uint64)
+    draws = _finish_all(numbers * np.uint64(_STEP) + np.uint64(key))
+    own = np.uint64((1 << width) - 1)
+    draws = np.sort(draws & ~own | numbers)
+    return (draws & own).astype(np.int64)
+
+
+class Permutation:
+    """A one-to-one map of the numbers below `count` onto themselves.
+
+    Up to `ENUMERATED` it is `shuffled`; beyond it a Feistel network of six rounds on as many bits
+    as `count` needs, walked until it comes back below `count` (Black and Rogaway, "Ciphers with
+    arbitrary finite domains", CT-RSA 2002), so that nothing is stored however large it is.
+
+    Args:
+        count: how many numbers there are.
+        key: 64 bits; see `mixed`.
+
+    Raises:
+        DataError: a negative count, or one of more than 2^62.
+    """
+
+    def __init__(self, count: int, key: int) -> None:
+        if not 0 <= count <= 1 << 62:
+            raise DataError(f"a permutation of {count} numbers; give 0 to 2^62")
+        self.count = count
+        self.key = key
+        bits = max(count - 1, 1).bit_length()
+        self._right = bits - bits // 2
+        self._left = bits // 2
+        self._keys = tuple(mixed(key, number) for number in range(_ROUNDS))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> int:
+        """Where a number goes.
+
+        Raises:
+            IndexError: it is not below the count.
+        """
+        if not 0 <= number < self.count:
+            raise IndexError(f"number {number} of a permutation of {self.count}")
+        if self.count <= ENUMERATED:
+            return int(_written_out(self.count, self.key)[number])
+        number = self._once(number)
+        while number >= self.count:
+            number = self._once(number)
+        return number
+
+    def _once(self, number: int) -> int:
+        """Pass through the network once: a permutation of all numbers of so many bits."""
+        right_bits, left_bits = self._right, self._left
+        left, right = number >> right_bits, number & ((1 << right_bits) - 1)
+        for key in self._keys:
+            left ^= _finish(right + key & _MASK) & ((1 << left_bits) - 1)
+            left, right = right, left
+            left_bits, right_bits = right_bits, left_bits
+        return left << right_bits | right
+
+    def all(self) -> NDArray[np.int64]:
+        """Return where every number goes, int64 `[count]`: the same as asking one by one."""
+        if self.count <= ENUMERATED:
+            return _written_out(self.count, self.key).copy()
+        places = np.arange(self.count, dtype=np.uint64)
+        walking = np.arange(self.count)
+        while len(walking):
+            places[walking] = self._once_all(places[walking])
+            walking = walking[places[walking] >= self.count]
+        return places.astype(np.int64)
+
+    def _once_all(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        bits = (np.uint64(self._left), np.uint64(self._right))
+        masks = [np.uint64((1 << int(width)) - 1) for width in bits]
+        left, right = numbers >> bits[1], numbers & masks[1]
+        for number, key in enumerate(self._keys):
+            left = left ^ (_finish_all(right + np.uint64(key)) & masks[number % 2])
+            left, right = right, left
+        return left << bits[1] | right
+
+
+@lru_cache(maxsize=64)
+def _written_out(count: int, key: int) -> NDArray[np.int64]:
+    order = shuffled(count, key)
+    order.flags.writeable = False
+    return order
+
+
+def _finish(bits: int) -> int:
+    bits = (bits ^ (bits >> 30)) * _FIRST & _MASK
+    bits = (bits ^ (bits >> 27)) * _SECOND & _MASK
+    return bits ^ (bits >> 31)
+
+
+def _finish_all(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_FIRST)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_SECOND)
+    return bits ^ (bits >> np.uint64(31))

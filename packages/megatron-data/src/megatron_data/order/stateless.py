@@ -1,0 +1,228 @@
+"""A sample order that is a function of the seed and the sample's number, and nothing else.
+
+Every epoch lays the sequences end to end anew: blocks of `BLOCK` sequences that are neighbours in
+the file, beginning at another place each epoch, come in an order drawn for the epoch, and so do the
+sequences within each block. All epochs together are one endless stream of tokens, of which row i
+takes `sequence_length + extra` from token `i * sequence_length` on. The samples of an epoch are the
+rows that begin in it, in an order drawn for the epoch.
+
+So no array over all sequences or samples is built or kept: a block is laid out when a sample asks
+for it. A run can be made longer at any time without changing what it has seen. Every sequence
+comes once in every epoch.
+
+What it gives up against Megatron's order is that sequences that share a sample are from one block,
+unless the sample reaches into the next.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError, EmptySplitError
+from .permutation import Permutation, mixed, shuffled
+from .spans import Span, check_order
+
+BLOCK = 4096
+"""Sequences that are laid out together."""
+
+
+class SequenceTable(Protocol):
+    """What the order has to know of a dataset: an `IndexedDataset`, or a `CountedLengths`."""
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """Tokens of every sequence, int32 `[S]`; only what samples need is read."""
+
+    def tokens_before(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of all sequences with a smaller number, for numbers up to S itself."""
+
+
+class CountedLengths:
+    """A `SequenceTable` of lengths in memory, for sources whose index holds no sums.
+
+    Args:
+        sequence_lengths: tokens of every sequence, int32 `[S]`.
+    """
+
+    def __init__(self, sequence_lengths: NDArray[np.int32]) -> None:
+        self.sequence_lengths = sequence_lengths
+        self._ends = np.concatenate([[0], np.cumsum(sequence_lengths, dtype=np.int64)])
+
+    def tokens_before(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of all sequences with a smaller number, for numbers up to S itself."""
+        return self._ends[sequences]
+
+
+_EPOCHS_KEPT = 4
+_BLOCKS_KEPT = 512
+_BEGIN, _BLOCKS, _WITHIN, _SAMPLES = range(4)  # what a key is for
+
+
+class _Epoch(NamedTuple):
+    """Blocks of one epoch.
+
+    Attributes:
+        bounds: first sequence of every block in the order of the file, and the end of the last.
+        order: the blocks in the order of the stream.
+        ends: tokens of the epoch up to the end of each block of `order`.
+    """
+
+    bounds: NDArray[np.int64]
+    order: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+
+class _Block(NamedTuple):
+    """Sequences of one block in the order of the stream, and the tokens up to each one's end."""
+
+    sequences: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+
+class StatelessOrder:
+    """A `SampleOrder` that computes every sample from its number.
+
+    Args:
+        table: lengths of the dataset's sequences.
+        sequences: first sequence of the split, and the one after its last.
+        sequence_length: tokens a sample advances by.
+        seed: of all that is drawn.
+        num_samples: how many samples there are, of as many epochs as that takes. None for one
+            epoch that nothing of the next one is read into.
+        extra: tokens a sample reads beyond `sequence_length`: 1 for the last label.
+        drop_last_partial: with `num_samples` None, leave out the last sample if the epoch ends
+            inside it.
+
+    Raises:
+        EmptySplitError: the split has no token.
+        DataError: numbers that no order can be made of, or one epoch too short for one sample.
+    """
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        sequences: tuple[int, int],
+        *,
+        sequence_length: int,
+        seed: int,
+        num_samples: int | None = None,
+        extra: int = 1,
+        drop_last_partial: bool = True,
+    ) -> None:
+        check_order(sequence_length, extra, num_samples)
+        self.sequence_length = sequence_length
+        self.extra = extra
+        self.seed = seed
+        self._table = table
+        self._first, self._last = sequences
+        begin, end = table.tokens_before(np.array(sequences, np.int64)).tolist()
+        self.epoch_tokens: int = end - begin
+        if self.epoch_tokens == 0:
+            raise EmptySplitError("the split holds no token")
+        self._closed = num_samples is None
+        if num_samples is None:
+            available = max(self.epoch_tokens - extra, 0)
+            num_samples, rest = divmod(available, sequence_length)
+            num_samples += bool(rest) and not drop_last_partial
+            if num_samples < 1:
+                raise DataError(
+                    f"{self.epoch_tokens} tokens are too few for one sample of {sequence_length} + "
+                    f"{extra}; shorten the sequence length or widen the split"
+                )
+        self._samples = int(num_samples)
+        self._remember()
+
+    def _remember(self) -> None:
+        """Keep what is laid out for the next samples, with new and empty memories."""
+        self._epoch = lru_cache(_EPOCHS_KEPT)(self._lay_epoch)
+        self._block = lru_cache(_BLOCKS_KEPT)(self._lay_block)
+        self._permutation = lru_cache(_EPOCHS_KEPT)(self._permute_samples)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the memories: loader processes have their own."""
+        state = self.__dict__.copy()
+        for memory in ("_epoch", "_block", "_permutation"):
+            del state[memory]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._remember()
+
+    @property
+    def sample_length(self) -> int:
+        """Tokens in a whole sample."""
+        return self.sequence_length + self.extra
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def epoch_of(self, sample: int) -> int:
+        """Return the epoch that a sample begins in, from 0."""
+        return 0 if self._closed else sample * self.sequence_length // self.epoch_tokens
+
+    def spans(self, sample: int) -> list[Span]:
+        """The stretches of a sample, in order.
+
+        Raises:
+            IndexError: no such sample.
+        """
+        if not 0 <= sample < self._samples:
+            raise IndexError(f"sample {sample} of {self._samples}")
+        epoch = self.epoch_of(sample)
+        first = self._first_sample(epoch)
+        row = first + self._permutation(epoch)[sample - first]
+        return list(self._stretches(row * self.sequence_length, self.sample_length))
+
+    def _stretches(self, position: int, wanted: int) -> Iterator[Span]:
+        """`wanted` tokens of the stream from `position` on, or those before a closed end."""
+        epoch, position = divmod(position, self.epoch_tokens)
+        while wanted:
+            blocks = self._epoch(epoch)
+            number = int(np.searchsorted(blocks.ends, position, "right"))
+            if number:
+                position -= int(blocks.ends[number - 1])
+            for block in blocks.order[number:].tolist():
+                laid = self._block(epoch, block)
+                place = int(np.searchsorted(laid.ends, position, "right"))
+                while wanted and place < len(laid.ends):
+                    begin = int(laid.ends[place - 1]) if place else 0
+                    taken = min(int(laid.ends[place]) - position, wanted)
+                    if taken:
+                        yield Span(int(laid.sequences[place]), position - begin, taken)
+                    wanted -= taken
+                    position += taken
+                    place += 1
+                position = 0
+                if not wanted:
+                    return
+            if self._closed:
+                return
+            epoch += 1
+
+    def _first_sample(self, epoch: int) -> int:
+        """The first row that begins in an epoch, which is its first sample, too."""
+        return -(-epoch * self.epoch_tokens // self.sequence_length)
+
+    def _permute_samples(self, epoch: int) -> Permutation:
+        count = self._samples
+        if not self._closed:
+            count = self._first_sample(epoch + 1) - self._first_sample(epoch)
+        return Permutation(count, mixed(self.seed, _SAMPLES, epoch))
+
+    def _lay_epoch(self, epoch: int) -> _Epoch:
+        begin = self._first + (mixed(self.seed, _BEGIN, epoch) % BLOCK or BLOCK)
+        inner = np.arange(begin, self._last, BLOCK, dtype=np.int64)
+        bounds = np.concatenate([[self._first], inner, [self._last]])
+        tokens = np.diff(self._table.tokens_before(bounds))
+        order = shuffled(len(tokens), mixed(self.seed, _BLOCKS, epoch))
+        return _Epoch(bounds, order, np.cumsum(tokens[order]))
+
+    def _lay_block(self, epoch: int, block: int) -> _Block:
+        first, last = self._epoch(epoch).bounds[block : block + 2].tolist()
+        order = shuffled(last - first, mixed(self.seed, _WITHIN, epoch, block))
+        lengths = self._table.sequence_lengths[first:last][order]
+        return _Block(first + order, np.cumsum(lengths, dtype=np.int64))

@@ -1,0 +1,121 @@
+"""Blends that are computed: exact shares, no drift, and changes that leave the past alone."""
+
+import math
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from megatron_data import Apportionment, BlendHistory, Change, DataError, Draw
+
+LARGE_AND_TINY = [0.5] + [0.005] * 100
+ZIPF = [1 / (rank + 1) for rank in range(100)]
+FIBONACCI = [1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610]
+GEOMETRIC = [0.618**power for power in range(18)]
+
+weights = st.lists(
+    st.one_of(st.floats(1e-4, 1e3), st.sampled_from([1.0, 2.0, 1e-3])), min_size=1, max_size=12
+)
+
+
+def worst(shares: list[float], samples: int) -> float:
+    """Largest distance of any count from its share at any prefix, by exact fractions."""
+    order = Apportionment(shares)
+    total = sum(order.weights)
+    counts = [0] * len(shares)
+    largest = 0
+    for sample in range(samples):
+        draw = order[sample]
+        assert draw.number == counts[draw.source]  # none left out, none twice
+        counts[draw.source] += 1
+        off = (
+            abs(n * total - (sample + 1) * w) for n, w in zip(counts, order.weights, strict=True)
+        )
+        largest = max(largest, *off)
+    assert order.counts(samples) == counts
+    return largest / total
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [LARGE_AND_TINY, [0.901] + [0.001] * 99, ZIPF, FIBONACCI, GEOMETRIC, [1.0], [1e-9, 1.0]],
+    ids=["large and tiny", "larger and tinier", "zipf", "fibonacci", "geometric", "one", "dust"],
+)
+def test_no_source_is_ever_far_from_its_share(shares: list[float]) -> None:
+    assert worst(shares, 2000) < 1.5
+
+
+@settings(max_examples=50, deadline=None)
+@given(weights)
+@example([0.0342, 1.3218, 1.4349, 1.2125, 7.3])
+def test_nor_with_any_weights(shares: list[float]) -> None:
+    assert worst(shares, 400) < 1.5
+    assert Apportionment(shares).worst_error() < 1.69
+
+
+def test_shares_do_not_drift() -> None:
+    """At 10^15 samples the counts are those of the decimal weights, which no float64 holds."""
+    order = Apportionment([0.1, 0.2, 0.7])
+    assert order.weights == (1, 2, 7)
+    counts = order.counts(10**15 + 5)
+    assert sum(counts) == 10**15 + 5
+    for count, share in zip(counts, (1, 2, 7), strict=True):
+        assert abs(count - Fraction((10**15 + 5) * share, 10)) < 1.5
+
+
+def test_as_many_samples_as_the_weights_sum_to_draw_every_weight() -> None:
+    assert Apportionment([7, 1, 30, 12]).counts(50) == [7, 1, 30, 12]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 80),
+            st.dictionaries(st.sampled_from("abcd"), st.floats(0.01, 9), min_size=1),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_changes_leave_the_past_alone_and_lose_nothing(reigns: list) -> None:
+    first, changes = 0, []
+    for length, shares in reigns:
+        changes.append(Change(first, shares))
+        first += length
+    history = BlendHistory(changes, first)
+    drawn = [history[sample] for sample in range(first)]
+    seen: Counter[int] = Counter()
+    for draw in drawn:
+        assert draw.number == seen[draw.source]
+        seen[draw.source] += 1
+    assert history.counts() == [seen[source] for source in range(len(history.sources))]
+    for number in range(1, len(changes)):
+        earlier = BlendHistory(changes[:number], first)
+        for sample in range(changes[number].first_sample):
+            then = earlier[sample]
+            assert (history.sources[drawn[sample].source], drawn[sample].number) == (
+                earlier.sources[then.source],
+                then.number,
+            )
+    for (length, shares), change in zip(reigns, changes, strict=True):
+        part = drawn[change.first_sample : change.first_sample + length]
+        counts = Counter(history.sources[draw.source] for draw in part)
+        for name, weight in shares.items():
+            assert abs(counts[name] - length * weight / sum(shares.values())) < 1.5
+
+
+def test_refusals() -> None:
+    for bad in ([], [0.5, 0.0], [1.0, math.nan], [1.0, math.inf], [-1.0]):
+        with pytest.raises(DataError, match="each must be a positive number"):
+            Apportionment(bad)
+    with pytest.raises(DataError, match="begin at sample 5, not at 0"):
+        BlendHistory([Change(5, {"a": 1.0})], 10)
+    with pytest.raises(DataError, match="begin at sample 3 follow weights that begin at sample 3"):
+        BlendHistory([Change(0, {"a": 1}), Change(3, {"a": 1}), Change(3, {"b": 1})], 10)
+    with pytest.raises(DataError, match="a blend without weights"):
+        BlendHistory([], 10)
+    with pytest.raises(IndexError, match="sample 10 of 10"):
+        BlendHistory([Change(0, {"a": 1})], 10)[10]
+    assert BlendHistory([Change(0, {"a": 1})], 10)[9] == Draw(0, 9)
