@@ -1,6 +1,7 @@
 """The stateless order: a function of seed and number, which nothing later can change."""
 
 import pickle
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -149,6 +150,15 @@ def test_an_index_on_disk_gives_the_same_samples(write_dataset: Write, length: i
         bounds = np.arange(51)
         ends = np.concatenate([[0], np.cumsum(dataset.sequence_lengths)])
         assert np.array_equal(dataset.tokens_before(bounds), ends)
+
+
+def test_an_order_that_is_let_go_is_gone() -> None:
+    """It holds mapped files, which must not wait for the collector of circles."""
+    order = order_of([10] * 100, 250)
+    order.spans(7)
+    held = weakref.ref(order)
+    del order
+    assert held() is None
 
 
 def test_nothing_is_read_that_no_sample_needs() -> None:

@@ -14,9 +14,9 @@ What it gives up against Megatron's order is that sequences that share a sample 
 unless the sample reaches into the next.
 """
 
-from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +82,33 @@ class _Block(NamedTuple):
     ends: NDArray[np.int64]
 
 
+_T = TypeVar("_T")
+
+
+class _Recent(Generic[_T]):
+    """The `most` values asked for last; loader processes begin with none.
+
+    Not `lru_cache`: on methods it holds its owner in a circle, and with it the files it maps.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: OrderedDict[Hashable, _T] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """The value of a key, made if it is not there."""
+        if key in self._values:
+            self._values.move_to_end(key)
+        else:
+            self._values[key] = make()
+            if len(self._values) > self._most:
+                self._values.popitem(last=False)
+        return self._values[key]
+
+    def __reduce__(self) -> tuple[type["_Recent[_T]"], tuple[int]]:
+        return type(self), (self._most,)
+
+
 class StatelessOrder:
     """A `SampleOrder` that computes every sample from its number.
 
@@ -133,24 +160,9 @@ class StatelessOrder:
                     f"{extra}; shorten the sequence length or widen the split"
                 )
         self._samples = int(num_samples)
-        self._remember()
-
-    def _remember(self) -> None:
-        """Keep what is laid out for the next samples, with new and empty memories."""
-        self._epoch = lru_cache(_EPOCHS_KEPT)(self._lay_epoch)
-        self._block = lru_cache(_BLOCKS_KEPT)(self._lay_block)
-        self._permutation = lru_cache(_EPOCHS_KEPT)(self._permute_samples)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """All but the memories: loader processes have their own."""
-        state = self.__dict__.copy()
-        for memory in ("_epoch", "_block", "_permutation"):
-            del state[memory]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._remember()
+        self._epochs: _Recent[_Epoch] = _Recent(_EPOCHS_KEPT)
+        self._blocks: _Recent[_Block] = _Recent(_BLOCKS_KEPT)
+        self._permutations: _Recent[Permutation] = _Recent(_EPOCHS_KEPT)
 
     @property
     def sample_length(self) -> int:
@@ -207,11 +219,17 @@ class StatelessOrder:
         """The first row that begins in an epoch, which is its first sample, too."""
         return -(-epoch * self.epoch_tokens // self.sequence_length)
 
+    def _permutation(self, epoch: int) -> Permutation:
+        return self._permutations.get(epoch, lambda: self._permute_samples(epoch))
+
     def _permute_samples(self, epoch: int) -> Permutation:
         count = self._samples
         if not self._closed:
             count = self._first_sample(epoch + 1) - self._first_sample(epoch)
         return Permutation(count, mixed(self.seed, _SAMPLES, epoch))
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        return self._epochs.get(epoch, lambda: self._lay_epoch(epoch))
 
     def _lay_epoch(self, epoch: int) -> _Epoch:
         begin = self._first + (mixed(self.seed, _BEGIN, epoch) % BLOCK or BLOCK)
@@ -220,6 +238,9 @@ class StatelessOrder:
         tokens = np.diff(self._table.tokens_before(bounds))
         order = shuffled(len(tokens), mixed(self.seed, _BLOCKS, epoch))
         return _Epoch(bounds, order, np.cumsum(tokens[order]))
+
+    def _block(self, epoch: int, block: int) -> _Block:
+        return self._blocks.get((epoch, block), lambda: self._lay_block(epoch, block))
 
     def _lay_block(self, epoch: int, block: int) -> _Block:
         first, last = self._epoch(epoch).bounds[block : block + 2].tolist()
