@@ -1,13 +1,19 @@
 from ._version import __version__ as __version__
+from .datasets.bert import BertDataset as BertDataset
+from .datasets.bert import BertDatasetConfig as BertDatasetConfig
 from .datasets.blended import BlendedDataset as BlendedDataset
 from .datasets.blended import Dataset as Dataset
 from .datasets.build import Datasets as Datasets
 from .datasets.build import build_gpt_datasets as build_gpt_datasets
 from .datasets.build import build_mock_gpt_datasets as build_mock_gpt_datasets
+from .datasets.build_sentences import build_bert_datasets as build_bert_datasets
+from .datasets.build_sentences import build_t5_datasets as build_t5_datasets
 from .datasets.gpt import GPTDataset as GPTDataset
 from .datasets.gpt import GPTDatasetConfig as GPTDatasetConfig
 from .datasets.gpt import Sample as Sample
 from .datasets.gpt import TokenSource as TokenSource
+from .datasets.masking import MaskingConfig as MaskingConfig
+from .datasets.masking import WordPieces as WordPieces
 from .datasets.mock import MockTokens as MockTokens
 from .datasets.paths import Blend as Blend
 from .datasets.paths import parse_data_path as parse_data_path
@@ -15,6 +21,8 @@ from .datasets.paths import read_data_args as read_data_args
 from .datasets.paths import read_data_path_changes as read_data_path_changes
 from .datasets.paths import read_per_split_data_args as read_per_split_data_args
 from .datasets.split import parse_split as parse_split
+from .datasets.t5 import T5Dataset as T5Dataset
+from .datasets.t5 import T5DatasetConfig as T5DatasetConfig
 from .errors import DataError as DataError
 from .errors import EmptySplitError as EmptySplitError
 from .indexed.builder import IndexedDatasetBuilder as IndexedDatasetBuilder
@@ -32,6 +40,8 @@ from .order.compat import build_gpt_indices as build_gpt_indices
 from .order.history import BlendHistory as BlendHistory
 from .order.history import Change as Change
 from .order.permutation import Permutation as Permutation
+from .order.sentences import block_map as block_map
+from .order.sentences import sentence_map as sentence_map
 from .order.spans import BlendOrder as BlendOrder
 from .order.spans import Draw as Draw
 from .order.spans import SampleOrder as SampleOrder

@@ -9,13 +9,11 @@ turn; the ranks that hold one copy of the model read the same ones.
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import TypeAlias
 
 from megatron_data import (
-    BlendedDataset,
     DataError,
+    Dataset,
     EmptySplitError,
-    GPTDataset,
     SequentialSampler,
     Tokenizer,
     build_gpt_datasets,
@@ -28,8 +26,6 @@ from megatron_train.config.batch_size import BatchSizeSchedule
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
 from megatron_train.tasks.task import Batch
-
-Dataset: TypeAlias = GPTDataset | BlendedDataset
 
 
 class GPTBatches:

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from ..errors import DataError
-from .builders import Builder, Built, CompatBuilder, OrderName, StatelessBuilder
+from .blended import Dataset
+from .builders import Builder, CompatBuilder, GPTBuilder, OrderName, StatelessBuilder
 from .gpt import GPTDatasetConfig, TokenSource
 from .paths import Blend, parse_data_path, parse_per_split
 from .split import DEFAULT_SPLIT, SPLITS, Interval, parse_split
@@ -20,9 +21,9 @@ _WHOLE: Interval = (0.0, 1.0)
 class Datasets(NamedTuple):
     """One dataset per split, None where nothing was asked for or the split is empty."""
 
-    train: Built | None
-    valid: Built | None
-    test: Built | None
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
 
 
 def build_gpt_datasets(
@@ -91,10 +92,36 @@ def build_gpt_datasets(
                 'data that changes at a sample needs the "stateless" order; Megatron\'s is drawn '
                 "for a whole run"
             )
-        builder = CompatBuilder(config, seed, drop_last_partial_validation, surplus, cache)
+        builder = CompatBuilder(
+            config=config,
+            seed=seed,
+            drop_last_partial_validation=drop_last_partial_validation,
+            surplus=surplus,
+            cache=cache,
+        )
     else:
         changes = [(first, _training_data(first, path)) for first, path in data_path_changes]
-        builder = StatelessBuilder(config, seed, drop_last_partial_validation, changes)
+        builder = StatelessBuilder(
+            config=config,
+            seed=seed,
+            drop_last_partial_validation=drop_last_partial_validation,
+            changes=changes,
+        )
+    return build_splits(builder, data_path, split, sizes)
+
+
+def build_splits(
+    builder: Builder,
+    data_path: DataPath,
+    split: str | None,
+    sizes: tuple[int | None, int | None, int | None],
+) -> Datasets:
+    """The three datasets that a builder makes of what a command line names.
+
+    Raises:
+        EmptySplitError: a split without tokens.
+        DataError: what the builder cannot make a dataset of.
+    """
     parts = _parts(data_path, split)
     built = [
         None if part is None or size == 0 else builder.split(part[0], name, part[1], size)
@@ -117,11 +144,8 @@ def build_mock_gpt_datasets(
     Raises:
         DataError: a split without tokens.
     """
-    builder: Builder = (
-        CompatBuilder(config, seed, True, 0.0, None)
-        if order == "compat"
-        else StatelessBuilder(config, seed, True)
-    )
+    kind: type[GPTBuilder] = CompatBuilder if order == "compat" else StatelessBuilder
+    builder = kind(config=config, seed=seed)
     built = [
         None
         if interval is None or size == 0

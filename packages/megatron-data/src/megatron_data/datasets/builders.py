@@ -2,7 +2,8 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Literal, TypeAlias
@@ -19,28 +20,23 @@ from ..order.history import BlendHistory, Change
 from ..order.permutation import mixed
 from ..order.spans import SampleOrder
 from ..order.stateless import CountedLengths, SequenceTable, StatelessOrder
-from .blended import BlendedDataset
+from .blended import BlendedDataset, Dataset
 from .gpt import GPTDataset, GPTDatasetConfig, TokenSource
 from .paths import Blend
 from .split import Interval, SplitName, sequences_of
 
-Built: TypeAlias = GPTDataset | BlendedDataset
 OrderName: TypeAlias = Literal["stateless", "compat"]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Builder(ABC):
     """What every dataset of one call shares; each prefix is opened once.
 
     Attributes:
-        config: how tokens become samples.
         seed: of the order.
-        drop_last_partial_validation: leave out a last validation sample that is not full.
     """
 
-    config: GPTDatasetConfig
     seed: int
-    drop_last_partial_validation: bool
     _opened: dict[str, IndexedDataset] = field(default_factory=dict, init=False)
 
     def source(self, prefix: str) -> IndexedDataset:
@@ -49,6 +45,7 @@ class Builder(ABC):
             self._opened[prefix] = IndexedDataset(prefix)
         return self._opened[prefix]
 
+    @abstractmethod
     def dataset(
         self,
         source: TokenSource,
@@ -57,39 +54,17 @@ class Builder(ABC):
         interval: Interval,
         size: int | None,
         number: int = 0,
-    ) -> GPTDataset:
+    ) -> Dataset:
         """Return one split of one source, the `number`th of a blend.
 
         Raises:
             EmptySplitError: it has no token.
             DataError: it is too short for one sample.
         """
-        first, last = sequences_of(interval, len(source.sequence_lengths))
-        drop = split != "valid" or self.drop_last_partial_validation
-        try:
-            order = self._order(source, (first, last), size, drop, number)
-        except DataError as error:
-            which = (
-                f"{split} split of {name} ({last - first} of "
-                f"{len(source.sequence_lengths)} sequences)"
-            )
-            if isinstance(error, EmptySplitError):
-                raise EmptySplitError(f"{which}: {error.what}") from None
-            raise DataError(f"{which}: {error}") from None
-        return GPTDataset(source, order, self.config)
 
-    @abstractmethod
-    def _order(
-        self,
-        source: TokenSource,
-        sequences: tuple[int, int],
-        size: int | None,
-        drop_last_partial: bool,
-        number: int,
-    ) -> SampleOrder:
-        """The order of one source."""
-
-    def split(self, blend: Blend, split: SplitName, interval: Interval, size: int | None) -> Built:
+    def split(
+        self, blend: Blend, split: SplitName, interval: Interval, size: int | None
+    ) -> Dataset:
         """Return one split of one or more sources, mixed.
 
         Raises:
@@ -112,17 +87,88 @@ class Builder(ABC):
         """Several sources; `size` is there if the weights are."""
 
 
-@dataclass
-class CompatBuilder(Builder):
-    """Megatron's order.
+@dataclass(kw_only=True)
+class GreedyBuilder(Builder):
+    """Mixes as Megatron does.
 
     Attributes:
         surplus: share of samples that each dataset of a weighted blend holds in reserve.
         cache: folder for built indices, or None.
     """
 
-    surplus: float
-    cache: str | os.PathLike[str] | None
+    surplus: float = 0.005
+    cache: str | os.PathLike[str] | None = None
+
+    def _mixture(
+        self, blend: Blend, split: SplitName, interval: Interval, size: int | None
+    ) -> BlendedDataset:
+        weights: Sequence[float] = ()
+        requests: list[int | None] = [None] * len(blend.prefixes)
+        if blend.weights is not None and size is not None:
+            weights = normalize(blend.weights)
+            shares = [ceil(size * weight) for weight in weights]
+            requests = [ceil(share * (1 + self.surplus)) for share in shares]
+            size = sum(shares)
+        datasets = [
+            self.dataset(self.source(prefix), prefix, split, interval, request)
+            for prefix, request in zip(blend.prefixes, requests, strict=True)
+        ]
+        if not weights:
+            weights = [len(dataset) for dataset in datasets]
+            size = None if size is None else min(size, int(sum(weights)))
+        return BlendedDataset(datasets, GreedyBlend(weights, size, self.cache))
+
+
+@dataclass(kw_only=True)
+class GPTBuilder(Builder):
+    """Makes `GPTDataset`s.
+
+    Attributes:
+        config: how tokens become samples.
+        drop_last_partial_validation: leave out a last validation sample that is not full.
+    """
+
+    config: GPTDatasetConfig
+    drop_last_partial_validation: bool = True
+
+    def dataset(
+        self,
+        source: TokenSource,
+        name: str,
+        split: SplitName,
+        interval: Interval,
+        size: int | None,
+        number: int = 0,
+    ) -> GPTDataset:
+        """Return one split of one source, the `number`th of a blend.
+
+        Raises:
+            EmptySplitError: it has no token.
+            DataError: it is too short for one sample.
+        """
+        first, last = sequences_of(interval, len(source.sequence_lengths))
+        drop = split != "valid" or self.drop_last_partial_validation
+        with named(
+            f"{split} split of {name} ({last - first} of {len(source.sequence_lengths)} sequences)"
+        ):
+            order = self._order(source, (first, last), size, drop, number)
+        return GPTDataset(source, order, self.config)
+
+    @abstractmethod
+    def _order(
+        self,
+        source: TokenSource,
+        sequences: tuple[int, int],
+        size: int | None,
+        drop_last_partial: bool,
+        number: int,
+    ) -> SampleOrder:
+        """The order of one source."""
+
+
+@dataclass(kw_only=True)
+class CompatBuilder(GreedyBuilder, GPTBuilder):
+    """Megatron's order of GPT samples."""
 
     def _order(
         self,
@@ -156,28 +202,9 @@ class CompatBuilder(Builder):
         key = "" if self.cache is None else cache_key({"what": "gpt 1"} | options, lengths, numbers)
         return CompatOrder(GPTIndices(**load_or_build(self.cache, key, build)), length, extra)
 
-    def _mixture(
-        self, blend: Blend, split: SplitName, interval: Interval, size: int | None
-    ) -> BlendedDataset:
-        weights: Sequence[float] = ()
-        requests: list[int | None] = [None] * len(blend.prefixes)
-        if blend.weights is not None and size is not None:
-            weights = normalize(blend.weights)
-            shares = [ceil(size * weight) for weight in weights]
-            requests = [ceil(share * (1 + self.surplus)) for share in shares]
-            size = sum(shares)
-        datasets = [
-            self.dataset(self.source(prefix), prefix, split, interval, request)
-            for prefix, request in zip(blend.prefixes, requests, strict=True)
-        ]
-        if not weights:
-            weights = [len(dataset) for dataset in datasets]
-            size = None if size is None else min(size, int(sum(weights)))
-        return BlendedDataset(datasets, GreedyBlend(weights, size, self.cache))
 
-
-@dataclass
-class StatelessBuilder(Builder):
+@dataclass(kw_only=True)
+class StatelessBuilder(GPTBuilder):
     """The order that is computed from seed, weights and sample number.
 
     Attributes:
@@ -205,7 +232,9 @@ class StatelessBuilder(Builder):
             drop_last_partial=drop_last_partial,
         )
 
-    def split(self, blend: Blend, split: SplitName, interval: Interval, size: int | None) -> Built:
+    def split(
+        self, blend: Blend, split: SplitName, interval: Interval, size: int | None
+    ) -> Dataset:
         """Return one split of one or more sources, mixed.
 
         Raises:
@@ -255,6 +284,17 @@ class StatelessBuilder(Builder):
         bounds = np.array(sequences_of(interval, len(source)), np.int64)
         begin, end = source.tokens_before(bounds).tolist()
         return int(end - begin)
+
+
+@contextmanager
+def named(which: str) -> Iterator[None]:
+    """Say of errors in the block which dataset they are about."""
+    try:
+        yield
+    except EmptySplitError as error:
+        raise EmptySplitError(f"{which}: {error.what}") from None
+    except DataError as error:
+        raise DataError(f"{which}: {error}") from None
 
 
 def _table(source: TokenSource) -> SequenceTable:

@@ -1,0 +1,219 @@
+"""Maps of sentences, and samples of BERT and T5, equal those of megatron-core."""
+
+import numpy as np
+import pytest
+
+helpers = pytest.importorskip("megatron.core.datasets.helpers")
+
+import torch.distributed as dist  # noqa: E402
+from megatron.core.datasets.bert_dataset import (  # noqa: E402
+    BERTMaskedWordPieceDataset,
+    BERTMaskedWordPieceDatasetConfig,
+)
+from megatron.core.datasets.indexed_dataset import IndexedDataset as TheirIndexed  # noqa: E402
+from megatron.core.datasets.t5_dataset import (  # noqa: E402
+    T5MaskedWordPieceDataset,
+    T5MaskedWordPieceDatasetConfig,
+)
+from megatron.core.datasets.utils import Split  # noqa: E402
+from megatron_data import (  # noqa: E402
+    BertDatasetConfig,
+    DataError,
+    EmptySplitError,
+    IndexedDatasetBuilder,
+    MaskingConfig,
+    T5DatasetConfig,
+    WordPieces,
+    block_map,
+    build_bert_datasets,
+    build_t5_datasets,
+    sentence_map,
+)
+
+MANY_EPOCHS = 2**31 - 2
+VOCABULARY = {i: f"{'##' if i >= 20 and i % 3 == 0 else ''}w{i}" for i in range(200)}
+SENTINELS = tuple(range(6, 16))
+PIECES = WordPieces(
+    np.array([word.startswith("##") for word in VOCABULARY.values()]),
+    cls_id=1,
+    sep_id=2,
+    mask_id=3,
+    pad_id=0,
+    bos_id=4,
+    eos_id=5,
+    sentinel_ids=SENTINELS,
+)
+
+
+class StandInTokenizer:
+    """What megatron-core's datasets ask of a tokenizer."""
+
+    cls, sep, mask, pad, bos, eos = 1, 2, 3, 0, 4, 5
+
+    def __init__(self) -> None:
+        self.inv_vocab = VOCABULARY
+        self.additional_special_tokens_ids = list(SENTINELS)
+        self.unique_identifiers = {"name": "stand-in"}
+
+
+def corpus_of(random: np.random.Generator, longest: int):
+    """Bounds of documents, lengths of their sentences and of their titles."""
+    documents = int(random.integers(1, 30))
+    bounds = np.concatenate([[0], np.cumsum(random.integers(0, 12, documents))]).astype(np.int64)
+    lengths = random.integers(0, longest, bounds[-1]).astype(np.int32)
+    return bounds, lengths, random.integers(0, 10, documents).astype(np.int32)
+
+
+def test_maps_of_random_corpora_equal() -> None:
+    random = np.random.default_rng(0)
+    compared = 0
+    for trial in range(200):
+        bounds, lengths, titles = corpus_of(random, (20, 60, 600)[trial % 3])
+        length, samples = (int(n) for n in random.integers(3, 200, 2))
+        short, least, seed = (0.0, 0.1, 0.5, 0.3, 1.0)[trial % 5], 1 + trial % 2, 1 + trial
+        try:
+            ours = sentence_map(
+                bounds,
+                lengths,
+                max_length=length,
+                short_probability=short,
+                seed=seed,
+                num_samples=samples,
+                min_sentences=least,
+            )
+        except EmptySplitError:  # megatron-core would never come back
+            continue
+        theirs = helpers.build_mapping(
+            bounds, lengths, MANY_EPOCHS, samples, length, short, seed, False, least
+        )
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+        compared += 1
+        one = least == 1
+        blocks = block_map(
+            bounds,
+            lengths,
+            titles,
+            max_length=length + 10,
+            seed=seed,
+            num_samples=samples,
+            use_one_sentence_blocks=one,
+        )
+        theirs = helpers.build_blocks_mapping(
+            bounds, lengths, titles, MANY_EPOCHS, samples, length + 10, seed, False, one
+        )
+        assert blocks.dtype == theirs.dtype
+        np.testing.assert_array_equal(blocks, theirs)
+    assert compared > 190
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    """A dataset of documents of sentences; megatron-core asks a process group for its rank."""
+    folder = tmp_path_factory.mktemp("sentences")
+    random = np.random.default_rng(1)
+    with IndexedDatasetBuilder(str(folder / "d"), "uint16") as builder:
+        for _ in range(60):
+            for _ in range(random.integers(0, 9)):
+                builder.add_item(random.integers(16, 200, random.integers(1, 30)).tolist())
+            builder.end_document()
+        builder.finalize()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    yield str(folder / "d")
+    dist.destroy_process_group()
+
+
+def theirs_of(kind, configuration, prefix: str, cache, samples: int, trial: int, **options):
+    config = configuration(
+        random_seed=100 + trial,
+        blend=([prefix], None),
+        split="1,0,0",
+        path_to_cache=str(cache / str(trial)),
+        tokenizer=StandInTokenizer(),
+        short_sequence_probability=(0.1, 0.0, 0.5)[trial % 3],
+        masking_do_full_word=trial % 4 > 0,
+        masking_do_permutation=False,
+        **options,
+    )
+    documents = np.arange(60, dtype=np.int32)
+    return kind(TheirIndexed(prefix), prefix, documents, samples, Split.train, config)
+
+
+@pytest.mark.parametrize("trial", range(10))
+def test_bert_samples_equal(prefix: str, tmp_path, trial: int) -> None:
+    length, geometric = (64, 40, 128)[trial % 3], trial % 5 == 4
+    share, ngrams, longer = (0.15, 0.3)[trial % 2], (3, 5, 1)[trial % 3], bool(trial % 2)
+    theirs = theirs_of(
+        BERTMaskedWordPieceDataset,
+        BERTMaskedWordPieceDatasetConfig,
+        prefix,
+        tmp_path,
+        120,
+        trial,
+        sequence_length=length,
+        classification_head=trial % 2 == 0,
+        masking_probability=share,
+        masking_max_ngram=ngrams,
+        masking_use_longer_ngrams=longer,
+        masking_use_geometric_distribution=geometric,
+    )
+    masking = MaskingConfig(share, ngrams, trial % 4 > 0, longer, geometric)
+    config = BertDatasetConfig(length, masking, (0.1, 0.0, 0.5)[trial % 3], trial % 2 == 0)
+    ours = build_bert_datasets(
+        prefix, "1,0,0", (120, 0, 0), config=config, pieces=PIECES, seed=100 + trial
+    ).train
+    assert ours is not None
+    assert len(ours) == len(theirs) >= 120
+    for number in range(len(ours)):
+        sample, their = ours[number], theirs[number]
+        for key, their_key in (("tokens", "text"), ("token_types", "types")):
+            np.testing.assert_array_equal(sample[key], their[their_key])
+        np.testing.assert_array_equal(sample["loss_mask"], their["loss_mask"])
+        labels = np.where(sample["loss_mask"] > 0, sample["labels"], -1)
+        np.testing.assert_array_equal(labels, their["labels"])
+        np.testing.assert_array_equal(sample["document_ids"] == 0, their["padding_mask"] == 1)
+        assert sample["is_random"] == their["is_random"]
+
+
+@pytest.mark.parametrize("trial", range(6))
+def test_t5_samples_equal(prefix: str, tmp_path, trial: int) -> None:
+    length = (64, 40, 128)[trial % 3]
+    theirs = theirs_of(
+        T5MaskedWordPieceDataset,
+        T5MaskedWordPieceDatasetConfig,
+        prefix,
+        tmp_path,
+        120,
+        trial,
+        sequence_length=length,
+        sequence_length_decoder=48,
+        masking_probability=0.15,
+        masking_max_ngram=10,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=True,
+    )
+    masking = MaskingConfig(0.15, 10, trial % 4 > 0, geometric=True)
+    config = T5DatasetConfig(length, 48, masking, (0.1, 0.0, 0.5)[trial % 3])
+    ours = build_t5_datasets(
+        prefix, "1,0,0", (120, 0, 0), config=config, pieces=PIECES, seed=100 + trial
+    ).train
+    assert ours is not None
+    assert len(ours) == len(theirs) >= 120
+    compared = 0
+    for number in range(len(ours)):
+        try:
+            sample = ours[number]
+        except DataError:  # more spans than sentinels, or than the decoder has room for
+            with pytest.raises((IndexError, AssertionError)):
+                theirs[number]
+            continue
+        their = theirs[number]
+        for side, their_side in (("encoder", "enc"), ("decoder", "dec")):
+            np.testing.assert_array_equal(sample[f"{side}_tokens"], their[f"text_{their_side}"])
+            is_text = sample[f"{side}_document_ids"] == 0
+            np.testing.assert_array_equal(is_text, their[f"{their_side}_mask"] == 1)
+        np.testing.assert_array_equal(sample["loss_mask"], their["loss_mask"])
+        counted = their["loss_mask"] > 0
+        np.testing.assert_array_equal(sample["labels"][counted], their["labels"][counted])
+        compared += 1
+    assert compared > len(ours) // 2

@@ -1,0 +1,195 @@
+"""Megatron's maps from sample to sentences, for datasets whose documents are rows of sentences.
+
+A map is made in one pass over the documents of each epoch. A document is passed over if it has too
+few sentences, or a sentence of more than 512 tokens. In it, sentences are gathered until they reach
+a length, and a sample is closed there if more sentences follow; the last sample takes what is left.
+
+`sentence_map` is for BERT and T5, where the length is now and then drawn shorter; `block_map` is
+for the inverse cloze task, where the document's title takes its part of it.
+
+Source: `helpers.cpp` of NVIDIA/Megatron-LM, whose results these equal row by row, dtypes included,
+with a bisection per sample in place of a step per sentence. Where no document can be used Megatron
+goes on for ever; here that is an error.
+"""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import EmptySplitError
+from .mersenne import mt19937, mt19937_64
+
+LONGEST_SENTENCE = 512
+"""Documents with a longer sentence, in tokens, are passed over."""
+
+_AFTER_CLOSED = 2  # sentences that have to follow a sample that is closed early
+
+
+def sentence_map(
+    document_bounds: NDArray[np.int64],
+    lengths: NDArray[np.int32],
+    *,
+    max_length: int,
+    short_probability: float,
+    seed: int,
+    num_samples: int | None = None,
+    min_sentences: int = 1,
+) -> NDArray[np.unsignedinteger]:
+    """Build the map of BERT and T5.
+
+    Args:
+        document_bounds: first sentence of every document and the end of the last, int64 `[D + 1]`.
+        lengths: tokens of every sentence of the dataset, int32.
+        max_length: tokens a sample is gathered up to: without those the task adds.
+        short_probability: share of samples whose length is drawn from 2 to `max_length`. Megatron
+            rounds one over it to a whole number.
+        seed: of both of Megatron's generators.
+        num_samples: least number of samples; whole epochs are laid out until there are as many.
+            None for one epoch.
+        min_sentences: sentences a sample has at least: 2 for BERT with its second task.
+
+    Returns:
+        First sentence, the one after the last, and the length aimed at, `[samples, 3]`, uint32, or
+        uint64 where there are more than 2^32 - 1 sentences.
+
+    Raises:
+        EmptySplitError: no document can be used.
+    """
+    targets = _targets(seed, max_length, short_probability)
+    documents = _usable(document_bounds, lengths, min_sentences, 1)
+    ends = _ends(lengths)
+    rows: list[int] = []
+
+    def epoch() -> None:
+        for _, first, last in documents:
+            target = next(targets)
+            start = first
+            while start < last:
+                end = _closed(ends, start, last, target, min_sentences, _AFTER_CLOSED)
+                rows.extend((start, end, target))
+                start, target = end, next(targets)
+
+    _repeat(epoch, lambda: len(rows) // 3, num_samples)
+    return _shuffled(rows, 3, seed, len(lengths))
+
+
+def block_map(
+    document_bounds: NDArray[np.int64],
+    lengths: NDArray[np.int32],
+    title_lengths: NDArray[np.int32],
+    *,
+    max_length: int,
+    seed: int,
+    num_samples: int | None = None,
+    use_one_sentence_blocks: bool = False,
+) -> NDArray[np.unsignedinteger]:
+    """Build the map of the inverse cloze task and of retrieval.
+
+    Args:
+        document_bounds: first sentence of every document and the end of the last, int64 `[D + 1]`.
+        lengths: tokens of every sentence of the dataset, int32.
+        title_lengths: tokens of every document's title, int32 `[D]`.
+        max_length: tokens that title and block have together, without those the task adds.
+        seed: of the shuffle.
+        num_samples: least number of samples; whole epochs are laid out until there are as many.
+            None for one epoch.
+        use_one_sentence_blocks: allow blocks of one sentence; otherwise they have two at least.
+
+    Returns:
+        First sentence, the one after the last, document, and number of the block within an epoch,
+        `[samples, 4]`, uint32, or uint64 where there are more than 2^32 - 1 sentences.
+
+    Raises:
+        EmptySplitError: no document can be used.
+    """
+    least = 1 if use_one_sentence_blocks else 2
+    documents = _usable(document_bounds, lengths, least, least - 1)
+    ends, titles = _ends(lengths), title_lengths.tolist()
+    rows: list[int] = []
+
+    def epoch() -> None:
+        block = 0
+        for document, start, last in documents:
+            while start < last:
+                end = _closed(ends, start, last, max_length - titles[document], least, least)
+                rows.extend((start, end, document, block))
+                start, block = end, block + 1
+
+    _repeat(epoch, lambda: len(rows) // 4, num_samples)
+    return _shuffled(rows, 4, seed, len(lengths))
+
+
+def _usable(
+    bounds: NDArray[np.int64], lengths: NDArray[np.int32], min_sentences: int, checked_above: int
+) -> list[tuple[int, int, int]]:
+    """Number, first sentence and end of the documents that are not passed over.
+
+    Sentences of documents with no more than `checked_above` of them may have any length.
+    """
+    counts = np.diff(bounds)
+    long = np.concatenate([[0], np.cumsum(lengths > LONGEST_SENTENCE)])
+    too_long = (long[bounds[1:]] > long[bounds[:-1]]) & (counts > checked_above)
+    (numbers,) = np.nonzero((counts >= max(min_sentences, 1)) & ~too_long)
+    if not len(numbers):
+        raise EmptySplitError(
+            f"none of {len(counts)} documents has {min_sentences} sentences and none of more than "
+            f"{LONGEST_SENTENCE} tokens; preprocess with --split-sentences"
+        )
+    return list(
+        zip(numbers.tolist(), bounds[numbers].tolist(), bounds[numbers + 1].tolist(), strict=True)
+    )
+
+
+def _ends(lengths: NDArray[np.int32]) -> "array[int]":
+    """Tokens before every sentence and after the last, in a form that `bisect` reads fast."""
+    ends = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, dtype=np.int64, out=ends[1:])
+    return array("q", ends.tobytes())
+
+
+def _closed(ends: "array[int]", start: int, last: int, target: int, least: int, after: int) -> int:
+    """Where a sample ends that begins at sentence `start` of a document that ends at `last`."""
+    end = max(bisect_left(ends, ends[start] + target, start + 1, last + 1), start + least)
+    return end if last - end >= after else last
+
+
+def _targets(seed: int, max_length: int, short_probability: float) -> Iterator[int]:
+    """The length each sample aims at."""
+    every = round_half_away(1 / short_probability) if short_probability > 0 else 0
+    if not every:
+        while True:
+            yield max_length
+    for draws in mt19937(seed):
+        wide = draws.astype(np.int64)
+        yield from np.where(wide % every == 0, 2 + wide % (max_length - 1), max_length).tolist()
+
+
+def round_half_away(number: float) -> int:
+    """Round to the next whole number as C does, halves away from zero."""
+    return int(number + 0.5)
+
+
+def _repeat(epoch: Callable[[], None], made: Callable[[], int], wanted: int | None) -> None:
+    if wanted is None:
+        epoch()
+        return
+    while made() < wanted:
+        epoch()
+
+
+def _shuffled(
+    rows: list[int], width: int, seed: int, sentences: int
+) -> NDArray[np.unsignedinteger]:
+    """Rows in the order of a Fisher-Yates shuffle by the 64-bit generator."""
+    count = len(rows) // width
+    draws = mt19937_64(seed + 1, max(count - 1, 0))
+    partners = (draws % np.arange(count, 1, -1, dtype=np.uint64)).tolist()
+    order = list(range(count))
+    for place, partner in zip(range(count - 1, 0, -1), partners, strict=True):
+        order[place], order[partner] = order[partner], order[place]
+    wide = sentences > np.iinfo(np.uint32).max
+    table: NDArray[np.unsignedinteger] = np.array(rows, np.uint64 if wide else np.uint32)
+    return table.reshape(count, width)[np.array(order, np.int64)]

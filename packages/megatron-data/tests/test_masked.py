@@ -1,0 +1,207 @@
+"""Maps of sentences and samples of BERT and T5, against hand-computed cases and what must hold."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron_data import (
+    BertDatasetConfig,
+    DataError,
+    EmptySplitError,
+    MaskingConfig,
+    T5DatasetConfig,
+    WordPieces,
+    build_bert_datasets,
+    build_t5_datasets,
+    sentence_map,
+)
+from megatron_data.datasets.masking import mask_tokens
+from megatron_data.order.mersenne import mt19937, mt19937_64
+
+Write = Callable[..., str]
+
+PIECES = WordPieces(
+    np.arange(100) % 4 == 3, 0, 1, 2, pad_id=None, bos_id=4, eos_id=5, sentinel_ids=(6, 8, 9, 10)
+)
+
+
+@pytest.fixture
+def sentences(tmp_path):
+    """A dataset of 30 documents of sentences."""
+    from megatron_data import IndexedDatasetBuilder
+
+    random = np.random.default_rng(0)
+    with IndexedDatasetBuilder(str(tmp_path / "d"), "uint16") as builder:
+        for _ in range(30):
+            for _ in range(random.integers(2, 9)):
+                builder.add_item(random.integers(12, 100, random.integers(1, 12)).tolist())
+            builder.end_document()
+        builder.finalize()
+    return str(tmp_path / "d")
+
+
+def test_the_twisters_are_those_of_the_standard() -> None:
+    """The 10,000th numbers that C++ prescribes for the default seed."""
+    assert next(mt19937(5489))[9999] == 4123659995
+    assert mt19937_64(5489, 10_000)[-1] == 9981545732273789042
+
+
+def test_the_map_of_a_small_corpus() -> None:
+    """Computed with megatron-core's compiled helper."""
+    rows = sentence_map(
+        np.array([0, 3, 5, 9]),
+        np.array([6, 4, 9, 12, 5, 3, 8, 7, 10], np.int32),
+        max_length=16,
+        short_probability=0.1,
+        seed=1234,
+        min_sentences=2,
+    )
+    assert rows.tolist() == [[5, 9, 16], [3, 5, 16], [0, 3, 16]]
+
+
+def test_documents_that_cannot_be_used_are_an_error() -> None:
+    with pytest.raises(EmptySplitError, match="none of 2 documents has 2 sentences"):
+        sentence_map(
+            np.array([0, 1, 3]),
+            np.array([5, 600, 5], np.int32),
+            max_length=16,
+            short_probability=0.1,
+            seed=1,
+            num_samples=10,
+            min_sentences=2,
+        )
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.integers(0, 99), min_size=1, max_size=80),
+    st.floats(0.05, 0.6),
+    st.integers(1, 6),
+    st.booleans(),
+    st.sampled_from(["", "longer", "geometric", "permutation"]),
+    st.integers(0, 1000),
+)
+def test_masking(
+    tokens: list[int], share: float, ngrams: int, whole: bool, kind: str, seed: int
+) -> None:
+    config = MaskingConfig(
+        share,
+        ngrams,
+        whole,
+        longer_ngrams=kind == "longer",
+        geometric=kind == "geometric",
+        permutation=kind == "permutation",
+    )
+
+    def hide():
+        return mask_tokens(
+            tokens, len(tokens), np.random.RandomState(seed), config, PIECES, lambda: PIECES.mask_id
+        )
+
+    masked = hide()
+    assert masked == hide()
+    assert masked.positions == sorted(set(masked.positions))
+    assert masked.labels == [tokens[position] for position in masked.positions]
+    spanned = [position for span in masked.spans for position in span.positions]
+    assert len(set(spanned)) == len(spanned) <= max(1, round(len(tokens) * share))
+    untouched = set(range(len(tokens))) - set(masked.positions)
+    assert all(masked.tokens[position] == tokens[position] for position in untouched)
+    assert all(masked.tokens[position] == PIECES.mask_id for position in spanned)
+    assert not {PIECES.cls_id, PIECES.sep_id} & set(masked.labels)
+    if kind != "permutation":
+        assert set(spanned) == set(masked.positions)
+    if whole:  # a continuation is hidden with the token before it
+        for position in spanned:
+            before = position - 1
+            if PIECES.continuations[tokens[position]] and before >= 0 and tokens[before] > 1:
+                assert before in spanned
+
+
+def test_bert_samples(sentences: str) -> None:
+    config = BertDatasetConfig(32)
+    train = build_bert_datasets(
+        sentences, "1,0,0", (400, 0, 0), config=config, pieces=PIECES, seed=7
+    ).train
+    assert train is not None
+    samples = [train[number] for number in range(len(train))]
+    assert len(samples) >= 400
+    for sample in samples:
+        length = int((sample["document_ids"] == 0).sum())
+        assert not sample["tokens"][length:].any()
+        assert sample["tokens"][0] == PIECES.cls_id
+        assert sample["tokens"][length - 1] == PIECES.sep_id
+        assert sample["token_types"][: length - 1].tolist() == sorted(
+            sample["token_types"][: length - 1]
+        )
+        assert not sample["labels"][sample["loss_mask"] == 0].any()
+    share = sum(sample["loss_mask"].sum() for sample in samples)
+    share /= sum((sample["document_ids"] == 0).sum() for sample in samples)
+    assert 0.1 < share < 0.16  # samples shorter than their target hide whole tokens only
+    wrong = np.mean([sample["is_random"] for sample in samples])
+    assert 0.4 < wrong < 0.6
+    hidden = np.concatenate([sample["tokens"][sample["loss_mask"] > 0] for sample in samples])
+    assert 0.75 < np.mean(hidden == PIECES.mask_id) < 0.85
+    again = train[3]
+    assert all(np.array_equal(again[key], samples[3][key]) for key in again)
+    with pytest.raises(IndexError, match="sample 100000"):
+        train[100_000]
+
+
+def test_t5_samples_can_be_put_together_again(sentences: str) -> None:
+    config = T5DatasetConfig(48, 32, MaskingConfig(0.1, 3))
+    train = build_t5_datasets(
+        sentences, "1,0,0", (100, 0, 0), config=config, pieces=PIECES, seed=7
+    ).train
+    assert train is not None
+    for number in range(100):
+        sample = train[number]
+        labels = sample["labels"][sample["loss_mask"] > 0].tolist()
+        assert labels[-1] == PIECES.eos_id
+        assert sample["decoder_tokens"][: len(labels)].tolist() == [PIECES.bos_id, *labels[:-1]]
+        spans: dict[int, list[int]] = {}
+        for token in labels[:-1]:
+            if token in PIECES.sentinel_ids:
+                spans[token] = last = []
+            else:
+                last.append(token)
+        whole = []
+        for token in sample["encoder_tokens"][sample["encoder_document_ids"] == 0].tolist():
+            whole += spans.get(token, [token])
+        assert not set(whole) & set(PIECES.sentinel_ids)
+        assert len(whole) <= 46
+
+
+def test_refusals(sentences: str) -> None:
+    for bad in (
+        lambda: MaskingConfig(0.0),
+        lambda: MaskingConfig(max_ngram=0),
+        lambda: MaskingConfig(geometric=True, permutation=True),
+        lambda: BertDatasetConfig(4),
+        lambda: BertDatasetConfig(40, short_probability=1.5),
+        lambda: T5DatasetConfig(40, 2),
+    ):
+        with pytest.raises(DataError, match=r"give|exclude"):
+            bad()
+    plain = WordPieces(PIECES.continuations, 0, 1, 2)
+    with pytest.raises(DataError, match="need sentinels"):
+        build_t5_datasets(
+            sentences, "1,0,0", (9, 0, 0), config=T5DatasetConfig(40, 40), pieces=plain
+        )
+    tight = build_t5_datasets(
+        sentences,
+        "1,0,0",
+        (40, 0, 0),
+        config=T5DatasetConfig(40, 6, MaskingConfig(0.5)),
+        pieces=PIECES,
+    ).train
+    assert tight is not None
+    with pytest.raises(DataError, match=r"hidden spans, the tokenizer 4|tokens for the decoder"):
+        for number in range(len(tight)):
+            tight[number]
+    few = WordPieces(PIECES.continuations[:20], 0, 1, 2)
+    with pytest.raises(DataError, match="the vocabulary has 20; it is not the one"):
+        build_bert_datasets(
+            sentences, "1,0,0", (9, 0, 0), config=BertDatasetConfig(40), pieces=few
+        ).train[0]  # type: ignore[index]
