@@ -91,13 +91,20 @@ def test_training_ends_after_its_step_with_a_checkpoint_that_loads(place: Path) 
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_preprocessing_leaves_nothing_behind(place: Path, workers: int) -> None:
+def test_preprocessing_keeps_whole_chunks_alone_and_goes_on(place: Path, workers: int) -> None:
     words = "megatron-data preprocess --input corpus.jsonl --tokenizer-model bytes"
-    process = start(f"{words} --output-prefix out --workers {workers}", place)
-    wait_for(lambda: any(path.stat().st_size > 0 for path in place.glob("*out_text*")), process)
+    command, parts = f"{words} --output-prefix out --workers {workers}", place / ".out.parts"
+    process = start(command, place)
+    wait_for(lambda: bool(list(parts.glob("*.part"))), process)
     _, err = interrupt(process)
     assert (process.returncode, err) == (130, "megatron-data: interrupted\n")
     assert not list(place.glob("*out_text*"))
+    assert {path.suffix for path in parts.iterdir()} == {".part", ".json", ""}, "nothing half-done"
+    out, err = start(command, place).communicate(timeout=240)
+    assert "chunks were done by an earlier run\n" in out and not err
+    assert not parts.exists()
+    for path in place.glob("out_text*"):
+        path.unlink()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.1, 0.2, 0.4])

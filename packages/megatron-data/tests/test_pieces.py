@@ -1,32 +1,123 @@
 """Long texts are encoded in pieces with the tokens of the whole."""
 
 import json
+import re
+import sys
+import unicodedata
+from collections.abc import Callable
 from itertools import chain
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_data import HuggingFaceTokenizer, train_bpe
-from megatron_data.tokenizers import huggingface
-from megatron_data.tokenizers.pieces import can_be_cut, pieces
+from megatron_data import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, train_bpe
+from megatron_data.preprocessing import encoding
+from megatron_data.sources.json_lines import LinesChunk
+from megatron_data.tokenizers import huggingface, plain
+from megatron_data.tokenizers.pieces import GPT2, LLAMA3, QWEN2, pieces, places_to_cut
 
 SPELLINGS = (
-    *("the", " the", "a", "B", "1", "22", "é", "日本", "²", "_", "'s", "'", "-", "...", "<|"),
+    *(
+        "the",
+        " the",
+        "\nthe",
+        "the\n",
+        "。\n",
+        "a",
+        "B",
+        "1",
+        "22",
+        "é",
+        "日本",
+        "²",
+        "_",
+        "'s",
+        "'",
+        "-",
+        "...",
+        "<|",
+    ),
     *(" ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "\x1c", "\x85", "\xa0", "\u3000", "\u2028"),
     *("<|endoftext|>", "endoftext|>", "\u0301", "\U0001f40b"),
 )
 
 
-@settings(max_examples=100, deadline=None)
-@given(parts=st.lists(st.sampled_from(SPELLINGS), max_size=40), size=st.integers(1, 12))
-def test_pieces_give_the_tokens_of_the_whole(
-    tokenizer: HuggingFaceTokenizer, parts: list[str], size: int
-) -> None:
-    text = "".join(parts)
-    cut = list(pieces(text, size))
-    assert "".join(cut) == text
-    assert all(len(piece) >= size for piece in cut[:-1])
-    assert list(chain.from_iterable(map(tokenizer.encode, cut))) == tokenizer.encode(text)
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+
+
+def split_by(pattern: str) -> dict[str, object]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    parts = [{**split, "invert": False}, {**BYTES, "use_regex": False}]
+    return {"type": "Sequence", "pretokenizers": parts}
+
+
+def wordpiece() -> str:
+    made = tokenizers.BertWordPieceTokenizer(lowercase=True)
+    made.train_from_iterator(["".join(SPELLINGS), "the whale endoftext"], vocab_size=120)
+    return made.to_str()
+
+
+def changed(**parts: object) -> str:
+    return json.dumps(definition(**parts))
+
+
+KINDS: dict[str, Callable[[], str]] = {
+    "ByteLevel": lambda: changed(),
+    "ByteLevel, NFC": lambda: changed(normalizer={"type": "NFC"}),
+    "GPT-2 as a Split": lambda: changed(pre_tokenizer=split_by(GPT2)),
+    "Llama 3": lambda: changed(pre_tokenizer=split_by(LLAMA3)),
+    "Qwen 2": lambda: changed(pre_tokenizer=split_by(QWEN2), normalizer={"type": "NFC"}),
+    "BERT": wordpiece,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_give_the_tokens_of_the_whole(kind: str) -> None:
+    made = HuggingFaceTokenizer(KINDS[kind]())
+    places = places_to_cut(json.loads(KINDS[kind]()))
+    assert places is not None
+    cuts = 0
+
+    @settings(max_examples=150, deadline=None, database=None)
+    @given(
+        parts=st.lists(st.sampled_from(SPELLINGS), min_size=4, max_size=40), size=st.integers(1, 6)
+    )
+    def holds(parts: list[str], size: int) -> None:
+        nonlocal cuts
+        text = "".join(parts)
+        cut = list(pieces(text, size, places))
+        cuts += len(cut) - 1
+        assert "".join(cut) == text
+        assert all(len(piece) >= size for piece in cut[:-1])
+        assert list(chain.from_iterable(map(made.encode, cut))) == made.encode(text)
+
+    holds()
+    assert cuts > 30
+
+
+@pytest.mark.parametrize("kind", ["GPT-2 as a Split", "Llama 3"])
+def test_the_check_finds_a_rule_that_is_wrong(kind: str) -> None:
+    """GPT-2 joins line ends but for the last, Llama 3 a full stop and what ends the line."""
+    made = HuggingFaceTokenizer(KINDS[kind]())
+    wrong = {
+        "GPT-2 as a Split": ("the\n\nthe", r"(?<=\n)(?=[^\W_])"),
+        "Llama 3": ("the。\n\nthe", r"(?<=[。])(?=\n)"),
+    }
+    text, places = wrong[kind]
+    cut = list(pieces(text, 1, re.compile(places)))
+    assert len(cut) == 2
+    words = made._tokenizer.pre_tokenizer.pre_tokenize_str  # type: ignore[attr-defined]
+    assert [word for piece in cut for word, _ in words(piece)] != [word for word, _ in words(text)]
+
+
+def test_no_letter_becomes_white_space_or_a_mark_when_it_is_composed() -> None:
+    """Rules look at letters as they are written; NFC comes before the words are found."""
+    for number in range(sys.maxunicode + 1):
+        letter = chr(number)
+        if letter.isalnum():
+            assert unicodedata.normalize("NFC", letter)[0].isalnum(), hex(number)
+            assert unicodedata.normalize("NFC", f"\n{letter}")[0] == "\n"
 
 
 def test_a_long_text_is_cut_and_equal(
@@ -43,29 +134,59 @@ def test_a_long_text_is_cut_and_equal(
 
     monkeypatch.setattr(HuggingFaceTokenizer, "_encode_all", watched)
     monkeypatch.setattr(huggingface, "PIECE", 100)
+    assert len(list(tokenizer.pieces(long))) > 20
     assert tokenizer.encode_batch([long, "", "short"]) == [whole, [], tokenizer.encode("short")]
     assert max(given_sizes) < 120 * huggingface.PIECES_AT_ONCE < len(long)
 
 
 def definition(**changes: object) -> dict[str, object]:
-    made = json.loads(train_bpe(["a text"], 257)._definition)
+    made = json.loads(train_bpe(["".join(SPELLINGS) * 3, "the the whale\n\n\n"], 300)._definition)
     return {**made, **changes}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"normalizer": {"type": "NFC"}},
+        {"normalizer": {"type": "NFKC"}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES]}},
+        {"pre_tokenizer": split_by(r"\s+|\S+")},
         {"pre_tokenizer": None},
         {"pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always"}},
         {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}},
         {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}},
-        {"model": {"type": "Unigram", "vocab": []}},
         {"model": {"type": "BPE", "dropout": 0.1}},
         {"added_tokens": [{"content": "<|end of text|>"}]},
         {"added_tokens": [{"content": "<mask>", "lstrip": True}]},
     ],
 )
 def test_tokenizers_that_look_beyond_a_word_are_not_cut(changes: dict[str, object]) -> None:
-    assert can_be_cut(definition())
-    assert not can_be_cut(definition(**changes))
+    assert places_to_cut(definition()) is not None
+    assert places_to_cut(definition(**changes)) is None
+
+
+@pytest.mark.parametrize("made", [ByteTokenizer(), NullTokenizer(99)])
+def test_plain_tokenizers_are_cut(
+    made: ByteTokenizer | NullTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "PIECE", 7)
+    text = " ".join(map(str, range(99)))
+    cut = list(made.pieces(text))
+    assert len(cut) > 20
+    assert list(chain.from_iterable(map(made.encode, cut))) == made.encode(text)
+
+
+def test_a_document_in_pieces_is_one_sequence(
+    tokenizer: HuggingFaceTokenizer, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface, "PIECE", 100)
+    monkeypatch.setattr(encoding, "AT_ONCE", 300)
+    long = "".join(texts[:40])
+    lines = [json.dumps({"text": [long, "", "b", long[:900]]}), json.dumps({"text": "short"})]
+    chunk = LinesChunk("a", 0, 1, "\n".join(lines).encode(), 0)
+    (made,) = encoding.Encoder(tokenizer, ("text",), append_eod=True)(chunk).keys
+    wanted = [tokenizer.encode(text) for text in (long, "b", long[:900], "short")]
+    wanted[2] += [tokenizer.eod_id or 0]
+    wanted[3] += [tokenizer.eod_id or 0]
+    assert made.tokens.tolist() == list(chain.from_iterable(wanted))
+    assert made.lengths.tolist() == list(map(len, wanted))
+    assert made.sequences.tolist() == [3, 1]

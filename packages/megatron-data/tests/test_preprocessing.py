@@ -20,7 +20,8 @@ from megatron_data import (
     verify,
 )
 from megatron_data.preprocessing.pool import _interrupts_held, ordered_map
-from megatron_data.sources.json_lines import JsonLines, LinesChunk, parse
+from megatron_data.sources.json_lines import JsonLines, LinesChunk
+from megatron_data.sources.protocol import Item
 
 
 def test_documents_decode_to_the_texts_they_came_from(
@@ -39,17 +40,27 @@ def test_documents_decode_to_the_texts_they_came_from(
 
 
 def test_files_are_equal_whatever_the_workers_and_the_pieces(
-    corpus: Path, tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, tokenizer: HuggingFaceTokenizer, tmp_path: Path
 ) -> None:
-    contents = set()
-    for workers, chunk_bytes in ((1, 1 << 20), (1, 100), (2, 1000)):
-        monkeypatch.setattr(JsonLines.chunks, "__defaults__", (chunk_bytes,))
+    pairs, manifests = set(), set()
+    for workers, chunk_bytes in ((1, None), (1, 1000), (2, 1000)):
         folder = tmp_path / f"{workers}-{chunk_bytes}"
-        preprocess([corpus, corpus], folder / "o", tokenizer, append_eod=True, workers=workers)
+        (made,) = preprocess(
+            [corpus, corpus],
+            folder / "o",
+            tokenizer,
+            append_eod=True,
+            workers=workers,
+            chunk_bytes=chunk_bytes,
+        )
+        assert (made.chunks > 2) == (chunk_bytes is not None)
         names = sorted(path.name for path in folder.iterdir())
         assert names == [f"o_text_document.{end}" for end in ("bin", "idx", "meta.json")]
-        contents.add(tuple((folder / name).read_bytes() for name in names))
-    assert len(contents) == 1
+        *pair, manifest = ((folder / name).read_bytes() for name in names)
+        pairs.add(tuple(pair))
+        manifests.add(manifest)
+    assert len(pairs) == 1
+    assert len(manifests) == 2, "only the chunks differ, not the workers"
 
 
 def test_chunks_end_with_lines_and_lose_nothing(tmp_path: Path) -> None:
@@ -58,11 +69,19 @@ def test_chunks_end_with_lines_and_lose_nothing(tmp_path: Path) -> None:
     path.write_bytes(data)
     source = JsonLines(str(path))
     for size in (1, 10, 100, 10_000):
-        chunks = list(source.chunks(size))
+        chunks = [chunk for chunk in source.chunks(size) if isinstance(chunk, LinesChunk)]
         assert b"".join(chunk.data for chunk in chunks) == data
         assert all(chunk.data.endswith(b"\n") for chunk in chunks[:-1])
-        assert chunks[-1].line + chunks[-1].data.count(b"\n") == 50 == source.record()["lines"]
-        assert [record.line for chunk in chunks for record in parse(chunk)] == list(range(1, 51))
+        assert chunks[-1].line + chunks[-1].lines == 51
+        assert source.record()["lines"] == 50
+        items = [item for chunk in chunks for item in chunk.items(("text",))]
+        assert [item.number for item in items] == list(range(1, 51))
+        for item in items:
+            assert isinstance(item, Item) and item.offset is not None
+            assert json.loads(data[item.offset :][: item.size])["text"] == item.texts[0][0]
+        for chunk in chunks:
+            again = source.chunk_at(chunk.span)
+            assert (again.data, again.digest) == (chunk.data, chunk.digest)
 
 
 def test_several_keys_sentences_blank_lines_and_empty_documents(tmp_path: Path) -> None:
@@ -198,9 +217,11 @@ def test_the_manifest_records_sources_tokenizer_and_counts(
     assert content["counts"]["documents"] == 300
     for suffix in ("bin", "idx"):
         data = Path(f"{prefix}.{suffix}").read_bytes()
+        digest = hashlib.sha256(data).hexdigest()
         assert content["files"][suffix] == {
             "bytes": len(data),
-            "sha256": hashlib.sha256(data).hexdigest(),
+            "sha256": digest,
+            "blocks": [digest],
         }
 
 
@@ -248,9 +269,15 @@ def test_a_worker_that_dies_is_an_error() -> None:
         list(ordered_map(_die, range(3), workers=0))
 
 
-def test_a_text_that_cannot_be_tokenized_names_its_lines() -> None:
+def test_a_text_that_cannot_be_tokenized_names_its_line() -> None:
     from megatron_data.preprocessing.encoding import Encoder
 
-    chunk = LinesChunk("a.jsonl", 5, b'{"text": "1"}\n{"text": "x"}')
-    with pytest.raises(DataError, match=r"a\.jsonl, lines 5 to 6: .*'x'"):
-        Encoder(NullTokenizer(9), ("text",), append_eod=False)(chunk)
+    data = b'{"text": "1"}\n{"text": "x"}\n{"text": "3"}'
+    found = Encoder(NullTokenizer(9), ("text",), append_eod=False)(
+        LinesChunk("a.jsonl", 100, 5, data, len(data))
+    )
+    (fault,) = found.faults
+    assert str(fault).startswith("a.jsonl:6: NullTokenizer reads numbers")
+    assert (fault.offset, fault.size, fault.kind) == (114, 13, "tokens")
+    assert found.keys[0].tokens.tolist() == [1, 3]
+    assert found.refused == [1]

@@ -60,15 +60,22 @@ def test_a_folder_of_text_is_a_document_a_file_in_sorted_order(
 
 
 def test_files_are_equal_whatever_the_workers_and_the_pieces(
-    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, corpus: Path, tmp_path: Path
 ) -> None:
     found = set()
     inputs = [folder / "b.txt", corpus, folder]
-    for workers, chunk_bytes in ((1, 1 << 20), (1, 1), (2, 10)):
-        monkeypatch.setattr(TextFiles.chunks, "__defaults__", (chunk_bytes,))
+    for workers, chunk_bytes in ((1, None), (1, 10), (2, 1000)):
         out = tmp_path / f"{workers}-{chunk_bytes}"
-        preprocess(inputs, out / "o", ByteTokenizer(), append_eod=True, workers=workers)
-        found.add(tuple(sorted(files_of(out).items())))
+        preprocess(
+            inputs,
+            out / "o",
+            ByteTokenizer(),
+            append_eod=True,
+            workers=workers,
+            chunk_bytes=chunk_bytes,
+        )
+        pair = {name: data for name, data in files_of(out).items() if not name.endswith("json")}
+        found.add(tuple(sorted(pair.items())))
     assert len(found) == 1
     texts = [TEXTS["b.txt"], *read_texts([corpus]), *read_texts([folder])]
     assert list(read_texts(inputs)) == texts
@@ -84,7 +91,8 @@ def test_a_folder_may_hold_json_lines_too_and_other_files_are_told_of(
     printed = capsys.readouterr()
     assert "6 documents (1 empty)" in printed.out
     assert printed.err == (
-        f"megatron-data: warning: left out {folder}/picture.png, neither .txt nor .jsonl\n"
+        f"megatron-data: warning: left out {folder}/picture.png, neither .txt, .jsonl nor "
+        ".parquet\n"
     )
     assert list(read_texts([folder]))[-1] == "from lines"
     train = ["train-tokenizer", "--input", str(folder), "--vocab-size", "270"]
@@ -103,6 +111,8 @@ def test_the_manifest_has_one_digest_for_a_folder(folder: Path, tmp_path: Path) 
         "files": 5,
         "bytes": sum(len(text.encode()) for text in TEXTS.values()),
         "sha256": hashlib.sha256(listing).hexdigest(),
+        "json_keys": ["text"],
+        "max_document_bytes": None,
     }
     assert single["sha256"] == hashlib.sha256(b"second\n").hexdigest()
 
@@ -119,7 +129,7 @@ def test_pieces_are_bounded_in_bytes_and_in_files(tmp_path: Path) -> None:
     (tmp_path / names[-1]).write_text("x" * 100)
     source = TextFiles(str(tmp_path), [str(tmp_path / name) for name in names])
     assert [len(chunk.files) for chunk in source.chunks()] == [MOST_FILES, 3]
-    assert [chunk.size for chunk in source.chunks(10)] == [0, 100]
+    assert [chunk.stored for chunk in source.chunks(10)] == [0, 100]
 
 
 WRONG = [
@@ -147,9 +157,9 @@ def test_inputs_that_hold_no_text_are_refused_before_any_work(tmp_path: Path) ->
         with pytest.raises(DataError, match=message):
             preprocess(inputs, tmp_path / "o", ByteTokenizer(), json_keys=keys)
 
-    refused(r"no \.txt or \.jsonl file in .*, which holds nothing", tmp_path)
+    refused(r"no \.txt, \.jsonl or \.parquet file in .*, which holds nothing", tmp_path)
     (tmp_path / "a.md").write_text("text")
-    refused(r"no \.txt or \.jsonl file in .*, which holds .*a\.md", tmp_path)
+    refused(r"no \.txt, \.jsonl or \.parquet file in .*, which holds .*a\.md", tmp_path)
     refused(r"a\.md:1: not JSON .*plain text is read from files named \.txt", tmp_path / "a.md")
     (tmp_path / "a.txt").touch()
     refused(r"a\.txt is empty", tmp_path / "a.txt")

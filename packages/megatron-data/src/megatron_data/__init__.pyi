@@ -48,11 +48,16 @@ from .order.spans import SampleOrder as SampleOrder
 from .order.spans import Span as Span
 from .order.stateless import CountedLengths as CountedLengths
 from .order.stateless import StatelessOrder as StatelessOrder
+from .preprocessing.joining import merge as merge
+from .preprocessing.joining import split as split
 from .preprocessing.manifest import Counts as Counts
+from .preprocessing.manifest import Skipped as Skipped
 from .preprocessing.manifest import Verified as Verified
 from .preprocessing.manifest import verify as verify
 from .preprocessing.pipeline import Preprocessed as Preprocessed
 from .preprocessing.pipeline import preprocess as preprocess
+from .preprocessing.tracing import Traced as Traced
+from .preprocessing.tracing import trace as trace
 from .samplers import SequentialSampler as SequentialSampler
 from .sources.opening import read_texts as read_texts
 from .tokenizers.gpt2 import gpt2_tokenizer as gpt2_tokenizer

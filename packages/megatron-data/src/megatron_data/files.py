@@ -10,6 +10,8 @@ two writers apart.
 import fcntl
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -21,11 +23,57 @@ from .errors import DataError
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-_BLOCK = 1 << 22
+BLOCK_BYTES = 1 << 26
+"""Bytes that have a digest of their own in a manifest."""
+
+_READ = 1 << 22
+
+
+@contextmanager
+def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name the file in a failed system call that does not, such as a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
+class Digests:
+    """SHA-256 of a stream of bytes, and of each of its blocks of `BLOCK_BYTES`."""
+
+    def __init__(self) -> None:
+        self._whole = hashlib.sha256()
+        self._block = hashlib.sha256()
+        self._room = BLOCK_BYTES
+        self._blocks: list[str] = []
+
+    def update(self, data: memoryview) -> None:
+        """Add bytes."""
+        self._whole.update(data)
+        while len(data):
+            some, data = data[: self._room], data[self._room :]
+            self._block.update(some)
+            self._room -= len(some)
+            if not self._room:
+                self._blocks.append(self._block.hexdigest())
+                self._block, self._room = hashlib.sha256(), BLOCK_BYTES
+
+    @property
+    def sha256(self) -> str:
+        """Hexadecimal digest of all."""
+        return self._whole.hexdigest()
+
+    @property
+    def blocks(self) -> list[str]:
+        """Hexadecimal digest of every block; the last may be shorter."""
+        unfinished = self._room < BLOCK_BYTES
+        return [*self._blocks, self._block.hexdigest()] if unfinished else list(self._blocks)
 
 
 class AtomicFile:
-    """A binary file that takes its name only in `commit`; digest and size are kept as it grows.
+    """A binary file that takes its name only in `commit`; digests and size are kept as it grows.
 
     Args:
         path: the final name. Its folder is made if it is absent.
@@ -37,7 +85,7 @@ class AtomicFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.bytes = 0
-        self._digest = hashlib.sha256()
+        self.digests = Digests()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._partial = self.path.with_name(f".{self.path.name}.partial")
         self._file = os.fdopen(self._lock(), "wb", buffering=0)
@@ -69,19 +117,16 @@ class AtomicFile:
         if whole.nbytes == 0:
             return  # and an empty view cannot be cast
         rest = whole.cast("B")
-        self._digest.update(rest)
+        self.digests.update(rest)
         self.bytes += len(rest)
-        while len(rest):  # one write call takes at most 2 GiB
-            rest = rest[self._file.write(rest) :]
-
-    @property
-    def sha256(self) -> str:
-        """Hexadecimal digest of what has been written so far."""
-        return self._digest.hexdigest()
+        with named_errors(self.path):
+            while len(rest):  # one write call takes at most 2 GiB
+                rest = rest[self._file.write(rest) :]
 
     def commit(self) -> None:
         """Make the file durable and give it its name."""
-        os.fsync(self._file.fileno())
+        with named_errors(self.path):
+            os.fsync(self._file.fileno())
         self._partial.replace(self.path)
         self._file.close()
         sync_folder(self.path.parent)
@@ -116,10 +161,21 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write a JSON document atomically: indented, keys in the order given."""
+def write_json(path: str | os.PathLike[str], value: Any, indent: bool = True) -> None:
+    """Write a JSON document atomically, keys in the order given.
+
+    Args:
+        path: the file.
+        value: plain values.
+        indent: a line for every value; else a line for every key of the outermost object.
+    """
+    if indent:
+        text = orjson.dumps(value, option=orjson.OPT_INDENT_2)
+    else:
+        rows = (orjson.dumps(key) + b": " + orjson.dumps(part) for key, part in value.items())
+        text = b"{\n" + b",\n".join(rows) + b"\n}"
     with AtomicFile(path) as file:
-        file.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+        file.write(text + b"\n")
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
@@ -130,10 +186,10 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise DataError(f"{path} is not JSON ({error}); was it damaged or cut short?") from None
 
 
-def file_sha256(path: str | os.PathLike[str]) -> str:
-    """Hexadecimal SHA-256 of a file."""
-    digest = hashlib.sha256()
+def file_digests(path: str | os.PathLike[str]) -> Digests:
+    """Digests of a file."""
+    digests = Digests()
     with Path(path).open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        while block := file.read(_READ):
+            digests.update(memoryview(block))
+    return digests

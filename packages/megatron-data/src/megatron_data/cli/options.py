@@ -10,8 +10,9 @@ from ..tokenizers.plain import ByteTokenizer, NullTokenizer
 from ..tokenizers.protocol import Tokenizer
 
 INPUT_HELP = (
-    "JSON lines; text files, whose names end in .txt and each of which is a document; folders of "
-    "either, read with what is below them in sorted order"
+    "JSON lines; text files, whose names end in .txt and each of which is a document; .parquet "
+    "files, a document in each row; .gz, .bz2 and .zst of lines and texts; folders of them, read "
+    "with what is below them in sorted order; patterns; URLs that fsspec opens"
 )
 
 HUGGING_FACE = "HuggingFaceTokenizer"

@@ -7,6 +7,8 @@ from typing import Any
 from .._command import Parser
 from .options import INPUT_HELP, add_tokenizer_options, tokenizer_of
 
+ON_ERROR = ("fail", "skip", "quarantine")
+
 
 def add_parser(commands: Any) -> None:
     """Declare the command."""
@@ -14,7 +16,8 @@ def add_parser(commands: Any) -> None:
         "preprocess",
         help="tokenize text into .bin/.idx",
         description="Tokenize text into PREFIX_KEY_document.bin and .idx, which Megatron "
-        "reads too, and a manifest PREFIX_KEY_document.meta.json.",
+        "reads too, and a manifest PREFIX_KEY_document.meta.json. A run that was ended goes on "
+        "where it was when the same command is given again.",
     )
     data = parser.add_argument_group("input and output")
     data.add_argument("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
@@ -24,7 +27,7 @@ def add_parser(commands: Any) -> None:
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys of JSON lines that hold text; each becomes a dataset",
+        help="keys of JSON lines, or columns, that hold text; each becomes a dataset",
     )
     data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path and name")
     add_tokenizer_options(parser)
@@ -41,12 +44,28 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="processes; with 1 the tokenizer runs in its own threads",
     )
+    work.add_argument(
+        "--on-error",
+        choices=ON_ERROR,
+        default=ON_ERROR[0],
+        metavar="HOW",
+        help="what a document that cannot be read or tokenized does: fail ends the run, skip "
+        "counts it, quarantine also writes its place and the reason to PREFIX.quarantine.jsonl",
+    )
+    work.add_argument(
+        "--max-document-bytes",
+        type=int,
+        metavar="N",
+        help="a longer document (line, text file, texts of a row) is one that cannot be read",
+    )
     parser.set_defaults(run=partial(run, parser))
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
     """Preprocess and say what came out."""
+    from ..preprocessing.assembly import quarantine_path
     from ..preprocessing.pipeline import preprocess
+    from ..sources.protocol import KINDS
 
     finished = preprocess(
         arguments.input,
@@ -55,8 +74,13 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         json_keys=arguments.json_keys,
         append_eod=arguments.append_eod,
         workers=arguments.workers,
+        on_error=arguments.on_error,
+        max_document_bytes=arguments.max_document_bytes,
         progress=True,
     )
+    first = finished[0]
+    if first.continued:
+        print(f"{first.continued:,} of {first.chunks:,} chunks were done by an earlier run")
     for dataset in finished:
         counts, seconds = dataset.counts, max(dataset.seconds, 1e-9)
         empty = f" ({counts.empty_documents:,} empty)" if counts.empty_documents else ""
@@ -65,4 +89,9 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
             f"in {seconds:.1f} s ({dataset.bytes_read / 1e6 / seconds:.2f} MB/s, "
             f"{counts.tokens / seconds:,.0f} tokens/s)"
         )
+    if skipped := first.skipped.documents:
+        kinds = ", ".join(f"{count:,} {KINDS[kind]}" for kind, count in first.skipped.kinds.items())
+        where = quarantine_path(arguments.output_prefix)
+        told = f"; see {where}" if arguments.on_error == "quarantine" else ""
+        print(f"{skipped:,} skipped ({kinds}){told}")
     return 0

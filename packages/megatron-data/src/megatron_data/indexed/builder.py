@@ -18,11 +18,24 @@ _COPY_TOKENS = 1 << 22
 
 
 class WrittenFile(NamedTuple):
-    """A finished file: its name, its size in bytes and its SHA-256 in hexadecimal."""
+    """A finished file: its name, its size in bytes and its digests in hexadecimal.
+
+    Attributes:
+        path: the name.
+        bytes: the size.
+        sha256: of the whole.
+        blocks: SHA-256 of every 64 MiB.
+    """
 
     path: str
     bytes: int
     sha256: str
+    blocks: list[str]
+
+    @classmethod
+    def of(cls, file: AtomicFile) -> "WrittenFile":
+        """What was written to a file."""
+        return cls(file.path.name, file.bytes, file.digests.sha256, file.digests.blocks)
 
 
 class WrittenDataset(NamedTuple):
@@ -111,23 +124,36 @@ class IndexedDatasetBuilder:
         """
         with IndexedDataset(prefix) as other:
             other.check()
-            if other.dtype != self.dtype:
-                raise DataError(
-                    f"cannot append {other.prefix} ({other.dtype}) to {self.prefix} "
-                    f"({self.dtype}): the token types differ"
-                )
-            if len(other) and (other.sequence_modes is None) != (self._modes is None):
-                raise DataError(
-                    f"cannot append {other.prefix} to {self.prefix}: only one of them is multimodal"
-                )
-            for start in range(0, len(other.tokens), _COPY_TOKENS):
-                self._bin.write(other.tokens[start : start + _COPY_TOKENS].data)
-            self.tokens += len(other.tokens)
-            bounds = other.document_indices[1:] + len(self._lengths)
-            self._lengths.frombytes(other.sequence_lengths.tobytes())
-            self._bounds.frombytes(bounds.tobytes())
-            if self._modes is not None and other.sequence_modes is not None:
-                self._modes.frombytes(other.sequence_modes.tobytes())
+            self.add_part(other, 0, other.documents)
+
+    def add_part(self, other: IndexedDataset, first: int, last: int) -> None:
+        """Append documents `first` to `last` (not included) of a dataset that is in order.
+
+        Raises:
+            DataError: it has another token type, or one of the two has modes.
+        """
+        if other.dtype != self.dtype:
+            raise DataError(
+                f"cannot append {other.prefix} ({other.dtype}) to {self.prefix} "
+                f"({self.dtype}): the token types differ"
+            )
+        if len(other) and (other.sequence_modes is None) != (self._modes is None):
+            raise DataError(
+                f"cannot append {other.prefix} to {self.prefix}: only one of them is multimodal"
+            )
+        bounds = other.document_indices[first : last + 1]
+        sequences = slice(int(bounds[0]), int(bounds[-1]))
+        lengths = other.sequence_lengths[sequences]
+        before = int(other.sequence_lengths[: sequences.start].sum(dtype=np.int64))
+        tokens = other.tokens[before:][: int(lengths.sum(dtype=np.int64))]
+        for start in range(0, len(tokens), _COPY_TOKENS):
+            self._bin.write(tokens[start : start + _COPY_TOKENS].data)
+        self.tokens += len(tokens)
+        shifted = bounds[1:] - sequences.start + len(self._lengths)
+        self._lengths.frombytes(lengths.tobytes())
+        self._bounds.frombytes(shifted.tobytes())
+        if self._modes is not None and other.sequence_modes is not None:
+            self._modes.frombytes(other.sequence_modes[sequences].tobytes())
 
     def finalize(self) -> WrittenDataset:
         """Write the index and give both files their names.
@@ -155,8 +181,8 @@ class IndexedDatasetBuilder:
             idx_path(self.prefix).unlink(missing_ok=True)
             self._bin.commit()
         return WrittenDataset(
-            WrittenFile(self._bin.path.name, self._bin.bytes, self._bin.sha256),
-            WrittenFile(index.path.name, index.bytes, index.sha256),
+            WrittenFile.of(self._bin),
+            WrittenFile.of(index),
             documents=len(self._bounds) - 1,
             sequences=len(self._lengths),
             tokens=self.tokens,

@@ -1,15 +1,28 @@
 """From a chunk of a source to tokens."""
 
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..indexed.format import TokenType, choose_dtype
-from ..sources.protocol import Chunk, Document
+from ..sources.protocol import Chunk, Fault, Item
 from ..tokenizers.protocol import Tokenizer
+
+AT_ONCE = 1 << 20
+"""Characters that are given to the tokenizer together, and the most of a document's that it gets
+where it knows how to cut: this bounds the memory."""
+
+
+@runtime_checkable
+class CutsText(Protocol):
+    """A tokenizer that knows where a text may be cut without changing its tokens."""
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """Cut a text into pieces whose tokens, joined, are those of the text."""
 
 
 class Encoded(NamedTuple):
@@ -26,6 +39,20 @@ class Encoded(NamedTuple):
     sequences: NDArray[np.int32]
 
 
+class EncodedChunk(NamedTuple):
+    """What one chunk became.
+
+    Attributes:
+        keys: its documents under each key; the number of documents is that of every key.
+        faults: what is no document, in the order of the source.
+        refused: which of the source's documents the tokenizer alone refused, from 0.
+    """
+
+    keys: list[Encoded]
+    faults: list[Fault]
+    refused: list[int]
+
+
 class Encoder:
     """Tokenizes chunks; what every worker process holds.
 
@@ -33,6 +60,7 @@ class Encoder:
         tokenizer: any `Tokenizer`.
         keys: JSON keys, each of which becomes a dataset.
         append_eod: end every document that has a token with the end-of-document token.
+        longest: bytes that a document may have in its source; None for no limit.
         dtype: token type; by the vocabulary if None.
 
     Raises:
@@ -44,6 +72,7 @@ class Encoder:
         tokenizer: Tokenizer,
         keys: tuple[str, ...],
         append_eod: bool,
+        longest: int | None = None,
         dtype: TokenType | None = None,
     ) -> None:
         if append_eod and tokenizer.eod_id is None:
@@ -53,37 +82,126 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self.keys = keys
+        self.longest = longest
         self.eod = [tokenizer.eod_id] if append_eod and tokenizer.eod_id is not None else []
         self.dtype = choose_dtype(tokenizer.vocab_size) if dtype is None else dtype
 
-    def __call__(self, chunk: Chunk) -> list[Encoded]:
-        """The documents of a chunk, one result per key.
+    def __call__(self, chunk: Chunk) -> EncodedChunk:
+        """The documents of a chunk under every key."""
+        parts: list[list[Encoded]] = [[] for _ in self.keys]
+        faults: list[Fault] = []
+        refused: list[int] = []
+        documents = 0
+        for found in _together(chunk.items(self.keys, self.longest)):
+            if isinstance(found, Fault):
+                faults.append(found)
+                continue
+            for items, encoded, fault in self._encode_or_name(chunk, found):
+                if fault is not None:
+                    faults.append(fault)
+                    refused.append(documents + len(refused))
+                    continue
+                documents += items
+                for key, part in zip(parts, encoded, strict=True):
+                    key.append(part)
+        return EncodedChunk([self._joined(part) for part in parts], faults, refused)
 
-        Raises:
-            DataError: a document that cannot be read or tokenized, with file and place.
-        """
-        return [self._encode(chunk, documents) for documents in chunk.documents(self.keys)]
-
-    def _encode(self, chunk: Chunk, documents: list[Document]) -> Encoded:
+    def _encode_or_name(
+        self, chunk: Chunk, items: list[Item]
+    ) -> Iterator[tuple[int, list[Encoded], Fault | None]]:
+        """Encode items together, or one by one if the tokenizer refuses some of them."""
         try:
-            encoded = self.tokenizer.encode_batch(list(chain.from_iterable(documents)))
+            yield len(items), self._encode(items), None
         except DataError as error:
-            raise DataError(f"{chunk.place}: {error}") from None
+            if len(items) == 1:
+                yield 0, [], chunk.fault(items[0], "tokens", str(error))
+                return
+            for item in items:
+                yield from self._encode_or_name(chunk, [item])
+
+    def _encode(self, items: list[Item]) -> list[Encoded]:
+        return [
+            self._encode_key([item.texts[number] for item in items])
+            for number in range(len(self.keys))
+        ]
+
+    def _encode_key(self, documents: list[list[str]]) -> Encoded:
+        texts = list(chain.from_iterable(documents))
+        if isinstance(self.tokenizer, CutsText) and any(len(text) > AT_ONCE for text in texts):
+            encoded = [self._encode_cut(self.tokenizer, text) for text in texts]
+        else:
+            encoded = list(self.tokenizer.encode_batch(texts))
         return self._join(encoded, [len(parts) for parts in documents])
 
-    def _join(self, encoded: list[list[int]], parts: list[int]) -> Encoded:
+    def _encode_cut(self, tokenizer: CutsText, text: str) -> Sequence[int]:
+        """Encode a text in pieces; what is kept of them is an array."""
+        arrays: list[NDArray[np.integer]] = []
+        for some in _filled(tokenizer.pieces(text)):
+            ids = list(chain.from_iterable(self.tokenizer.encode_batch(some)))
+            arrays.append(np.array(ids, self.dtype))
+        joined: Sequence[int] = np.concatenate(arrays) if arrays else []  # type: ignore[assignment]
+        return joined
+
+    def _join(self, encoded: list[Sequence[int]], parts: list[int]) -> Encoded:
         """Arrays of the encoded texts, of which document i has `parts[i]`."""
         sequences = np.zeros(len(parts), np.int32)
-        kept: list[list[int]] = []
+        kept: list[Sequence[int]] = []
+        lengths: list[int] = []
         position = 0
         for document, count in enumerate(parts):
-            own = [ids for ids in encoded[position : position + count] if ids]
+            own = [ids for ids in encoded[position : position + count] if len(ids)]
             position += count
-            if own:
-                own[-1] += self.eod
-            sequences[document] = len(own)
             kept += own
-        lengths = np.fromiter(map(len, kept), np.int32, len(kept))
-        total = int(lengths.sum(dtype=np.int64))
-        tokens = np.fromiter(chain.from_iterable(kept), self.dtype, total)
-        return Encoded(tokens, lengths, sequences)
+            lengths += map(len, own)
+            if own and self.eod:
+                kept.append(self.eod)
+                lengths[-1] += 1
+            sequences[document] = len(own)
+        return Encoded(self._flat(kept, sum(lengths)), np.array(lengths, np.int32), sequences)
+
+    def _flat(self, kept: list[Sequence[int]], total: int) -> NDArray[np.integer]:
+        if any(isinstance(ids, np.ndarray) for ids in kept):
+            return np.concatenate([np.asarray(ids, self.dtype) for ids in kept])
+        return np.fromiter(chain.from_iterable(kept), self.dtype, total)
+
+    def _joined(self, parts: list[Encoded]) -> Encoded:
+        if not parts:
+            empty = np.empty(0, np.int32)
+            return Encoded(np.empty(0, self.dtype), empty, empty)
+        if len(parts) == 1:
+            return parts[0]
+        return Encoded(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _together(found: Iterator[Item | Fault]) -> Iterator[list[Item] | Fault]:
+    """Items up to about `AT_ONCE` characters; a fault ends what is together, to keep the order."""
+    items: list[Item] = []
+    size = 0
+    for item in found:
+        if isinstance(item, Fault):
+            if items:
+                yield items
+                items, size = [], 0
+            yield item
+            continue
+        items.append(item)
+        size += sum(len(text) for texts in item.texts for text in texts)
+        if size >= AT_ONCE:
+            yield items
+            items, size = [], 0
+    if items:
+        yield items
+
+
+def _filled(pieces: Iterator[str]) -> Iterator[list[str]]:
+    """Pieces together up to about `AT_ONCE` characters."""
+    some: list[str] = []
+    size = 0
+    for piece in pieces:
+        some.append(piece)
+        size += len(piece)
+        if size >= AT_ONCE:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some

@@ -4,18 +4,20 @@ Readers of the `.bin/.idx` pair ignore it; `verify` compares the files with it.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from .._version import __version__
 from ..errors import DataError
-from ..files import file_sha256, read_json, write_json
+from ..files import BLOCK_BYTES, file_digests, read_json, write_json
 from ..indexed.builder import WrittenDataset
 from ..indexed.format import bin_path, idx_path
 from ..indexed.reader import IndexedDataset
 from ..sources.protocol import Source
-from ..tokenizers.protocol import Tokenizer
+from .encoding import Encoder
+from .origins import Origins
 
 FORMAT = "megatron-data manifest 1"
 
@@ -35,38 +37,82 @@ def manifest_path(prefix: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(prefix)}.meta.json")
 
 
-def write_manifest(
-    prefix: str,
+@dataclass(frozen=True)
+class Skipped:
+    """What was left out.
+
+    Attributes:
+        documents: how many, or files where the rest of a file was lost.
+        kinds: how many of each kind; see `megatron_data.sources.protocol.KINDS`.
+    """
+
+    documents: int
+    kinds: dict[str, int]
+
+
+def describe(
     *,
     key: str,
-    append_eod: bool,
-    dtype: str,
-    tokenizer: Tokenizer,
-    sources: list[Source],
-    written: WrittenDataset,
-    counts: Counts,
-) -> None:
-    """Write the manifest: the same input and options give the same bytes, on any machine."""
-    content: dict[str, Any] = {
-        "format": FORMAT,
-        "writer": f"megatron-data {__version__}",
+    encoder: Encoder,
+    sources: Sequence[Source],
+    skipped: Skipped,
+) -> dict[str, Any]:
+    """What a manifest says of the making of a dataset."""
+    tokenizer = encoder.tokenizer
+    read = {"json_keys": list(encoder.keys), "max_document_bytes": encoder.longest}
+    return {
         "json_key": key,
-        "append_eod": append_eod,
-        "dtype": dtype,
-        "counts": asdict(counts),
+        "append_eod": bool(encoder.eod),
+        "dtype": str(encoder.dtype),
         "tokenizer": {
             "class": type(tokenizer).__name__,
             "vocab_size": tokenizer.vocab_size,
             "eod_id": tokenizer.eod_id,
             "fingerprint": tokenizer.fingerprint,
         },
-        "sources": [source.record() for source in sources],
+        "skipped": asdict(skipped),
+        "sources": [source.record() | read for source in sources],
+    }
+
+
+def write_manifest(
+    prefix: str,
+    description: dict[str, Any],
+    *,
+    written: WrittenDataset,
+    counts: Counts,
+    origins: Origins | None,
+) -> None:
+    """Write the manifest: the same input and options give the same bytes, on any machine."""
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "writer": f"megatron-data {__version__}",
+        **description,
+        "counts": asdict(counts),
+        "block_bytes": BLOCK_BYTES,
         "files": {
-            name: {"bytes": file.bytes, "sha256": file.sha256}
+            name: {"bytes": file.bytes, "sha256": file.sha256, "blocks": file.blocks}
             for name, file in (("bin", written.bin), ("idx", written.idx))
         },
     }
-    write_json(manifest_path(prefix), content)
+    if origins is not None:
+        content["chunks"] = origins.to_json()
+    write_json(manifest_path(prefix), content, indent=False)
+
+
+def read_origins(prefix: str, manifest: dict[str, Any]) -> Origins | None:
+    """The map of chunks in a manifest; None if it was written before there was one.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    if "chunks" not in manifest:
+        return None
+    counts = manifest["counts"]
+    try:
+        return Origins.from_json(manifest["chunks"], counts["documents"], counts["tokens"])
+    except DataError as error:
+        raise DataError(f"{manifest_path(prefix)}: {error}") from None
 
 
 def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -140,8 +186,17 @@ def _check_file(path: Path, recorded: dict[str, Any]) -> None:
     size = path.stat().st_size
     if size != recorded["bytes"]:
         raise DataError(f"{path} has {size:,} bytes, its manifest says {recorded['bytes']:,}")
-    if file_sha256(path) != recorded["sha256"]:
-        raise DataError(
-            f"{path} is not the file its manifest describes: same size, other content; copy it "
-            "again or preprocess again"
+    digests = file_digests(path)
+    if digests.sha256 == recorded["sha256"]:
+        return
+    pairs = enumerate(zip(digests.blocks, recorded.get("blocks", []), strict=False))
+    wrong = [number for number, (found, wanted) in pairs if found != wanted]
+    where = ""
+    if wrong:
+        where = (
+            f" ({len(wrong)} of {len(digests.blocks)} blocks of 64 MiB, the first is {wrong[0]})"
         )
+    raise DataError(
+        f"{path} is not the file its manifest describes: same size, other content{where}; copy it "
+        "again or preprocess again"
+    )

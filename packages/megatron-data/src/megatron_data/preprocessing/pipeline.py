@@ -1,23 +1,29 @@
-"""Preprocessing: JSON lines and text files in, `.bin/.idx` and a manifest out."""
+"""Preprocessing: a corpus in, `.bin/.idx` and a manifest out."""
 
 import os
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Literal, TypeAlias, get_args
 
-import numpy as np
 from tqdm import tqdm
 
 from ..errors import DataError
-from ..indexed.builder import IndexedDatasetBuilder
 from ..sources.opening import open_sources
-from ..sources.protocol import Chunk, Source
+from ..sources.protocol import Source
 from ..tokenizers.protocol import Tokenizer
-from .encoding import Encoded, Encoder
-from .manifest import Counts, manifest_path, write_manifest
+from .assembly import assemble, quarantine_path
+from .encoding import Encoder
+from .manifest import Counts, Skipped, describe, write_manifest
+from .parts import Done, PartWriter, Record, Task, WorkFolder
 from .pool import ordered_map
+
+OnError: TypeAlias = Literal["fail", "skip", "quarantine"]
+"""What becomes of a document that cannot be read or tokenized."""
+
+_SMALLEST, _LARGEST = 1 << 20, 1 << 24
+_CHUNKS = 1024
 
 
 @dataclass(frozen=True)
@@ -27,14 +33,20 @@ class Preprocessed:
     Attributes:
         prefix: path of the pair without `.bin` or `.idx`.
         counts: what it holds.
-        bytes_read: size of the sources.
+        bytes_read: size of the sources as they lie.
         seconds: time from the first byte read to the last file named.
+        skipped: what was left out.
+        chunks: into how many pieces of work the sources were cut.
+        continued: how many of them an earlier run that was ended had done.
     """
 
     prefix: str
     counts: Counts
     bytes_read: int
     seconds: float
+    skipped: Skipped
+    chunks: int
+    continued: int
 
 
 def preprocess(
@@ -45,6 +57,9 @@ def preprocess(
     json_keys: Sequence[str] = ("text",),
     append_eod: bool = False,
     workers: int = 1,
+    on_error: OnError = "fail",
+    max_document_bytes: int | None = None,
+    chunk_bytes: int | None = None,
     progress: bool = False,
 ) -> list[Preprocessed]:
     """Tokenize text into `{output_prefix}_{key}_document.bin`, `.idx` and `.meta.json`.
@@ -54,10 +69,15 @@ def preprocess(
     name is replaced. A text that gives no token is kept as a document without sequences, as
     Megatron does.
 
+    The work is done in chunks, which are kept in a hidden folder beside the output,
+    `.NAME.parts`, until the last is done. A run that was ended, however that was, is continued by
+    one with the same tokenizer and options: chunks whose content is the same are not done again.
+
     Args:
         inputs: files of JSON lines, one object a line; files whose name ends in `.txt`, each one
-            document; folders, which stand for the `.txt` files in them and below, sorted, and
-            after them for their `.jsonl` files.
+            document; `.parquet` files, a document in each row; `.gz`, `.bz2` and `.zst` of the
+            first two; folders, which stand for the `.txt` files in them and below, sorted, and
+            after them for their `.jsonl` and `.parquet` files; patterns; URLs that fsspec opens.
         output_prefix: path and name to which `_{key}_document` is appended.
         tokenizer: see `load_tokenizer`.
         json_keys: keys whose text is tokenized, each into a dataset of its own. The text of a
@@ -65,68 +85,118 @@ def preprocess(
         append_eod: end every document with the tokenizer's end-of-document token.
         workers: processes. With 1 no process is started and the tokenizer runs here, in its own
             threads; with more, each process uses one thread.
+        on_error: what to do with a document that cannot be read or tokenized: "fail" ends the
+            run with its place and the reason, "skip" counts it, "quarantine" also writes its
+            place and the reason to `{output_prefix}.quarantine.jsonl`. With several keys it is
+            left out of every dataset.
+        max_document_bytes: a document of more bytes in its source (the line, the text file, the
+            texts of the row) is such a document, and is not kept in memory; None for no limit.
+        chunk_bytes: bytes of text in a chunk; None for 1 to 16 MiB, by the size of the input.
         progress: show a bar on stderr with MB/s, tokens/s and the time left.
 
     Returns:
         One `Preprocessed` per key.
 
     Raises:
-        DataError: missing or empty input, or a line or text that cannot be read (file and place).
+        DataError: missing or empty input; a line or text that cannot be read (file and place),
+            unless it is to be skipped; another process writes the same output.
     """
     started = perf_counter()
-    encoder = Encoder(tokenizer, tuple(json_keys), append_eod)
+    prefix = os.fspath(output_prefix)
+    if on_error not in get_args(OnError):
+        raise DataError(f"on_error={on_error!r}; give one of {', '.join(get_args(OnError))}")
+    encoder = Encoder(tokenizer, tuple(json_keys), append_eod, max_document_bytes)
     sources = open_sources(inputs, encoder.keys)
-    prefixes = [f"{os.fspath(output_prefix)}_{key}_document" for key in encoder.keys]
+    total = sum(source.size for source in sources)
+    size = chunk_bytes or min(max(total // _CHUNKS, _SMALLEST), _LARGEST)
     with ExitStack() as stack:
-        builders = [
-            stack.enter_context(IndexedDatasetBuilder(prefix, encoder.dtype)) for prefix in prefixes
-        ]
-        bar = stack.enter_context(_Bar(sum(source.size for source in sources), progress))
-        empty = [0] * len(builders)
-        for size, results in _encode(sources, encoder, workers):
-            for number, (builder, result) in enumerate(zip(builders, results, strict=True)):
-                builder.add_documents(result.tokens, result.lengths, result.sequences)
-                empty[number] += int(np.count_nonzero(result.sequences == 0))
-            bar.advance(size, sum(len(result.tokens) for result in results))
-        for key, builder in zip(encoder.keys, builders, strict=True):
-            if not builder.tokens:
-                names = ", ".join(source.path for source in sources)
-                raise DataError(f"no document with text under {key!r} in {names}")
-        finished = []
-        for key, builder, without_token in zip(encoder.keys, builders, empty, strict=True):
-            manifest_path(builder.prefix).unlink(missing_ok=True)  # it describes the older files
-            written = builder.finalize()
-            counts = Counts(written.documents, without_token, written.sequences, written.tokens)
-            write_manifest(
-                builder.prefix,
-                key=key,
-                append_eod=append_eod,
-                dtype=str(encoder.dtype),
-                tokenizer=tokenizer,
-                sources=sources,
-                written=written,
-                counts=counts,
-            )
-            finished.append((builder.prefix, counts))
+        folder = stack.enter_context(WorkFolder(prefix, _job(encoder, size)))
+        bar = stack.enter_context(_Bar(total, progress))
+        work = _Work(folder, sources, size, encoder.longest, on_error != "fail", bar)
+        writer = PartWriter(encoder, folder.path, on_error != "fail")
+        for done in ordered_map(writer, work.tasks(), workers):
+            work.note(done)
+        names = ", ".join(source.path for source in sources)
+        made, faults = assemble(
+            folder,
+            work.chunks,
+            [f"{prefix}_{key}_document" for key in encoder.keys],
+            encoder.dtype,
+            quarantine_path(prefix) if on_error == "quarantine" else None,
+            [f"no document with text under {key!r} in {names}" for key in encoder.keys],
+        )
+        skipped = Skipped(faults.total(), dict(sorted(faults.items())))
+        for key, (name, written, counts, origins) in zip(encoder.keys, made, strict=True):
+            description = describe(key=key, encoder=encoder, sources=sources, skipped=skipped)
+            write_manifest(name, description, written=written, counts=counts, origins=origins)
+        folder.finish()
     seconds = perf_counter() - started
     read = sum(source.record()["bytes"] for source in sources)
-    return [Preprocessed(prefix, counts, read, seconds) for prefix, counts in finished]
+    return [
+        Preprocessed(name, counts, read, seconds, skipped, work.chunks, work.continued)
+        for name, _, counts, _ in made
+    ]
 
 
-def _encode(
-    sources: list[Source], encoder: Encoder, workers: int
-) -> Iterator[tuple[int, list[Encoded]]]:
-    """Size in bytes and result of every chunk, in order."""
-    sizes: deque[int] = deque()
+def _job(encoder: Encoder, chunk_bytes: int) -> dict[str, object]:
+    """What decides which tokens a text becomes, and where the sources are cut."""
+    return {
+        "format": "megatron-data parts 1",
+        "tokenizer": encoder.tokenizer.fingerprint,
+        "json keys": list(encoder.keys),
+        "end of document": encoder.eod,
+        "token type": str(encoder.dtype),
+        "max document bytes": encoder.longest,
+        "chunk bytes": chunk_bytes,
+    }
 
-    def chunks() -> Iterator[Chunk]:
-        for source in sources:
-            for chunk in source.chunks():
-                sizes.append(chunk.size)
-                yield chunk
 
-    for results in ordered_map(encoder, chunks(), workers):
-        yield sizes.popleft(), results
+class _Work:
+    """The chunks of all sources: which are there already, and how far the others are."""
+
+    def __init__(
+        self,
+        folder: WorkFolder,
+        sources: list[Source],
+        chunk_bytes: int,
+        longest: int | None,
+        tolerant: bool,
+        bar: "_Bar",
+    ) -> None:
+        self._folder = folder
+        self._sources = sources
+        self._chunk_bytes = chunk_bytes
+        self._longest = longest
+        self._tolerant = tolerant
+        self._bar = bar
+        self.chunks = self.continued = 0
+
+    def tasks(self) -> Iterator[Task]:
+        """The chunks that are still to be done, read as they are asked for."""
+        for number, source in enumerate(self._sources):
+            for chunk in source.chunks(self._chunk_bytes, self._longest):
+                task = Task(self.chunks, number, source.path, chunk)
+                self.chunks += 1
+                record = self._folder.holds(task)
+                if record is None:
+                    yield task
+                else:
+                    self._take_over(record)
+
+    def _take_over(self, record: Record) -> None:
+        self.continued += 1
+        first = record.faults[0] if record.faults else None
+        self.note(Done(record.stored, sum(record.tokens), first))
+
+    def note(self, done: Done) -> None:
+        """Take account of a finished chunk.
+
+        Raises:
+            DataError: it has a fault and faults end the run.
+        """
+        if done.fault is not None and not self._tolerant:
+            raise DataError(str(done.fault))
+        self._bar.advance(done.stored, done.tokens)
 
 
 class _Bar:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from typing import Any, Generic, TypeVar
 
 from ..errors import DataError
@@ -29,7 +30,16 @@ def _start(function: Callable[[Any], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one thread
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _Task.function = function
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed ends nobody: without this its workers would wait for ever."""
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def _call(item: Any) -> Any:

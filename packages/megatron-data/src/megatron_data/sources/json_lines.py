@@ -1,17 +1,27 @@
 """Files of JSON lines, in pieces that end where a line ends."""
 
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
 from ..errors import DataError
-from .protocol import CHUNK_BYTES, Document
+from .protocol import (
+    CHUNK_BYTES,
+    BrokenChunk,
+    Document,
+    Fault,
+    Item,
+    Span,
+    UnreadableError,
+    too_long,
+)
+from .storage import stat
+from .streams import Stream
 
 NEWLINE = b"\n"
+_STEP = 1 << 18
 
 
 class LinesChunk(NamedTuple):
@@ -19,70 +29,115 @@ class LinesChunk(NamedTuple):
 
     Attributes:
         path: the source.
+        offset: first byte of the first line, in the unpacked file.
         line: number of the first line, from 1.
         data: the lines as bytes.
+        stored: bytes of the file, as it lies, that were read for them.
     """
 
     path: str
+    offset: int
     line: int
     data: bytes
+    stored: int
 
     @property
-    def size(self) -> int:
-        """Bytes."""
-        return len(self.data)
+    def lines(self) -> int:
+        """How many lines."""
+        return self.data.count(NEWLINE) + (not self.data.endswith(NEWLINE))
 
     @property
-    def place(self) -> str:
-        """The file, its first line and its last."""
-        return f"{self.path}, lines {self.line} to {self.line + self.data.count(NEWLINE)}"
+    def span(self) -> Span:
+        """Bytes and lines."""
+        return Span(self.offset, len(self.data), self.line, self.lines)
 
-    def documents(self, keys: Sequence[str]) -> list[list[Document]]:
-        """Return the texts of every object under each key.
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the lines."""
+        return hashlib.sha256(self.data).hexdigest()
 
-        Raises:
-            DataError: a line that cannot be read, with file and line.
-        """
-        records = list(parse(self))
-        return [[_texts_of(self.path, record, key) for record in records] for key in keys]
+    def items(self, keys: Sequence[str], longest: int | None = None) -> Iterator[Item | Fault]:
+        """The text of every object under each key; lines of white space are passed over."""
+        end = self.offset
+        for number, line in enumerate(self.data.split(NEWLINE), start=self.line):
+            offset, end = end, end + len(line) + 1
+            try:
+                if longest is not None and len(line) > longest:
+                    raise too_long(len(line), longest)
+                texts = _texts(line, keys)
+            except UnreadableError as error:
+                item = Item(number, offset, len(line), [])
+                yield self.fault(item, error.kind, error.reason)
+            else:
+                if texts is not None:
+                    yield Item(number, offset, len(line), texts)
 
-
-class Record(NamedTuple):
-    """One JSON object of a source: its line number, from 1, and its content."""
-
-    line: int
-    content: dict[str, Any]
+    def fault(self, item: Item, kind: str, reason: str) -> Fault:
+        """Name the file and the line."""
+        place = f"{self.path}:{item.number}"
+        return Fault(place, kind, reason, self.path, item.number, item.offset, item.size)
 
 
 class JsonLines:
     """A file of JSON lines; bytes, lines and digest are complete after all chunks.
 
     Args:
-        path: the file.
+        path: the file: a local path or a URL, packed if its suffix says so.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.size = os.path.getsize(path)  # noqa: PTH202
+        self.size, self.version = stat(path)
         self._bytes = self._lines = 0
         self._sha256 = ""
 
-    def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[LinesChunk]:
+    def chunks(
+        self, chunk_bytes: int = CHUNK_BYTES, longest: int | None = None
+    ) -> Iterator[LinesChunk | BrokenChunk]:
         """Pieces of about `chunk_bytes`; a longer line makes a longer piece."""
-        digest = hashlib.sha256()
-        self._bytes = self._lines = 0
-        with Path(self.path).open("rb") as file:
-            while data := file.read(chunk_bytes):
-                if not data.endswith(NEWLINE):
-                    data += file.readline()
-                digest.update(data)
-                yield LinesChunk(self.path, self._lines + 1, data)
-                self._bytes += len(data)
-                self._lines += data.count(NEWLINE) + (not data.endswith(NEWLINE))
-        self._sha256 = digest.hexdigest()
+        offset, line, stored, rest = 0, 1, 0, b""
+        with Stream(self.path) as stream:
+            while rest or not stream.ended:
+                data = rest + stream.read(max(chunk_bytes - len(rest), 0))
+                whole = stream.ended and stream.damage is None
+                end = len(data) if whole else data.rfind(NEWLINE) + 1
+                kept, size, rest = data[:end], end, data[end:]
+                if not end and not stream.ended:
+                    kept, size, rest = _long_line(stream, data, longest)
+                read, stored = stream.stored - stored, stream.stored
+                if kept:
+                    chunk = LinesChunk(self.path, offset, line, kept, read)
+                    yield chunk
+                    line += chunk.lines
+                elif size:
+                    yield self._broken(too_long(size, longest or 0), offset, line, size, read)
+                    line += 1
+                offset += size
+                if stream.damage is not None and NEWLINE not in rest:
+                    error = UnreadableError("damaged", stream.damage)
+                    yield self._broken(error, offset, line, None, 0)
+                    break
+            self._sha256 = stream.sha256()
+            self._bytes, self._lines = stream.stored, line - 1
+
+    def _broken(
+        self, error: UnreadableError, offset: int, line: int, size: int | None, stored: int
+    ) -> BrokenChunk:
+        place = f"{self.path}:{line}"
+        fault = Fault(place, error.kind, error.reason, self.path, line, offset, size)
+        return BrokenChunk(fault, stored, Span(offset, size or 0, line, 1))
+
+    def chunk_at(self, span: Span, longest: int | None = None) -> LinesChunk:
+        """Read some lines anew."""
+        with Stream(self.path) as stream:
+            stream.skip(span.offset)
+            data = stream.read(span.size)
+        if len(data) != span.size:
+            raise DataError(f"{self.path} ends before byte {span.offset + span.size:,}")
+        return LinesChunk(self.path, span.offset, span.first, data, span.size)
 
     def record(self) -> dict[str, Any]:
-        """Return size, number of lines and digest."""
+        """Return size, number of lines and digest; of a packed file, size and digest as it lies."""
         return {
             "path": self.path,
             "bytes": self._bytes,
@@ -91,59 +146,77 @@ class JsonLines:
         }
 
 
-def parse(chunk: LinesChunk) -> Iterator[Record]:
-    """The JSON objects of a chunk; lines of nothing but white space are passed over.
+def _long_line(stream: Stream, start: bytes, longest: int | None) -> tuple[bytes, int, bytes]:
+    """Read a line to its end: its bytes, how many they are, and what was read behind it.
+
+    The bytes are left out if they are more than `longest`; so they are where damage ends the line.
+    """
+    parts, size, end, rest = [start], len(start), 0, b""
+    while not stream.ended and not end:
+        data = stream.read(_STEP)
+        end = data.find(NEWLINE) + 1
+        if end:
+            data, rest = data[:end], data[end:]
+        size += len(data)
+        if longest is None or size <= longest + 1:
+            parts.append(data)
+    if stream.damage is not None and not end:
+        return b"", 0, b""
+    if longest is not None and size > longest + 1:
+        return b"", size, rest
+    return b"".join(parts), size, rest
+
+
+def _texts(line: bytes, keys: Sequence[str]) -> list[Document] | None:
+    """The text of a line under each key; None for white space.
 
     Raises:
-        DataError: a line that is not UTF-8, not JSON or not an object, with file and line.
+        UnreadableError: not UTF-8, not JSON, not an object, or no text under a key.
     """
-    for number, line in enumerate(chunk.data.split(NEWLINE), start=chunk.line):
-        try:
-            content = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            if not line.strip():
-                continue
-            raise DataError(_explain(chunk.path, number, line, error)) from None
-        if not isinstance(content, dict):
-            raise DataError(
-                f"{chunk.path}:{number}: a JSON {type(content).__name__}, not an object; "
-                'every line must be like {"text": "…"}'
-            )
-        yield Record(number, content)
+    try:
+        content = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        if not line.strip():
+            return None
+        raise _explained(line, error) from None
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise UnreadableError(
+            "json", f'a JSON {kind}, not an object; every line must be like {{"text": "…"}}'
+        )
+    return [text_of(content, key) for key in keys]
 
 
-def _explain(path: str, number: int, line: bytes, error: orjson.JSONDecodeError) -> str:
+def _explained(line: bytes, error: orjson.JSONDecodeError) -> UnreadableError:
     try:
         line.decode()
     except UnicodeDecodeError as wrong:
-        return (
-            f"{path}:{number}: byte {wrong.start} of the line, 0x{line[wrong.start]:02x}, "
-            "is not UTF-8; convert the file"
-        )
+        what = f"byte {wrong.start} of the line, 0x{line[wrong.start]:02x}, is not UTF-8"
+        return UnreadableError("encoding", f"{what}; convert the file")
     start = line[:40].decode(errors="replace")
     wanted = 'every line must be like {"text": "…"} (plain text is read from files named .txt)'
-    return f"{path}:{number}: not JSON ({error.msg}, column {error.colno}), {wanted}: {start}"
+    return UnreadableError(
+        "json", f"not JSON ({error.msg}, column {error.colno}), {wanted}: {start}"
+    )
 
 
-def _texts_of(path: str, record: Record, key: str) -> list[str]:
+def text_of(record: dict[str, Any], key: str) -> Document:
     """The text under a key: a string, or a list of strings that are sentences of one document.
 
     Raises:
-        DataError: the key is absent or holds something else, with file and line.
+        UnreadableError: the key is absent or holds something else.
     """
     try:
-        value = record.content[key]
+        value = record[key]
     except KeyError:
-        present = ", ".join(map(repr, record.content)) or "none"
-        raise DataError(
-            f"{path}:{record.line}: no key {key!r} (keys here: {present}); name the right one "
-            "with --json-keys"
+        present = ", ".join(map(repr, record)) or "none"
+        raise UnreadableError(
+            "key", f"no key {key!r} (keys here: {present}); name the right one with --json-keys"
         ) from None
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         return value
-    raise DataError(
-        f"{path}:{record.line}: {key!r} holds a {type(value).__name__}, not a string or a list "
-        "of strings"
+    raise UnreadableError(
+        "type", f"{key!r} holds a {type(value).__name__}, not a string or a list of strings"
     )

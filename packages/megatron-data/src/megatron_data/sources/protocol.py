@@ -1,7 +1,7 @@
 """What a source of documents is, whatever its kind."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 CHUNK_BYTES = 1 << 20
 """Size at which a source is cut into pieces; a longer document makes a longer piece."""
@@ -10,23 +10,111 @@ Document: TypeAlias = list[str]
 """The sentences of a document; one string where nobody told sentences apart."""
 
 
+class Fault(NamedTuple):
+    """Something that cannot be made a document.
+
+    Attributes:
+        place: where, as an error begins: the file and its line or row.
+        kind: one of `KINDS`.
+        reason: what is wrong with it and what to do.
+        path: the file.
+        number: its line or row, from 1; None where that is unknown.
+        offset: its first byte in the file (unpacked, if it is compressed), or None.
+        size: its bytes, or None where that is unknown.
+    """
+
+    place: str
+    kind: str
+    reason: str
+    path: str
+    number: int | None = None
+    offset: int | None = None
+    size: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}"
+
+
+KINDS = {
+    "encoding": "not UTF-8",
+    "json": "not a JSON object",
+    "key": "without the key",
+    "type": "no text under the key",
+    "long": "longer than asked for",
+    "tokens": "refused by the tokenizer",
+    "damaged": "damaged from there to the end of the file",
+}
+
+
+class UnreadableError(Exception):
+    """Raised while one document is read; a chunk makes a `Fault` of it."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        self.kind, self.reason = kind, reason
+        super().__init__(reason)
+
+
+class Item(NamedTuple):
+    """One document as it was read.
+
+    Attributes:
+        number: its line, row or file, from 1.
+        offset: its first byte in the file, or None where files have no lines.
+        size: its bytes there.
+        texts: its text under each key.
+    """
+
+    number: int
+    offset: int | None
+    size: int
+    texts: list[Document]
+
+
+class Span(NamedTuple):
+    """The part of a source that a chunk holds.
+
+    Attributes:
+        offset: its first byte (unpacked, if the file is compressed); 0 where bytes do not count.
+        size: bytes of it.
+        first: its first line, row or file, from 1.
+        units: how many of them it has.
+    """
+
+    offset: int
+    size: int
+    first: int
+    units: int
+
+
 class Chunk(Protocol):
-    """Whole documents of one source as the bytes read, so that another process can parse them."""
+    """Whole documents of one source as the bytes read, so that another process can parse them.
+
+    Attributes:
+        stored: bytes of the file, as it lies, that were read for it: what progress counts.
+    """
 
     @property
-    def size(self) -> int:
-        """Bytes."""
+    def stored(self) -> int:
+        """Bytes of the file as it lies."""
 
     @property
-    def place(self) -> str:
-        """Where the chunk stands, for errors about all of it."""
+    def span(self) -> Span:
+        """Which part of the source this is."""
 
-    def documents(self, keys: Sequence[str]) -> list[list[Document]]:
-        """Return the documents under each key, in the order of the source.
+    @property
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of the content."""
 
-        Raises:
-            DataError: one that cannot be read, with file and place.
+    def items(self, keys: Sequence[str], longest: int | None) -> Iterator[Item | Fault]:
+        """Return the documents, and in their place what cannot be one.
+
+        Args:
+            keys: under which the texts are looked up; a document has all of them.
+            longest: bytes that a document may have; None for no limit.
         """
+
+    def fault(self, item: Item, kind: str, reason: str) -> Fault:
+        """Return what to say about an item that turned out to be none."""
 
 
 class Source(Protocol):
@@ -35,13 +123,55 @@ class Source(Protocol):
     Attributes:
         path: as given.
         size: bytes that there were when it was opened.
+        version: changes when the input does: sizes, and the times or tags of the storage.
     """
 
     path: str
     size: int
+    version: str
 
-    def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Chunk]:
-        """Return pieces of about `chunk_bytes`, read as they are asked for."""
+    def chunks(self, chunk_bytes: int = CHUNK_BYTES, longest: int | None = None) -> Iterator[Chunk]:
+        """Return pieces of about `chunk_bytes`, read as they are asked for.
+
+        Args:
+            chunk_bytes: size at which to cut; a longer document makes a longer piece.
+            longest: bytes a document may have; a longer one is named, and not kept in memory.
+        """
+
+    def chunk_at(self, span: Span, longest: int | None = None) -> Chunk:
+        """Read one piece anew.
+
+        Raises:
+            DataError: it is not there any more.
+        """
 
     def record(self) -> dict[str, Any]:
         """Return what the manifest says of it; complete once all chunks were read."""
+
+
+class BrokenChunk(NamedTuple):
+    """What stands where a file cannot be read any further, or a document is too long to be kept."""
+
+    problem: Fault
+    stored: int
+    span: Span
+
+    @property
+    def digest(self) -> str:
+        """Nothing to be compared."""
+        return ""
+
+    def items(self, keys: Sequence[str], longest: int | None) -> Iterator[Item | Fault]:
+        """Return the fault alone."""
+        yield self.problem
+
+    def fault(self, item: Item, kind: str, reason: str) -> Fault:
+        """Return the fault; there is no item."""
+        return self.problem
+
+
+def too_long(size: int, longest: int) -> UnreadableError:
+    """Return the refusal of a document of more bytes than asked for."""
+    return UnreadableError(
+        "long", f"a document of {size:,} bytes, more than --max-document-bytes {longest:,}"
+    )

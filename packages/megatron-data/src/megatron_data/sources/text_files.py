@@ -3,11 +3,12 @@
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import DataError
-from .protocol import CHUNK_BYTES, Document
+from .protocol import CHUNK_BYTES, Fault, Item, Span, UnreadableError, too_long
+from .storage import relative, stat
+from .streams import Stream
 
 MOST_FILES = 1000
 """Files in one piece at most: empty ones add nothing to its size."""
@@ -20,30 +21,46 @@ class TextChunk(NamedTuple):
     """Whole text files.
 
     Attributes:
-        files: path and content of each.
+        first: number of the first file in the source, from 1.
+        files: path of each, and its content, or why it could not be read.
+        stored: bytes of the files as they lie.
     """
 
-    files: tuple[tuple[str, bytes], ...]
+    first: int
+    files: tuple[tuple[str, bytes | Fault], ...]
+    stored: int
 
     @property
-    def size(self) -> int:
-        """Bytes."""
-        return sum(len(data) for _, data in self.files)
+    def span(self) -> Span:
+        """The numbers of the files."""
+        return Span(0, 0, self.first, len(self.files))
 
     @property
-    def place(self) -> str:
-        """The first file and the last."""
-        first, last = self.files[0][0], self.files[-1][0]
-        return first if first == last else f"{first} to {last}"
+    def digest(self) -> str:
+        """SHA-256 of the digests of the files."""
+        digest = hashlib.sha256()
+        for _, data in self.files:
+            content = data.reason.encode() if isinstance(data, Fault) else data
+            digest.update(hashlib.sha256(content).digest())
+        return digest.hexdigest()
 
-    def documents(self, keys: Sequence[str]) -> list[list[Document]]:
-        """Return the files as documents of one text each, whatever the key.
+    def items(self, keys: Sequence[str], longest: int | None = None) -> Iterator[Item | Fault]:
+        """The files as documents of one text each, whatever the key."""
+        for number, (path, data) in enumerate(self.files, start=self.first):
+            if isinstance(data, Fault):
+                yield data
+                continue
+            try:
+                texts = [[_decoded(data)] for _ in keys]
+            except UnreadableError as error:
+                yield _fault(path, error, len(data))
+            else:
+                yield Item(number, None, len(data), texts)
 
-        Raises:
-            DataError: a file that is not UTF-8, with the byte.
-        """
-        texts = [[_decoded(path, data)] for path, data in self.files]
-        return [texts for _ in keys]
+    def fault(self, item: Item, kind: str, reason: str) -> Fault:
+        """Name the file."""
+        path = self.files[item.number - self.first][0]
+        return _fault(path, UnreadableError(kind, reason), item.size)
 
 
 class TextFiles:
@@ -57,30 +74,49 @@ class TextFiles:
     def __init__(self, path: str, files: Sequence[str]) -> None:
         self.path = path
         self._files = files
-        self.size = sum(os.path.getsize(file) for file in files)  # noqa: PTH202
+        versions = hashlib.sha256()
+        self.size = 0
+        for file in files:
+            size, version = stat(file)
+            self.size += size
+            versions.update(f"{file}\0{size}\0{version}\n".encode(errors="surrogateescape"))
+        self.version = versions.hexdigest()
         self._bytes = 0
         self._sha256 = ""
 
-    def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[TextChunk]:
+    def chunks(
+        self, chunk_bytes: int = CHUNK_BYTES, longest: int | None = None
+    ) -> Iterator[TextChunk]:
         """Files together up to about `chunk_bytes`; a longer one makes a longer piece."""
         digest = hashlib.sha256()
-        self._bytes = size = 0
-        together: list[tuple[str, bytes]] = []
-        for path in self._files:
-            data = Path(path).read_bytes()
-            digest.update(self._digest_of(path, data))
-            self._bytes += len(data)
+        self._bytes = size = stored = 0
+        together: list[tuple[str, bytes | Fault]] = []
+        for number, path in enumerate(self._files, start=1):
+            with Stream(path) as stream:
+                data = _content(stream, longest)
+                digest.update(self._digest_of(path, stream.sha256()))
+                self._bytes += stream.stored
+                stored += stream.stored
             together.append((path, data))
-            size += len(data)
-            if size >= chunk_bytes or len(together) == MOST_FILES:
-                yield TextChunk(tuple(together))
-                together, size = [], 0
-        if together:
-            yield TextChunk(tuple(together))
+            size += 0 if isinstance(data, Fault) else len(data)
+            if size >= chunk_bytes or len(together) == MOST_FILES or number == len(self._files):
+                yield TextChunk(number - len(together) + 1, tuple(together), stored)
+                together, size, stored = [], 0, 0
         self._sha256 = digest.hexdigest()
 
+    def chunk_at(self, span: Span, longest: int | None = None) -> TextChunk:
+        """Read some files anew."""
+        files = self._files[span.first - 1 :][: span.units]
+        if len(files) != span.units:
+            raise DataError(f"{self.path} has {len(self._files):,} files; there were more")
+        content = []
+        for path in files:
+            with Stream(path) as stream:
+                content.append((path, _content(stream, longest)))
+        return TextChunk(span.first, tuple(content), 0)
+
     def record(self) -> dict[str, Any]:
-        """Return number, size and digest of the files."""
+        """Return number, size and digest of the files as they lie."""
         return {
             "path": self.path,
             "files": len(self._files),
@@ -88,15 +124,48 @@ class TextFiles:
             "sha256": self._sha256,
         }
 
-    def _digest_of(self, path: str, data: bytes) -> bytes:
-        """Return what a file adds to the digest: itself, or its line of `sha256sum` in a folder."""
-        if path == self.path:
-            return data
-        name = os.fsencode(os.path.relpath(path, self.path))
-        return hashlib.sha256(data).hexdigest().encode() + b"  " + name + b"\n"
+    def _digest_of(self, path: str, sha256: str) -> bytes:
+        """Return what a file adds to the digest: its line of `sha256sum` in the folder."""
+        return sha256.encode() + b"  " + os.fsencode(relative(path, self.path)) + b"\n"
 
 
-def _decoded(path: str, data: bytes) -> str:
+class TextFile(TextFiles):
+    """One text file that was given itself; the digest is its own."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, (path,))
+        self._own = ""
+
+    def _digest_of(self, path: str, sha256: str) -> bytes:
+        self._own = sha256
+        return b""
+
+    def record(self) -> dict[str, Any]:
+        """Return size and digest of the file as it lies."""
+        return super().record() | {"sha256": self._own}
+
+
+def _content(stream: Stream, longest: int | None) -> bytes | Fault:
+    """The content of a file, or why it is not one; no more than `longest` bytes are kept."""
+    parts: list[bytes] = []
+    size = 0
+    while not stream.ended:
+        data = stream.read(1 << 20)
+        size += len(data)
+        if longest is None or size <= longest:
+            parts.append(data)
+    if stream.damage is not None:
+        return _fault(stream.path, UnreadableError("damaged", stream.damage), None)
+    if longest is not None and size > longest:
+        return _fault(stream.path, too_long(size, longest), size)
+    return b"".join(parts)
+
+
+def _fault(path: str, error: UnreadableError, size: int | None) -> Fault:
+    return Fault(path, error.kind, error.reason, path, None, 0, size)
+
+
+def _decoded(data: bytes) -> str:
     """Return the text of a file without its byte-order mark."""
     skipped = len(_MARK) if data.startswith(_MARK) else 0
     try:
@@ -104,7 +173,8 @@ def _decoded(path: str, data: bytes) -> str:
     except UnicodeDecodeError as wrong:
         at = skipped + wrong.start
         guess = "UTF-16" if data.startswith(_UTF16) else "LATIN1"
-        raise DataError(
-            f"{path}: byte {at:,}, 0x{data[at]:02x}, is not UTF-8; convert the file, such as with "
-            f"iconv -f {guess} -t UTF-8"
+        raise UnreadableError(
+            "encoding",
+            f"byte {at:,}, 0x{data[at]:02x}, is not UTF-8; convert the file, such as with "
+            f"iconv -f {guess} -t UTF-8",
         ) from None

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -12,7 +12,7 @@ import tokenizers
 
 from ..errors import DataError
 from ..files import AtomicFile, read_json, write_json
-from .pieces import can_be_cut, pieces
+from .pieces import pieces, places_to_cut
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -53,7 +53,7 @@ class HuggingFaceTokenizer:
         # The library raises plain Exception for a definition it does not understand.
         except Exception as error:  # noqa: BLE001
             raise DataError(f"this is not the definition of a tokenizer: {error}") from None
-        self._can_be_cut = can_be_cut(content)
+        self._places = places_to_cut(content)
         self._definition = bytes(definition, "utf-8") if isinstance(definition, str) else definition
         canonical = orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
         self._fingerprint = f"sha256:{hashlib.sha256(canonical).hexdigest()}"
@@ -131,19 +131,24 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many texts, in the threads of the `tokenizers` library.
 
-        Of byte-level tokenizers a long text is encoded in `pieces`, with the same tokens and less
-        memory.
+        A long text is encoded in `pieces`, with the same tokens and less memory.
         """
-        if self._can_be_cut and any(len(text) > PIECE for text in texts):
+        if self._places is not None and any(len(text) > 2 * PIECE for text in texts):
             return [self._encode_long(text) for text in texts]
         return self._encode_all(texts)
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """Cut a text where that is known not to change its tokens, else leave it whole."""
+        if self._places is None:
+            return iter((text,))
+        return pieces(text, PIECE, self._places)
 
     def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def _encode_long(self, text: str) -> list[int]:
-        rest, ids = pieces(text, PIECE), list[int]()
+        rest, ids = self.pieces(text), list[int]()
         while some := list(islice(rest, PIECES_AT_ONCE)):
             for piece in self._encode_all(some):
                 ids += piece

@@ -1,13 +1,19 @@
 """Tokenizers that need no vocabulary file."""
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..errors import DataError
 from ..files import write_json
+from .pieces import pieces
 
 PLAIN_FILE = "megatron_tokenizer.json"
+PIECE = 1 << 18
+"""Characters of the pieces of a longer text."""
+
+_BETWEEN = re.compile(r"(?=\s)")
 
 
 class ByteTokenizer:
@@ -27,6 +33,10 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The bytes of every text."""
         return [self.encode(text) for text in texts]
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """Cut a text anywhere."""
+        return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of bytes; 256 is left out, bytes that are not UTF-8 become U+FFFD."""
@@ -76,6 +86,10 @@ class NullTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The numbers in every text."""
         return [self.encode(text) for text in texts]
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """Cut a text between numbers."""
+        return pieces(text, PIECE, _BETWEEN)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The numbers, separated by spaces."""

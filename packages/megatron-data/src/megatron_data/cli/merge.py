@@ -1,0 +1,30 @@
+"""`megatron-data merge`."""
+
+import argparse
+from typing import Any
+
+from .._command import Parser
+
+
+def add_parser(commands: Any) -> None:
+    """Declare the command."""
+    parser: Parser = commands.add_parser(
+        "merge",
+        help="join datasets into one",
+        description="Join datasets of one tokenizer, one after the other, into PREFIX.bin and "
+        ".idx, with a manifest if all of them have one.",
+    )
+    parser.add_argument(
+        "prefix", metavar="PREFIX", nargs="+", help="path of a .bin/.idx pair without suffix"
+    )
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path and name")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Merge and say what came out."""
+    from ..preprocessing.joining import merge
+
+    counts = merge(arguments.prefix, arguments.output_prefix)
+    print(f"{arguments.output_prefix}: {counts.documents:,} documents, {counts.tokens:,} tokens")
+    return 0

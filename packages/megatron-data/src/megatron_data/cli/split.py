@@ -1,0 +1,46 @@
+"""`megatron-data split`."""
+
+import argparse
+from functools import partial
+from typing import Any
+
+from .._command import Parser
+
+
+def add_parser(commands: Any) -> None:
+    """Declare the command."""
+    parser: Parser = commands.add_parser(
+        "split",
+        help="cut a dataset into several",
+        description="Cut a dataset into several, which hold its documents in their order.",
+    )
+    parser.add_argument(
+        "prefix", metavar="PREFIX", help="path of the .bin/.idx pair without suffix"
+    )
+    parser.add_argument(
+        "--shares", type=float, nargs="+", metavar="X", help="of the documents, one for each output"
+    )
+    parser.add_argument(
+        "--documents",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="numbers of documents, instead of shares, one for each output",
+    )
+    parser.add_argument(
+        "--output-prefixes", nargs="+", required=True, metavar="PREFIX", help="paths and names"
+    )
+    parser.set_defaults(run=partial(run, parser))
+
+
+def run(parser: Parser, arguments: argparse.Namespace) -> int:
+    """Split and say what came out."""
+    from ..preprocessing.joining import split
+
+    if (arguments.shares is None) == (arguments.documents is None):
+        parser.error("--shares or --documents is needed, one of the two")
+    outputs = arguments.output_prefixes
+    made = split(arguments.prefix, outputs, shares=arguments.shares, documents=arguments.documents)
+    for output, counts in zip(outputs, made, strict=True):
+        print(f"{output}: {counts.documents:,} documents, {counts.tokens:,} tokens")
+    return 0

@@ -1,0 +1,60 @@
+"""`megatron-data trace`."""
+
+import argparse
+from functools import partial
+from typing import Any
+
+from .._command import Parser
+
+
+def add_parser(commands: Any) -> None:
+    """Declare the command."""
+    parser: Parser = commands.add_parser(
+        "trace",
+        help="tell which file, line and byte a token came from",
+        description="Tell which file, line or row, and byte a token or a document of a dataset "
+        "came from. The sources are read where they were when it was made.",
+    )
+    parser.add_argument(
+        "prefix", metavar="PREFIX", help="path of the .bin/.idx pair without suffix"
+    )
+    parser.add_argument(
+        "token", type=int, nargs="?", metavar="TOKEN", help="number in the .bin, from 0"
+    )
+    parser.add_argument(
+        "--document", type=int, metavar="N", help="number of a document, from 0, instead of a token"
+    )
+    parser.set_defaults(run=partial(run, parser))
+
+
+def run(parser: Parser, arguments: argparse.Namespace) -> int:
+    """Print the document and its place."""
+    from ..preprocessing.tracing import trace
+
+    if (arguments.token is None) == (arguments.document is None):
+        parser.error("TOKEN or --document N is needed, one of the two")
+    found = trace(arguments.prefix, arguments.token, document=arguments.document)
+    last = found.first_token + max(found.tokens, 1) - 1
+    tokens = f"tokens {found.first_token:,} to {last:,}" if found.tokens else "no token"
+    what = f"document {found.document:,} ({tokens})"
+    if arguments.token is not None:
+        what = (
+            f"token {arguments.token:,} is number {arguments.token - found.first_token:,} of {what}"
+        )
+    print(f"{what}, from")
+    if found.unknown is None:
+        print(found.path + "".join(_place(found.number, found.offset, found.size)))
+        return 0
+    first, units = found.span.first, found.span.units
+    print(f"{found.path}, between line, row or file {first:,} and {first + units - 1:,}")
+    print(f"no closer: {found.unknown}")
+    return 0
+
+
+def _place(number: int | None, offset: int | None, size: int | None) -> list[str]:
+    parts = []
+    if number is not None:
+        parts.append(f", {'row' if offset is None else 'line'} {number:,}")
+    if offset is not None and size:
+        parts.append(f", bytes {offset:,} to {offset + size - 1:,}")
+    return parts

@@ -1,0 +1,187 @@
+"""Datasets made of datasets: several joined, or one cut, with what is known of their origin."""
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+from ..indexed.builder import IndexedDatasetBuilder
+from ..indexed.reader import IndexedDataset
+from .manifest import Counts, count, manifest_path, read_manifest, read_origins, write_manifest
+from .origins import Origins
+
+_log = logging.getLogger("megatron_data")
+
+_MADE_ANEW = ("format", "writer", "counts", "block_bytes", "files", "chunks")
+
+
+def merge(
+    prefixes: Sequence[str | os.PathLike[str]], output_prefix: str | os.PathLike[str]
+) -> Counts:
+    """Join datasets, one after the other, into one.
+
+    The result has a manifest if all of them have one: their sources, and the map of them all.
+
+    Args:
+        prefixes: paths of the pairs without suffix, in the order wanted.
+        output_prefix: path of the pair to write.
+
+    Returns:
+        What the result holds.
+
+    Raises:
+        DataError: a damaged one; token types, modes or tokenizers that differ; no dataset.
+    """
+    names, output = [os.fspath(prefix) for prefix in prefixes], os.fspath(output_prefix)
+    if not names:
+        raise DataError("no dataset to merge")
+    if output in names:
+        raise DataError(
+            f"{output} would take the place of one of the datasets; name another output"
+        )
+    manifests = [read_manifest(name) for name in names]
+    _agree(names, manifests)
+    with IndexedDataset(names[0]) as first:
+        dtype, multimodal = first.dtype, first.sequence_modes is not None
+    with IndexedDatasetBuilder(output, dtype, multimodal) as builder:
+        for name in names:
+            builder.add_index(name)
+        manifest_path(output).unlink(missing_ok=True)
+        written = builder.finalize()
+    known = [manifest for manifest in manifests if manifest is not None]
+    counts = _counts(output)
+    if len(known) < len(names):
+        lacking = next(name for name, found in zip(names, manifests, strict=True) if not found)
+        _log.warning("%s has no manifest, so %s gets none", lacking, output)
+        return counts
+    origins, sources = [], 0
+    for name, manifest in zip(names, known, strict=True):
+        found = read_origins(name, manifest)
+        if found is not None:
+            origins.append((found, sources))
+        sources += len(manifest["sources"])
+    write_manifest(
+        output,
+        _joined(known),
+        written=written,
+        counts=counts,
+        origins=Origins.joined(origins) if len(origins) == len(known) else None,
+    )
+    return counts
+
+
+def split(
+    prefix: str | os.PathLike[str],
+    output_prefixes: Sequence[str | os.PathLike[str]],
+    *,
+    shares: Sequence[float] | None = None,
+    documents: Sequence[int] | None = None,
+) -> list[Counts]:
+    """Cut a dataset into several, which hold its documents in their order.
+
+    Args:
+        prefix: path of the pair without suffix.
+        output_prefixes: paths of the pairs to write.
+        shares: of the documents, one for each output; they are taken by their sum.
+        documents: numbers of documents, one for each output, all in all the dataset's.
+
+    Returns:
+        What each of them holds.
+
+    Raises:
+        DataError: a damaged dataset, or numbers that do not fit it.
+    """
+    name, outputs = os.fspath(prefix), [os.fspath(output) for output in output_prefixes]
+    if name in outputs or len(set(outputs)) < len(outputs):
+        raise DataError("every output needs a name of its own, and not that of the dataset")
+    manifest = read_manifest(name)
+    origins = read_origins(name, manifest) if manifest else None
+    made = []
+    with IndexedDataset(name) as dataset:
+        dataset.check()
+        ends = _ends(dataset.documents, len(outputs), shares, documents)
+        tokens = np.append(0, np.cumsum(dataset.sequence_lengths, dtype=np.int64))
+        for output, first, last in zip(outputs, [0, *ends], ends, strict=False):
+            multimodal = dataset.sequence_modes is not None
+            with IndexedDatasetBuilder(output, dataset.dtype, multimodal) as builder:
+                builder.add_part(dataset, first, last)
+                manifest_path(output).unlink(missing_ok=True)
+                written = builder.finalize()
+            counts = _counts(output)
+            made.append(counts)
+            if manifest is None:
+                continue
+            start, end = (int(tokens[dataset.document_indices[at]]) for at in (first, last))
+            part = origins.cut(first, last, start, end) if origins is not None else None
+            description = _description(manifest)
+            write_manifest(output, description, written=written, counts=counts, origins=part)
+    return made
+
+
+def _ends(
+    total: int, outputs: int, shares: Sequence[float] | None, documents: Sequence[int] | None
+) -> list[int]:
+    """Where each part ends, in documents."""
+    given = shares if documents is None else documents
+    if given is None or (shares is not None and documents is not None):
+        raise DataError("give shares or numbers of documents, one of the two")
+    if len(given) != outputs or not outputs:
+        raise DataError(f"{len(given)} parts for {outputs} outputs; give one for each")
+    if min(given) <= 0:
+        raise DataError(f"a part of {min(given)}; every part needs at least one document")
+    if documents is not None and sum(documents) != total:
+        raise DataError(f"parts of {sum(documents):,} documents, the dataset has {total:,}")
+    cumulated = np.cumsum(given)
+    ends = [round(float(at) / float(cumulated[-1]) * total) for at in cumulated]
+    empty = [number for number, (a, b) in enumerate(zip([0, *ends], ends, strict=False)) if a == b]
+    if empty:
+        raise DataError(
+            f"part {empty[0] + 1} of {total:,} documents is empty; give it a larger share"
+        )
+    return ends
+
+
+def _agree(names: Sequence[str], manifests: Sequence[dict[str, Any] | None]) -> None:
+    """Refuse datasets that different tokenizers made."""
+    first: tuple[str, str] | None = None
+    for name, manifest in zip(names, manifests, strict=True):
+        if manifest is None:
+            continue
+        fingerprint = manifest["tokenizer"]["fingerprint"]
+        first = first or (name, fingerprint)
+        if fingerprint != first[1]:
+            raise DataError(
+                f"{name} was made with tokenizer {fingerprint}, {first[0]} with {first[1]}; "
+                "preprocess one of them again"
+            )
+
+
+def _counts(prefix: str) -> Counts:
+    with IndexedDataset(prefix) as dataset:
+        return count(dataset)
+
+
+def _description(manifest: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in manifest.items() if key not in _MADE_ANEW}
+
+
+def _joined(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What manifests say together: null where they differ, all sources, all that was skipped."""
+    first = _description(manifests[0])
+    made = {
+        key: value if all(other.get(key) == value for other in manifests) else None
+        for key, value in first.items()
+    }
+    kinds: dict[str, int] = {}
+    for manifest in manifests:
+        for kind, number in manifest.get("skipped", {}).get("kinds", {}).items():
+            kinds[kind] = kinds.get(kind, 0) + number
+    return {
+        **made,
+        "tokenizer": first["tokenizer"],
+        "skipped": {"documents": sum(kinds.values()), "kinds": dict(sorted(kinds.items()))},
+        "sources": [source for manifest in manifests for source in manifest["sources"]],
+    }

@@ -1,0 +1,144 @@
+"""Where the documents of a dataset came from: the map that a manifest holds."""
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..errors import DataError
+from ..sources.protocol import Span
+from .parts import Record
+
+DIGEST_DIGITS = 16
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One piece of a source and the documents that it became.
+
+    Attributes:
+        source: number of the source in the manifest, from 0.
+        span: which part of the source.
+        skip: documents of that part that stand in another dataset, before those of this one.
+        document: the first document here.
+        token: its first token here.
+        digest: the first digits of the piece's SHA-256.
+        refused: which documents of the piece the tokenizer refused, from 0.
+    """
+
+    source: int
+    span: Span
+    skip: int
+    document: int
+    token: int
+    digest: str
+    refused: list[int]
+
+
+@dataclass
+class Origins:
+    """Pieces in the order of the dataset, as columns of equal length; see `Origin`."""
+
+    source: list[int] = field(default_factory=list)
+    offset: list[int] = field(default_factory=list)
+    size: list[int] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    units: list[int] = field(default_factory=list)
+    skip: list[int] = field(default_factory=list)
+    document: list[int] = field(default_factory=list)
+    token: list[int] = field(default_factory=list)
+    digest: list[str] = field(default_factory=list)
+    refused: dict[str, list[int]] = field(default_factory=dict)
+    documents: int = 0
+    tokens: int = 0
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any], documents: int, tokens: int) -> "Origins":
+        """Read what `to_json` made.
+
+        Raises:
+            DataError: columns that do not belong together.
+        """
+        try:
+            origins = cls(**content, documents=documents, tokens=tokens)
+            columns = [value for value in content.values() if isinstance(value, list)]
+            if len({len(column) for column in columns}) > 1:
+                raise ValueError
+        except (TypeError, ValueError):
+            raise DataError("the map of chunks in the manifest is damaged") from None
+        return origins
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the columns as plain values."""
+        content = asdict(self)
+        del content["documents"], content["tokens"]
+        return content
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, row: int) -> Origin:
+        span = Span(self.offset[row], self.size[row], self.first[row], self.units[row])
+        return Origin(
+            self.source[row],
+            span,
+            self.skip[row],
+            self.document[row],
+            self.token[row],
+            self.digest[row],
+            self.refused.get(str(row), []),
+        )
+
+    def add(self, record: Record, tokens: int) -> None:
+        """Append a chunk as it was preprocessed."""
+        digest = record.digest[:DIGEST_DIGITS]
+        origin = Origin(record.source, record.span, 0, 0, 0, digest, record.refused)
+        self._append(origin, 0, record.documents, tokens)
+
+    def of_document(self, document: int) -> Origin:
+        """The piece in which a document stands."""
+        return self[bisect_right(self.document, document) - 1]
+
+    def cut(self, first: int, last: int, token: int, last_token: int) -> "Origins":
+        """The map of documents `first` to `last` alone, which begin and end at these tokens."""
+        made = Origins()
+        ends = [*self.document[1:], self.documents]
+        token_ends = [*self.token[1:], self.tokens]
+        for row, end in enumerate(ends):
+            origin = self[row]
+            low, high = max(first, origin.document), min(last, end)
+            if low < high:
+                tokens = min(last_token, token_ends[row]) - max(token, origin.token)
+                made._append(origin, low - origin.document, high - low, tokens)
+        return made
+
+    @classmethod
+    def joined(cls, parts: Iterable[tuple["Origins", int]]) -> "Origins":
+        """Maps one after the other, each with the number its first source gets."""
+        made = cls()
+        for part, source in parts:
+            ends = [*part.document[1:], part.documents]
+            token_ends = [*part.token[1:], part.tokens]
+            for row, end in enumerate(ends):
+                origin = part[row]
+                made._append(origin, 0, end - origin.document, token_ends[row] - origin.token)
+                made.source[-1] += source
+        return made
+
+    def _append(self, origin: Origin, skip: int, documents: int, tokens: int) -> None:
+        """Append documents of a piece, but for `skip` more of it than were left out before."""
+        if not documents:
+            return
+        if origin.refused:
+            self.refused[str(len(self))] = origin.refused
+        self.source.append(origin.source)
+        self.offset.append(origin.span.offset)
+        self.size.append(origin.span.size)
+        self.first.append(origin.span.first)
+        self.units.append(origin.span.units)
+        self.skip.append(origin.skip + skip)
+        self.document.append(self.documents)
+        self.token.append(self.tokens)
+        self.digest.append(origin.digest)
+        self.documents += documents
+        self.tokens += tokens

@@ -1,0 +1,320 @@
+"""Finished chunks, kept in a folder beside the output until all of them are there.
+
+A part is one file: the length of its record (8 bytes, little-endian), the record as JSON, and the
+arrays of every key: tokens, lengths, sequences. It takes its name when it is whole, so the name is
+the mark that it is done; a digest of the arrays tells whether the disk kept it. A part stands for
+the content of a chunk, whose digest it records, and for one job: the tokenizer and the options that
+decide which tokens a text becomes. Nothing else is ever taken over.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import orjson
+
+from ..errors import DataError
+from ..files import named_errors, read_json, write_json
+from ..indexed.format import TokenType
+from ..sources.protocol import Chunk, Fault, Span
+from .encoding import Encoded, Encoder
+
+JOB = "job.json"
+LOCK = "lock"
+_LENGTH = 8
+
+_log = logging.getLogger("megatron_data")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a part says of itself.
+
+    Attributes:
+        source: number of the source, from 0.
+        path: of the source.
+        span: which part of the source.
+        digest: SHA-256 of the chunk.
+        stored: bytes of the source, as it lies, that were read for it.
+        documents: how many, under every key.
+        sequences: how many, for each key.
+        tokens: how many, for each key.
+        faults: what is no document.
+        refused: which of the documents read the tokenizer refused.
+        sha256: of the arrays.
+    """
+
+    source: int
+    path: str
+    span: Span
+    digest: str
+    stored: int
+    documents: int
+    sequences: list[int]
+    tokens: list[int]
+    faults: list[Fault]
+    refused: list[int]
+    sha256: str
+
+    @classmethod
+    def from_json(cls, data: bytes) -> "Record":
+        """Read what `asdict` and JSON made of one."""
+        content = orjson.loads(data)
+        content["span"] = Span(*content["span"])
+        content["faults"] = [Fault(*fault) for fault in content["faults"]]
+        return cls(**content)
+
+
+class Task(NamedTuple):
+    """One chunk to be done: its number in the whole job, the number of its source, itself."""
+
+    number: int
+    source: int
+    path: str
+    chunk: Chunk
+
+
+class Done(NamedTuple):
+    """What the process that waits for a part is told: bytes of source, tokens, the first fault."""
+
+    stored: int
+    tokens: int
+    fault: Fault | None
+
+
+class PartWriter:
+    """Encodes a chunk and leaves it as a part; what every worker process holds.
+
+    Args:
+        encoder: from chunks to tokens.
+        folder: of the parts.
+        tolerant: whether a chunk with faults becomes a part all the same.
+    """
+
+    def __init__(self, encoder: Encoder, folder: Path, tolerant: bool) -> None:
+        self._encoder = encoder
+        self._folder = folder
+        self._tolerant = tolerant
+
+    def __call__(self, task: Task) -> Done:
+        """Do one chunk."""
+        encoded = self._encoder(task.chunk)
+        first = encoded.faults[0] if encoded.faults else None
+        tokens = sum(len(key.tokens) for key in encoded.keys)
+        done = Done(task.chunk.stored, tokens, first)
+        if first is not None and not self._tolerant:
+            return done
+        arrays = [array for key in encoded.keys for array in key]
+        digest = hashlib.sha256()
+        for array in arrays:
+            digest.update(np.ascontiguousarray(array).data)
+        record = Record(
+            source=task.source,
+            path=task.path,
+            span=task.chunk.span,
+            digest=task.chunk.digest,
+            stored=task.chunk.stored,
+            documents=len(encoded.keys[0].sequences),
+            sequences=[len(key.lengths) for key in encoded.keys],
+            tokens=[len(key.tokens) for key in encoded.keys],
+            faults=encoded.faults,
+            refused=encoded.refused,
+            sha256=digest.hexdigest(),
+        )
+        _write(
+            part_path(self._folder, task.number),
+            orjson.dumps(asdict(record), default=tuple),
+            arrays,
+        )
+        return done
+
+
+class WorkFolder:
+    """The folder of one job, held by one process at a time.
+
+    Args:
+        output_prefix: path and name of the output; the folder is `.NAME.parts` beside it.
+        job: what decides which tokens a text becomes; plain values of JSON.
+
+    Raises:
+        DataError: another process works on the same output.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, output_prefix: str, job: dict[str, Any]) -> None:
+        place = Path(output_prefix)
+        self.path = place.parent / f".{place.name}.parts"
+        self._output = output_prefix
+        self._lock = self._take()
+        self._finished = False
+        try:
+            self._adopt(job)
+        except BaseException:
+            self._release()
+            raise
+
+    def _take(self) -> int:
+        """Lock the folder for this process; the kernel lets it go with the process."""
+        lock = self.path / LOCK
+        while True:
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                descriptor = os.open(lock, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+            except FileNotFoundError:
+                continue  # who held it before has just removed the folder
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(descriptor).st_ino == lock.stat().st_ino:
+                    return descriptor
+            except BlockingIOError:
+                os.close(descriptor)
+                raise DataError(
+                    f"another process is preprocessing to {self._output}; wait for it or choose "
+                    "another output"
+                ) from None
+            except FileNotFoundError:
+                pass
+            os.close(descriptor)
+
+    def _adopt(self, job: dict[str, Any]) -> None:
+        """Keep the parts that an equal job left, and remove those of any other."""
+        for path in self.path.iterdir():
+            if path.name not in (JOB, LOCK) and path.suffix != ".part":
+                path.unlink()  # what a killed process was writing
+        before = _job_of(self.path / JOB)
+        if before == job:
+            return
+        parts = list(self.path.glob("*.part"))
+        if parts:
+            names = sorted(set(job) | set(before or {}))
+            other = [name for name in names if (before or {}).get(name) != job.get(name)]
+            _log.warning(
+                "%s holds %d parts of another job (%s differ); they are removed, and all is done "
+                "anew",
+                self.path,
+                len(parts),
+                ", ".join(other),
+            )
+        for path in parts:
+            path.unlink()
+        write_json(self.path / JOB, job)
+
+    def holds(self, task: Task) -> Record | None:
+        """Return the record of a part that stands for this very chunk, and is whole."""
+        path = part_path(self.path, task.number)
+        if not path.is_file():
+            return None
+        try:
+            record, arrays = _read(path)
+        except (ValueError, TypeError, KeyError):  # the disk lost some of it
+            return None
+        same = (record.source, record.path, record.span) == (
+            task.source,
+            task.path,
+            task.chunk.span,
+        )
+        if not same or record.digest != task.chunk.digest:
+            return None
+        return record if hashlib.sha256(arrays).hexdigest() == record.sha256 else None
+
+    def read(self, number: int, dtype: TokenType) -> tuple[Record, list[Encoded]]:
+        """Return a part that is done, the documents of each key.
+
+        Raises:
+            DataError: it has been damaged since.
+        """
+        path = part_path(self.path, number)
+        try:
+            record, data = _read(path)
+            return record, list(_arrays(record, data, dtype))
+        except (ValueError, TypeError, KeyError):
+            raise DataError(f"{path} was damaged; run the same command again") from None
+
+    def finish(self) -> None:
+        """Let the folder be removed when it is let go: the job is done."""
+        self._finished = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        """Let the folder go; without a part that is worth keeping it goes away itself."""
+        try:
+            if self._finished or not any(self.path.glob("*.part")):
+                for path in self.path.iterdir():
+                    if path.name != LOCK:
+                        path.unlink(missing_ok=True)
+                (self.path / LOCK).unlink()
+                with suppress(OSError):  # somebody else may have begun to use it
+                    self.path.rmdir()
+        finally:
+            os.close(self._lock)
+
+
+def part_path(folder: Path, number: int) -> Path:
+    """The name of a part."""
+    return folder / f"{number:08}.part"
+
+
+def _job_of(path: Path) -> dict[str, Any] | None:
+    try:
+        content = read_json(path)
+    except (DataError, FileNotFoundError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _write(path: Path, record: bytes, arrays: list[np.ndarray[Any, Any]]) -> None:
+    """Write a part; it is not flushed to the disk, its digest tells what a crash leaves of it."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        with named_errors(path), partial.open("wb") as file:
+            file.write(len(record).to_bytes(_LENGTH, "little"))
+            file.write(record)
+            for array in arrays:
+                file.write(np.ascontiguousarray(array).data)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _read(path: Path) -> tuple[Record, memoryview]:
+    data = memoryview(path.read_bytes())
+    start = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
+    return Record.from_json(bytes(data[_LENGTH:start])), data[start:]
+
+
+def _arrays(record: Record, data: memoryview, dtype: TokenType) -> Iterator[Encoded]:
+    offset = 0
+
+    def take(count: int, kind: TokenType) -> np.ndarray[Any, Any]:
+        nonlocal offset
+        array = np.frombuffer(data, kind, count, offset) if count else np.empty(0, kind)
+        offset += array.nbytes
+        return array
+
+    for sequences, tokens in zip(record.sequences, record.tokens, strict=True):
+        yield Encoded(
+            take(tokens, dtype),
+            take(sequences, np.dtype("<i4")),
+            take(record.documents, np.dtype("<i4")),
+        )

@@ -1,0 +1,124 @@
+"""Which file, and which byte or line of it, a training token came from."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+from ..indexed.reader import IndexedDataset
+from ..sources.opening import open_sources
+from ..sources.protocol import Fault, Item, Span
+from .manifest import manifest_path, read_manifest, read_origins
+from .origins import Origin
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Where a document came from.
+
+    Attributes:
+        document: its number in the dataset.
+        first_token: its first token in the dataset.
+        tokens: how many it has.
+        path: the source, or the file of a folder of texts.
+        span: the part of the source that was preprocessed together with it.
+        number: its line or row there, from 1; None for a text file, and where that is unknown.
+        offset: its first byte in the (unpacked) file; None where files have no lines, or unknown.
+        size: its bytes in the source; None where that is unknown.
+        unknown: why only the part is known; None if the place is exact.
+    """
+
+    document: int
+    first_token: int
+    tokens: int
+    path: str
+    span: Span
+    number: int | None = None
+    offset: int | None = None
+    size: int | None = None
+    unknown: str | None = None
+
+
+def trace(
+    prefix: str | os.PathLike[str], token: int | None = None, *, document: int | None = None
+) -> Traced:
+    """Find the source of a token or of a document of a dataset that `preprocess` made.
+
+    The part of the source that it stands in is read anew, and compared with what it was; where
+    that cannot be done, the answer is the part alone.
+
+    Args:
+        prefix: path of the pair without `.bin` or `.idx`.
+        token: number of the token in the `.bin`, from 0.
+        document: number of the document, from 0; instead of a token.
+
+    Raises:
+        DataError: no such token or document, or nothing is known of where the dataset came from.
+    """
+    prefix = os.fspath(prefix)
+    if (token is None) == (document is None):
+        raise DataError("name a token or a document, one of the two")
+    manifest = read_manifest(prefix)
+    origins = read_origins(prefix, manifest) if manifest else None
+    if manifest is None or origins is None:
+        raise DataError(
+            f"{manifest_path(prefix)} has no map of chunks, so nothing is known of where {prefix} "
+            "came from; preprocess the text again"
+        )
+    with IndexedDataset(prefix) as dataset:
+        number = _document_of(dataset, token) if document is None else document
+        if not 0 <= number < dataset.documents:
+            raise DataError(
+                f"{prefix} has documents 0 to {dataset.documents - 1:,}, not {number:,}"
+            )
+        first, last = dataset.document_indices[number : number + 2]
+        before = int(dataset.sequence_lengths[:first].sum(dtype=np.int64))
+        tokens = int(dataset.sequence_lengths[first:last].sum(dtype=np.int64))
+    origin = origins.of_document(number)
+    source = manifest["sources"][origin.source]
+    found = _look_up(source, origin, number - origin.document + origin.skip)
+    return Traced(number, before, tokens, **found)
+
+
+def _document_of(dataset: IndexedDataset, token: int | None) -> int:
+    total = len(dataset.tokens)
+    if token is None or not 0 <= token < total:
+        raise DataError(f"{dataset.prefix} has tokens 0 to {total - 1:,}, not {token}")
+    byte = token * dataset.dtype.itemsize
+    sequence = int(np.searchsorted(dataset.sequence_pointers, byte, side="right")) - 1
+    return int(np.searchsorted(dataset.document_indices, sequence, side="right")) - 1
+
+
+def _look_up(source: dict[str, Any], origin: Origin, wanted: int) -> dict[str, Any]:
+    """Read a part of a source anew, and find a document in it by how many come before it."""
+    path = source["path"]
+    try:
+        found = next(
+            opened
+            for opened in open_sources([path], source["json_keys"])
+            if opened.path == path and ("files" in source) == ("files" in opened.record())
+        )
+        longest = source["max_document_bytes"]
+        chunk = found.chunk_at(origin.span, longest)
+    except (DataError, OSError, StopIteration) as error:
+        reason = str(error) or f"{path} is another kind of input now"
+        return {"path": path, "span": origin.span, "unknown": reason}
+    if not chunk.digest.startswith(origin.digest):
+        return {"path": path, "span": origin.span, "unknown": f"{path} has changed since"}
+    items = [
+        item for item in chunk.items(source["json_keys"], longest) if not isinstance(item, Fault)
+    ]
+    refused = set(origin.refused)
+    kept = [item for position, item in enumerate(items) if position not in refused]
+    return {"span": origin.span, **_place(path, chunk.fault(kept[wanted], "", ""), kept[wanted])}
+
+
+def _place(path: str, named: Fault, item: Item) -> dict[str, Any]:
+    return {
+        "path": named.path or path,
+        "number": named.number,
+        "offset": named.offset,
+        "size": item.size,
+    }

@@ -1,0 +1,168 @@
+"""Parquet files: a column for each key, a document for each row."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ..errors import DataError
+from .json_lines import text_of
+from .protocol import CHUNK_BYTES, BrokenChunk, Fault, Item, Span, UnreadableError, too_long
+from .storage import is_url, open_file, stat
+from .streams import Stream
+
+_REREAD_ROWS = 1024
+
+
+class RowsChunk(NamedTuple):
+    """Some rows of a file.
+
+    Attributes:
+        path: the source.
+        row: number of the first row, from 1.
+        table: the columns that were asked for, a `pyarrow.Table`.
+        stored: share of the file's bytes.
+    """
+
+    path: str
+    row: int
+    table: Any
+    stored: int
+
+    @property
+    def span(self) -> Span:
+        """The numbers of the rows."""
+        return Span(0, 0, self.row, self.table.num_rows)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the values."""
+        digest = hashlib.sha256()
+        for column in self.table.columns:
+            for value in column.to_pylist():
+                digest.update(repr(value).encode(errors="backslashreplace") + b"\0")
+        return digest.hexdigest()
+
+    def items(self, keys: Sequence[str], longest: int | None = None) -> Iterator[Item | Fault]:
+        """The text of every row under each key."""
+        rows: list[dict[str, Any]] = self.table.to_pylist()
+        for number, row in enumerate(rows, start=self.row):
+            item = Item(number, None, 0, [])
+            try:
+                texts = [text_of(row, key) for key in keys]
+                size = sum(len(part.encode()) for text in texts for part in text)
+                if longest is not None and size > longest:
+                    raise too_long(size, longest)
+            except UnreadableError as error:
+                yield self.fault(item, error.kind, error.reason)
+            else:
+                yield Item(number, None, size, texts)
+
+    def fault(self, item: Item, kind: str, reason: str) -> Fault:
+        """Name the file and the row."""
+        place = f"{self.path}, row {item.number}"
+        return Fault(place, kind, reason, self.path, item.number, None, item.size or None)
+
+
+class Parquet:
+    """A Parquet file; the digest is complete after all chunks.
+
+    Args:
+        path: a local path or a URL.
+        keys: columns to read.
+
+    Raises:
+        DataError: pyarrow is not installed.
+    """
+
+    def __init__(self, path: str, keys: Sequence[str]) -> None:
+        self.path = path
+        self._keys = list(keys)
+        self.size, self.version = stat(path)
+        self._rows = 0
+        self._sha256: str | None = None
+        _pyarrow(path)
+
+    def chunks(
+        self, chunk_bytes: int = CHUNK_BYTES, longest: int | None = None
+    ) -> Iterator[RowsChunk | BrokenChunk]:
+        """Rows together up to about `chunk_bytes` of what the file says they take unpacked."""
+        arrow = _pyarrow(self.path)
+        row = 1
+        with open_file(self.path) as raw:
+            try:
+                file = arrow.parquet.ParquetFile(raw)
+                self._check(file.schema_arrow.names)
+                rows = file.metadata.num_rows
+                at_once = _rows_at_once(file.metadata, chunk_bytes)
+                for batch in file.iter_batches(at_once, columns=self._keys):
+                    table = arrow.Table.from_batches([batch])
+                    yield RowsChunk(self.path, row, table, self.size * len(batch) // max(rows, 1))
+                    row += len(batch)
+            except (arrow.ArrowException, OSError) as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise
+                reason = f"it is no Parquet file, or damaged from here on ({error}); copy it again"
+                yield self._broken(row, "damaged", reason)
+            except UnreadableError as error:
+                yield self._broken(row, error.kind, error.reason)
+        self._rows = row - 1
+        if not is_url(self.path):  # it would be fetched twice
+            with Stream(self.path) as stream:
+                self._sha256 = stream.sha256()
+
+    def _check(self, columns: Sequence[str]) -> None:
+        for key in self._keys:
+            if key not in columns:
+                present = ", ".join(map(repr, columns)) or "none"
+                raise UnreadableError(
+                    "key",
+                    f"no column {key!r} (columns here: {present}); name the right one with "
+                    "--json-keys",
+                )
+
+    def _broken(self, row: int, kind: str, reason: str) -> BrokenChunk:
+        fault = Fault(f"{self.path}, row {row}", kind, " ".join(reason.split()), self.path, row)
+        return BrokenChunk(fault, 0, Span(0, 0, row, 1))
+
+    def chunk_at(self, span: Span, longest: int | None = None) -> RowsChunk:
+        """Read some rows anew."""
+        arrow = _pyarrow(self.path)
+        last = span.first - 1 + span.units
+        seen, batches = 0, []
+        with open_file(self.path) as raw:
+            try:
+                file = arrow.parquet.ParquetFile(raw)
+                for batch in file.iter_batches(_REREAD_ROWS, columns=self._keys):
+                    start = max(span.first - 1 - seen, 0)
+                    if start < len(batch) and seen < last:
+                        batches.append(batch.slice(start, min(last - seen, len(batch)) - start))
+                    seen += len(batch)
+                    if seen >= last:
+                        break
+            except (arrow.ArrowException, OSError) as error:
+                raise DataError(f"{self.path}: {error}") from None
+        if seen < last:
+            raise DataError(f"{self.path} has {seen:,} rows; there were more")
+        return RowsChunk(self.path, span.first, arrow.Table.from_batches(batches), 0)
+
+    def record(self) -> dict[str, Any]:
+        """Return size, rows and digest; of a URL, the version that its storage gives."""
+        proof = {"version": self.version} if is_url(self.path) else {"sha256": self._sha256}
+        return {"path": self.path, "bytes": self.size, "rows": self._rows, **proof}
+
+
+def _rows_at_once(metadata: Any, chunk_bytes: int) -> int:
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    unpacked = sum(int(group.total_byte_size) for group in groups)
+    return max(1, chunk_bytes * int(metadata.num_rows) // max(unpacked, 1))
+
+
+def _pyarrow(path: str) -> Any:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(
+            f"{path}: a Parquet file needs pyarrow; pip install 'megatron-data[parquet]'"
+        ) from None
+    return pa

@@ -1,0 +1,219 @@
+"""The bytes of a file, unpacked, hashed and counted as they are read."""
+
+import bz2
+import gzip
+import hashlib
+import io
+import zlib
+from pathlib import PurePosixPath
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, BinaryIO, Protocol, Self
+
+from ..errors import DataError
+from .storage import open_file
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+PACKED = (".gz", ".bz2", ".zst")
+"""Suffixes of compressed files."""
+
+_STEP = 1 << 18
+
+
+def split_suffix(path: str) -> tuple[str, str]:
+    """Return what kind of content a name promises, and how it is packed: `.txt`, `.gz`."""
+    name = PurePosixPath(path)
+    packed = name.suffix.lower()
+    if packed not in PACKED:
+        return packed, ""
+    return PurePosixPath(name.stem).suffix.lower(), packed
+
+
+class Stream:
+    """A file as a stream of unpacked bytes.
+
+    Args:
+        path: a local path or a URL; its suffix says how it is packed.
+
+    Raises:
+        DataError: `.zst` without the package for it.
+
+    Attributes:
+        ended: there is no more to read: the end, or damage.
+        damage: why it cannot be unpacked any further, and what to do; else None. All that could
+            be unpacked has been returned before.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._packed = split_suffix(path)[1]
+        if self._packed == ".zst":
+            _zstandard(path)
+        self._raw = _Hashed(open_file(path))
+        self._file = _unpacked(self._raw, self._packed)
+        self.ended = False
+        self.damage: str | None = None
+
+    @property
+    def stored(self) -> int:
+        """Bytes read of the file as it lies."""
+        return self._raw.bytes
+
+    def read(self, size: int) -> bytes:
+        """Return `size` bytes, fewer only where it ends."""
+        parts: list[bytes] = []
+        while size > 0 and not self.ended:
+            data = self._next(min(size, _STEP))
+            self.ended = not data
+            parts.append(data)
+            size -= len(data)
+        return b"".join(parts)
+
+    def skip(self, size: int) -> None:
+        """Pass over bytes."""
+        if not self._packed:
+            self._file.seek(size, io.SEEK_CUR)
+            return
+        while size > 0 and not self.ended:
+            size -= len(self.read(min(size, _STEP)))
+
+    def sha256(self) -> str:
+        """Read what is left, and return the digest of the file as it lies."""
+        while self._raw.read(_STEP):
+            pass
+        return self._raw.digest.hexdigest()
+
+    def _next(self, size: int) -> bytes:
+        try:
+            return self._file.read1(size)
+        except OSError as error:
+            if error.errno is not None:  # the disk, not the content
+                raise
+            reason = str(error)
+        except (EOFError, zlib.error) as error:
+            reason = str(error)
+        self.damage = f"it is damaged or cut short ({reason}), the rest is lost; copy it again"
+        return b""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        self._raw.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Reader(Protocol):
+    """What unpacks: one read of what lies below gives up to `size` bytes."""
+
+    def read1(self, size: int = ..., /) -> bytes: ...
+
+    def seek(self, offset: int, whence: int = ..., /) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class _Hashed(io.RawIOBase):
+    """A file that counts and hashes what is read of it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.bytes = 0
+        self.digest = hashlib.sha256()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._file.seekable()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
+        view = memoryview(buffer).cast("B")
+        data = self._file.read(len(view))
+        view[: len(data)] = data
+        self.digest.update(data)
+        self.bytes += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class _Zstandard(io.RawIOBase):
+    """Frames of zstandard, one after the other; a last one that is not whole is an error.
+
+    The stream reader of the package ends in silence where a file was cut short.
+    """
+
+    def __init__(self, raw: io.RawIOBase, path: str) -> None:
+        self._module = _zstandard(path)
+        self._raw = raw
+        self._packed = self._ready = b""
+        self._frame = self._module.ZstdDecompressor().decompressobj()
+        self._inside = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
+        view = memoryview(buffer).cast("B")
+        while not self._ready and self._fill():
+            pass
+        size = min(len(view), len(self._ready))
+        view[:size], self._ready = self._ready[:size], self._ready[size:]
+        return size
+
+    def _fill(self) -> bool:
+        """Unpack a little more; False at the end."""
+        self._packed = self._packed or self._raw.read(1 << 16) or b""
+        if not self._packed:
+            if self._inside:
+                raise EOFError("the last frame is not whole")
+            return False
+        try:
+            self._ready = self._frame.decompress(self._packed)
+        except self._module.ZstdError as error:
+            raise EOFError(str(error)) from None
+        self._packed, self._inside = b"", True
+        if self._frame.eof:
+            self._packed, self._inside = self._frame.unused_data, False
+            self._frame = self._module.ZstdDecompressor().decompressobj()
+        return True
+
+
+def _unpacked(raw: _Hashed, packed: str) -> _Reader:
+    if packed == ".zst":
+        return io.BufferedReader(_Zstandard(raw, packed), _STEP)
+    buffered = io.BufferedReader(raw, _STEP)
+    if packed == ".gz":
+        return gzip.GzipFile(fileobj=buffered, mode="rb")
+    if packed == ".bz2":
+        return bz2.BZ2File(buffered)
+    return buffered
+
+
+def _zstandard(path: str) -> ModuleType:
+    try:
+        import zstandard
+    except ImportError:
+        raise DataError(
+            f"{path}: a .zst file needs zstandard; pip install 'megatron-data[zstd]'"
+        ) from None
+    return zstandard

@@ -1,0 +1,200 @@
+"""Compressed files, Parquet, patterns and URLs: the documents are those of the plain file."""
+
+import bz2
+import gzip
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_data import ByteTokenizer, DataError, preprocess, read_texts
+from megatron_data.sources.json_lines import JsonLines, LinesChunk
+from megatron_data.sources.opening import open_sources
+from megatron_data.sources.parquet import Parquet, RowsChunk
+from megatron_data.sources.protocol import BrokenChunk
+
+zstandard = pytest.importorskip("zstandard")
+pyarrow = pytest.importorskip("pyarrow")
+fsspec = pytest.importorskip("fsspec")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+TEXTS = [f"Document {number}, naïve 日本.\n" * (number % 7) for number in range(60)]
+LINES = "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in TEXTS).encode()
+
+
+def zstd(data: bytes) -> bytes:
+    """Two frames, one after the other."""
+    half = len(data) // 2
+    return b"".join(zstandard.compress(part) for part in (data[:half], data[half:]))
+
+
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": lambda data: gzip.compress(data[:100]) + gzip.compress(data[100:]),
+    ".bz2": lambda data: bz2.compress(data[:100]) + bz2.compress(data[100:]),
+    ".zst": zstd,
+}
+
+
+def write_table(path: Path, texts: Sequence[object], **options: Any) -> Path:
+    table = pyarrow.table({"id": range(len(texts)), "text": texts})
+    parquet.write_table(table, path, **options)
+    return path
+
+
+def tokens_of(path: str | Path, output: Path, **options: Any) -> bytes:
+    (made,) = preprocess([path], output, ByteTokenizer(), append_eod=True, **options)
+    return Path(f"{made.prefix}.bin").read_bytes() + Path(f"{made.prefix}.idx").read_bytes()
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    path = tmp_path / "plain.jsonl"
+    path.write_bytes(LINES)
+    return path
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_packed_lines_and_texts_are_those_of_the_plain_file(
+    suffix: str, plain: Path, tmp_path: Path
+) -> None:
+    packed = tmp_path / f"a.jsonl{suffix}"
+    packed.write_bytes(PACK[suffix](LINES))
+    wanted = tokens_of(plain, tmp_path / "plain")
+    assert tokens_of(packed, tmp_path / "packed", chunk_bytes=1000) == wanted
+    manifest = json.loads((tmp_path / "packed_text_document.meta.json").read_text())
+    (source,) = manifest["sources"]
+    assert source["bytes"] == packed.stat().st_size
+    assert source["lines"] == 60
+    text = tmp_path / f"a.txt{suffix}"
+    text.write_bytes(PACK[suffix](b"one document\n" * 100))
+    assert list(read_texts([text])) == ["one document\n" * 100]
+    source_of_lines = JsonLines(str(packed))
+    for chunk in list(source_of_lines.chunks(1000)):
+        assert isinstance(chunk, LinesChunk)
+        assert source_of_lines.chunk_at(chunk.span).data == chunk.data
+
+
+def test_rows_of_parquet_are_the_documents(plain: Path, tmp_path: Path) -> None:
+    table = write_table(tmp_path / "a.parquet", TEXTS, row_group_size=7)
+    wanted = tokens_of(plain, tmp_path / "plain")
+    assert tokens_of(table, tmp_path / "rows", chunk_bytes=500) == wanted
+    assert tokens_of(table, tmp_path / "two", chunk_bytes=500, workers=2) == wanted
+    source = Parquet(str(table), ("text",))
+    chunks = list(source.chunks(500))
+    assert len(chunks) > 5
+    for chunk in chunks:
+        assert isinstance(chunk, RowsChunk)
+        assert source.chunk_at(chunk.span).digest == chunk.digest
+    lists = write_table(tmp_path / "lists.parquet", [["a", "b"], ["c"]])
+    assert list(read_texts([lists])) == ["a", "b", "c"]
+
+
+def test_what_is_wrong_with_a_table_is_named(plain: Path, tmp_path: Path) -> None:
+    table = write_table(tmp_path / "a.parquet", ["a", None, "c"])
+    with pytest.raises(DataError, match=r"a\.parquet, row 2: 'text' holds a NoneType"):
+        tokens_of(table, tmp_path / "o")
+    with pytest.raises(
+        DataError, match=r"a\.parquet, row 1: no column 'body' \(columns here: 'id'"
+    ):
+        list(read_texts([table], "body"))
+    whole = write_table(tmp_path / "b.parquet", TEXTS * 50, row_group_size=500).read_bytes()
+    (tmp_path / "b.parquet").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"b\.parquet, row 1: it is no Parquet file, or damaged"):
+        tokens_of(tmp_path / "b.parquet", tmp_path / "o")
+    plain.rename(tmp_path / "c.parquet")
+    with pytest.raises(DataError, match=r"c\.parquet, row 1: it is no Parquet file") as raised:
+        tokens_of(tmp_path / "c.parquet", tmp_path / "o")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("suffix", PACK)
+def test_a_cut_file_gives_its_whole_lines_and_names_the_rest(suffix: str, tmp_path: Path) -> None:
+    lines = b"".join(b'{"text": "%d"}\n' % (number * 7919 % 10_007) for number in range(20_000))
+    packed = tmp_path / f"a.jsonl{suffix}"
+    whole = PACK[suffix](lines)
+    packed.write_bytes(whole[: len(whole) * 3 // 4])
+    chunks = list(JsonLines(str(packed)).chunks(10_000))
+    good, last = chunks[:-1], chunks[-1]
+    data = b"".join(chunk.data for chunk in good if isinstance(chunk, LinesChunk))
+    # bzip2 gives out nothing of a block that is not whole
+    assert lines.startswith(data) and data.endswith(b"\n") and (data or suffix == ".bz2")
+    assert isinstance(last, BrokenChunk)
+    fault = last.problem
+    assert (fault.offset, fault.number) == (len(data), data.count(b"\n") + 1)
+    assert "damaged or cut short" in str(fault) and str(fault).startswith(
+        f"{packed}:{fault.number}"
+    )
+
+
+def test_flipped_bits_in_a_packed_file_are_named(tmp_path: Path) -> None:
+    for suffix, pack in PACK.items():
+        data = bytearray(pack(LINES * 30))
+        data[len(data) // 2] ^= 0xFF
+        packed = tmp_path / f"a.jsonl{suffix}"
+        packed.write_bytes(data)
+        with pytest.raises(DataError, match=r"a\.jsonl.*:\d+: ") as raised:
+            tokens_of(packed, tmp_path / "o")
+        assert "\n" not in str(raised.value)
+
+
+def test_folders_find_packed_names_too(plain: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "all"
+    folder.mkdir()
+    (folder / "b.txt.gz").write_bytes(gzip.compress(b"text"))
+    (folder / "c.JSONL.zst").write_bytes(zstd(b'{"text": "lines"}'))
+    write_table(folder / "a.parquet", ["rows"])
+    (folder / "a.txt").write_text("first")
+    assert list(read_texts([folder])) == ["first", "text", "rows", "lines"]
+
+
+def test_patterns_stand_for_what_they_match_in_order(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "deep/c.txt", "odd[1].txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert list(read_texts([tmp_path / "?.txt"])) == ["a.txt", "b.txt"]
+    assert list(read_texts([tmp_path / "**" / "c.txt"])) == ["deep/c.txt"]
+    assert list(read_texts([tmp_path / "odd[1].txt"])) == ["odd[1].txt"], "a name before a pattern"
+    with pytest.raises(DataError, match=r"no file matches .*\*\.jsonl"):
+        open_sources([tmp_path / "*.jsonl"], ("text",))
+
+
+def test_urls_are_read_through_fsspec(plain: Path, tmp_path: Path) -> None:
+    wanted = tokens_of(plain, tmp_path / "plain")
+    assert tokens_of(f"file://{plain}", tmp_path / "file") == wanted
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/corpus/deep/b.jsonl.gz", gzip.compress(LINES))
+    memory.pipe("/corpus/a.txt", b"a text")
+    memory.pipe("/corpus/.hidden/x.txt", b"never read")
+    try:
+        url = "memory://corpus/deep/b.jsonl.gz"
+        assert tokens_of(url, tmp_path / "memory", chunk_bytes=1000) == wanted
+        assert list(read_texts(["memory://corpus"])) == ["a text", *TEXTS]
+        assert list(read_texts(["memory://corpus/*.txt"])) == ["a text"]
+        with pytest.raises(DataError, match="no input file or folder at memory://corpus/none"):
+            open_sources(["memory://corpus/none"], ("text",))
+        with pytest.raises(DataError, match=r"nope://x: fsspec cannot open it: .*nope"):
+            open_sources(["nope://x"], ("text",))
+    finally:
+        memory.rm("/corpus", recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "extra"),
+    [
+        ("zstandard", "a.jsonl.zst", "zstd"),
+        ("pyarrow", "a.parquet", "parquet"),
+        ("fsspec", "memory://a.jsonl", "remote"),
+    ],
+)
+def test_a_missing_extra_is_named(
+    module: str, name: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = name if "://" in name else str(tmp_path / name)
+    if "://" not in name:
+        Path(path).write_bytes(b"content")
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(DataError, match=rf"megatron-data\[{extra}\]") as raised:
+        preprocess([path], tmp_path / "o", ByteTokenizer())
+    assert "\n" not in str(raised.value)

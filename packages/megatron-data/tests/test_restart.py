@@ -1,0 +1,356 @@
+"""A run that was ended, however, is continued: never another job's work, always the same bytes."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from megatron_data import (
+    DataError,
+    IndexedDataset,
+    NullTokenizer,
+    preprocess,
+    verify,
+)
+from megatron_data.cli import main
+from megatron_data.preprocessing.parts import WorkFolder
+
+LINES = [f'{{"text": "{number} {number * 7}"}}\n' for number in range(2000)]
+CHUNK = 1000
+
+SCRIPT = """
+import sys, time
+import megatron_data
+from megatron_data import preprocess
+
+class NullTokenizer(megatron_data.NullTokenizer):
+    def encode_batch(self, texts):
+        time.sleep(0.005)
+        return super().encode_batch(texts)
+
+if __name__ == "__main__":
+    print("ready", flush=True)
+    made, = preprocess(
+        [sys.argv[1]], sys.argv[2], NullTokenizer(20_000), append_eod=True, chunk_bytes=1000,
+        workers=int(sys.argv[3]),
+    )
+    print("done", made.chunks, made.continued, flush=True)
+"""
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "in" / "a.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(LINES))
+    return path
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out" / "o"
+
+
+@pytest.fixture
+def run(corpus: Path, out: Path, tmp_path: Path) -> Callable[..., "subprocess.Popen[str]"]:
+    """Starts the slow job in a process of its own, and returns once it works."""
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT)
+
+    def start(workers: int = 1, **options: object) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(corpus), str(out), str(workers)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,  # type: ignore[call-overload]
+        )
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        return process
+
+    return start
+
+
+def undisturbed(corpus: Path, folder: Path) -> dict[str, bytes]:
+    preprocess([corpus], folder / "o", NullTokenizer(20_000), append_eod=True, chunk_bytes=CHUNK)
+    return files_in(folder)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def killed(process: "subprocess.Popen[str]") -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+
+
+def wait_for_parts(process: "subprocess.Popen[str]", out: Path, number: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(list(parts_of(out).glob("*.part"))) < number:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def parts_of(out: Path) -> Path:
+    return out.with_name(f".{out.name}.parts")
+
+
+def interrupted(corpus: Path, out: Path, after: int = 10, **options: object) -> None:
+    """A run in this process that Ctrl-C ends after some chunks."""
+    seen = []
+
+    class Interrupted(NullTokenizer):
+        def encode_batch(self, texts: object) -> list[list[int]]:
+            seen.append(1)
+            if len(seen) > after:
+                raise KeyboardInterrupt
+            return super().encode_batch(texts)  # type: ignore[arg-type]
+
+    settings = {"append_eod": True, "chunk_bytes": CHUNK, **options}
+    with pytest.raises(KeyboardInterrupt):
+        preprocess([corpus], out, Interrupted(20_000), **settings)  # type: ignore[arg-type]
+
+
+SEEDS = [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 50))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_runs_killed_at_random_moments_end_in_the_bytes_of_an_undisturbed_one(
+    seed: int,
+    corpus: Path,
+    out: Path,
+    tmp_path: Path,
+    run: Callable[..., "subprocess.Popen[str]"],
+) -> None:
+    wanted = undisturbed(corpus, tmp_path / "undisturbed")
+    choose = random.Random(seed)
+    kept = 0
+    for _ in range(2):
+        process = run(workers=choose.choice((1, 2)))
+        time.sleep(choose.uniform(0.0, 0.5))
+        if process.poll() is None:
+            killed(process)
+            for path in out.parent.glob("o_*"):
+                assert path.read_bytes() == wanted[path.name], "whole, or not there"
+        kept = len(list(parts_of(out).glob("*.part")))
+    process = run(workers=choose.choice((1, 2)))
+    shown, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    assert not error
+    assert int(shown.split()[2]) == kept
+    assert files_in(out.parent) == wanted, "the same bytes, and no litter"
+
+
+def test_a_killed_run_goes_on_where_it_was(
+    corpus: Path, out: Path, tmp_path: Path, run: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    process = run()
+    wait_for_parts(process, out, 12)
+    killed(process)
+    kept = {path.name: path.read_bytes() for path in parts_of(out).glob("*.part")}
+    with pytest.raises(DataError, match="no dataset at"):
+        IndexedDataset(f"{out}_text_document")
+    (made,) = preprocess(
+        [corpus], out, NullTokenizer(20_000), append_eod=True, chunk_bytes=CHUNK, workers=1
+    )
+    assert made.continued == len(kept) >= 12
+    assert made.chunks > made.continued
+    assert files_in(out.parent) == undisturbed(corpus, tmp_path / "undisturbed")
+
+
+def test_workers_end_with_the_process_that_started_them(
+    out: Path, run: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    process = run(workers=2)
+    wait_for_parts(process, out, 1)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    workers = [
+        pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert len(workers) == 2
+    killed(process)
+    deadline = time.monotonic() + 30
+    while any(running(pid) for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def workers_of(process: "subprocess.Popen[str]") -> list[str]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_worker_that_is_killed_is_told_of_and_the_run_goes_on(
+    corpus: Path, out: Path, tmp_path: Path, run: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    process = run(workers=2)
+    wait_for_parts(process, out, 3)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    workers = [
+        pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(int(workers[0]), signal.SIGKILL)
+    _, error = process.communicate(timeout=60)
+    assert "a worker process died" in error
+    (made,) = preprocess(
+        [corpus], out, NullTokenizer(20_000), append_eod=True, chunk_bytes=CHUNK, workers=1
+    )
+    assert made.continued >= 3
+    assert files_in(out.parent) == undisturbed(corpus, tmp_path / "undisturbed")
+
+
+def test_two_processes_never_work_on_one_output(
+    corpus: Path, out: Path, run: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    process = run()
+    wait_for_parts(process, out, 1)
+    with pytest.raises(DataError, match="another process is preprocessing to"):
+        preprocess([corpus], out, NullTokenizer(20_000))
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_ctrl_c_keeps_what_is_done_and_says_no_more_than_before(
+    corpus: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupted(corpus, out, chunk_bytes=1 << 20, after=0)
+    assert not files_in(out.parent), "nothing was done, nothing is kept"
+    interrupted(corpus, out)
+    assert len(list(parts_of(out).glob("*.part"))) == 10
+    assert [path.name for path in out.parent.iterdir()] == [".o.parts"]
+    preprocess([corpus], out, NullTokenizer(20_000), append_eod=True, chunk_bytes=CHUNK)
+    assert files_in(out.parent) == undisturbed(corpus, tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"append_eod": False}, "end of document"),
+        ({"chunk_bytes": 999}, "chunk bytes"),
+        ({"max_document_bytes": 10_000}, "max document bytes"),
+        ({"tokenizer": NullTokenizer(30_000)}, "end of document, tokenizer"),
+    ],
+)
+def test_the_parts_of_another_job_are_not_taken(
+    options: dict[str, object],
+    what: str,
+    corpus: Path,
+    out: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    interrupted(corpus, out)
+    settings = {"append_eod": True, "chunk_bytes": CHUNK, **options}
+    tokenizer = settings.pop("tokenizer", NullTokenizer(20_000))
+    (made,) = preprocess([corpus], out, tokenizer, **settings)  # type: ignore[arg-type]
+    (told,) = caplog.messages
+    assert told == (
+        f"{parts_of(out)} holds 10 parts of another job ({what} differ); they are removed, and all "
+        "is done anew"
+    )
+    assert made.continued == 0
+    verify(made.prefix)
+
+
+def test_only_chunks_whose_content_is_the_same_are_taken_over(
+    corpus: Path, out: Path, tmp_path: Path
+) -> None:
+    interrupted(corpus, out)
+    text = corpus.read_text()
+    corpus.write_text(text.replace('"5 35"', '"5 36"').replace('"900 6300"', '"900 6301"'))
+    damaged = parts_of(out) / "00000004.part"
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    (parts_of(out) / "00000005.part").write_bytes(b"")
+    (parts_of(out) / "00000006.4711").write_bytes(b"half")
+    (made,) = preprocess([corpus], out, NullTokenizer(20_000), append_eod=True, chunk_bytes=CHUNK)
+    assert made.continued == 7, "of ten, one of another content and two that the disk lost"
+    assert files_in(out.parent) == undisturbed(corpus, tmp_path / "undisturbed")
+
+
+def test_a_bad_line_is_mended_and_what_was_done_before_it_is_kept(
+    corpus: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = corpus.read_text().splitlines(keepends=True)
+    corpus.write_text("".join([*lines[:1500], "{\n", *lines[1500:]]))
+    settings = {"append_eod": True, "chunk_bytes": CHUNK}
+    with pytest.raises(DataError, match=r"a\.jsonl:1501: not JSON"):
+        preprocess([corpus], out, NullTokenizer(20_000), **settings)  # type: ignore[arg-type]
+    (made,) = preprocess(
+        [corpus],
+        out,
+        NullTokenizer(20_000),
+        on_error="skip",
+        **settings,  # type: ignore[arg-type]
+    )
+    assert made.continued > 10 and made.skipped.documents == 1
+    assert made.counts.documents == 2000
+
+
+def test_the_command_says_that_it_goes_on(
+    corpus: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_data.preprocessing.pipeline._SMALLEST", CHUNK)
+    interrupted(corpus, out, chunk_bytes=None)
+    command = ["preprocess", "--input", str(corpus), "--output-prefix", str(out), "--append-eod"]
+    command += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "20000"]
+    assert main(command) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("10 of ") and shown[0].endswith("were done by an earlier run")
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
+    corpus: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit on the size of files stands for the disk; parts are below it, the .bin is not."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2500, 2500))\n"
+    (tmp_path / "job.py").write_text(
+        limit + "from megatron_data.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+    )
+    monkeypatch.setattr("megatron_data.preprocessing.pipeline._SMALLEST", CHUNK)
+    interrupted(corpus, out, chunk_bytes=None)
+    kept = len(list(parts_of(out).glob("*.part")))
+    command = ["preprocess", "--input", str(corpus), "--output-prefix", str(out), "--append-eod"]
+    command += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "20000"]
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "job.py"), *command],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") <= 2, done.stderr
+    assert f": {os.strerror(errno.EFBIG)}\n" in done.stderr
+    assert not list(out.parent.glob("*.bin")) and not list(out.parent.glob("*.idx"))
+    assert main(command) == 0
+    verify(f"{out}_text_document")
+    assert kept == 10
+
+
+def test_a_folder_is_let_go_and_removed(tmp_path: Path) -> None:
+    job = {"a": 1}
+    with WorkFolder(str(tmp_path / "o"), job), pytest.raises(DataError, match="another process"):
+        WorkFolder(str(tmp_path / "o"), job)
+    assert not list(tmp_path.iterdir())
+    with WorkFolder(str(tmp_path / "o"), job) as folder:
+        (folder.path / "00000000.part").write_bytes(b"")
+    assert json.loads((tmp_path / ".o.parts" / "job.json").read_text()) == job
+    with WorkFolder(str(tmp_path / "o"), job) as folder:
+        folder.finish()
+    assert not list(tmp_path.iterdir())
