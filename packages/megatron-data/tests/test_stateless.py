@@ -214,7 +214,7 @@ def test_a_run_goes_on_after_its_data_changed(write_dataset: Write) -> None:
         assert np.array_equal(before[sample]["tokens"], changed[sample]["tokens"])
     after = Counter(int(changed[sample]["tokens"][0]) for sample in range(100, 400))
     assert after == {2: 150, 3: 150}
-    with pytest.raises(DataError, match='needs the "stateless" order'):
+    with pytest.raises(DataError, match='needs another order than "compat"'):
         build_gpt_datasets(
             first, "100", (10, 0, 0), 16, order="compat", data_path_changes=[(1, second)]
         )

@@ -39,6 +39,9 @@ from .order.compat import GPTIndices as GPTIndices
 from .order.compat import build_gpt_indices as build_gpt_indices
 from .order.history import BlendHistory as BlendHistory
 from .order.history import Change as Change
+from .order.packing import PackedOrder as PackedOrder
+from .order.packing import Packing as Packing
+from .order.packing import PackingReport as PackingReport
 from .order.permutation import Permutation as Permutation
 from .order.sentences import block_map as block_map
 from .order.sentences import sentence_map as sentence_map

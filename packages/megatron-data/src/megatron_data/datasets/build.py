@@ -6,7 +6,14 @@ from typing import NamedTuple, TypeAlias
 
 from ..errors import DataError
 from .blended import Dataset
-from .builders import Builder, CompatBuilder, GPTBuilder, OrderName, StatelessBuilder
+from .builders import (
+    Builder,
+    CompatBuilder,
+    GPTBuilder,
+    OrderName,
+    PackedBuilder,
+    StatelessBuilder,
+)
 from .gpt import GPTDatasetConfig, TokenSource
 from .paths import Blend, parse_data_path, parse_per_split
 from .split import DEFAULT_SPLIT, SPLITS, Interval, parse_split
@@ -56,10 +63,11 @@ def build_gpt_datasets(
         sequence_length: tokens in a sample.
         seed: of the order.
         order: "stateless" computes every sample from its number: nothing is built or kept, a run
-            can be made longer, and weights changed, without changing what it has seen. "compat"
-            gives Megatron's samples element by element.
+            can be made longer, and weights changed, without changing what it has seen. "packed"
+            does not cut documents that fit into a sample, see `Packing`. "compat" gives Megatron's
+            samples element by element.
         data_path_changes: data that takes the place of `data_path` in training from a sample on,
-            with other weights or other datasets; "stateless" only.
+            with other weights or other datasets; not with "compat".
         eod_id: token that ends a document.
         pad_id: token that is padding wherever it occurs.
         add_extra_token: read one token beyond the sequence length, for the last label.
@@ -89,7 +97,7 @@ def build_gpt_datasets(
     if order == "compat":
         if data_path_changes:
             raise DataError(
-                'data that changes at a sample needs the "stateless" order; Megatron\'s is drawn '
+                'data that changes at a sample needs another order than "compat", which is drawn '
                 "for a whole run"
             )
         builder = CompatBuilder(
@@ -101,7 +109,8 @@ def build_gpt_datasets(
         )
     else:
         changes = [(first, _training_data(first, path)) for first, path in data_path_changes]
-        builder = StatelessBuilder(
+        kind = PackedBuilder if order == "packed" else StatelessBuilder
+        builder = kind(
             config=config,
             seed=seed,
             drop_last_partial_validation=drop_last_partial_validation,
@@ -144,8 +153,12 @@ def build_mock_gpt_datasets(
     Raises:
         DataError: a split without tokens.
     """
-    kind: type[GPTBuilder] = CompatBuilder if order == "compat" else StatelessBuilder
-    builder = kind(config=config, seed=seed)
+    kinds: dict[str, type[GPTBuilder]] = {
+        "stateless": StatelessBuilder,
+        "packed": PackedBuilder,
+        "compat": CompatBuilder,
+    }
+    builder = kinds[order](config=config, seed=seed)
     built = [
         None
         if interval is None or size == 0

@@ -17,6 +17,7 @@ from ..order.blend import GreedyBlend, normalize
 from ..order.cache import cache_key, load_or_build
 from ..order.compat import CompatOrder, GPTIndices, build_gpt_indices
 from ..order.history import BlendHistory, Change
+from ..order.packing import PackedOrder
 from ..order.permutation import mixed
 from ..order.spans import SampleOrder
 from ..order.stateless import CountedLengths, SequenceTable, StatelessOrder
@@ -25,7 +26,7 @@ from .gpt import GPTDataset, GPTDatasetConfig, TokenSource
 from .paths import Blend
 from .split import Interval, SplitName, sequences_of
 
-OrderName: TypeAlias = Literal["stateless", "compat"]
+OrderName: TypeAlias = Literal["stateless", "packed", "compat"]
 
 
 @dataclass(kw_only=True)
@@ -221,7 +222,7 @@ class StatelessBuilder(GPTBuilder):
         size: int | None,
         drop_last_partial: bool,
         number: int,
-    ) -> StatelessOrder:
+    ) -> SampleOrder:
         return StatelessOrder(
             _table(source),
             sequences,
@@ -284,6 +285,28 @@ class StatelessBuilder(GPTBuilder):
         bounds = np.array(sequences_of(interval, len(source)), np.int64)
         begin, end = source.tokens_before(bounds).tolist()
         return int(end - begin)
+
+
+@dataclass(kw_only=True)
+class PackedBuilder(StatelessBuilder):
+    """Whole documents, packed into samples; sources are mixed as in `StatelessBuilder`."""
+
+    def _order(
+        self,
+        source: TokenSource,
+        sequences: tuple[int, int],
+        size: int | None,
+        drop_last_partial: bool,
+        number: int,
+    ) -> PackedOrder:
+        return PackedOrder(
+            source.sequence_lengths,
+            sequences,
+            sequence_length=self.config.sequence_length,
+            seed=mixed(self.seed, number),
+            num_samples=size,
+            extra=self.config.extra,
+        )
 
 
 @contextmanager

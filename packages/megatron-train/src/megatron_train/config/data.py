@@ -58,11 +58,11 @@ class DataConfig:
     reset_position_ids: bool = setting(False, "restart positions after each document")
     reset_attention_mask: bool = setting(False, "attend within a document only")
     eod_mask_loss: bool = setting(False, "no loss where the input is the end-of-document token")
-    sample_order: Literal["stateless", "compat"] = setting(
+    sample_order: Literal["stateless", "packed", "compat"] = setting(
         "stateless",
         "which tokens make up which sample: stateless computes every sample from its number, so "
-        "that a run can be made longer and its data changed; compat gives Megatron's samples (our "
-        "name)",
+        "that a run can be made longer and its data changed; packed does so with whole documents, "
+        "cutting only those longer than a sample; compat gives Megatron's samples (our name)",
     )
     data_path_changes: str | None = setting(
         None,
@@ -94,13 +94,13 @@ class DataConfig:
             raise TrainError("no corpus: give --data-path, or --train-data-path")
         if self.data_cache_path and self.sample_order != "compat":
             raise TrainError(
-                "--data-cache-path keeps the indices of --sample-order compat; the stateless order "
-                "builds none, so leave it out"
+                "--data-cache-path keeps the indices of --sample-order compat; the others have "
+                "none, so leave it out"
             )
         if self.data_path_changes and self.sample_order == "compat":
             raise TrainError(
-                "--data-path-changes needs --sample-order stateless; Megatron's order is drawn for "
-                "a whole run"
+                "--data-path-changes does not go with --sample-order compat, which is drawn for "
+                "a whole run; give stateless or packed"
             )
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(self, name) and self.tokenizer is None:
