@@ -221,6 +221,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {"--bf16": "", "--grad-reduce-in-bf16": ""},
         {"--ddp-reduce-scatter-with-fp32-accumulation": ""},
     ),
+    "data_parallel.gradient_accumulation_fusion": ({}, {"--no-gradient-accumulation-fusion": ""}),
     "data_parallel.check_for_nan_in_loss_and_grad": (
         {"--lr": "1e38"},
         {"--no-check-for-nan-in-loss-and-grad": ""},
@@ -318,6 +319,7 @@ class Probes:
             parameters = engine.parameters
             self.seen["buckets"] = [len(b.buckets) for b in engine.buffers]
             self.seen["sharded"] = len(engine.shards)
+            self.seen["fused"] = engine.fusion.fused
             self.seen["waiting"] = sum(
                 len(module._forward_pre_hooks)
                 for stage in trainer.task.stages

@@ -30,6 +30,7 @@ DEFECT_SAMPLE = {
     "the gradients of norms are not summed over tensor-parallel ranks",
     "a tied gradient is counted twice",
     "a bucket of gradients is not summed over data-parallel ranks",
+    "a product overwrites the gradient that it should add to",
     "weights are read before they are gathered",
     "fully sharded gradients are averaged over micro-batches",
     "the upper stages of a V have the layers of a loop",

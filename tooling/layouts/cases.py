@@ -78,6 +78,9 @@ SPLITS = {
 
 
 PLAIN = DataParallelConfig()
+UNFUSED = DataParallelConfig(gradient_accumulation_fusion=False)
+"""Of the one rank: every layout adds gradients up in products, where it can."""
+
 SHARDED = DataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=3000)
 """Buckets so small that many parameters are cut, most of them in the middle of a row."""
 
@@ -189,6 +192,7 @@ class Case:
             self.model,
             dropout=self.dropout,
             micro_batch=self.micro_batch if known else 4,
+            data_parallel=UNFUSED,
             per_token=self.per_token,
             smooth=self.smooth,
         )

@@ -11,7 +11,7 @@ from megatron_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
     collect_shardings,
-    column_parallel_linear,
+    fuse_gradient_accumulation,
     initialize_parameters,
     normal_,
     parameter_views,
@@ -38,8 +38,9 @@ class Network(nn.Module):
     def __init__(self, mesh: Mesh, sequence_parallel: bool) -> None:
         super().__init__()
         options = {"sequence_parallel": sequence_parallel, "init": NORMAL, "dtype": torch.float64}
-        self.axis, self.sequence_parallel = mesh.axis("tp"), sequence_parallel
+        self.axis = mesh.axis("tp")
         self.embedding = VocabParallelEmbedding(VOCAB, H, mesh, padded=48, **options)  # type: ignore[arg-type]
+        self.embedding.multiplies = True
         self.qkv = ColumnParallelLinear(H, (GROUPS, 3), mesh, **options)  # type: ignore[arg-type]
         self.out = RowParallelLinear(GROUPS * 3, H, mesh, **options)  # type: ignore[arg-type]
         self.up = ColumnParallelLinear(H, (2, FFN), mesh, dim=1, fused_dim=0, **options)  # type: ignore[arg-type]
@@ -50,8 +51,7 @@ class Network(nn.Module):
         x = x + self.out(torch.tanh(self.qkv(x)).flatten(-2))
         gate, up = self.up(x).unbind(-2)
         x = x + self.down(torch.sigmoid(gate) * up)
-        weight = self.embedding.weight
-        logits = column_parallel_linear(x, weight, None, self.axis, self.sequence_parallel)
+        logits = self.embedding.output(x)
         return vocab_parallel_cross_entropy(logits, targets, self.axis, VOCAB)
 
 
@@ -89,8 +89,9 @@ def train_once(
             if name.endswith("bias"):
                 normal_(parameter, seed=3, name=name, sharding=table[name], std=0.3, mesh=mesh)
     tokens, targets, weights = batch()
-    loss = model(tokens, targets)
     buffers = GradientBuffers(model.named_parameters(), table, mesh)
+    assert len(fuse_gradient_accumulation([model], [buffers]).fused) == 5
+    loss = model(tokens, targets)
     (loss * weights).sum().backward()
     buffers.finish()
     grads = buffers.gradients()

@@ -1,7 +1,8 @@
 """Defects of gradients: what is summed, over which ranks, and how often."""
 
-from megatron_parallel import Mesh
+from megatron_parallel import GradientBuffers, Mesh
 from megatron_parallel.data_parallel.bucket import Bucket
+from torch import Tensor
 
 from layouts.defects.catalogue import Replace, defect
 
@@ -61,3 +62,37 @@ def _averaged(mesh: Mesh, replace: Replace) -> None:
             self.flat.div_(self.route.size)
 
     replace(Bucket, "wait", wrong)
+
+
+@defect("a product overwrites the gradient that it should add to", "dp2-tied-dropout")
+def _overwritten(mesh: Mesh, replace: Replace) -> None:
+    true = Bucket.place
+
+    def wrong(self: Bucket, name: str) -> tuple[Tensor, bool]:
+        return true(self, name)[0], True
+
+    replace(Bucket, "place", wrong)
+
+
+@defect("a bucket is summed before products have added to it", "dp2·sharded-tied-dropout")
+def _summed_before_products(mesh: Mesh, replace: Replace) -> None:
+    begin, place, arrived = GradientBuffers.begin, Bucket.place, GradientBuffers._arrived
+
+    def begin_without(self: GradientBuffers, *, last: bool = False) -> None:
+        begin(self, last=last)
+        for bucket in self.buckets:
+            bucket.awaited -= bucket._fused
+
+    def late_place(self: Bucket, name: str) -> tuple[Tensor, bool]:
+        launched, self.launched = self.launched, False
+        found = place(self, name)
+        self.launched = launched
+        return found
+
+    def late_arrival(self: GradientBuffers, bucket: Bucket, name: str, parameter: Tensor) -> None:
+        if not bucket.launched:
+            arrived(self, bucket, name, parameter)
+
+    replace(GradientBuffers, "begin", begin_without)
+    replace(Bucket, "place", late_place)
+    replace(GradientBuffers, "_arrived", late_arrival)

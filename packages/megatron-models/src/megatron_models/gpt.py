@@ -12,7 +12,6 @@ from megatron_parallel.context_parallel import ContextSplit, check_length
 from megatron_parallel.tensor_parallel import (
     CHUNKS,
     ColumnParallelLinear,
-    column_parallel_linear,
     overlap_forward,
 )
 from torch import Tensor, nn
@@ -129,7 +128,9 @@ class GPT(nn.Module):
         self.output: ColumnParallelLinear | None = None
         if plan.last:
             self.final_norm = Norm(config, mesh, *place)
-            if not tied:
+            if self.embedding is not None and tied:
+                self.embedding.word.multiplies = True
+            else:
                 self.output = output_layer(config, mesh, *place)
         self.chunks = CHUNKS if tp_comm_overlap else 1
         overlap_forward(self, self.chunks)
@@ -316,9 +317,7 @@ class GPT(nn.Module):
         if self.output is not None:
             logits: Tensor = self.output(x)
             return logits
-        weight = cast(Embedding, self.embedding).word.weight
-        cut = self.sequence_parallel
-        return column_parallel_linear(x, weight, None, self.tp, cut, self.chunks)
+        return cast(Embedding, self.embedding).word.output(x, self.chunks)
 
 
 def gpt_chunks(

@@ -17,6 +17,8 @@ from .data_parallel.buffers import GradientBuffers as GradientBuffers
 from .data_parallel.config import DataParallelConfig as DataParallelConfig
 from .data_parallel.finite import describe_not_finite as describe_not_finite
 from .data_parallel.fully_sharded import FullySharded as FullySharded
+from .data_parallel.fusion import Fusion as Fusion
+from .data_parallel.fusion import fuse_gradient_accumulation as fuse_gradient_accumulation
 from .data_parallel.parameters import ParameterBuffers as ParameterBuffers
 from .data_parallel.shards import Shards as Shards
 from .dropout import DropoutKey as DropoutKey

@@ -69,6 +69,19 @@ def gradient_wanted(ctx: Any, index: int) -> bool:
         return True
 
 
+def gradient_returned(ctx: Any, index: int) -> bool:
+    """Whether the backward pass under way returns the gradient of a leaf, a function's input.
+
+    That is `torch.autograd.grad`; `backward` adds it to `.grad` and calls hooks. `index` counts as
+    in `gradient_wanted`.
+    """
+    try:
+        torch._C._will_engine_execute_node(ctx.next_functions[index][0])
+    except RuntimeError:  # torch refuses to answer for such a leaf, and for no other
+        return True
+    return False
+
+
 def _started(work: dist.Work | None) -> dist.Work:
     if work is None:  # only to ranks outside of the group
         raise RuntimeError("the collective gave no work to wait for")

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from megatron_parallel import (
     DataParallelConfig,
+    Fusion,
     InnerLosses,
     Mesh,
     ParameterBuffers,
@@ -31,6 +32,7 @@ from megatron_parallel import (
     all_reduce,
     collect_shardings,
     describe_not_finite,
+    fuse_gradient_accumulation,
     parameter_views,
 )
 from megatron_parallel.pipeline import FullyShardedStages, StageGradients, default_schedule
@@ -59,6 +61,7 @@ class StepEngine:
         table: how each is cut.
         buffers: main gradients, one set for each stage of this rank, and for what they share.
         shards: what this rank updates of each of these sets, where it does not update all.
+        fusion: which weights' gradients are added up by the products that make them, and why not.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class StepEngine:
                 )
         self.parameters = self._gradients.parameters
         self.buffers = self._gradients.buffers
+        self.fusion = self._fuse(data_parallel, compile)
         if compile:
             chunks = [torch.compile(stage, dynamic=False) for stage in chunks]  # type: ignore[misc]
         self._iteration: int | None = None
@@ -178,6 +182,16 @@ class StepEngine:
             cut = self._gradients.buffers
             return {n: v for one in cut for n, v in one.views(one.weights(), self.mesh).items()}
         return parameter_views(self.parameters, self.table, self.mesh)
+
+    def _fuse(self, data_parallel: DataParallelConfig, compiled: bool) -> Fusion:
+        """Let products add up the gradients of their weights, where nothing stands against it."""
+        if not data_parallel.gradient_accumulation_fusion:
+            return Fusion(off="--no-gradient-accumulation-fusion")
+        if not isinstance(self._gradients, StageGradients):
+            return Fusion(off="torch's fully_shard (--use-torch-fsdp2) adds gradients up itself")
+        if compiled:
+            return Fusion(off="code that torch.compile makes (--compile) has no buffers to add to")
+        return fuse_gradient_accumulation(self.task.stages, self._gradients.buffers)
 
     def _inputs(self, batch: Batch, stage: int) -> Mapping[str, Any]:
         given = self.task.inputs(batch, stage, self._iteration)

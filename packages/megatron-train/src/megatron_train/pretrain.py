@@ -63,6 +63,7 @@ def pretrain_gpt(config: RunConfig, values: Values | None = None) -> int:
         tokenizer = load_run_tokenizer(config)
         batches = open_batches(config, tokenizer, mesh)
         trainer = build_gpt_trainer(config, batches, mesh, dtype)
+        console.line(str(trainer.engine.fusion))
         run = _Run(config, console, mesh, dtype, batches, tokenizer, facts, start)
         trainer.callbacks = run.callbacks()
         start.take(trainer, config, data_order(config), console)

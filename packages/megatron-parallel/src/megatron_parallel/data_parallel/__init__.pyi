@@ -4,6 +4,13 @@ from .buffers import GradientBuffers as GradientBuffers
 from .config import BUCKET_SIZE as BUCKET_SIZE
 from .config import DataParallelConfig as DataParallelConfig
 from .fully_sharded import FullySharded as FullySharded
+from .fusion import Accumulator as Accumulator
+from .fusion import AddProduct as AddProduct
+from .fusion import Fusion as Fusion
+from .fusion import ProductOp as ProductOp
+from .fusion import add_product as add_product
+from .fusion import fuse_gradient_accumulation as fuse_gradient_accumulation
+from .fusion import product_refusal as product_refusal
 from .parameters import ParameterBuffers as ParameterBuffers
 from .plan import BucketPlan as BucketPlan
 from .plan import Slot as Slot

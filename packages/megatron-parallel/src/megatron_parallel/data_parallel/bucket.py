@@ -21,6 +21,7 @@ from megatron_parallel.data_parallel.reduction import (
     sum_shard,
     sum_whole,
 )
+from megatron_parallel.errors import LayoutError
 
 PURPOSE: Final = "gradients"
 """What the messages of a sum are for, in `Traffic`."""
@@ -51,7 +52,8 @@ class Bucket:
 
     Of a parameter in full precision, `.grad` is the gradient: the first micro-batch's is copied
     into the bucket, `.grad` becomes the view of it, and autograd adds the others in place. Of a
-    parameter in low precision, `.grad` is what has not been added to the bucket yet.
+    parameter in low precision, `.grad` is what has not been added to the bucket yet. The product
+    that makes a fused gradient adds it up itself, where `place` says.
 
     A sharded bucket sums each rank's shard only; of `flat`, nothing but `shard` means anything
     after that. A bucket that neither sums nor widens has no storage (`flat` is None): the gradients
@@ -88,6 +90,11 @@ class Bucket:
         self._started: Started | None = None  # what the sum waits for
         self._widened = {n for n, p in self.parameters.items() if p.dtype != plan.dtype}
         self._empty = set(self._widened)  # of those, whose views hold nothing of this step yet
+        self.closed = False
+        self.nothing = torch.zeros((), dtype=plan.parameter_dtype, device=plan.device)
+        """A gradient that a fused product has added up already is this number, expanded."""
+        self._fused: set[str] = set()
+        self._aside: dict[str, Tensor | None] | None = None  # `.grad` of those in a split pass
         self.flat: Tensor | None = None
         self.shard: Tensor | None = None
         self.views: dict[str, Tensor] = {}
@@ -115,6 +122,65 @@ class Bucket:
         else:
             view.add_(gradient)
         parameter.grad = None
+
+    def fuse(self, name: str) -> None:
+        """Say that products add up the gradient of this weight, at its `place`."""
+        self._fused.add(name)
+
+    def place(self, name: str) -> tuple[Tensor, bool]:
+        """Where a product adds up the gradient of a weight, and whether it is the first one there.
+
+        Raises `LayoutError` if the bucket has been handed to the other ranks.
+        """
+        if self.launched:
+            raise too_late(name)
+        if name in self._widened:
+            first = name in self._empty
+            self._empty.discard(name)
+            return self.views[name], first
+        parameter = self.parameters[name]
+        if self._aside is None and self.views:
+            self.absorb(name)
+        held = parameter.grad if self._aside is None else self._aside[name]
+        if held is not None:
+            return held, False
+        held = self.views[name] if self.views else torch.empty_like(parameter, requires_grad=False)
+        if self._aside is None:
+            parameter.grad = held
+        else:
+            self._aside[name] = held
+        return held, True
+
+    @property
+    def split(self) -> bool:
+        """Whether the weight half of a split backward pass is under way."""
+        return self._aside is not None
+
+    def set_aside(self) -> None:
+        """Before the weight half of a split pass, which adds what it is returned to `.grad`.
+
+        Of fused gradients that is `nothing`: their `.grad` must not be in the way, or adding it
+        would cost what was saved.
+        """
+        self._aside = {name: self.parameters[name].grad for name in self._fused}
+        for name in self._fused:
+            self.parameters[name].grad = None
+
+    @torch.no_grad()
+    def bring_back(self) -> None:
+        """After it."""
+        aside, self._aside = self._aside or {}, None
+        for name, held in aside.items():
+            parameter = self.parameters[name]
+            left, parameter.grad = parameter.grad, held
+            if left is None or left.data_ptr() == self.nothing.data_ptr():
+                continue
+            if held is None:  # another use of the weight
+                parameter.grad = left
+            else:
+                held.add_(left)
+        for name in self.views:
+            self.absorb(name)
 
     def launch(self) -> None:
         """Start the sum; nothing may be added from now on."""
@@ -221,6 +287,10 @@ class Bucket:
         self.launched = False
         self.reductions = []
 
+    def close(self) -> None:
+        """Leave gradients to autograd from now on."""
+        self.closed = True
+
     def _wait(self, started: Started) -> None:
         waited = started.wait()
         self.reductions.append(
@@ -233,3 +303,11 @@ class Bucket:
                 waited,
             )
         )
+
+
+def too_late(name: str) -> LayoutError:
+    """A gradient came when the sum of its bucket had started."""
+    return LayoutError(
+        f"a gradient of {name!r} came after its bucket had been handed to the other ranks: "
+        "announce the last backward pass of a step only, and call zero() before the next"
+    )

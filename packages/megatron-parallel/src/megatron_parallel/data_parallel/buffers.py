@@ -19,13 +19,14 @@ backward pass goes on. There are two ways of telling that they are:
 - `begin(last=True)` before a plain backward pass: hooks on the parameters report each gradient.
 - `complete()` from a pipeline schedule, once it knows that no backward pass of this stage is left.
   Under schedules that split the backward pass, weight gradients appear without any hook being
-  called, so nothing is counted there.
+  called, so nothing is counted there; `split_pass()` is around its weight half.
 
 Buckets start in one fixed order on all ranks, also where a rank does not use a parameter. Without
 either signal, `finish()` starts all of them: later, but just as right.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 from jaxtyping import Float
@@ -34,7 +35,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from megatron_parallel.axes import Axis
-from megatron_parallel.data_parallel.bucket import Bucket, Reduction
+from megatron_parallel.data_parallel.bucket import Bucket, Reduction, too_late
 from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
 from megatron_parallel.data_parallel.finite import NotFinite
 from megatron_parallel.data_parallel.plan import BucketPlan, plan_buckets
@@ -119,13 +120,26 @@ class GradientBuffers:
     def absorb(self) -> None:
         """Bring gradients that were put on `.grad` without hooks into the buckets.
 
-        For split backward passes of low-precision parameters: call it after each, lest gradients
-        be added up in low precision. In all other cases it happens by itself.
+        Lest those of low-precision parameters be added up in low precision. Hooks and `split_pass`
+        do it by themselves.
         """
         self._require_open("absorb()")
         for bucket in self.buckets:
             for name in bucket.views:
                 bucket.absorb(name)
+
+    @contextmanager
+    def split_pass(self) -> Iterator[None]:
+        """Around the weight half of a split backward pass, which adds to `.grad` without hooks.
+
+        In the end everything it came to is in the buckets.
+        """
+        self._require_open("split_pass()")
+        for bucket in self.buckets:
+            bucket.set_aside()
+        yield
+        for bucket in self.buckets:
+            bucket.bring_back()
 
     def complete(self) -> None:
         """Say that all gradients are there: every sum that has not started starts now."""
@@ -180,18 +194,17 @@ class GradientBuffers:
         return sorted(found, key=lambda reduction: reduction.launched)
 
     def close(self) -> None:
-        """Remove the hooks; the parameters are as before."""
+        """Remove the hooks and leave gradients to autograd; the parameters are as before."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for bucket in self.buckets:
+            bucket.close()
 
     def _arrived(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
         """A gradient was added to `.grad` by autograd."""
         if self._finished or bucket.launched:
-            raise LayoutError(
-                f"a gradient of {name!r} came after its bucket had been handed to the other ranks: "
-                "announce the last backward pass of a step only, and call zero() before the next"
-            )
+            raise too_late(name)
         bucket.absorb(name)
         if self._last and self.config.overlap_grad_reduce:
             bucket.awaited.discard(name)

@@ -69,6 +69,14 @@ class DataParallelConfig:
             "send gradients in bf16 all the same, but add them up in fp32",
         ),
     )
+    gradient_accumulation_fusion: bool = field(
+        default=True,
+        metadata=_flag(
+            "--no-gradient-accumulation-fusion",
+            "add gradients of weights to main gradients in the products that make them, where the "
+            "backend can; otherwise after them",
+        ),
+    )
     check_for_nan_in_loss_and_grad: bool = field(
         default=True,
         metadata=_flag(

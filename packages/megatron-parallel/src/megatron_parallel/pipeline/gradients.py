@@ -88,11 +88,11 @@ class StageGradients:
     @contextmanager
     def _split(self, backward: Backward) -> Iterator[None]:
         buffers = self._of_stage[backward.stage]
-        yield
+        shared = self._of_several if backward.stage in self._sharing else None
+        with buffers.split_pass(), nullcontext() if shared is None else shared.split_pass():
+            yield
         if backward.last:
             buffers.complete()
-        else:
-            buffers.absorb()
         self._tell_shared(backward)
 
     def _tell_shared(self, backward: Backward) -> None:

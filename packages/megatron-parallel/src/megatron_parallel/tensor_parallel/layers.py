@@ -7,7 +7,8 @@ along the sequence, dim 0, and that sum becomes an all-gather before and a reduc
 
     x --copy/gather--> [ column-parallel -> activation -> row-parallel ] --reduce/scatter--> y
 
-On an axis of size 1 each forward is one `F.linear` or `F.embedding`. Parameters are built without
+On an axis of size 1 each forward is one `F.linear` or `F.embedding`. `accumulate` of a layer, which
+`fuse_gradient_accumulation` sets, adds up the gradient of its weight. Parameters are built without
 values (NaN); `initialize_parameters(model, seed=..., mesh=...)` fills them, by global name.
 """
 
@@ -24,6 +25,7 @@ from megatron_parallel.collectives import reduce_from_axis, scatter_sequence
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import DEFAULT_INIT, ZEROS, Init, Sharding
 from megatron_parallel.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
+from megatron_parallel.tensor_parallel.weight_gradient import Accumulate
 
 CHUNKS: Final = 4
 """Pieces in which `overlap_forward` communicates, unless told otherwise."""
@@ -95,11 +97,14 @@ class ColumnParallelLinear(nn.Module):
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
         self.chunks = 1
+        self.multiplies = True
+        self.accumulate: Accumulate | None = None
 
     def forward(self, x: Float[Tensor, "... in"]) -> Float[Tensor, "..."]:
         """This rank's part of the output."""
+        cut = self.sequence_parallel, self.chunks
         return column_parallel_linear(
-            x, self.weight, self.bias, self.axis, self.sequence_parallel, self.chunks
+            x, self.weight, self.bias, self.axis, *cut, accumulate=self.accumulate
         )
 
     def extra_repr(self) -> str:
@@ -148,13 +153,15 @@ class RowParallelLinear(nn.Module):
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
         self.chunks = 1
+        self.multiplies = True
+        self.accumulate: Accumulate | None = None
 
     def forward(self, x: Float[Tensor, "... part"]) -> Float[Tensor, "... out"]:
         """The summed output, or this rank's part of its sequence."""
-        if self.axis.size == 1:
-            return functional.linear(x, self.weight, self.bias)
-        y = row_parallel_linear(x, self.weight, self.axis, self.sequence_parallel, self.chunks)
-        return y if self.bias is None else y + self.bias
+        cut = self.sequence_parallel, self.chunks
+        return row_parallel_linear(
+            x, self.weight, self.axis, *cut, bias=self.bias, accumulate=self.accumulate
+        )
 
     def extra_repr(self) -> str:
         """Global weight shape and how it is cut."""
@@ -187,6 +194,8 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = _parameter(weight, mesh, dtype, device)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
+        self.multiplies = False
+        self.accumulate: Accumulate | None = None
 
     def forward(self, tokens: Int[Tensor, "..."]) -> Float[Tensor, "... h"]:
         """Embeddings of `tokens`, or of this rank's part of their sequence."""
@@ -199,6 +208,16 @@ class VocabParallelEmbedding(nn.Module):
         partial = partial.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         leave = scatter_sequence if self.sequence_parallel else reduce_from_axis
         return leave(partial, self.axis)
+
+    def output(self, x: Float[Tensor, "... h"], chunks: int = 1) -> Float[Tensor, "... v"]:
+        """This rank's part of the logits, by an output layer tied to the embeddings.
+
+        `x` is `[s/n, ..., h]` with `sequence_parallel`. Whoever calls it sets `multiplies`.
+        """
+        cut = self.sequence_parallel, chunks
+        return column_parallel_linear(
+            x, self.weight, None, self.axis, *cut, accumulate=self.accumulate
+        )
 
     def extra_repr(self) -> str:
         """Global weight shape and how it is cut."""

@@ -16,6 +16,8 @@ Chunks cut every rank's part of the sequence alike, so that each collective is o
 Sums are those of the layers without chunks, up to the order in which a product adds. A split
 backward pass (zero bubble) sums the input's gradient in its first half only, and gathers the input
 in its second.
+
+With an `Accumulate` the gradient of the weight is added up by the product that makes it.
 """
 
 from typing import Any
@@ -40,6 +42,7 @@ from megatron_parallel.tensor_parallel.started import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from megatron_parallel.tensor_parallel.weight_gradient import Accumulate, weight_gradient
 
 
 def column_parallel_linear(
@@ -49,6 +52,7 @@ def column_parallel_linear(
     axis: Axis,
     sequence_parallel: bool = False,
     chunks: int = 1,
+    accumulate: Accumulate | None = None,
 ) -> Float[Tensor, "..."]:
     """What `ColumnParallelLinear` does, with a weight held elsewhere (tied output embeddings).
 
@@ -60,17 +64,18 @@ def column_parallel_linear(
         sequence_parallel: Whether the input is cut and has to be gathered.
         chunks: At most so many pieces in which the input is gathered while products of those that
             are there are computed.
+        accumulate: Adds up the gradient of the weight, a leaf; by default autograd does.
     """
     shape = weight.shape[:-1]
-    flat = weight if weight.dim() == 2 else weight.flatten(0, -2)
     flat_bias = bias if bias is None or bias.dim() == 1 else bias.flatten()
     if axis.size == 1:
-        y = functional.linear(x, flat, flat_bias)
+        y = _linear(x, weight, flat_bias, accumulate)
     elif torch.compiler.is_compiling():  # the compiler itself moves collectives
         whole = gather_sequence(x, axis) if sequence_parallel else copy_to_axis(x, axis)
-        y = functional.linear(whole, flat, flat_bias)
+        y = functional.linear(whole, _matrix(weight), flat_bias)
     else:
-        y = _Column.apply(x, flat, flat_bias, axis, sequence_parallel, chunks)  # type: ignore[no-untyped-call]
+        cut = sequence_parallel, chunks
+        y = _Column.apply(x, weight, flat_bias, axis, *cut, accumulate)  # type: ignore[no-untyped-call]
     return y if len(shape) == 1 else y.view(*y.shape[:-1], *shape)
 
 
@@ -80,6 +85,9 @@ def row_parallel_linear(
     axis: Axis,
     sequence_parallel: bool = False,
     chunks: int = 1,
+    *,
+    bias: Float[Tensor, " out"] | None = None,
+    accumulate: Accumulate | None = None,
 ) -> Float[Tensor, "... out"]:
     """The sum over the ranks of an axis of `x W^T`, or this rank's part of its dim 0.
 
@@ -90,14 +98,49 @@ def row_parallel_linear(
         sequence_parallel: Whether the output is cut along dim 0.
         chunks: With it, at most so many pieces in which the sum travels while further ones are
             computed.
+        bias: Added to the sum, once.
+        accumulate: Adds up the gradient of the weight, a leaf; by default autograd does.
     """
     if axis.size == 1:
-        return functional.linear(x, weight)
+        return _linear(x, weight, bias, accumulate)
+    y: Tensor
     if sequence_parallel and chunks > 1 and not torch.compiler.is_compiling():
-        result: Tensor = _Row.apply(x, weight, axis, chunks)  # type: ignore[no-untyped-call]
-        return result
-    leave = scatter_sequence if sequence_parallel else reduce_from_axis
-    return leave(functional.linear(x, weight), axis)
+        y = _Row.apply(x, weight, axis, chunks, accumulate)  # type: ignore[no-untyped-call]
+    else:
+        leave = scatter_sequence if sequence_parallel else reduce_from_axis
+        y = leave(_linear(x, weight, None, accumulate), axis)
+    return y if bias is None else y + bias
+
+
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, accumulate: Accumulate | None
+) -> Tensor:
+    """`x W^T + b` of this rank; the outputs are one dim."""
+    if accumulate is None or torch.compiler.is_compiling():  # traced code cannot add to a buffer
+        return functional.linear(x, _matrix(weight), bias)
+    y: Tensor = _Linear.apply(x, weight, bias, accumulate)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Linear(Function):
+    """The product of one rank, of which autograd gets no gradient of the weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, accumulate: Accumulate
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.accumulate = accumulate
+        return functional.linear(x, _matrix(weight), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = (_compat.gradient_wanted(ctx, i) for i in range(3))
+        rows = _rows(grads[0])
+        dx = (rows @ _matrix(weight)).view(x.shape) if needs_x else None
+        dweight = weight_gradient(ctx, 1, rows, _rows(x), weight.shape) if needs_weight else None
+        return dx, dweight, rows.sum(0) if needs_bias else None, None
 
 
 class _Column(Function):
@@ -110,15 +153,17 @@ class _Column(Function):
         axis: Axis,
         cut: bool,
         chunks: int,
+        accumulate: Accumulate | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.cut = axis, cut
+        ctx.axis, ctx.cut, ctx.accumulate = axis, cut, accumulate
+        matrix = _matrix(weight)
         if not cut:
-            return functional.linear(x, weight, bias)
+            return functional.linear(x, matrix, bias)
         count = _divisor(len(x), chunks)
         if count == 1:
-            return functional.linear(all_gather(x, axis), weight, bias)
-        return _gathered_in_chunks(x, weight, bias, axis, count)
+            return functional.linear(all_gather(x, axis), matrix, bias)
+        return _gathered_in_chunks(x, matrix, bias, axis, count)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -126,29 +171,36 @@ class _Column(Function):
         needs_x, needs_weight, needs_bias = (_compat.gradient_wanted(ctx, i) for i in range(3))
         gathering = start_all_gather(x, ctx.axis) if ctx.cut and needs_weight else None
         dy = grads[0]
-        rows = dy.reshape(-1, dy.shape[-1])
+        rows = _rows(dy)
         reducing = None
         if needs_x:
-            partial = (rows @ weight).view(*dy.shape[:-1], weight.shape[-1])
+            partial = (rows @ _matrix(weight)).view(*dy.shape[:-1], weight.shape[-1])
             start = start_reduce_scatter if ctx.cut else start_all_reduce
             reducing = start(partial, ctx.axis)
         dweight = dbias = None
         if needs_weight:
             whole = x if gathering is None else gathering.wait()
-            dweight = rows.t() @ whole.reshape(-1, whole.shape[-1])
+            dweight = weight_gradient(ctx, 1, rows, _rows(whole), weight.shape)
         if needs_bias:
             dbias = rows.sum(0)
         dx = None if reducing is None else reducing.wait()
-        return dx, dweight, dbias, None, None, None
+        return dx, dweight, dbias, None, None, None, None
 
 
 class _Row(Function):
     """The sequence-parallel row product in chunks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: Axis, chunks: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        axis: Axis,
+        chunks: int,
+        accumulate: Accumulate | None,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis = axis
+        ctx.axis, ctx.accumulate = axis, accumulate
         count = _divisor(len(x) // axis.size, chunks)
         places = x.reshape(axis.size, count, -1, *x.shape[1:])
         under_way = []
@@ -162,10 +214,10 @@ class _Row(Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = (_compat.gradient_wanted(ctx, i) for i in range(2))
         dy = all_gather(grads[0], ctx.axis)
-        rows = dy.reshape(-1, dy.shape[-1])
+        rows = _rows(dy)
         dx = (rows @ weight).view(x.shape) if needs_x else None
-        dweight = rows.t() @ x.reshape(-1, x.shape[-1]) if needs_weight else None
-        return dx, dweight, None, None
+        dweight = weight_gradient(ctx, 1, rows, _rows(x), weight.shape) if needs_weight else None
+        return dx, dweight, None, None, None
 
 
 def _gathered_in_chunks(
@@ -178,6 +230,16 @@ def _gathered_in_chunks(
         product = functional.linear(gathering.wait(), weight, bias)
         y[:, chunk] = product.view(axis.size, -1, *product.shape[1:])
     return y.flatten(0, 2)
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    """A weight `(*out, in)` with one dim of outputs."""
+    return weight if weight.dim() == 2 else weight.flatten(0, -2)
+
+
+def _rows(t: Tensor) -> Tensor:
+    """`[..., h]` as a matrix."""
+    return t.reshape(-1, t.shape[-1])
 
 
 def _joined(chunks: list[Tensor]) -> Tensor:

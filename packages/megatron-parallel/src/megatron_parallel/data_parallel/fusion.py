@@ -1,0 +1,173 @@
+"""Gradient accumulation in the products themselves: `main_gradient += dy^T x`, without `dy^T x`.
+
+    fusion = fuse_gradient_accumulation(chunks, buffers)
+    print(fusion)             # which weights, and of the others why not
+
+A layer that multiplies by its weight is told where the buffers add up that weight's gradient, and
+its backward pass gives autograd none. That saves a matrix as large as the weight and two passes
+over it in every micro-batch. It is what Megatron-LM calls gradient accumulation fusion.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from megatron_parallel.data_parallel.bucket import Bucket
+from megatron_parallel.data_parallel.buffers import GradientBuffers
+from megatron_parallel.tensor_parallel.weight_gradient import Multiplies
+
+
+@runtime_checkable
+class AddProduct(Protocol):
+    """Adds a product to a matrix."""
+
+    def __call__(
+        self,
+        into: Float[Tensor, "out in"],
+        dy: Float[Tensor, "rows out"],
+        x: Float[Tensor, "rows in"],
+        *,
+        first: bool,
+    ) -> None:
+        """Add `dy^T x` to `into`, in place; if it is the `first`, overwrite what is there."""
+
+
+class ProductOp(NamedTuple):
+    """The operation that is fused, and `refusal(dtype, main dtype, device)`: why it cannot be."""
+
+    add: AddProduct
+    refusal: Callable[[torch.dtype, torch.dtype, torch.device], str | None]
+
+
+def add_product(
+    into: Float[Tensor, "out in"],
+    dy: Float[Tensor, "rows out"],
+    x: Float[Tensor, "rows in"],
+    *,
+    first: bool,
+) -> None:
+    """torch's `addmm`: factors of the dtype of `into`, or bf16 ones added up in fp32 on CUDA."""
+    if into.dtype == dy.dtype:
+        if first:
+            torch.mm(dy.t(), x, out=into)
+        else:
+            into.addmm_(dy.t(), x)
+    elif first:
+        torch.mm(dy.t(), x, out_dtype=into.dtype, out=into)
+    else:
+        torch.addmm(into, dy.t(), x, out_dtype=into.dtype, out=into)
+
+
+def product_refusal(dtype: torch.dtype, main: torch.dtype, device: torch.device) -> str | None:
+    """Why torch cannot add products of `dtype` up in `main`; tried on the device, with 16 x 16."""
+    if dtype == main:
+        return None
+    pair = f"products of {_name(dtype)} added up in {_name(main)} on {device.type}"
+    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    into = torch.empty(16, 16, dtype=main, device=device)
+    try:
+        add_product(into, ones, ones, first=True)
+        add_product(into, ones, ones, first=False)
+    except (NotImplementedError, RuntimeError):
+        return f"torch {torch.__version__} has no {pair}"
+    return None if bool((into == 32).all()) else f"torch {torch.__version__} has wrong {pair}"
+
+
+TORCH: Final = ProductOp(add_product, product_refusal)
+"""What torch itself offers."""
+
+
+class Fusion(NamedTuple):
+    """For which weights gradient accumulation is fused, by global name, and why not for others.
+
+    Attributes:
+        fused: weights whose gradients are added up by products.
+        refused: weights of layers that could, with the reason.
+        off: why it was not even looked at; empty if it was.
+    """
+
+    fused: tuple[str, ...] = ()
+    refused: Mapping[str, str] = {}
+    off: str = ""
+
+    def __str__(self) -> str:
+        if self.off:
+            return f"gradient accumulation is not fused: {self.off}"
+        count = len(self.fused) + len(self.refused)
+        line = f"gradient accumulation is fused for {len(self.fused)} of {count} weight matrices"
+        reasons = Counter(self.refused.values())
+        return line + "".join(f"; not for {n}: {reason}" for reason, n in reasons.items())
+
+
+def fuse_gradient_accumulation(
+    modules: Iterable[nn.Module],
+    buffers: Iterable[GradientBuffers],
+    op: ProductOp = TORCH,
+) -> Fusion:
+    """Let the layers of `modules` add the gradients of their weights to main gradients themselves.
+
+    Every `Multiplies` in the modules gets an `accumulate` if its weight's gradient is in `buffers`
+    (a frozen one's is not) and the operation can. It ends with `GradientBuffers.close`. Code that
+    torch.compile has compiled leaves gradients to autograd all the same.
+
+    Args:
+        modules: Stages of this rank.
+        buffers: Of their parameters.
+        op: What adds products.
+    """
+    owners = {
+        id(parameter): (bucket, name)
+        for each in buffers
+        for bucket in each.buckets
+        for name, parameter in bucket.parameters.items()
+    }
+    fused: list[str] = []
+    refused: dict[str, str] = {}
+    reasons: dict[tuple[Any, ...], str | None] = {}
+    for layer in (layer for module in modules for layer in module.modules()):
+        if not isinstance(layer, Multiplies) or not layer.multiplies:
+            continue
+        if id(layer.weight) not in owners:
+            continue
+        bucket, name = owners[id(layer.weight)]
+        kind = layer.weight.dtype, bucket.plan.dtype, bucket.plan.device
+        if kind not in reasons:
+            reasons[kind] = op.refusal(*kind)
+        reason = reasons[kind]
+        if reason is None:
+            layer.accumulate = Accumulator(bucket, name, op.add)
+            fused.append(name)
+        else:
+            refused[name] = reason
+    return Fusion(tuple(dict.fromkeys(fused)), refused)
+
+
+class Accumulator:
+    """Adds up the gradient of one weight where its bucket has it; the `Accumulate` of a layer."""
+
+    def __init__(self, bucket: Bucket, name: str, add: AddProduct) -> None:
+        self._bucket, self._name, self._add = bucket, name, add
+        bucket.fuse(name)
+
+    def __call__(
+        self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], *, returned: bool
+    ) -> Tensor | None:
+        """Add `dy^T x`; the result is what autograd is given for it."""
+        bucket, shape = self._bucket, self._bucket.parameters[self._name].shape
+        if bucket.closed or (returned and not bucket.split):
+            return (dy.t() @ x).view(shape)  # whoever asks for it is not the buffers' user
+        into, first = bucket.place(self._name)
+        self._add(into.view(-1, shape[-1]), dy, x, first=first)
+        return bucket.nothing.expand(shape) if returned else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a layer has none: nobody sums its gradients."""
+        return type(None), ()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
