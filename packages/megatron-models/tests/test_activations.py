@@ -173,7 +173,7 @@ def test_a_layer_that_keeps_the_gathered_input_is_seen(worker_pool, small):
 
 
 def keeping_too_much(mesh: Mesh, run: Any) -> int:
-    def wrong(x: Any, weight: Any, bias: Any, axis: Any, *_: Any) -> Any:
+    def wrong(x: Any, weight: Any, bias: Any, axis: Any, *_: Any, **__: Any) -> Any:
         whole = gather_sequence(x, axis)
         y = functional.linear(whole, weight.flatten(0, -2), bias.flatten())
         return y.view(*y.shape[:-1], *weight.shape[:-1])

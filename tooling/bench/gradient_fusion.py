@@ -1,0 +1,125 @@
+"""Gradient accumulation in the products that make gradients, beside autograd's, interleaved.
+
+A step is forward and backward pass of all micro-batches of a GPT in fp32, with gradient buffers, on
+one rank and on two that sum their gradients (Gloo, one thread each); no optimizer. The same model
+twice: with `fuse_gradient_accumulation` and without. Seconds are those of a step divided by its
+micro-batches, medians; the ratio is the median of those of the rounds, with its middle half. Peak
+bytes are what torch has allocated at most in one later step, beyond what was there before it.
+
+    OMP_NUM_THREADS=1 python tooling/bench/gradient_fusion.py [--repeats 15]
+"""
+
+import argparse
+from collections.abc import Iterator
+from itertools import accumulate
+from statistics import median, quantiles
+
+import torch
+from data_parallel import Step, Times, interleaved
+from megatron_models import GPT, GPTConfig
+from megatron_parallel import (
+    GradientBuffers,
+    Mesh,
+    ParallelLayout,
+    collect_shardings,
+    fuse_gradient_accumulation,
+)
+from megatron_parallel.testing import WorkerPool
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+WAYS = ("fused", "not fused")
+
+
+def step_of(config: GPTConfig, mesh: Mesh, data: list[Tensor], fused: bool) -> Step:
+    """Gradients of all micro-batches, summed over the ranks."""
+    model = GPT(config, mesh)
+    buffers = GradientBuffers(model.named_parameters(), collect_shardings(model), mesh)
+    if fused:
+        fuse_gradient_accumulation([model], [buffers])
+    tokens = sum(batch.numel() for batch in data)
+
+    def step() -> None:
+        buffers.zero()
+        for number, batch in enumerate(data):
+            buffers.begin(last=number + 1 == len(data))
+            (model.loss(batch[:, :-1], batch[:, 1:]).sum() / tokens).backward()
+        buffers.finish()
+
+    return step
+
+
+def peak_bytes(step: Step) -> int:
+    """What torch has allocated at most while it runs, beyond what was there."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    found = profiler.profiler.kineto_results.events()
+    told = sorted((e.start_ns(), e.nbytes()) for e in found if e.name() == "[memory]")
+    return max(accumulate(nbytes for _, nbytes in told))
+
+
+def measure(
+    mesh: Mesh, config: GPTConfig, micro_batches: int, sequences: int, repeats: int
+) -> tuple[dict[str, list[Times]], dict[str, int]]:
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    shape = sequences, config.max_position_embeddings + 1
+    data = [
+        torch.randint(config.vocab_size, shape, generator=generator) for _ in range(micro_batches)
+    ]
+    steps = {way: step_of(config, mesh, data, way == "fused") for way in WAYS}
+    return interleaved(steps, repeats), {way: peak_bytes(step) for way, step in steps.items()}
+
+
+def rows(arguments: argparse.Namespace) -> Iterator[str]:
+    config = GPTConfig(
+        num_layers=arguments.layers,
+        hidden_size=arguments.hidden,
+        num_attention_heads=arguments.hidden // 64,
+        vocab_size=4096,
+        max_position_embeddings=128,
+    )
+    yield (
+        "| ranks | micro-batches x tokens | fused, ms each | not fused, ms each "
+        "| fused / not | fused, peak MiB | not fused, peak MiB |"
+    )
+    yield "|---|---|---|---|---|---|---|"
+    with WorkerPool(2, timeout=3600, collective_timeout=600) as pool:
+        for ranks in (1, 2):
+            for micro_batches, sequences in ((4, 1), (4, 4), (1, 1)):
+                found = pool.run_mesh(
+                    ParallelLayout(dp=ranks),
+                    measure,
+                    config,
+                    micro_batches,
+                    sequences,
+                    arguments.repeats,
+                )
+                # A step has ended when the slower rank has.
+                walls = {
+                    way: [
+                        max(each.wall for each in both)
+                        for both in zip(*(times[way] for times, _ in found), strict=True)
+                    ]
+                    for way in WAYS
+                }
+                peaks = [f"{found[0][1][way] / 2**20:.0f}" for way in WAYS]
+                each = [f"{median(walls[way]) / micro_batches * 1e3:.1f}" for way in WAYS]
+                pairs = zip(*walls.values(), strict=True)
+                low, middle, high = quantiles([a / b for a, b in pairs], n=4)
+                ratio = f"{middle:.3f} ({low:.3f} to {high:.3f})"
+                size = f"{micro_batches} x {sequences * config.max_position_embeddings}"
+                yield f"| {' | '.join([str(ranks), size, *each, ratio, *peaks])} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512)
+    for row in rows(parser.parse_args()):
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()
