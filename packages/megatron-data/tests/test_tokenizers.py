@@ -11,8 +11,12 @@ from megatron_data import (
     HuggingFaceTokenizer,
     NullTokenizer,
     Tokenizer,
+    WordPieces,
+    bert_tokenizer,
     load_tokenizer,
     train_bpe,
+    train_unigram,
+    train_wordpiece,
 )
 from tokenizers import Tokenizer as Reference
 
@@ -134,3 +138,59 @@ def test_impossible_training_is_refused(texts: list[str]) -> None:
         train_bpe([], 300)
     with pytest.raises(DataError, match="at least one special token"):
         train_bpe(texts, 300, special_tokens=[])
+
+
+VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "whale", "##s", "swim", "##ming", ".", "a"]
+
+
+@pytest.fixture
+def vocab_file(tmp_path: Path) -> Path:
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join([*VOCAB, "Whale", ""]))
+    return path
+
+
+def test_berts_vocabulary(vocab_file: Path) -> None:
+    """Numbers are those of the lines; Megatron's tokens and T5's sentinels come after them."""
+    lower = bert_tokenizer(vocab_file, extra_ids=2)
+    assert lower.encode("Whàles\tswimming. Q") == [5, 6, 7, 8, 9, 1]
+    assert bert_tokenizer(vocab_file, lower_case=False).encode("Whales swim") == [11, 6, 7]
+    assert lower.decode([5, 6, 7, 8]) == "whales swimming"
+    assert (lower.vocab_size, lower.pad_id, lower.bos_id, lower.eos_id) == (16, 0, 12, 13)
+    pieces = WordPieces.of(lower)
+    assert pieces.continuations.nonzero()[0].tolist() == [6, 8]
+    assert (pieces.cls_id, pieces.sep_id, pieces.mask_id) == (2, 3, 4)
+    assert pieces.sentinel_ids == (14, 15)
+    again = pickle.loads(pickle.dumps(lower))
+    assert again.fingerprint == lower.fingerprint
+
+
+def test_vocabularies_that_are_none_are_refused(vocab_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no tokenizer file"):
+        bert_tokenizer(tmp_path / "none")
+    vocab_file.write_text("a\nb\na\n")
+    with pytest.raises(DataError, match="line 3 is 'a', as line 1 is"):
+        bert_tokenizer(vocab_file)
+    vocab_file.write_text("a\nb\n")
+    with pytest.raises(DataError, match=r"lacks \[PAD\], .*not a vocab.txt of BERT"):
+        bert_tokenizer(vocab_file)
+    with pytest.raises(DataError, match=r"lacks \[CLS\]"):
+        WordPieces.of(train_bpe(["some text"], 300))
+
+
+def test_other_kinds_are_trained(texts: list[str], tmp_path: Path) -> None:
+    unigram = train_unigram(texts, 300)
+    assert unigram.decode(unigram.encode("the whale é")) == "the whale é"
+    assert unigram.eod_id == 0
+    pieces = train_wordpiece(texts, 200)
+    assert pieces.vocab_size <= 200
+    assert WordPieces.of(pieces).continuations.any()
+    words = texts[0].lower().split()
+    assert pieces.decode(pieces.encode(" ".join(words[:5]))).replace(" ", "") == "".join(words[:5])
+    cased = train_wordpiece(texts, 200, lower_case=False)
+    assert cased.fingerprint != pieces.fingerprint
+    for train, least in ((train_unigram, "at least 257"), (train_wordpiece, "special tokens")):
+        with pytest.raises(DataError, match=least):
+            train(texts, 5)
+        with pytest.raises(DataError, match="no text to train"):
+            train([], 300)

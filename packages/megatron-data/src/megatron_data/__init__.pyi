@@ -70,3 +70,6 @@ from .tokenizers.plain import ByteTokenizer as ByteTokenizer
 from .tokenizers.plain import NullTokenizer as NullTokenizer
 from .tokenizers.protocol import Tokenizer as Tokenizer
 from .tokenizers.training import train_bpe as train_bpe
+from .tokenizers.training import train_unigram as train_unigram
+from .tokenizers.training import train_wordpiece as train_wordpiece
+from .tokenizers.wordpiece import bert_tokenizer as bert_tokenizer

@@ -8,6 +8,7 @@ from ..tokenizers.gpt2 import gpt2_tokenizer
 from ..tokenizers.loading import load_tokenizer
 from ..tokenizers.plain import ByteTokenizer, NullTokenizer
 from ..tokenizers.protocol import Tokenizer
+from ..tokenizers.wordpiece import bert_tokenizer
 
 INPUT_HELP = (
     "JSON lines; text files, whose names end in .txt and each of which is a document; .parquet "
@@ -17,15 +18,21 @@ INPUT_HELP = (
 
 HUGGING_FACE = "HuggingFaceTokenizer"
 GPT2 = "GPT2BPETokenizer"
+BERT_LOWER = "BertWordPieceLowerCase"
+BERT_CASED = "BertWordPieceCase"
 BYTES = "ByteTokenizer"
 NULL = "NullTokenizer"
 
 _TAKES = {
     HUGGING_FACE: ("--tokenizer-model",),
     GPT2: ("--vocab-file", "--merge-file"),
+    BERT_LOWER: ("--vocab-file",),
+    BERT_CASED: ("--vocab-file",),
     BYTES: (),
     NULL: ("--vocab-size",),
 }
+
+_MAY_TAKE = {BERT_LOWER: ("--vocab-extra-ids",), BERT_CASED: ("--vocab-extra-ids",)}
 
 
 def add_tokenizer_options(parser: Parser) -> None:
@@ -42,8 +49,18 @@ def add_tokenizer_options(parser: Parser) -> None:
         metavar="PATH",
         help=f"{HUGGING_FACE}: a tokenizer.json or a folder that holds one",
     )
-    group.add_argument("--vocab-file", metavar="PATH", help=f"{GPT2}: vocab.json")
+    group.add_argument(
+        "--vocab-file",
+        metavar="PATH",
+        help=f"{GPT2}: vocab.json; {BERT_LOWER} and {BERT_CASED}: vocab.txt",
+    )
     group.add_argument("--merge-file", metavar="PATH", help=f"{GPT2}: merges.txt")
+    group.add_argument(
+        "--vocab-extra-ids",
+        type=int,
+        metavar="N",
+        help=f"{BERT_LOWER} and {BERT_CASED}: sentinels for T5",
+    )
     group.add_argument(
         "--vocab-size",
         type=int,
@@ -56,7 +73,8 @@ def tokenizer_of(parser: Parser, arguments: argparse.Namespace) -> Tokenizer:
     """The tokenizer that the options name; options of another kind are refused."""
     given = _given(arguments)
     kind = arguments.tokenizer_type or (GPT2 if "--vocab-file" in given else HUGGING_FACE)
-    if foreign := [option for option in given if option not in _TAKES[kind]]:
+    taken = (*_TAKES[kind], *_MAY_TAKE.get(kind, ()))
+    if foreign := [option for option in given if option not in taken]:
         parser.error(f"{foreign[0]} does not go with --tokenizer-type {kind}")
     if missing := [option for option in _TAKES[kind] if option not in given]:
         if kind == HUGGING_FACE:
@@ -68,6 +86,11 @@ def tokenizer_of(parser: Parser, arguments: argparse.Namespace) -> Tokenizer:
         return ByteTokenizer()
     if kind == NULL:
         return NullTokenizer(given["--vocab-size"])
+    if kind in (BERT_LOWER, BERT_CASED):
+        extra_ids = given.get("--vocab-extra-ids", 0)
+        return bert_tokenizer(
+            given["--vocab-file"], lower_case=kind == BERT_LOWER, extra_ids=extra_ids
+        )
     if kind == GPT2:
         return gpt2_tokenizer(given["--vocab-file"], given["--merge-file"])
     return load_tokenizer(given["--tokenizer-model"])
@@ -80,6 +103,6 @@ def names_tokenizer(arguments: argparse.Namespace) -> bool:
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """The values of the options that tokenizers are made from, by flag."""
-    flags = (flag for taken in _TAKES.values() for flag in taken)
+    flags = (flag for kinds in (_TAKES, _MAY_TAKE) for taken in kinds.values() for flag in taken)
     values = {flag: getattr(arguments, flag[2:].replace("-", "_")) for flag in flags}
     return {flag: value for flag, value in values.items() if value is not None}

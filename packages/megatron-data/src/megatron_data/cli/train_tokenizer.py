@@ -2,18 +2,23 @@
 
 import argparse
 import sys
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from .._command import Parser
 from .options import INPUT_HELP
+
+if TYPE_CHECKING:
+    from ..tokenizers.huggingface import HuggingFaceTokenizer
 
 
 def add_parser(commands: Any) -> None:
     """Declare the command."""
     parser: Parser = commands.add_parser(
         "train-tokenizer",
-        help="train a byte-level BPE tokenizer on text",
-        description="Train a byte-level BPE tokenizer and save it as a folder with tokenizer.json.",
+        help="train a tokenizer on text",
+        description="Train a tokenizer and save it as a folder with tokenizer.json.",
     )
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
     parser.add_argument(
@@ -21,30 +26,59 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="largest size")
     parser.add_argument(
-        "--special-tokens",
-        nargs="+",
-        default=["<|endoftext|>"],
-        metavar="TOKEN",
-        help="tokens kept whole; the first one ends documents",
+        "--kind",
+        choices=("bpe", "unigram", "wordpiece"),
+        default="bpe",
+        help="byte-level BPE as GPT-2's, byte-level unigram, or WordPiece as BERT's",
     )
     parser.add_argument(
-        "--min-frequency", type=int, default=2, metavar="N", help="occurrences a merge needs"
+        "--cased", action="store_true", help="wordpiece: keep capital letters and accents"
+    )
+    parser.add_argument(
+        "--special-tokens",
+        nargs="+",
+        metavar="TOKEN",
+        help="bpe and unigram: tokens kept whole, of which the first ends documents; unset: "
+        "<|endoftext|>",
+    )
+    parser.add_argument(
+        "--min-frequency",
+        type=int,
+        metavar="N",
+        help="bpe and wordpiece: occurrences a merge needs; unset: 2",
     )
     parser.add_argument("--output", required=True, metavar="FOLDER", help="folder to write")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=partial(run, parser))
 
 
-def run(arguments: argparse.Namespace) -> int:
+_TAKES = {
+    "bpe": ("special_tokens", "min_frequency"),
+    "unigram": ("special_tokens",),
+    "wordpiece": ("cased", "min_frequency"),
+}
+
+
+def run(parser: Parser, arguments: argparse.Namespace) -> int:
     """Train and save."""
     from ..sources.opening import read_texts
-    from ..tokenizers.training import train_bpe
+    from ..tokenizers import training
 
-    tokenizer = train_bpe(
+    names = ("special_tokens", "min_frequency", "cased")
+    given = {name: value for name in names if (value := getattr(arguments, name))}
+    if foreign := [name for name in given if name not in _TAKES[arguments.kind]]:
+        parser.error(f"--{foreign[0].replace('_', '-')} does not go with --kind {arguments.kind}")
+    if given.pop("cased", False):
+        given["lower_case"] = False
+    train: Callable[..., HuggingFaceTokenizer] = {
+        "bpe": training.train_bpe,
+        "unigram": training.train_unigram,
+        "wordpiece": training.train_wordpiece,
+    }[arguments.kind]
+    tokenizer = train(
         read_texts(arguments.input, arguments.json_key),
         arguments.vocab_size,
-        special_tokens=arguments.special_tokens,
-        min_frequency=arguments.min_frequency,
         progress=sys.stderr.isatty(),
+        **given,
     )
     tokenizer.save(arguments.output)
     size = tokenizer.vocab_size

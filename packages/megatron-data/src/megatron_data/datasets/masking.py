@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
+from ..tokenizers.huggingface import HuggingFaceTokenizer
+from ..tokenizers.wordpiece import CONTINUES
 
 _GEOMETRIC = 0.2  # SpanBERT's p
 
@@ -42,6 +44,36 @@ class WordPieces:
     bos_id: int | None = None
     eos_id: int | None = None
     sentinel_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, tokenizer: HuggingFaceTokenizer) -> "WordPieces":
+        """Read them off a WordPiece tokenizer, such as one of `bert_tokenizer`.
+
+        Raises:
+            DataError: it lacks [CLS], [SEP] or [MASK].
+        """
+        needed = [tokenizer.token_id(token) for token in ("[CLS]", "[SEP]", "[MASK]")]
+        cls_id, sep_id, mask_id = needed
+        if cls_id is None or sep_id is None or mask_id is None:
+            raise DataError(
+                "this tokenizer lacks [CLS], [SEP] or [MASK]; masked datasets need one of "
+                "BERT's kind"
+            )
+        names = (tokenizer.token(number) for number in range(tokenizer.vocab_size))
+        goes_on = [name is not None and name.startswith(CONTINUES) for name in names]
+        sentinels: list[int] = []
+        while (number := tokenizer.token_id(f"<extra_id_{len(sentinels)}>")) is not None:
+            sentinels.append(number)
+        return cls(
+            np.array(goes_on),
+            cls_id,
+            sep_id,
+            mask_id,
+            tokenizer.pad_id,
+            tokenizer.bos_id,
+            tokenizer.eos_id,
+            tuple(sentinels),
+        )
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,14 @@ class HuggingFaceTokenizer:
         """SHA-256 of the definition, keys sorted, without truncation and padding."""
         return self._fingerprint
 
+    def token_id(self, token: str) -> int | None:
+        """Number of a token as the vocabulary spells it, or None."""
+        return self._tokenizer.token_to_id(token)
+
+    def token(self, number: int) -> str | None:
+        """The vocabulary's spelling of a token, or None for a number it leaves out."""
+        return self._tokenizer.id_to_token(number)
+
     def encode(self, text: str) -> list[int]:
         """Token numbers of a text. A special token spelled out in the text becomes that token."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -1,11 +1,13 @@
-"""Training a byte-level BPE vocabulary."""
+"""Training a vocabulary: byte-level BPE, WordPiece or unigram."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from ..errors import DataError
 from .huggingface import HuggingFaceTokenizer
+from .wordpiece import CONTINUES, SPECIAL_TOKENS, UNKNOWN, wordpiece
 
 END_OF_TEXT = "<|endoftext|>"
 _BYTES = 256
@@ -34,14 +36,7 @@ def train_bpe(
     Raises:
         DataError: a vocabulary too small to hold the bytes, no special token, or no text.
     """
-    if not special_tokens:
-        raise DataError("give at least one special token; the first one ends documents")
-    smallest = _BYTES + len(special_tokens)
-    if vocab_size < smallest:
-        raise DataError(
-            f"a byte-level vocabulary of {vocab_size} cannot hold {_BYTES} bytes and "
-            f"{len(special_tokens)} special tokens; ask for at least {smallest}"
-        )
+    _check_bytes(vocab_size, special_tokens)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -52,6 +47,95 @@ def train_bpe(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=progress,
     )
+    _train(tokenizer, texts, trainer)
+    end = special_tokens[0]
+    return HuggingFaceTokenizer(tokenizer.to_str(pretty=True), {"eod": end, "eos": end})
+
+
+def train_wordpiece(
+    texts: Iterable[str],
+    vocab_size: int,
+    *,
+    lower_case: bool = True,
+    min_frequency: int = 2,
+    progress: bool = False,
+) -> HuggingFaceTokenizer:
+    """Train a WordPiece tokenizer, as BERT's; [SEP] ends documents.
+
+    Args:
+        texts: what to learn from, such as `read_texts(["corpus.jsonl"])`.
+        vocab_size: largest size, BERT's five special tokens and every character included.
+        lower_case: make text lower-case and strip accents.
+        min_frequency: how often a pair must occur to be joined.
+        progress: show the bar of the `tokenizers` library.
+
+    Raises:
+        DataError: a vocabulary too small for the special tokens, or no text.
+    """
+    if vocab_size <= len(SPECIAL_TOKENS):
+        raise DataError(
+            f"a vocabulary of {vocab_size} cannot hold {len(SPECIAL_TOKENS)} special tokens"
+        )
+    tokenizer = wordpiece(models.WordPiece(unk_token=UNKNOWN), lower_case)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=list(SPECIAL_TOKENS),
+        continuing_subword_prefix=CONTINUES,
+        show_progress=progress,
+    )
+    _train(tokenizer, texts, trainer)
+    roles = {"eod": "[SEP]", "eos": "[SEP]", "bos": "[CLS]", "pad": "[PAD]"}
+    return HuggingFaceTokenizer(tokenizer.to_str(pretty=True), roles)
+
+
+def train_unigram(
+    texts: Iterable[str],
+    vocab_size: int,
+    *,
+    special_tokens: Sequence[str] = (END_OF_TEXT,),
+    progress: bool = False,
+) -> HuggingFaceTokenizer:
+    """Train a byte-level unigram tokenizer (Kudo, 2018): any text round-trips.
+
+    Special tokens take the first numbers, in the order given; the first of them ends documents.
+
+    Args:
+        texts: what to learn from, such as `read_texts(["corpus.jsonl"])`.
+        vocab_size: largest size, special tokens and the 256 bytes included.
+        special_tokens: at least one.
+        progress: show the bar of the `tokenizers` library.
+
+    Raises:
+        DataError: a vocabulary too small to hold the bytes, no special token, or no text.
+    """
+    _check_bytes(vocab_size, special_tokens)
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=progress,
+    )
+    _train(tokenizer, texts, trainer)
+    end = special_tokens[0]
+    return HuggingFaceTokenizer(tokenizer.to_str(pretty=True), {"eod": end, "eos": end})
+
+
+def _check_bytes(vocab_size: int, special_tokens: Sequence[str]) -> None:
+    if not special_tokens:
+        raise DataError("give at least one special token; the first one ends documents")
+    smallest = _BYTES + len(special_tokens)
+    if vocab_size < smallest:
+        raise DataError(
+            f"a byte-level vocabulary of {vocab_size} cannot hold {_BYTES} bytes and "
+            f"{len(special_tokens)} special tokens; ask for at least {smallest}"
+        )
+
+
+def _train(tokenizer: Tokenizer, texts: Iterable[str], trainer: Any) -> None:
     seen = 0
 
     def counted() -> Iterable[str]:
@@ -63,5 +147,3 @@ def train_bpe(
     tokenizer.train_from_iterator(counted(), trainer=trainer)
     if not seen:
         raise DataError("no text to train a tokenizer on")
-    end = special_tokens[0]
-    return HuggingFaceTokenizer(tokenizer.to_str(pretty=True), {"eod": end, "eos": end})
