@@ -172,7 +172,11 @@ def test_a_misspelt_command_is_one_line_with_status_2(
 def test_a_value_of_another_type_is_one_line_with_status_2(
     parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    numbers = [action for action in options(parser) if action.type in (int, float)]
+    numbers = [
+        action
+        for action in options(parser)
+        if action.type in (int, float) and action.option_strings
+    ]
     for action in numbers:
         assert call([*parser.prog.split(), action.option_strings[0], "many"]) == 2
         told = capsys.readouterr().err

@@ -69,12 +69,12 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         parser.error(f"--{foreign[0].replace('_', '-')} does not go with --kind {arguments.kind}")
     if given.pop("cased", False):
         given["lower_case"] = False
-    train: Callable[..., HuggingFaceTokenizer] = {
+    kinds: dict[str, Callable[..., HuggingFaceTokenizer]] = {
         "bpe": training.train_bpe,
         "unigram": training.train_unigram,
         "wordpiece": training.train_wordpiece,
-    }[arguments.kind]
-    tokenizer = train(
+    }
+    tokenizer = kinds[arguments.kind](
         read_texts(arguments.input, arguments.json_key),
         arguments.vocab_size,
         progress=sys.stderr.isatty(),
