@@ -2,10 +2,12 @@
 
 The bare loop has its texts in memory and throws the result away: the bound of what a tokenizer
 leaves to gain. One document at a time through a process pool is how Megatron's preprocess_data.py
-works; the stand-in here has its structure, with our writer.
+works; the stand-in here has its structure, with our writer. Where gigatoken is installed (the extra
+`fast`) it is measured too. All ways end in the same bytes, which is checked.
 """
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -16,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_data import (
+    FastTokenizer,
     HuggingFaceTokenizer,
     IndexedDatasetBuilder,
-    load_tokenizer,
     preprocess,
     read_texts,
     train_bpe,
@@ -27,6 +29,7 @@ from tokenizers import Tokenizer
 
 CORPUS = Path(__file__).parents[2] / "corpus"
 BATCH = 1000
+BARE, ONE = "bare encode_batch loop", "one document at a time"
 
 
 class OneByOne:
@@ -60,7 +63,7 @@ class OneByOne:
 
 def tasks(corpus: Path, folder: Path, threads: int) -> dict[str, Callable[[], object]]:
     """What is compared with `threads` threads or processes."""
-    tokenizer = load_tokenizer(folder)
+    tokenizer = HuggingFaceTokenizer.load(folder)
     bare = Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = list(read_texts([corpus]))
 
@@ -71,21 +74,39 @@ def tasks(corpus: Path, folder: Path, threads: int) -> dict[str, Callable[[], ob
     def ours(workers: int) -> None:
         preprocess([corpus], folder / "ours", tokenizer, append_eod=True, workers=workers)
 
+    def fast(workers: int) -> None:
+        made = FastTokenizer(tokenizer)
+        preprocess([corpus], folder / "fast", made, append_eod=True, workers=workers)
+
     compared: dict[str, Callable[[], object]] = {
-        "bare encode_batch loop": loop,
+        BARE: loop,
         "preprocess, workers=1": lambda: ours(1),
-        "one document at a time": lambda: OneByOne.run(corpus, folder / "one", folder, threads),
+        ONE: lambda: OneByOne.run(corpus, folder / "one", folder, threads),
     }
     if threads > 1:
         compared[f"preprocess, workers={threads}"] = lambda: ours(threads)
+    if importlib.util.find_spec("gigatoken"):
+        compared[f"preprocess --fast, workers={threads}"] = lambda: fast(threads)
     return compared
 
 
+def check_equal(folder: Path) -> None:
+    """The files of every way hold the same bytes."""
+    for suffix in ("bin", "idx"):
+        ours = (folder / f"ours_text_document.{suffix}").read_bytes()
+        if (folder / f"one.{suffix}").read_bytes() != ours:
+            raise SystemExit(f"one document at a time gives another .{suffix}")
+        quick = folder / f"fast_text_document.{suffix}"
+        if quick.exists() and quick.read_bytes() != ours:
+            raise SystemExit(f"gigatoken gives another .{suffix}")
+
+
 def main() -> None:
-    """Print a table for one thread and one for two."""
+    """Print a table for each number of threads."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, help="JSON lines (the repository's, repeated)")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -95,8 +116,10 @@ def main() -> None:
         train_bpe(read_texts([CORPUS / "moby_dick.jsonl"]), 4096).save(folder)
         megabytes = corpus.stat().st_size / 1e6
         print(f"JSON lines to .bin/.idx, {megabytes:.1f} MB, byte-level BPE of 4,096\n")
-        print("| threads | way | MB/s | of the bare loop |\n|---|---|---|---|")
-        for threads in (1, 2):
+        print(
+            "| threads | way | MB/s | of the bare loop | of one at a time |\n|---|---|---|---|---|"
+        )
+        for threads in arguments.threads:
             os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
             compared = tasks(corpus, folder, threads)
             times: dict[str, list[float]] = {way: [] for way in compared}
@@ -107,8 +130,9 @@ def main() -> None:
                     times[way].append(time.perf_counter() - start)
             rates = {way: megabytes / statistics.median(seen) for way, seen in times.items()}
             for way, rate in rates.items():
-                share = rate / rates["bare encode_batch loop"]
-                print(f"| {threads} | {way} | {rate:.2f} | {share:.2f} |")
+                shares = [rate / rates[peer] for peer in (BARE, ONE)]
+                print(f"| {threads} | {way} | {rate:.2f} | {shares[0]:.2f} | {shares[1]:.2f} |")
+        check_equal(folder)
 
 
 if __name__ == "__main__":

@@ -135,3 +135,19 @@ def test_the_histogram_counts_every_value() -> None:
     assert [" ".join(row[:-2]) for row in rows] == ["0", "1", "2 to 3", "4 to 7", "8 to 15"]
     assert rows[-1][-2] == "######"
     assert "█" in draw_histogram(np.array([5]))
+
+
+def test_the_histogram_is_drawn_into_a_file(corpus: Path, tmp_path: Path, capsys: Capture) -> None:
+    from xml.etree import ElementTree as ET
+
+    prefix, plot = str(tmp_path / "d"), tmp_path / "lengths.svg"
+    command = ["preprocess", "--input", str(corpus), "--output-prefix", prefix]
+    assert main([*command, "--tokenizer-type", "ByteTokenizer"]) == 0
+    assert main(["inspect", f"{prefix}_text_document", "--plot", str(plot)]) == 0
+    root = ET.fromstring(plot.read_text(encoding="utf-8"))
+    texts = [part.text or "" for part in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[0].endswith("document lengths in tokens")
+    shown = capsys.readouterr().out
+    for name, count in zip(texts[1::2], texts[2::2], strict=True):
+        assert any(line.split()[-1:] == [count] and name in line for line in shown.splitlines())
+    assert sum(int(count.replace(",", "")) for count in texts[2::2]) == 300

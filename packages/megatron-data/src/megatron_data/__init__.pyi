@@ -63,6 +63,8 @@ from .preprocessing.tracing import Traced as Traced
 from .preprocessing.tracing import trace as trace
 from .samplers import SequentialSampler as SequentialSampler
 from .sources.opening import read_texts as read_texts
+from .tokenizers.fast import FastTokenizer as FastTokenizer
+from .tokenizers.fast import fast_tokenizer as fast_tokenizer
 from .tokenizers.gpt2 import gpt2_tokenizer as gpt2_tokenizer
 from .tokenizers.huggingface import HuggingFaceTokenizer as HuggingFaceTokenizer
 from .tokenizers.loading import load_tokenizer as load_tokenizer

@@ -1,6 +1,7 @@
 """What is in a dataset, in numbers and as a picture."""
 
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -71,16 +72,52 @@ def draw_histogram(values: NDArray[np.integer], width: int = 50, blocks: bool = 
         width: of the longest bar, in characters.
         blocks: draw with block characters; otherwise with `#`.
     """
+    bins = _bins(values)
+    most = max((number for _, number in bins), default=0)
+    rows = (
+        f"{name:>24} {_bar(number / max(most, 1), width, blocks)} {number:,}"
+        for name, number in bins
+    )
+    return "\n".join(rows)
+
+
+def draw_svg(values: NDArray[np.integer], title: str) -> str:
+    """The histogram of `draw_histogram` as a picture, an SVG document.
+
+    Args:
+        values: not negative.
+        title: stands above it.
+    """
+    bins = _bins(values)
+    most = max((number for _, number in bins), default=0)
+    height = 40 + 22 * len(bins)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{height}" '
+        'font-family="sans-serif" font-size="13">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="12" y="22" font-weight="bold">{escape(title)}</text>',
+    ]
+    for row, (name, number) in enumerate(bins):
+        y, length = 40 + 22 * row, 440 * number / max(most, 1)
+        parts += [
+            f'<text x="190" y="{y + 14}" text-anchor="end">{name}</text>',
+            f'<rect x="200" y="{y + 2}" width="{length:.1f}" height="16" fill="#3b6ea5"/>',
+            f'<text x="{206 + length:.1f}" y="{y + 14}">{number:,}</text>',
+        ]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _bins(values: NDArray[np.integer]) -> list[tuple[str, int]]:
+    """Names of the ranges between powers of two, and how many values each has."""
     exponents = np.frexp(values.astype(np.float64))[1]  # 0 -> 0, 1 -> 1, 2 and 3 -> 2, …
     counts = np.bincount(exponents, minlength=1)
     first = int(np.flatnonzero(counts)[0]) if counts.any() else 0
-    lines = []
+    bins = []
     for exponent in range(first, len(counts)):
         low, high = (1 << exponent) >> 1, max((1 << exponent) - 1, 0)
         name = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-        share = counts[exponent] / max(int(counts.max()), 1)
-        lines.append(f"{name:>24} {_bar(share, width, blocks)} {counts[exponent]:,}")
-    return "\n".join(lines)
+        bins.append((name, int(counts[exponent])))
+    return bins
 
 
 def _bar(share: float, width: int, blocks: bool) -> str:

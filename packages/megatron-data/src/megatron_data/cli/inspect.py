@@ -24,6 +24,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--tokens", type=int, default=60, metavar="N", help="tokens to show of each document"
     )
+    parser.add_argument(
+        "--plot", metavar="FILE.svg", help="draw the histogram of document lengths into a file"
+    )
     add_tokenizer_options(parser)
     parser.set_defaults(run=partial(run, parser))
 
@@ -31,8 +34,9 @@ def add_parser(commands: Any) -> None:
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
     """Print the summary and the documents."""
     from ..errors import DataError
+    from ..files import AtomicFile
     from ..indexed.reader import IndexedDataset
-    from ..inspection import draw_histogram, summarize
+    from ..inspection import draw_histogram, draw_svg, summarize
     from ..preprocessing.manifest import read_manifest
 
     tokenizer = None
@@ -57,6 +61,10 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         print("\ndocument lengths in tokens")
         encoding = (sys.stdout.encoding or "").lower()
         print(draw_histogram(summary.document_lengths, blocks=encoding.startswith("utf")))
+        if arguments.plot is not None:
+            title = f"{arguments.prefix}: document lengths in tokens"
+            with AtomicFile(arguments.plot) as file:
+                file.write(draw_svg(summary.document_lengths, title).encode())
         vocab_size = tokenizer.vocab_size if tokenizer else recorded.get("vocab_size")
         used = f"{summary.distinct_tokens:,}"
         if vocab_size:

@@ -45,6 +45,12 @@ def add_parser(commands: Any) -> None:
         help="processes; with 1 the tokenizer runs in its own threads",
     )
     work.add_argument(
+        "--fast",
+        action="store_true",
+        help="tokenize with gigatoken (the extra fast), a sample of it checked against the "
+        "tokenizers library, which does all the work where they differ",
+    )
+    work.add_argument(
         "--on-error",
         choices=ON_ERROR,
         default=ON_ERROR[0],
@@ -66,11 +72,13 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     from ..preprocessing.assembly import quarantine_path
     from ..preprocessing.pipeline import preprocess
     from ..sources.protocol import KINDS
+    from ..tokenizers.fast import fast_tokenizer
 
+    tokenizer = tokenizer_of(parser, arguments)
     finished = preprocess(
         arguments.input,
         arguments.output_prefix,
-        tokenizer_of(parser, arguments),
+        fast_tokenizer(tokenizer) if arguments.fast else tokenizer,
         json_keys=arguments.json_keys,
         append_eod=arguments.append_eod,
         workers=arguments.workers,

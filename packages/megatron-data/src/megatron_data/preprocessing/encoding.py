@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,14 @@ class CutsText(Protocol):
 
     def pieces(self, text: str) -> Iterator[str]:
         """Cut a text into pieces whose tokens, joined, are those of the text."""
+
+
+@runtime_checkable
+class JoinsTokens(Protocol):
+    """A tokenizer that gives the tokens of many texts as one array."""
+
+    def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """The tokens, joined, and how many each text has."""
 
 
 class Encoded(NamedTuple):
@@ -127,11 +135,14 @@ class Encoder:
 
     def _encode_key(self, documents: list[list[str]]) -> Encoded:
         texts = list(chain.from_iterable(documents))
+        counts = [len(parts) for parts in documents]
+        if isinstance(self.tokenizer, JoinsTokens):
+            return self._end(*self.tokenizer.encode_joined(texts), counts)
         if isinstance(self.tokenizer, CutsText) and any(len(text) > AT_ONCE for text in texts):
             encoded = [self._encode_cut(self.tokenizer, text) for text in texts]
         else:
             encoded = list(self.tokenizer.encode_batch(texts))
-        return self._join(encoded, [len(parts) for parts in documents])
+        return self._join(encoded, counts)
 
     def _encode_cut(self, tokenizer: CutsText, text: str) -> Sequence[int]:
         """Encode a text in pieces; what is kept of them is an array."""
@@ -158,6 +169,18 @@ class Encoder:
                 lengths[-1] += 1
             sequences[document] = len(own)
         return Encoded(self._flat(kept, sum(lengths)), np.array(lengths, np.int32), sequences)
+
+    def _end(self, tokens: NDArray[Any], sizes: NDArray[np.int64], parts: list[int]) -> Encoded:
+        """`_join` of what is joined already: texts without a token dropped, ends put in."""
+        kept = sizes > 0
+        document_of = np.repeat(np.arange(len(parts)), parts)[kept]
+        sequences = np.bincount(document_of, minlength=len(parts)).astype(np.int32)
+        lengths = sizes[kept].astype(np.int32)
+        if self.eod and len(lengths):
+            last = np.append(document_of[1:] != document_of[:-1], True)
+            tokens = np.insert(tokens, np.cumsum(lengths)[last], self.eod[0])
+            lengths[last] += 1
+        return Encoded(tokens.astype(self.dtype), lengths, sequences)
 
     def _flat(self, kept: list[Sequence[int]], total: int) -> NDArray[np.integer]:
         if any(isinstance(ids, np.ndarray) for ids in kept):

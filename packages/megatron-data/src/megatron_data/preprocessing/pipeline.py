@@ -1,9 +1,10 @@
 """Preprocessing: a corpus in, `.bin/.idx` and a manifest out."""
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Literal, TypeAlias, get_args
 
@@ -12,6 +13,7 @@ from tqdm import tqdm
 from ..errors import DataError
 from ..sources.opening import open_sources
 from ..sources.protocol import Source
+from ..tokenizers.fast import FastTokenizer, MismatchError
 from ..tokenizers.protocol import Tokenizer
 from .assembly import assemble, quarantine_path
 from .encoding import Encoder
@@ -24,6 +26,8 @@ OnError: TypeAlias = Literal["fail", "skip", "quarantine"]
 
 _SMALLEST, _LARGEST = 1 << 20, 1 << 24
 _CHUNKS = 1024
+
+_log = logging.getLogger("megatron_data")
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ def preprocess(
             first two; folders, which stand for the `.txt` files in them and below, sorted, and
             after them for their `.jsonl` and `.parquet` files; patterns; URLs that fsspec opens.
         output_prefix: path and name to which `_{key}_document` is appended.
-        tokenizer: see `load_tokenizer`.
+        tokenizer: see `load_tokenizer`; a `FastTokenizer` is checked as it goes, and all is done
+            anew with its reference, which a warning says, at the first text whose tokens differ.
         json_keys: keys whose text is tokenized, each into a dataset of its own. The text of a
             `.txt` file stands for any key, but for one only.
         append_eod: end every document with the tokenizer's end-of-document token.
@@ -102,11 +107,37 @@ def preprocess(
             unless it is to be skipped; another process writes the same output.
     """
     started = perf_counter()
-    prefix = os.fspath(output_prefix)
     if on_error not in get_args(OnError):
         raise DataError(f"on_error={on_error!r}; give one of {', '.join(get_args(OnError))}")
-    encoder = Encoder(tokenizer, tuple(json_keys), append_eod, max_document_bytes)
-    sources = open_sources(inputs, encoder.keys)
+
+    def run(chosen: Tokenizer) -> list[Preprocessed]:
+        encoder = Encoder(chosen, tuple(json_keys), append_eod, max_document_bytes)
+        sources = open_sources(inputs, encoder.keys)
+        return _preprocess(
+            sources, os.fspath(output_prefix), encoder, on_error, workers, chunk_bytes, progress
+        )
+
+    try:
+        made = run(tokenizer)
+    except MismatchError as error:
+        if not isinstance(tokenizer, FastTokenizer):
+            raise
+        _log.warning("%s; all is done anew without gigatoken", error)
+        made = run(tokenizer.reference)
+    seconds = perf_counter() - started
+    return [replace(dataset, seconds=seconds) for dataset in made]
+
+
+def _preprocess(
+    sources: list[Source],
+    prefix: str,
+    encoder: Encoder,
+    on_error: OnError,
+    workers: int,
+    chunk_bytes: int | None,
+    progress: bool,
+) -> list[Preprocessed]:
+    """`preprocess` with one tokenizer, not timed."""
     total = sum(source.size for source in sources)
     size = chunk_bytes or min(max(total // _CHUNKS, _SMALLEST), _LARGEST)
     with ExitStack() as stack:
@@ -130,10 +161,9 @@ def preprocess(
             description = describe(key=key, encoder=encoder, sources=sources, skipped=skipped)
             write_manifest(name, description, written=written, counts=counts, origins=origins)
         folder.finish()
-    seconds = perf_counter() - started
     read = sum(source.record()["bytes"] for source in sources)
     return [
-        Preprocessed(name, counts, read, seconds, skipped, work.chunks, work.continued)
+        Preprocessed(name, counts, read, 0.0, skipped, work.chunks, work.continued)
         for name, _, counts, _ in made
     ]
 
@@ -148,6 +178,7 @@ def _job(encoder: Encoder, chunk_bytes: int) -> dict[str, object]:
         "token type": str(encoder.dtype),
         "max document bytes": encoder.longest,
         "chunk bytes": chunk_bytes,
+        "gigatoken": isinstance(encoder.tokenizer, FastTokenizer),
     }
 
 

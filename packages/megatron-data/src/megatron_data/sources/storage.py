@@ -63,13 +63,17 @@ def stat(path: str) -> Stat:
     Raises:
         DataError: there is none.
     """
-    if not exists(path) or is_folder(path):
-        raise DataError(f"no input file or folder at {path}")
-    if not is_url(path):
-        found = os.stat(path)  # noqa: PTH116
-        return Stat(found.st_size, str(found.st_mtime_ns))
-    system, inner = _file_system(path)
-    info: dict[str, Any] = system.info(inner)
+    missing = f"no input file or folder at {path}"
+    try:
+        if not is_url(path):
+            found = os.stat(path)  # noqa: PTH116
+            return Stat(found.st_size, str(found.st_mtime_ns))
+        system, inner = _file_system(path)
+        info: dict[str, Any] = system.info(inner)
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(missing) from None
+    if info.get("type") == "directory":
+        raise DataError(missing)
     tags = (info.get(name) for name in ("ETag", "etag", "md5Hash", "mtime", "LastModified"))
     return Stat(int(info["size"] or 0), str(next(filter(None, tags), "")))
 

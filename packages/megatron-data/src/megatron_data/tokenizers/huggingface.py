@@ -119,6 +119,11 @@ class HuggingFaceTokenizer:
         return self._ids["pad"]
 
     @property
+    def definition(self) -> bytes:
+        """Content of the `tokenizer.json`."""
+        return self._definition
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of the definition, keys sorted, without truncation and padding."""
         return self._fingerprint

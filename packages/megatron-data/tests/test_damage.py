@@ -1,0 +1,222 @@
+"""Damaged, swapped and foreign files: each is found and named, none is read as if it were whole."""
+
+import errno
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron_data import (
+    ByteTokenizer,
+    DataError,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    preprocess,
+    verify,
+)
+from megatron_data import files as files_module
+from megatron_data.cli import main
+from megatron_data.indexed.format import HEADER, MAGIC
+
+
+@pytest.fixture
+def made(corpus: Path, tmp_path: Path) -> str:
+    return preprocess([corpus], tmp_path / "o", ByteTokenizer(), append_eod=True)[0].prefix
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> str:
+    """Another dataset of another corpus, whose .bin happens to have as many bytes as it may."""
+    path = tmp_path / "other.jsonl"
+    path.write_text('{"text": "another corpus"}\n' * 5)
+    return preprocess([path], tmp_path / "other", ByteTokenizer())[0].prefix
+
+
+def altered(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset, os.SEEK_SET if offset >= 0 else os.SEEK_END)
+        file.write(data)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path, Path, str], object], str]] = {
+    "the .bin is cut": (
+        lambda data, index, other: os.truncate(data, data.stat().st_size - 2),
+        "one of them is cut short",
+    ),
+    "the .bin is longer": (
+        lambda data, index, other: data.open("ab").write(b"\0\0"),
+        "one of them is cut short or belongs to another",
+    ),
+    "the .idx is cut": (
+        lambda data, index, other: os.truncate(index, 100),
+        "damaged or cut short",
+    ),
+    "the .idx is another's": (
+        lambda data, index, other: shutil.copy(f"{other}.idx", index),
+        "belongs to another dataset",
+    ),
+    "the .idx is a .bin": (
+        lambda data, index, other: shutil.copy(data, index),
+        "is not the index of an indexed dataset",
+    ),
+    "the token type is another": (
+        lambda data, index, other: altered(index, 17, b"\x04"),
+        "the index describes",
+    ),
+    "the token type is none": (
+        lambda data, index, other: altered(index, 17, b"\x63"),
+        "names token type 99",
+    ),
+    "the token type has the same size": (
+        lambda data, index, other: altered(index, 17, b"\x03"),
+        r"\.idx is not the file its manifest describes",
+    ),
+    "a bit of a length is flipped": (
+        lambda data, index, other: altered(index, 34, b"\x00"),
+        "the pointer of sequence 1 is not the sum of the lengths before it",
+    ),
+    "a bit of the .bin is flipped": (
+        lambda data, index, other: altered(data, 1000, b"\xff"),
+        r"\.bin is not the file its manifest describes: same size, other content \(1 of ",
+    ),
+    "both are another's": (
+        lambda data, index, other: [
+            shutil.copy(f"{other}{end}", path) for end, path in ((".bin", data), (".idx", index))
+        ],
+        "its manifest says",
+    ),
+    "the manifest is cut": (
+        lambda data, index, other: os.truncate(f"{str(data)[:-4]}.meta.json", 300),
+        r"meta\.json is not JSON",
+    ),
+    "the manifest is another's": (
+        lambda data, index, other: shutil.copy(f"{other}.meta.json", f"{str(data)[:-4]}.meta.json"),
+        "its manifest says",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_found_and_named_in_one_line(
+    name: str, made: str, other: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, message = DAMAGE[name]
+    verify(made)
+    damage(Path(f"{made}.bin"), Path(f"{made}.idx"), other)
+    with pytest.raises(DataError, match=message) as raised:
+        verify(made)
+    assert "\n" not in str(raised.value)
+    assert main(["verify", made]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_block_that_is_damaged_is_named(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "BLOCK_BYTES", 1 << 12)
+    prefix = preprocess([corpus], tmp_path / "o", ByteTokenizer())[0].prefix
+    data = Path(f"{prefix}.bin")
+    manifest = json.loads(Path(f"{prefix}.meta.json").read_text())
+    blocks = -(-data.stat().st_size // (1 << 12))
+    assert len(manifest["files"]["bin"]["blocks"]) == blocks > 5
+    altered(data, 3 * 4096 + 5, b"\xff")
+    altered(data, 4 * 4096, b"\xff")
+    with pytest.raises(DataError, match=rf"\(2 of {blocks} blocks of 64 MiB, the first is 3\)"):
+        verify(prefix)
+
+
+def header(code: int, sequences: int, bounds: int) -> bytes:
+    return HEADER.pack(MAGIC, 1, code, sequences, bounds)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    code=st.integers(0, 255),
+    sequences=st.one_of(st.integers(0, 5), st.integers(0, 2**64 - 1)),
+    bounds=st.one_of(st.integers(0, 5), st.integers(0, 2**64 - 1)),
+    numbers=st.lists(st.one_of(st.integers(-9, 9), st.integers(-(2**31), 2**31 - 1)), max_size=40),
+    cut=st.integers(0, 3),
+    tokens=st.binary(max_size=24),
+)
+def test_no_index_crashes_the_reader(
+    code: int,
+    sequences: int,
+    bounds: int,
+    numbers: list[int],
+    cut: int,
+    tokens: bytes,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Whatever the header promises and the rest holds, reading is refused or stays in the .bin."""
+    folder = tmp_path_factory.mktemp("fuzz", numbered=True)
+    body = struct.pack(f"<{len(numbers)}i", *numbers)
+    (folder / "d.idx").write_bytes((header(code, sequences, bounds) + body)[: -cut or None])
+    (folder / "d.bin").write_bytes(tokens)
+    try:
+        with IndexedDataset(folder / "d") as dataset:
+            for number in range(len(dataset)):
+                dataset.get(number).sum()
+            for number in range(dataset.documents):
+                dataset.document(number).sum()
+            dataset.check()
+    except (DataError, IndexError):
+        pass
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_full_disk_names_the_file(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whichever write fails, nothing half-written is there; with room the run ends as it would."""
+    wanted = tmp_path / "wanted"
+    preprocess([corpus], wanted / "o", ByteTokenizer())
+    whole = {path.name: path.read_bytes() for path in wanted.iterdir()}
+    write = files_module.AtomicFile.write
+    command = ["preprocess", "--input", str(corpus), "--tokenizer-type", "ByteTokenizer"]
+    for failing in range(12):
+        left = [failing]
+
+        def full(self: files_module.AtomicFile, data: object, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                with files_module.named_errors(self.path):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write(self, data)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(files_module.AtomicFile, "write", full)
+        folder = tmp_path / f"{failing}"
+        status = main([*command, "--output-prefix", str(folder / "o")])
+        monkeypatch.setattr(files_module.AtomicFile, "write", write)
+        error = capsys.readouterr().err
+        if status == 0:
+            assert failing > 5
+            break
+        assert status == 1 and error.count("\n") == 1
+        assert error.endswith(f": {os.strerror(errno.ENOSPC)}\n") and str(folder) in error
+        for path in folder.glob("o_*"):
+            assert path.read_bytes() == whole[path.name]
+        assert main([*command, "--output-prefix", str(folder / "o")]) == 0
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+        capsys.readouterr()
+    else:
+        pytest.fail("more writes than were tried")
+
+
+def test_tokens_that_are_not_there_are_never_made_up(tmp_path: Path) -> None:
+    """Megatron returns uninitialised memory for the missing part of a .bin."""
+    with IndexedDatasetBuilder(tmp_path / "d", "uint16") as builder:
+        builder.add_document(np.arange(100), [50, 50])
+        builder.finalize()
+    os.truncate(tmp_path / "d.bin", 150)
+    with pytest.raises(DataError, match=r"describes 200 bytes, the \.bin has 150"):
+        IndexedDataset(tmp_path / "d")
