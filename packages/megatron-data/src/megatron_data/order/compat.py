@@ -24,7 +24,7 @@ from ..errors import DataError, EmptySplitError
 from .spans import Span, check_order
 
 _SEPARATE_BELOW = 0.80
-_BLOCK = 1 << 20
+_BLOCK = 1 << 15  # sequences at a time: their ends stay in the cache of a core
 
 
 class GPTIndices(NamedTuple):
@@ -68,7 +68,7 @@ def build_gpt_indices(
         DataError: the split has no token, or too few for one sample.
     """
     check_order(sequence_length, extra, num_samples)
-    epoch_tokens = int(np.sum(lengths[sequences], dtype=np.int64))
+    epoch_tokens = _tokens(lengths, sequences)
     epochs = epochs_needed(epoch_tokens, sequence_length, num_samples, extra)
     whole_epochs_samples = None
     if epochs > 1 and num_samples is not None:
@@ -130,7 +130,7 @@ def build_document_index(
 ) -> NDArray[np.signedinteger]:
     """`epochs` copies of `sequences`, shuffled together; the last copy apart if asked."""
     wide = len(sequences) > 0 and int(sequences[-1]) > np.iinfo(np.int32).max
-    index = np.tile(sequences.astype(np.int64 if wide else np.int32), epochs)
+    index = np.tile(sequences.astype(np.int64 if wide else np.int32, copy=False), epochs)
     apart = len(index) - len(sequences) if separate_last and epochs > 1 else len(index)
     random.shuffle(index[:apart])
     if apart < len(index):
@@ -152,24 +152,48 @@ def build_sample_index(
     `i * sequence_length + extra` tokens of the stream, and the place in that sequence after
     them, less `extra`.
     """
-    ends = np.cumsum(lengths[document_index], dtype=np.int64)
-    stream = int(ends[-1]) if len(ends) else 0
-    available = max(stream - extra, 0)
-    samples = available // sequence_length
-    if not drop_last_partial and available % sequence_length:
-        samples += 1
     largest = max(len(document_index), int(lengths.max(initial=0)))
     dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
-    index = np.zeros((samples + 1, 2), dtype)
-    for start in range(1, samples + 1, _BLOCK):
-        numbers = np.arange(start, min(start + _BLOCK, samples + 1), dtype=np.int64)
-        consumed = np.minimum(numbers * sequence_length + extra, stream)
-        positions = np.searchsorted(ends, consumed)
-        begins = ends[positions] - lengths[document_index[positions]]
-        rows = index[start : start + len(numbers)]
-        rows[:, 0] = positions
-        rows[:, 1] = consumed - extra - begins
-    return index
+    last = None if drop_last_partial else _tokens(lengths, document_index)
+    pieces = [np.zeros((1, 2), dtype)]
+    done, before = 1, 0
+    for first in range(0, len(document_index), _BLOCK):
+        block = lengths.take(document_index[first : first + _BLOCK])
+        ends = block.astype(np.int64)
+        ends[0] += before
+        np.cumsum(ends, out=ends)
+        before = int(ends[-1])
+        reached = (ends - extra) // sequence_length  # samples up to each end
+        if done == 1:
+            np.maximum(reached, 0, out=reached)  # before the first `extra` tokens
+        positions = np.flatnonzero(reached[1:] > reached[:-1]) + 1
+        positions = np.repeat(positions, reached[positions] - reached[positions - 1])
+        if reached[0] >= done:
+            positions = np.append(np.zeros(reached[0] - done + 1, np.int64), positions)
+        consumed = np.arange(done, done + len(positions), dtype=np.int64)
+        consumed *= sequence_length
+        consumed += extra
+        done += len(positions)
+        if before == last:
+            if (last - extra) % sequence_length and last > extra:
+                positions = np.append(positions, np.searchsorted(ends, last))
+                consumed = np.append(consumed, last)
+            last = None  # only empty sequences follow
+        if len(consumed):
+            rows = np.empty((len(consumed), 2), dtype)
+            np.add(positions, first, out=rows[:, 0], casting="unsafe")
+            begins = ends[positions] - block[positions]
+            np.subtract(consumed - extra, begins, out=rows[:, 1], casting="unsafe")
+            pieces.append(rows)
+    return np.concatenate(pieces)
+
+
+def _tokens(lengths: NDArray[np.int32], sequences: NDArray[np.integer]) -> int:
+    """Tokens of sequences, without an array of all their lengths."""
+    starts = range(0, len(sequences), _BLOCK)
+    return sum(
+        int(lengths.take(sequences[start : start + _BLOCK]).sum(dtype=np.int64)) for start in starts
+    )
 
 
 def build_shuffle_index(

@@ -1,0 +1,268 @@
+"""Orders of samples: building Megatron's, computing ours, maps of sentences, packing, reading.
+
+Peers are megatron-core's own functions with its compiled helpers, in turns with ours; medians.
+Building is bound by a random shuffle of 32-bit numbers and a pass over the lengths. Without
+megatron-core only ours is measured.
+
+    OMP_NUM_THREADS=1 python tooling/bench/sample_order.py [--documents 1e7] [--rounds 5] [--large]
+
+`--large` adds 10^8 documents.
+"""
+
+import argparse
+import resource
+import statistics
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megatron_data import (
+    BlendHistory,
+    Change,
+    IndexedDatasetBuilder,
+    Packing,
+    StatelessOrder,
+    build_gpt_datasets,
+    build_gpt_indices,
+    sentence_map,
+)
+from megatron_data.order.compat import build_sample_index
+from numpy.typing import NDArray
+
+try:
+    from megatron.core.datasets import gpt_dataset, helpers
+except ImportError:
+    gpt_dataset = helpers = None
+
+SEQUENCE, SEED = 4096, 1234
+Row = tuple[str, list[float], list[float]]
+
+
+def in_turns(rounds: int, ours: Callable[[], Any], theirs: Callable[[], Any] | None) -> list[Any]:
+    """Seconds of both, in turns, the first of which turns round."""
+    seconds: list[list[float]] = [[], []]
+    ways = [(0, ours), (1, theirs)]
+    for number in range(rounds):
+        for place, way in ways if number % 2 else reversed(ways):
+            if way is not None:
+                start = time.perf_counter()
+                way()
+                seconds[place].append(time.perf_counter() - start)
+    return seconds
+
+
+def show(what: str, seconds: list[list[float]]) -> None:
+    """One line of the table."""
+    ours, theirs = (statistics.median(times) if times else None for times in seconds)
+    ratio = f"{theirs / ours:.2f}" if ours and theirs else ""
+    print(f"| {what} | {ours:.3f} | {'' if theirs is None else f'{theirs:.3f}'} | {ratio} |")
+
+
+def corpus(documents: int) -> NDArray[np.int32]:
+    """Lengths of a web corpus: lognormal, about 1,000 tokens in the mean."""
+    lengths = np.random.default_rng(0).lognormal(6.3, 1.1, documents)
+    return np.minimum(lengths, 1e6).astype(np.int32) + 1
+
+
+def theirs_whole(lengths: NDArray[np.int32]) -> None:
+    """What megatron-core does for one epoch of a split, without its files."""
+    state = np.random.RandomState(SEED)
+    documents = np.arange(len(lengths), dtype=np.int32)
+    index = gpt_dataset._build_document_index(documents, 1, state, False)
+    tokens = int(np.sum(lengths))
+    samples = helpers.build_sample_idx(lengths, index, SEQUENCE, 1, tokens, True, True)
+    gpt_dataset._build_shuffle_index(len(samples) - 1, len(samples) - 1, state)
+
+
+def building(documents: int, rounds: int) -> None:
+    lengths = corpus(documents)
+    everything = np.arange(documents, dtype=np.int32)
+    index = np.random.RandomState(SEED).permutation(everything)
+    tokens = int(lengths.sum(dtype=np.int64))
+    seconds = in_turns(
+        rounds,
+        lambda: build_gpt_indices(lengths, everything, sequence_length=SEQUENCE, seed=SEED),
+        None if helpers is None else lambda: theirs_whole(lengths),
+    )
+    show(f"all indices of {documents:.0e} documents", seconds)
+    seconds = in_turns(
+        rounds,
+        lambda: build_sample_index(lengths, index, sequence_length=SEQUENCE),
+        None
+        if helpers is None
+        else lambda: helpers.build_sample_idx(lengths, index, SEQUENCE, 1, tokens, True, True),
+    )
+    show("its sample index alone", seconds)
+    tracemalloc.start()
+    built = build_gpt_indices(lengths, everything, sequence_length=SEQUENCE, seed=SEED)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    sizes = sum(array.nbytes for array in built)
+    print(f"| memory of it at most, over the size of the arrays | {peak / sizes:.2f} | | |")
+
+
+def sentences(rounds: int) -> None:
+    random = np.random.default_rng(0)
+    bounds = np.concatenate([[0], np.cumsum(random.integers(1, 60, 230_000))]).astype(np.int64)
+    lengths = random.integers(1, 60, bounds[-1]).astype(np.int32)
+    made = 0
+
+    def ours() -> None:
+        nonlocal made
+        made = len(
+            sentence_map(
+                bounds,
+                lengths,
+                max_length=509,
+                short_probability=0.1,
+                seed=SEED,
+                num_samples=1_000_000,
+                min_sentences=2,
+            )
+        )
+
+    seconds = in_turns(
+        rounds,
+        ours,
+        None
+        if helpers is None
+        else lambda: helpers.build_mapping(
+            bounds, lengths, 2**31 - 2, 1_000_000, 509, 0.1, SEED, False, 2
+        ),
+    )
+    show(f"BERT's map of {made:,} samples", seconds)
+
+
+def packing(documents: int) -> None:
+    lengths = corpus(documents)
+    start = time.perf_counter()
+    report = Packing(lengths, SEQUENCE).report()
+    show(f"packing {documents:.0e} documents, {report.share:.4%} padding", [
+        [time.perf_counter() - start],
+        [],
+    ])  # fmt: skip
+
+
+class Computed:
+    """A table of equal lengths that is in no memory."""
+
+    def __init__(self, sequences: int, length: int) -> None:
+        self.sequence_lengths = np.broadcast_to(np.int32(length), (sequences,))
+        self._length = length
+
+    def tokens_before(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
+        return sequences * self._length
+
+
+def stateless(sources: int = 100, tokens: int = 10**12) -> None:
+    documents, samples = tokens // sources // 1000, tokens // SEQUENCE
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    weights = {str(source): 1 / (source + 1) for source in range(sources)}
+    history = BlendHistory([Change(0, weights)], samples)
+    orders = [
+        StatelessOrder(
+            Computed(documents, 1000),
+            (0, documents),
+            sequence_length=SEQUENCE,
+            seed=source,
+            num_samples=count,
+        )
+        for source, count in enumerate(history.counts())
+    ]
+    opened = time.perf_counter() - start
+    times = []
+    for sample in np.random.default_rng(0).integers(0, samples, 2000).tolist():
+        start = time.perf_counter()
+        source, number = history[sample]
+        orders[source].spans(number)
+        times.append(time.perf_counter() - start)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    median, slow = np.percentile(times, [50, 99]) * 1e3
+    print(
+        f"a blend of {sources} sources and {tokens:.0e} tokens opens in {opened * 1e3:.1f} ms; a "
+        f"random sample is found in {median:.3f} ms (99 of 100 in {slow:.3f}); "
+        f"{grown / 1e3:.0f} MB more memory after 2,000 of them"
+    )
+
+
+def reading(rounds: int) -> None:
+    length, wanted = 2048, 2000
+    with tempfile.TemporaryDirectory() as folder:
+        random = np.random.default_rng(0)
+        with IndexedDatasetBuilder(f"{folder}/d", "uint16") as builder:
+            for size in np.minimum(random.lognormal(6.3, 1.1, 20_000), 1e5).astype(int).tolist():
+                builder.add_item(random.integers(0, 50_000, size + 1, np.uint16))
+                builder.end_document()
+            builder.finalize()
+        read: dict[str, Callable[[], None]] = {}
+        for order in ("compat", "stateless", "packed"):
+            train = build_gpt_datasets(
+                f"{folder}/d", "1,0,0", sequence_length=length, eod_id=0, order=order
+            ).train
+            read[order] = lambda train=train: [train[i] for i in range(wanted)]
+        theirs = None
+        if gpt_dataset is not None:
+            theirs_train = their_dataset(Path(folder), length)
+            theirs = lambda: [theirs_train[i] for i in range(wanted)]  # noqa: E731
+        for order, ours in read.items():
+            ours()
+            seconds = in_turns(rounds, ours, theirs)
+            show(
+                f"a sample of {length} tokens, order {order}, microseconds",
+                [[t / wanted * 1e6 for t in times] for times in seconds],
+            )
+
+
+def their_dataset(folder: Path, length: int) -> Any:
+    """megatron-core's dataset of the same files."""
+    import torch.distributed as dist
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.core.datasets.utils import Split
+
+    class Tokenizer:
+        pad, eod, vocab_size, unique_identifiers = -1, 0, 50_000, {"name": "bench"}
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    config = gpt_dataset.GPTDatasetConfig(
+        random_seed=SEED,
+        sequence_length=length,
+        blend=([f"{folder}/d"], None),
+        split="1,0,0",
+        path_to_cache=f"{folder}/cache",
+        tokenizer=Tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    indexed = IndexedDataset(f"{folder}/d")
+    documents = np.arange(20_000, dtype=np.int32)
+    return gpt_dataset.GPTDataset(indexed, f"{folder}/d", documents, None, Split.train, config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--documents", type=float, default=1e7)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--large", action="store_true")
+    arguments = parser.parse_args()
+    stateless()
+    print("| what | ours, s | megatron-core, s | theirs / ours |")
+    print("|---|---|---|---|")
+    building(int(arguments.documents), arguments.rounds)
+    sentences(min(arguments.rounds, 3))
+    reading(arguments.rounds)
+    packing(int(arguments.documents))
+    if arguments.large:
+        building(10**8, 1)
+        packing(10**8)
+
+
+if __name__ == "__main__":
+    main()
