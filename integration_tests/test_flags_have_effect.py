@@ -159,6 +159,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "training.cp_comm_type": ({}, {"--cp-comm-type": "a2a"}),
     "training.context_parallel_split": ({}, {"--context-parallel-split": "per_document"}),
     "training.moe_token_dispatcher_type": (EXPERTS, {"--moe-token-dispatcher-type": "alltoall"}),
+    "pipeline.overlap_experts": (EXPERTS, {"--overlap-moe-expert-parallel-comm": ""}),
     "training.tp_comm_overlap": ({}, {"--tp-comm-overlap": ""}),
     "training.hidden_dropout": ({}, {"--hidden-dropout": "0.3"}),
     "training.attention_dropout": ({}, {"--attention-dropout": "0.3"}),

@@ -24,6 +24,7 @@ SAMPLE = {
     "cp2-tied-dropout",
     "pp2·vpp2·zb-v-untied-dropout",
     "dp2·fsdp-tied-dropout",
+    "dp2·ep2·a2a·combined-1f1b-moe-dropout",
 }
 IN_FLOAT32 = {"tp2·sp-tied-dropout", "pp2·vpp2-untied", "cp2-tied-dropout", "dp2·ep2-moe"}
 DEFECT_SAMPLE = {
@@ -43,6 +44,7 @@ DEFECT_SAMPLE = {
     "the blocks of a ring are added up without their log-sum-exp",
     "the norm counts replicated parameters on every rank",
     "the gradient of experts is divided by the ranks that hold them",
+    "the micro-batches of a pair take each other's rows",
 }
 
 

@@ -191,6 +191,8 @@ CASES = [
     ("pp2-vpp2", ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "interleaved-1f1b"),
     ("pp2-bfs", ParallelLayout(pp=2, dp=1), split_layers(4, 2), "looped-bfs"),
     ("pp2-vpp2-bfs", ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "looped-bfs"),
+    ("pp4-combined", ParallelLayout(pp=4, dp=1), split_layers(4, 4), "combined-1f1b"),
+    ("pp2-vpp2-combined", ParallelLayout(pp=2, vpp=2, dp=1), EMPTY_STAGES, "combined-1f1b"),
     ("pp2-zb", ParallelLayout(pp=2, dp=1), split_layers(4, 2), "zero-bubble"),
     ("pp2-vpp2-zb", ParallelLayout(pp=2, vpp=2, dp=1), EMPTY_STAGES, "zero-bubble"),
     ("pp2-zbv", V2, EMPTY_STAGES, "zb-v"),
@@ -229,12 +231,14 @@ def test_sums_and_gradients_equal_those_of_one_process(
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_one_stage_is_a_plain_loop_with_the_same_results(single: Mesh, tied: bool) -> None:
+@pytest.mark.parametrize(("schedule", "counts"), [("1f1b", [1, 3]), ("combined-1f1b", [2, 3])])
+def test_one_stage_is_a_plain_loop_with_the_same_results(
+    single: Mesh, schedule: str, counts: list[int], tied: bool
+) -> None:
     assert not torch.distributed.is_initialized()
-    counts = [1, 3]
-    steps = train(single, (range(3),), counts, tied, "1f1b")
+    steps = train(single, (range(3),), counts, tied, schedule)
     assert_equal([steps], counts, single.layout, 3, tied)
-    assert steps[1][2] == planned_actions("1f1b", 1, 0, 3)
+    assert steps[1][2] == planned_actions(schedule, 1, 0, 3)
 
 
 def test_evaluation_is_forward_only_and_leaves_no_trace_in_training(
@@ -256,6 +260,7 @@ def test_evaluation_is_forward_only_and_leaves_no_trace_in_training(
     for layout, split, schedule in [
         (ParallelLayout(pp=2, dp=1), split_layers(4, 2), "1f1b"),
         (ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "interleaved-1f1b"),
+        (ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "combined-1f1b"),
         (ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "zero-bubble"),
         (V2, split_layers(4, 2, 2), "zb-v"),
         (V2, split_layers(4, 2, 2), "dualpipe-v"),
@@ -314,6 +319,7 @@ def test_the_last_backward_pass_of_each_stage_is_announced(worker_pool: WorkerPo
         (ParallelLayout(pp=2, dp=1), split_layers(4, 2), "1f1b"),
         (ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "interleaved-1f1b"),
         (ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "looped-bfs"),
+        (ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "combined-1f1b"),
         (ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), "zero-bubble"),
         (V2, split_layers(4, 2, 2), "zb-v"),
         (V2, split_layers(4, 2, 2), "dualpipe-v"),

@@ -78,6 +78,9 @@ def test_a_schedule_puts_the_stages_where_it_wants_them() -> None:
     assert PipelineConfig(schedule="zero-bubble").place(VPP2) == VPP2
     assert PipelineConfig().place(VPP2) == VPP2
     assert PipelineConfig().schedule_of(VPP2) == "interleaved-1f1b"
+    overlapping = PipelineConfig(overlap_experts=True)
+    for layout in (ParallelLayout(), PP2, VPP2):
+        assert overlapping.schedule_of(overlapping.place(layout)) == "combined-1f1b"
     v = PipelineConfig(schedule="zb-v", stages="Et|tt|t|L")
     assert sizes(v.split(4, v.place(VPP2))) == [1, 2, 1, 0]
 
@@ -89,14 +92,20 @@ def test_a_schedule_puts_the_stages_where_it_wants_them() -> None:
         ({"schedule": "gpipe"}, ParallelLayout(), "schedule=gpipe needs a pipeline of at least 2"),
         ({"first": 2}, ParallelLayout(), "first=2 needs a pipeline"),
         ({"schedule": "zb-v", "first": 2}, VPP2, "first and last say nothing: give stages"),
+        (
+            {"schedule": "gpipe", "overlap_experts": True},
+            PP2,
+            "and schedule=gpipe was given: leave",
+        ),
+        ({"schedule": "combined-1f1b"}, PP2, "is what overlap_experts runs: give that instead"),
         ({"stages": "Et|t|t|tL"}, PP2, "has 4 stages, but 2 ranks with 1 each have 2"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(
     settings: dict[str, object], layout: ParallelLayout, message: str
 ) -> None:
-    config = PipelineConfig(**settings)  # type: ignore[arg-type]
     with pytest.raises(LayoutError) as refused:
+        config = PipelineConfig(**settings)  # type: ignore[arg-type]
         config.split(4, config.place(layout))
     assert message in str(refused.value)
 

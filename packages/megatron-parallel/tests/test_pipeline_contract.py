@@ -29,6 +29,7 @@ CASES = {
     "gpipe": PP2,
     "1f1b": PP2,
     "interleaved-1f1b": VPP2,
+    "combined-1f1b": VPP2,
     "looped-bfs": VPP2,
     "zero-bubble": VPP2,
     "zb-v": V2,

@@ -13,6 +13,7 @@ from megatron_parallel.pipeline import (
     check_schedule,
     default_schedule,
     planned_actions,
+    planned_turns,
     schedule_kind,
 )
 
@@ -37,6 +38,26 @@ def test_gpipe_runs_all_forward_passes_first() -> None:
     assert order("gpipe", 2, 1, 3) == "F0 F1 F2 B0 B1 B2"
 
 
+def test_combined_1f1b_is_further_ahead_and_then_runs_pairs() -> None:
+    def turns(pp: int, rank: int, count: int, vpp: int = 1) -> str:
+        plan = planned_turns("combined-1f1b", pp, rank, count, vpp)
+        return " ".join("+".join(map(str, turn)) for turn in plan)
+
+    assert turns(1, 0, 3) == "F0 F1+B0 F2+B1 B2"
+    assert turns(2, 0, 5) == "F0 F1 F2 F3+B0 F4+B1 B2 B3 B4"
+    assert turns(2, 1, 5) == "F0 F1+B0 F2+B1 F3+B2 F4+B3 B4"
+    assert turns(2, 0, 2) == "F0 F1 B0 B1"
+    assert turns(2, 1, 2, 2) == "F0 F1 F0 F1+B0 B1 B0 B1"
+    for pp, vpp, count in ((2, 2, 8), (4, 3, 8), (3, 2, 6)):
+        for rank in range(pp):  # as interleaved 1F1B with one more forward pass at the beginning
+            plain = planned_actions("interleaved-1f1b", pp, rank, count, vpp)
+            ours = planned_actions("combined-1f1b", pp, rank, count, vpp)
+            for kind in "FB":
+                assert [a for a in ours if a.kind == kind] == [a for a in plain if a.kind == kind]
+            ahead = [p.index(next(a for a in p if a.kind == "B")) for p in (ours, plain)]
+            assert ahead[0] - ahead[1] in (0, 1)
+
+
 def test_zero_bubble_puts_weight_gradients_where_1f1b_waits() -> None:
     assert order("zero-bubble", 2, 0, 3) == "F0 F1 I0 W0 F2 I1 W1 I2 W2"
     assert order("zero-bubble", 2, 1, 3) == "F0 I0 F1 I1 W0 F2 I2 W1 W2"
@@ -48,6 +69,8 @@ def test_zero_bubble_puts_weight_gradients_where_1f1b_waits() -> None:
         (("1f1b", 2, 1, 0), "0 micro-batches: a step needs at least 1"),
         (("interleaved-1f1b", 4, 2, 9), r"cannot run 9 micro-batches: 9 // 4 = 2 .* use 8 or 10"),
         (("zero-bubble", 4, 1, 9), r"cannot run 9 micro-batches: 9 // 4 = 2 .* use 8 or 10"),
+        (("combined-1f1b", 4, 2, 9), r"cannot run 9 micro-batches: 9 // 4 = 2 .* use 8 or 10"),
+        (("combined-1f1b", 1, 1, 1), "cannot run 1 micro-batch: while messages .* at least 2"),
         (("dualpipe-v", 4, 2, 7), r"cannot run 7 micro-batches: .* its 2 x 4 = 8 stages"),
         (("1f1b", 4, 2, 8), "does not fit vpp=2: it needs 1 chunk per rank; .*'interleaved-1f1b'"),
         (("interleaved-1f1b", 4, 1, 8), "does not fit vpp=1"),
@@ -104,9 +127,9 @@ def torchs_plan(name: str, pp: int, vpp: int, micro_batches: int) -> list[list[t
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "1f1b"])
+@pytest.mark.parametrize("name", [n for n in SCHEDULES if n not in ("1f1b", "combined-1f1b")])
 def test_plans_and_refusals_are_torchs(name: str) -> None:
-    """1F1B has no plan in torch that says what it does: see test_pipeline."""
+    """1F1B has no plan in torch that says what it does: see test_pipeline; combined is ours."""
     compared = refused = 0
     for pp in (2, 3, 4):
         for vpp in filter(schedule_kind(name).takes, (1, 2, 3)):

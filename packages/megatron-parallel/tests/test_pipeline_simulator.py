@@ -38,6 +38,29 @@ def test_the_bubble_of_chunks_is_smaller_by_their_number(pp: int, vpp: int, coun
             assert timeline.idle == Fraction(pp - 1, vpp * count + pp - 1)
 
 
+@pytest.mark.parametrize(("pp", "count"), [(1, 3), (2, 4), (4, 8), (8, 32), (3, 2)])
+def test_pairs_leave_the_bubble_as_it_is_and_keep_twice_as_much(pp: int, count: int) -> None:
+    for times in (Times(), Times(1, 1), Times(0.3, 0.7)):
+        combined = simulate("combined-1f1b", pp, count, times=times)
+        assert combined.idle == Fraction(pp - 1, count + pp - 1)
+        if pp > 1:
+            chunks = simulate("combined-1f1b", pp, count, 2, times)
+            assert chunks.idle == simulate("interleaved-1f1b", pp, count, 2, times).idle
+    assert list(combined.alive) == [min(count, 2 * (pp - rank)) for rank in range(pp)]
+
+
+def test_a_pair_needs_both_inputs_and_gives_both_results_when_it_is_done() -> None:
+    timeline = simulate("combined-1f1b", 2, 5)
+    ends = {event.action: event.end for events in timeline.ranks for event in events}
+    starts = {event.action: event.start for events in timeline.ranks for event in events}
+    assert starts["F", 0, 3] >= ends["B", 1, 0] == ends["F", 1, 1] + 2
+    assert [e.action for e in timeline.ranks[1] if e.paired] == [("B", 1, i) for i in range(4)]
+    assert draw("combined-1f1b", 2, 3).splitlines()[:2] == [
+        "rank 0 | F0 F1 F2  .  . B0---  . B1--- B2--- |",
+        "rank 1 |  . F0 F1+B0--- F2+B1--- B2---  .  . |",
+    ]
+
+
 @pytest.mark.parametrize(("pp", "count"), [(2, 4), (4, 8), (8, 16)])
 def test_the_bubble_of_zero_bubble_schedules(pp: int, count: int) -> None:
     """Qi et al. 2023, table 2: ZB-H1 wastes (p - 1)(F + I - W); ZB-V nothing if all are equal."""

@@ -127,6 +127,11 @@ def test_mistakes_in_flags_are_usage_errors(flags, message):
         ("--num-experts 3 --expert-model-parallel-size 2", "needs a multiple of 2 ranks, and ther"),
         ("--expert-tensor-parallel-size 1", "--expert-tensor-parallel-size 1 needs --num-experts"),
         ("--moe-token-dispatcher-type alltoall", "alltoall needs --num-experts; give it, or leave"),
+        ("--overlap-moe-expert-parallel-comm", "comm needs --num-experts; give it, or leave"),
+        (
+            "--num-experts 4 --overlap-moe-expert-parallel-comm",
+            "parallel-size of at least 2, as no",
+        ),
         ("--moe-aux-loss-coeff 0.1", "--moe-aux-loss-coeff 0.1 needs --num-experts, of which"),
         ("--num-experts 4 --compile", "--compile cannot be used with --num-experts"),
         ("--num-experts 4 --moe-layer-freq [1]*9", "--moe-layer-freq: the pattern [1]*9 is of 9"),
@@ -260,6 +265,43 @@ def test_layouts_that_do_not_fit_the_run_are_refused(flags, ranks, message):
     with pytest.raises(TrainError) as caught:
         parse(f"{TP2} {flags}", ranks=ranks)
     assert message in str(caught.value)
+
+
+OVERLAP = "--num-experts 4 --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm"
+ALLTOALL = "--moe-token-dispatcher-type alltoall"
+IN_SAMPLES = MINIMAL.replace("--train-iters 10", "--train-samples 48")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "needs --moe-token-dispatcher-type alltoall: allgather waits where it sends"),
+        (
+            ALLTOALL,
+            "needs at least 2 micro-batches a step, one of which computes while the other's tokens "
+            "travel, but 4 samples in micro-batches of 2 on 2 data parallel ranks are 1: raise "
+            "--global-batch-size, or lower --micro-batch-size",
+        ),
+        (
+            f"{ALLTOALL} --global-batch-size 12 --rampup-batch-size 4 4 24",
+            "but 4 samples in micro-batches of 2 on 2",
+        ),
+        (
+            f"{ALLTOALL} --global-batch-size 8 --pipeline-schedule gpipe",
+            "runs combined-1f1b, and --pipeline-schedule gpipe was given: leave out one of them",
+        ),
+    ],
+)
+def test_messages_of_experts_that_nothing_can_hide_are_refused(flags, message):
+    with pytest.raises(TrainError) as caught:
+        parse(f"{IN_SAMPLES if 'rampup' in flags else MINIMAL} {OVERLAP} {flags}", ranks=2)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_messages_of_experts_are_hidden_with_and_without_a_pipeline():
+    for pipeline, ranks in (("", 2), ("--pipeline-model-parallel-size 2", 4)):
+        run = parse(f"{MINIMAL} {OVERLAP} {ALLTOALL} --global-batch-size 8 {pipeline}", ranks=ranks)
+        assert run.pipeline.schedule_of(run.layout) == "combined-1f1b"
 
 
 PP4 = "--pipeline-model-parallel-size 4"

@@ -15,6 +15,7 @@ from layouts.defects import (  # each enters its defects into the catalogue
     places,
     shards,
     tensor,
+    turns,
 )
 from layouts.defects.catalogue import DEFECTS, Defect, planted
 
@@ -32,4 +33,5 @@ __all__ = [
     "planted",
     "shards",
     "tensor",
+    "turns",
 ]

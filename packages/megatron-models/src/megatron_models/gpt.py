@@ -7,7 +7,7 @@ import megatron_parallel
 import torch
 from jaxtyping import Bool, Float, Int
 from megatron_kernels import Mask
-from megatron_parallel import InnerLosses, Mesh, Recompute, initialize_parameters
+from megatron_parallel import InnerLosses, Mesh, Recompute, Turns, initialize_parameters
 from megatron_parallel.context_parallel import ContextSplit, check_length
 from megatron_parallel.tensor_parallel import (
     CHUNKS,
@@ -171,6 +171,7 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         split: ContextSplit | None = None,
         inner: InnerLosses | None = None,
+        turns: Turns | None = None,
         label_smoothing: float = 0.0,
     ) -> Float[Tensor, "..."]:
         """Run this stage.
@@ -193,6 +194,8 @@ class GPT(nn.Module):
             split: which places each context-parallel rank holds; by default a zig-zag over the
                 whole sequence.
             inner: takes the losses of routers, when training; without it there are none.
+            turns: of a `megatron_parallel.PipelineEngine`: lets another micro-batch compute while
+                experts' tokens are on their way; the dispatcher must be ``alltoall``.
             label_smoothing: share of the loss that all tokens of the vocabulary have in common; see
                 `megatron_parallel.vocab_parallel_cross_entropy`.
 
@@ -232,7 +235,16 @@ class GPT(nn.Module):
         angles = None if self.rotary is None else self.rotary(length, offset, positions)
         padding = self._padding(mask, offset, end, split)
         context = Context(
-            mask, angles, cache, offset, dropped, parallel, self.recompute, padding, inner
+            mask,
+            angles,
+            cache,
+            offset,
+            dropped,
+            parallel,
+            self.recompute,
+            padding,
+            inner,
+            turns,
         )
         if self.embedding is not None and self.first:
             x = self.embedding(x, positions, offset)

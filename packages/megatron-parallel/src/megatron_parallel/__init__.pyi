@@ -69,3 +69,4 @@ from .tensor_parallel.layers import VocabParallelEmbedding as VocabParallelEmbed
 from .tensor_parallel.linear import column_parallel_linear as column_parallel_linear
 from .traffic import Record as Record
 from .traffic import Traffic as Traffic
+from .turns import Turns as Turns

@@ -4,7 +4,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from torch.nn import Parameter
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
+
+    from megatron_parallel.pipeline.order import Action
 
 Store = _distributed_c10d.Store  # torch.distributed has it, but its type stubs hide it
 
@@ -272,6 +275,85 @@ def schedule_1f1b(stage: "PipelineStage", micro_batches: int, loss: Callable[...
     count = max(micro_batches, stage.num_stages)
     schedule = Schedule1F1B(stage, count, loss_fn=loss, scale_grads=False)
     schedule._n_microbatches = micro_batches
+    return schedule
+
+
+class PairedPass(NamedTuple):
+    """One pass of a pair: what it is, what waits for its input, and what runs it then."""
+
+    action: "Action"
+    receive: Callable[[], None]
+    run: Callable[[], None]
+
+
+def schedule_of_turns(
+    stages: "Sequence[PipelineStage]",
+    micro_batches: int,
+    loss: Callable[..., Tensor],
+    plans: "Sequence[Sequence[tuple[Action, ...]]]",
+    run_pair: Callable[[PairedPass, PairedPass], None],
+) -> Any:
+    """A schedule of our own: torch adds to the plan of each rank what is sent and received.
+
+    Of a pair, `run_pair` is given the forward and the backward pass.
+    """
+    from torch.distributed.pipelining import schedules as torchs
+
+    kinds = torchs._ComputationType
+    here = {stage.stage_index: stage for stage in stages}
+    schedule: Any = torchs._PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+        list(stages), micro_batches, loss_fn=loss, scale_grads=False
+    )
+
+    def theirs(action: "Action") -> Any:
+        return torchs._Action(action.stage, kinds(action.kind), action.micro_batch)
+
+    ours = {theirs(action): action for plan in plans for turn in plan for action in turn}
+
+    def forward(stage: Any, number: int, context: Any) -> None:
+        output = stage.forward_one_chunk(
+            number,
+            context.arg_mbs[number],
+            context.kwarg_mbs[number],
+            save_forward_output=False,
+        )
+        schedule._maybe_compute_loss(stage, output, context.target_mbs, number)
+
+    def backward(stage: Any, number: int, context: Any) -> None:
+        schedule.backward_counter[stage.stage_index] += 1
+        stage.backward_one_chunk(
+            number,
+            loss=schedule._maybe_get_loss(stage, number),
+            full_backward=True,
+            last_backward=schedule.backward_counter[stage.stage_index] == micro_batches,
+        )
+
+    def one_of_pair(action: Any, context: Any) -> PairedPass:
+        stage, number = here[action.stage_index], action.microbatch_index
+        ahead = action.computation_type == kinds.FORWARD
+        there = schedule.fwd_recv_ops if ahead else schedule.bwd_recv_ops
+        run = partial(forward if ahead else backward, stage, number, context)
+
+        def receive() -> None:
+            for work in there.pop((action.stage_index, number), ()):
+                work.wait()
+
+        return PairedPass(ours[action], receive, run)
+
+    def overlapped(action: Any, context: Any) -> None:
+        run_pair(*(one_of_pair(each, context) for each in action.sub_actions))
+
+    schedule.register_custom_function(kinds.OVERLAP_F_B, overlapped)
+    schedule.pipeline_order = {
+        rank: [
+            theirs(turn[0])
+            if len(turn) == 1
+            else torchs._Action(-1, kinds.OVERLAP_F_B, None, tuple(map(theirs, turn)))
+            for turn in plan
+        ]
+        for rank, plan in enumerate(plans)
+    }
+    schedule._prepare_schedule_with_comms(schedule.pipeline_order)
     return schedule
 
 

@@ -194,8 +194,14 @@ class StepEngine:
         return fuse_gradient_accumulation(self.task.stages, self._gradients.buffers)
 
     def _inputs(self, batch: Batch, stage: int) -> Mapping[str, Any]:
-        given = self.task.inputs(batch, stage, self._iteration)
-        return given if self._inner is None else {**given, "inner": self._inner}
+        given = dict(self.task.inputs(batch, stage, self._iteration))
+        if self._iteration is None:  # an evaluation
+            return given
+        if self._inner is not None:
+            given["inner"] = self._inner
+        if self._pipeline.turns is not None:
+            given["turns"] = self._pipeline.turns
+        return given
 
     def _passed(self, batch: Batch, stage: int) -> Passed | tuple[Passed, ...]:
         return self.task.passed(batch, stage)

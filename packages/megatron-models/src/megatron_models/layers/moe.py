@@ -60,14 +60,15 @@ class MoE(nn.Module):
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
         """Send every token to its experts and add their answers up.
 
-        The shared expert computes while tokens are on their way, forwards and backwards.
+        The shared expert computes while tokens are on their way, forwards and backwards; then,
+        with `Context.turns`, another micro-batch does.
         """
         tokens, routed, sequences = self._own_tokens(x, context.padding)
         routing = self.router(tokens, routed)
         weights = routing.weights
         if context.inner is not None:
             weights = self.losses.attach(routing, sequences, x.shape[1], context.inner)
-        dispatch = self.dispatcher.dispatch(tokens, routing.experts, weights)
+        dispatch = self.dispatcher.dispatch(tokens, routing.experts, weights, context.turns)
         shared = None if self.shared is None else self.shared(x)
         answers = self.experts(*dispatch.wait())
         y = self._all_tokens(dispatch.combine(answers).wait(), x)

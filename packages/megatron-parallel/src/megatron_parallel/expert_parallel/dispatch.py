@@ -10,8 +10,8 @@ each of its ranks some of them, `expert_tp` cuts each expert's matrices, so that
 partial sums. What a rank computes is neither scaled nor averaged, forwards or backwards.
 
 Between `dispatch` and its `wait`, and between `combine` and its `wait`, messages of `alltoall` are
-under way, in the backward pass too: there is the place for other work (a shared expert, another
-micro-batch).
+under way, in the backward pass too: there is the place for other work (a shared expert; with
+`Turns`, another micro-batch).
 
 | dispatcher | over `ep` | over `expert_tp` | right for |
 |---|---|---|---|
@@ -36,6 +36,7 @@ from megatron_parallel.expert_parallel.exchange import (
 )
 from megatron_parallel.expert_parallel.gather import gather_rows, gather_sizes, scatter_rows
 from megatron_parallel.mesh import Mesh
+from megatron_parallel.turns import Turns
 
 DISPATCH: Final = "dispatched tokens"
 COMBINE: Final = "combined tokens"
@@ -85,6 +86,7 @@ class Dispatcher(Protocol):
         tokens: Float[Tensor, "n h"],
         experts: Int[Tensor, "n k"],
         weights: Float[Tensor, "n k"],
+        turns: Turns | None = None,
     ) -> Dispatch:
         """Start to send tokens.
 
@@ -92,6 +94,10 @@ class Dispatcher(Protocol):
             tokens: This rank's own; ranks may have different numbers of them.
             experts: The experts each has chosen; -1 for none (padding).
             weights: What each choice counts for, in float32 at least.
+            turns: Where another micro-batch computes while this one waits, forwards and backwards.
+
+        Raises:
+            LayoutError: `turns` were given to a dispatcher that waits where it sends.
         """
 
 
@@ -128,6 +134,7 @@ class AllToAllDispatcher:
         tokens: Float[Tensor, "n h"],
         experts: Int[Tensor, "n k"],
         weights: Float[Tensor, "n k"],
+        turns: Turns | None = None,
     ) -> "_AllToAll":
         """Sort the choices by expert, exchange how many there are, and start to send them."""
         order, counts = self.ops.sort(experts, self.num_experts)
@@ -135,7 +142,8 @@ class AllToAllDispatcher:
         from_ranks = exchange_counts(to_ranks, self.ep, purpose="expert counts")
         route = Route(self.ep, _sums(to_ranks), _sums(from_ranks), DISPATCH)
         rows = self.ops.permute(tokens, order, experts.shape[1])
-        return _AllToAll(self, start_exchange(rows, route), route, from_ranks, order, weights)
+        in_flight = start_exchange(rows, route, turns)
+        return _AllToAll(self, in_flight, route, from_ranks, order, weights, turns)
 
 
 class _AllToAll:
@@ -149,12 +157,14 @@ class _AllToAll:
         counts: Tensor,
         order: Tensor,
         weights: Tensor,
+        turns: Turns | None,
     ) -> None:
         self.owner = owner
         self.in_flight = in_flight
         self.route = route
         self.counts = counts  # rows by source on `ep`, and local expert
         self.order, self.weights = order, weights
+        self.turns = turns
         self.sizes: tuple[int, ...] = ()  # rows of each rank of `expert_tp`
         self.by_expert: Tensor | None = None
 
@@ -178,7 +188,7 @@ class _AllToAll:
             rows = rows.index_select(0, torch.argsort(self.by_expert))
         rows = scatter_rows(rows, self.sizes, self.owner.expert_tp, purpose=COMBINE)
         back = Route(self.route.axis, self.route.receive, self.route.send, COMBINE)
-        return _AllToAllCombine(self, start_exchange(rows, back))
+        return _AllToAllCombine(self, start_exchange(rows, back, self.turns))
 
 
 class _AllToAllCombine:
@@ -209,8 +219,14 @@ class AllGatherDispatcher:
         tokens: Float[Tensor, "n h"],
         experts: Int[Tensor, "n k"],
         weights: Float[Tensor, "n k"],
+        turns: Turns | None = None,
     ) -> "_AllGather":
         """Gather tokens, choices and weights."""
+        if turns is not None:
+            raise LayoutError(
+                "dispatcher 'allgather' waits where it sends, so no other micro-batch can compute "
+                "meanwhile: use 'alltoall', or give no turns"
+            )
         axis = self.axis
         sizes = gather_sizes(len(tokens), axis, tokens.device, purpose="token counts")
         gathered = gather_rows(tokens, sizes, axis, purpose=DISPATCH)

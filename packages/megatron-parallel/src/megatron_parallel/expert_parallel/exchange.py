@@ -6,7 +6,8 @@
 
 The backward pass sends the gradients the same way back, and is split alike: it starts where the
 forward pass waited, and waits where the forward pass started. So whatever was computed in between
-has its backward pass in between, too.
+has its backward pass in between, too. With `Turns`, whoever is about to wait first lets another
+micro-batch compute.
 """
 
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.autograd import Function
 from megatron_parallel.axes import Axis
 from megatron_parallel.collective_failure import naming_failures
 from megatron_parallel.errors import LayoutError
+from megatron_parallel.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,13 @@ class InFlight:
         return received
 
 
-def start_exchange(rows: Shaped[Tensor, "sent ..."], route: Route) -> InFlight:
+def start_exchange(
+    rows: Shaped[Tensor, "sent ..."], route: Route, turns: Turns | None = None
+) -> InFlight:
     """Start to send `rows`, those for the first rank first; returns at once.
 
     Until `wait`, other collectives may be started, by all ranks of the axis in the same order.
+    `wait`, and its counterpart in the backward pass, end a turn of `turns`.
 
     Raises:
         LayoutError: not as many rows as the route says.
@@ -94,7 +99,7 @@ def start_exchange(rows: Shaped[Tensor, "sent ..."], route: Route) -> InFlight:
         raise LayoutError(f"{len(rows)} rows were given, but {sum(route.send)} are to be sent")
     if route.axis.size == 1:
         return InFlight(rows, None)
-    exchange = _Exchange(route)
+    exchange = _Exchange(route, turns)
     started: Tensor = _Start.apply(rows, exchange)  # type: ignore[no-untyped-call]
     return InFlight(started, exchange)
 
@@ -102,8 +107,9 @@ def start_exchange(rows: Shaped[Tensor, "sent ..."], route: Route) -> InFlight:
 class _Exchange:
     """One exchange: what is under way in the forward pass, then in the backward pass."""
 
-    def __init__(self, route: Route) -> None:
+    def __init__(self, route: Route, turns: Turns | None) -> None:
         self.route = route
+        self.turns = turns
         self.under_way: _Message | None = None
 
     def start(self, rows: Tensor, route: Route) -> Tensor:
@@ -114,6 +120,8 @@ class _Exchange:
         message, self.under_way = self.under_way, None
         if message is None:
             raise LayoutError(f"all_to_all of {self.route.purpose} was waited for twice")
+        if self.turns is not None:
+            self.turns.hand_over()
         return message.wait()
 
 

@@ -14,6 +14,7 @@ from .layout_string import count_stages as count_stages
 from .layout_string import parse_pipeline_layout as parse_pipeline_layout
 from .order import Action as Action
 from .order import planned_actions as planned_actions
+from .order import planned_turns as planned_turns
 from .rules import SCHEDULES as SCHEDULES
 from .rules import check_micro_batches as check_micro_batches
 from .rules import check_schedule as check_schedule

@@ -1,7 +1,7 @@
 """How a pipeline is run and its layers are dealt out, as settings."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.layout import ParallelLayout
@@ -13,6 +13,9 @@ from megatron_parallel.pipeline.rules import (
     schedule_kind,
 )
 from megatron_parallel.pipeline.split import split_layers
+
+COMBINED: Final = "combined-1f1b"
+"""The schedule that hides what experts send; a switch chooses it, as it needs more than a name."""
 
 
 def _setting(default: Any, text: str, flag: str, **metadata: Any) -> Any:
@@ -31,7 +34,7 @@ class PipelineConfig:
         "order of the passes of a pipeline; 1f1b if not given, interleaved-1f1b with virtual "
         "stages (megatron-train schedule draws them; our name)",
         "--pipeline-schedule",
-        choices=SCHEDULES,
+        choices=tuple(name for name in SCHEDULES if name != COMBINED),
     )
     first: int | None = _setting(
         None,
@@ -55,6 +58,13 @@ class PipelineConfig:
         "count output layer and loss as a layer when layers are dealt out to stages",
         "--account-for-loss-in-pipeline-split",
     )
+    overlap_experts: bool = _setting(
+        False,
+        "run the forward pass of one micro-batch together with the backward pass of another: each "
+        "computes while the other's tokens travel to experts and back; with "
+        "--moe-token-dispatcher-type alltoall, and without a pipeline too",
+        "--overlap-moe-expert-parallel-comm",
+    )
     stages: str | None = _setting(
         None,
         "every stage by hand: Et*3|(tt|)*2L has 3 layers after the embedding, twice 2, then the "
@@ -71,6 +81,18 @@ class PipelineConfig:
                 vars(self),
             )
 
+        if self.overlap_experts and self.schedule is not None:
+            raise LayoutError(
+                f"{{overlap_experts:name}} runs {COMBINED}, and {{schedule:=}} was given: leave "
+                "out one of them",
+                vars(self),
+            )
+        if self.schedule == COMBINED:
+            raise LayoutError(
+                "{schedule:=} is what {overlap_experts:name} runs: give that instead",
+                vars(self),
+            )
+
     def place(self, layout: ParallelLayout) -> ParallelLayout:
         """The layout with its stages where the schedule wants them.
 
@@ -79,7 +101,7 @@ class PipelineConfig:
                 number of chunks.
         """
         if layout.pp == 1:
-            plain = vars(PipelineConfig())
+            plain = vars(PipelineConfig(overlap_experts=self.overlap_experts))
             asked = [name for name, value in vars(self).items() if value != plain[name]]
             if asked:
                 raise LayoutError(
@@ -94,7 +116,7 @@ class PipelineConfig:
 
     def schedule_of(self, layout: ParallelLayout) -> str:
         """The schedule that is asked for, or the default one of the layout."""
-        return self.schedule or default_schedule(layout)
+        return COMBINED if self.overlap_experts else self.schedule or default_schedule(layout)
 
     def split(self, num_layers: int, layout: ParallelLayout) -> tuple[range, ...]:
         """Global layer numbers of every stage.

@@ -39,7 +39,7 @@ def draw_timeline(timeline: Timeline) -> str:
 
     A cell is one unit of time, the largest that all times are multiples of. `F2` is the forward
     pass of micro-batch 2, `B2` its backward pass, `I2` and `W2` the parts of a split one; with
-    several chunks a letter says which, `a` first.
+    several chunks a letter says which, `a` first. `F3+B1` take turns until both are done.
 
     Raises:
         LayoutError: the picture would be wider than `MOST_CELLS` units.
@@ -58,7 +58,7 @@ def draw_timeline(timeline: Timeline) -> str:
         for event in events:
             line += idle * (int(event.start / unit) - len(line) // width)
             length = int((event.end - event.start) / unit)
-            line += f" {_name(event, timeline)}".ljust(
+            line += f"{'+' if event.paired else ' '}{_name(event, timeline)}".ljust(
                 width * length, " " if event.action.kind == "F" else "-"
             )
         line += idle * (cells - len(line) // width)

@@ -22,7 +22,8 @@ from megatron_parallel.pipeline.contract import AroundBackward, Inputs, PassedOn
 from megatron_parallel.pipeline.loop import LoopRunner, Runner
 from megatron_parallel.pipeline.objective import Loss, Objective
 from megatron_parallel.pipeline.order import Action
-from megatron_parallel.pipeline.rules import check_micro_batches, check_schedule
+from megatron_parallel.pipeline.rules import check_micro_batches, check_schedule, schedule_kind
+from megatron_parallel.turns import Turns
 
 
 class PipelineEngine:
@@ -42,6 +43,9 @@ class PipelineEngine:
             rank answers for all stages. Needed if there is more than one.
         sums: Names of the sums that `loss` returns.
         schedule: One of `SCHEDULES`, of those that go with the layout's `vpp` and `placement`.
+            Under `combined-1f1b` the forward pass of one micro-batch and the backward pass of
+            another take turns: the model ends one with `turns.hand_over()` where it is about to
+            wait (`Dispatcher.dispatch` takes `turns`, too).
         around_backward: Gives a context for each pass that adds to gradients, with its stage and
             whether it is that stage's last: from then on a bucket may be reduced when it is full.
             `StageGradients.around_backward` is one.
@@ -66,6 +70,8 @@ class PipelineEngine:
         self.mesh = mesh
         self.chunks = [chunks] if isinstance(chunks, nn.Module) else list(chunks)
         self.schedule = schedule
+        self.turns = Turns(mesh.device) if schedule_kind(schedule).pairs else None
+        """Where passes of two micro-batches run together: what ends a turn in the middle of one."""
         self.trace: list[Action] = []
         """What this rank computed in the last step, in order."""
         if len(self.chunks) != vpp:
@@ -74,7 +80,9 @@ class PipelineEngine:
         self._objective = Objective(loss, sums, mesh.device)
         self._runner: Runner
         if pp == 1:
-            self._runner = LoopRunner(self.chunks[0], self._objective, inputs, around_backward)
+            self._runner = LoopRunner(
+                self.chunks[0], self._objective, inputs, around_backward, self.turns
+            )
         elif passed is None:
             raise LayoutError(f"pp={pp} needs `passed`, which says what goes from stage to stage")
         else:
@@ -88,6 +96,7 @@ class PipelineEngine:
                 inputs=inputs,
                 passed=passed,
                 around_backward=around_backward,
+                turns=self.turns,
             )
 
     @property

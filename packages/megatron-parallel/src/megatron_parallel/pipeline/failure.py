@@ -58,6 +58,8 @@ class Watch:
         self._wait: _Wait | None = None
         self._sent: _Wait | None = None
         self._computes = 0
+        self._pair: list[Action] | None = None
+        self._awaited: Action | None = None
         store = default_store()
         turn = store.add(f"pipeline/engines/{mesh.rank}/{self._axis.ranks}", 1)
         self._topic = f"pipeline/failures/{self._axis.ranks}/{turn}"
@@ -71,6 +73,7 @@ class Watch:
         """Start a step. `plan` is needed where a rank receives ahead of what it computes next."""
         self.trace = []
         self._plan, self._wait, self._sent, self._computes = plan, None, None, 0
+        self._pair = self._awaited = None
 
     @contextmanager
     def computing(self, action: Action | None = None) -> Iterator[None]:
@@ -79,8 +82,23 @@ class Watch:
         yield
         self._computes -= 1  # not after an error: `computes` tells where it came from
         if action is not None:
-            self.trace.append(action)
+            (self.trace if self._pair is None else self._pair).append(action)
             self._wait = self._earlier_send(action)
+
+    @contextmanager
+    def pairing(self) -> Iterator[None]:
+        """Around two passes that take turns: both are completed when the later one is."""
+        self._pair = []
+        yield
+        self.trace += sorted(self._pair, key=lambda action: action.kind, reverse=True)
+        self._pair = None
+
+    @contextmanager
+    def awaiting(self, action: Action) -> Iterator[None]:
+        """Around a wait for the input of a pass that is not the next one of the plan."""
+        self._awaited = action
+        yield
+        self._awaited = None
 
     def receives(self, what: str, micro_batch: int, peer: int) -> None:
         """This rank is about to wait for a tensor of stage `peer`."""
@@ -154,7 +172,7 @@ class Watch:
     def _next_of_plan(self) -> _Wait | None:
         if len(self.trace) >= len(self._plan):
             return None
-        kind, stage, micro_batch = self._plan[len(self.trace)]
+        kind, stage, micro_batch = self._awaited or self._plan[len(self.trace)]
         what, peer = ("activations", stage - 1) if kind == "F" else ("gradient", stage + 1)
         if kind == "W" or not 0 <= peer < self._stages or self._holder(peer) == self._axis.index:
             return None

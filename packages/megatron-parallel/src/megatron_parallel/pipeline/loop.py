@@ -1,13 +1,15 @@
 """Runs the micro-batches of a step where there is one stage: in a loop."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_parallel.pipeline.contract import AroundBackward, Backward, Inputs
 from megatron_parallel.pipeline.objective import Objective
-from megatron_parallel.pipeline.order import Action
+from megatron_parallel.pipeline.order import Action, planned_turns
+from megatron_parallel.turns import Turns
 
 
 class Runner(Protocol):
@@ -18,7 +20,9 @@ class Runner(Protocol):
 
 
 class LoopRunner:
-    """One stage: one micro-batch after another, without `torch.distributed`."""
+    """One stage, without `torch.distributed`: one micro-batch after another, or with `turns` the
+    forward pass of each together with the backward pass of the one before.
+    """
 
     def __init__(
         self,
@@ -26,21 +30,42 @@ class LoopRunner:
         objective: Objective,
         inputs: Inputs,
         around_backward: AroundBackward,
+        turns: Turns | None = None,
     ) -> None:
         self._module = module
         self._objective = objective
         self._inputs = inputs
         self._around_backward = around_backward
+        self._turns = turns
 
     def run(self, micro_batches: Sequence[Any], backward: bool) -> list[Action]:
         """Forward and, if asked for, backward pass of each micro-batch."""
-        trace = []
-        for i, micro_batch in enumerate(micro_batches):
-            output = self._module(**self._inputs(micro_batch, 0))
-            loss = self._objective.add(output, micro_batch)
-            trace.append(Action("F", 0, i))
-            if backward:
-                with self._around_backward(Backward(0, i, last=i == len(micro_batches) - 1)):
-                    loss.backward()  # type: ignore[no-untyped-call]
-                trace.append(Action("B", 0, i))
+        if not backward:
+            for micro_batch in micro_batches:
+                self._forward(micro_batch)
+            return [Action("F", 0, i) for i in range(len(micro_batches))]
+        losses: dict[int, Tensor] = {}
+        trace: list[Action] = []
+
+        def forward(number: int) -> None:
+            losses[number] = self._forward(micro_batches[number])
+
+        def back(number: int) -> None:
+            last = number == len(micro_batches) - 1
+            with self._around_backward(Backward(0, number, last)):
+                losses.pop(number).backward()  # type: ignore[no-untyped-call]
+
+        of_kind = {"F": forward, "B": back}
+        schedule = "1f1b" if self._turns is None else "combined-1f1b"
+        for turn in planned_turns(schedule, 1, 0, len(micro_batches)):
+            passes = [partial(of_kind[action.kind], action.micro_batch) for action in turn]
+            if self._turns is not None and len(passes) == 2:
+                self._turns.together(first=passes[1], second=passes[0])
+            else:
+                passes[0]()
+            trace += turn
         return trace
+
+    def _forward(self, micro_batch: Any) -> Tensor:
+        output = self._module(**self._inputs(micro_batch, 0))
+        return self._objective.add(output, micro_batch)

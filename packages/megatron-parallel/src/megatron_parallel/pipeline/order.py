@@ -2,7 +2,8 @@
 
 `F2` is the forward pass of micro-batch 2, `B2` its backward pass; a split backward pass is `I2`
 (gradient of the input) and, later, `W2` (gradients of the weights). The orders are those that
-torch's schedules run; tests compare them with torch's own and with what ranks really did.
+torch's schedules run, or are given to torch to run; tests compare them with torch's own and with
+what ranks really did.
 """
 
 from collections import Counter
@@ -31,6 +32,8 @@ def planned_actions(
 ) -> list[Action]:
     """What one rank of a pipeline computes in a training step, in order.
 
+    Passes that run together stand next to one another, the forward pass first.
+
     Args:
         schedule: one of `SCHEDULES`.
         pp: ranks of the pipeline.
@@ -41,9 +44,28 @@ def planned_actions(
     Raises:
         LayoutError: no such rank, or the schedule cannot run these numbers.
     """
+    turns = planned_turns(schedule, pp, rank, micro_batches, vpp)
+    return [action for together in turns for action in together]
+
+
+def planned_turns(
+    schedule: str, pp: int, rank: int, micro_batches: int, vpp: int = 1
+) -> list[tuple[Action, ...]]:
+    """`planned_actions`, with passes that run together in one tuple: a pair, forward and backward.
+
+    Raises:
+        LayoutError: as `planned_actions`.
+    """
     check_micro_batches(schedule, pp, vpp, micro_batches)
     if not 0 <= rank < pp:
         raise LayoutError(f"rank {rank} does not exist: the pipeline has {pp}")
+    if schedule == "combined-1f1b":
+        return _combined(stages_of("loop", pp, vpp, rank), pp, rank, micro_batches)
+    return [(action,) for action in _alone(schedule, pp, rank, micro_batches, vpp)]
+
+
+def _alone(schedule: str, pp: int, rank: int, micro_batches: int, vpp: int) -> list[Action]:
+    """The plans of schedules whose passes run one by one."""
     if pp == 1:  # the engine runs a plain loop
         return [a for i in range(micro_batches) for a in (Action("F", 0, i), Action("B", 0, i))]
     stages = stages_of(schedule_kind(schedule).placement, pp, vpp, rank)
@@ -104,6 +126,27 @@ def _interleaved(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int
     for done, action in enumerate(backward):
         plan += [*forward[ahead + done : ahead + done + 1], action]
     return plan
+
+
+def _combined(
+    stages: tuple[int, ...], pp: int, rank: int, micro_batches: int
+) -> list[tuple[Action, ...]]:
+    """Interleaved 1F1B, one forward pass further ahead, whose passes then run in pairs.
+
+    Interleaved or not: a pair gives its results when both are done, so neighbours have to be two
+    passes apart, and the last rank's backward pass must not wait for the forward pass it is with.
+    """
+    several = len(stages) > 1
+    round_of = pp if several else micro_batches  # one chunk needs no rounds
+    forward = _in_rounds("F", stages, round_of, micro_batches)
+    backward = _in_rounds("B", stages[::-1], round_of, micro_batches)
+    ahead = _ahead(stages, round_of, micro_batches, 2 * (pp - 1 - rank) + 1)
+    pairs = list(zip(forward[ahead:], backward, strict=False))
+    return [
+        *((action,) for action in forward[:ahead]),
+        *pairs,
+        *((action,) for action in backward[len(pairs) :]),
+    ]
 
 
 def _zero_bubble(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int) -> list[Action]:

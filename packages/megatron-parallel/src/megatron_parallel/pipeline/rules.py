@@ -16,7 +16,10 @@ class ScheduleKind:
         chunks: how many model chunks a rank holds: `one`, `several`, `two` or `any` number.
         placement: which rank holds which stage, `ParallelLayout.placement`.
         splits_backward: whether input and weight gradients are computed apart.
-        rounds: whether micro-batches have to come in rounds of equal length.
+        rounds: whether micro-batches have to come in rounds of equal length, with several chunks
+            if not with one.
+        pairs: whether a forward and a backward pass of two micro-batches run together, so that one
+            computes while messages of the other are under way (`Turns`).
         source: where it was described.
     """
 
@@ -26,6 +29,7 @@ class ScheduleKind:
     placement: Placement = "loop"
     splits_backward: bool = False
     rounds: bool = False
+    pairs: bool = False
 
     def takes(self, vpp: int) -> bool:
         """Whether a rank may hold that many chunks."""
@@ -36,6 +40,9 @@ _KINDS: Final = (
     ScheduleKind("gpipe", "one", "Huang et al. 2019"),
     ScheduleKind("1f1b", "one", "Narayanan et al. 2019, with the flush of 2021"),
     ScheduleKind("interleaved-1f1b", "several", "Narayanan et al. 2021", rounds=True),
+    ScheduleKind(
+        "combined-1f1b", "any", "Megatron-LM's combined 1F1B, 2025", rounds=True, pairs=True
+    ),
     ScheduleKind("looped-bfs", "any", "Lamy-Poirier 2022"),
     ScheduleKind("zero-bubble", "any", "Qi et al. 2023", splits_backward=True, rounds=True),
     ScheduleKind("zb-v", "two", "Qi et al. 2023, section 6", "v", splits_backward=True),
@@ -86,7 +93,8 @@ def check_micro_batches(schedule: str, pp: int, vpp: int, micro_batches: int) ->
 
     GPipe, 1F1B, looped BFS and ZB-V run any number from 1, fewer than there are stages included.
     Interleaved 1F1B and zero bubble go in `micro_batches // pp` rounds (at least one) of equal
-    length. DualPipeV needs as many micro-batches as there are stages.
+    length; so does combined 1F1B with several chunks, which needs at least two micro-batches.
+    DualPipeV needs as many micro-batches as there are stages.
     """
     check_schedule(schedule, vpp)
     if pp < 1:
@@ -98,8 +106,14 @@ def check_micro_batches(schedule: str, pp: int, vpp: int, micro_batches: int) ->
             f"{schedule} over {pp} ranks cannot run {micro_batches} micro-batches: it needs at "
             f"least one for each of its 2 x {pp} = {2 * pp} stages"
         )
+    kind = schedule_kind(schedule)
+    if kind.pairs and micro_batches == 1:
+        raise LayoutError(
+            f"{schedule} cannot run 1 micro-batch: while messages of one are under way another one "
+            "computes; use at least 2"
+        )
     rounds = max(1, micro_batches // pp)
-    if schedule_kind(schedule).rounds and micro_batches % rounds:
+    if kind.rounds and (vpp > 1 or not kind.pairs) and micro_batches % rounds:
         below = micro_batches - micro_batches % rounds
         above = micro_batches + 1
         while above % max(1, above // pp):

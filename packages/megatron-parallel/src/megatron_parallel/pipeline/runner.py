@@ -7,12 +7,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 
 from megatron_parallel import _compat
+from megatron_parallel._compat import PairedPass
 from megatron_parallel.collectives import all_gather
 from megatron_parallel.errors import CollectiveError, LayoutError
 from megatron_parallel.mesh import Mesh
@@ -28,6 +29,7 @@ from megatron_parallel.pipeline.schedules import (
 )
 from megatron_parallel.pipeline.shared import broadcast_from_last_stage
 from megatron_parallel.pipeline.stage import Stage, StageSpec
+from megatron_parallel.turns import Turns
 
 CACHED_SHAPES: Final = 8
 """Stages of how many different shapes are kept; they own the buffers tensors are received into."""
@@ -53,8 +55,10 @@ class StageRunner:
         inputs: Inputs,
         passed: PassedOn,
         around_backward: AroundBackward,
+        turns: Turns | None = None,
     ) -> None:
         self._mesh = mesh
+        self._turns = turns
         self._pp = mesh.axis("pp")
         self._layout = mesh.layout
         self._chunks = dict(zip(mesh.layout.stages(self._pp.index), chunks, strict=True))
@@ -149,7 +153,8 @@ class StageRunner:
         stages = [self._stage(i, chunk, borders) for i, chunk in self._chunks.items()]
         pp, rank, vpp = self._pp.size, self._pp.index, len(stages)
         if backward:
-            schedule = build_schedule(self._schedule, stages, count, self._add)
+            pair = None if self._turns is None else self._pair
+            schedule = build_schedule(self._schedule, stages, count, self._add, pair)
             plan = planned_actions(self._schedule, pp, rank, count, vpp)
         else:
             v = self._layout.placement == "v"
@@ -175,6 +180,14 @@ class StageRunner:
             around_backward=self._around_backward,
             watch=self._watch,
         )
+
+    def _pair(self, forward: PairedPass, backward: PairedPass) -> None:
+        """The backward pass has the first turn: it starts a message before it computes much."""
+        with self._watch.pairing():
+            for each in (forward, backward):
+                with self._watch.awaiting(each.action):
+                    each.receive()
+            cast(Turns, self._turns).together(backward.run, forward.run)
 
     def _add(self, output: Any, micro_batch: Any) -> Tensor:
         with self._watch.computing():

@@ -1,4 +1,4 @@
-"""torch's schedules, by name."""
+"""torch's schedules, by name, and those of our own that torch runs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -15,6 +15,8 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from megatron_parallel import _compat
+from megatron_parallel.pipeline.order import planned_turns
+from megatron_parallel.pipeline.rules import schedule_kind
 from megatron_parallel.pipeline.stage import Stage
 
 _OF_CHUNKS: Final[dict[str, Callable[..., Any]]] = {
@@ -26,10 +28,25 @@ _OF_CHUNKS: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
+RunPair = Callable[[_compat.PairedPass, _compat.PairedPass], None]
+"""Runs a forward and a backward pass of two micro-batches that take turns."""
+
+
 def build_schedule(
-    name: str, stages: Sequence[Stage], micro_batches: int, loss: Callable[..., Tensor]
+    name: str,
+    stages: Sequence[Stage],
+    micro_batches: int,
+    loss: Callable[..., Tensor],
+    run_pair: RunPair | None = None,
 ) -> Any:
-    """torch's schedule object. Gradients are not scaled: the loss is a sum over its denominator."""
+    """torch's schedule object. Gradients are not scaled: the loss is a sum over its denominator.
+
+    `run_pair` is for schedules with pairs.
+    """
+    if run_pair is not None and schedule_kind(name).pairs:
+        pp, vpp = stages[0].group_size, len(stages)
+        plans = [planned_turns(name, pp, rank, micro_batches, vpp) for rank in range(pp)]
+        return _compat.schedule_of_turns(stages, micro_batches, loss, plans, run_pair)
     if name == "1f1b":
         return _compat.schedule_1f1b(stages[0], micro_batches, loss)
     if name == "gpipe":

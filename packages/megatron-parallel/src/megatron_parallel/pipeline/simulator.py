@@ -8,6 +8,7 @@ A rank runs its plan in order. A pass starts when the one before it has ended an
 there; sending takes time but occupies no rank. Ranks run `planned_actions`, which is what they do.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,7 +16,7 @@ from typing import Final, NamedTuple
 
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.layout import stages_of
-from megatron_parallel.pipeline.order import Action, planned_actions
+from megatron_parallel.pipeline.order import Action, planned_turns
 from megatron_parallel.pipeline.rules import check_micro_batches, schedule_kind
 
 
@@ -68,11 +69,16 @@ class Times:
 
 
 class Event(NamedTuple):
-    """A pass and when it ran."""
+    """A pass and when it ran.
+
+    Of two passes that take turns each has its share, `paired` with the one before: both really
+    begin with the first and are done with the second.
+    """
 
     action: Action
     start: Fraction
     end: Fraction
+    paired: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,22 +139,27 @@ def simulate(
         LayoutError: the schedule cannot run these numbers.
     """
     check_micro_batches(schedule, pp, vpp, micro_batches)
-    plans = [planned_actions(schedule, pp, rank, micro_batches, vpp) for rank in range(pp)]
+    plans = [planned_turns(schedule, pp, rank, micro_batches, vpp) for rank in range(pp)]
     placement = schedule_kind(schedule).placement if pp > 1 else "loop"
     holder = {s: r for r in range(pp) for s in stages_of(placement, pp, vpp, r)}
     ends: dict[Action, Fraction] = {}
     done: list[list[Event]] = [[] for _ in plans]
-    while any(len(done[rank]) < len(plan) for rank, plan in enumerate(plans)):
+    queues = [deque(plan) for plan in plans]
+    while any(queues):
         before = len(ends)
-        for rank, plan in enumerate(plans):
-            while len(done[rank]) < len(plan):
-                action = plan[len(done[rank])]
-                ready = _ready(action, ends, holder, times)
-                if ready is None:
+        for queue, events in zip(queues, done, strict=True):
+            while queue:
+                ready = [_ready(action, ends, holder, times) for action in queue[0]]
+                there = [time for time in ready if time is not None]
+                if len(there) < len(ready):
                     break
-                start = max(ready, done[rank][-1].end if done[rank] else Fraction())
-                ends[action] = start + times.of(action)
-                done[rank].append(Event(action, start, ends[action]))
+                start = max(*there, events[-1].end if events else Fraction())
+                together = queue.popleft()
+                for action in together:
+                    end = start + times.of(action)
+                    events.append(Event(action, start, end, action is not together[0]))
+                    start = end
+                ends |= dict.fromkeys(together, start)
         if len(ends) == before:
             raise LayoutError(f"{schedule} over {pp} ranks stands still after {before} passes")
     return Timeline(schedule, vpp, micro_batches, times, tuple(map(tuple, done)))

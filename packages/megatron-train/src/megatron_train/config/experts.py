@@ -1,10 +1,15 @@
 """What a layout and a training can do with the experts of a model, checked before ranks meet."""
 
+from typing import TYPE_CHECKING
+
 from megatron_models import GPTConfig
 from megatron_parallel import ParallelLayout
 
 from megatron_train.config.sections import TrainingConfig
 from megatron_train.errors import TrainError
+
+if TYPE_CHECKING:
+    from megatron_train.config.run import RunConfig
 
 
 def check_experts(model: GPTConfig, layout: ParallelLayout, training: TrainingConfig) -> None:
@@ -43,6 +48,37 @@ def check_experts(model: GPTConfig, layout: ParallelLayout, training: TrainingCo
             f"--moe-shared-expert-intermediate-size {shared} into {layout.tp} equal parts; change "
             "one of them"
         )
+
+
+def check_expert_overlap(run: "RunConfig") -> None:
+    """Refuse to hide messages of experts where there are none, or nothing to hide them behind.
+
+    Raises:
+        TrainError: in one line, with the flags and their numbers.
+    """
+    if not run.pipeline.overlap_experts:
+        return
+    flag, dispatcher = "--overlap-moe-expert-parallel-comm", run.training.moe_token_dispatcher_type
+    if not run.model.num_experts:
+        raise TrainError(f"{flag} needs --num-experts; give it, or leave this out")
+    if run.layout.ep == 1:
+        raise TrainError(
+            f"{flag} needs --expert-model-parallel-size of at least 2, as no token leaves its rank "
+            "otherwise; leave it out"
+        )
+    if dispatcher != "alltoall":
+        raise TrainError(
+            f"{flag} needs --moe-token-dispatcher-type alltoall: {dispatcher} waits where it "
+            "sends, so that nothing else can be computed meanwhile; change one of them"
+        )
+    for size in run.batch_sizes.sizes:
+        if size // run.samples_at_once == 1:
+            raise TrainError(
+                f"{flag} needs at least 2 micro-batches a step, one of which computes while the "
+                f"other's tokens travel, but {size} samples in micro-batches of "
+                f"{run.training.micro_batch_size} on {run.data_parallel_size} data parallel ranks "
+                "are 1: raise --global-batch-size, or lower --micro-batch-size"
+            )
 
 
 def _refuse_without_experts(layout: ParallelLayout, training: TrainingConfig) -> None:

@@ -1,0 +1,244 @@
+"""Combined 1F1B: while rows of one micro-batch are under way, another one computes. On real ranks.
+
+A stage is a few layers whose rows go to the next rank of `ep` and come back; everything that
+happens is written down.
+"""
+
+import time
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import megatron_parallel.expert_parallel.exchange as exchange
+import pytest
+import torch
+from megatron_parallel import LayoutError, Mesh, ParallelLayout, Turns
+from megatron_parallel.expert_parallel import Route, RowOps, build_dispatcher, start_exchange
+from megatron_parallel.pipeline import Passed, PipelineEngine, planned_actions
+from megatron_parallel.testing import Rank, WorkerPool
+from torch import Tensor, nn
+
+LAYERS, COUNT = 2, 4
+EP2 = ParallelLayout(ep=2).resolve(2)
+LAYOUTS = {
+    "ep2": EP2,
+    "pp2 ep2": ParallelLayout(pp=2, ep=2).resolve(4),
+    "pp2 vpp2 ep2": ParallelLayout(pp=2, vpp=2, ep=2).resolve(4),
+}
+Event = tuple[str, str, int]
+"""What happened, in which kind of pass, of which micro-batch."""
+
+
+class Compute(torch.autograd.Function):
+    """Something to compute, which writes down that it runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, events: list[Event], number: int) -> Tensor:
+        ctx.events, ctx.number = events, number
+        events.append(("compute", "F", number))
+        return x * 0.5
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.events.append(("compute", "B", ctx.number))
+        return grads[0] * 0.5, None, None
+
+
+class Chunk(nn.Module):
+    """Layers of which each computes, sends rows away, computes there, and sends them back."""
+
+    def __init__(self, mesh: Mesh, events: list[Event], trouble: Any = None) -> None:
+        super().__init__()
+        self.axis, self.events, self.trouble = mesh.axis("ep"), events, trouble
+        self.layers = nn.ModuleList(nn.Linear(3, 3).double() for _ in range(LAYERS))
+        for i, p in enumerate(self.parameters()):
+            nn.init.normal_(p, std=0.5, generator=torch.Generator().manual_seed(i))
+
+    def forward(self, x: Tensor, *, number: int, turns: Turns | None) -> Tensor:
+        for layer in self.layers:
+            if self.trouble is not None:
+                x = self.trouble(x, number)
+            y = Compute.apply(x, self.events, number)  # type: ignore[no-untyped-call]
+            y = self.sent(self.sent(y, number, turns).tanh(), number, turns)
+            x = x + layer(y)
+        return x
+
+    def sent(self, x: Tensor, number: int, turns: Turns | None) -> Tensor:
+        half = len(x) // 2
+        route = Route(self.axis, (half, half), (half, half), f"rows {number}")
+        return start_exchange(x, route, turns).wait()
+
+
+def built(mesh: Mesh, events: list[Event], schedule: str, trouble: Any = None) -> PipelineEngine:
+    engine = PipelineEngine(
+        mesh,
+        [Chunk(mesh, events, trouble) for _ in range(mesh.layout.vpp)],
+        lambda output, batch: {"loss": (output**2).sum()},
+        inputs=lambda batch, stage: {
+            "number": batch["number"],
+            "turns": engine.turns,
+            **({"x": batch["x"]} if stage == 0 else {}),
+        },
+        passed=lambda batch, stage: Passed((4, 3), torch.float64),
+        schedule=schedule,
+    )
+    return engine
+
+
+def batches(mesh: Mesh) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(mesh.axis("ep").index)
+    return [
+        {
+            "number": i,
+            "x": torch.randn(4, 3, generator=generator, dtype=torch.float64, requires_grad=True),
+        }
+        for i in range(COUNT)
+    ]
+
+
+def train(mesh: Mesh, schedule: str) -> tuple[list[Event], list[Any], list[Tensor]]:
+    """Events, trace, and loss with gradients of one step."""
+    events: list[Event] = []
+
+    def note(what: str, true: Any, route_of: Any) -> Any:
+        def noted(*arguments: Any) -> Any:
+            kind = "F" if torch._C._current_graph_task_id() < 0 else "B"
+            events.append((what, kind, int(route_of(arguments).purpose.split()[-1])))
+            return true(*arguments)
+
+        return noted
+
+    launch, wait = exchange._launch, exchange._Message.wait
+    with (
+        mock.patch.object(exchange, "_launch", note("start", launch, lambda a: a[1])),
+        mock.patch.object(exchange._Message, "wait", note("wait", wait, lambda a: a[0].route)),
+    ):
+        engine = built(mesh, events, schedule)
+        sums = engine.run(batches(mesh), {"loss": 8.0})
+    gradients = [p.grad for chunk in engine.chunks for p in chunk.parameters()]
+    assert all(gradient is not None for gradient in gradients)
+    return events, engine.trace, [sums["loss"], *gradients]  # type: ignore[list-item]
+
+
+PLAIN = {"ep2": "1f1b", "pp2 ep2": "1f1b", "pp2 vpp2 ep2": "interleaved-1f1b"}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_another_micro_batch_computes_while_rows_are_under_way(
+    worker_pool: WorkerPool, name: str
+) -> None:
+    layout = LAYOUTS[name]
+    ranks = worker_pool.run_mesh(layout, train, "combined-1f1b")
+    plain = worker_pool.run_mesh(layout, train, PLAIN[name])
+    for rank, (events, trace, numbers) in enumerate(ranks):
+        stage = layout.coordinates(rank).pp
+        assert trace == planned_actions("combined-1f1b", layout.pp, stage, COUNT, layout.vpp)
+        assert all(map(torch.equal, numbers, plain[rank][2]))
+        hidden, all_of_them = used(events)
+        assert used(plain[rank][0])[0] == 0
+        pairs = COUNT * layout.vpp - 2 * (layout.pp - 1 - stage) - (layout.vpp - 1) * layout.pp - 1
+        # A pair has 2 * LAYERS messages of each pass; only the last may end without company.
+        assert all_of_them == 2 * 2 * LAYERS * COUNT * layout.vpp
+        assert hidden >= pairs * (4 * LAYERS - 1) > 0
+    # Ranks of one stage start and wait for the same messages in the same order.
+    by_stage: dict[int, set[tuple[Event, ...]]] = {}
+    for rank, (events, _, _) in enumerate(ranks):
+        messages = tuple(event for event in events if event[0] != "compute")
+        by_stage.setdefault(layout.coordinates(rank).pp, set()).add(messages)
+    assert all(len(orders) == 1 for orders in by_stage.values())
+
+
+def used(events: list[Event]) -> tuple[int, int]:
+    """Messages during which another micro-batch had a turn, and all messages."""
+    hidden = count = 0
+    for place, (what, kind, number) in enumerate(events):
+        if what != "start":
+            continue
+        rest = events[place + 1 :]
+        meanwhile = rest[: rest.index(("wait", kind, number))]
+        hidden += any((other, n) != (kind, number) for _, other, n in meanwhile)
+        count += 1
+    return hidden, count
+
+
+def test_an_evaluation_takes_no_turns(worker_pool: WorkerPool) -> None:
+    def evaluated(mesh: Mesh) -> tuple[float, float]:
+        engine = built(mesh, [], "combined-1f1b")
+        before = engine.evaluate(batches(mesh)[:3])["loss"]
+        engine.run(batches(mesh), {"loss": 1.0})
+        return float(before), float(engine.evaluate(batches(mesh)[:3])["loss"])
+
+    for name in ("ep2", "pp2 ep2"):
+        for before, after in worker_pool.run_mesh(LAYOUTS[name], evaluated):
+            assert before == after
+
+
+class Trouble(torch.autograd.Function):
+    """Does something in one pass of micro-batch 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: int, kind: str, act: Any) -> Tensor:
+        ctx.number, ctx.kind, ctx.act = number, kind, act
+        if (kind, number) == ("F", 1):
+            act()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        if (ctx.kind, ctx.number) == ("B", 1):
+            ctx.act()
+        return grads[0], None, None, None
+
+
+def fail(rank: Rank, kind: str, how: str) -> tuple[str, float]:
+    """What this rank says when rank 1 is in trouble in the middle of a pair."""
+
+    def act() -> None:
+        if how == "raises":
+            raise ValueError("rank 1 has had enough")
+        time.sleep(7)  # beyond the time-out, and what the other waits for reports
+
+    def trouble(x: Tensor, number: int) -> Tensor:
+        if rank.rank != 1:
+            return x
+        troubled: Tensor = Trouble.apply(x, number, kind, act)  # type: ignore[no-untyped-call]
+        return troubled
+
+    Mesh.bind(EP2, timeout=timedelta(seconds=60)).close()
+    mesh = Mesh.bind(EP2, timeout=timedelta(seconds=2))
+    start = time.monotonic()
+    try:
+        engine = built(mesh, [], "combined-1f1b", trouble)
+        engine.run(batches(mesh), {"loss": 1.0})
+    except (ValueError, RuntimeError) as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        said = "nothing happened"
+    return said, time.monotonic() - start
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("B", "raises"),
+        pytest.param("F", "raises", marks=pytest.mark.slow),
+        pytest.param("F", "freezes", marks=pytest.mark.slow),
+        pytest.param("B", "freezes", marks=pytest.mark.slow),
+    ],
+)
+def test_trouble_in_either_pass_of_a_pair_ends_all_ranks_with_one_line(
+    worker_pool: WorkerPool, kind: str, how: str
+) -> None:
+    (other, took), (own, _) = worker_pool.run(fail, kind, how, ranks=2, timeout=90)
+    assert "CollectiveError: rank 1 did not join all_to_all of rows" in other
+    assert "\n" not in other + own and took < 30
+    if how == "raises":
+        assert own == "ValueError: rank 1 has had enough"
+
+
+def test_a_dispatcher_that_waits_where_it_sends_takes_no_turns(single: Mesh) -> None:
+    unused: Any = None
+    dispatcher = build_dispatcher("allgather", single, 4, RowOps(unused, unused, unused))
+    tokens, experts = torch.zeros(2, 3), torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(LayoutError, match=r"'allgather' waits where it sends.*use 'alltoall'"):
+        dispatcher.dispatch(tokens, experts, torch.ones(2, 1), Turns())

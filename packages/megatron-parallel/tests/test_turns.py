@@ -1,0 +1,124 @@
+"""Two passes that take turns: in a fixed order, and an error of either ends both."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from megatron_parallel import Turns
+from torch import Tensor
+
+
+def passes(turns: Turns, log: list[str], counts: dict[str, int]) -> list[Callable[[], str]]:
+    def of(name: str) -> Callable[[], str]:
+        def run() -> str:
+            for i in range(counts[name]):
+                log.append(f"{name}{i}")
+                turns.hand_over()
+            log.append(f"{name} ends")
+            return name
+
+        return run
+
+    return [of(name) for name in counts]
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ({"B": 2, "F": 2}, "B0 F0 B1 F1 B ends F ends"),
+        ({"B": 1, "F": 3}, "B0 F0 B ends F1 F2 F ends"),
+        ({"B": 3, "F": 0}, "B0 F ends B1 B2 B ends"),
+        ({"B": 0, "F": 1}, "B ends F0 F ends"),
+    ],
+)
+def test_passes_alternate_until_one_has_ended(counts: dict[str, int], expected: str) -> None:
+    turns = Turns()
+    for _ in range(20):  # whatever the threads' speed
+        log: list[str] = []
+        first, second = passes(turns, log, counts)
+        assert turns.together(first, second) == "F"
+        assert " ".join(log) == expected
+
+
+def test_nobody_waits_where_no_pair_runs() -> None:
+    turns = Turns()
+    turns.hand_over()
+    log: list[str] = []
+    turns.together(*passes(turns, log, {"B": 1, "F": 1}))
+    turns.hand_over()
+
+
+class HandOver(torch.autograd.Function):
+    """Ends a turn in the forward and in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, turns: Turns, log: list[str], name: str) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.turns, ctx.log, ctx.name = turns, log, name
+        log.append(f"F{name}")
+        turns.hand_over()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]
+        ctx.log.append(f"B{ctx.name}")
+        ctx.turns.hand_over()
+        return grads[0], None, None, None
+
+
+def test_a_turn_ends_inside_autograd_too() -> None:
+    turns, log = Turns(), list[str]()
+    x = torch.ones(2, requires_grad=True)
+
+    def forward(name: str) -> Tensor:
+        y = HandOver.apply(x, turns, log, f"{name}.0")  # type: ignore[no-untyped-call]
+        return HandOver.apply(2 * y, turns, log, f"{name}.1").sum()  # type: ignore[no-untyped-call]
+
+    one = forward("a")
+    other = turns.together(one.backward, lambda: forward("b"))
+    assert log == ["Fa.0", "Fa.1", "Ba.1", "Fb.0", "Ba.0", "Fb.1"]
+    assert other.requires_grad and x.grad is not None
+    other.backward()  # type: ignore[no-untyped-call]
+    assert (x.grad == 4).all()
+
+
+@pytest.mark.parametrize("failing", ["B", "F"])
+@pytest.mark.parametrize("handed_over", [0, 2])
+def test_an_error_of_either_ends_both(failing: str, handed_over: int) -> None:
+    turns, ended = Turns(), list[str]()
+    before = threading.active_count()
+
+    def run(name: str) -> None:
+        try:
+            for i in range(9):
+                if name == failing and i == handed_over:
+                    raise ValueError(f"{name} fails")
+                turns.hand_over()
+        finally:
+            ended.append(name)
+
+    with pytest.raises(ValueError, match=f"{failing} fails"):
+        turns.together(lambda: run("B"), lambda: run("F"))
+    # A pass that never had a turn has not begun.
+    assert sorted(ended) == (["B"] if (failing, handed_over) == ("B", 0) else ["B", "F"])
+    assert threading.active_count() == before
+    log: list[str] = []
+    turns.together(*passes(turns, log, {"B": 1, "F": 1}))  # what comes next is not disturbed
+    assert len(log) == 4
+
+
+def test_an_interrupt_ends_both() -> None:
+    turns = Turns()
+
+    def interrupted() -> None:
+        turns.hand_over()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        turns.together(lambda: [turns.hand_over() for _ in range(3)], interrupted)
+
+
+def test_a_pair_within_a_pair_is_refused() -> None:
+    turns = Turns()
+    with pytest.raises(RuntimeError, match="two passes take turns already"):
+        turns.together(lambda: turns.together(int, int), int)
