@@ -22,17 +22,16 @@ def _others_rows(mesh: Mesh, replace: Replace) -> None:
 
     def started(rows: Tensor, route: Route) -> _Message:
         message = start(rows, route)
-        if rows.is_floating_point():  # not the counts
-            under_way.append(message)
+        under_way.append(message)
         return message
 
     def taken(self: _Message) -> Tensor:
         received = wait(self)
-        others = [message for message in under_way if message is not self]
-        under_way[:] = others
-        for other in others:
-            rows = min(len(received), len(wait(other)))
-            received[:rows] = other.received[:rows]
+        under_way.remove(self)
+        for other in under_way:
+            if received.is_floating_point():  # not the counts
+                rows = min(len(received), len(wait(other)))
+                received[:rows] = other.received[:rows]
         return received
 
     replace(exchange, "_launch", started)

@@ -32,8 +32,8 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         help=summary_line,
         description=f"{summary_line.capitalize()}, from a simulation with the times given: the "
         "part of the time in which ranks are idle, and how many micro-batches each keeps alive. "
-        "F is a forward pass, B a backward pass, I and W its parts for input and weights; with "
-        "virtual stages a letter says which.",
+        "F is a forward pass, B a backward pass, I and W its parts for input and weights; + joins "
+        "passes that take turns; with virtual stages a letter says which.",
         epilog=_EXAMPLE,
     )
     parser.add_argument(
