@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
         "--tokens", type=int, default=60, metavar="N", help="tokens to show of each document"
     )
     parser.add_argument(
-        "--plot", metavar="FILE.svg", help="draw the histogram of document lengths into a file"
+        "--plot", metavar="FILE", help="draw the histogram of document lengths into an SVG file"
     )
     add_tokenizer_options(parser)
     parser.set_defaults(run=partial(run, parser))

@@ -13,8 +13,8 @@ from ..sources.protocol import Chunk, Fault, Item
 from ..tokenizers.protocol import Tokenizer
 
 AT_ONCE = 1 << 20
-"""Characters that are given to the tokenizer together, and the most of a document's that it gets
-where it knows how to cut: this bounds the memory."""
+"""Characters, or bytes of the source, that are given to the tokenizer together, and the most of a
+document's where it knows how to cut: this bounds the memory."""
 
 
 @runtime_checkable
@@ -197,7 +197,7 @@ class Encoder:
 
 
 def _together(found: Iterator[Item | Fault]) -> Iterator[list[Item] | Fault]:
-    """Items up to about `AT_ONCE` characters; a fault ends what is together, to keep the order."""
+    """Items up to about `AT_ONCE` bytes; a fault ends what is together, to keep the order."""
     items: list[Item] = []
     size = 0
     for item in found:
@@ -208,7 +208,7 @@ def _together(found: Iterator[Item | Fault]) -> Iterator[list[Item] | Fault]:
             yield item
             continue
         items.append(item)
-        size += sum(len(text) for texts in item.texts for text in texts)
+        size += item.size
         if size >= AT_ONCE:
             yield items
             items, size = [], 0
