@@ -17,7 +17,9 @@ from megatron_data import (
     DataError,
     IndexedDataset,
     IndexedDatasetBuilder,
+    merge,
     preprocess,
+    trace,
     verify,
 )
 from megatron_data import files as files_module
@@ -129,6 +131,47 @@ def test_the_block_that_is_damaged_is_named(
     altered(data, 4 * 4096, b"\xff")
     with pytest.raises(DataError, match=rf"\(2 of {blocks} blocks of 64 MiB, the first is 3\)"):
         verify(prefix)
+
+
+def parts_of(content: object, place: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+    """The path of everything in a JSON document, but for the inside of long lists."""
+    found = [place] if place else []
+    if isinstance(content, dict):
+        for key, value in content.items():
+            found += parts_of(value, (*place, key))
+    elif isinstance(content, list) and content:
+        found += parts_of(content[0], (*place, 0))
+    return found
+
+
+@pytest.mark.parametrize("what", ["missing", "another kind"])
+def test_whatever_is_wrong_with_a_manifest_is_a_line(what: str, made: str, tmp_path: Path) -> None:
+    path = Path(f"{made}.meta.json")
+    whole = json.loads(path.read_text())
+    places = parts_of(whole)
+    assert len(places) > 40
+    uses: tuple[Callable[[str], object], ...] = (
+        verify,
+        lambda prefix: trace(prefix, 5),
+        lambda prefix: merge([prefix], tmp_path / "merged"),
+    )
+    told = 0
+    for place in places:
+        content = inner = json.loads(json.dumps(whole))
+        for key in place[:-1]:
+            inner = inner[key]
+        if what == "missing":
+            del inner[place[-1]]
+        else:
+            inner[place[-1]] = [[None]] if isinstance(inner[place[-1]], dict) else {"x": None}
+        path.write_text(json.dumps(content))
+        for use in uses:
+            try:
+                use(made)
+            except DataError as error:
+                assert "\n" not in str(error)
+                told += 1
+    assert told > 15
 
 
 def header(code: int, sequences: int, bounds: int) -> bytes:

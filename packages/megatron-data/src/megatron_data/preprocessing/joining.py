@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,15 @@ import numpy as np
 from ..errors import DataError
 from ..indexed.builder import IndexedDatasetBuilder
 from ..indexed.reader import IndexedDataset
-from .manifest import Counts, count, manifest_path, read_manifest, read_origins, write_manifest
+from .manifest import (
+    Counts,
+    count,
+    damage_named,
+    manifest_path,
+    read_manifest,
+    read_origins,
+    write_manifest,
+)
 from .origins import Origins
 
 _log = logging.getLogger("megatron_data")
@@ -65,7 +74,7 @@ def merge(
         sources += len(manifest["sources"])
     write_manifest(
         output,
-        _joined(known),
+        _joined(names, known),
         written=written,
         counts=counts,
         origins=Origins.joined(origins) if len(origins) == len(known) else None,
@@ -146,11 +155,11 @@ def _ends(
 
 def _agree(names: Sequence[str], manifests: Sequence[dict[str, Any] | None]) -> None:
     """Refuse datasets that different tokenizers made."""
-    first: tuple[str, str] | None = None
+    first: tuple[str, Any] | None = None
     for name, manifest in zip(names, manifests, strict=True):
         if manifest is None:
             continue
-        fingerprint = manifest["tokenizer"]["fingerprint"]
+        fingerprint = manifest["tokenizer"].get("fingerprint")
         first = first or (name, fingerprint)
         if fingerprint != first[1]:
             raise DataError(
@@ -168,20 +177,20 @@ def _description(manifest: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in manifest.items() if key not in _MADE_ANEW}
 
 
-def _joined(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _joined(names: Sequence[str], manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What manifests say together: null where they differ, all sources, all that was skipped."""
     first = _description(manifests[0])
     made = {
         key: value if all(other.get(key) == value for other in manifests) else None
         for key, value in first.items()
     }
-    kinds: dict[str, int] = {}
-    for manifest in manifests:
-        for kind, number in manifest.get("skipped", {}).get("kinds", {}).items():
-            kinds[kind] = kinds.get(kind, 0) + number
+    kinds: Counter[str] = Counter()
+    for name, manifest in zip(names, manifests, strict=True):
+        with damage_named(name):
+            kinds.update((manifest.get("skipped") or {}).get("kinds") or {})
     return {
         **made,
         "tokenizer": first["tokenizer"],
-        "skipped": {"documents": sum(kinds.values()), "kinds": dict(sorted(kinds.items()))},
+        "skipped": {"documents": kinds.total(), "kinds": dict(sorted(kinds.items()))},
         "sources": [source for manifest in manifests for source in manifest["sources"]],
     }

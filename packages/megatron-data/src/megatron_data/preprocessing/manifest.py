@@ -4,7 +4,8 @@ Readers of the `.bin/.idx` pair ignore it; `verify` compares the files with it.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from .encoding import Encoder
 from .origins import Origins
 
 FORMAT = "megatron-data manifest 1"
+
+_PARTS: dict[str, type] = {"counts": dict, "tokenizer": dict, "sources": list, "files": dict}
 
 
 @dataclass(frozen=True)
@@ -106,11 +109,13 @@ def read_origins(prefix: str, manifest: dict[str, Any]) -> Origins | None:
     Raises:
         DataError: it is damaged.
     """
-    if "chunks" not in manifest:
+    if not isinstance(manifest.get("chunks"), dict):
         return None
-    counts = manifest["counts"]
+    with damage_named(prefix):
+        counts = manifest["counts"]
+        documents, tokens = counts["documents"], counts["tokens"]
     try:
-        return Origins.from_json(manifest["chunks"], counts["documents"], counts["tokens"])
+        return Origins.from_json(manifest["chunks"], documents, tokens)
     except DataError as error:
         raise DataError(f"{manifest_path(prefix)}: {error}") from None
 
@@ -127,7 +132,21 @@ def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     content = read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f"{path} is not a manifest of the format {FORMAT!r}")
+    for name, kind in _PARTS.items():
+        if not isinstance(content.get(name), kind):
+            raise DataError(f"{path} is incomplete: {name} is missing; preprocess the text again")
     return content
+
+
+@contextmanager
+def damage_named(prefix: str | os.PathLike[str]) -> Iterator[None]:
+    """Say that the manifest is damaged where something is not in it, or not of its kind."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise DataError(
+            f"{manifest_path(prefix)} is damaged ({error}); preprocess the text again"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -158,14 +177,12 @@ def verify(prefix: str | os.PathLike[str]) -> Verified:
         highest = int(dataset.tokens.max()) if len(dataset.tokens) else -1
     if manifest is None:
         return Verified(counts, manifest=False)
-    try:
+    with damage_named(prefix):
         for path, name in ((bin_path(prefix), "bin"), (idx_path(prefix), "idx")):
             _check_file(path, manifest["files"][name])
         if manifest["counts"] != asdict(counts):
             raise DataError(f"{prefix} holds {counts}, its manifest says {manifest['counts']}")
-        vocab_size = manifest["tokenizer"]["vocab_size"]
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{manifest_path(prefix)} is incomplete: {error} is missing") from None
+        vocab_size = int(manifest["tokenizer"]["vocab_size"])
     if highest >= vocab_size:
         raise DataError(f"{prefix}.bin holds token {highest}, the vocabulary has {vocab_size}")
     return Verified(counts, manifest=True)

@@ -11,6 +11,9 @@ from .parts import Record
 
 DIGEST_DIGITS = 16
 
+_NUMBERS = ("source", "offset", "size", "first", "units", "skip", "document", "token")
+_COLUMNS = (*_NUMBERS, "digest")
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -59,14 +62,21 @@ class Origins:
         Raises:
             DataError: columns that do not belong together.
         """
-        try:
-            origins = cls(**content, documents=documents, tokens=tokens)
-            columns = [value for value in content.values() if isinstance(value, list)]
-            if len({len(column) for column in columns}) > 1:
-                raise ValueError
-        except (TypeError, ValueError):
-            raise DataError("the map of chunks in the manifest is damaged") from None
-        return origins
+        columns = [content.get(name) for name in _COLUMNS]
+        refused = content.get("refused")
+        in_order = (
+            type(documents) is type(tokens) is int
+            and all(isinstance(column, list) for column in columns)
+            and len({len(column) for column in columns if column is not None}) == 1
+            and all(type(value) is int for column in columns[:-1] for value in column or ())
+            and all(isinstance(value, str) for value in columns[-1] or ())
+            and isinstance(refused, dict)
+            and all(isinstance(value, list) for value in refused.values())
+        )
+        if not in_order:
+            raise DataError("its map of chunks is damaged; preprocess the text again")
+        known = {name: content[name] for name in (*_COLUMNS, "refused")}
+        return cls(**known, documents=documents, tokens=tokens)
 
     def to_json(self) -> dict[str, Any]:
         """Return the columns as plain values."""

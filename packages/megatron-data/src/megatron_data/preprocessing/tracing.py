@@ -10,7 +10,7 @@ from ..errors import DataError
 from ..indexed.reader import IndexedDataset
 from ..sources.opening import open_sources
 from ..sources.protocol import Fault, Item, Span
-from .manifest import manifest_path, read_manifest, read_origins
+from .manifest import damage_named, manifest_path, read_manifest, read_origins
 from .origins import Origin
 
 
@@ -76,9 +76,10 @@ def trace(
         first, last = dataset.document_indices[number : number + 2]
         before = int(dataset.sequence_lengths[:first].sum(dtype=np.int64))
         tokens = int(dataset.sequence_lengths[first:last].sum(dtype=np.int64))
-    origin = origins.of_document(number)
-    source = manifest["sources"][origin.source]
-    found = _look_up(source, origin, number - origin.document + origin.skip)
+    with damage_named(prefix):
+        origin = origins.of_document(number)
+        source = manifest["sources"][origin.source]
+        found = _look_up(source, origin, number - origin.document + origin.skip)
     return Traced(number, before, tokens, **found)
 
 
