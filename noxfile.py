@@ -217,7 +217,13 @@ def layouts(session: nox.Session) -> None:
     """
     install(session, *EDITABLE)
     env = {"PYTHONPATH": "tooling", "OMP_NUM_THREADS": "1"}
-    for module in ("layouts", "layouts.traffic", "layouts.balance", "layouts.activations"):
+    for module in (
+        "layouts",
+        "layouts.traffic",
+        "layouts.balance",
+        "layouts.pooled",
+        "layouts.activations",
+    ):
         session.run("python", "-m", module, *session.posargs, env=env)
 
 

@@ -75,6 +75,13 @@ FULL: Words = {
     "--recompute-num-layers": "1",
 }
 COMPAT: Words = {"--sample-order": "compat"}
+ROOM = "--max-seqlen-per-dp-cp-rank"
+POOL: Words = {
+    "--reset-attention-mask": "",
+    "--micro-batch-size": "1",
+    "--hybrid-context-parallel": "",
+    ROOM: "16",
+}
 LOAD: Words = {"--load": "trained", "--train-iters": "6"}
 
 # Option: the context it needs on top of the base, and what is then added.
@@ -158,6 +165,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "training.sequence_parallel": ({}, {"--sequence-parallel": ""}),
     "training.cp_comm_type": ({}, {"--cp-comm-type": "a2a"}),
     "training.context_parallel_split": ({}, {"--context-parallel-split": "per_document"}),
+    "training.max_seqlen_per_dp_cp_rank": (POOL, {ROOM: "32"}),
     "training.moe_token_dispatcher_type": (EXPERTS, {"--moe-token-dispatcher-type": "alltoall"}),
     "pipeline.overlap_experts": (EXPERTS, {"--overlap-moe-expert-parallel-comm": ""}),
     "training.tp_comm_overlap": ({}, {"--tp-comm-overlap": ""}),
@@ -196,6 +204,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "layout.vpp": ({}, {"--num-virtual-stages-per-pipeline-rank": "2"}),
     "layout.etp": ({}, {"--expert-tensor-parallel-size": "2"}),
     "layout.hierarchical_cp": ({}, {"--hierarchical-context-parallel-sizes": "2 2"}),
+    "layout.hybrid_cp": ({**POOL, "--hybrid-context-parallel": None, ROOM: None}, POOL),
     "layout.dp_outer": ({}, {"--num-distributed-optimizer-instances": "2"}),
     "pipeline.schedule": ({}, {"--pipeline-schedule": "gpipe"}),
     "pipeline.first": ({}, {"--decoder-first-pipeline-num-layers": "1"}),

@@ -25,6 +25,13 @@ PP2 = "--nproc-per-node 2 --pipeline-model-parallel-size 2"
 ZBV2 = f"{PP2} --pipeline-schedule zb-v --pipeline-model-parallel-layout Et||t|L"
 DP2 = "--nproc-per-node 2"
 CP2 = "--nproc-per-node 2 --context-parallel-size 2 --cp-comm-type p2p a2a --broadcast-batches"
+DOCUMENTS = "--reset-attention-mask --micro-batch-size 1"
+POOL1 = "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 40"
+POOL2 = "--nproc-per-node 2 --hybrid-context-parallel --max-seqlen-per-dp-cp-rank 16"
+POOL4 = (
+    "--nproc-per-node 4 --context-parallel-size 2 --hybrid-context-parallel "
+    "--max-seqlen-per-dp-cp-rank 8 --cp-comm-type p2p a2a"
+)
 EXPERTS = "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
 EP2 = "--nproc-per-node 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 TP2_EP2 = f"{TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
@@ -40,6 +47,7 @@ def steps(folder: Path) -> dict[int, tuple[float, float]]:
     ("model", "layouts"),
     [
         pytest.param("", (TP2, DP2, ZBV2, "", CP2), id="dense"),
+        pytest.param(DOCUMENTS, (POOL2, DP2, POOL4, "", POOL1), id="pool", marks=pytest.mark.slow),
         pytest.param(EXPERTS, (EP2, TP2_EP2, PP2, "", EP2), id="experts", marks=pytest.mark.slow),
     ],
 )

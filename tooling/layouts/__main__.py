@@ -64,7 +64,8 @@ def layouts_table(pool: WorkerPool, bar: "tqdm[None]", failed: list[str]) -> str
 def facts(case: Case) -> list[str]:
     """The first columns of a case."""
     dropout = "on" if case.dropout else "off"
-    return [case.name, str(case.layout.world_size), case.model, dropout, str(case.accumulation)]
+    batches = "by length" if case.room else str(case.accumulation)
+    return [case.name, str(case.layout.world_size), case.model, dropout, batches]
 
 
 def defects_table(pool: WorkerPool, bar: "tqdm[None]", failed: list[str]) -> str:

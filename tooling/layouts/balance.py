@@ -30,12 +30,14 @@ LENGTHS = {
 """Median and standard deviation of the logarithm of the lengths of documents."""
 
 
-def packed(median: float, spread: float, generator: torch.Generator) -> Tensor:
+def packed(
+    median: float, spread: float, generator: torch.Generator, length: int = LENGTH
+) -> Tensor:
     """Document numbers `[1, s]` of a sample that begins somewhere in a stream of documents."""
-    ids = torch.zeros(LENGTH, dtype=torch.int32)
+    ids = torch.zeros(length, dtype=torch.int32)
     filled = -int(torch.randint(LONGEST, (), generator=generator))
     number = 0
-    while filled < LENGTH:
+    while filled < length:
         drawn = median * float(torch.randn((), generator=generator).mul(spread).exp())
         filled += max(1, min(LONGEST, round(drawn)))
         number += 1

@@ -125,6 +125,8 @@ class Case:
         per_token: whether tokens have equal weights in the loss of a step, or else micro-batches.
         chunks: whether activations are gathered and scattered in chunks.
         smooth: whether labels are smoothed.
+        room: tokens that a rank may hold at a time, where the ranks are a pool that cuts every
+            document over as many of them as it needs.
     """
 
     layout: ParallelLayout
@@ -141,6 +143,7 @@ class Case:
     per_token: bool = True
     chunks: bool = False
     smooth: bool = False
+    room: int | None = None
 
     @property
     def config(self) -> GPTConfig:
@@ -149,7 +152,7 @@ class Case:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of one rank in one step."""
+        """Micro-batches of one rank in one step; in a pool, lengths decide."""
         return GLOBAL_BATCH // (self.micro_batch * (self.layout.dp or 1))
 
     @property
@@ -165,6 +168,7 @@ class Case:
         parts += [f"{n}{d}" for n in ("pp", "vpp", "dp") if (d := getattr(layout, n)) > 1]
         if layout.dp_outer > 1:
             parts[-1] += f"({layout.dp_outer}x{(layout.dp or 1) // layout.dp_outer})"
+        parts += [f"hybrid({self.room})"] if self.room else []
         parts += [word for word, used in DATA_PARALLEL.items() if used == self.data_parallel]
         parts += [self.recompute] if self.recompute else []
         parts += [f"ep{layout.ep}"] if layout.ep > 1 else []
@@ -198,12 +202,23 @@ class Case:
         )
 
 
-def _case(model: Model, micro_batch: int = 1, *options: str, **degrees: int) -> Case:
+def _case(
+    model: Model,
+    micro_batch: int = 1,
+    *options: str,
+    room: int | None = None,
+    **degrees: int,
+) -> Case:
     comm = next((word for word in ("a2a", "allgather", "a2a+p2p") if word in options), "p2p")
     nested = (2, degrees["cp"] // 2) if comm == "a2a+p2p" else None
     schedule = next((option for option in options if option in SCHEDULES), None)
     placement = schedule_kind(schedule).placement if schedule else "loop"
-    layout = ParallelLayout(**{"dp": 1, **degrees}, hierarchical_cp=nested, placement=placement)
+    layout = ParallelLayout(
+        **{"dp": 1, **degrees},
+        hierarchical_cp=nested,
+        placement=placement,
+        hybrid_cp=room is not None,
+    )
     data_parallel = [used for word, used in DATA_PARALLEL.items() if word in options]
     return Case(
         layout,
@@ -220,6 +235,7 @@ def _case(model: Model, micro_batch: int = 1, *options: str, **degrees: int) -> 
         "means" not in options,
         "chunks" in options,
         "smooth" in options,
+        room,
     )
 
 
@@ -294,6 +310,12 @@ CASES = (
     _case("untied", 1, "gathered", "allgather", cp=2, pp=2, vpp=2, dp=2),
     _case("tied", 1, "dropout", cp=2, pp=2, dp=2),
     _case("untied", 1, "means", cp=2, pp=2, dp=2),
+    _case("untied", 1, "dropout", cp=2, dp=2, room=4),
+    _case("tied", 1, "dropout", "a2a", "sharded", cp=2, dp=2, room=6),
+    _case("untied", 1, "sp", "dropout", tp=2, dp=2, room=8),
+    _case("tied", 1, "sp", "dropout", "allgather", "selective", tp=2, cp=2, dp=2, room=4),
+    _case("untied", 1, "gathered", cp=4, dp=2, room=2),
+    _case("tied", 1, "fsdp", cp=2, dp=2, room=4),
     _case("moe", 2, dp=2, ep=2),
     _case("moe", 2, "alltoall", dp=2, ep=2),
     _case("moe", 4, tp=2),

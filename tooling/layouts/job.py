@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import torch
@@ -18,6 +19,7 @@ from megatron_optim import (
 )
 from megatron_parallel import Mesh, View
 from megatron_train import Callback, GPTTask, StepReport, Trainer
+from megatron_train.document_pool import DocumentPool
 from megatron_train.engine import StepEngine
 from megatron_train.tasks.task import Batch
 from torch import Tensor
@@ -89,6 +91,7 @@ def build_trainer(
         reset_position_ids=True,
         reset_attention_mask=True,
         cut_per_document=case.per_document,
+        sequence_length=SEQUENCE,
         label_smoothing=0.1 if case.smooth else 0.0,
         **(DROPOUT if case.dropout else {}),
     )
@@ -193,6 +196,12 @@ def batches(case: Case, mesh: Mesh, consumed: int, steps: int) -> Iterator[Seque
     """Yield this rank's micro-batches of every step."""
     axis = mesh.axis("dp")
     total = steps * GLOBAL_BATCH
+    if case.room is not None:
+        multiple = max(2, mesh.layout.tp if case.sequence_parallel else 1)
+        pool = DocumentPool(mesh, case.room, multiple=multiple, tokens_per_pair=0.1)
+        for start in range(consumed, total, GLOBAL_BATCH):
+            yield pool.rows(partial(stack, case), range(start, start + GLOBAL_BATCH))
+        return
     indices = iter(SequentialSampler(total, consumed, case.micro_batch, axis.index, axis.size))
     for _ in range(consumed, total, GLOBAL_BATCH):
         yield [stack(case, next(indices)) for _ in range(case.accumulation)]

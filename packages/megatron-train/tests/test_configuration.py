@@ -228,6 +228,72 @@ def test_sequences_that_ranks_cannot_share_are_refused(flags, ranks, message):
     assert "\n" not in str(caught.value)
 
 
+POOL = (
+    "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 8 --tokenizer-model bytes "
+    "--reset-attention-mask "
+    "--micro-batch-size 1"
+)
+TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "message"),
+    [
+        (
+            "--max-seqlen-per-dp-cp-rank 8",
+            1,
+            "--max-seqlen-per-dp-cp-rank 8 needs --hybrid-context-parallel; give it, or leave this",
+        ),
+        ("--hybrid-context-parallel", 2, "needs --max-seqlen-per-dp-cp-rank, the tokens that one"),
+        (f"{POOL} --max-seqlen-per-dp-cp-rank 0", 2, "--max-seqlen-per-dp-cp-rank must be positi"),
+        (
+            f"{POOL} --max-seqlen-per-dp-cp-rank 7",
+            2,
+            "--max-seqlen-per-dp-cp-rank 7, in parts of 2, on 2 data and context parallel ranks is "
+            "room for 12 tokens, and a document may have --seq-length 16",
+        ),
+        (f"{POOL} {TP2_SP}", 2, "on 1 data and context parallel ranks is room for 8 tokens"),
+        (POOL, 6, "--hybrid-context-parallel needs a power of two of ranks to choose from, not dp"),
+        (
+            f"{POOL} --context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2",
+            4,
+            "--hybrid-context-parallel has context-parallel groups of many sizes",
+        ),
+        (f"{POOL} --no-reset-attention-mask", 2, "needs --reset-attention-mask: without it every"),
+        (
+            f"{POOL} --pipeline-model-parallel-size 2",
+            4,
+            "--pipeline-model-parallel-size 2 does",
+        ),
+        (f"{POOL} --no-calculate-per-token-loss", 2, "--no-calculate-per-token-loss does not go"),
+        (f"{POOL} --micro-batch-size 2", 2, "how many tokens are in a micro-batch; use 1"),
+        (f"{POOL} --num-experts 4", 2, "--num-experts does not go with --hybrid-context-parallel"),
+        (f"{POOL} --compile", 2, "--compile does not go with --hybrid-context-parallel: every len"),
+        (f"{POOL} {CP2} --broadcast-batches", 2, "--broadcast-batches does not go with"),
+        (f"{POOL} --context-parallel-split per_document", 2, "a pool always cuts that way"),
+        (f"{POOL} --cp-comm-type a2a+p2p", 2, "--cp-comm-type a2a+p2p does not go with"),
+        (f"{POOL} --cp-comm-type p2p a2a p2p", 2, "--cp-comm-type has 3 values for --num-layers 2"),
+        (f"{POOL} --softmax-type learnable", 2, "--softmax-type learnable does not go with"),
+        (
+            f"{POOL} --cp-comm-type p2p a2a",
+            4,
+            "--num-attention-heads 2 / --tensor-model-parallel-size 1 = 2 heads over all 4 ranks",
+        ),
+    ],
+)
+def test_what_a_pool_of_ranks_cannot_do_is_refused(flags, ranks, message):
+    with pytest.raises(TrainError) as caught:
+        parse(f"{MINIMAL} {flags}", ranks=ranks)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pool_is_made_of_data_and_context_parallel_ranks():
+    run = parse(f"{MINIMAL} {POOL} {CP2} {TP2_SP} --cp-comm-type allgather", ranks=8)
+    assert (run.layout.pool, run.layout.dp, run.layout.hybrid_cp) == (4, 2, True)
+    assert parse(f"{MINIMAL} {POOL} --max-seqlen-per-dp-cp-rank 16").layout.pool == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

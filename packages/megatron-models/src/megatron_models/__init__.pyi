@@ -10,6 +10,7 @@ from .encoder_decoder_config import EncoderDecoderConfig as EncoderDecoderConfig
 from .errors import ConfigError as ConfigError
 from .families.family import Family as Family
 from .flops import gpt_flops as gpt_flops
+from .flops import tokens_per_pair as tokens_per_pair
 from .gpt import GPT as GPT
 from .gpt import gpt_chunks as gpt_chunks
 from .layers.dropout import Dropout as Dropout

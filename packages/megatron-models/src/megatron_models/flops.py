@@ -42,6 +42,16 @@ def gpt_flops(
     return _PASSES * _MULTIPLY_ADD * (tokens * matrices + attention)
 
 
+def tokens_per_pair(config: GPTConfig) -> float:
+    """Operations of one pair of query and key in attention over all others of one token.
+
+    So much attention makes a long document dearer than as many tokens in short ones; with ``h``
+    hidden channels and usual widths about ``1 / 6h``.
+    """
+    pair = 2 * gpt_flops(config, 0, 0, squared_lengths=1)  # of the square, causality keeps half
+    return pair / gpt_flops(config, 1, 1, squared_lengths=0)
+
+
 def _feed_forward(config: GPTConfig, experts: bool) -> int:
     """Elements of the matrices that one token is multiplied with."""
     per_channel = config.hidden_size * (3 if config.gated else 2)

@@ -7,7 +7,7 @@ import megatron_parallel
 import torch
 from jaxtyping import Bool, Float, Int
 from megatron_kernels import Mask
-from megatron_parallel import InnerLosses, Mesh, Recompute, Turns, initialize_parameters
+from megatron_parallel import Axis, InnerLosses, Mesh, Recompute, Turns, initialize_parameters
 from megatron_parallel.context_parallel import ContextSplit, check_length
 from megatron_parallel.tensor_parallel import (
     CHUNKS,
@@ -170,6 +170,7 @@ class GPT(nn.Module):
         dropout: Dropout | None = None,
         cache: KVCache | None = None,
         split: ContextSplit | None = None,
+        cp: Axis | None = None,
         inner: InnerLosses | None = None,
         turns: Turns | None = None,
         label_smoothing: float = 0.0,
@@ -193,6 +194,9 @@ class GPT(nn.Module):
             cache: keys and values of earlier tokens, to which those of these tokens are added.
             split: which places each context-parallel rank holds; by default a zig-zag over the
                 whole sequence.
+            cp: the ranks that this micro-batch is cut over, where they are chosen for each
+                (`ParallelLayout.hybrid_cp`); by default those of the mesh's axis ``cp``. Its rows
+                may be longer than sequences are, as long as ``positions`` are given.
             inner: takes the losses of routers, when training; without it there are none.
             turns: of a `megatron_parallel.PipelineEngine`: lets another micro-batch compute while
                 experts' tokens are on their way; the dispatcher must be ``alltoall``.
@@ -214,18 +218,21 @@ class GPT(nn.Module):
         end = offset + length
         mask = Mask() if mask is None else mask
         parallel = None
-        if self.cp.size > 1:
+        of_parts = cp is not None and positions is not None
+        cp = cp or self.cp
+        if not of_parts:
+            self.config.check_sequence_length(end if cp.size == 1 else length * cp.size)
+        if cp.size > 1:
             if cache is not None:
                 raise ConfigError("a cache was given, but context parallelism does not decode")
-            split = self._split(split, length, x.device)
-            own = split.places[self.cp.index]
+            split = self._split(split, length, cp, x.device)
+            own = split.places[cp.index]
             dropped = self._dropout(dropout, cache, own)
-            parallel = ContextParallel(self.mesh, self.cp_comm_type, split, mask, dropped)
+            parallel = ContextParallel(self.mesh, cp, self.cp_comm_type, split, mask, dropped)
             if positions is None:
                 whole = mask.positions
-                positions = own if whole is None else split.take(whole, self.cp.index)
+                positions = own if whole is None else split.take(whole, cp.index)
         else:
-            self.config.check_sequence_length(end)
             dropped = self._dropout(dropout, cache)
             if positions is None and mask.query_positions is not None:
                 positions = mask.query_positions
@@ -233,7 +240,7 @@ class GPT(nn.Module):
                 positions = mask.positions[:, offset:end]
             mask = mask.prepare(length, end, offset, device=x.device)
         angles = None if self.rotary is None else self.rotary(length, offset, positions)
-        padding = self._padding(mask, offset, end, split)
+        padding = self._padding(mask, offset, end, cp, split)
         context = Context(
             mask,
             angles,
@@ -280,15 +287,15 @@ class GPT(nn.Module):
         )
 
     def _padding(
-        self, mask: Mask, offset: int, end: int, split: ContextSplit | None
+        self, mask: Mask, offset: int, end: int, cp: Axis, split: ContextSplit | None
     ) -> Bool[Tensor, "s b"] | None:
         """Where these tokens are padding; None if nothing says so or no router asks."""
         if mask.document_ids is None or not self.config.num_experts:
             return None
         if mask.query_document_ids is not None:
             ids = mask.query_document_ids
-        elif split is not None and self.cp.size > 1:
-            ids = split.take(mask.document_ids, self.cp.index)
+        elif split is not None and cp.size > 1:
+            ids = split.take(mask.document_ids, cp.index)
         else:
             ids = mask.document_ids[:, offset:end]
         return (ids < 0).t()
@@ -304,16 +311,18 @@ class GPT(nn.Module):
             return length
         return x.shape[0] * self.sequence_parts
 
-    def _split(self, given: ContextSplit | None, part: int, device: torch.device) -> ContextSplit:
+    @staticmethod
+    def _split(
+        given: ContextSplit | None, part: int, cp: Axis, device: torch.device
+    ) -> ContextSplit:
         """Which places of the sequence each context-parallel rank holds, `part` of them here."""
-        ranks = self.cp.size
+        ranks = cp.size
         split = ContextSplit.zigzag(part * ranks, ranks, device) if given is None else given
         if (split.ranks, split.part) != (ranks, part):
             raise ConfigError(
                 f"{part} tokens were given on one of {ranks} context-parallel ranks, with a split "
                 f"into {split.ranks} parts of {split.part}"
             )
-        self.config.check_sequence_length(split.length)
         return split
 
     def _dropout(

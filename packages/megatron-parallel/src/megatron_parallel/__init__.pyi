@@ -28,6 +28,7 @@ from .errors import CollectiveError as CollectiveError
 from .errors import FieldError as FieldError
 from .errors import LayoutError as LayoutError
 from .grid import Grid as Grid
+from .group_names import pool_group_name as pool_group_name
 from .init import initialize as initialize
 from .init import initialize_parameters as initialize_parameters
 from .init import normal_ as normal_

@@ -75,16 +75,27 @@ class DropoutKey:
             positions: Place of each token in its sequence, not in its document; a number `s` stands
                 for `0 ... s - 1`.
         """
-        device = samples.device
         if isinstance(positions, int):
-            positions = torch.arange(positions, device=device)
+            positions = torch.arange(positions, device=samples.device)
+        return cls.for_tokens(seed, iteration, samples[None], positions[:, None])
+
+    @classmethod
+    def for_tokens(
+        cls,
+        seed: int,
+        iteration: int,
+        samples: Int[Tensor, "#s #b"],
+        positions: Int[Tensor, "#s #b"],
+    ) -> "DropoutKey":
+        """The key of tokens that may come from any samples; see `for_batch`."""
+        device = samples.device
         words = tuple(torch.tensor(_signed(word), dtype=torch.int32) for word in _START)
         for number in (seed, iteration):
             for shift in (0, 32):
                 word = torch.tensor(_signed(number >> shift), dtype=torch.int32)
                 words = _absorb(words[0], words[1], word)
         word0, word1 = (word.to(device) for word in words)
-        for word in (_low(samples), _low(samples >> 32), _low(positions)[:, None]):
+        for word in (_low(samples), _low(samples >> 32), _low(positions)):
             word0, word1 = _absorb(word0, word1, word)
         return cls(word0, word1)
 

@@ -110,7 +110,7 @@ class ParallelLayout:
         metadata={
             "help": "take data and context parallel ranks for one pool, in which every document "
             "gets a context-parallel size of its own, a power of two, by its length",
-            "flag": None,
+            "flag": "--hybrid-context-parallel",
         },
     )
     dp_outer: int = field(

@@ -24,6 +24,7 @@ from megatron_parallel import Axis
 
 from megatron_train.config.batch_size import BatchSizeSchedule
 from megatron_train.config.run import RunConfig
+from megatron_train.document_pool import DocumentPool
 from megatron_train.errors import TrainError
 from megatron_train.tasks.task import Batch
 
@@ -38,6 +39,7 @@ class GPTBatches:
         config: the run.
         tokenizer: its tokenizer, if it has one.
         data_axis: the ranks that share out the samples of a step.
+        pool: shares out the documents of a step instead.
 
     Attributes:
         untested: why the share of --split to test on gives nothing, if it does not.
@@ -47,9 +49,16 @@ class GPTBatches:
         TrainError: a split that leaves nothing to train or to validate on.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer | None, data_axis: Axis) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: Tokenizer | None,
+        data_axis: Axis,
+        pool: DocumentPool | None = None,
+    ) -> None:
         data, training = config.data, config.training
         self._data_axis = data_axis
+        self._pool = pool
         self._micro_batch_size = training.micro_batch_size
         self._sizes = config.batch_sizes
         self._evaluated = BatchSizeSchedule(config.global_batch_size)
@@ -121,6 +130,12 @@ class GPTBatches:
     def _steps(
         self, dataset: Dataset, samples: int, consumed: int, sizes: BatchSizeSchedule
     ) -> Iterator[Sequence[Batch]]:
+        if self._pool is not None:
+            read = partial(self._batch, dataset)
+            while (end := consumed + sizes.at(consumed)) <= samples:
+                yield self._pool.rows(read, range(consumed, end))
+                consumed = end
+            return
         micro_batches = self._read(dataset, samples, consumed)
         while step := list(islice(micro_batches, sizes.at(consumed) // self._samples_at_once)):
             yield step
@@ -132,14 +147,17 @@ class GPTBatches:
             samples, consumed, self._micro_batch_size, axis.index, axis.size
         )
         for indices in sampler:
-            batch = to_batch([dataset[index] for index in indices])
-            largest = max(int(batch[name].max()) for name in ("tokens", "labels"))
-            if largest >= self._vocab_size:
-                raise DataError(
-                    f"the corpus holds token {largest}, but the vocabulary has {self._vocab_size}; "
-                    "train with the tokenizer that the corpus was made with"
-                )
-            yield batch
+            yield self._batch(dataset, indices)
+
+    def _batch(self, dataset: Dataset, indices: Sequence[int]) -> Batch:
+        batch = to_batch([dataset[index] for index in indices])
+        largest = max(int(batch[name].max()) for name in ("tokens", "labels"))
+        if largest >= self._vocab_size:
+            raise DataError(
+                f"the corpus holds token {largest}, but the vocabulary has {self._vocab_size}; "
+                "train with the tokenizer that the corpus was made with"
+            )
+        return batch
 
 
 def _require(dataset: Dataset | None, purpose: str) -> Dataset:

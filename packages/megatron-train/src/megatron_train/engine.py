@@ -14,6 +14,7 @@ leave gradients where autograd puts them, and nothing communicates.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,21 @@ from megatron_parallel.pipeline import FullyShardedStages, StageGradients, defau
 from torch import Tensor, nn
 
 from megatron_train.tasks.task import Batch, Task
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How large a global batch is.
+
+    Attributes:
+        samples: in it.
+        tokens: in these, masked ones included.
+        flops: operations of its forward and backward pass.
+    """
+
+    samples: int
+    tokens: int
+    flops: float
 
 
 class StepEngine:
@@ -116,6 +132,8 @@ class StepEngine:
 
     def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Return what each sum of `run` is to be divided by, for the micro-batches of all ranks."""
+        if self.mesh.layout.hybrid_cp:
+            return self.true_tokens(batches)
         counts = self.task.denominators(batches)
         if not self._per_token:
             counts |= dict.fromkeys(self.task.losses, float(len(batches)))
@@ -123,8 +141,26 @@ class StepEngine:
 
     def true_tokens(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Return what each sum of `evaluate` is to be divided by."""
+        if self.mesh.layout.hybrid_cp:  # rows, of which each of their ranks has an equal share
+            shared = [(len(batch["places"]), self.task.denominators([batch])) for batch in batches]
+            counts = {name: sum(c[name] / ranks for ranks, c in shared) for name in shared[0][1]}
+            return self._summed(counts, self._data, "token counts")
         # Of whole sequences, which all ranks of the context axis read.
         return self._summed(self.task.denominators(batches), "dp", "token counts")
+
+    def extent(self, batches: Sequence[Batch]) -> Extent:
+        """Return how large the global batch is that these are this rank's micro-batches of."""
+        if self.mesh.layout.hybrid_cp:
+            samples, tokens = torch.stack([batch["extent"] for batch in batches]).sum(0).tolist()
+            own = {"samples": samples, "tokens": tokens, "flops": self.task.flops(batches)}
+            whole = self._summed(own, self._data, "extent of the batch")
+            return Extent(int(whole["samples"]), int(whole["tokens"]), whole["flops"])
+        ranks = self.mesh.axis("dp").size  # each has as many samples as this one
+        return Extent(
+            samples=ranks * sum(len(batch["tokens"]) for batch in batches),
+            tokens=ranks * sum(batch["tokens"].numel() for batch in batches),
+            flops=ranks * self.task.flops(batches),
+        )
 
     def run(
         self, batches: Sequence[Batch], denominators: Mapping[str, float], iteration: int
@@ -227,12 +263,17 @@ class StepEngine:
         device = self.mesh.device
         if device.type != "cpu":
             batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-        return batch if self.mesh.layout.cp == 1 else self.task.cut(batch)
+        return self.task.cut(batch) if self._cuts else batch
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether micro-batches are cut over ranks."""
+        return self.mesh.layout.cp > 1 or self.mesh.layout.hybrid_cp
 
     @property
     def _data(self) -> str:
         """The axis of samples and of their parts; called `dp` where samples are not cut."""
-        return "dp" if self.mesh.layout.cp == 1 else "dp_cp"
+        return "dp_cp" if self._cuts else "dp"
 
     def _summed(
         self, values: Mapping[str, float | Tensor], axis: str, purpose: str

@@ -61,7 +61,7 @@ def pretrain_gpt(config: RunConfig, values: Values | None = None) -> int:
         facts = environment(mesh.device)
         _describe(console, config, values, facts, dtype)
         tokenizer = load_run_tokenizer(config)
-        batches = open_batches(config, tokenizer, mesh)
+        batches = open_batches(config, tokenizer, mesh, console.line)
         trainer = build_gpt_trainer(config, batches, mesh, dtype)
         console.line(str(trainer.engine.fusion))
         run = _Run(config, console, mesh, dtype, batches, tokenizer, facts, start)
@@ -132,6 +132,7 @@ def build_gpt_trainer(
         reset_position_ids=config.data.reset_position_ids,
         reset_attention_mask=config.data.reset_attention_mask,
         cut_per_document=training.context_parallel_split == "per_document",
+        sequence_length=config.data.seq_length,
     )
     engine = StepEngine(
         task,

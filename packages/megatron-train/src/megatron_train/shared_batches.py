@@ -16,11 +16,14 @@ from typing import Any, Final, Protocol, TypeVar
 
 import torch
 from megatron_data import Tokenizer
+from megatron_models import tokens_per_pair
 from megatron_parallel import Mesh, broadcast_tensors
 from torch import Tensor
 
 from megatron_train.batches import GPTBatches
+from megatron_train.config.pool import part_multiple
 from megatron_train.config.run import RunConfig
+from megatron_train.document_pool import DocumentPool
 from megatron_train.errors import TrainError
 from megatron_train.tasks.task import Batch
 
@@ -51,11 +54,28 @@ class Batches(Protocol):
         """Yield the micro-batches of the test by global batch; none where nothing `tests`."""
 
 
-def open_batches(config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh) -> Batches:
-    """Return what gives this rank its micro-batches: the corpus, or one rank that reads it."""
+def open_batches(
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    mesh: Mesh,
+    tell: Callable[[str], None] | None = None,
+) -> Batches:
+    """Return what gives this rank its micro-batches: the corpus, or one rank that reads it.
+
+    ``tell`` is given a line on how a pool of ranks shares out the documents of the first batch.
+    """
+    pool = None
+    if config.layout.hybrid_cp:
+        pool = DocumentPool(
+            mesh,
+            config.training.max_seqlen_per_dp_cp_rank or 0,
+            multiple=part_multiple(config),
+            tokens_per_pair=tokens_per_pair(config.model),
+            tell=tell,
+        )
 
     def read() -> Batches:
-        return GPTBatches(config, tokenizer, mesh.axis("dp"))
+        return GPTBatches(config, tokenizer, mesh.axis("dp"), pool)
 
     return SharedBatches(mesh, read) if config.data.broadcast_batches else read()
 

@@ -161,10 +161,9 @@ class Trainer:
         if self.check_for_nan and not finite:
             raise TrainError(self._not_finite(sums, grad_norm))
         self.engine.zero()
-        ranks = self.engine.mesh.axis("dp").size  # each has as many samples as this one
-        samples = ranks * sum(len(batch["tokens"]) for batch in batches)
+        extent = self.engine.extent(batches)
         self.iteration += 1
-        self.consumed_samples += samples
+        self.consumed_samples += extent.samples
         self._count_nan(finite)
         return StepReport(
             iteration=self.iteration,
@@ -176,9 +175,9 @@ class Trainer:
             updated=updated,
             finite=finite,
             seconds=time.perf_counter() - start,
-            samples=samples,
-            tokens=ranks * sum(batch["tokens"].numel() for batch in batches),
-            flops=ranks * self.task.flops(batches),
+            samples=extent.samples,
+            tokens=extent.tokens,
+            flops=extent.flops,
         )
 
     def evaluate(self, steps: Iterable[Sequence[Batch]]) -> dict[str, float]:

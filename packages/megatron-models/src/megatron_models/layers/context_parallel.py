@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from jaxtyping import Float, Int
 from megatron_kernels import Mask, attention, attention_backward, attention_forward
-from megatron_parallel import Mesh, ParallelLayout
+from megatron_parallel import Axis, Mesh, ParallelLayout
 from megatron_parallel.context_parallel import (
     BlockMask,
     ContextSplit,
@@ -43,8 +43,9 @@ def check_context_parallel(
 
     Raises:
         ConfigError: a name that is not known, or another number of them than layers.
-        LayoutError: heads that do not divide over the ranks.
+        LayoutError: heads that do not divide over the ranks: of a pool, all of its ranks.
     """
+    ranks = layout.pool if layout.hybrid_cp else layout.cp
     given = (comm,) if isinstance(comm, str) else tuple(comm)
     if unknown := [name for name in given if name not in CP_COMM_TYPES]:
         raise ConfigError(
@@ -55,16 +56,16 @@ def check_context_parallel(
             f"{len(given)} values of cp_comm_type for {config.num_layers} layers: give one for all "
             "or one for each"
         )
-    if layout.cp > 1 and config.softmax_type != "vanilla":
+    if ranks > 1 and config.softmax_type != "vanilla":
         raise ConfigError(
-            f"{{softmax_type}} and context parallelism over {layout.cp} ranks do not go together: "
+            f"{{softmax_type}} and context parallelism over {ranks} ranks do not go together: "
             "blocks of attention have no sinks yet",
             vars(config),
         )
     heads = config.num_attention_heads // layout.tp
-    if layout.cp > 1 and "a2a" in given:
-        check_heads(heads, layout.cp)
-    if layout.cp > 1 and "a2a+p2p" in given:
+    if ranks > 1 and "a2a" in given:
+        check_heads(heads, ranks)
+    if ranks > 1 and "a2a+p2p" in given:
         if layout.hierarchical_cp is None:
             raise ConfigError(
                 "cp_comm_type 'a2a+p2p' needs the layout's hierarchical_cp, two sizes"
@@ -74,10 +75,11 @@ def check_context_parallel(
 
 
 class ContextParallel:
-    """How the attention of one pass goes over the context-parallel axis; one for all its layers.
+    """How the attention of one pass goes over context-parallel ranks; one for all its layers.
 
     Args:
         mesh: where this rank stands.
+        axis: the ranks that the micro-batch is cut over.
         comm: how each layer communicates, by its number.
         split: which places of the sequence each rank holds.
         mask: of the whole sequence.
@@ -90,6 +92,7 @@ class ContextParallel:
     def __init__(
         self,
         mesh: Mesh,
+        axis: Axis,
         comm: Sequence[str],
         split: ContextSplit,
         mask: Mask,
@@ -101,7 +104,7 @@ class ContextParallel:
                 "without dense and without query_positions"
             )
         self._mesh = mesh
-        self._axis = mesh.axis("cp")
+        self._axis = axis
         self._comm = comm
         self._split = split
         self._mask = mask

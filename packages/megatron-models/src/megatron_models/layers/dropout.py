@@ -47,6 +47,9 @@ class Dropout:
         attention: probability of attention's weights. They are then written out: only the
             reference backend of attention, whose memory grows with the square of the length,
             applies it.
+        places: of each token in the sequence that it was taken from, where a row of the
+            micro-batch is made of parts of several; by default rows are sequences.
+        length: of those sequences.
 
     Raises:
         ConfigError: a probability not in ``0 <= p < 1``.
@@ -55,6 +58,8 @@ class Dropout:
     key: DropoutKey
     hidden: float = 0.0
     attention: float = 0.0
+    places: Int[Tensor, "b s"] | None = None
+    length: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("hidden", self.hidden), ("attention", self.attention)):
@@ -105,13 +110,16 @@ class StageDropout:
             by_query = by_query.contiguous()
         key = self.given.key if places is None else self.given.key.select(places)
         drop = partial(keyed_dropout, p=self.given.attention, layer=layer, site=site)
+        numbers = self.given.places
+        if numbers is not None:  # keys are known by where they came from
+            keys = numbers if keys is None else numbers.gather(1, keys.expand(len(numbers), -1))
         if keys is None:
             dropped = drop(by_query, key=key, channels=first_head * p.shape[-1])
         else:
-            length = self.given.key.word0.shape[0]
+            length = self.given.length or self.given.key.word0.shape[0]
             heads = torch.arange(first_head, first_head + p.shape[1], device=p.device) * length
-            numbers = heads[:, None] + keys[:, None, :]  # [b or 1, n, t]
-            parts = len(numbers)  # of the batch: its samples, if their keys differ
+            all_channels = heads[:, None] + keys[:, None, :]  # [b or 1, n, t]
+            parts = len(all_channels)  # of the batch: its samples, if their keys differ
             dropped = torch.cat(
                 [
                     drop(x, key=DropoutKey(word0, word1), channels=channels)
@@ -119,7 +127,7 @@ class StageDropout:
                         by_query.chunk(parts, 1),
                         key.word0.chunk(parts, 1),
                         key.word1.chunk(parts, 1),
-                        numbers,
+                        all_channels,
                         strict=True,
                     )
                 ],

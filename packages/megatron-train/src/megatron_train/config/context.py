@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from megatron_train.config.pool import check_pool_run
 from megatron_train.errors import TrainError
 
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ def check_context_parallel(run: "RunConfig") -> None:
     """
     layout, training, length = run.layout, run.training, run.data.seq_length
     ways, split = training.cp_comm_type, training.context_parallel_split
+    check_pool_run(run)
+    if layout.hybrid_cp:
+        _check_ways(run)
+        return
     if layout.cp == 1:
         for flag, other in (
             (f"--cp-comm-type {' '.join(ways)}", ways != ("p2p",)),
@@ -44,13 +49,18 @@ def check_context_parallel(run: "RunConfig") -> None:
             "--context-parallel-split per_document needs --reset-attention-mask: without it every "
             "token attends across documents, and zigzag is even"
         )
+    _check_ways(run)
+    _check_hierarchy(run)
+    _check_heads(run)
+
+
+def _check_ways(run: "RunConfig") -> None:
+    ways = run.training.cp_comm_type
     if len(ways) not in (1, run.model.num_layers):
         raise TrainError(
             f"--cp-comm-type has {len(ways)} values for --num-layers {run.model.num_layers}; give "
             "one for all layers or one for each"
         )
-    _check_hierarchy(run)
-    _check_heads(run)
 
 
 def _check_hierarchy(run: "RunConfig") -> None:

@@ -354,7 +354,8 @@ def _resolve(layout: ParallelLayout, world_size: int) -> ParallelLayout:
             f"{'is 1' if world_size == 1 else f'are {world_size}'}: start with --nproc-per-node "
             f"{needed}, or by torchrun"
         )
-    return layout.resolve(world_size)
+    with _told_by_flags("layout"):
+        return layout.resolve(world_size)
 
 
 def _flags(section: str) -> dict[str, str]:

@@ -70,6 +70,12 @@ class TrainingConfig:
         "whether context parallelism cuts the whole sequence, or every packed document by itself, "
         "so that ranks have equal work (our name)",
     )
+    max_seqlen_per_dp_cp_rank: int | None = setting(
+        None,
+        "tokens that one rank may hold at a time, with --hybrid-context-parallel; longer documents "
+        "are cut over several ranks",
+        unit="tokens",
+    )
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = setting(
         "allgather",
         "how tokens get to experts on other ranks: all tokens to all of them, or each to its own",
@@ -111,6 +117,7 @@ class TrainingConfig:
                     "--rampup-batch-size makes steps of several sizes, so the length of the run "
                     "is counted in samples: give --train-samples instead of --train-iters"
                 )
+        positive(self, "max_seqlen_per_dp_cp_rank")
         positive(self, "exit_interval", "exit_duration_in_mins", "distributed_timeout_minutes")
         not_negative(self, "seed")
         for name in ("hidden_dropout", "attention_dropout"):

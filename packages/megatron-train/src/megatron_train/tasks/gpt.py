@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_kernels import Mask
 from megatron_models import GPT, Dropout, gpt_flops, inner_losses
-from megatron_parallel import DropoutKey, Passed
+from megatron_parallel import Axis, DropoutKey, Passed, pool_group_name
 from megatron_parallel.context_parallel import ContextSplit
 from torch import Tensor, nn
 
@@ -27,6 +27,8 @@ class GPTTask:
         reset_attention_mask: attend within the documents of the batch instead of across them.
         cut_per_document: with context parallelism, cut every document by itself over the ranks, not
             the whole sequence; their work is then even.
+        sequence_length: of the samples that rows are made of where the ranks are a pool
+            (`ParallelLayout.hybrid_cp`, `megatron_train.document_pool`).
         label_smoothing: share of the training loss that all tokens of the vocabulary have in
             common; Megatron-LM has it in its loss function, and no flag for it.
     """
@@ -44,6 +46,7 @@ class GPTTask:
         reset_position_ids: bool = False,
         reset_attention_mask: bool = False,
         cut_per_document: bool = False,
+        sequence_length: int | None = None,
         label_smoothing: float = 0.0,
     ) -> None:
         self._stages = tuple(stages)
@@ -55,7 +58,9 @@ class GPTTask:
         self._reset_attention_mask = reset_attention_mask
         self._cut_per_document = cut_per_document
         self._label_smoothing = label_smoothing
-        self._cp = self._stages[0].mesh.axis("cp")
+        self._mesh = self._stages[0].mesh
+        self._cp = self._mesh.axis("cp")
+        self._sequence_length = sequence_length
 
     @property
     def family(self) -> str | None:
@@ -100,17 +105,19 @@ class GPTTask:
         What masks are made of stays whole: ``document_ids`` and ``sample_ids``.
         """
         tokens = batch["tokens"]
-        if self._cut_per_document:
+        if self._mesh.layout.hybrid_cp:
+            split = ContextSplit(batch["places"])
+        elif self._cut_per_document:
             split = ContextSplit.per_document(batch["document_ids"], self._cp.size)
         else:
             split = ContextSplit.zigzag(tokens.shape[1], self._cp.size, tokens.device)
+        index = self._context(split.ranks).index
         by_place = batch.keys() & {"tokens", "labels", "loss_mask", "positions"}
-        own = {name: split.take(batch[name], self._cp.index) for name in by_place}
+        own = {name: split.take(batch[name], index) for name in by_place}
         return {**batch, **own, "places": split.places}
 
     def inputs(self, batch: Batch, stage: int, iteration: int | None) -> Mapping[str, Any]:
         """Return tokens for the first stage, labels for the last, mask and dropout for all."""
-        length = batch["tokens"].shape[1] * self._cp.size
         own = next(one for one in self._stages if one.stage == stage)
         given: dict[str, Any] = {}
         if own.first:
@@ -119,21 +126,38 @@ class GPTTask:
             given["labels"] = batch["labels"]
             if iteration is not None:
                 given["label_smoothing"] = self._label_smoothing
-        if self._reset_position_ids:
+        pooled = self._mesh.layout.hybrid_cp
+        if self._reset_position_ids or pooled:
             given["positions"] = batch["positions"]
-        if self._reset_attention_mask:
+        if self._reset_attention_mask or pooled:
             given["mask"] = Mask(document_ids=batch["document_ids"])
-        if self._cp.size > 1:
+        if self._cp.size > 1 or pooled:
             given["split"] = ContextSplit(batch["places"])
+        if pooled:
+            given["cp"] = self._context(len(batch["places"]))
         if iteration is not None and (self._hidden_dropout or self._attention_dropout):
-            key = DropoutKey.for_batch(
-                seed=self._seed,
-                iteration=iteration,
-                samples=batch["sample_ids"],
-                positions=length,
-            )
-            given["dropout"] = Dropout(key, self._hidden_dropout, self._attention_dropout)
+            given["dropout"] = self._dropout(batch, iteration)
         return given
+
+    def _context(self, ranks: int) -> Axis:
+        """The ranks that a micro-batch is cut over; of a pool, by their number."""
+        pooled = self._mesh.layout.hybrid_cp
+        return self._mesh.axis(pool_group_name(ranks)) if pooled else self._cp
+
+    def _dropout(self, batch: Batch, iteration: int) -> Dropout:
+        """What is dropped; in rows of a pool, as in the samples that they are made of."""
+        rates = self._hidden_dropout, self._attention_dropout
+        if self._mesh.layout.hybrid_cp:
+            samples, places = batch["sample_ids"].t(), batch["sample_places"]
+            key = DropoutKey.for_tokens(self._seed, iteration, samples, places.t())
+            return Dropout(key, *rates, places, self._sequence_length)
+        key = DropoutKey.for_batch(
+            seed=self._seed,
+            iteration=iteration,
+            samples=batch["sample_ids"],
+            positions=batch["tokens"].shape[1] * self._cp.size,
+        )
+        return Dropout(key, *rates)
 
     def passed(self, batch: Batch, stage: int) -> Passed:
         """Return shape and dtype of the activations between two stages."""
@@ -146,6 +170,10 @@ class GPTTask:
 
     def flops(self, batches: Sequence[Batch]) -> float:
         """Return the operations of a forward and backward pass over the batches."""
+        config = self._stages[0].config
+        if self._mesh.layout.hybrid_cp:
+            tokens = sum(int(batch["extent"][1]) for batch in batches)
+            return float(gpt_flops(config, self._sequence_length or 0, tokens))
         length = batches[0]["tokens"].shape[1]
         tokens = sum(batch["tokens"].numel() for batch in batches)
-        return float(gpt_flops(self._stages[0].config, length, tokens))
+        return float(gpt_flops(config, length, tokens))

@@ -53,8 +53,9 @@ class Task(Protocol):
     def cut(self, batch: Batch) -> Batch:
         """Return what this rank computes of a micro-batch of its data-parallel rank.
 
-        Asked for with context parallelism only, where it is a part of every sequence. `inputs`,
-        `passed` and `loss` are called with what is returned.
+        Asked for with context parallelism only, where it is a part of every sequence, and in a pool
+        (`megatron_train.document_pool`), where it is a part of a row. `inputs`, `passed` and `loss`
+        are called with what is returned.
         """
 
     def inputs(self, batch: Batch, stage: int, iteration: int | None) -> Mapping[str, Any]:

@@ -1,0 +1,101 @@
+"""What a pool of data- and context-parallel ranks refuses, told in flags."""
+
+import math
+from typing import TYPE_CHECKING
+
+from megatron_train.errors import TrainError
+
+if TYPE_CHECKING:
+    from megatron_train.config.run import RunConfig
+
+FLAG, ROOM = "--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank"
+
+
+def part_multiple(run: "RunConfig") -> int:
+    """What a rank's part of a row is a multiple of: zig-zag and sequence parallelism cut it."""
+    return math.lcm(2, run.layout.tp if run.training.sequence_parallel else 1)
+
+
+def check_pool_run(run: "RunConfig") -> None:
+    """Refuse what cannot be trained in a pool, and the room on its ranks where there is no pool.
+
+    Raises:
+        TrainError: one line that names the flags and the numbers.
+    """
+    room = run.training.max_seqlen_per_dp_cp_rank
+    if not run.layout.hybrid_cp:
+        if room is not None:
+            raise TrainError(f"{ROOM} {room} needs {FLAG}; give it, or leave this out")
+        return
+    if room is None:
+        raise TrainError(f"{FLAG} needs {ROOM}, the tokens that one rank may hold at a time")
+    _check_room(run, room)
+    _check_settings(run)
+    ways = set(run.training.cp_comm_type)
+    heads, ranks = run.model.num_attention_heads // run.layout.tp, run.layout.pool
+    if "a2a" in ways and heads % ranks:
+        raise TrainError(
+            f"--cp-comm-type a2a cannot scatter --num-attention-heads "
+            f"{run.model.num_attention_heads} / --tensor-model-parallel-size {run.layout.tp} = "
+            f"{heads} heads over all {ranks} ranks of {FLAG}; use p2p or allgather, or change one "
+            "of them"
+        )
+
+
+def _check_room(run: "RunConfig", room: int) -> None:
+    """A sample may be one document, and then the pool has to hold all of it."""
+    multiple, ranks, length = part_multiple(run), run.layout.pool, run.data.seq_length
+    most = ranks * (room // multiple * multiple)
+    if length > most:
+        raise TrainError(
+            f"{ROOM} {room}, in parts of {multiple}, on {ranks} data and context parallel ranks "
+            f"is room for {most} tokens, and a document may have --seq-length {length}; raise it, "
+            "or start more ranks"
+        )
+
+
+def _check_settings(run: "RunConfig") -> None:
+    training, layout = run.training, run.layout
+    if not run.data.reset_attention_mask:
+        raise TrainError(
+            f"{FLAG} needs --reset-attention-mask: without it every sample is one document, and "
+            "all are equally long"
+        )
+    refused = {
+        f"--pipeline-model-parallel-size {layout.pp}": (
+            layout.pp > 1,
+            "micro-batches have lengths of their own, and a pipeline passes on equal ones",
+        ),
+        "--no-calculate-per-token-loss": (
+            not training.calculate_per_token_loss,
+            "micro-batches are what the documents' lengths make of them, and no weights",
+        ),
+        f"--micro-batch-size {training.micro_batch_size}": (
+            training.micro_batch_size > 1,
+            f"{ROOM} says how many tokens are in a micro-batch; use 1",
+        ),
+        "--num-experts": (
+            bool(run.model.num_experts),
+            "routers balance experts over micro-batches of whole samples",
+        ),
+        "--compile": (training.compile, "every length would be compiled anew"),
+        "--broadcast-batches": (
+            run.data.broadcast_batches,
+            "context parallel ranks have micro-batches of their own",
+        ),
+        "--context-parallel-split per_document": (
+            training.context_parallel_split == "per_document",
+            "a pool always cuts that way",
+        ),
+        "--cp-comm-type a2a+p2p": (
+            "a2a+p2p" in training.cp_comm_type,
+            "its groups have one size",
+        ),
+        f"--softmax-type {run.model.softmax_type}": (
+            run.model.softmax_type != "vanilla" and layout.pool > 1,
+            "blocks of attention have no sinks yet",
+        ),
+    }
+    for flag, (given, why) in refused.items():
+        if given:
+            raise TrainError(f"{flag} does not go with {FLAG}: {why}")

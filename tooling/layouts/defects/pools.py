@@ -1,0 +1,87 @@
+"""Defects of a pool of ranks: what still goes by the layout's context-parallel size, and rows."""
+
+from collections.abc import Mapping
+from dataclasses import replace as changed
+from typing import Any
+
+import torch
+from megatron_models import Dropout
+from megatron_parallel import Mesh
+from megatron_parallel.context_parallel import ContextSplit, PoolPlan
+from megatron_train import GPTTask
+from megatron_train.document_pool import DocumentPool
+from megatron_train.engine import StepEngine
+from torch import Tensor
+
+from layouts.defects.catalogue import Replace, defect
+
+POOL = "cp2·dp2·hybrid(4)-untied-dropout"
+
+
+@defect("positions in a pool are those of the layout's context-parallel rank", POOL)
+def _static_positions(mesh: Mesh, replace: Replace) -> None:
+    true = GPTTask.cut
+
+    def wrong(self: GPTTask, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        split = ContextSplit(batch["places"])
+        index = mesh.axis("cp").index % split.ranks
+        return {**true(self, batch), "positions": split.take(batch["positions"], index)}
+
+    replace(GPTTask, "cut", wrong)
+
+
+@defect("rows of a pool are counted by the layout's context-parallel size", POOL)
+def _static_denominators(mesh: Mesh, replace: Replace) -> None:
+    def wrong(self: StepEngine, batches: Any) -> dict[str, float]:
+        counts = self.task.denominators(batches)
+        shares = {name: count / mesh.layout.cp for name, count in counts.items()}
+        return self._summed(shares, "dp_cp", "token counts")
+
+    replace(StepEngine, "denominators", wrong)
+
+
+@defect("documents of a row attend to those before", POOL)
+def _one_document(mesh: Mesh, replace: Replace) -> None:
+    true = DocumentPool.rows
+
+    def wrong(self: DocumentPool, *arguments: Any) -> list[dict[str, Tensor]]:
+        rows = true(self, *arguments)
+        return [{**row, "document_ids": row["document_ids"].clamp(max=0)} for row in rows]
+
+    replace(DocumentPool, "rows", wrong)
+
+
+@defect("attention dropout in a row takes its places for those of the sample", POOL)
+def _dropout_by_row(mesh: Mesh, replace: Replace) -> None:
+    true = GPTTask._dropout
+
+    def wrong(self: GPTTask, *arguments: Any) -> Dropout:
+        dropout = true(self, *arguments)
+        return changed(dropout, places=None, length=None)
+
+    replace(GPTTask, "_dropout", wrong)
+
+
+@defect("a rank's last row is left out, as if all had equally many", POOL)
+def _last_row_left_out(mesh: Mesh, replace: Replace) -> None:
+    true = PoolPlan.of
+
+    def wrong(self: PoolPlan, rank: int) -> Any:
+        rows = true(self, rank)
+        alone = [row is not None and len(row.ranks) == 1 for row in rows]
+        last = max((i for i, only in enumerate(alone) if only), default=-1) if rank == 3 else -1
+        return tuple(None if i == last else row for i, row in enumerate(rows))
+
+    replace(PoolPlan, "of", wrong)
+
+
+@defect("a row's labels come from the token after it in the row", POOL)
+def _labels_of_row(mesh: Mesh, replace: Replace) -> None:
+    true = DocumentPool.rows
+
+    def wrong(self: DocumentPool, *arguments: Any) -> list[dict[str, Tensor]]:
+        rows = true(self, *arguments)
+        after = [torch.cat([row["tokens"][:, 1:], row["labels"][:, -1:]], 1) for row in rows]
+        return [{**row, "labels": labels} for row, labels in zip(rows, after, strict=True)]
+
+    replace(DocumentPool, "rows", wrong)
