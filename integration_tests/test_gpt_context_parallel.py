@@ -76,7 +76,7 @@ CASES = [
     *(Case(way, config="learned", per_document=True, layout=RANKS_2) for way in WAYS),
     Case(WAYS, layout=RANKS_2),
     *(Case(way, config="learned", layout=RANKS_4) for way in (*WAYS, "a2a+p2p")),
-    *(Case(way, "causal", rates=(0, 0), layout=RANKS_4) for way in (*WAYS, "a2a+p2p")),
+    *(Case(way, "causal", rates=(0.0, 0.0), layout=RANKS_4) for way in (*WAYS, "a2a+p2p")),
     *(Case(way, per_document=True, layout=RANKS_4) for way in ("p2p", "a2a+p2p")),
     *(Case(way, sequence_parallel=True, layout=TENSOR) for way in WAYS),
     Case("p2p", "reset", "learned", per_document=True, layout=TENSOR),

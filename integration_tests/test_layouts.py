@@ -25,6 +25,7 @@ SAMPLE = {
     "pp2·vpp2·zb-v-untied-dropout",
     "dp2·fsdp-tied-dropout",
     "dp2·ep2·a2a·combined-1f1b-moe-dropout",
+    "cp2·dp2·hybrid(6)-untied-dropout",
 }
 IN_FLOAT32 = {"tp2·sp-tied-dropout", "pp2·vpp2-untied", "cp2-tied-dropout", "dp2·ep2-moe"}
 DEFECT_SAMPLE = {
@@ -41,6 +42,7 @@ DEFECT_SAMPLE = {
     "later stages attend across documents",
     "the dropout mask ignores which part of the sequence it is",
     "recomputation drops other elements than the forward pass",
+    "rows of a pool are counted by the layout's context-parallel size",
     "the blocks of a ring are added up without their log-sum-exp",
     "the norm counts replicated parameters on every rank",
     "the gradient of experts is divided by the ranks that hold them",

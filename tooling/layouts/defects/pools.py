@@ -15,7 +15,7 @@ from torch import Tensor
 
 from layouts.defects.catalogue import Replace, defect
 
-POOL = "cp2·dp2·hybrid(4)-untied-dropout"
+POOL = "cp2·dp2·hybrid(6)-untied-dropout"
 
 
 @defect("positions in a pool are those of the layout's context-parallel rank", POOL)

@@ -76,13 +76,14 @@ class DocumentPool:
         samples = _Samples(read, numbers)
         ends = self._document_ends(samples, numbers)
         plan = self._plan([stop - start for _, start, stop in ends])
+        some = self._axis.index % len(numbers)  # one that is read anyway
         rows = []
         for row in plan.of(self._axis.index):
             taken = () if row is None else row.documents
             parts = [samples.part(*ends[number]) for number in taken]
-            rows.append(self._filled(parts or [samples.part(0, 0, 0)], row))
+            rows.append(self._filled(parts or [samples.part(some, 0, 0)], row))
         share = len(range(self._axis.index, len(numbers), self._axis.size))
-        length = samples[0]["tokens"].shape[1]
+        length = samples[some]["tokens"].shape[1]
         for count, batch in zip((share, *(0,) * len(rows)), rows, strict=False):
             batch["extent"] = torch.tensor([count, count * length])
         return rows

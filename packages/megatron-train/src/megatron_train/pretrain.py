@@ -325,21 +325,28 @@ def _describe(
             )
             console.line(f"  {key}: {value}  [{given.origin}]")
     count = parameter_count(config.model)
-    sizes = config.batch_sizes.sizes
-    counts = [size // config.samples_at_once for size in sizes]
-    batches = "micro-batch" if counts[-1] == 1 else "micro-batches"
     precision = str(dtype).removeprefix("torch.")
     layout = config.layout
     if layout.world_size > 1:
         console.line(f"layout: {layout_in_words(config)}")
-    share = "" if layout.dp == 1 else f" on each of {layout.dp} data parallel ranks"
     console.line(
         f"model: {count:,} parameters (without padding of the vocabulary) in {precision}; "
-        f"{_span(sizes)} samples a step in {_span(counts)} {batches} of "
-        f"{config.training.micro_batch_size}{share}"
+        f"{_span(config.batch_sizes.sizes)} samples a step in {_micro_batches(config)}"
     )
     if config.checkpoint.save is not None and not console.silent:
         write_config(config, Path(config.checkpoint.save) / CONFIG_FILE)
+
+
+def _micro_batches(config: RunConfig) -> str:
+    """Return what a step is computed in, on each rank."""
+    layout, training = config.layout, config.training
+    if layout.hybrid_cp:
+        room = training.max_seqlen_per_dp_cp_rank
+        return f"rows of at most {room} tokens a rank, in a pool of {layout.pool}"
+    counts = [size // config.samples_at_once for size in config.batch_sizes.sizes]
+    batches = "micro-batch" if counts[-1] == 1 else "micro-batches"
+    share = "" if layout.dp == 1 else f" on each of {layout.dp} data parallel ranks"
+    return f"{_span(counts)} {batches} of {training.micro_batch_size}{share}"
 
 
 def _span(numbers: Sequence[int]) -> str:
