@@ -167,7 +167,6 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "training.context_parallel_split": ({}, {"--context-parallel-split": "per_document"}),
     "training.max_seqlen_per_dp_cp_rank": (POOL, {ROOM: "32"}),
     "training.moe_token_dispatcher_type": (EXPERTS, {"--moe-token-dispatcher-type": "alltoall"}),
-    "pipeline.overlap_experts": (EXPERTS, {"--overlap-moe-expert-parallel-comm": ""}),
     "training.tp_comm_overlap": ({}, {"--tp-comm-overlap": ""}),
     "training.hidden_dropout": ({}, {"--hidden-dropout": "0.3"}),
     "training.attention_dropout": ({}, {"--attention-dropout": "0.3"}),
@@ -211,6 +210,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "pipeline.last": ({}, {"--decoder-last-pipeline-num-layers": "1"}),
     "pipeline.count_embedding": ({}, {"--account-for-embedding-in-pipeline-split": ""}),
     "pipeline.count_loss": ({}, {"--account-for-loss-in-pipeline-split": ""}),
+    "pipeline.overlap_experts": (EXPERTS, {"--overlap-moe-expert-parallel-comm": ""}),
     "pipeline.stages": ({}, {"--pipeline-model-parallel-layout": "Et|tL"}),
     "data_parallel.use_distributed_optimizer": ({}, SHARDED),
     "data_parallel.overlap_grad_reduce": (
