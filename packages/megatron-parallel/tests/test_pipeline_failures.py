@@ -203,6 +203,7 @@ def test_all_ranks_of_a_pipeline_name_the_one_that_left(
 V2 = ParallelLayout(pp=2, vpp=2, dp=1, placement="v")
 FAMILIES = [
     ("looped-bfs", ParallelLayout(pp=2, vpp=2, dp=1)),
+    ("combined-1f1b", ParallelLayout(pp=2, dp=1)),
     ("zero-bubble", ParallelLayout(pp=2, dp=1)),
     ("zb-v", V2),
     ("dualpipe-v", V2),
