@@ -34,6 +34,7 @@ POOL4 = (
 )
 EXPERTS = "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
 EP2 = "--nproc-per-node 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+COMBINED = f"{EP2} --overlap-moe-expert-parallel-comm"
 TP2_EP2 = f"{TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 
 
@@ -48,7 +49,9 @@ def steps(folder: Path) -> dict[int, tuple[float, float]]:
     [
         pytest.param("", (TP2, DP2, ZBV2, "", CP2), id="dense"),
         pytest.param(DOCUMENTS, (POOL2, DP2, POOL4, "", POOL1), id="pool", marks=pytest.mark.slow),
-        pytest.param(EXPERTS, (EP2, TP2_EP2, PP2, "", EP2), id="experts", marks=pytest.mark.slow),
+        pytest.param(
+            EXPERTS, (EP2, TP2_EP2, PP2, "", COMBINED), id="experts", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_run_moves_between_layouts(corpus, run_command, tmp_path, model, layouts):
