@@ -3,8 +3,9 @@
 A step is forward and backward pass of all micro-batches of a GPT in fp32, with gradient buffers, on
 one rank and on two that sum their gradients (Gloo, one thread each); no optimizer. The same model
 twice: with `fuse_gradient_accumulation` and without. Seconds are those of a step divided by its
-micro-batches, medians; the ratio is the median of those of the rounds, with its middle half. Peak
-bytes are what torch has allocated at most in one later step, beyond what was there before it.
+micro-batches, medians; wall is the slower rank's, CPU that of all. Ratios are medians of those of
+the rounds, with their middle half. Peak bytes are what torch has allocated at most in one later
+step, beyond what was there before it.
 
     OMP_NUM_THREADS=1 python tooling/bench/gradient_fusion.py [--repeats 15]
 """
@@ -80,10 +81,10 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
         max_position_embeddings=128,
     )
     yield (
-        "| ranks | micro-batches x tokens | fused, ms each | not fused, ms each "
+        "| ranks | micro-batches x tokens | clock | fused, ms each | not fused, ms each "
         "| fused / not | fused, peak MiB | not fused, peak MiB |"
     )
-    yield "|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|"
     with WorkerPool(2, timeout=3600, collective_timeout=600) as pool:
         for ranks in (1, 2):
             for micro_batches, sequences in ((4, 1), (4, 4), (1, 1)):
@@ -95,21 +96,23 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
                     sequences,
                     arguments.repeats,
                 )
-                # A step has ended when the slower rank has.
-                walls = {
+                # A step has ended when the slower rank has; both ranks' work counts.
+                times = {
                     way: [
-                        max(each.wall for each in both)
+                        Times(max(t.wall for t in both), sum(t.cpu for t in both))
                         for both in zip(*(times[way] for times, _ in found), strict=True)
                     ]
                     for way in WAYS
                 }
                 peaks = [f"{found[0][1][way] / 2**20:.0f}" for way in WAYS]
-                each = [f"{median(walls[way]) / micro_batches * 1e3:.1f}" for way in WAYS]
-                pairs = zip(*walls.values(), strict=True)
-                low, middle, high = quantiles([a / b for a, b in pairs], n=4)
-                ratio = f"{middle:.3f} ({low:.3f} to {high:.3f})"
                 size = f"{micro_batches} x {sequences * config.max_position_embeddings}"
-                yield f"| {' | '.join([str(ranks), size, *each, ratio, *peaks])} |"
+                for clock in Times._fields:
+                    taken = [[getattr(t, clock) for t in times[way]] for way in WAYS]
+                    each = [f"{median(way) / micro_batches * 1e3:.1f}" for way in taken]
+                    ratios = [a / b for a, b in zip(*taken, strict=True)]
+                    low, middle, high = quantiles(ratios, n=4)
+                    ratio = f"{middle:.3f} ({low:.3f} to {high:.3f})"
+                    yield f"| {' | '.join([str(ranks), size, clock, *each, ratio, *peaks])} |"
 
 
 def main() -> None:

@@ -173,6 +173,32 @@ def test_communication_in_chunks_changes_nothing(
     check(worker_pool.run_mesh(TP[ranks], train_once, True, 4, ranks=ranks), reference)
 
 
+def halves(mesh: Mesh, fresh: bool) -> tuple[dict[str, int], float]:
+    """Collectives of a split backward pass of a chunked row, and how wrong its gradients are."""
+    row = RowParallelLinear(8, H, mesh, bias=False, sequence_parallel=True, dtype=torch.float64)
+    initialize_parameters(row, seed=3, mesh=mesh)
+    overlap_forward(row, 4)
+    generator = torch.Generator().manual_seed(mesh.rank)
+    x = torch.randn(S, B, 8 // 2, generator=generator, dtype=torch.float64, requires_grad=True)
+    y = row(x)
+    dy = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+    wanted = torch.autograd.grad(y, [x, row.weight], dy, retain_graph=True)
+    with mesh.counting() as traffic:
+        (dx,) = torch.autograd.grad(y, [x], dy, retain_graph=True)
+        (dweight,) = torch.autograd.grad(y, [row.weight], 2 * dy if fresh else dy)
+    off = max((dx - wanted[0]).abs().max(), (dweight / (1 + fresh) - wanted[1]).abs().max())
+    return {record.operation: record.calls for record in traffic.records}, float(off)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_both_halves_of_a_backward_pass_share_what_was_gathered(
+    worker_pool: WorkerPool, fresh: bool
+) -> None:
+    """Unless they are of different gradients."""
+    for calls, off in worker_pool.run_mesh(TP[2], halves, fresh, ranks=2):
+        assert calls == {"all_gather": 1 + fresh} and off < 1e-12
+
+
 def test_layers_are_built_without_values(single: Mesh) -> None:
     layer = ColumnParallelLinear(4, 6, single)
     assert layer.weight.isnan().all()

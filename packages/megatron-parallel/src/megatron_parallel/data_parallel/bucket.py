@@ -1,6 +1,6 @@
 """One bucket: flat storage, a view of it for each parameter, and a sum in flight."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -15,13 +15,13 @@ from megatron_parallel.data_parallel.plan import BucketPlan
 from megatron_parallel.data_parallel.reduction import (
     Messages,
     Route,
-    Started,
     Sum,
     sum_in_bf16,
     sum_shard,
     sum_whole,
 )
 from megatron_parallel.errors import LayoutError
+from megatron_parallel.started import Started
 
 PURPOSE: Final = "gradients"
 """What the messages of a sum are for, in `Traffic`."""
@@ -45,6 +45,18 @@ class Reduction(NamedTuple):
     nbytes: int
     launched: float
     waited: float
+
+    @classmethod
+    def of(cls, started: Started, parameters: Iterable[str]) -> "Reduction":
+        """What a collective did that has been waited for."""
+        return cls(
+            started.axis.name,
+            started.operation,
+            tuple(parameters),
+            started.nbytes,
+            started.since,
+            started.waited,
+        )
 
 
 class Bucket:
@@ -223,7 +235,7 @@ class Bucket:
     @property
     def done(self) -> bool:
         """Whether the sum was started and nothing of it is under way."""
-        return self.launched and (self._started is None or self._started.work.is_completed())
+        return self.launched and (self._started is None or self._started.done)
 
     def advance(self) -> None:
         """Of a sum of several collectives, start the next one, when that before it is there."""
@@ -292,17 +304,8 @@ class Bucket:
         self.closed = True
 
     def _wait(self, started: Started) -> None:
-        waited = started.wait()
-        self.reductions.append(
-            Reduction(
-                started.axis.name,
-                started.operation,
-                tuple(self.parameters),
-                started.nbytes,
-                started.since,
-                waited,
-            )
-        )
+        started.wait()
+        self.reductions.append(Reduction.of(started, self.parameters))
 
 
 def too_late(name: str) -> LayoutError:

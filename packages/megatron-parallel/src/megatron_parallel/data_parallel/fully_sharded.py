@@ -190,13 +190,11 @@ class FullySharded:
         flat = torch.cat([box.flatten() for box in boxes])
         messages = Messages(PURPOSE, f"fully sharded gradients ({names[0]!r} ...)")
         started = messages.all_reduce(flat, self._mesh.axis(axis))
-        waited = started.wait()
+        started.wait()
         totals = torch.split(flat, [box.numel() for box in boxes])
         for box, total in zip(boxes, totals, strict=True):
             box.copy_(total.view(box.shape))
-        self._reductions.append(
-            Reduction(axis, started.operation, tuple(names), flat.nbytes, started.since, waited)
-        )
+        self._reductions.append(Reduction.of(started, names))
 
     def _gradient(self, name: str) -> Tensor:
         parameter = self._parameters[name]

@@ -24,10 +24,11 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_parallel.data_parallel.bucket import Bucket, Reduction
 from megatron_parallel.data_parallel.buffers import GradientBuffers
-from megatron_parallel.data_parallel.reduction import Messages, Started
+from megatron_parallel.data_parallel.reduction import Messages
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import Sharding, View, flat_range_views
+from megatron_parallel.started import Started
 
 PURPOSE: Final = "parameters"
 """What the messages of a gather are for, in `Traffic`."""
@@ -171,14 +172,7 @@ class _ParameterBucket:
         started = self._started
         if started is None:
             return 0
-        waited = started.wait()
+        started.wait()
         self._started = None
-        self.gathered = Reduction(
-            started.axis.name,
-            started.operation,
-            tuple(self.parameters),
-            started.nbytes,
-            started.since,
-            waited,
-        )
+        self.gathered = Reduction.of(started, self.parameters)
         return 1

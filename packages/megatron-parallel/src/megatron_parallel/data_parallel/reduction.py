@@ -15,17 +15,15 @@ by `u` of itself more; a sum in bf16 by `n * u * sum(|g|)` (both but for terms o
 A sum is a generator: it starts a collective, yields it, and is resumed when that is there.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_parallel import _compat
 from megatron_parallel.axes import Axis
-from megatron_parallel.collective_failure import naming_failures
+from megatron_parallel.started import Started, Work
 
 
 class Route(NamedTuple):
@@ -40,24 +38,6 @@ class Route(NamedTuple):
         return self.inner.size * (1 if self.outer is None else self.outer.size)
 
 
-class Started(NamedTuple):
-    """A collective on its way: what `Traffic` calls it, and what an error does."""
-
-    axis: Axis
-    operation: str
-    told: str
-    nbytes: int
-    work: dist.Work
-    since: float
-
-    def wait(self) -> float:
-        """Return when it is there, with the seconds that took."""
-        since = time.perf_counter()
-        with naming_failures(self.axis, self.told):
-            self.work.wait()
-        return time.perf_counter() - since
-
-
 Sum = Iterator[Started]
 
 
@@ -69,7 +49,9 @@ class Messages(NamedTuple):
 
     def all_reduce(self, t: Tensor, axis: Axis) -> Started:
         """Start summing `t` in place."""
-        return self._start("all_reduce", axis, t, lambda: _compat.start_all_reduce(t, axis.bound))
+        return self._start(
+            "all_reduce", axis, t, t, lambda: _compat.start_all_reduce(t, axis.bound)
+        )
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, axis: Axis) -> Started:
         """Start summing this rank's part of `whole`; `part` may be a view of it."""
@@ -77,30 +59,41 @@ class Messages(NamedTuple):
             "reduce_scatter",
             axis,
             whole,
+            part,
             lambda: _compat.start_reduce_scatter(part, whole, axis.bound),
         )
 
     def all_gather(self, whole: Tensor, part: Tensor, axis: Axis) -> Started:
         """Start filling `whole` with the parts of all ranks; `part` may be a view of it."""
         return self._start(
-            "all_gather", axis, part, lambda: _compat.start_all_gather(whole, part, axis.bound)
+            "all_gather",
+            axis,
+            part,
+            whole,
+            lambda: _compat.start_all_gather(whole, part, axis.bound),
         )
 
     def all_to_all(self, received: Tensor, sent: Tensor, axis: Axis) -> Started:
         """Start sending each rank its part of `sent`; `received` has a part from each."""
         return self._start(
-            "all_to_all", axis, sent, lambda: _compat.start_all_to_all(received, sent, axis.bound)
+            "all_to_all",
+            axis,
+            sent,
+            received,
+            lambda: _compat.start_all_to_all(received, sent, axis.bound),
         )
 
     def _start(
-        self, verb: str, axis: Axis, payload: Tensor, collective: Callable[[], dist.Work]
+        self,
+        verb: str,
+        axis: Axis,
+        payload: Tensor,
+        result: Tensor,
+        collective: Callable[[], Work],
     ) -> Started:
-        operation, told = f"{verb} of {self.purpose}", f"{verb} of {self.told}"
-        axis.count(operation, payload)
-        since = time.perf_counter()
-        with naming_failures(axis, told):
-            work = collective()
-        return Started(axis, operation, told, payload.nbytes, work, since)
+        operation = f"{verb} of {self.purpose}"
+        told = f"{verb} of {self.told}"
+        return Started(axis, operation, payload, result, collective, told=told)
 
 
 def sum_whole(flat: Tensor, shard: Tensor, route: Route, messages: Messages) -> Sum:

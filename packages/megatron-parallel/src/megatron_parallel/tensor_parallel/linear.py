@@ -15,7 +15,8 @@ computed:
 Chunks cut every rank's part of the sequence alike, so that each collective is one of all ranks.
 Sums are those of the layers without chunks, up to the order in which a product adds. A split
 backward pass (zero bubble) sums the input's gradient in its first half only, and gathers the input
-in its second.
+in its second; what a row-parallel layer in chunks gathers for the first half it keeps for the
+second.
 
 With an `Accumulate` the gradient of the weight is added up by the product that makes it.
 """
@@ -200,7 +201,7 @@ class _Row(Function):
         accumulate: Accumulate | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.accumulate = axis, accumulate
+        ctx.axis, ctx.accumulate, ctx.gathered = axis, accumulate, None
         count = _divisor(len(x) // axis.size, chunks)
         places = x.reshape(axis.size, count, -1, *x.shape[1:])
         under_way = []
@@ -213,7 +214,12 @@ class _Row(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight = (_compat.gradient_wanted(ctx, i) for i in range(2))
-        dy = all_gather(grads[0], ctx.axis)
+        # A split pass comes twice, with one gradient: it is gathered for the first half.
+        known, dy = ctx.gathered or (None, None)
+        if dy is None or known is not grads[0]:
+            dy = all_gather(grads[0], ctx.axis)
+        later = ctx.needs_input_grad[1] and not needs_weight
+        ctx.gathered = (grads[0], dy) if later else None
         rows = _rows(dy)
         dx = (rows @ weight).view(x.shape) if needs_x else None
         dweight = weight_gradient(ctx, 1, rows, _rows(x), weight.shape) if needs_weight else None

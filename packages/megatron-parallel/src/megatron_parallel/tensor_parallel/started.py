@@ -1,60 +1,25 @@
-"""Collectives of layers that are started now and waited for later, with work in between."""
-
-from typing import Protocol, runtime_checkable
+"""Collectives of layers that are started now and waited for later."""
 
 from torch import Tensor
 
 from megatron_parallel import _compat
 from megatron_parallel.axes import Axis
-from megatron_parallel.collective_failure import naming_failures
 from megatron_parallel.errors import LayoutError
-
-
-@runtime_checkable
-class Work(Protocol):
-    """What torch gives for a collective that runs by itself."""
-
-    def wait(self) -> object:
-        """Return when it is there; raises what the backend raises."""
-
-
-class Started:
-    """A collective on its way; nothing may touch its tensors before `wait`."""
-
-    __slots__ = ("_axis", "_operation", "_payload", "_result", "_work")
-
-    def __init__(
-        self, axis: Axis, operation: str, payload: Tensor, result: Tensor, work: Work
-    ) -> None:
-        self._axis = axis
-        self._operation = operation
-        self._payload = payload
-        self._result = result
-        self._work = work
-
-    def wait(self) -> Tensor:
-        """The result, once it is there; a rank that is missing is a `CollectiveError`."""
-        with naming_failures(self._axis, self._operation, self._payload):
-            self._work.wait()
-        return self._result
+from megatron_parallel.started import Started
 
 
 def start_all_reduce(t: Tensor, axis: Axis) -> Started:
     """Start summing `t` over the axis, in place."""
-    axis.count("all_reduce", t)
-    with naming_failures(axis, "all_reduce", t):
-        work = _compat.start_all_reduce(t, axis.bound)
-    return Started(axis, "all_reduce", t, t, work)
+    return Started(axis, "all_reduce", t, t, lambda: _compat.start_all_reduce(t, axis.bound))
 
 
 def start_all_gather(part: Tensor, axis: Axis) -> Started:
     """Start concatenating the parts of all ranks along dim 0."""
-    part = part.contiguous()
-    whole = part.new_empty((axis.size * part.shape[0], *part.shape[1:]))
-    axis.count("all_gather", part)
-    with naming_failures(axis, "all_gather", part):
-        work = _compat.start_all_gather(whole, part, axis.bound)
-    return Started(axis, "all_gather", part, whole, work)
+    own = part.contiguous()
+    whole = own.new_empty((axis.size * own.shape[0], *own.shape[1:]))
+    return Started(
+        axis, "all_gather", own, whole, lambda: _compat.start_all_gather(whole, own, axis.bound)
+    )
 
 
 def start_reduce_scatter(whole: Tensor, axis: Axis) -> Started:
@@ -64,9 +29,12 @@ def start_reduce_scatter(whole: Tensor, axis: Axis) -> Started:
             f"dim 0 of shape {tuple(whole.shape)} cannot be cut into {axis.size} equal parts "
             f"over axis {axis.name!r}"
         )
-    whole = whole.contiguous()
-    part = whole.new_empty((whole.shape[0] // axis.size, *whole.shape[1:]))
-    axis.count("reduce_scatter", whole)
-    with naming_failures(axis, "reduce_scatter", whole):
-        work = _compat.start_reduce_scatter(part, whole, axis.bound)
-    return Started(axis, "reduce_scatter", whole, part, work)
+    given = whole.contiguous()
+    part = given.new_empty((given.shape[0] // axis.size, *given.shape[1:]))
+    return Started(
+        axis,
+        "reduce_scatter",
+        given,
+        part,
+        lambda: _compat.start_reduce_scatter(part, given, axis.bound),
+    )
