@@ -120,7 +120,7 @@ def interrupted(corpus: Path, out: Path, after: int = 10, **options: object) -> 
         preprocess([corpus], out, Interrupted(20_000), **settings)  # type: ignore[arg-type]
 
 
-SEEDS = [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 50))]
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 50))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
