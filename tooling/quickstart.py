@@ -74,7 +74,7 @@ def pretrain(iterations: int, save: Path, layout: str, more: str = "") -> None:
         --tokenizer-model {RUN}/tokenizer
         --num-layers 4 --hidden-size 128 --num-attention-heads 4
         --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
-        --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE}
+        --sample-order compat --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE}
         --global-batch-size {BATCH} --hidden-dropout 0 --attention-dropout 0
         --train-iters {iterations} --lr 3e-3 --min-lr 3e-4
         --lr-warmup-iters {min(30, iterations // 4)} --lr-decay-style linear
@@ -179,6 +179,7 @@ def report(stop: int, beyond: int, short: bool) -> None:
         {"valid": f"{RUN}/state_of_the_union_text_document"},
         sizes=(0, eval_batches() * BATCH, 0),
         sequence_length=SEQUENCE,
+        order="compat",
     ).valid
     if samples is None:
         sys.exit("quickstart: error: the validation text gives no sample")
