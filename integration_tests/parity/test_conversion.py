@@ -78,13 +78,15 @@ def test_a_model_comes_back_bit_for_bit_and_loads_in_transformers(tmp_path, case
     import_hf(tmp_path / "theirs", tmp_path / "run")
     back = export_hf(tmp_path / "run", tmp_path / "back")
     assert_equal(tensors(tmp_path / "theirs"), tensors(back))
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(back, dtype="auto").eval()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(back, dtype="auto")
     assert loaded.dtype == dtype
     assert_equal(dict(model.named_parameters()), dict(loaded.named_parameters()))
     tokens = torch.arange(20).reshape(2, 10)
     original = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype="auto")
     with torch.no_grad():
-        assert torch.equal(original.eval()(tokens).logits, loaded(tokens).logits)
+        # In float64: weights read from a file may lie unaligned, and kernels round by alignment.
+        theirs, ours = (kept.double().eval()(tokens).logits for kept in (original, loaded))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
     assert loaded.config.eos_token_id == model.config.eos_token_id
 
 
