@@ -13,6 +13,7 @@ from .builders import (
     OrderName,
     PackedBuilder,
     StatelessBuilder,
+    Wanted,
 )
 from .gpt import GPTDatasetConfig, TokenSource
 from .paths import Blend, parse_data_path, parse_per_split
@@ -133,7 +134,7 @@ def build_splits(
     """
     parts = _parts(data_path, split)
     built = [
-        None if part is None or size == 0 else builder.split(part[0], name, part[1], size)
+        None if part is None or size == 0 else builder.split(part[0], Wanted(name, part[1], size))
         for name, part, size in zip(SPLITS, parts, sizes, strict=True)
     ]
     return Datasets(*built)
@@ -162,7 +163,7 @@ def build_mock_gpt_datasets(
     built = [
         None
         if interval is None or size == 0
-        else builder.dataset(source, "mock", name, interval, size)
+        else builder.dataset(source, "mock", Wanted(name, interval, size))
         for name, interval, size in zip(SPLITS, parse_split(split), sizes, strict=True)
     ]
     return Datasets(*built)

@@ -13,10 +13,10 @@ from ..order.sentences import sentence_map
 from . import bert, t5
 from .blended import Dataset
 from .build import DataPath, Datasets, build_splits
-from .builders import GreedyBuilder, named
+from .builders import GreedyBuilder, Wanted, named
 from .gpt import TokenSource
 from .masking import WordPieces
-from .split import DEFAULT_SPLIT, Interval, SplitName, sequences_of
+from .split import DEFAULT_SPLIT, sequences_of
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,24 @@ class _SentenceBuilder(GreedyBuilder):
     options: _MapOptions
     make: Callable[[IndexedDataset, NDArray[np.unsignedinteger]], Dataset]
 
-    def dataset(
-        self,
-        source: TokenSource,
-        name: str,
-        split: SplitName,
-        interval: Interval,
-        size: int | None,
-        number: int = 0,
-    ) -> Dataset:
+    def dataset(self, source: TokenSource, name: str, wanted: Wanted, number: int = 0) -> Dataset:
         """Return one split of one source, the `number`th of a blend.
 
         Raises:
             EmptySplitError: none of its documents can be used.
         """
         opened = self.source(name)
-        first, last = sequences_of(interval, opened.documents)
+        first, last = sequences_of(wanted.interval, opened.documents)
         bounds = opened.document_indices[first : last + 1]
         lengths = opened.sequence_lengths
-        options = vars(self.options) | {"seed": self.seed, "num_samples": size}
+        options = vars(self.options) | {"seed": self.seed, "num_samples": wanted.size}
 
         def build() -> dict[str, NDArray[np.unsignedinteger]]:
             return {"rows": sentence_map(bounds, lengths, **options)}
 
-        with named(f"{split} split of {name} ({last - first} of {opened.documents} documents)"):
+        with named(
+            f"{wanted.split} split of {name} ({last - first} of {opened.documents} documents)"
+        ):
             key = cache_key({"what": "sentences 1"} | options, bounds, lengths)
             rows = load_or_build(self.cache, key, build)["rows"]
         return self.make(opened, rows)
@@ -124,21 +118,11 @@ def build_t5_datasets(
 ) -> Datasets:
     """Build the three T5 datasets of a run, in Megatron's order.
 
-    Args:
-        data_path: as in `build_gpt_datasets`; datasets whose documents are rows of sentences.
-        split: how the documents of a dataset are cut into the three splits.
-        sizes: least number of samples for training, validation and test: Megatron lays out whole
-            epochs. None takes one epoch; 0 builds nothing.
-        config: how sentences become samples.
-        pieces: of the vocabulary, with sentinels.
-        seed: of the order and of the draws of samples.
-        surplus: share of samples that each dataset of a weighted blend holds in reserve.
-        cache: folder for built maps, or None to build them each time.
+    The arguments are those of `build_bert_datasets`, but `pieces` needs sentinels.
 
     Raises:
         EmptySplitError: a split of which no document can be used.
-        DataError: a dataset that is missing or damaged, a vocabulary without sentinels, or a blend
-            that asks a dataset for more than it has.
+        DataError: what is one in `build_bert_datasets`, or a vocabulary without sentinels.
     """
     options = _MapOptions(config.sequence_length - t5.SPECIAL_TOKENS, config.short_probability, 1)
     builder = _SentenceBuilder(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,20 @@ from .split import Interval, SplitName, sequences_of
 OrderName: TypeAlias = Literal["stateless", "packed", "compat"]
 
 
+class Wanted(NamedTuple):
+    """What is asked of a source or of a blend.
+
+    Attributes:
+        split: which part of a run it is for.
+        interval: the part of every source.
+        size: number of samples; None for one epoch.
+    """
+
+    split: SplitName
+    interval: Interval
+    size: int | None
+
+
 @dataclass(kw_only=True)
 class Builder(ABC):
     """What every dataset of one call shares; each prefix is opened once.
@@ -47,15 +61,7 @@ class Builder(ABC):
         return self._opened[prefix]
 
     @abstractmethod
-    def dataset(
-        self,
-        source: TokenSource,
-        name: str,
-        split: SplitName,
-        interval: Interval,
-        size: int | None,
-        number: int = 0,
-    ) -> Dataset:
+    def dataset(self, source: TokenSource, name: str, wanted: Wanted, number: int = 0) -> Dataset:
         """Return one split of one source, the `number`th of a blend.
 
         Raises:
@@ -63,29 +69,25 @@ class Builder(ABC):
             DataError: it is too short for one sample.
         """
 
-    def split(
-        self, blend: Blend, split: SplitName, interval: Interval, size: int | None
-    ) -> Dataset:
+    def split(self, blend: Blend, wanted: Wanted) -> Dataset:
         """Return one split of one or more sources, mixed.
 
         Raises:
             DataError: a dataset that is missing or damaged, a split without tokens, or weights
                 without a size.
         """
-        if blend.weights is not None and size is None:
+        if blend.weights is not None and wanted.size is None:
             raise DataError(
-                f"the {split} blend has weights but no size; give the number of samples"
+                f"the {wanted.split} blend has weights but no size; give the number of samples"
             )
         if len(blend.prefixes) == 1 and blend.weights is None:
             (prefix,) = blend.prefixes
-            return self.dataset(self.source(prefix), prefix, split, interval, size)
-        return self._mixture(blend, split, interval, size)
+            return self.dataset(self.source(prefix), prefix, wanted)
+        return self._mixture(blend, wanted)
 
     @abstractmethod
-    def _mixture(
-        self, blend: Blend, split: SplitName, interval: Interval, size: int | None
-    ) -> BlendedDataset:
-        """Several sources; `size` is there if the weights are."""
+    def _mixture(self, blend: Blend, wanted: Wanted) -> BlendedDataset:
+        """Several sources; a size is there if the weights are."""
 
 
 @dataclass(kw_only=True)
@@ -100,9 +102,8 @@ class GreedyBuilder(Builder):
     surplus: float = 0.005
     cache: str | os.PathLike[str] | None = None
 
-    def _mixture(
-        self, blend: Blend, split: SplitName, interval: Interval, size: int | None
-    ) -> BlendedDataset:
+    def _mixture(self, blend: Blend, wanted: Wanted) -> BlendedDataset:
+        size = wanted.size
         weights: Sequence[float] = ()
         requests: list[int | None] = [None] * len(blend.prefixes)
         if blend.weights is not None and size is not None:
@@ -111,7 +112,7 @@ class GreedyBuilder(Builder):
             requests = [ceil(share * (1 + self.surplus)) for share in shares]
             size = sum(shares)
         datasets = [
-            self.dataset(self.source(prefix), prefix, split, interval, request)
+            self.dataset(self.source(prefix), prefix, wanted._replace(size=request))
             for prefix, request in zip(blend.prefixes, requests, strict=True)
         ]
         if not weights:
@@ -133,13 +134,7 @@ class GPTBuilder(Builder):
     drop_last_partial_validation: bool = True
 
     def dataset(
-        self,
-        source: TokenSource,
-        name: str,
-        split: SplitName,
-        interval: Interval,
-        size: int | None,
-        number: int = 0,
+        self, source: TokenSource, name: str, wanted: Wanted, number: int = 0
     ) -> GPTDataset:
         """Return one split of one source, the `number`th of a blend.
 
@@ -147,24 +142,20 @@ class GPTBuilder(Builder):
             EmptySplitError: it has no token.
             DataError: it is too short for one sample.
         """
-        first, last = sequences_of(interval, len(source.sequence_lengths))
-        drop = split != "valid" or self.drop_last_partial_validation
-        with named(
-            f"{split} split of {name} ({last - first} of {len(source.sequence_lengths)} sequences)"
-        ):
-            order = self._order(source, (first, last), size, drop, number)
+        count = len(source.sequence_lengths)
+        first, last = sequences_of(wanted.interval, count)
+        with named(f"{wanted.split} split of {name} ({last - first} of {count} sequences)"):
+            order = self._order(source, (first, last), wanted, number)
         return GPTDataset(source, order, self.config)
 
     @abstractmethod
     def _order(
-        self,
-        source: TokenSource,
-        sequences: tuple[int, int],
-        size: int | None,
-        drop_last_partial: bool,
-        number: int,
+        self, source: TokenSource, sequences: tuple[int, int], wanted: Wanted, number: int
     ) -> SampleOrder:
         """The order of one source."""
+
+    def _drops_last_partial(self, split: SplitName) -> bool:
+        return split != "valid" or self.drop_last_partial_validation
 
 
 @dataclass(kw_only=True)
@@ -172,33 +163,20 @@ class CompatBuilder(GreedyBuilder, GPTBuilder):
     """Megatron's order of GPT samples."""
 
     def _order(
-        self,
-        source: TokenSource,
-        sequences: tuple[int, int],
-        size: int | None,
-        drop_last_partial: bool,
-        number: int,
+        self, source: TokenSource, sequences: tuple[int, int], wanted: Wanted, number: int
     ) -> CompatOrder:
         lengths, numbers = source.sequence_lengths, np.arange(*sequences, dtype=np.int32)
         length, extra = self.config.sequence_length, self.config.extra
-        options = {
+        options: dict[str, Any] = {
             "sequence_length": length,
             "seed": self.seed,
-            "num_samples": size,
+            "num_samples": wanted.size,
             "extra": extra,
-            "drop_last_partial": drop_last_partial,
+            "drop_last_partial": self._drops_last_partial(wanted.split),
         }
 
         def build() -> dict[str, NDArray[np.integer]]:
-            return build_gpt_indices(
-                lengths,
-                numbers,
-                sequence_length=length,
-                seed=self.seed,
-                num_samples=size,
-                extra=extra,
-                drop_last_partial=drop_last_partial,
-            )._asdict()
+            return build_gpt_indices(lengths, numbers, **options)._asdict()
 
         key = "" if self.cache is None else cache_key({"what": "gpt 1"} | options, lengths, numbers)
         return CompatOrder(GPTIndices(**load_or_build(self.cache, key, build)), length, extra)
@@ -216,57 +194,48 @@ class StatelessBuilder(GPTBuilder):
     changes: Sequence[tuple[int, Blend]] = ()
 
     def _order(
-        self,
-        source: TokenSource,
-        sequences: tuple[int, int],
-        size: int | None,
-        drop_last_partial: bool,
-        number: int,
+        self, source: TokenSource, sequences: tuple[int, int], wanted: Wanted, number: int
     ) -> SampleOrder:
         return StatelessOrder(
             _table(source),
             sequences,
             sequence_length=self.config.sequence_length,
             seed=mixed(self.seed, number),
-            num_samples=size,
+            num_samples=wanted.size,
             extra=self.config.extra,
-            drop_last_partial=drop_last_partial,
+            drop_last_partial=self._drops_last_partial(wanted.split),
         )
 
-    def split(
-        self, blend: Blend, split: SplitName, interval: Interval, size: int | None
-    ) -> Dataset:
+    def split(self, blend: Blend, wanted: Wanted) -> Dataset:
         """Return one split of one or more sources, mixed.
 
         Raises:
             DataError: a dataset that is missing or damaged, a split without tokens, or weights
                 without a size.
         """
-        if split == "train" and self.changes:
-            if size is None:
+        if wanted.split == "train" and self.changes:
+            if wanted.size is None:
                 raise DataError("data that changes at a sample needs the number of samples")
-            return self._mixture(blend, split, interval, size)
-        return super().split(blend, split, interval, size)
+            return self._mixture(blend, wanted)
+        return super().split(blend, wanted)
 
-    def _mixture(
-        self, blend: Blend, split: SplitName, interval: Interval, size: int | None
-    ) -> BlendedDataset:
-        if size is None:
+    def _mixture(self, blend: Blend, wanted: Wanted) -> BlendedDataset:
+        if wanted.size is None:
             datasets = [
-                self.dataset(self.source(prefix), prefix, split, interval, None, number)
+                self.dataset(self.source(prefix), prefix, wanted, number)
                 for number, prefix in enumerate(blend.prefixes)
             ]
             lengths = {str(number): len(dataset) for number, dataset in enumerate(datasets)}
             return BlendedDataset(
                 datasets, BlendHistory([Change(0, lengths)], sum(lengths.values()))
             )
-        blends = [(0, blend), *(self.changes if split == "train" else ())]
-        changes = [Change(first, self._weights(each, interval)) for first, each in blends]
-        history = BlendHistory(changes, size)
+        blends = [(0, blend), *(self.changes if wanted.split == "train" else ())]
+        changes = [Change(first, self._weights(each, wanted.interval)) for first, each in blends]
+        history = BlendHistory(changes, wanted.size)
         drawn = zip(history.sources, history.counts(), strict=True)
         return BlendedDataset(
             [
-                self.dataset(self.source(prefix), prefix, split, interval, count, number)
+                self.dataset(self.source(prefix), prefix, wanted._replace(size=count), number)
                 for number, (prefix, count) in enumerate(drawn)
             ],
             history,
@@ -292,19 +261,14 @@ class PackedBuilder(StatelessBuilder):
     """Whole documents, packed into samples; sources are mixed as in `StatelessBuilder`."""
 
     def _order(
-        self,
-        source: TokenSource,
-        sequences: tuple[int, int],
-        size: int | None,
-        drop_last_partial: bool,
-        number: int,
+        self, source: TokenSource, sequences: tuple[int, int], wanted: Wanted, number: int
     ) -> PackedOrder:
         return PackedOrder(
             source.sequence_lengths,
             sequences,
             sequence_length=self.config.sequence_length,
             seed=mixed(self.seed, number),
-            num_samples=size,
+            num_samples=wanted.size,
             extra=self.config.extra,
         )
 
