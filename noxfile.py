@@ -205,7 +205,10 @@ def integration(session: nox.Session) -> None:
     slow = split_slow(session)
     # playwright drives a Chromium that the machine has; it fetches none.
     install(session, *EDITABLE, "playwright")
-    pytest(session, "integration_tests", "--ignore=integration_tests/parity", slow=slow)
+    # megatron-data's own session has no torch.
+    with_torch = [f"packages/megatron-data/tests/test_{name}.py" for name in ("torch", "examples")]
+    ignored = "--ignore=integration_tests/parity"
+    pytest(session, "integration_tests", *with_torch, ignored, slow=slow)
 
 
 @job()

@@ -22,7 +22,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from doc_pages import PAGES, ROOT, Command, blocks, commands
+from doc_pages import PAGES, ROOT, Command, blocks, commands, save_titled
 
 TIMEOUT = 240
 DATA = "--data-path book_text_document --tokenizer-model tokenizer"
@@ -325,7 +325,8 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lay_out(page: Path, shelf: Path, folder: Path) -> None:
-    """Put into a page's folder what its reader has."""
+    """Put into a page's folder what its reader has, and the files that the page shows."""
+    save_titled(page, folder)
     for name in GIVEN.get(str(page.relative_to(ROOT)), "").split():
         here, _, there = name.partition("=")
         if here.endswith(".yaml"):  # the page shows the file

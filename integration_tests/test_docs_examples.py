@@ -1,7 +1,8 @@
 """Every Python example of the documentation runs as it stands.
 
 The ``python`` blocks of a page run in order, in one process and one namespace, in an empty folder;
-a failure names the page and its line. The command lines are run by `test_docs_commands.py`.
+a failure names the page and its line. The command lines are run by `test_docs_commands.py`, and so
+are the blocks with a title, which are files.
 """
 
 import json
@@ -43,7 +44,7 @@ def run_examples(page: Path, folder: Path) -> str:
 
 
 def is_python(block: Block) -> bool:
-    return block.language == "python"
+    return block.language == "python" and not block.title
 
 
 def name(page: Path) -> str:

@@ -19,11 +19,15 @@ PAGES = sorted(
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, the number of lines before its first, and its text."""
+    """A fenced block: its language, the number of lines before its first, its text, its title.
+
+    A block with a title is a file of that name, which a reader saves.
+    """
 
     language: str
     line: int
     text: str
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ def blocks(text: str) -> Iterator[Block]:
     lines = text.splitlines(keepends=True)
     number = 0
     while number < len(lines):
-        opening = re.match(r"( *)(`{3,})(\w*)[^`]*$", lines[number])
+        opening = re.match(r"( *)(`{3,})(\w*)(?: +title=\"(.*?)\")?[^`]*$", lines[number])
         number += 1
         if not opening:
             continue
@@ -63,7 +67,8 @@ def blocks(text: str) -> Iterator[Block]:
             number += 1
         if number == len(lines):
             raise ValueError(f"the block that opens in line {start} is never closed")
-        yield Block(opening[3], start, textwrap.dedent("".join(lines[start:number])))
+        text = textwrap.dedent("".join(lines[start:number]))
+        yield Block(opening[3], start, text, opening[4] or "")
         number += 1
 
 
@@ -88,3 +93,10 @@ def commands(page: Path) -> list[Command]:
             text = re.sub(r"\s+# .*$", "", text)
             found.append(Command(page, block.line + number + 1, text, "".join(typed)))
     return found
+
+
+def save_titled(page: Path, folder: Path) -> None:
+    """Write every block of a page that has a title into a folder, as the file it is."""
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.title:
+            (folder / block.title).write_text(block.text, encoding="utf-8")

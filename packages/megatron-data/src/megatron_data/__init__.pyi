@@ -12,6 +12,7 @@ from .datasets.gpt import GPTDataset as GPTDataset
 from .datasets.gpt import GPTDatasetConfig as GPTDatasetConfig
 from .datasets.gpt import Sample as Sample
 from .datasets.gpt import TokenSource as TokenSource
+from .datasets.hugging_face import hugging_face_inputs as hugging_face_inputs
 from .datasets.masking import MaskingConfig as MaskingConfig
 from .datasets.masking import WordPieces as WordPieces
 from .datasets.mock import MockTokens as MockTokens
