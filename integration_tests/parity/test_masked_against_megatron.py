@@ -1,5 +1,8 @@
 """Maps of sentences, and samples of BERT and T5, equal those of megatron-core."""
 
+import json
+from typing import ClassVar
+
 import numpy as np
 import pytest
 
@@ -20,13 +23,14 @@ from megatron_data import (  # noqa: E402
     BertDatasetConfig,
     DataError,
     EmptySplitError,
-    IndexedDatasetBuilder,
     MaskingConfig,
+    NullTokenizer,
     T5DatasetConfig,
     WordPieces,
     block_map,
     build_bert_datasets,
     build_t5_datasets,
+    preprocess,
     sentence_map,
 )
 
@@ -107,19 +111,32 @@ def test_maps_of_random_corpora_equal() -> None:
     assert compared > 190
 
 
+class LineSplitter:
+    """A sentence is a line."""
+
+    record: ClassVar = {"splitter": "lines"}
+
+    def split(self, text: str) -> list[str]:
+        return text.splitlines()
+
+
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory):
-    """A dataset of documents of sentences; megatron-core asks a process group for its rank."""
+    """What `preprocess` makes of sentences; megatron-core asks a process group for its rank."""
     folder = tmp_path_factory.mktemp("sentences")
     random = np.random.default_rng(1)
-    with IndexedDatasetBuilder(str(folder / "d"), "uint16") as builder:
+    with (folder / "d.jsonl").open("w") as lines:
         for _ in range(60):
-            for _ in range(random.integers(0, 9)):
-                builder.add_item(random.integers(16, 200, random.integers(1, 30)).tolist())
-            builder.end_document()
-        builder.finalize()
+            sentences = [
+                " ".join(map(str, random.integers(16, 200, random.integers(1, 30))))
+                for _ in range(random.integers(0, 9))
+            ]
+            lines.write(json.dumps({"text": "\n".join(sentences)}) + "\n")
+    (made,) = preprocess(
+        [folder / "d.jsonl"], folder / "d", NullTokenizer(200), splitter=LineSplitter()
+    )
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    yield str(folder / "d")
+    yield made.prefix
     dist.destroy_process_group()
 
 

@@ -60,6 +60,8 @@ from .preprocessing.manifest import Verified as Verified
 from .preprocessing.manifest import verify as verify
 from .preprocessing.pipeline import Preprocessed as Preprocessed
 from .preprocessing.pipeline import preprocess as preprocess
+from .preprocessing.sentences import PunktSplitter as PunktSplitter
+from .preprocessing.sentences import SentenceSplitter as SentenceSplitter
 from .preprocessing.tracing import Traced as Traced
 from .preprocessing.tracing import trace as trace
 from .samplers import SequentialSampler as SequentialSampler

@@ -2,10 +2,13 @@
 
 import argparse
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._command import Parser
 from .options import INPUT_HELP, add_tokenizer_options, tokenizer_of
+
+if TYPE_CHECKING:
+    from ..preprocessing.sentences import SentenceSplitter
 
 ON_ERROR = ("fail", "skip", "quarantine")
 
@@ -15,9 +18,9 @@ def add_parser(commands: Any) -> None:
     parser: Parser = commands.add_parser(
         "preprocess",
         help="tokenize text into .bin/.idx",
-        description="Tokenize text into PREFIX_KEY_document.bin and .idx, which Megatron "
-        "reads too, and a manifest PREFIX_KEY_document.meta.json. A run that was ended goes on "
-        "where it was when the same command is given again.",
+        description="Tokenize text into PREFIX_KEY_document.bin and .idx (with --split-sentences "
+        "PREFIX_KEY_sentence), which Megatron reads too, and a manifest .meta.json. A run that was "
+        "ended goes on where it was when the same command is given again.",
     )
     data = parser.add_argument_group("input and output")
     data.add_argument("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
@@ -31,6 +34,21 @@ def add_parser(commands: Any) -> None:
     )
     data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path and name")
     add_tokenizer_options(parser)
+    sentences = parser.add_argument_group("sentences")
+    sentences.add_argument(
+        "--split-sentences",
+        action="store_true",
+        help="make a sequence of every sentence, for BERT, T5 and ICT (the extra sentences); texts "
+        "that are lists of strings stay as they are cut",
+    )
+    sentences.add_argument(
+        "--lang", metavar="LANGUAGE", help="language of the sentences [default english]"
+    )
+    sentences.add_argument(
+        "--keep-newlines",
+        action="store_true",
+        help="leave the white space between sentences at the end of the first one",
+    )
     work = parser.add_argument_group("work")
     work.add_argument(
         "--append-eod",
@@ -74,6 +92,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     from ..sources.protocol import KINDS
     from ..tokenizers.fast import fast_tokenizer
 
+    splitter = _splitter_of(parser, arguments)
     tokenizer = tokenizer_of(parser, arguments)
     finished = preprocess(
         arguments.input,
@@ -81,6 +100,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         fast_tokenizer(tokenizer) if arguments.fast else tokenizer,
         json_keys=arguments.json_keys,
         append_eod=arguments.append_eod,
+        splitter=splitter,
         workers=arguments.workers,
         on_error=arguments.on_error,
         max_document_bytes=arguments.max_document_bytes,
@@ -103,3 +123,15 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         told = f"; see {where}" if arguments.on_error == "quarantine" else ""
         print(f"{skipped:,} skipped ({kinds}){told}")
     return 0
+
+
+def _splitter_of(parser: Parser, arguments: argparse.Namespace) -> "SentenceSplitter | None":
+    """What cuts texts into sentences; options about it are refused without it."""
+    from ..preprocessing.sentences import PunktSplitter
+
+    if arguments.split_sentences:
+        return PunktSplitter(arguments.lang or "english", arguments.keep_newlines)
+    if arguments.lang is not None or arguments.keep_newlines:
+        option = "--keep-newlines" if arguments.lang is None else "--lang"
+        parser.error(f"{option} needs --split-sentences")
+    return None

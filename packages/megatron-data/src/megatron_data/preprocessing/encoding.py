@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..indexed.format import TokenType, choose_dtype
-from ..sources.protocol import Chunk, Fault, Item
+from ..sources.protocol import Chunk, Document, Fault, Item
 from ..tokenizers.protocol import Tokenizer
+from .sentences import SentenceSplitter
 
 AT_ONCE = 1 << 20
 """Characters, or bytes of the source, that are given to the tokenizer together, and the most of a
@@ -69,6 +70,8 @@ class Encoder:
         keys: JSON keys, each of which becomes a dataset.
         append_eod: end every document that has a token with the end-of-document token.
         longest: bytes that a document may have in its source; None for no limit.
+        splitter: what cuts texts into sentences, which become the sequences of their document;
+            a text that its source gives as several strings is cut already.
         dtype: token type; by the vocabulary if None.
 
     Raises:
@@ -81,6 +84,7 @@ class Encoder:
         keys: tuple[str, ...],
         append_eod: bool,
         longest: int | None = None,
+        splitter: SentenceSplitter | None = None,
         dtype: TokenType | None = None,
     ) -> None:
         if append_eod and tokenizer.eod_id is None:
@@ -91,6 +95,7 @@ class Encoder:
         self.tokenizer = tokenizer
         self.keys = keys
         self.longest = longest
+        self.splitter = splitter
         self.eod = [tokenizer.eod_id] if append_eod and tokenizer.eod_id is not None else []
         self.dtype = choose_dtype(tokenizer.vocab_size) if dtype is None else dtype
 
@@ -129,9 +134,14 @@ class Encoder:
 
     def _encode(self, items: list[Item]) -> list[Encoded]:
         return [
-            self._encode_key([item.texts[number] for item in items])
+            self._encode_key([self._sentences(item.texts[number]) for item in items])
             for number in range(len(self.keys))
         ]
+
+    def _sentences(self, document: Document) -> Document:
+        if self.splitter is None or len(document) != 1:
+            return document
+        return self.splitter.split(document[0])
 
     def _encode_key(self, documents: list[list[str]]) -> Encoded:
         texts = list(chain.from_iterable(documents))

@@ -66,6 +66,7 @@ def describe(
     return {
         "json_key": key,
         "append_eod": bool(encoder.eod),
+        "sentences": None if encoder.splitter is None else encoder.splitter.record,
         "dtype": str(encoder.dtype),
         "tokenizer": {
             "class": type(tokenizer).__name__,

@@ -20,6 +20,7 @@ from .encoding import Encoder
 from .manifest import Counts, Skipped, describe, write_manifest
 from .parts import Done, PartWriter, Record, Task, WorkFolder
 from .pool import ordered_map
+from .sentences import SentenceSplitter
 
 OnError: TypeAlias = Literal["fail", "skip", "quarantine"]
 """What becomes of a document that cannot be read or tokenized."""
@@ -60,6 +61,7 @@ def preprocess(
     *,
     json_keys: Sequence[str] = ("text",),
     append_eod: bool = False,
+    splitter: SentenceSplitter | None = None,
     workers: int = 1,
     on_error: OnError = "fail",
     max_document_bytes: int | None = None,
@@ -67,6 +69,9 @@ def preprocess(
     progress: bool = False,
 ) -> list[Preprocessed]:
     """Tokenize text into `{output_prefix}_{key}_document.bin`, `.idx` and `.meta.json`.
+
+    With a `splitter` the names end in `_sentence`, and the sequences of a document are its
+    sentences, as datasets of BERT, T5 and the inverse cloze task want them.
 
     Documents keep the order of the input, and the files are the same byte for byte whatever the
     number of workers. Nothing takes its name before it is whole; an older dataset of the same
@@ -88,6 +93,8 @@ def preprocess(
         json_keys: keys whose text is tokenized, each into a dataset of its own. The text of a
             `.txt` file stands for any key, but for one only.
         append_eod: end every document with the tokenizer's end-of-document token.
+        splitter: what cuts texts into sentences, such as a `PunktSplitter`; texts that are lists of
+            several strings are cut already. Sentences without a token are left out.
         workers: processes. With 1 no process is started and the tokenizer runs here, in its own
             threads; with more, each process uses one thread.
         on_error: what to do with a document that cannot be read or tokenized: "fail" ends the
@@ -111,7 +118,7 @@ def preprocess(
         raise DataError(f"on_error={on_error!r}; give one of {', '.join(get_args(OnError))}")
 
     def run(chosen: Tokenizer) -> list[Preprocessed]:
-        encoder = Encoder(chosen, tuple(json_keys), append_eod, max_document_bytes)
+        encoder = Encoder(chosen, tuple(json_keys), append_eod, max_document_bytes, splitter)
         sources = open_sources(inputs, encoder.keys)
         return _preprocess(
             sources, os.fspath(output_prefix), encoder, on_error, workers, chunk_bytes, progress
@@ -139,6 +146,7 @@ def _preprocess(
 ) -> list[Preprocessed]:
     """`preprocess` with one tokenizer, not timed."""
     total = sum(source.size for source in sources)
+    level = "document" if encoder.splitter is None else "sentence"
     size = chunk_bytes or min(max(total // _CHUNKS, _SMALLEST), _LARGEST)
     with ExitStack() as stack:
         folder = stack.enter_context(WorkFolder(prefix, _job(encoder, size)))
@@ -151,7 +159,7 @@ def _preprocess(
         made, faults = assemble(
             folder,
             work.chunks,
-            [f"{prefix}_{key}_document" for key in encoder.keys],
+            [f"{prefix}_{key}_{level}" for key in encoder.keys],
             encoder.dtype,
             quarantine_path(prefix) if on_error == "quarantine" else None,
             [f"no document with text under {key!r} in {names}" for key in encoder.keys],
@@ -175,6 +183,7 @@ def _job(encoder: Encoder, chunk_bytes: int) -> dict[str, object]:
         "tokenizer": encoder.tokenizer.fingerprint,
         "json keys": list(encoder.keys),
         "end of document": encoder.eod,
+        "sentences": None if encoder.splitter is None else encoder.splitter.record,
         "token type": str(encoder.dtype),
         "max document bytes": encoder.longest,
         "chunk bytes": chunk_bytes,
