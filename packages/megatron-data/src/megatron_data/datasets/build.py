@@ -15,6 +15,7 @@ from .builders import (
     StatelessBuilder,
     Wanted,
 )
+from .fim import FillInTheMiddle
 from .gpt import GPTDatasetConfig, TokenSource
 from .paths import Blend, parse_data_path, parse_per_split
 from .split import DEFAULT_SPLIT, SPLITS, Interval, parse_split
@@ -49,6 +50,7 @@ def build_gpt_datasets(
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
+    infill: FillInTheMiddle | None = None,
     drop_last_partial_validation: bool = True,
     surplus: float = 0.005,
     cache: str | os.PathLike[str] | None = None,
@@ -75,6 +77,8 @@ def build_gpt_datasets(
         reset_position_ids: restart positions after a document.
         reset_attention_mask: number documents, so that attention stays within one.
         eod_mask_loss: no loss where the input is the end-of-document token.
+        infill: what takes documents apart for filling in the middle; also in validation and test,
+            as in Megatron.
         drop_last_partial_validation: leave out a last validation sample that is not full.
         surplus: share of samples that each dataset of a weighted blend holds in reserve; "compat"
             only.
@@ -105,6 +109,7 @@ def build_gpt_datasets(
             config=config,
             seed=seed,
             drop_last_partial_validation=drop_last_partial_validation,
+            infill=infill,
             surplus=surplus,
             cache=cache,
         )
@@ -115,6 +120,7 @@ def build_gpt_datasets(
             config=config,
             seed=seed,
             drop_last_partial_validation=drop_last_partial_validation,
+            infill=infill,
             changes=changes,
         )
     return build_splits(builder, data_path, split, sizes)

@@ -1,8 +1,10 @@
 """Training, validation and test datasets of BERT and T5 from what a command line names."""
 
 import os
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,26 +21,15 @@ from .masking import WordPieces
 from .split import DEFAULT_SPLIT, sequences_of
 
 
-@dataclass(frozen=True)
-class _MapOptions:
-    """What a map of sentences follows from besides the dataset."""
-
-    max_length: int
-    short_probability: float
-    min_sentences: int
-
-
 @dataclass(kw_only=True)
-class _SentenceBuilder(GreedyBuilder):
-    """Makes datasets whose samples are rows of sentences; splits are cut between documents.
+class MapBuilder(GreedyBuilder):
+    """Makes datasets along a map of sentences; splits are cut between documents.
 
     Attributes:
-        options: of the map.
-        make: a dataset of a source and its map.
+        options: what the map follows from besides the dataset and the seed.
     """
 
-    options: _MapOptions
-    make: Callable[[IndexedDataset, NDArray[np.unsignedinteger]], Dataset]
+    options: dict[str, Any]
 
     def dataset(self, source: TokenSource, name: str, wanted: Wanted, number: int = 0) -> Dataset:
         """Return one split of one source, the `number`th of a blend.
@@ -47,20 +38,56 @@ class _SentenceBuilder(GreedyBuilder):
             EmptySplitError: none of its documents can be used.
         """
         opened = self.source(name)
-        first, last = sequences_of(wanted.interval, opened.documents)
-        bounds = opened.document_indices[first : last + 1]
-        lengths = opened.sequence_lengths
-        options = vars(self.options) | {"seed": self.seed, "num_samples": wanted.size}
+        documents = sequences_of(wanted.interval, opened.documents)
+        options = self.options | {"seed": self.seed, "num_samples": wanted.size}
+        count = documents[1] - documents[0]
+        with named(f"{wanted.split} split of {name} ({count} of {opened.documents} documents)"):
+            return self._along_map(name, opened, documents, options)
 
-        def build() -> dict[str, NDArray[np.unsignedinteger]]:
-            return {"rows": sentence_map(bounds, lengths, **options)}
+    @abstractmethod
+    def _along_map(
+        self, name: str, source: IndexedDataset, documents: tuple[int, int], options: dict[str, Any]
+    ) -> Dataset:
+        """The dataset of some documents, the first and the one after the last."""
 
-        with named(
-            f"{wanted.split} split of {name} ({last - first} of {opened.documents} documents)"
-        ):
-            key = cache_key({"what": "sentences 1"} | options, bounds, lengths)
-            rows = load_or_build(self.cache, key, build)["rows"]
-        return self.make(opened, rows)
+    def _map(
+        self,
+        what: str,
+        build: Callable[..., NDArray[np.unsignedinteger]],
+        arrays: Sequence[NDArray[np.integer]],
+        options: dict[str, Any],
+    ) -> NDArray[np.unsignedinteger]:
+        """A map that is built, or read from the cache."""
+        key = cache_key({"what": what} | options, *arrays)
+        return load_or_build(self.cache, key, lambda: {"rows": build(*arrays, **options)})["rows"]
+
+
+@dataclass(kw_only=True)
+class _SentenceBuilder(MapBuilder):
+    """Makes datasets of BERT and T5.
+
+    Attributes:
+        make: a dataset of a source and its map.
+    """
+
+    make: Callable[[IndexedDataset, NDArray[np.unsignedinteger]], Dataset]
+
+    def _along_map(
+        self, name: str, source: IndexedDataset, documents: tuple[int, int], options: dict[str, Any]
+    ) -> Dataset:
+        bounds = source.document_indices[documents[0] : documents[1] + 1]
+        arrays = (bounds, source.sequence_lengths)
+        return self.make(source, self._map("sentences 1", sentence_map, arrays, options))
+
+
+def _map_options(
+    config: bert.BertDatasetConfig | t5.T5DatasetConfig, special_tokens: int, min_sentences: int
+) -> dict[str, Any]:
+    return {
+        "max_length": config.sequence_length - special_tokens,
+        "short_probability": config.short_probability,
+        "min_sentences": min_sentences,
+    }
 
 
 def build_bert_datasets(
@@ -92,9 +119,7 @@ def build_bert_datasets(
         DataError: a dataset that is missing or damaged, or a blend that asks a dataset for more
             than it has.
     """
-    options = _MapOptions(
-        config.sequence_length - bert.SPECIAL_TOKENS, config.short_probability, config.min_sentences
-    )
+    options = _map_options(config, bert.SPECIAL_TOKENS, config.min_sentences)
     builder = _SentenceBuilder(
         seed=seed,
         surplus=surplus,
@@ -124,7 +149,7 @@ def build_t5_datasets(
         EmptySplitError: a split of which no document can be used.
         DataError: what is one in `build_bert_datasets`, or a vocabulary without sentinels.
     """
-    options = _MapOptions(config.sequence_length - t5.SPECIAL_TOKENS, config.short_probability, 1)
+    options = _map_options(config, t5.SPECIAL_TOKENS, 1)
     builder = _SentenceBuilder(
         seed=seed,
         surplus=surplus,

@@ -22,6 +22,7 @@ from ..order.permutation import mixed
 from ..order.spans import SampleOrder
 from ..order.stateless import CountedLengths, SequenceTable, StatelessOrder
 from .blended import BlendedDataset, Dataset
+from .fim import FillInTheMiddle
 from .gpt import GPTDataset, GPTDatasetConfig, TokenSource
 from .paths import Blend
 from .split import Interval, SplitName, sequences_of
@@ -128,10 +129,12 @@ class GPTBuilder(Builder):
     Attributes:
         config: how tokens become samples.
         drop_last_partial_validation: leave out a last validation sample that is not full.
+        infill: what takes the documents of samples apart, with draws of its own in each source.
     """
 
     config: GPTDatasetConfig
     drop_last_partial_validation: bool = True
+    infill: FillInTheMiddle | None = None
 
     def dataset(
         self, source: TokenSource, name: str, wanted: Wanted, number: int = 0
@@ -146,7 +149,8 @@ class GPTBuilder(Builder):
         first, last = sequences_of(wanted.interval, count)
         with named(f"{wanted.split} split of {name} ({last - first} of {count} sequences)"):
             order = self._order(source, (first, last), wanted, number)
-        return GPTDataset(source, order, self.config)
+        infill = self.infill and self.infill.with_seed(mixed(self.infill.seed, number))
+        return GPTDataset(source, order, self.config, infill)
 
     @abstractmethod
     def _order(

@@ -1,5 +1,6 @@
 """Samples of left-to-right language modelling."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -103,12 +104,20 @@ class GPTDataset:
         source: tokens.
         order: which tokens make up which sample.
         config: how they become a sample.
+        infill: what takes the documents of a sample apart, given its tokens, its number
+            and the tokens there is room for; see `FillInTheMiddle`. The rest is padding.
 
     Raises:
         DataError: an order built for another sequence length.
     """
 
-    def __init__(self, source: TokenSource, order: SampleOrder, config: GPTDatasetConfig) -> None:
+    def __init__(
+        self,
+        source: TokenSource,
+        order: SampleOrder,
+        config: GPTDatasetConfig,
+        infill: Callable[[NDArray[np.int64], int, int], NDArray[np.int64]] | None = None,
+    ) -> None:
         if order.sample_length != config.sequence_length + config.extra:
             raise DataError(
                 f"the order was built for samples of {order.sample_length} tokens, the "
@@ -117,6 +126,7 @@ class GPTDataset:
         self.source = source
         self.order = order
         self.config = config
+        self.infill = infill
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -162,6 +172,10 @@ class GPTDataset:
             part = self.source.get(span.sequence, span.offset, span.length)
             text[filled : filled + len(part)] = part
             filled += len(part)
+        if self.infill is not None:
+            changed = self.infill(text[:filled], sample, len(text))
+            filled = len(changed)
+            text[:filled] = changed
         padded = filled < len(text)
         text[filled:] = _NO_TOKEN
         if self.config.pad_id is not None:
