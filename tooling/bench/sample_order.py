@@ -1,4 +1,4 @@
-"""Orders of samples: building Megatron's, computing ours, maps of sentences, packing, reading.
+"""Orders of samples: building Megatron's, computing ours, maps of sentences, packing.
 
 Peers are megatron-core's own functions with its compiled helpers, in turns with ours; medians.
 Building is bound by a random shuffle of 32-bit numbers and a pass over the lengths. Without
@@ -12,21 +12,17 @@ megatron-core only ours is measured.
 import argparse
 import resource
 import statistics
-import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from megatron_data import (
     BlendHistory,
     Change,
-    IndexedDatasetBuilder,
     Packing,
     StatelessOrder,
-    build_gpt_datasets,
     build_gpt_indices,
     sentence_map,
 )
@@ -190,62 +186,6 @@ def stateless(sources: int = 100, tokens: int = 10**12) -> None:
     )
 
 
-def reading(rounds: int) -> None:
-    length, wanted = 2048, 2000
-    with tempfile.TemporaryDirectory() as folder:
-        random = np.random.default_rng(0)
-        with IndexedDatasetBuilder(f"{folder}/d", "uint16") as builder:
-            for size in np.minimum(random.lognormal(6.3, 1.1, 20_000), 1e5).astype(int).tolist():
-                builder.add_item(random.integers(0, 50_000, size + 1, np.uint16))
-                builder.end_document()
-            builder.finalize()
-        read: dict[str, Callable[[], None]] = {}
-        for order in ("compat", "stateless", "packed"):
-            train = build_gpt_datasets(
-                f"{folder}/d", "1,0,0", sequence_length=length, eod_id=0, order=order
-            ).train
-            read[order] = lambda train=train: [train[i] for i in range(wanted)]
-        theirs = None
-        if gpt_dataset is not None:
-            theirs_train = their_dataset(Path(folder), length)
-            theirs = lambda: [theirs_train[i] for i in range(wanted)]  # noqa: E731
-        for order, ours in read.items():
-            ours()
-            seconds = in_turns(rounds, ours, theirs)
-            show(
-                f"a sample of {length} tokens, order {order}, microseconds",
-                [[t / wanted * 1e6 for t in times] for times in seconds],
-            )
-
-
-def their_dataset(folder: Path, length: int) -> Any:
-    """megatron-core's dataset of the same files."""
-    import torch.distributed as dist
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-    from megatron.core.datasets.utils import Split
-
-    class Tokenizer:
-        pad, eod, vocab_size, unique_identifiers = -1, 0, 50_000, {"name": "bench"}
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    config = gpt_dataset.GPTDatasetConfig(
-        random_seed=SEED,
-        sequence_length=length,
-        blend=([f"{folder}/d"], None),
-        split="1,0,0",
-        path_to_cache=f"{folder}/cache",
-        tokenizer=Tokenizer(),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
-    indexed = IndexedDataset(f"{folder}/d")
-    documents = np.arange(20_000, dtype=np.int32)
-    return gpt_dataset.GPTDataset(indexed, f"{folder}/d", documents, None, Split.train, config)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--documents", type=float, default=1e7)
@@ -257,7 +197,6 @@ def main() -> None:
     print("|---|---|---|---|")
     building(int(arguments.documents), arguments.rounds)
     sentences(min(arguments.rounds, 3))
-    reading(arguments.rounds)
     packing(int(arguments.documents))
     if arguments.large:
         building(10**8, 1)

@@ -18,6 +18,7 @@ from megatron_data import (
     build_gpt_datasets,
     parse_data_path,
     parse_split,
+    read_batch,
     read_data_args,
     read_data_path_changes,
     read_per_split_data_args,
@@ -138,6 +139,56 @@ def test_every_token_occurs_once_in_an_epoch(write_dataset: Write, order: OrderN
     assert train is not None
     seen = np.concatenate([train[i]["tokens"] for i in range(len(train))])
     assert len(set(seen.tolist())) == len(seen) == 13 * (399 // 13)
+
+
+@pytest.mark.parametrize("order", ["stateless", "packed", "compat"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"pad_id": 3},
+        {"add_extra_token": False},
+        {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True},
+    ],
+    ids=str,
+)
+def test_a_batch_equals_its_samples(
+    write_dataset: Write, order: OrderName, options: dict[str, Any]
+) -> None:
+    words = ["3", write_dataset([[*range(i % 23), 0] for i in range(80)], "a")]
+    words += ["1", write_dataset([[5, 0]] * 60, "b")]
+    for data_path in (words, words[1]):
+        train = build_gpt_datasets(
+            data_path, "100", (20, 0, 0), 16, order=order, eod_id=0, **options
+        ).train
+        assert train is not None
+        numbers = [7, 3, 3, 19, 0, 12]
+        batch = read_batch(train, numbers)
+        views = train.__getitems__(numbers)  # type: ignore[attr-defined]
+        for row, number in enumerate(numbers):
+            single = train[number]
+            assert single.keys() == batch.keys() == views[row].keys()
+            for name, value in single.items():
+                for other in (batch[name][row, ...], views[row][name]):
+                    assert (value.dtype, value.tolist()) == (other.dtype, other.tolist())
+        assert all(array.flags.c_contiguous for array in batch.values())
+
+
+def test_batches_of_any_dataset(write_dataset: Write) -> None:
+    """One that cannot read batches is read sample by sample."""
+    samples = [{"a": np.arange(3) + i, "b": np.asarray(i)} for i in range(5)]
+    batch = read_batch(samples, [4, 1])
+    assert batch["a"].tolist() == [[4, 5, 6], [1, 2, 3]]
+    assert batch["b"].tolist() == [4, 1]
+    for source in (samples, in_file_order(write_dataset([[1, 2, 3, 4, 5]]), 4)):
+        with pytest.raises(DataError, match="no sample"):
+            read_batch(source, [])
+    other = [{"a": np.arange(3)}] * 5
+    mixture = BlendedDataset([samples, other], GreedyBlend([0.5, 0.5], 4))
+    with pytest.raises(DataError, match="different kinds"):
+        mixture.batch([0, 1, 2])
+    with pytest.raises(IndexError, match="sample 4 of 4"):
+        mixture.batch([4])
 
 
 @pytest.mark.parametrize("order", ["stateless", "compat"])

@@ -9,7 +9,7 @@ from megatron_data import DataError, SequentialSampler, build_gpt_datasets
 pytest.importorskip("torch", reason="torch is an extra of this package")
 
 import torch
-from megatron_data.torch import CyclicSampler, data_loader, to_batch
+from megatron_data.torch import CyclicSampler, data_loader, read_batch, to_batch
 
 Write = Callable[..., str]
 
@@ -22,6 +22,8 @@ def test_a_batch_stacks_samples() -> None:
     assert batch["tokens"].shape == (3, 4)
     assert batch["tokens"].dtype == torch.int64
     assert batch["sample_ids"].tolist() == [0, 1, 2]
+    read = read_batch(samples, [2, 0])
+    assert all(torch.equal(read[name], batch[name][[2, 0]]) for name in batch)
     with pytest.raises(DataError, match="no sample"):
         to_batch([])
     with pytest.raises(DataError, match="different kinds"):
@@ -38,6 +40,19 @@ def test_the_loader_yields_what_the_sampler_asks_for(write_dataset: Write, worke
     expected = list(SequentialSampler(len(train), 4, 2, 1, 2))
     assert [batch["sample_ids"].tolist() for batch in batches] == expected
     np.testing.assert_array_equal(batches[0]["tokens"][1].numpy(), train[expected[0][1]]["tokens"])
+
+
+def test_torchs_own_loader_reads_batches(write_dataset: Write) -> None:
+    """It asks `__getitems__` of a dataset that has it; default collation makes the same batch."""
+    prefix = write_dataset([range(i * 9, i * 9 + 9) for i in range(60)])
+    train = build_gpt_datasets(prefix, "100", sequence_length=16).train
+    assert train is not None
+    sampler = SequentialSampler(len(train), 0, 3)
+    loader = torch.utils.data.DataLoader(train, batch_sampler=sampler)  # type: ignore[arg-type]
+    for batch, numbers in zip(loader, SequentialSampler(len(train), 0, 3), strict=True):
+        expected = read_batch(train, numbers)
+        assert batch.keys() == expected.keys()
+        assert all(torch.equal(batch[name], expected[name]) for name in batch)
 
 
 @pytest.mark.parametrize("sharding", [False, True])

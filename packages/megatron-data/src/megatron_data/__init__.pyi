@@ -1,8 +1,10 @@
 from ._version import __version__ as __version__
+from .datasets.batches import Dataset as Dataset
+from .datasets.batches import Sample as Sample
+from .datasets.batches import read_batch as read_batch
 from .datasets.bert import BertDataset as BertDataset
 from .datasets.bert import BertDatasetConfig as BertDatasetConfig
 from .datasets.blended import BlendedDataset as BlendedDataset
-from .datasets.blended import Dataset as Dataset
 from .datasets.build import Datasets as Datasets
 from .datasets.build import build_gpt_datasets as build_gpt_datasets
 from .datasets.build import build_mock_gpt_datasets as build_mock_gpt_datasets
@@ -13,7 +15,6 @@ from .datasets.fim import FillInTheMiddle as FillInTheMiddle
 from .datasets.fim import FIMConfig as FIMConfig
 from .datasets.gpt import GPTDataset as GPTDataset
 from .datasets.gpt import GPTDatasetConfig as GPTDatasetConfig
-from .datasets.gpt import Sample as Sample
 from .datasets.gpt import TokenSource as TokenSource
 from .datasets.hugging_face import hugging_face_inputs as hugging_face_inputs
 from .datasets.ict import ICTDataset as ICTDataset

@@ -19,7 +19,7 @@ from megatron_data import (
     build_gpt_datasets,
     read_data_path_changes,
 )
-from megatron_data.torch import to_batch
+from megatron_data.torch import read_batch
 from megatron_parallel import Axis
 
 from megatron_train.config.batch_size import BatchSizeSchedule
@@ -150,7 +150,7 @@ class GPTBatches:
             yield self._batch(dataset, indices)
 
     def _batch(self, dataset: Dataset, indices: Sequence[int]) -> Batch:
-        batch = to_batch([dataset[index] for index in indices])
+        batch = read_batch(dataset, indices)
         largest = max(int(batch[name].max()) for name in ("tokens", "labels"))
         if largest >= self._vocab_size:
             raise DataError(

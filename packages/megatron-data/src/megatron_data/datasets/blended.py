@@ -1,23 +1,12 @@
 """Several datasets, drawn from in turn."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from ..errors import DataError
 from ..order.spans import BlendOrder
-from .gpt import Sample
-
-
-class Dataset(Protocol):
-    """Samples by number."""
-
-    def __len__(self) -> int:
-        """Number of samples."""
-
-    def __getitem__(self, sample: int, /) -> Sample:
-        """The sample of that number, a dictionary of arrays."""
+from .batches import Dataset, Sample, join, read_batch, rows
 
 
 class BlendedDataset:
@@ -56,6 +45,25 @@ class BlendedDataset:
         dataset, number = self.order[sample]
         return {
             **self.datasets[dataset][number],
-            "sample_ids": np.asarray(sample, np.int64),
-            "dataset_ids": np.asarray(dataset, np.int64),
+            "sample_ids": np.array(sample, np.int64),
+            "dataset_ids": np.array(dataset, np.int64),
         }
+
+    def batch(self, samples: Sequence[int]) -> Sample:
+        """Several samples at once: the same arrays with a leading axis, `[b, s]` and `[b]`."""
+        draws = [self.order[sample] for sample in samples]
+        places: dict[int, list[int]] = {}
+        for place, (source, _) in enumerate(draws):
+            places.setdefault(source, []).append(place)
+        parts = [
+            (own, read_batch(self.datasets[source], [draws[place].number for place in own]))
+            for source, own in places.items()
+        ]
+        return join(parts) | {
+            "sample_ids": np.array(samples, np.int64),
+            "dataset_ids": np.array([source for source, _ in draws], np.int64),
+        }
+
+    def __getitems__(self, samples: Sequence[int]) -> list[Sample]:
+        """Several samples; torch's `DataLoader` asks so. They are views of one batch."""
+        return rows(self.batch(samples))

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from ..errors import DataError
-from .blended import Dataset
+from .batches import Dataset
 from .builders import (
     Builder,
     CompatBuilder,

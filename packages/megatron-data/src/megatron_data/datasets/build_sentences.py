@@ -13,7 +13,7 @@ from ..indexed.reader import IndexedDataset
 from ..order.cache import cache_key, load_or_build
 from ..order.sentences import sentence_map
 from . import bert, t5
-from .blended import Dataset
+from .batches import Dataset
 from .build import DataPath, Datasets, build_splits
 from .builders import GreedyBuilder, Wanted, named
 from .gpt import TokenSource

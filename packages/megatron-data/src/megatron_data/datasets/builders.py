@@ -21,7 +21,8 @@ from ..order.packing import PackedOrder
 from ..order.permutation import mixed
 from ..order.spans import SampleOrder
 from ..order.stateless import CountedLengths, SequenceTable, StatelessOrder
-from .blended import BlendedDataset, Dataset
+from .batches import Dataset
+from .blended import BlendedDataset
 from .fim import FillInTheMiddle
 from .gpt import GPTDataset, GPTDatasetConfig, TokenSource
 from .paths import Blend

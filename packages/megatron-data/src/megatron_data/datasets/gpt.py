@@ -1,17 +1,16 @@
 """Samples of left-to-right language modelling."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..order.spans import SampleOrder
-from .masks import document_masks
-
-Sample: TypeAlias = dict[str, NDArray[Any]]
+from .batches import Sample, rows
+from .masks import DocumentMasks, document_masks, unmasked
 
 # Stands for padding inside a sample under construction; no vocabulary holds it.
 _NO_TOKEN = -1
@@ -68,8 +67,7 @@ class GPTDatasetConfig:
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
             raise DataError(f"sequence length {self.sequence_length}; give at least 1")
-        asked = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
-        if asked and self.eod_id is None:
+        if self.resets and self.eod_id is None:
             raise DataError(
                 "resetting positions or attention, or masking the loss, at document ends needs "
                 "eod_id, the end-of-document token"
@@ -84,6 +82,11 @@ class GPTDatasetConfig:
     def extra(self) -> int:
         """1 with `add_extra_token`, else 0."""
         return int(self.add_extra_token)
+
+    @property
+    def resets(self) -> bool:
+        """Whether masks or positions depend on where documents end."""
+        return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
 
 
 class GPTDataset:
@@ -127,28 +130,23 @@ class GPTDataset:
         self.order = order
         self.config = config
         self.infill = infill
+        self._unmasked = unmasked((1, config.sequence_length))
 
     def __len__(self) -> int:
         """Number of samples."""
         return len(self.order)
 
     def __getitem__(self, sample: int) -> Sample:
+        return {name: array[0, ...] for name, array in self.batch([sample]).items()}
+
+    def batch(self, samples: Sequence[int]) -> Sample:
+        """Several samples at once: the same arrays with a leading axis, `[b, s]` and `[b]`."""
         config = self.config
-        text, padded = self._text(sample)
-        tokens = text[: config.sequence_length]
-        if config.add_extra_token:
-            labels = text[1:].copy()
-        else:
-            labels = np.append(text[1:], _NO_TOKEN)
-            padded = True
-        masks = document_masks(
-            tokens,
-            config.eod_id,
-            reset_position_ids=config.reset_position_ids,
-            reset_attention_mask=config.reset_attention_mask,
-            eod_mask_loss=config.eod_mask_loss,
-        )
-        if padded:
+        text, padded = self._text(samples)
+        tokens = np.ascontiguousarray(text[:, : config.sequence_length])
+        labels = text[:, 1:].copy() if config.add_extra_token else _shifted(tokens)
+        masks = self._masks(tokens)
+        if padded or not config.add_extra_token:
             is_padding = tokens == _NO_TOKEN
             tokens[is_padding] = 0
             masks.document_ids[is_padding] = -1
@@ -161,25 +159,54 @@ class GPTDataset:
             "loss_mask": masks.loss_mask,
             "positions": masks.positions,
             "document_ids": masks.document_ids,
-            "sample_ids": np.asarray(sample, np.int64),
+            "sample_ids": np.array(samples, np.int64),
         }
 
-    def _text(self, sample: int) -> tuple[NDArray[np.int64], bool]:
-        """Tokens of a sample, int64 `[s + extra]`, and whether some of them are padding."""
-        text = np.empty(self.order.sample_length, np.int64)
-        filled = 0
-        for span in self.order.spans(sample):
-            part = self.source.get(span.sequence, span.offset, span.length)
-            text[filled : filled + len(part)] = part
-            filled += len(part)
-        if self.infill is not None:
-            changed = self.infill(text[:filled], sample, len(text))
-            filled = len(changed)
-            text[:filled] = changed
-        padded = filled < len(text)
-        text[filled:] = _NO_TOKEN
+    def __getitems__(self, samples: Sequence[int]) -> list[Sample]:
+        """Several samples; torch's `DataLoader` asks so. They are views of one batch."""
+        return rows(self.batch(samples))
+
+    def _text(self, samples: Sequence[int]) -> tuple[NDArray[np.int64], bool]:
+        """Tokens of samples, int64 `[b, s + extra]`, and whether some of them are padding."""
+        text = np.empty((len(samples), self.order.sample_length), np.int64)
+        padded = False
+        for row, sample in zip(text, samples, strict=True):
+            filled = 0
+            for sequence, offset, length in self.order.spans(sample):
+                part = self.source.get(sequence, offset, length)
+                end = filled + len(part)
+                row[filled:end] = part
+                filled = end
+            if self.infill is not None:
+                changed = self.infill(row[:filled], sample, len(row))
+                filled = len(changed)
+                row[:filled] = changed
+            if filled < len(row):
+                row[filled:] = _NO_TOKEN
+                padded = True
         if self.config.pad_id is not None:
             is_padding = text == self.config.pad_id
             padded = padded or bool(is_padding.any())
             text[is_padding] = _NO_TOKEN
         return text, padded
+
+    def _masks(self, tokens: NDArray[np.int64]) -> DocumentMasks:
+        config = self.config
+        if config.resets:
+            return document_masks(
+                tokens,
+                config.eod_id,
+                reset_position_ids=config.reset_position_ids,
+                reset_attention_mask=config.reset_attention_mask,
+                eod_mask_loss=config.eod_mask_loss,
+            )
+        if len(tokens) == 1:  # copied, they are made in a fifth of the time
+            return self._unmasked.copy()
+        return unmasked(tokens.shape)
+
+
+def _shifted(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Labels of samples that end with their last token: the last one has none."""
+    labels = np.full_like(tokens, _NO_TOKEN)
+    labels[:, :-1] = tokens[:, 1:]
+    return labels

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .gpt import Sample
+from .batches import Sample
 
 IGNORED = -100
 """Label that no loss falls on, in torch's cross-entropy and so in these models."""

@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
-from .gpt import Sample, TokenSource
+from .batches import Sample
+from .gpt import TokenSource
 from .masking import WordPieces
 from .padding import padded_text
 from .sentences import sample_random

@@ -1,4 +1,4 @@
-"""Positions, document numbers and loss mask of one sample."""
+"""Positions, document numbers and loss mask of samples."""
 
 from typing import NamedTuple
 
@@ -10,14 +10,18 @@ class DocumentMasks(NamedTuple):
     """Plain data from which every attention mask follows.
 
     Attributes:
-        positions: int32 `[s]`.
-        document_ids: int32 `[s]`; a token attends within its own number only.
-        loss_mask: float32 `[s]`; 1 where the loss counts.
+        positions: int32 `[..., s]`.
+        document_ids: int32 `[..., s]`; a token attends within its own number only.
+        loss_mask: float32 `[..., s]`; 1 where the loss counts.
     """
 
     positions: NDArray[np.int32]
     document_ids: NDArray[np.int32]
     loss_mask: NDArray[np.float32]
+
+    def copy(self) -> "DocumentMasks":
+        """The same in other memory."""
+        return DocumentMasks(self.positions.copy(), self.document_ids.copy(), self.loss_mask.copy())
 
 
 def document_masks(
@@ -35,21 +39,28 @@ def document_masks(
     `eod_mask_loss` the loss counts everywhere.
 
     Args:
-        tokens: input tokens `[s]`.
+        tokens: input tokens of a sample `[s]`, or of several `[..., s]`.
         eod_id: end of a document; may be None when nothing is reset.
     """
-    length = len(tokens)
-    positions = np.arange(length, dtype=np.int32)
-    document_ids = np.zeros(length, np.int32)
-    loss_mask = np.ones(length, np.float32)
-    if reset_position_ids or reset_attention_mask or eod_mask_loss:
-        is_end = tokens == eod_id
-        if eod_mask_loss:
-            loss_mask[is_end] = 0
-        if reset_attention_mask:
-            np.cumsum(is_end[:-1], dtype=np.int32, out=document_ids[1:])
-        if reset_position_ids:
-            begins = np.zeros(length, np.int32)
-            begins[1:][is_end[:-1]] = positions[1:][is_end[:-1]]
-            positions -= np.maximum.accumulate(begins)
-    return DocumentMasks(positions, document_ids, loss_mask)
+    masks = unmasked(tokens.shape)
+    if not (reset_position_ids or reset_attention_mask or eod_mask_loss):
+        return masks
+    is_end = tokens == eod_id
+    if eod_mask_loss:
+        masks.loss_mask[is_end] = 0
+    if reset_attention_mask:
+        ids = masks.document_ids[..., 1:]
+        np.cumsum(is_end[..., :-1], axis=-1, dtype=np.int32, out=ids)
+    if reset_position_ids:
+        begins = np.zeros(tokens.shape, np.int32)
+        np.multiply(is_end[..., :-1], masks.positions[..., 1:], out=begins[..., 1:])
+        np.maximum.accumulate(begins, axis=-1, out=begins)
+        np.subtract(masks.positions, begins, out=masks.positions)
+    return masks
+
+
+def unmasked(shape: tuple[int, ...]) -> DocumentMasks:
+    """Masks of samples in which nothing is reset or masked."""
+    positions = np.empty(shape, np.int32)
+    positions[...] = np.arange(shape[-1], dtype=np.int32)
+    return DocumentMasks(positions, np.zeros(shape, np.int32), np.ones(shape, np.float32))

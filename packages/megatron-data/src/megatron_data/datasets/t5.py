@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
-from .gpt import Sample, TokenSource
+from .batches import Sample
+from .gpt import TokenSource
 from .masking import Masked, MaskingConfig, WordPieces, mask_tokens
 from .padding import padded, padded_text
 from .sentences import check_short, sample_random, sample_row

@@ -33,6 +33,7 @@ class IndexedDataset:
         header = Header.unpack(bytes(buffer[: HEADER.size]), index)
         multimodal = _is_multimodal(header, len(buffer), index)
         self._dtype = header.dtype
+        self._itemsize = header.dtype.itemsize
         self._closed = False
 
         offset = HEADER.size
@@ -115,10 +116,11 @@ class IndexedDataset:
             IndexError: no such sequence, or the range leaves it.
             DataError: the dataset is closed, or its index points outside the `.bin`.
         """
-        count = len(self._lengths)
-        if not -count <= sequence < count:
-            raise IndexError(f"sequence {sequence} of {count} in {self.prefix}")
-        whole = int(self._lengths[sequence])
+        try:
+            whole, pointer = self._lengths.item(sequence), self._pointers.item(sequence)
+        except IndexError:
+            count = len(self.sequence_lengths)
+            raise IndexError(f"sequence {sequence} of {count} in {self.prefix}") from None
         if length is None:
             length = whole - offset
         if offset < 0 or length < 0 or offset + length > whole:
@@ -126,7 +128,7 @@ class IndexedDataset:
                 f"tokens {offset} to {offset + length} of sequence {sequence}, which has {whole}, "
                 f"in {self.prefix}"
             )
-        return self._slice(int(self._pointers[sequence]), offset, length)
+        return self._slice(pointer, offset, length)
 
     def tokens_before(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens of all sequences with a smaller number, for numbers up to S itself."""
@@ -179,14 +181,16 @@ class IndexedDataset:
             )
 
     def _slice(self, pointer: int, offset: int, length: int) -> NDArray[Any]:
-        start = pointer // self._dtype.itemsize + offset
-        tokens = self._open(self._tokens)
-        if pointer < 0 or pointer % self._dtype.itemsize or start + length > len(tokens):
+        start, inside = divmod(pointer, self._itemsize)
+        start += offset
+        tokens = self._tokens[start : start + length]
+        if len(tokens) != length or inside or pointer < 0:
+            size = self._open(self._tokens).nbytes
             raise DataError(
                 f"{self.prefix}.idx is damaged: it points to byte {pointer:,} of a .bin of "
-                f"{tokens.nbytes:,} bytes; run `megatron-data verify {self.prefix}`"
+                f"{size:,} bytes; run `megatron-data verify {self.prefix}`"
             )
-        return tokens[start : start + length]
+        return tokens
 
     def _open(self, array: NDArray[Any]) -> NDArray[Any]:
         if self._closed:

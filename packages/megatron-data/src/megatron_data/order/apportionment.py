@@ -62,11 +62,12 @@ class Apportionment:
             raise IndexError(f"sample {sample} of a blend")
         tree = self._tree
         while isinstance(tree, _Node):
-            before = _share(tree, sample)
-            if _share(tree, sample + 1) > before:
-                tree, sample = tree.left, before
+            left, right, left_weight, weight = tree
+            before, rest = divmod(2 * sample * left_weight + weight, 2 * weight)
+            if rest + 2 * left_weight >= 2 * weight:  # one more sample makes the share grow
+                tree, sample = left, before
             else:
-                tree, sample = tree.right, sample - before
+                tree, sample = right, sample - before
         return Draw(tree, sample)
 
     def counts(self, samples: int) -> list[int]:

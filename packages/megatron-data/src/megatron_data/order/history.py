@@ -64,6 +64,7 @@ class BlendHistory:
             self._reigns.append(_Reign(change.first_sample, sources, shares, tuple(drawn)))
         if not self._reigns:
             raise DataError("a blend without weights; name at least one source")
+        self._firsts = [reign.first_sample for reign in self._reigns]
         self.sources = tuple(numbers)
 
     def _drawn_before(self, change: Change) -> list[int]:
@@ -113,5 +114,4 @@ class BlendHistory:
         return counts + [0] * (len(self.sources) - len(counts))
 
     def _reign(self, sample: int) -> _Reign:
-        firsts = [reign.first_sample for reign in self._reigns]
-        return self._reigns[bisect_right(firsts, sample) - 1]
+        return self._reigns[bisect_right(self._firsts, sample) - 1]

@@ -13,7 +13,6 @@ Source: Ding et al., "Fewer Truncations Improve Language Modeling" (ICML 2024).
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +20,11 @@ from numpy.typing import NDArray
 
 from ..errors import DataError, EmptySplitError
 from .permutation import Permutation, mixed
+from .recent import Recent
 from .spans import Span, check_order
 
 _MOST_CAPACITY = 1 << 16
+_EPOCHS_KEPT = 4
 
 
 class PackingReport(NamedTuple):
@@ -51,6 +52,9 @@ class Packing:
         lengths: tokens of every document, `[D]`; empty ones take no room and are left out.
         capacity: tokens of a sample, up to 65,536.
 
+    Attributes:
+        full: samples that are one stretch of a long document; they come first.
+
     Raises:
         EmptySplitError: no document has a token.
         DataError: a capacity that is too small or too large.
@@ -70,18 +74,14 @@ class Packing:
         self._cut = int(np.count_nonzero(lengths[self._long] > capacity))
         self._rests = rests
         self._packed, self._starts = _pack(rests, capacity)
-
-    @property
-    def full(self) -> int:
-        """Samples that are one stretch of a long document; they come first."""
-        return int(self._full_ends[-1]) if len(self._full_ends) else 0
+        self.full: int = self._full_ends.item(-1) if len(self._full_ends) else 0
 
     def __len__(self) -> int:
         """Number of samples."""
         return self.full + len(self._starts) - 1
 
-    def spans(self, number: int) -> list[Span]:
-        """The stretches of documents in a sample.
+    def spans(self, number: int, first: int = 0) -> list[Span]:
+        """The stretches of documents in a sample; `first` is added to the documents' numbers.
 
         Raises:
             IndexError: no such sample.
@@ -89,21 +89,25 @@ class Packing:
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
         if number < self.full:
-            place = int(np.searchsorted(self._full_ends, number, "right"))
-            before = int(self._full_ends[place - 1]) if place else 0
+            place = int(self._full_ends.searchsorted(number, "right"))
+            before = self._full_ends.item(place - 1) if place else 0
             offset = (number - before) * self.capacity
-            return [Span(int(self._long[place]), offset, self.capacity)]
-        first, last = self._starts[number - self.full : number - self.full + 2].tolist()
-        return [self._rest_of(document) for document in self._packed[first:last].tolist()]
+            return [Span(first + self._long.item(place), offset, self.capacity)]
+        begin, end = self._starts[number - self.full : number - self.full + 2].tolist()
+        documents = self._packed[begin:end]
+        places = self._long.searchsorted(documents).tolist()
+        rests = self._rests[documents].tolist()
+        return [
+            Span(first + document, self._cut_off(place, document), rest)
+            for document, place, rest in zip(documents.tolist(), places, rests, strict=True)
+        ]
 
-    def _rest_of(self, document: int) -> Span:
-        """What is left of a document after its full samples."""
-        place = int(np.searchsorted(self._long, document))
-        whole = 0
-        if place < len(self._long) and self._long[place] == document:
-            whole = int(self._full_ends[place])
-            whole -= int(self._full_ends[place - 1]) if place else 0
-        return Span(document, whole * self.capacity, int(self._rests[document]))
+    def _cut_off(self, place: int, document: int) -> int:
+        """Tokens in the full samples of a document that stands at `place` if it is long."""
+        if place == len(self._long) or self._long.item(place) != document:
+            return 0
+        before: int = self._full_ends.item(place - 1) if place else 0
+        return (self._full_ends.item(place) - before) * self.capacity
 
     def report(self) -> PackingReport:
         """Return what the packing cost."""
@@ -236,6 +240,7 @@ class PackedOrder:
         self.seed = seed
         self._first = sequences[0]
         self._samples = len(self.packing) if num_samples is None else num_samples
+        self._permutations: Recent[Permutation] = Recent(_EPOCHS_KEPT)
 
     def __len__(self) -> int:
         return self._samples
@@ -249,9 +254,8 @@ class PackedOrder:
         if not 0 <= sample < self._samples:
             raise IndexError(f"sample {sample} of {self._samples}")
         epoch, number = divmod(sample, len(self.packing))
-        permutation = Permutation(len(self.packing), mixed(self.seed, epoch))
-        return list(self._moved(permutation[number]))
+        permutation = self._permutations.get(epoch, lambda: self._permute(epoch))
+        return self.packing.spans(permutation[number], self._first)
 
-    def _moved(self, number: int) -> Iterator[Span]:
-        for span in self.packing.spans(number):
-            yield span._replace(sequence=self._first + span.sequence)
+    def _permute(self, epoch: int) -> Permutation:
+        return Permutation(len(self.packing), mixed(self.seed, epoch))

@@ -93,11 +93,14 @@ class Permutation:
     def _once(self, number: int) -> int:
         """Pass through the network once: a permutation of all numbers of so many bits."""
         right_bits, left_bits = self._right, self._left
-        left, right = number >> right_bits, number & ((1 << right_bits) - 1)
+        left_mask, right_mask = (1 << left_bits) - 1, (1 << right_bits) - 1
+        left, right = number >> right_bits, number & right_mask
         for key in self._keys:
-            left ^= _finish(right + key & _MASK) & ((1 << left_bits) - 1)
-            left, right = right, left
-            left_bits, right_bits = right_bits, left_bits
+            bits = right + key & _MASK  # `_finish`, written out: this is asked for every sample
+            bits = (bits ^ (bits >> 30)) * _FIRST & _MASK
+            bits = (bits ^ (bits >> 27)) * _SECOND & _MASK
+            left, right = right, left ^ ((bits ^ (bits >> 31)) & left_mask)
+            left_mask, right_mask = right_mask, left_mask
         return left << right_bits | right
 
     def all(self) -> NDArray[np.int64]:

@@ -14,15 +14,14 @@ What it gives up against Megatron's order is that sequences that share a sample 
 unless the sample reaches into the next.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, EmptySplitError
 from .permutation import Permutation, mixed, shuffled
+from .recent import Recent
 from .spans import Span, check_order
 
 BLOCK = 4096
@@ -81,32 +80,20 @@ class _Block(NamedTuple):
     sequences: NDArray[np.int64]
     ends: NDArray[np.int64]
 
-
-_T = TypeVar("_T")
-
-
-class _Recent(Generic[_T]):
-    """The `most` values asked for last; loader processes begin with none.
-
-    Not `lru_cache`: on methods it holds its owner in a circle, and with it the files it maps.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._values: OrderedDict[Hashable, _T] = OrderedDict()
-
-    def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """The value of a key, made if it is not there."""
-        if key in self._values:
-            self._values.move_to_end(key)
-        else:
-            self._values[key] = make()
-            if len(self._values) > self._most:
-                self._values.popitem(last=False)
-        return self._values[key]
-
-    def __reduce__(self) -> tuple[type["_Recent[_T]"], tuple[int]]:
-        return type(self), (self._most,)
+    def take(self, position: int, wanted: int, found: list[Span]) -> int:
+        """Add up to `wanted` tokens from `position` on; return how many there were."""
+        place = int(self.ends.searchsorted(position, "right"))
+        begin = self.ends.item(place - 1) if place else 0
+        until = min(position + wanted, self.ends.item(-1))
+        taken = max(until - position, 0)
+        while position < until:
+            end = self.ends.item(place)
+            upto = min(end, until)
+            if upto > position:
+                found.append(Span(self.sequences.item(place), position - begin, upto - position))
+            begin = position = end
+            place += 1
+        return taken
 
 
 class StatelessOrder:
@@ -160,9 +147,9 @@ class StatelessOrder:
                     f"{extra}; shorten the sequence length or widen the split"
                 )
         self._samples = int(num_samples)
-        self._epochs: _Recent[_Epoch] = _Recent(_EPOCHS_KEPT)
-        self._blocks: _Recent[_Block] = _Recent(_BLOCKS_KEPT)
-        self._permutations: _Recent[Permutation] = _Recent(_EPOCHS_KEPT)
+        self._epochs: Recent[_Epoch] = Recent(_EPOCHS_KEPT)
+        self._blocks: Recent[_Block] = Recent(_BLOCKS_KEPT)
+        self._permutations: Recent[Permutation] = Recent(_EPOCHS_KEPT)
 
     @property
     def sample_length(self) -> int:
@@ -187,33 +174,26 @@ class StatelessOrder:
         epoch = self.epoch_of(sample)
         first = self._first_sample(epoch)
         row = first + self._permutation(epoch)[sample - first]
-        return list(self._stretches(row * self.sequence_length, self.sample_length))
+        return self._stretches(row * self.sequence_length, self.sample_length)
 
-    def _stretches(self, position: int, wanted: int) -> Iterator[Span]:
+    def _stretches(self, position: int, wanted: int) -> list[Span]:
         """`wanted` tokens of the stream from `position` on, or those before a closed end."""
+        found: list[Span] = []
         epoch, position = divmod(position, self.epoch_tokens)
         while wanted:
             blocks = self._epoch(epoch)
-            number = int(np.searchsorted(blocks.ends, position, "right"))
+            number = int(blocks.ends.searchsorted(position, "right"))
             if number:
-                position -= int(blocks.ends[number - 1])
-            for block in blocks.order[number:].tolist():
-                laid = self._block(epoch, block)
-                place = int(np.searchsorted(laid.ends, position, "right"))
-                while wanted and place < len(laid.ends):
-                    begin = int(laid.ends[place - 1]) if place else 0
-                    taken = min(int(laid.ends[place]) - position, wanted)
-                    if taken:
-                        yield Span(int(laid.sequences[place]), position - begin, taken)
-                    wanted -= taken
-                    position += taken
-                    place += 1
+                position -= blocks.ends.item(number - 1)
+            while wanted and number < len(blocks.order):
+                laid = self._block(epoch, blocks.order.item(number))
+                wanted -= laid.take(position, wanted, found)
                 position = 0
-                if not wanted:
-                    return
+                number += 1
             if self._closed:
-                return
+                break
             epoch += 1
+        return found
 
     def _first_sample(self, epoch: int) -> int:
         """The first row that begins in an epoch, which is its first sample, too."""
