@@ -13,6 +13,7 @@ several ranks is shown in test_pretrain_on_ranks.py and test_layouts.py.
 import json
 import re
 import shutil
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from megatron_data import ByteTokenizer, IndexedDatasetBuilder
 from megatron_parallel import GradientBuffers, Mesh
 from megatron_parallel.recompute import HostMemory
-from megatron_train import StepEngine, Trainer
+from megatron_train import StepEngine, Trainer, pretrain
 from megatron_train.cli import main
 from megatron_train.config.flags import ALIASES, LAYERS_PER_VIRTUAL_STAGE
 from megatron_train.config.run import run_options
@@ -67,6 +68,12 @@ BY_SPLIT: Words = {
     "--valid-data-path": "text",
 }
 GPT2: Words = {"--tokenizer-model": None, "--vocab-file": "vocab", "--merge-file": "merges"}
+BERT: Words = {
+    "--tokenizer-model": None,
+    "--tokenizer-type": "BertWordPieceCase",
+    "--vocab-file": "words",
+}
+TIKTOKEN: Words = {"--tokenizer-model": "ranks", "--tokenizer-type": "TikTokenizer"}
 SHARDED: Words = {"--use-distributed-optimizer": ""}
 SELECTIVE: Words = {"--recompute-granularity": "selective"}
 FULL: Words = {
@@ -140,6 +147,10 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "data.tokenizer_model": ({"--vocab-size": "257"}, {"--tokenizer-model": None}),
     "data.vocab_file": (GPT2, {"--vocab-file": "another"}),
     "data.merge_file": (GPT2, {"--merge-file": "another"}),
+    "data.vocab_extra_ids": (BERT, {"--vocab-extra-ids": "200"}),
+    "data.tokenizer_special_tokens": (GPT2, {"--tokenizer-special-tokens": "<fim_prefix>"}),
+    "data.tiktoken_pattern": (TIKTOKEN, {"--tiktoken-pattern": "v1"}),
+    "data.tiktoken_num_special_tokens": (TIKTOKEN, {"--tiktoken-num-special-tokens": "200"}),
     "data.reset_position_ids": ({}, {"--reset-position-ids": ""}),
     "data.reset_attention_mask": ({}, {"--reset-attention-mask": ""}),
     "data.eod_mask_loss": ({}, {"--eod-mask-loss": ""}),
@@ -288,6 +299,10 @@ def prepared(tmp_path_factory):
     tokens = {chr(256 + n): n for n in range(256)} | {"<|endoftext|>": 256}
     (folder / "vocab").write_text(json.dumps(tokens | {chr(256) * 2: 257}))
     (folder / "merges").write_text(f"{chr(256)} {chr(256)}\n")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *tokens]
+    (folder / "words").write_text("\n".join(words))
+    ranks = [{"rank": n, "token_bytes": b64encode(bytes([n])).decode()} for n in range(256)]
+    (folder / "ranks").write_text(json.dumps(ranks))
     (folder / "changes").write_text('[{"from_sample": 8, "data_path": "other"}]')
     (folder / "another").write_text(json.dumps(tokens | {chr(256) * 2: 300}))
     with pytest.MonkeyPatch.context() as patch:
@@ -314,6 +329,7 @@ class Probes:
         self.seen: dict[str, Any] = {"bars": 0, "compiled": 0, "micro-batches": []}
         self.seen["runs"] = self.seen["moved"] = 0
         bind, run, train = Mesh.bind, StepEngine.run, Trainer.run
+        opened = pretrain.open_tokenizer
 
         def bound(*args: Any, **given: Any) -> Mesh:
             self.seen["timeout"] = given["timeout"]
@@ -342,6 +358,11 @@ class Probes:
             ]
             return train(trainer)
 
+        def made(*args: Any) -> Any:
+            tokenizer = opened(*args)
+            self.seen["tokenizer"] = tokenizer and tokenizer.fingerprint
+            return tokenizer
+
         def finished(buffers: GradientBuffers) -> None:
             self.seen["early"] = sum(bucket.launched for bucket in buffers.buckets)
             finish(buffers)
@@ -360,6 +381,7 @@ class Probes:
 
         patch.setattr(again, "checkpoint", recomputed)
         patch.setattr(HostMemory, "_pack", packed)
+        patch.setattr(pretrain, "open_tokenizer", made)
         patch.setattr(Mesh, "bind", bound)
         patch.setattr(StepEngine, "run", ran)
         patch.setattr(Trainer, "run", trained)

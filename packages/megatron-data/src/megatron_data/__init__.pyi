@@ -76,10 +76,17 @@ from .tokenizers.fast import FastTokenizer as FastTokenizer
 from .tokenizers.fast import fast_tokenizer as fast_tokenizer
 from .tokenizers.gpt2 import gpt2_tokenizer as gpt2_tokenizer
 from .tokenizers.huggingface import HuggingFaceTokenizer as HuggingFaceTokenizer
+from .tokenizers.kinds import TOKENIZER_INGREDIENTS as TOKENIZER_INGREDIENTS
+from .tokenizers.kinds import TOKENIZER_KINDS as TOKENIZER_KINDS
+from .tokenizers.kinds import Ingredients as Ingredients
+from .tokenizers.kinds import TokenizerKind as TokenizerKind
+from .tokenizers.kinds import make_tokenizer as make_tokenizer
 from .tokenizers.loading import load_tokenizer as load_tokenizer
 from .tokenizers.plain import ByteTokenizer as ByteTokenizer
 from .tokenizers.plain import NullTokenizer as NullTokenizer
 from .tokenizers.protocol import Tokenizer as Tokenizer
+from .tokenizers.sentence_piece import SentencePieceTokenizer as SentencePieceTokenizer
+from .tokenizers.tik_token import TikTokenizer as TikTokenizer
 from .tokenizers.training import train_bpe as train_bpe
 from .tokenizers.training import train_unigram as train_unigram
 from .tokenizers.training import train_wordpiece as train_wordpiece

@@ -1,6 +1,8 @@
 """Tokenizers behind one small interface.
 
-`protocol` states the interface, `huggingface` wraps the `tokenizers` library, `plain` holds the
-tokenizers that need no file, `training` trains byte-level BPE, `loading` opens what any of them
-saved.
+`protocol` states the interface and `kinds` names them all as Megatron does. `huggingface` wraps the
+`tokenizers` library, `gpt2` and `wordpiece` make its definitions from older files, `sentence_piece`
+and `tik_token` wrap the libraries of these names, `plain` holds the tokenizers that need no file;
+`training` trains vocabularies, `loading` opens what any of them saved. `pieces` says where long
+texts may be cut, and `fast` encodes with gigatoken.
 """

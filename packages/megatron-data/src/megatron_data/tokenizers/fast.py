@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ..errors import DataError
 from .huggingface import HuggingFaceTokenizer
 from .protocol import Tokenizer
+from .threads import may_use_threads
 
 CHECKED_FIRST = 200
 CHECKED_EVERY = 500
@@ -110,8 +111,7 @@ class FastTokenizer:
         """
         if not texts:
             return np.empty(0, np.uint32), np.empty(0, np.int64)
-        parallel = os.environ.get("TOKENIZERS_PARALLELISM", "true") != "false"
-        layout = self._fast.encode_batch(list(texts), parallel=parallel).layout
+        layout = self._fast.encode_batch(list(texts), parallel=may_use_threads()).layout
         offsets = np.asarray(layout.offsets.data)
         tokens = np.asarray(layout.content.data)
         self._check(texts, tokens, offsets)

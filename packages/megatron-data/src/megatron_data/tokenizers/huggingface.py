@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import orjson
 import tokenizers
+from tokenizers import AddedToken
 
 from ..errors import DataError
 from ..files import AtomicFile, read_json, write_json
@@ -127,6 +128,15 @@ class HuggingFaceTokenizer:
     def fingerprint(self) -> str:
         """SHA-256 of the definition, keys sorted, without truncation and padding."""
         return self._fingerprint
+
+    def with_special_tokens(self, names: Sequence[str]) -> "HuggingFaceTokenizer":
+        """This tokenizer with more tokens that are kept whole, such as those of FIM.
+
+        New ones take the numbers behind the vocabulary; those that it has keep theirs.
+        """
+        tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in names])
+        return HuggingFaceTokenizer(tokenizer.to_str(), self._special_tokens)
 
     def token_id(self, token: str) -> int | None:
         """Number of a token as the vocabulary spells it, or None."""

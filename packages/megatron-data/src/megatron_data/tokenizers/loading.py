@@ -3,12 +3,15 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..errors import DataError
 from ..files import read_json
 from .huggingface import HuggingFaceTokenizer
 from .plain import PLAIN_FILE, ByteTokenizer, NullTokenizer
 from .protocol import Tokenizer
+from .sentence_piece import MODEL_FILE, SentencePieceTokenizer
+from .tik_token import VOCABULARY_FILE, TikTokenizer
 
 
 def load_tokenizer(
@@ -25,11 +28,23 @@ def load_tokenizer(
     Raises:
         DataError: nothing there, or nothing that is a tokenizer.
     """
-    plain = Path(path) / PLAIN_FILE
+    folder = Path(path)
+    plain = folder / PLAIN_FILE
     if not plain.is_file():
+        if folder.is_file() and folder.suffix == ".model":
+            raise DataError(
+                f"{path} looks like a model of sentencepiece, which says not whose tokens go with "
+                "it; give --tokenizer-type Llama2Tokenizer, GPTSentencePieceTokenizer or "
+                "SentencePieceTokenizer (in Python SentencePieceTokenizer.load)"
+            )
         return HuggingFaceTokenizer.load(path, special_tokens)
-    content = read_json(plain)
+    content: Any = read_json(plain)
+    options: dict[str, Any] = content.get("options", {}) if isinstance(content, dict) else {}
     match content:
+        case {"type": "SentencePieceTokenizer"}:
+            return SentencePieceTokenizer.load(folder / MODEL_FILE, **options)
+        case {"type": "TikTokenizer"}:
+            return TikTokenizer.load(folder / VOCABULARY_FILE, **options)
         case {"type": "ByteTokenizer"}:
             return ByteTokenizer()
         case {"type": "NullTokenizer", "vocab_size": int(vocab_size)}:

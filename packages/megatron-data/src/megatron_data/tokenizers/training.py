@@ -1,6 +1,7 @@
 """Training a vocabulary: byte-level BPE, WordPiece or unigram."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -36,20 +37,8 @@ def train_bpe(
     Raises:
         DataError: a vocabulary too small to hold the bytes, no special token, or no text.
     """
-    _check_bytes(vocab_size, special_tokens)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=min_frequency,
-        special_tokens=list(special_tokens),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=progress,
-    )
-    _train(tokenizer, texts, trainer)
-    end = special_tokens[0]
-    return HuggingFaceTokenizer(tokenizer.to_str(pretty=True), {"eod": end, "eos": end})
+    trainer = partial(trainers.BpeTrainer, min_frequency=min_frequency, show_progress=progress)
+    return _train_on_bytes(models.BPE(), trainer, texts, vocab_size, special_tokens)
 
 
 def train_wordpiece(
@@ -109,22 +98,18 @@ def train_unigram(
     Raises:
         DataError: a vocabulary too small to hold the bytes, no special token, or no text.
     """
-    _check_bytes(vocab_size, special_tokens)
-    tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(special_tokens),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=progress,
-    )
-    _train(tokenizer, texts, trainer)
-    end = special_tokens[0]
-    return HuggingFaceTokenizer(tokenizer.to_str(pretty=True), {"eod": end, "eos": end})
+    trainer = partial(trainers.UnigramTrainer, show_progress=progress)
+    return _train_on_bytes(models.Unigram(), trainer, texts, vocab_size, special_tokens)
 
 
-def _check_bytes(vocab_size: int, special_tokens: Sequence[str]) -> None:
+def _train_on_bytes(
+    model: Any,
+    trainer: Callable[..., Any],
+    texts: Iterable[str],
+    vocab_size: int,
+    special_tokens: Sequence[str],
+) -> HuggingFaceTokenizer:
+    """Train a model of pieces of bytes, of which all 256 are in the vocabulary."""
     if not special_tokens:
         raise DataError("give at least one special token; the first one ends documents")
     smallest = _BYTES + len(special_tokens)
@@ -133,6 +118,17 @@ def _check_bytes(vocab_size: int, special_tokens: Sequence[str]) -> None:
             f"a byte-level vocabulary of {vocab_size} cannot hold {_BYTES} bytes and "
             f"{len(special_tokens)} special tokens; ask for at least {smallest}"
         )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    prepared = trainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    _train(tokenizer, texts, prepared)
+    end = special_tokens[0]
+    return HuggingFaceTokenizer(tokenizer.to_str(pretty=True), {"eod": end, "eos": end})
 
 
 def _train(tokenizer: Tokenizer, texts: Iterable[str], trainer: Any) -> None:

@@ -3,12 +3,21 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_data import TOKENIZER_INGREDIENTS, Ingredients, TokenizerKind
+
 from megatron_train.config.fields import flag_of, positive, required, setting
 from megatron_train.errors import TrainError
 
-TokenizerType = Literal[
-    "HuggingFaceTokenizer", "GPT2BPETokenizer", "ByteTokenizer", "NullTokenizer"
-]
+TOKENIZER_OPTIONS = (
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "vocab_extra_ids",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
+    "tokenizer_special_tokens",
+)
+"""Settings of the section that tokenizers are made from."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class DataConfig:
         "shares of train, validation and test that --data-path is divided into by documents; the "
         "test share is measured once, after the last step",
     )
-    tokenizer_type: TokenizerType | None = setting(  # noqa: RUF009
+    tokenizer_type: TokenizerKind | None = setting(  # noqa: RUF009
         None,
         "kind of tokenizer; unset: GPT2BPETokenizer with --vocab-file, otherwise what "
         "--tokenizer-model holds; NullTokenizer and ByteTokenizer need no file",
@@ -50,10 +59,26 @@ class DataConfig:
         unit="path",
     )
     vocab_file: str | None = setting(
-        None, "vocab.json of a GPT2BPETokenizer, in place of --tokenizer-model", unit="path"
+        None,
+        "vocab.json of a GPT2BPETokenizer, in place of --tokenizer-model, or vocab.txt of BERT's",
+        unit="path",
     )
     merge_file: str | None = setting(
         None, "merges.txt of a GPT2BPETokenizer, beside --vocab-file", unit="path"
+    )
+    vocab_extra_ids: int | None = setting(
+        None, "sentinels for T5 behind the tokens of BERT's tokenizers or a SentencePieceTokenizer"
+    )
+    tiktoken_pattern: Literal["v1", "v2"] | None = setting(
+        None, "how a TikTokenizer cuts texts into words; unset: v2"
+    )
+    tiktoken_num_special_tokens: int | None = setting(
+        None, "numbers that the special tokens of a TikTokenizer take; unset: 1000"
+    )
+    tokenizer_special_tokens: tuple[str, ...] | None = setting(
+        None,
+        "tokens that are kept whole, added to the tokenizer; all the special tokens of a "
+        "TikTokenizer",
     )
     reset_position_ids: bool = setting(False, "restart positions after each document")
     reset_attention_mask: bool = setting(False, "attend within a document only")
@@ -109,7 +134,7 @@ class DataConfig:
                 )
 
     @property
-    def tokenizer(self) -> TokenizerType | None:
+    def tokenizer(self) -> TokenizerKind | None:
         """The kind of tokenizer, None where there is none.
 
         A --tokenizer-model whose kind nobody said counts as a HuggingFaceTokenizer; it may be any
@@ -123,16 +148,13 @@ class DataConfig:
 
     def _check_tokenizer(self) -> None:
         """Refuse files that the kind of tokenizer lacks, or has no use for."""
-        needed = {
-            "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-            "HuggingFaceTokenizer": ("tokenizer_model",),
-        }.get(self.tokenizer or "", ())
+        made_of = TOKENIZER_INGREDIENTS.get(self.tokenizer or "", Ingredients())
         kind = f"--tokenizer-type {self.tokenizer}"
-        for name in ("tokenizer_model", "vocab_file", "merge_file"):
+        for name in TOKENIZER_OPTIONS:
             given = getattr(self, name) is not None
-            if name in needed and not given:
+            if name in made_of.needs and not given:
                 why = kind if self.tokenizer_type else "--vocab-file"
                 raise TrainError(f"{why} needs {flag_of(name)} as well")
-            if given and name not in needed:
+            if given and name not in (*made_of.needs, *made_of.takes):
                 other = kind if self.tokenizer else "no --vocab-file"
                 raise TrainError(f"{flag_of(name)} does not go with {other}; leave out one of them")

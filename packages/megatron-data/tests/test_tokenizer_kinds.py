@@ -1,0 +1,268 @@
+"""Megatron's kinds of tokenizers against the libraries that they come from."""
+
+import base64
+import io
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron_data import (
+    TOKENIZER_KINDS,
+    DataError,
+    HuggingFaceTokenizer,
+    IndexedDataset,
+    SentencePieceTokenizer,
+    TikTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    make_tokenizer,
+)
+from megatron_data.cli.main import main
+from megatron_data.tokenizers.tik_token import PATTERNS, SPECIAL_TOKENS
+
+sentencepiece = pytest.importorskip("sentencepiece")
+tiktoken = pytest.importorskip("tiktoken")
+
+HARD = [
+    "",
+    "  two  spaces\n\tand a tab ",
+    "the whale</s>the ship <EOD><extra_id_1> naïve 日本 12345 DON'T",
+    "<pad><SPECIAL_9>",
+]
+
+
+@pytest.fixture(scope="module")
+def model(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sentencepiece model of bytes and pieces, with <unk>, <s>, </s> and no padding."""
+    content = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=content,
+        vocab_size=420,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"
+    path.write_bytes(content.getvalue())
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[bytes]:
+    """The bytes, and tokens that join two of those before."""
+    merges = ["th", "he", "the", " the", "wh", "al", "whal", "whale", " s", "ea", "日"[:1]]
+    return [*(bytes([n]) for n in range(256)), *(word.encode() for word in merges[:-1])]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(ranks: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiktoken") / "vocabulary.json"
+    entries = [
+        {"rank": n, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for n, token in enumerate(ranks)
+    ]
+    path.write_text(json.dumps(entries))
+    return path
+
+
+def test_a_sentencepiece_model_alone_gives_the_librarys_tokens(
+    model: Path, texts: list[str]
+) -> None:
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    ours = make_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=model)
+    assert (ours.vocab_size, ours.bos_id, ours.eos_id, ours.eod_id) == (420, 1, 2, 2)
+    assert ours.pad_id is None and isinstance(ours, Tokenizer)
+    for text in [*HARD, *texts[:50]]:
+        assert ours.encode(text) == theirs.encode(text)
+    assert ours.encode_batch(texts) == theirs.encode(texts)
+    assert ours.decode(ours.encode(texts[0])) == theirs.decode(theirs.encode(texts[0])) == texts[0]
+
+
+def test_llama2_begins_every_text(model: Path, texts: list[str]) -> None:
+    alone = SentencePieceTokenizer.load(model)
+    llama = make_tokenizer("Llama2Tokenizer", tokenizer_model=model)
+    assert llama.encode_batch(texts) == [[1, *alone.encode(text)] for text in texts]
+    assert llama.encode("") == [1]
+    assert llama.decode(llama.encode(texts[0])) == texts[0]
+    assert llama.fingerprint != alone.fingerprint
+
+
+def test_megatrons_added_tokens_and_the_sentinels_of_t5(model: Path) -> None:
+    ours = SentencePieceTokenizer.load(
+        model, added_tokens=True, extra_ids=2, special_tokens=("<fim_prefix>",)
+    )
+    added = ["<CLS>", "<SEP>", "<EOD>", "<MASK>", "<PAD>", "<extra_id_0>", "<extra_id_1>"]
+    assert [ours.token(number) for number in range(420, ours.vocab_size)] == [
+        *added,
+        "<fim_prefix>",
+    ]
+    # <s> and </s> are the model's own; the padding, which it lacks, is new.
+    assert (ours.bos_id, ours.eos_id, ours.eod_id, ours.pad_id) == (1, 2, 422, 424)
+    plain = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    text = "the <extra_id_1>whale<EOD>said</s>"
+    expected = [*plain.encode("the "), 426, *plain.encode("whale"), 422, *plain.encode("said"), 2]
+    assert ours.encode(text) == expected
+    assert ours.encode_batch([text, "the"]) == [expected, plain.encode("the")]
+    assert ours.decode(expected).replace(" ", "") == text.replace(" ", "")
+    with pytest.raises(DataError, match="token 428 is not in 0 to 427"):
+        ours.decode([428])
+    assert ours.token_id("<CLS>") == 420 and ours.token_id("no such piece") is None
+
+
+@pytest.mark.parametrize("pattern", ["v1", "v2"])
+def test_a_tiktoken_vocabulary_gives_the_librarys_tokens(
+    pattern: str, vocabulary: Path, ranks: list[bytes], texts: list[str]
+) -> None:
+    theirs = tiktoken.Encoding(
+        "x",
+        pat_str=PATTERNS[pattern],
+        mergeable_ranks={token: n for n, token in enumerate(ranks)},
+        special_tokens={},
+    )
+    ours = make_tokenizer(
+        "TikTokenizer",
+        tokenizer_model=vocabulary,
+        tiktoken_pattern=pattern,
+        tiktoken_num_special_tokens=10,
+    )
+    assert ours.vocab_size == len(ranks) + 10 and isinstance(ours, Tokenizer)
+    assert (ours.bos_id, ours.eos_id, ours.eod_id, ours.pad_id) == (1, 2, 2, 4)
+    for text in texts[:50]:
+        assert ours.encode(text) == [10 + n for n in theirs.encode(text)]
+        assert ours.decode(ours.encode(text)) == text
+    assert ours.encode_batch(HARD) == [ours.encode(text) for text in HARD]
+    assert ours.encode(HARD[3]) == [4, 9]
+    assert ours.decode(ours.encode(HARD[2])) == HARD[2]
+
+
+def test_the_two_patterns_differ_and_so_do_their_fingerprints(vocabulary: Path) -> None:
+    v1, v2 = (TikTokenizer.load(vocabulary, pattern=pattern) for pattern in ("v1", "v2"))
+    assert v1.fingerprint != v2.fingerprint
+    smaller = TikTokenizer.load(vocabulary, vocab_size=1260)
+    assert smaller.vocab_size == 1260 and smaller.fingerprint != v2.fingerprint
+    assert TikTokenizer.load(vocabulary, vocab_size=1266).fingerprint == v2.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer"])
+def test_a_tokenizer_is_the_same_when_it_was_saved_or_sent(
+    kind: str, model: Path, vocabulary: Path, tmp_path: Path
+) -> None:
+    options = {
+        "SentencePieceTokenizer": {"tokenizer_model": model, "vocab_extra_ids": 2},
+        "Llama2Tokenizer": {"tokenizer_model": model},
+        "TikTokenizer": {"tokenizer_model": vocabulary, "tiktoken_pattern": "v1"},
+    }[kind]
+    tokenizer = make_tokenizer(kind, **options)
+    tokenizer.save(tmp_path)
+    for other in (load_tokenizer(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
+        assert type(other) is type(tokenizer)
+        assert other.fingerprint == tokenizer.fingerprint
+        assert other.encode_batch(HARD) == tokenizer.encode_batch(HARD)
+
+
+def test_special_tokens_are_added_behind_the_vocabulary(tokenizer: HuggingFaceTokenizer) -> None:
+    names = ["<fim_prefix>", "<|endoftext|>", "<fim_suffix>"]
+    more = tokenizer.with_special_tokens(names)
+    size = tokenizer.vocab_size
+    assert more.vocab_size == size + 2 and more.fingerprint != tokenizer.fingerprint
+    assert [more.token_id(name) for name in names] == [size, tokenizer.eod_id, size + 1]
+    assert more.eod_id == tokenizer.eod_id
+    text = "the <fim_suffix>whale"
+    expected = [*tokenizer.encode("the "), size + 1, *tokenizer.encode("whale")]
+    assert more.encode(text) == expected and more.decode(expected) == text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "LlamaTokenizer"}, "tokenizer type 'LlamaTokenizer'; known are Hugging"),
+        ({"kind": "Llama2Tokenizer"}, "Llama2Tokenizer needs --tokenizer-model"),
+        (
+            {"kind": "Llama2Tokenizer", "tokenizer_model": "x", "vocab_extra_ids": 3},
+            "--vocab-extra-ids does not go with --tokenizer-type Llama2Tokenizer",
+        ),
+        ({"kind": "TikTokenizer", "tokenizer_model": "nowhere"}, "no tokenizer file nowhere"),
+        ({"kind": "Llama2Tokenizer", "tokenizer_model": __file__}, "is not a sentencepiece model"),
+        ({"kind": "TikTokenizer", "tokenizer_model": __file__}, r"test_tokenizer_kinds.py: .*JSON"),
+        (
+            {"kind": "SentencePieceTokenizer", "tokenizer_model": "M", "vocab_extra_ids": -1},
+            "-1 extra ids; give at least 0",
+        ),
+        (
+            {"kind": "TikTokenizer", "tokenizer_model": "V", "vocab_size": 5000},
+            "266 tokens and 1000 special tokens do not make a vocabulary of 5000; "
+            "give 1256 to 1266",
+        ),
+        (
+            {"kind": "TikTokenizer", "tokenizer_model": "V", "tiktoken_num_special_tokens": 3},
+            "7 special tokens are named, there is room for 3",
+        ),
+        (
+            {"kind": "TikTokenizer", "tokenizer_model": "V", "tokenizer_special_tokens": ["<s>"]},
+            "the special tokens lack <unk>",
+        ),
+        (
+            {
+                "kind": "TikTokenizer",
+                "tokenizer_model": "V",
+                "tokenizer_special_tokens": [*SPECIAL_TOKENS, "<SPECIAL_9>"],
+            },
+            "<SPECIAL_9> is named 2 times",
+        ),
+        ({"kind": None, "tokenizer_model": "M"}, "looks like a model of sentencepiece"),
+    ],
+)
+def test_what_makes_no_tokenizer_is_told(
+    options: dict[str, object], message: str, model: Path, vocabulary: Path
+) -> None:
+    given = {
+        key: {"M": model, "V": vocabulary}.get(str(value), value) for key, value in options.items()
+    }
+    with pytest.raises(DataError, match=message):
+        make_tokenizer(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({}, "not a JSON list"),
+        ([{"rank": 1, "token_bytes": "AA==", "token_str": ""}], "entry 0 has not rank 0"),
+        ([{"rank": 0, "token_bytes": "?", "token_str": ""}], "entry 0: '\\?' is not base64"),
+        ([{"rank": 0, "token_bytes": "YQ==", "token_str": ""}], "entry 0 is b'a'"),
+    ],
+)
+def test_a_wrong_vocabulary_is_told(entries: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        TikTokenizer(json.dumps(entries).encode())
+
+
+def test_the_command_line_takes_every_kind(
+    model: Path, vocabulary: Path, texts: list[str], corpus: Path, tmp_path: Path, monkeypatch
+) -> None:
+    assert "MultimodalTokenizer" not in TOKENIZER_KINDS  # nobody has said what it means
+    monkeypatch.chdir(tmp_path)
+    kinds = {
+        "llama": {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(model)},
+        "tik": {
+            "tokenizer_type": "TikTokenizer",
+            "tokenizer_model": str(vocabulary),
+            "tiktoken_pattern": "v1",
+            "tiktoken_num_special_tokens": "20",
+        },
+    }
+    for name, options in kinds.items():
+        source = ["--input", str(corpus), "--append-eod", "--output-prefix", name]
+        flags = [(f"--{option.replace('_', '-')}", value) for option, value in options.items()]
+        assert main(["preprocess", *source, *(word for pair in flags for word in pair)]) == 0
+    llama = SentencePieceTokenizer.load(model, begin=True)
+    tik = TikTokenizer.load(vocabulary, pattern="v1", num_special_tokens=20)
+    for name, tokenizer in (("llama", llama), ("tik", tik)):
+        with IndexedDataset(f"{name}_text_document") as dataset:
+            for number in (0, 7, 299):
+                expected = [*tokenizer.encode(texts[number]), tokenizer.eod_id]
+                np.testing.assert_array_equal(dataset[number], expected)
