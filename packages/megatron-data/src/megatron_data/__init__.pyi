@@ -27,6 +27,8 @@ from .datasets.paths import parse_data_path as parse_data_path
 from .datasets.paths import read_data_args as read_data_args
 from .datasets.paths import read_data_path_changes as read_data_path_changes
 from .datasets.paths import read_per_split_data_args as read_per_split_data_args
+from .datasets.sft import SFTDataset as SFTDataset
+from .datasets.sft import build_sft_datasets as build_sft_datasets
 from .datasets.split import parse_split as parse_split
 from .datasets.t5 import T5Dataset as T5Dataset
 from .datasets.t5 import T5DatasetConfig as T5DatasetConfig
@@ -50,6 +52,7 @@ from .order.packing import PackedOrder as PackedOrder
 from .order.packing import Packing as Packing
 from .order.packing import PackingReport as PackingReport
 from .order.permutation import Permutation as Permutation
+from .order.rows import RowOrder as RowOrder
 from .order.sentences import block_map as block_map
 from .order.sentences import sentence_map as sentence_map
 from .order.spans import BlendOrder as BlendOrder
@@ -58,6 +61,8 @@ from .order.spans import SampleOrder as SampleOrder
 from .order.spans import Span as Span
 from .order.stateless import CountedLengths as CountedLengths
 from .order.stateless import StatelessOrder as StatelessOrder
+from .preprocessing.conversations import ConversationReport as ConversationReport
+from .preprocessing.conversations import tokenize_conversations as tokenize_conversations
 from .preprocessing.joining import merge as merge
 from .preprocessing.joining import split as split
 from .preprocessing.manifest import Counts as Counts
@@ -72,6 +77,10 @@ from .preprocessing.tracing import Traced as Traced
 from .preprocessing.tracing import trace as trace
 from .samplers import SequentialSampler as SequentialSampler
 from .sources.opening import read_texts as read_texts
+from .tokenizers.chat import PROMPT_FORMATS as PROMPT_FORMATS
+from .tokenizers.chat import ChatTemplate as ChatTemplate
+from .tokenizers.chat import Message as Message
+from .tokenizers.chat import Rendered as Rendered
 from .tokenizers.fast import FastTokenizer as FastTokenizer
 from .tokenizers.fast import fast_tokenizer as fast_tokenizer
 from .tokenizers.gpt2 import gpt2_tokenizer as gpt2_tokenizer

@@ -137,9 +137,7 @@ class GPTBuilder(Builder):
     drop_last_partial_validation: bool = True
     infill: FillInTheMiddle | None = None
 
-    def dataset(
-        self, source: TokenSource, name: str, wanted: Wanted, number: int = 0
-    ) -> GPTDataset:
+    def dataset(self, source: TokenSource, name: str, wanted: Wanted, number: int = 0) -> Dataset:
         """Return one split of one source, the `number`th of a blend.
 
         Raises:
@@ -150,6 +148,10 @@ class GPTBuilder(Builder):
         first, last = sequences_of(wanted.interval, count)
         with named(f"{wanted.split} split of {name} ({last - first} of {count} sequences)"):
             order = self._order(source, (first, last), wanted, number)
+        return self._along(source, name, order, number)
+
+    def _along(self, source: TokenSource, name: str, order: SampleOrder, number: int) -> Dataset:
+        """The dataset of one source along its order."""
         infill = self.infill and self.infill.with_seed(mixed(self.infill.seed, number))
         return GPTDataset(source, order, self.config, infill)
 

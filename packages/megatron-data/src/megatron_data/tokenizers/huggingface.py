@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import orjson
 import tokenizers
@@ -14,6 +14,8 @@ from tokenizers import AddedToken
 from ..errors import DataError
 from ..files import AtomicFile, read_json, write_json
 from .pieces import pieces, places_to_cut
+
+Place: TypeAlias = tuple[int, int]
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -159,6 +161,11 @@ class HuggingFaceTokenizer:
         if self._places is not None and any(len(text) > 2 * PIECE for text in texts):
             return [self._encode_long(text) for text in texts]
         return self._encode_all(texts)
+
+    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[Place]]]:
+        """Tokens of texts, and for each the first character it stands for and the one behind."""
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def pieces(self, text: str) -> Iterator[str]:
         """Cut a text where that is known not to change its tokens, else leave it whole."""

@@ -1,0 +1,216 @@
+"""Conversations as text: Hugging Face chat templates (the extra `chat`)."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeAlias
+
+from ..errors import DataError
+from ..files import read_json
+from .huggingface import CONFIG_FILE
+
+Message: TypeAlias = Mapping[str, Any]
+"""`{"role": "user", "content": "…"}`, and whatever else a template asks for."""
+
+TEMPLATE_FILE = "chat_template.jinja"
+
+_MARKED = re.compile(r"\{%[-+]?\s*generation\b")
+
+_NEMOTRON_H = """\
+{% for message in messages %}
+{% set text = message.content | trim %}
+{% if message.role == 'system' %}
+{{- '<SPECIAL_10>System\\n' + text + '\\n' -}}
+{% elif message.role == 'user' %}
+{{- '<SPECIAL_11>User\\n' + text + '\\n<SPECIAL_11>Assistant\\n' -}}
+{% elif message.role == 'assistant' %}
+{% generation %}{{- text + '\\n' -}}{% endgeneration %}
+{% endif %}
+{% endfor %}"""
+
+_NEMOTRON_NANO = """\
+{% for message in messages %}
+{% set said = message.content %}
+{% set text = said | replace('/think', '') | replace('/no_think', '') | trim %}
+{% if message.role == 'system' %}
+{{- '<SPECIAL_10>System\\n' + text + '\\n' -}}
+{% elif message.role == 'user' %}
+{{- '<SPECIAL_11>User\\n' + text + '\\n' -}}
+{% elif message.role == 'assistant' %}
+{{- '<SPECIAL_11>Assistant\\n' -}}
+{% generation %}{{- said | trim + '\\n<SPECIAL_12>\\n' -}}{% endgeneration %}
+{% endif %}
+{% endfor %}"""
+
+_IDENTITY = """\
+{% for message in messages %}
+{% if message.role == 'assistant' %}
+{% generation %}{{- message.content -}}{% endgeneration %}
+{% else %}
+{{- message.content -}}
+{% endif %}
+{% endfor %}"""
+
+PROMPT_FORMATS: Mapping[str, str] = {
+    "nemotron-h-aligned": _NEMOTRON_H,
+    "nemotron-nano-v2": _NEMOTRON_NANO,
+    "identity": _IDENTITY,
+}
+"""Templates by the names of Megatron's `--sft-tokenizer-prompt-format`."""
+
+
+class Rendered(NamedTuple):
+    """A conversation as text.
+
+    Attributes:
+        text: what is tokenized.
+        answers: first character and end of every stretch that an assistant says.
+    """
+
+    text: str
+    answers: list[tuple[int, int]]
+
+
+class ChatTemplate:
+    """A Jinja template that makes one text of messages, rendered in a sandbox.
+
+    Which stretches an assistant says is told by `{% generation %}` blocks, as in Hugging Face
+    transformers. A template without them is rendered turn by turn: what an assistant says is what
+    comes behind the generation prompt, the mark of its end included. Where that cannot be told,
+    because the template writes a turn differently once another follows, it is an error.
+
+    Args:
+        source: the template. `strftime_now` is not defined, so that the same messages always give
+            the same text; templates of Llama 3 then take their own fixed date.
+        variables: what it may use besides `messages`, `tools` and `add_generation_prompt`: special
+            tokens such as `bos_token`, or a date.
+
+    Raises:
+        DataError: the extra is not installed, or this is no template.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
+        try:
+            import jinja2
+
+            from . import sandbox
+        except ImportError:
+            raise DataError(
+                "chat templates need jinja2; pip install 'megatron-data[chat]'"
+            ) from None
+        self.source = source
+        self.variables = dict(variables or {})
+        self._mistake = jinja2.TemplateError
+        self._begin, self._end = sandbox.BEGIN, sandbox.END
+        self._marked = _MARKED.search(source) is not None
+        try:
+            self._template = sandbox.compiled(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(f"not a chat template: line {error.lineno}: {error.message}") from None
+
+    @classmethod
+    def named(cls, prompt_format: str) -> Self:
+        """One of Megatron's prompt formats.
+
+        Raises:
+            DataError: there is none of this name.
+        """
+        if prompt_format not in PROMPT_FORMATS:
+            raise DataError(
+                f"no prompt format {prompt_format!r}; give one of {', '.join(PROMPT_FORMATS)}, or "
+                "load the tokenizer's own template (Megatron: default)"
+            )
+        return cls(PROMPT_FORMATS[prompt_format])
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file of a template, or the one of a tokenizer's folder with its special tokens.
+
+        In a folder that is `chat_template.jinja`, or else what `tokenizer_config.json` holds.
+
+        Raises:
+            DataError: there is none.
+        """
+        path = Path(path)
+        if path.is_file():
+            return cls(path.read_text(encoding="utf-8"))
+        config = read_json(path / CONFIG_FILE) if (path / CONFIG_FILE).is_file() else {}
+        source = config.get("chat_template")
+        if isinstance(source, list):  # several by name
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if (path / TEMPLATE_FILE).is_file():
+            source = (path / TEMPLATE_FILE).read_text(encoding="utf-8")
+        if not isinstance(source, str):
+            raise DataError(
+                f"{path} has no chat template: neither {TEMPLATE_FILE} nor chat_template in "
+                f"{CONFIG_FILE}; name a prompt format ({', '.join(PROMPT_FORMATS)}) or a file"
+            )
+        tokens = {key: value for key, value in config.items() if key.endswith("_token")}
+        contents = {
+            key: value.get("content") if isinstance(value, dict) else value
+            for key, value in tokens.items()
+        }
+        return cls(source, {key: value for key, value in contents.items() if value is not None})
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Rendered:
+        """A conversation as text, and what of it an assistant says.
+
+        Raises:
+            DataError: the template refuses the messages, or it cannot be told what an assistant
+                says.
+        """
+        text = self._text(messages, tools)
+        if self._marked:
+            return self._without_marks(text)
+        answers = []
+        for number, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            before = self._text(messages[:number], tools, add_generation_prompt=True)
+            after = self._text(messages[: number + 1], tools)
+            if not (after.startswith(before) and text.startswith(after)):
+                raise DataError(
+                    f"the chat template writes message {number + 1} differently when it stands "
+                    "alone, so what the assistant says in it cannot be told; put {% generation %} "
+                    "and {% endgeneration %} around that in the template"
+                )
+            answers.append((len(before), len(after)))
+        return Rendered(text, answers)
+
+    def _text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        try:
+            return self._template.render(
+                self.variables,
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except self._mistake as error:
+            raise DataError(f"the chat template refuses the messages: {error}") from None
+        except (TypeError, AttributeError, KeyError) as error:
+            raise DataError(f"the chat template cannot render the messages: {error}") from None
+
+    def _without_marks(self, text: str) -> Rendered:
+        """Take the marks of `{% generation %}` blocks out."""
+        marks = [character for character in text if character in (self._begin, self._end)]
+        if marks != [self._begin, self._end] * (len(marks) // 2):
+            raise DataError("the messages hold U+FDD0 or U+FDD1, which no text may; remove them")
+        plain, answers, length = [], [], 0
+        for number, part in enumerate(re.split(f"[{self._begin}{self._end}]", text)):
+            if number % 2:
+                answers.append((length, length + len(part)))
+            plain.append(part)
+            length += len(part)
+        return Rendered("".join(plain), answers)
+
+    def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str, dict[str, Any]]]:
+        return type(self), (self.source, self.variables)

@@ -1,0 +1,47 @@
+"""The sandbox in which chat templates are rendered; imported only where jinja2 is installed."""
+
+import json
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+BEGIN, END = "\ufdd0", "\ufdd1"
+"""Put around what `{% generation %}` blocks write: code points that no text may hold."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` … `{% endgeneration %}`."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        marks = [nodes.Output([nodes.TemplateData(mark)]) for mark in (BEGIN, END)]
+        return nodes.Scope([marks[0], *body, marks[1]]).set_lineno(line)
+
+
+def compiled(source: str) -> Template:
+    """A template with what Hugging Face transformers gives templates, but the time of day.
+
+    Raises:
+        TemplateError: it is none.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    return environment.from_string(source)
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
+    """JSON as it is; Jinja's own filter escapes what is special in HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise TemplateError(reason)
