@@ -9,6 +9,7 @@ consumed.
 from collections.abc import Iterator
 
 from .errors import DataError
+from .order.permutation import Permutation, mixed
 
 
 class SequentialSampler:
@@ -76,6 +77,61 @@ class SequentialSampler:
         trainer's own count in that case.
         """
         return {"consumed_samples": self.consumed_samples}
+
+
+class ShuffledSampler(SequentialSampler):
+    """Micro-batches of a dataset that is gone through `epochs` times, each time in another order.
+
+    For datasets without an order of their own. The epochs are one row of samples, so a step may
+    hold the end of one and the beginning of the next, and nothing is dropped but a last step that
+    is not full. Any number of ranks and any micro-batch size see the same row, which Megatron's
+    `cyclic` loader (`megatron_data.torch.CyclicSampler`) does not promise: the length of its epochs
+    depends on both.
+
+    Args:
+        dataset_samples: samples in the dataset.
+        consumed_samples: samples that all ranks together have consumed before, in all epochs.
+        micro_batch_size: samples per rank and step.
+        data_parallel_rank: this rank.
+        data_parallel_size: number of ranks.
+        epochs: how often the dataset is gone through; more of them change nothing before.
+        seed: of the orders.
+
+    Raises:
+        DataError: a size below 1, or a rank or a count out of range.
+    """
+
+    def __init__(
+        self,
+        dataset_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+        *,
+        epochs: int = 1,
+        seed: int = 1234,
+    ) -> None:
+        super().__init__(
+            dataset_samples * epochs,
+            consumed_samples,
+            micro_batch_size,
+            data_parallel_rank,
+            data_parallel_size,
+        )
+        self.dataset_samples = dataset_samples
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[list[int]]:
+        drawn: tuple[int, Permutation] | None = None
+        for places in super().__iter__():
+            samples = []
+            for place in places:
+                epoch, number = divmod(place, self.dataset_samples)
+                if drawn is None or drawn[0] != epoch:
+                    drawn = epoch, Permutation(self.dataset_samples, mixed(self.seed, epoch))
+                samples.append(drawn[1][number])
+            yield samples
 
 
 def check_sampler(

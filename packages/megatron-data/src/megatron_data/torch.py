@@ -82,7 +82,9 @@ class CyclicSampler(Sampler[list[int]]):
     """Micro-batches in an order drawn anew each epoch, Megatron's `cyclic` loader.
 
     One iteration ends with the epoch; iterate again for the next one. The permutation of epoch e
-    is `torch.randperm` with seed e.
+    is `torch.randperm` with seed e. The length of an epoch depends on ranks and micro-batch size;
+    resumed in the middle of one with others of them, a run repeats some samples and misses as many.
+    `ShuffledSampler` does not.
 
     Args:
         total_samples: samples in the dataset; those beyond whole steps are left out.
