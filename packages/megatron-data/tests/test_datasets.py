@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from megatron_data import (
     Blend,
     BlendedDataset,
@@ -16,6 +18,7 @@ from megatron_data import (
     IndexedDataset,
     MockTokens,
     build_gpt_datasets,
+    cumulative_lengths,
     parse_data_path,
     parse_split,
     read_batch,
@@ -97,6 +100,40 @@ def test_a_sample_by_hand(write_dataset: Write) -> None:
     assert last["document_ids"].tolist() == [0, 0, -1, -1]
 
 
+def test_bounds_of_documents_by_hand(write_dataset: Write) -> None:
+    dataset = in_file_order(
+        write_dataset([[1, 2, 0], [3, 0], [4, 5, 6, 7, 0]]),
+        4,
+        eod_id=0,
+        reset_attention_mask=True,
+        cu_seqlens=True,
+    )
+    found = dataset.batch([0, 1, 2])  # 1 2 0|3, 0|4 5 6, 7 0|padding
+    assert found["cu_seqlens"].dtype == found["max_seqlen"].dtype == np.int32
+    assert found["cu_seqlens"].tolist() == [[0, 3, 4, 4, 4], [0, 1, 4, 4, 4], [0, 2, 4, 4, 4]]
+    assert found["max_seqlen"].tolist() == [3, 3, 2]
+    single = dataset[0]
+    assert single["cu_seqlens"].tolist() == [0, 3, 4, 4, 4]
+    assert single["max_seqlen"].shape == ()
+    with pytest.raises(DataError, match="ask for reset_attention_mask"):
+        GPTDatasetConfig(8, eod_id=0, cu_seqlens=True)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=4))
+def test_bounds_and_document_ids_tell_the_same_documents(ends: list[list[bool]]) -> None:
+    tokens = np.where(ends, 0, 5)
+    ids = document_masks(tokens, 0, reset_attention_mask=True).document_ids
+    bounds, longest = cumulative_lengths(ids)
+    for row in range(len(ids)):
+        lengths = np.diff(bounds[row])
+        assert np.array_equal(np.repeat(np.arange(9), lengths), ids[row])
+        assert longest[row] == lengths.max()
+        assert [bounds[row].tolist(), int(longest[row])] == [
+            part.tolist() for part in cumulative_lengths(ids[row])
+        ]
+
+
 def test_tokens_and_labels_do_not_share_memory(write_dataset: Write) -> None:
     sample = in_file_order(write_dataset([[1, 2, 3, 4, 5]]), 4)[0]
     sample["tokens"][:] = 9
@@ -149,6 +186,7 @@ def test_every_token_occurs_once_in_an_epoch(write_dataset: Write, order: OrderN
         {"pad_id": 3},
         {"add_extra_token": False},
         {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True},
+        {"reset_attention_mask": True, "cu_seqlens": True},
     ],
     ids=str,
 )

@@ -21,6 +21,8 @@ from .datasets.ict import ICTDataset as ICTDataset
 from .datasets.ict import ICTDatasetConfig as ICTDatasetConfig
 from .datasets.masking import MaskingConfig as MaskingConfig
 from .datasets.masking import WordPieces as WordPieces
+from .datasets.masks import CumulativeLengths as CumulativeLengths
+from .datasets.masks import cumulative_lengths as cumulative_lengths
 from .datasets.mock import MockTokens as MockTokens
 from .datasets.paths import Blend as Blend
 from .datasets.paths import parse_data_path as parse_data_path

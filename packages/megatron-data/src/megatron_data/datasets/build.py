@@ -50,6 +50,7 @@ def build_gpt_datasets(
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
+    cu_seqlens: bool = False,
     infill: FillInTheMiddle | None = None,
     drop_last_partial_validation: bool = True,
     surplus: float = 0.005,
@@ -77,6 +78,7 @@ def build_gpt_datasets(
         reset_position_ids: restart positions after a document.
         reset_attention_mask: number documents, so that attention stays within one.
         eod_mask_loss: no loss where the input is the end-of-document token.
+        cu_seqlens: add `cu_seqlens` and `max_seqlen`, the bounds of documents.
         infill: what takes documents apart for filling in the middle; also in validation and test,
             as in Megatron.
         drop_last_partial_validation: leave out a last validation sample that is not full.
@@ -97,6 +99,7 @@ def build_gpt_datasets(
         reset_position_ids=reset_position_ids,
         reset_attention_mask=reset_attention_mask,
         eod_mask_loss=eod_mask_loss,
+        cu_seqlens=cu_seqlens,
     )
     builder: Builder
     if order == "compat":

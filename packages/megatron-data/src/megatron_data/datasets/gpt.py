@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ..errors import DataError
 from ..order.spans import SampleOrder
 from .batches import Sample, rows
-from .masks import DocumentMasks, document_masks, unmasked
+from .masks import DocumentMasks, cumulative_lengths, document_masks, unmasked
 
 # Stands for padding inside a sample under construction; no vocabulary holds it.
 _NO_TOKEN = -1
@@ -63,6 +63,10 @@ class GPTDatasetConfig:
             "flag": "--eod-mask-loss",
         },
     )
+    cu_seqlens: bool = field(
+        default=False,
+        metadata={"help": "add where documents begin and end, for attention over packed sequences"},
+    )
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
@@ -71,6 +75,10 @@ class GPTDatasetConfig:
             raise DataError(
                 "resetting positions or attention, or masking the loss, at document ends needs "
                 "eod_id, the end-of-document token"
+            )
+        if self.cu_seqlens and not self.reset_attention_mask:
+            raise DataError(
+                "cu_seqlens keeps attention within documents; ask for reset_attention_mask, too"
             )
         if self.pad_id is not None and self.pad_id == self.eod_id:
             raise DataError(
@@ -99,6 +107,8 @@ class GPTDataset:
     - `positions`: int32 `[s]`.
     - `document_ids`: int32 `[s]`; -1 is padding.
     - `sample_ids`: int64 scalar, the number asked for.
+    - with `cu_seqlens`, `cu_seqlens`: int32 `[s + 1]`, and `max_seqlen`: int32 scalar; see
+      `cumulative_lengths`.
 
     Padding is token 0 with loss mask 0. A token equal to `pad_id` inside the text counts as
     padding, as in Megatron.
@@ -153,7 +163,7 @@ class GPTDataset:
             is_padding = labels == _NO_TOKEN
             labels[is_padding] = 0
             masks.loss_mask[is_padding] = 0
-        return {
+        batch: Sample = {
             "tokens": tokens,
             "labels": labels,
             "loss_mask": masks.loss_mask,
@@ -161,6 +171,9 @@ class GPTDataset:
             "document_ids": masks.document_ids,
             "sample_ids": np.array(samples, np.int64),
         }
+        if config.cu_seqlens:
+            batch |= cumulative_lengths(masks.document_ids)._asdict()
+        return batch
 
     def __getitems__(self, samples: Sequence[int]) -> list[Sample]:
         """Several samples; torch's `DataLoader` asks so. They are views of one batch."""

@@ -64,3 +64,37 @@ def unmasked(shape: tuple[int, ...]) -> DocumentMasks:
     positions = np.empty(shape, np.int32)
     positions[...] = np.arange(shape[-1], dtype=np.int32)
     return DocumentMasks(positions, np.zeros(shape, np.int32), np.ones(shape, np.float32))
+
+
+class CumulativeLengths(NamedTuple):
+    """Where the documents of samples begin and end, as attention over packed sequences takes it.
+
+    Attributes:
+        cu_seqlens: int32 `[..., s + 1]`; 0, the end of every document, and then `s` again and
+            again, which are documents without a token.
+        max_seqlen: int32 `[...]`, tokens of the longest document.
+    """
+
+    cu_seqlens: NDArray[np.int32]
+    max_seqlen: NDArray[np.int32]
+
+
+def cumulative_lengths(document_ids: NDArray[np.int32]) -> CumulativeLengths:
+    """The bounds of documents. Padding at the end of a sample counts as one.
+
+    As Megatron's datasets return them, of one length for all samples, so that they stack; drop
+    what repeats before flash-attention's `varlen` functions or Transformer Engine get them, or
+    leave it, where empty sequences are allowed.
+
+    Args:
+        document_ids: of samples, `[s]` or `[..., s]`; see `DocumentMasks`.
+    """
+    *batch, length = document_ids.shape
+    bounds = np.full((*batch, length + 1), length, np.int32)
+    bounds[..., 0] = 0
+    samples = zip(bounds.reshape(-1, length + 1), document_ids.reshape(-1, length), strict=True)
+    for own, ids in samples:
+        ends = np.flatnonzero(ids[1:] != ids[:-1]) + 1
+        own[1 : len(ends) + 1] = ends
+    longest = np.diff(bounds, axis=-1).max(axis=-1)
+    return CumulativeLengths(bounds, np.asarray(longest, np.int32))
