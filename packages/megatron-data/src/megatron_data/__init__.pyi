@@ -23,12 +23,17 @@ from .datasets.masking import MaskingConfig as MaskingConfig
 from .datasets.masking import WordPieces as WordPieces
 from .datasets.masks import CumulativeLengths as CumulativeLengths
 from .datasets.masks import cumulative_lengths as cumulative_lengths
+from .datasets.mixing import MixedSource as MixedSource
+from .datasets.mixing import blend_by_epochs as blend_by_epochs
+from .datasets.mixing import blend_by_tokens as blend_by_tokens
+from .datasets.mixing import mix as mix
 from .datasets.mock import MockTokens as MockTokens
 from .datasets.paths import Blend as Blend
 from .datasets.paths import parse_data_path as parse_data_path
 from .datasets.paths import read_data_args as read_data_args
 from .datasets.paths import read_data_path_changes as read_data_path_changes
 from .datasets.paths import read_per_split_data_args as read_per_split_data_args
+from .datasets.paths import write_data_args as write_data_args
 from .datasets.sft import SFTDataset as SFTDataset
 from .datasets.sft import build_sft_datasets as build_sft_datasets
 from .datasets.split import parse_split as parse_split
@@ -41,6 +46,9 @@ from .indexed.format import choose_dtype as choose_dtype
 from .indexed.reader import IndexedDataset as IndexedDataset
 from .inspection import Summary as Summary
 from .inspection import summarize as summarize
+from .measuring import Benchmark as Benchmark
+from .measuring import Measured as Measured
+from .measuring import benchmark as benchmark
 from .order.apportionment import Apportionment as Apportionment
 from .order.blend import GreedyBlend as GreedyBlend
 from .order.blend import blend_by_weight as blend_by_weight

@@ -21,7 +21,7 @@ from .paths import Blend, parse_data_path, parse_per_split
 from .split import DEFAULT_SPLIT, SPLITS, Interval, parse_split
 
 DataPath: TypeAlias = (
-    "str | os.PathLike[str] | Sequence[str] | Mapping[str, str | Sequence[str] | None]"
+    "str | os.PathLike[str] | Sequence[str] | Blend | Mapping[str, str | Sequence[str] | None]"
 )
 
 _WHOLE: Interval = (0.0, 1.0)
@@ -60,7 +60,8 @@ def build_gpt_datasets(
 
     Args:
         data_path: a prefix; a `--data-path` list of prefixes, or of weights and prefixes in turn;
-            or a mapping from "train", "valid" and "test" to such a list each.
+            a `Blend`, such as `blend_by_epochs` and `blend_by_tokens` give; or a mapping
+            from "train", "valid" and "test" to such a list each.
         split: how a dataset is cut into the three splits; not used with a mapping.
         sizes: samples wanted for training, validation and test. None takes one epoch; 0 builds
             nothing.

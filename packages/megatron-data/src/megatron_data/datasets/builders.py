@@ -26,7 +26,7 @@ from .blended import BlendedDataset
 from .fim import FillInTheMiddle
 from .gpt import GPTDataset, GPTDatasetConfig, TokenSource
 from .paths import Blend
-from .split import Interval, SplitName, sequences_of
+from .split import Interval, SplitName, sequences_of, tokens_in
 
 OrderName: TypeAlias = Literal["stateless", "packed", "compat"]
 
@@ -251,16 +251,12 @@ class StatelessBuilder(GPTBuilder):
     def _weights(self, blend: Blend, interval: Interval) -> dict[str, float]:
         """Weights by prefix, those of a prefix named twice together; unset, tokens of the split."""
         weights: dict[str, float] = {}
-        given = blend.weights or [self._tokens(prefix, interval) for prefix in blend.prefixes]
+        given = blend.weights or [
+            tokens_in(self.source(prefix), interval) for prefix in blend.prefixes
+        ]
         for prefix, weight in zip(blend.prefixes, given, strict=True):
             weights[prefix] = weights.get(prefix, 0) + weight
         return weights
-
-    def _tokens(self, prefix: str, interval: Interval) -> int:
-        source = self.source(prefix)
-        bounds = np.array(sequences_of(interval, len(source)), np.int64)
-        begin, end = source.tokens_before(bounds).tolist()
-        return int(end - begin)
 
 
 @dataclass(kw_only=True)

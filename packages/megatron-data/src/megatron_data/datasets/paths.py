@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import DataError
-from ..files import read_json
+from ..files import AtomicFile, read_json
 from .split import SPLITS, SplitName
 
 
@@ -22,8 +22,8 @@ class Blend(NamedTuple):
     weights: tuple[float, ...] | None
 
 
-def parse_data_path(values: str | os.PathLike[str] | Sequence[str]) -> Blend:
-    """Read a `--data-path` list: prefixes, or weights and prefixes in turn.
+def parse_data_path(values: str | os.PathLike[str] | Sequence[str] | Blend) -> Blend:
+    """Read a `--data-path` list: prefixes, or weights and prefixes in turn; a `Blend` is one.
 
     An odd number of words is all prefixes. An even number is weight, prefix, weight, prefix … if
     every first word of a pair is a number, and all prefixes if none is.
@@ -31,6 +31,8 @@ def parse_data_path(values: str | os.PathLike[str] | Sequence[str]) -> Blend:
     Raises:
         DataError: an empty list, or numbers in some pairs only.
     """
+    if isinstance(values, Blend):
+        return values
     if isinstance(values, str | os.PathLike):
         return Blend((os.fspath(values).strip(),), None)
     words = [value.strip() for value in values]
@@ -57,6 +59,23 @@ def read_data_args(path: str | os.PathLike[str]) -> Blend:
     if not path.is_file():
         raise DataError(f"--data-args-path {path} does not exist")
     return parse_data_path(path.read_text(encoding="utf-8").split())
+
+
+def write_data_args(path: str | os.PathLike[str], blend: Blend) -> None:
+    """Write a blend as a `--data-args-path` file, a source a line.
+
+    Raises:
+        DataError: a prefix with white space, which such a file cannot hold.
+    """
+    for prefix in blend.prefixes:
+        if prefix.split() != [prefix]:
+            raise DataError(f"{prefix!r} has white space in it, which {path} cannot hold")
+    weights = [""] * len(blend.prefixes) if blend.weights is None else map(repr, blend.weights)
+    lines = zip(weights, blend.prefixes, strict=True)
+    with AtomicFile(path) as file:
+        file.write(
+            "".join(f"{weight} {prefix}".strip() + "\n" for weight, prefix in lines).encode()
+        )
 
 
 def read_per_split_data_args(path: str | os.PathLike[str]) -> dict[SplitName, Blend | None]:

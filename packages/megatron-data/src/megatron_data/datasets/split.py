@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 
 from ..errors import DataError
+from ..indexed.reader import IndexedDataset
 
 SplitName: TypeAlias = Literal["train", "valid", "test"]
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)
@@ -45,3 +46,10 @@ def sequences_of(interval: Interval, count: int) -> tuple[int, int]:
     """
     begin, end = (round(mark * float(count)) for mark in interval)
     return begin, end
+
+
+def tokens_in(dataset: IndexedDataset, interval: Interval) -> int:
+    """Tokens of the sequences in an interval."""
+    bounds = np.array(sequences_of(interval, len(dataset)), np.int64)
+    begin, end = dataset.tokens_before(bounds).tolist()
+    return int(end - begin)

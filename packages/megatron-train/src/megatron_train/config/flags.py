@@ -10,6 +10,8 @@ from megatron_train.config.values import Given, Values
 from megatron_train.errors import UsageError
 
 _PREFIX = "option:"
+_LONGEST_CHOICES = 80
+"""Columns that the choices of a flag may take behind it; more of them are told in its help."""
 
 ALIASES: dict[str, tuple[str, Any, str]] = {
     "--grad-reduce-in-bf16": (
@@ -101,6 +103,8 @@ def _add(group: Any, option: Option) -> None:
         )
         return
     metavar = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else _metavar(option)
+    if len(metavar) > _LONGEST_CHOICES:
+        metavar, text = "KIND", f"{', '.join(map(str, option.choices))}: {text}"
     group.add_argument(
         option.flag, nargs="+" if option.repeated else None, metavar=metavar, help=text, **keep
     )

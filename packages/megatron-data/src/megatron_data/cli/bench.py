@@ -1,0 +1,91 @@
+"""`megatron-data bench`."""
+
+import argparse
+import os
+from functools import partial
+from typing import Any
+
+from .._command import Parser
+from .options import INPUT_HELP, add_tokenizer_options, tokenizer_of
+from .tables import table
+
+_ADVICE = {
+    "read": "the storage or the packing of the files sets the pace: bring them nearer, or use zstd",
+    "parse": "share it out over processes: preprocess --workers",
+    "tokenize": "share it out over processes (preprocess --workers), or try --fast",
+    "write": "the place of the output sets the pace: --folder measures another one",
+}
+
+
+def add_parser(commands: Any) -> None:
+    """Declare the command."""
+    parser: Parser = commands.add_parser(
+        "bench",
+        help="measure how fast files are read and tokenized, and what bounds it",
+        description="Measure the stages of preprocess, and the reading of samples, on the first "
+        "part of a corpus.",
+    )
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help=INPUT_HELP)
+    parser.add_argument(
+        "--json-key", default="text", metavar="KEY", help="key or column that holds the text"
+    )
+    parser.add_argument(
+        "--megabytes", type=float, default=16, metavar="N", help="of the input, unpacked, to take"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="processes of the whole preprocess"
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="measure gigatoken (the extra fast), too"
+    )
+    parser.add_argument(
+        "--seq-length", type=int, default=1024, metavar="N", help="tokens of a sample"
+    )
+    parser.add_argument(
+        "--folder",
+        metavar="PATH",
+        help="where to write, in a folder that is removed; unset: "
+        "the system's place for temporary files",
+    )
+    add_tokenizer_options(parser)
+    parser.set_defaults(run=partial(run, parser))
+
+
+def run(parser: Parser, arguments: argparse.Namespace) -> int:
+    """Measure, print the table, and say what bounds it."""
+    from ..measuring import benchmark
+    from ..tokenizers.fast import fast_tokenizer
+
+    tokenizer = tokenizer_of(parser, arguments)
+    fast = fast_tokenizer(tokenizer) if arguments.fast else tokenizer
+    found = benchmark(
+        arguments.input,
+        tokenizer,
+        json_key=arguments.json_key,
+        megabytes=arguments.megabytes,
+        workers=arguments.workers,
+        others=() if fast is tokenizer else (fast,),
+        sequence_length=arguments.seq_length,
+        folder=arguments.folder,
+    )
+    whole = sum(stage.seconds for stage in found.stages)
+    rows = [
+        (
+            one.name,
+            f"{one.seconds:.3f}",
+            f"{one.seconds / whole:.1%}" if one in found.stages else "",
+            f"{one.size / 1e6 / one.seconds:,.2f}" if one.size else "",
+            f"{one.documents / one.seconds:,.0f}",
+            f"{one.tokens / one.seconds:,.0f}" if one.tokens else "",
+        )
+        for one in (*found.stages, *found.others)
+    ]
+    head = ("stage", "seconds", "of stages", "MB/s", "documents/s", "tokens/s")
+    print(table(head, rows))
+    first, (name, share) = found.stages[0], found.bound
+    print(
+        f"\n{first.documents:,} documents, {first.size / 1e6:.1f} MB, on a machine of "
+        f"{os.cpu_count()} cores; for samples, documents are samples"
+    )
+    print(f"bound by {name}, {share:.0%} of the stages: {_ADVICE[name]}")
+    return 0

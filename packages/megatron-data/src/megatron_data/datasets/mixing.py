@@ -1,0 +1,126 @@
+"""Blends by epochs or tokens, and what any blend comes to: samples and epochs of each source."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..errors import DataError
+from ..indexed.reader import IndexedDataset
+from ..order.history import BlendHistory, Change
+from .paths import Blend
+from .split import Interval, parse_split, tokens_in
+
+WHOLE: Interval = (0.0, 1.0)
+
+
+class MixedSource(NamedTuple):
+    """One source of a blend.
+
+    Attributes:
+        prefix: its `.bin/.idx` pair without suffix.
+        documents: of the whole dataset.
+        tokens: of the part that is trained on.
+        weight: as given, those of a source that is named twice together; its tokens if none were.
+        samples: how many of the samples come from it.
+        drawn: tokens of these samples.
+    """
+
+    prefix: str
+    documents: int
+    tokens: int
+    weight: float
+    samples: int
+    drawn: int
+
+    @property
+    def epochs(self) -> float:
+        """How often its tokens are read."""
+        return self.drawn / self.tokens
+
+
+def blend_by_epochs(epochs: Mapping[str, float], split: str | None = None) -> Blend:
+    """The blend in which sources are read a number of times in the same run.
+
+    Args:
+        epochs: how often each source is read, by prefix.
+        split: the `--split` that cuts off what is trained on; None for all.
+
+    Returns:
+        The blend, whose weights are the tokens to be read of each source. A run of their sum
+        divided by the sequence length, in samples, reads them.
+
+    Raises:
+        DataError: no source, one that is missing, damaged or empty, or a number that is not
+            positive.
+    """
+    interval = _training(split)
+    wanted = {
+        prefix: round(_positive(prefix, times, "epochs") * _size(prefix, interval)[1])
+        for prefix, times in epochs.items()
+    }
+    return blend_by_tokens(wanted)
+
+
+def blend_by_tokens(tokens: Mapping[str, int]) -> Blend:
+    """The blend in which so many tokens of each source are read, by prefix.
+
+    Raises:
+        DataError: no source, or a number that is not positive.
+    """
+    if not tokens:
+        raise DataError("a blend of no source; name at least one")
+    for prefix, count in tokens.items():
+        _positive(prefix, count, "tokens")
+    return Blend(tuple(tokens), tuple(tokens.values()))
+
+
+def mix(
+    blend: Blend, num_samples: int, sequence_length: int, split: str | None = None
+) -> list[MixedSource]:
+    """What a run draws from each source of a blend; the counts are those of the stateless order.
+
+    Args:
+        blend: as `parse_data_path`, `blend_by_epochs` or `blend_by_tokens` give it.
+        num_samples: samples of the run.
+        sequence_length: tokens of a sample.
+        split: the `--split` that cuts off what is trained on; None for all.
+
+    Raises:
+        DataError: a source that is missing, damaged or empty, or weights that are not positive.
+    """
+    if num_samples < 1 or sequence_length < 1:
+        raise DataError(
+            f"{num_samples} samples of {sequence_length} tokens; give at least 1 of each"
+        )
+    interval = _training(split)
+    sizes = {prefix: _size(prefix, interval) for prefix in blend.prefixes}
+    weights: dict[str, float] = {}
+    given = blend.weights or [sizes[prefix][1] for prefix in blend.prefixes]
+    for prefix, weight in zip(blend.prefixes, given, strict=True):
+        weights[prefix] = weights.get(prefix, 0) + weight
+    history = BlendHistory([Change(0, weights)], num_samples)
+    return [
+        MixedSource(prefix, *sizes[prefix], weights[prefix], count, count * sequence_length)
+        for prefix, count in zip(history.sources, history.counts(), strict=True)
+    ]
+
+
+def _training(split: str | None) -> Interval:
+    interval = WHOLE if split is None else parse_split(split)[0]
+    if interval is None:
+        raise DataError(f"split {split!r} leaves nothing to train on")
+    return interval
+
+
+def _size(prefix: str, interval: Interval) -> tuple[int, int]:
+    """Documents of a dataset, and tokens of the part that is trained on."""
+    with IndexedDataset(prefix) as dataset:
+        documents, tokens = dataset.documents, tokens_in(dataset, interval)
+    if not tokens:
+        raise DataError(f"{prefix} holds no token to train on")
+    return documents, tokens
+
+
+def _positive(prefix: str, value: float, what: str) -> float:
+    if not 0 < value < float("inf"):
+        raise DataError(f"{value} {what} of {prefix}; give a positive number")
+    return value

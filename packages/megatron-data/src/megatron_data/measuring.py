@@ -1,0 +1,182 @@
+"""How fast a corpus is read and tokenized, stage by stage, on the user's own files."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .datasets.build import build_gpt_datasets
+from .errors import DataError
+from .indexed.builder import IndexedDatasetBuilder
+from .indexed.format import choose_dtype
+from .preprocessing.pipeline import preprocess
+from .sources.opening import open_sources
+from .sources.protocol import Fault
+from .tokenizers.protocol import Tokenizer
+
+STAGES = ("read", "parse", "tokenize", "write")
+"""What `preprocess` does with every document, one after the other in a process."""
+
+_AT_ONCE = 1 << 20  # characters that a tokenizer is given together, as in preprocess
+_SAMPLES = 2000
+
+
+class Measured(NamedTuple):
+    """One stage.
+
+    Attributes:
+        name: one of `STAGES`, or what was measured beside them.
+        seconds: that it took.
+        size: bytes of the sources, unpacked, that it worked on; 0 for samples of the dataset.
+        documents: of these, or samples.
+        tokens: that came of them; 0 where there are none yet.
+    """
+
+    name: str
+    seconds: float
+    size: int
+    documents: int
+    tokens: int = 0
+
+
+class Benchmark(NamedTuple):
+    """What was measured.
+
+    Attributes:
+        stages: `STAGES` in their order.
+        others: the whole of `preprocess`, other tokenizers, and the samples of the dataset.
+    """
+
+    stages: tuple[Measured, ...]
+    others: tuple[Measured, ...]
+
+    @property
+    def bound(self) -> tuple[str, float]:
+        """The stage that takes longest, and its share of the time of all of them."""
+        slowest = max(self.stages, key=lambda stage: stage.seconds)
+        return slowest.name, slowest.seconds / max(sum(s.seconds for s in self.stages), 1e-9)
+
+
+def benchmark(
+    inputs: Sequence[str | os.PathLike[str]],
+    tokenizer: Tokenizer,
+    *,
+    json_key: str = "text",
+    megabytes: float = 16,
+    workers: int = 1,
+    others: Sequence[Tokenizer] = (),
+    sequence_length: int = 1024,
+    folder: str | os.PathLike[str] | None = None,
+) -> Benchmark:
+    """Measure the stages of `preprocess`, and of reading samples, on the first part of a corpus.
+
+    Args:
+        inputs: as for `preprocess`.
+        tokenizer: which encodes, in the threads of its library.
+        json_key: key or column that holds the text.
+        megabytes: of the sources, unpacked, after which it stops.
+        workers: processes of the `preprocess` that is measured as a whole.
+        others: tokenizers to measure beside it, such as a `FastTokenizer`.
+        sequence_length: tokens of the samples that are read.
+        folder: where a temporary folder is made for what is written; None for the system's.
+
+    Raises:
+        DataError: an input that is missing or cannot be read, or holds no token.
+    """
+    texts, stages = _read(inputs, json_key, int(megabytes * 1e6))
+    size, documents = stages[0].size, len(texts)
+    tokens, seconds = _tokenize(tokenizer, texts)
+    count = sum(map(len, tokens))
+    if not count:
+        raise DataError(f"the first {size:,} bytes of the input give no token")
+    stages.append(Measured("tokenize", seconds, size, documents, count))
+    extra = []
+    for other in others:
+        made, seconds = _tokenize(other, texts)
+        name = f"tokenize, {type(other).__name__}"
+        extra.append(Measured(name, seconds, size, documents, sum(map(len, made))))
+    with TemporaryDirectory(dir=folder) as scratch:
+        started = perf_counter()
+        with IndexedDatasetBuilder(Path(scratch, "d"), choose_dtype(tokenizer.vocab_size)) as out:
+            for ids in tokens:
+                out.add_document(ids, [len(ids)] if len(ids) else [])
+            out.finalize()
+        stages.append(Measured("write", perf_counter() - started, size, documents, count))
+        lines = Path(scratch, "lines.jsonl")
+        with lines.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+        (whole,) = preprocess([lines], Path(scratch, "p"), tokenizer, workers=workers)
+        name = f"preprocess, {workers} process{'es' if workers > 1 else ''}"
+        extra.append(Measured(name, whole.seconds, size, documents, count))
+        extra += _samples(str(Path(scratch, "d")), sequence_length)
+    return Benchmark(tuple(stages), tuple(extra))
+
+
+def _read(
+    inputs: Sequence[str | os.PathLike[str]], key: str, limit: int
+) -> tuple[list[str], list[Measured]]:
+    """Texts of the first `limit` bytes, and the times of reading and of parsing them."""
+    texts: list[str] = []
+    size, reading, parsing = 0, 0.0, 0.0
+    chunks = (chunk for source in open_sources(inputs, (key,)) for chunk in source.chunks())
+    while size < limit:
+        started = perf_counter()
+        chunk = next(chunks, None)
+        reading += perf_counter() - started
+        if chunk is None:
+            break
+        started = perf_counter()
+        items = list(chunk.items((key,), None))
+        parsing += perf_counter() - started
+        for item in items:
+            if isinstance(item, Fault):
+                raise DataError(str(item))
+            size += item.size
+            texts.append(" ".join(item.texts[0]))
+    times = zip(STAGES, (reading, parsing), strict=False)
+    return texts, [Measured(name, seconds, size, len(texts)) for name, seconds in times]
+
+
+def _tokenize(tokenizer: Tokenizer, texts: list[str]) -> tuple[list[NDArray[Any]], float]:
+    """The tokens of texts as arrays, and the seconds that they took."""
+    dtype = choose_dtype(tokenizer.vocab_size)
+    started = perf_counter()
+    tokens = [
+        np.asarray(ids, dtype) for some in _batches(texts) for ids in tokenizer.encode_batch(some)
+    ]
+    return tokens, perf_counter() - started
+
+
+def _batches(texts: list[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= _AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _samples(prefix: str, sequence_length: int) -> list[Measured]:
+    """The reading of samples of a dataset in a random order; none if it is too short for one."""
+    try:
+        train, *_ = build_gpt_datasets(prefix, "1,0,0", sequence_length=sequence_length)
+    except DataError:
+        return []
+    if not train:
+        return []
+    numbers = [number % len(train) for number in range(_SAMPLES)]
+    started = perf_counter()
+    for number in numbers:
+        train[number]
+    seconds = perf_counter() - started
+    return [Measured("samples", seconds, 0, _SAMPLES, _SAMPLES * sequence_length)]

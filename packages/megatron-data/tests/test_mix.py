@@ -1,0 +1,123 @@
+"""Blends by weight, epochs and tokens: what the table says is what a run draws."""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from megatron_data import (
+    Blend,
+    DataError,
+    blend_by_epochs,
+    blend_by_tokens,
+    build_gpt_datasets,
+    mix,
+    read_data_args,
+    write_data_args,
+)
+from megatron_data.cli.main import main
+
+WriteDataset = Callable[..., str]
+
+
+@pytest.fixture
+def sources(write_dataset: WriteDataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`a` of 100 documents and 1,000 tokens, `b` of 20 documents and 300 tokens."""
+    monkeypatch.chdir(tmp_path)
+    write_dataset([[n % 7 + 1] * 10 for n in range(100)], "a")
+    write_dataset([[n % 5 + 9] * 15 for n in range(20)], "b")
+
+
+@pytest.mark.usefixtures("sources")
+def test_the_counts_are_those_that_a_run_draws() -> None:
+    for blend in (
+        Blend(("a", "b"), (0.7, 0.3)),
+        Blend(("a", "b"), None),
+        Blend(("a", "b", "a"), (0.1, 0.5, 0.4)),
+        blend_by_epochs({"a": 1, "b": 2.5}),
+    ):
+        train, *_ = build_gpt_datasets(blend, "1,0,0", (173, 0, 0), 8)
+        drawn = Counter(int(train[number]["dataset_ids"]) for number in range(173))
+        mixed = mix(blend, 173, 8)
+        assert [source.samples for source in mixed] == [drawn[0], drawn[1]]
+        assert [source.prefix for source in mixed] == ["a", "b"]
+        assert [source.tokens for source in mixed] == [1000, 300]
+
+
+@pytest.mark.usefixtures("sources")
+def test_epochs_and_tokens_become_what_was_asked_for() -> None:
+    blend = blend_by_epochs({"a": 2, "b": 5})
+    assert blend == Blend(("a", "b"), (2000, 1500))
+    a, b = mix(blend, 3500 // 10, 10)
+    assert (a.drawn, b.drawn, a.epochs, b.epochs) == (2000, 1500, 2, 5)
+    half = blend_by_epochs({"a": 1, "b": 1}, split="1,1,0")
+    assert half.weights == (500, 150)
+    assert [source.tokens for source in mix(half, 10, 10, "1,1,0")] == [500, 150]
+    a, b = mix(blend_by_tokens({"a": 600, "b": 900}), 150, 10)
+    assert (a.drawn, b.drawn, b.epochs) == (600, 900, 3)
+
+
+@pytest.mark.usefixtures("sources")
+@pytest.mark.parametrize("weights", [None, (0.1, 0.2), (1234567890123456, 1)])
+def test_a_written_blend_is_read_again(weights: tuple[float, ...] | None) -> None:
+    blend = Blend(("a", "b"), weights)
+    write_data_args("blend.txt", blend)
+    assert read_data_args("blend.txt") == blend
+
+
+@pytest.mark.usefixtures("sources")
+def test_what_cannot_be_mixed_is_told(write_dataset: WriteDataset) -> None:
+    write_dataset([[]], "empty")
+    with pytest.raises(DataError, match="empty holds no token to train on"):
+        mix(Blend(("a", "empty"), None), 10, 8)
+    with pytest.raises(DataError, match="0 epochs of a; give a positive number"):
+        blend_by_epochs({"a": 0})
+    with pytest.raises(DataError, match="a blend of no source"):
+        blend_by_tokens({})
+    with pytest.raises(DataError, match="0 samples of 8 tokens"):
+        mix(Blend(("a",), None), 0, 8)
+    with pytest.raises(DataError, match="'0,1,0' leaves nothing to train on"):
+        mix(Blend(("a",), None), 1, 8, "0,1,0")
+    with pytest.raises(DataError, match="'a b' has white space in it, which list cannot hold"):
+        write_data_args("list", Blend(("a b",), None))
+
+
+@pytest.mark.usefixtures("sources")
+def test_the_command_prints_a_table_and_writes_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--epochs", "2", "5", "--seq-length", "10", "--output", "blend.txt"]
+    assert main(["mix", "a", "b", *words]) == 0
+    assert capsys.readouterr().out == (
+        "source  documents  tokens   share  samples  drawn  epochs\n"
+        "a             100   1,000  57.14%      200  2,000    2.00\n"
+        "b              20     300  42.86%      150  1,500    5.00\n"
+        "350 samples of 10 tokens: 3,500 tokens\n"
+        "blend.txt: for --data-args-path\n"
+    )
+    assert Path("blend.txt").read_text() == "2000 a\n1500 b\n"
+    again = ["--data-args-path", "blend.txt", "--samples", "350", "--seq-length", "10"]
+    assert main(["mix", *again]) == 0
+    assert "350 samples" in capsys.readouterr().out
+    assert main(["mix", "a", "b", "--tokens", "6e2", "9e2", "--seq-length", "10"]) == 0
+    assert "150 samples of 10 tokens: 1,500 tokens" in capsys.readouterr().out
+    assert main(["mix", "0.5", "a", "0.5", "b", "--seq-length", "10"]) == 0
+    assert "130 samples of 10 tokens: 1,300 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("sources")
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        ([], 2, "PREFIX or --data-args-path FILE is needed"),
+        (["a", "--data-args-path", "x"], 2, "one of the two"),
+        (["a", "b", "--epochs", "1"], 2, "--epochs has 1 numbers for 2 prefixes"),
+        (["1", "a", "--epochs", "1"], 2, "weights, --epochs and --tokens exclude each other"),
+        (["a", "--tokens", "1", "--epochs", "1"], 2, "exclude each other"),
+        (["a", "a", "b", "--tokens", "1", "2", "3"], 2, "a prefix is named twice"),
+        (["nowhere"], 1, "nowhere"),
+    ],
+)
+def test_a_wrong_command_is_told(
+    words: list[str], status: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["mix", *words]) == status
+    assert told in capsys.readouterr().err
