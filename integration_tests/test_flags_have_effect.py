@@ -81,6 +81,13 @@ FULL: Words = {
     "--recompute-method": "uniform",
     "--recompute-num-layers": "1",
 }
+FIM: Words = {
+    "--fim-data": "",
+    "--fim-prefix-token": "a",
+    "--fim-middle-token": "b",
+    "--fim-suffix-token": "c",
+}
+FILES: Words = {**FIM, "--fim-split-sample": "#"}
 COMPAT: Words = {"--sample-order": "compat"}
 ROOM = "--max-seqlen-per-dp-cp-rank"
 POOL: Words = {
@@ -148,16 +155,25 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "data.vocab_file": (GPT2, {"--vocab-file": "another"}),
     "data.merge_file": (GPT2, {"--merge-file": "another"}),
     "data.vocab_extra_ids": (BERT, {"--vocab-extra-ids": "200"}),
-    "data.tokenizer_special_tokens": (GPT2, {"--tokenizer-special-tokens": "<fim_prefix>"}),
     "data.tiktoken_pattern": (TIKTOKEN, {"--tiktoken-pattern": "v1"}),
     "data.tiktoken_num_special_tokens": (TIKTOKEN, {"--tiktoken-num-special-tokens": "200"}),
+    "data.tokenizer_special_tokens": (GPT2, {"--tokenizer-special-tokens": "<fim_prefix>"}),
     "data.reset_position_ids": ({}, {"--reset-position-ids": ""}),
     "data.reset_attention_mask": ({}, {"--reset-attention-mask": ""}),
     "data.eod_mask_loss": ({}, {"--eod-mask-loss": ""}),
+    "data.fim_data": ({}, FIM),
     "data.sample_order": ({}, COMPAT),
     "data.data_path_changes": ({}, {"--data-path-changes": "changes"}),
     "data.data_cache_path": (COMPAT, {"--data-cache-path": "cache"}),
     "data.broadcast_batches": ({}, {"--broadcast-batches": ""}),
+    "fim.rate": (FIM, {"--fim-rate": "1"}),
+    "fim.spm_rate": (FIM, {"--fim-spm-rate": "1"}),
+    "fim.split_sample": (FIM, {"--fim-split-sample": "#"}),
+    "fim.fragment_rate": (FILES, {"--fim-fragment-rate": "0"}),
+    "fim.no_prefix": ({**FIM, "--fim-rate": "1"}, {"--fim-no-prefix": "!"}),
+    "fim.prefix_token": (FIM, {"--fim-prefix-token": "d"}),
+    "fim.middle_token": (FIM, {"--fim-middle-token": "d"}),
+    "fim.suffix_token": (FIM, {"--fim-suffix-token": "d"}),
     "training.micro_batch_size": ({}, {"--micro-batch-size": "1"}),
     "training.train_iters": ({"--lr-decay-iters": "8"}, {"--train-iters": "3"}),
     "training.train_samples": (SAMPLES, {"--train-samples": "12"}),

@@ -228,6 +228,23 @@ def test_sequences_that_ranks_cannot_share_are_refused(flags, ranks, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--fim-data", "--fim-data needs a tokenizer"),
+        ("--fim-spm-rate 0.1", "--fim-spm-rate needs --fim-data; give both, or leave it out"),
+        (
+            "--tokenizer-model bytes --fim-data --fim-fragment-rate 1",
+            "--fim-fragment-rate is about what --fim-split-sample tells apart",
+        ),
+    ],
+)
+def test_options_of_filling_in_the_middle_that_do_nothing_are_refused(flags, message):
+    with pytest.raises(TrainError) as caught:
+        parse(f"{MINIMAL} {flags}")
+    assert message in str(caught.value)
+
+
 POOL = (
     "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 8 --tokenizer-model bytes "
     "--reset-attention-mask "

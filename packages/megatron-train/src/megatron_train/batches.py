@@ -14,6 +14,7 @@ from megatron_data import (
     DataError,
     Dataset,
     EmptySplitError,
+    FillInTheMiddle,
     SequentialSampler,
     Tokenizer,
     build_gpt_datasets,
@@ -82,6 +83,7 @@ class GPTBatches:
             reset_position_ids=data.reset_position_ids,
             reset_attention_mask=data.reset_attention_mask,
             eod_mask_loss=data.eod_mask_loss,
+            infill=_infill(config, tokenizer),
             cache=data.data_cache_path,
         )
         changes = read_data_path_changes(data.data_path_changes) if data.data_path_changes else ()
@@ -158,6 +160,13 @@ class GPTBatches:
                 "train with the tokenizer that the corpus was made with"
             )
         return batch
+
+
+def _infill(config: RunConfig, tokenizer: Tokenizer | None) -> FillInTheMiddle | None:
+    """What takes documents apart, with the draws of the run's seed."""
+    if not config.data.fim_data or tokenizer is None:
+        return None
+    return FillInTheMiddle(config.fim, tokenizer, config.training.seed)
 
 
 def _require(dataset: Dataset | None, purpose: str) -> Dataset:

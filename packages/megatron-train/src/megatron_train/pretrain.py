@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -217,6 +217,8 @@ def data_order(config: RunConfig) -> dict[str, Any]:
     }
     if data.sample_order == "compat":  # drawn for all samples of a run at once
         order["samples"] = config.train_samples
+    if data.fim_data:
+        order["fim"] = asdict(config.fim)
     if data.data_path_changes:
         order["changes"] = [
             list(change) for change in read_data_path_changes(data.data_path_changes)

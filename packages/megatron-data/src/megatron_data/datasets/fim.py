@@ -10,7 +10,7 @@ and the second variant of SPM, with the options of Megatron's `--fim-data`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,9 +71,10 @@ class FIMConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("rate", "spm_rate", "fragment_rate"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise DataError(f"{name} {getattr(self, name)}; give one from 0 to 1")
+        for given in fields(self):
+            rate = getattr(self, given.name)
+            if isinstance(rate, float | int) and not 0 <= rate <= 1:
+                raise DataError(f"{given.metadata['flag']} {rate} is no share; give 0 to 1")
 
 
 class FillInTheMiddle:

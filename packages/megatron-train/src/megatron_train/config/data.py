@@ -83,6 +83,11 @@ class DataConfig:
     reset_position_ids: bool = setting(False, "restart positions after each document")
     reset_attention_mask: bool = setting(False, "attend within a document only")
     eod_mask_loss: bool = setting(False, "no loss where the input is the end-of-document token")
+    fim_data: bool = setting(
+        False,
+        "take documents apart, by --fim-rate, so that a model learns to fill in the middle; the "
+        "tokenizer needs the tokens that name the parts (--tokenizer-special-tokens)",
+    )
     sample_order: Literal["stateless", "packed", "compat"] = setting(
         "stateless",
         "which tokens make up which sample: stateless computes every sample from its number, so "

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from megatron_data import FIMConfig
 from megatron_models import GPTConfig
 from megatron_optim import (
     LearningRateSchedule,
@@ -42,6 +43,7 @@ Section = TypeVar("Section")
 SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "model": ("model", GPTConfig),
     "data": ("data", DataConfig),
+    "fim": ("filling in the middle", FIMConfig),
     "training": ("training", TrainingConfig),
     "optimizer": ("optimizer", OptimizerConfig),
     "schedule": ("learning-rate schedule", ScheduleConfig),
@@ -71,6 +73,7 @@ class RunConfig:
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     layout: ParallelLayout = dataclasses.field(default_factory=ParallelLayout)
+    fim: FIMConfig = dataclasses.field(default_factory=FIMConfig)
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     data_parallel: DataParallelConfig = dataclasses.field(default_factory=DataParallelConfig)
     recompute: Recompute = dataclasses.field(default_factory=Recompute)
@@ -87,6 +90,7 @@ class RunConfig:
                 f"--seq-length {self.data.seq_length} exceeds --max-position-embeddings "
                 f"{self.model.max_position_embeddings}; shorten the one or raise the other"
             )
+        self._check_fim()
         self.batch_sizes.check(self.training.micro_batch_size, self.data_parallel_size)
         self._check_layout()
         if self.train_iters == 0:
@@ -96,6 +100,26 @@ class RunConfig:
             )
         self._check_evaluation()
         self._check_schedules()
+
+    def _check_fim(self) -> None:
+        """Refuse options of filling in the middle where nothing is, or without a tokenizer."""
+        if self.data.fim_data and self.data.tokenizer is None:
+            raise TrainError(
+                "--fim-data needs a tokenizer, which makes tokens of the parts of a text; give "
+                "--tokenizer-model"
+            )
+        given = [
+            option.flag
+            for option in options_of(FIMConfig, "fim")
+            if getattr(self.fim, option.name) != option.default
+        ]
+        if given and not self.data.fim_data:
+            raise TrainError(f"{given[0]} needs --fim-data; give both, or leave it out")
+        if self.fim.fragment_rate != FIMConfig.fragment_rate and not self.fim.split_sample:
+            raise TrainError(
+                "--fim-fragment-rate is about what --fim-split-sample tells apart; give both, or "
+                "leave it out"
+            )
 
     def _check_layout(self) -> None:
         """Refuse what the layout cannot do with this model, sequence and batch."""
