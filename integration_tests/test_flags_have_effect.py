@@ -165,6 +165,10 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "data.sample_order": ({}, COMPAT),
     "data.data_path_changes": ({}, {"--data-path-changes": "changes"}),
     "data.data_cache_path": (COMPAT, {"--data-cache-path": "cache"}),
+    "data.object_storage_cache_path": (
+        {"--data-path": "local://text"},
+        {"--object-storage-cache-path": "storage"},
+    ),
     "data.broadcast_batches": ({}, {"--broadcast-batches": ""}),
     "fim.rate": (FIM, {"--fim-rate": "1"}),
     "fim.spm_rate": (FIM, {"--fim-spm-rate": "1"}),

@@ -87,6 +87,7 @@ from .preprocessing.tracing import Traced as Traced
 from .preprocessing.tracing import trace as trace
 from .samplers import SequentialSampler as SequentialSampler
 from .samplers import ShuffledSampler as ShuffledSampler
+from .sources.block_cache import StorageCache as StorageCache
 from .sources.opening import read_texts as read_texts
 from .tokenizers.chat import PROMPT_FORMATS as PROMPT_FORMATS
 from .tokenizers.chat import ChatTemplate as ChatTemplate

@@ -16,6 +16,7 @@ from megatron_data import (
     EmptySplitError,
     FillInTheMiddle,
     SequentialSampler,
+    StorageCache,
     Tokenizer,
     build_gpt_datasets,
     read_data_path_changes,
@@ -85,6 +86,7 @@ class GPTBatches:
             eod_mask_loss=data.eod_mask_loss,
             infill=_infill(config, tokenizer),
             cache=data.data_cache_path,
+            storage=StorageCache(folder) if (folder := data.object_storage_cache_path) else None,
         )
         changes = read_data_path_changes(data.data_path_changes) if data.data_path_changes else ()
         self._train = _require(

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from ..errors import DataError
+from ..sources.block_cache import StorageCache
 from .batches import Dataset
 from .builders import (
     Builder,
@@ -55,6 +56,7 @@ def build_gpt_datasets(
     drop_last_partial_validation: bool = True,
     surplus: float = 0.005,
     cache: str | os.PathLike[str] | None = None,
+    storage: StorageCache | None = None,
 ) -> Datasets:
     """Build the three datasets of a run.
 
@@ -86,6 +88,7 @@ def build_gpt_datasets(
         surplus: share of samples that each dataset of a weighted blend holds in reserve; "compat"
             only.
         cache: folder for built indices, or None to build them each time; "compat" only.
+        storage: cache for what is read of prefixes that are URLs.
 
     Raises:
         EmptySplitError: a split without tokens.
@@ -112,6 +115,7 @@ def build_gpt_datasets(
         builder = CompatBuilder(
             config=config,
             seed=seed,
+            storage=storage,
             drop_last_partial_validation=drop_last_partial_validation,
             infill=infill,
             surplus=surplus,
@@ -123,6 +127,7 @@ def build_gpt_datasets(
         builder = kind(
             config=config,
             seed=seed,
+            storage=storage,
             drop_last_partial_validation=drop_last_partial_validation,
             infill=infill,
             changes=changes,

@@ -21,6 +21,7 @@ from ..order.packing import PackedOrder
 from ..order.permutation import mixed
 from ..order.spans import SampleOrder
 from ..order.stateless import CountedLengths, SequenceTable, StatelessOrder
+from ..sources.block_cache import StorageCache
 from .batches import Dataset
 from .blended import BlendedDataset
 from .fim import FillInTheMiddle
@@ -51,15 +52,17 @@ class Builder(ABC):
 
     Attributes:
         seed: of the order.
+        storage: cache for datasets in object storage.
     """
 
     seed: int
+    storage: StorageCache | None = None
     _opened: dict[str, IndexedDataset] = field(default_factory=dict, init=False)
 
     def source(self, prefix: str) -> IndexedDataset:
         """Return the dataset at a prefix."""
         if prefix not in self._opened:
-            self._opened[prefix] = IndexedDataset(prefix)
+            self._opened[prefix] = IndexedDataset(prefix, self.storage)
         return self._opened[prefix]
 
     @abstractmethod

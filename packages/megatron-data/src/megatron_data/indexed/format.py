@@ -89,7 +89,7 @@ class Header:
         return HEADER.pack(MAGIC, VERSION, code, self.sequences, self.bounds)
 
     @classmethod
-    def unpack(cls, data: bytes, path: Path) -> "Header":
+    def unpack(cls, data: bytes, path: Path | str) -> "Header":
         """Read a header, naming `path` in the error if it is not one.
 
         Raises:

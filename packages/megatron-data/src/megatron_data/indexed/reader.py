@@ -1,8 +1,6 @@
-"""Reading an indexed dataset through a memory map."""
+"""Reading an indexed dataset, through a memory map or from object storage."""
 
-import mmap
 import os
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,7 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
-from .format import HEADER, Header, TokenType, bin_path, idx_path
+from ..sources.block_cache import StorageCache
+from .format import HEADER, Header, TokenType
+from .pair import Pair, open_pair
 
 
 class IndexedDataset:
@@ -20,21 +20,25 @@ class IndexedDataset:
     copied, and the map lives until the dataset is closed and the last view is gone.
 
     Args:
-        prefix: path of the pair without `.bin` or `.idx`.
+        prefix: path of the pair without `.bin` or `.idx`, or a URL that fsspec opens. Of a URL the
+            index is fetched whole, tokens are read in blocks through a cache.
+        storage: the cache for a URL.
 
     Raises:
-        DataError: a file is missing or empty, damaged, or the two do not belong together.
+        DataError: a file is missing or empty, damaged, or the two do not belong together; a URL
+            without a cache, or one that cannot be read.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], storage: StorageCache | None = None) -> None:
         self.prefix = os.fspath(prefix)
-        index, data = _existing_pair(self.prefix)
-        buffer = _map(index)
-        header = Header.unpack(bytes(buffer[: HEADER.size]), index)
-        multimodal = _is_multimodal(header, len(buffer), index)
+        self._storage = storage
+        self._closed = False
+        files = open_pair(self.prefix, storage)
+        buffer = files.idx_bytes
+        header = Header.unpack(bytes(buffer[: HEADER.size]), files.idx)
+        multimodal = _is_multimodal(header, len(buffer), files.idx)
         self._dtype = header.dtype
         self._itemsize = header.dtype.itemsize
-        self._closed = False
 
         offset = HEADER.size
         self._lengths = np.frombuffer(buffer, "<i4", header.sequences, offset)
@@ -44,27 +48,24 @@ class IndexedDataset:
         self._bounds = np.frombuffer(buffer, "<i8", header.bounds, offset)
         offset += self._bounds.nbytes
         self._modes = np.frombuffer(buffer, "i1", header.sequences, offset) if multimodal else None
-        self._check_ends(index, data)
-        size = data.stat().st_size
-        self._tokens: NDArray[Any] = np.frombuffer(
-            _map(data), header.dtype, size // header.dtype.itemsize
-        )
+        self._check_ends(files)
+        self._tokens = files.tokens(header.dtype)
 
-    def _check_ends(self, index: Path, data: Path) -> None:
+    def _check_ends(self, files: Pair) -> None:
         """The cheap checks of opening; `check` does the thorough ones."""
         if len(self._bounds) == 0 or self._bounds[0] != 0 or self._bounds[-1] != len(self):
             raise DataError(
-                f"{index} is damaged: its document bounds do not run from 0 to {len(self)}; "
+                f"{files.idx} is damaged: its document bounds do not run from 0 to {len(self)}; "
                 "preprocess the text again"
             )
         expected = 0
         if len(self):
             expected = int(self._pointers[-1]) + int(self._lengths[-1]) * self._dtype.itemsize
-        actual = data.stat().st_size
-        if actual != expected:
+        if files.size != expected:
             raise DataError(
-                f"{index} does not match {data}: the index describes {expected:,} bytes, "
-                f"the .bin has {actual:,}; one of them is cut short or belongs to another dataset"
+                f"{files.idx} does not match {files.data}: the index describes {expected:,} "
+                f"bytes, the .bin has {files.size:,}; one of them is cut short or belongs to "
+                "another dataset"
             )
 
     @property
@@ -99,8 +100,15 @@ class IndexedDataset:
 
     @property
     def tokens(self) -> NDArray[Any]:
-        """All tokens in the order of the file."""
-        return self._open(self._tokens)
+        """All tokens in the order of the file.
+
+        Raises:
+            DataError: the dataset is closed, or lies in object storage.
+        """
+        tokens = self._tokens
+        if not isinstance(tokens, np.ndarray):
+            raise DataError(f"{self.prefix} is read in parts; copy it here to read it as a whole")
+        return self._open(tokens)
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -150,7 +158,7 @@ class IndexedDataset:
         document %= self.documents
         first, last = int(self._bounds[document]), int(self._bounds[document + 1])
         if first == last:
-            return self._open(self._tokens)[:0]
+            return self._open(np.empty(0, self._dtype))
         length = int(self._lengths[first:last].sum(dtype=np.int64))
         return self._slice(int(self._pointers[first]), 0, length)
 
@@ -185,7 +193,8 @@ class IndexedDataset:
         start += offset
         tokens = self._tokens[start : start + length]
         if len(tokens) != length or inside or pointer < 0:
-            size = self._open(self._tokens).nbytes
+            self._open(self._lengths)
+            size = self._tokens.nbytes
             raise DataError(
                 f"{self.prefix}.idx is damaged: it points to byte {pointer:,} of a .bin of "
                 f"{size:,} bytes; run `megatron-data verify {self.prefix}`"
@@ -204,7 +213,7 @@ class IndexedDataset:
         self._pointers = self._pointers[:0].copy()
         self._bounds = np.zeros(1, np.int64)
         self._modes = None
-        self._tokens = self._tokens[:0].copy()
+        self._tokens = np.empty(0, self._dtype)
 
     def __enter__(self) -> Self:
         return self
@@ -217,23 +226,16 @@ class IndexedDataset:
     ) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str]]:
+    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, StorageCache | None]]:
         """Loader processes open the files anew."""
-        return type(self), (self.prefix,)
+        return type(self), (self.prefix, self._storage)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self):,} sequences, {self._dtype}"
         return f"IndexedDataset({self.prefix!r}: {state})"
 
 
-def _map(path: Path) -> mmap.mmap | bytes:
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return b""  # an empty file cannot be mapped
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _is_multimodal(header: Header, size: int, index: Path) -> bool:
+def _is_multimodal(header: Header, size: int, index: str) -> bool:
     """Whether the index holds modes, which only its size tells."""
     plain, multimodal = header.index_bytes(False), header.index_bytes(True)
     if size not in (plain, multimodal):
@@ -242,18 +244,3 @@ def _is_multimodal(header: Header, size: int, index: Path) -> bool:
             f"{header.bounds:,} document bounds) asks for {plain:,}; it is damaged or cut short"
         )
     return size != plain
-
-
-def _existing_pair(prefix: str) -> tuple[Path, Path]:
-    index, data = idx_path(prefix), bin_path(prefix)
-    missing = [path for path in (index, data) if not path.is_file()]
-    if not missing:
-        return index, data
-    hint = "preprocess the text first"
-    if prefix.endswith((".bin", ".idx")):
-        hint = f"give the prefix without {prefix[-4:]}: {prefix[:-4]}"
-    elif len(missing) == 1:
-        hint = "the other one is there: the copy or the preprocessing was cut short"
-    elif idx_path(f"{prefix}_text_document").is_file():
-        hint = f"did you mean {prefix}_text_document?"
-    raise DataError(f"no dataset at {prefix}: {' and '.join(map(str, missing))} missing; {hint}")

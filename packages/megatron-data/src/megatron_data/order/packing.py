@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, EmptySplitError
+from ..recent import Recent
 from .permutation import Permutation, mixed
-from .recent import Recent
 from .spans import Span, check_order
 
 _MOST_CAPACITY = 1 << 16

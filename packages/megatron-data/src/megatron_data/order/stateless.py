@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, EmptySplitError
+from ..recent import Recent
 from .permutation import Permutation, mixed, shuffled
-from .recent import Recent
 from .spans import Span, check_order
 
 BLOCK = 4096

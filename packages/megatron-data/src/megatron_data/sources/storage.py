@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from ..errors import DataError
 
 _MAGIC = frozenset("*?[")
+_VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "created")
 
 
 class Stat(NamedTuple):
@@ -74,7 +75,7 @@ def stat(path: str) -> Stat:
         raise DataError(missing) from None
     if info.get("type") == "directory":
         raise DataError(missing)
-    tags = (info.get(name) for name in ("ETag", "etag", "md5Hash", "mtime", "LastModified"))
+    tags = (info.get(name) for name in _VERSIONS)
     return Stat(int(info["size"] or 0), str(next(filter(None, tags), "")))
 
 
@@ -84,6 +85,15 @@ def open_file(path: str) -> BinaryIO:
         return Path(path).open("rb")
     system, inner = _file_system(path)
     return cast(BinaryIO, system.open(inner, "rb"))
+
+
+def read_range(url: str, begin: int, end: int) -> bytes:
+    """Return bytes of a file at a URL, fewer where it ends or the transfer does.
+
+    Whatever goes wrong is raised as fsspec's file system raises it.
+    """
+    system, inner = _file_system(url)
+    return bytes(system.cat_file(inner, start=begin, end=end))
 
 
 def files_below(folder: str) -> list[str]:

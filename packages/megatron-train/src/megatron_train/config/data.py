@@ -105,6 +105,13 @@ class DataConfig:
         "folder that keeps built sample indices of --sample-order compat for the next start",
         unit="path",
     )
+    object_storage_cache_path: str | None = setting(
+        None,
+        "folder on a local disk that keeps what is read of corpora at URLs (s3://, gs://, hf://): "
+        "indices whole, tokens in blocks, of which those used longest ago are removed beyond 64 "
+        "GiB; the ranks of a machine share it",
+        unit="path",
+    )
     broadcast_batches: bool = setting(
         False,
         "let one rank of each copy of the model open the corpus and send its micro-batches to the "

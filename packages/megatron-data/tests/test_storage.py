@@ -1,0 +1,220 @@
+"""Datasets in object storage: the same samples, a bounded cache, broken transfers."""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron_data import DataError, IndexedDataset, StorageCache, build_gpt_datasets
+from megatron_data.sources import block_cache
+
+fsspec = pytest.importorskip("fsspec", reason="URLs are an extra of this package")
+
+Write = Callable[..., str]
+DOCUMENTS = [[i + j for j in range(3 + i % 17)] for i in range(60)]
+
+
+@pytest.fixture
+def remote(write_dataset: Write, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
+    """A dataset on the disk, and the URL of a copy of it."""
+    monkeypatch.setattr(block_cache, "_PAUSE", 0)
+    prefix, url = write_dataset(DOCUMENTS), "memory://bucket/d"
+    memory = fsspec.filesystem("memory")
+    for suffix in (".bin", ".idx"):
+        memory.pipe_file(f"/bucket/d{suffix}", Path(prefix + suffix).read_bytes())
+    yield prefix, url
+    memory.rm("/bucket", recursive=True)
+
+
+def cache(folder: Path, block: int = 48, limit: int = 1 << 20) -> StorageCache:
+    return StorageCache(str(folder / "cache"), block, limit)
+
+
+def blocks(folder: Path) -> list[Path]:
+    return sorted((folder / "cache").glob("*.block"))
+
+
+@pytest.mark.parametrize("block", [7, 48, 1 << 20])
+def test_every_read_equals_that_of_the_local_files(
+    remote: tuple[str, str], tmp_path: Path, block: int
+) -> None:
+    prefix, url = remote
+    with IndexedDataset(prefix) as local, IndexedDataset(url, cache(tmp_path, block)) as far:
+        assert len(far) == len(local)
+        assert far.document_indices.tolist() == local.document_indices.tolist()
+        for number in range(len(local)):
+            assert np.array_equal(far[number], local[number])
+            assert far.get(number, 1, 2).tolist() == local.get(number, 1, 2).tolist()
+        assert far.document(7).tolist() == local.document(7).tolist()
+        assert far.document(7).dtype == local.dtype
+        with pytest.raises(DataError, match="read in parts"):
+            far.tokens  # noqa: B018
+        far.check()
+    with pytest.raises(DataError, match="d is closed"):
+        far.get(0)
+
+
+@pytest.mark.parametrize("order", ["stateless", "compat", "packed"])
+def test_samples_are_those_of_the_local_files(
+    remote: tuple[str, str], tmp_path: Path, order: Any
+) -> None:
+    prefix, url = remote
+    local = build_gpt_datasets(prefix, "9,1", (30, 0, 0), 16, order=order).train
+    far = build_gpt_datasets(url, "9,1", (30, 0, 0), 16, order=order, storage=cache(tmp_path)).train
+    assert local is not None
+    assert far is not None
+    again = pickle.loads(pickle.dumps(far))
+    for number in range(30):
+        for other in (far, again):
+            assert np.array_equal(other[number]["tokens"], local[number]["tokens"])
+
+
+def test_a_block_is_fetched_once_and_the_cache_stays_within_its_limit(
+    remote: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[tuple[str, int, int]] = []
+    fetch = block_cache.fetch
+
+    def counted(url: str, begin: int, end: int) -> bytes:
+        fetched.append((url, begin, end))
+        return fetch(url, begin, end)
+
+    monkeypatch.setattr(block_cache, "fetch", counted)
+    for _ in range(2):
+        with IndexedDataset(remote[1], cache(tmp_path)) as far:
+            assert [far[number].tolist() for number in range(60)] == DOCUMENTS
+    assert len(fetched) == len(set(fetched)) == 1 + len(blocks(tmp_path))
+    small = StorageCache(str(tmp_path / "small"), 48, 300)
+    with IndexedDataset(remote[1], small) as far:
+        for number in np.random.default_rng(0).permutation(60).tolist():
+            assert far[number].tolist() == DOCUMENTS[number]
+            kept = [path.stat().st_size for path in (tmp_path / "small").glob("*.block")]
+            assert sum(kept) <= 300
+    assert len(kept) == 300 // 52
+    killed, running = (tmp_path / "small" / name for name in (".a.1.1", ".b.2.2"))
+    killed.touch()
+    running.touch()
+    os.utime(killed, (0, 0))
+    with IndexedDataset(remote[1], small) as far:
+        assert [far[number].tolist() for number in range(60)] == DOCUMENTS
+    assert running.exists()
+    assert not killed.exists()
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "long", "empty"])
+def test_a_damaged_block_is_fetched_anew(
+    remote: tuple[str, str], tmp_path: Path, damage: str
+) -> None:
+    with IndexedDataset(remote[1], cache(tmp_path)) as far:
+        assert far[0].tolist() == DOCUMENTS[0]
+    (path,) = blocks(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(
+        {
+            "flipped": bytes([whole[0] ^ 1]) + whole[1:],
+            "short": whole[:-1],
+            "long": whole + b"x",
+            "empty": b"",
+        }[damage]
+    )
+    with IndexedDataset(remote[1], cache(tmp_path)) as far:
+        assert far[0].tolist() == DOCUMENTS[0]
+    assert path.read_bytes() == whole
+
+
+def test_a_replaced_dataset_does_not_meet_the_old_blocks(
+    remote: tuple[str, str], tmp_path: Path, write_dataset: Write
+) -> None:
+    for documents in (DOCUMENTS, [[9, *tokens] for tokens in DOCUMENTS]):
+        prefix = write_dataset(documents, "new")
+        for suffix in (".bin", ".idx"):
+            content = Path(prefix + suffix).read_bytes()
+            fsspec.filesystem("memory").pipe_file(f"/bucket/d{suffix}", content)
+        with IndexedDataset(remote[1], cache(tmp_path)) as far:
+            assert [far[number].tolist() for number in range(60)] == documents
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda data: data[:-1], r"memory://bucket/d.bin: bytes 0 to 48 .* 3 attempts: 47 of 48"),
+        (lambda data: data + b"x", "49 of 48 bytes came"),
+        (OSError("no route"), r"bytes 0 to 48 .*OSError: no route"),
+        (FileNotFoundError(), "d.bin is gone"),
+    ],
+)
+def test_a_broken_transfer_is_named_and_nothing_is_kept(
+    remote: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: Any,
+    message: str,
+) -> None:
+    read = block_cache.read_range
+    left = 3
+
+    def breaks(url: str, begin: int, end: int) -> bytes:
+        nonlocal left
+        if url.endswith(".bin") and left:
+            left -= 1
+            if isinstance(broken, Exception):
+                raise broken
+            return bytes(broken(read(url, begin, end)))
+        return read(url, begin, end)
+
+    monkeypatch.setattr(block_cache, "read_range", breaks)
+    with IndexedDataset(remote[1], cache(tmp_path)) as far:
+        with pytest.raises(DataError, match=message):
+            far[0]
+        assert not blocks(tmp_path)
+        if not isinstance(broken, FileNotFoundError):
+            left = 2  # the last attempt works
+            assert far[0].tolist() == DOCUMENTS[0]
+    assert not list((tmp_path / "cache").glob(".*"))
+
+
+def test_what_cannot_be_opened_is_named(
+    remote: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match=r"memory://bucket/d .*--object-storage-cache-path"):
+        IndexedDataset(remote[1])
+    with pytest.raises(DataError, match=r"memory://bucket/none\.idx"):
+        IndexedDataset("memory://bucket/none", cache(tmp_path))
+    fsspec.filesystem("memory").pipe_file("/bucket/d.bin", b"short")
+    with pytest.raises(DataError, match=r"d.idx does not match memory://bucket/d.bin"):
+        IndexedDataset(remote[1], cache(tmp_path))
+    fsspec.filesystem("memory").pipe_file("/bucket/d.idx", b"MMIDIDX")
+    with pytest.raises(DataError, match=r"memory://bucket/d.idx has 7 bytes"):
+        IndexedDataset(remote[1], cache(tmp_path))
+
+    def refuse(_: str) -> None:
+        raise RuntimeError("no credentials")
+
+    monkeypatch.setattr(block_cache, "stat", refuse)
+    with pytest.raises(DataError, match=r"d\.idx cannot be opened: RuntimeError: no credentials"):
+        IndexedDataset(remote[1], cache(tmp_path))
+    with pytest.raises(DataError, match="room for one"):
+        StorageCache("x", 10, 5)
+
+
+def test_several_processes_share_a_cache(write_dataset: Write, tmp_path: Path) -> None:
+    """With room for a few blocks, so that each removes what the others have just read."""
+    prefix = write_dataset(DOCUMENTS)
+    code = f"""
+import numpy as np
+from megatron_data import IndexedDataset, StorageCache
+local = IndexedDataset({prefix!r})
+far = IndexedDataset("file://" + {prefix!r}, StorageCache({str(tmp_path / "cache")!r}, 48, 300))
+random = np.random.default_rng()
+for number in random.integers(0, len(local), 1500).tolist():
+    assert far[number].tolist() == local[number].tolist()
+"""
+    running = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    assert [process.wait(120) for process in running] == [0, 0, 0]
+    assert sum(path.stat().st_size for path in blocks(tmp_path)) <= 300
+    assert not list((tmp_path / "cache").glob(".*"))
