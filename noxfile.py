@@ -241,8 +241,8 @@ def parity(session: nox.Session) -> None:
         session.warn(message)
 
     try:
-        # accelerate: transformers reads GGUF files with it alone.
-        install(session, *EDITABLE, "transformers", "accelerate")
+        # accelerate: transformers reads GGUF files, and trains, with it alone.
+        install(session, *EDITABLE, "transformers", "accelerate", "datasets")
         session.install("-q", *CONSTRAINTS, "--no-deps", "megatron-core")
     except nox.command.CommandFailed:
         missing("PARITY NOT CHECKED: transformers or megatron-core could not be installed here")

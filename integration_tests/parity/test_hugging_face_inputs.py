@@ -12,26 +12,31 @@ from megatron_data import (
 transformers = pytest.importorskip("transformers")
 
 
-def test_a_transformers_model_takes_the_loss_that_the_sample_asks_for(tmp_path):
+CONFIG = transformers.LlamaConfig(
+    vocab_size=50,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    max_position_embeddings=32,
+)
+
+
+@pytest.fixture
+def corpus(tmp_path):
     words = np.random.default_rng(0)
     with IndexedDatasetBuilder(tmp_path / "d", "uint16") as builder:
         for _ in range(20):
             builder.add_item([*words.integers(1, 50, 9), 0])
             builder.end_document()
         builder.finalize()
-    train, *_ = build_gpt_datasets(
-        str(tmp_path / "d"), "1,0,0", (8, 0, 0), 32, eod_id=0, eod_mask_loss=True
-    )
-    config = transformers.LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-    )
+    return str(tmp_path / "d")
+
+
+def test_a_transformers_model_takes_the_loss_that_the_sample_asks_for(corpus):
+    train, *_ = build_gpt_datasets(corpus, "1,0,0", (8, 0, 0), 32, eod_id=0, eod_mask_loss=True)
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).double().eval()
+    model = transformers.LlamaForCausalLM(CONFIG).double().eval()
     for number in range(8):
         sample = train[number]
         inputs = {k: torch.from_numpy(v)[None] for k, v in hugging_face_inputs(sample).items()}
@@ -43,3 +48,44 @@ def test_a_transformers_model_takes_the_loss_that_the_sample_asks_for(tmp_path):
         losses = torch.nn.functional.cross_entropy(theirs.logits[0, :-1], labels, reduction="none")
         ours = (losses * mask).sum() / mask.sum()
         assert abs(theirs.loss - ours) < 1e-5  # they take the loss in float32
+
+
+def examples(prefix: str, consumed_samples: int):
+    """What the page gives to `datasets.IterableDataset.from_generator`."""
+    train, *_ = build_gpt_datasets(prefix, "1,0,0", (40, 0, 0), 32)
+    for number in range(consumed_samples, len(train)):
+        yield hugging_face_inputs(train[number])
+
+
+def test_a_trainer_goes_on_with_the_samples_that_remain(corpus, tmp_path):
+    datasets = pytest.importorskip("datasets")
+
+    def losses(consumed_samples: int, **resumed: str) -> list[float]:
+        torch.manual_seed(0)
+        options = transformers.TrainingArguments(
+            output_dir=str(tmp_path / "out"),
+            max_steps=10,
+            per_device_train_batch_size=4,
+            lr_scheduler_type="constant",
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_steps=5,
+            ignore_data_skip=True,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = transformers.Trainer(
+            model=transformers.LlamaForCausalLM(CONFIG),
+            args=options,
+            train_dataset=datasets.IterableDataset.from_generator(
+                examples, gen_kwargs={"prefix": corpus, "consumed_samples": consumed_samples}
+            ),
+        )
+        trainer.train(**resumed)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    whole = losses(0)
+    assert len(whole) == 10
+    gone_on = losses(20, resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-5"))
+    assert gone_on == whole

@@ -14,7 +14,7 @@ of_sentencepiece = pytest.importorskip(f"{libraries}.sentencepiece_tokenizer")
 of_tiktoken = pytest.importorskip(f"{libraries}.tiktoken_tokenizer")
 
 TEXTS = [
-    "the whale sees the ship",
+    "the whale sees the ship, and theSea",
     "  two  spaces\n\tand a tab ",
     "a <EOD>ship<extra_id_1> sails</s> on <s>the white sea",
     "naïve 日本 12345 DON'T <pad><SPECIAL_9>",
@@ -61,7 +61,7 @@ def test_a_sentencepiece_model_with_added_tokens(model):
 
 @pytest.mark.parametrize("pattern", ["v1", "v2"])
 def test_a_tiktoken_vocabulary(pattern, tmp_path):
-    words = ["th", "he", "the", " the", "wh", "al", "whal", "whale", "DO", "N'", " s", "12"]
+    words = ["eS", "th", "he", "the", " the", "wh", "al", "whal", "whale", "DO", "N'", " s", "12"]
     tokens = [*(bytes([n]) for n in range(256)), *(word.encode() for word in words)]
     path = tmp_path / "vocabulary.json"
     entries = [
