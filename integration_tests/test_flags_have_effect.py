@@ -81,6 +81,7 @@ FULL: Words = {
     "--recompute-method": "uniform",
     "--recompute-num-layers": "1",
 }
+TALKS: Words = {"--data-path": "talks", "--reset-position-ids": "", "--reset-attention-mask": ""}
 FIM: Words = {
     "--fim-data": "",
     "--fim-prefix-token": "a",
@@ -162,6 +163,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "data.reset_attention_mask": ({}, {"--reset-attention-mask": ""}),
     "data.eod_mask_loss": ({}, {"--eod-mask-loss": ""}),
     "data.fim_data": ({}, FIM),
+    "data.sft": (TALKS, {"--sft": ""}),
     "data.sample_order": ({}, COMPAT),
     "data.data_path_changes": ({}, {"--data-path-changes": "changes"}),
     "data.data_cache_path": (COMPAT, {"--data-cache-path": "cache"}),
@@ -307,10 +309,15 @@ VOLATILE = (
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """A folder with two corpora, tokenizers and a run to continue."""
+    """A folder with corpora, tokenizers and a run to continue."""
     folder = tmp_path_factory.mktemp("prepared")
     ByteTokenizer().save(folder / "bytes")
-    for name, step in (("text", 1), ("other", 3)):
+    with IndexedDatasetBuilder(str(folder / "talks_loss"), "uint8") as builder:
+        for _ in range(60):
+            builder.add_item([0, 0, 0, 1, 1, 1, 0, 1, 1, 1])
+            builder.end_document()
+        builder.finalize()
+    for name, step in (("text", 1), ("other", 3), ("talks", 2)):
         with IndexedDatasetBuilder(str(folder / name), "uint16") as builder:
             for start in range(60):
                 builder.add_item([*((start + step * i) % 250 for i in range(9)), 256])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from megatron_data import (
+    PROMPT_FORMATS,
     ChatTemplate,
     DataError,
     HuggingFaceTokenizer,
@@ -15,6 +16,8 @@ from megatron_data import (
     build_sft_datasets,
     tokenize_conversations,
 )
+from megatron_data.cli import main
+from megatron_data.cli.tokenize_conversations import FORMATS
 
 pytest.importorskip("jinja2")
 
@@ -189,6 +192,7 @@ def test_samples_hold_conversations_that_do_not_see_each_other(
                     ("tokens", "labels", "loss_mask", "positions", "document_ids"), (length,)
                 ),
                 "cu_seqlens": (length + 1,),
+                "max_seqlen": (),
                 "sample_ids": (),
             }
             bounds = sample["cu_seqlens"].tolist()
@@ -233,6 +237,7 @@ def test_a_sample_by_hand(write_dataset) -> None:
         "positions": [0, 1, 2, 0, 1, 0],
         "document_ids": [0, 0, 0, 1, 1, -1],
         "cu_seqlens": [0, 3, 5, 6, 6, 6, 6],
+        "max_seqlen": 3,
         "sample_ids": 0,
     }
 
@@ -297,6 +302,39 @@ def test_a_wrong_row_is_named(
     with pytest.raises(DataError, match=message):
         tokenize_conversations([tmp_path / "t.jsonl"], tmp_path / "t", tokenizer, template)
     assert not list(tmp_path.glob("t_*"))
+
+
+@pytest.mark.parametrize("choice", ["folder", "format", "file"])
+def test_the_command(
+    choice: str,
+    tokenizer: HuggingFaceTokenizer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert (*PROMPT_FORMATS,) == FORMATS[1:]
+    monkeypatch.chdir(tmp_path)
+    write(Path("t.jsonl"), [{"messages": CHAT}])
+    tokenizer.save("tokenizer")
+    Path("other.jinja").write_text(CHATML)
+    command = "tokenize-conversations --input t.jsonl --output-prefix t --tokenizer-model tokenizer"
+    if choice == "format":
+        command += " --sft-tokenizer-prompt-format nemotron-h-aligned"
+    elif choice == "file":
+        command += " --chat-template other.jinja"
+        assert main([*command.split(), "--sft-tokenizer-prompt-format", "identity"]) == 2
+        assert "give one of them" in capsys.readouterr().err
+    else:
+        assert main(command.split()) == 1
+        assert "tokenizer has no chat template" in capsys.readouterr().err
+        Path("tokenizer/chat_template.jinja").write_text(CHATML)
+    assert main(command.split()) == 0
+    assert "t_conversation: 1 conversations of 1 rows" in capsys.readouterr().out
+    with IndexedDataset("t_conversation") as texts:
+        said = tokenizer.decode(texts.get(0).tolist())
+    assert ("<SPECIAL_11>" in said) == (choice == "format")
+    assert main([*command.split(), "--max-tokens", "3"]) == 1
+    assert "has a token that the loss counts" in capsys.readouterr().err
 
 
 def test_a_mask_of_other_conversations_is_refused(write_dataset) -> None:

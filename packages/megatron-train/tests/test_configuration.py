@@ -245,6 +245,23 @@ def test_options_of_filling_in_the_middle_that_do_nothing_are_refused(flags, mes
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--sft", "--sft needs --reset-position-ids"),
+        ("--sft --reset-position-ids", "--sft needs --reset-attention-mask"),
+        (
+            "--sft --reset-position-ids --reset-attention-mask --eod-mask-loss",
+            "--eod-mask-loss does not go with --sft",
+        ),
+    ],
+)
+def test_conversations_take_their_own_flags(flags, message):
+    with pytest.raises(TrainError) as caught:
+        parse(f"{MINIMAL} --tokenizer-model bytes {flags}")
+    assert message in str(caught.value)
+
+
 POOL = (
     "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 8 --tokenizer-model bytes "
     "--reset-attention-mask "

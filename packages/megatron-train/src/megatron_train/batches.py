@@ -6,19 +6,22 @@ exactly where another stopped. Of the samples of a step, data-parallel ranks tak
 turn; the ranks that hold one copy of the model read the same ones.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from megatron_data import (
     DataError,
     Dataset,
+    Datasets,
     EmptySplitError,
     FillInTheMiddle,
     SequentialSampler,
     StorageCache,
     Tokenizer,
     build_gpt_datasets,
+    build_sft_datasets,
     read_data_path_changes,
 )
 from megatron_data.torch import read_batch
@@ -73,25 +76,8 @@ class GPTBatches:
             "valid": data.valid_data_path,
             "test": data.test_data_path,
         }
-        build = partial(
-            build_gpt_datasets,
-            data.data_path or by_split,
-            data.split,
-            sequence_length=data.seq_length,
-            seed=training.seed,
-            order=data.sample_order,
-            eod_id=tokenizer.eod_id if tokenizer else None,
-            reset_position_ids=data.reset_position_ids,
-            reset_attention_mask=data.reset_attention_mask,
-            eod_mask_loss=data.eod_mask_loss,
-            infill=_infill(config, tokenizer),
-            cache=data.data_cache_path,
-            storage=StorageCache(folder) if (folder := data.object_storage_cache_path) else None,
-        )
-        changes = read_data_path_changes(data.data_path_changes) if data.data_path_changes else ()
-        self._train = _require(
-            build(sizes=(self._train_samples, 0, 0), data_path_changes=changes).train, "train"
-        )
+        build = _builder(config, tokenizer, data.data_path or by_split)
+        self._train = _require(build(sizes=(self._train_samples, 0, 0)).train, "train")
         self._valid: Dataset | None = None
         self._test: Dataset | None = None
         self.untested = ""
@@ -162,6 +148,35 @@ class GPTBatches:
                 "train with the tokenizer that the corpus was made with"
             )
         return batch
+
+
+def _builder(
+    config: RunConfig, tokenizer: Tokenizer | None, data_path: Any
+) -> Callable[..., Datasets]:
+    """What builds the datasets of a run, given their `sizes`."""
+    data = config.data
+    build = partial(
+        build_sft_datasets if data.sft else build_gpt_datasets,
+        data_path,
+        data.split,
+        sequence_length=data.seq_length,
+        seed=config.training.seed,
+        order=data.sample_order,
+        storage=StorageCache(folder) if (folder := data.object_storage_cache_path) else None,
+    )
+    if data.sft:
+        return build
+    changes = read_data_path_changes(data.data_path_changes) if data.data_path_changes else ()
+    return partial(
+        build,
+        data_path_changes=changes,
+        eod_id=tokenizer.eod_id if tokenizer else None,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+        infill=_infill(config, tokenizer),
+        cache=data.data_cache_path,
+    )
 
 
 def _infill(config: RunConfig, tokenizer: Tokenizer | None) -> FillInTheMiddle | None:

@@ -217,6 +217,8 @@ def data_order(config: RunConfig) -> dict[str, Any]:
     }
     if data.sample_order == "compat":  # drawn for all samples of a run at once
         order["samples"] = config.train_samples
+    if data.sft:
+        order["sft"] = True
     if data.fim_data:
         order["fim"] = asdict(config.fim)
     if data.data_path_changes:

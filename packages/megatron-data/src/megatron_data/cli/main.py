@@ -5,7 +5,18 @@ from collections.abc import Sequence
 from .._command import Parser, run_command
 from .._version import __version__
 from ..errors import DataError
-from . import bench, inspect, merge, mix, preprocess, split, trace, train_tokenizer, verify
+from . import (
+    bench,
+    inspect,
+    merge,
+    mix,
+    preprocess,
+    split,
+    tokenize_conversations,
+    trace,
+    train_tokenizer,
+    verify,
+)
 
 PROG = "megatron-data"
 
@@ -15,7 +26,18 @@ def build_parser() -> Parser:
     parser = Parser(prog=PROG, description="From text to training samples.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (train_tokenizer, preprocess, inspect, verify, trace, merge, split, mix, bench):
+    for module in (
+        train_tokenizer,
+        preprocess,
+        tokenize_conversations,
+        inspect,
+        verify,
+        trace,
+        merge,
+        split,
+        mix,
+        bench,
+    ):
         module.add_parser(commands)
     return parser
 

@@ -10,6 +10,7 @@ from ..indexed.reader import IndexedDataset
 from ..order.rows import RowOrder
 from ..order.spans import SampleOrder
 from ..preprocessing.conversations import LOSS
+from ..sources.block_cache import StorageCache
 from .batches import Dataset, Sample
 from .build import DataPath, Datasets, build_splits
 from .builders import (
@@ -21,6 +22,7 @@ from .builders import (
     Wanted,
 )
 from .gpt import GPTDatasetConfig, TokenSource
+from .masks import cumulative_lengths
 from .split import DEFAULT_SPLIT, sequences_of
 
 _Builders: TypeAlias = "dict[OrderName, type[_SFTBuilder]]"
@@ -35,8 +37,7 @@ class SFTDataset:
     - `loss_mask`: float32 `[s]`: 1 where the label is what an assistant says.
     - `positions`: int32 `[s]`, from 0 in every conversation.
     - `document_ids`: int32 `[s]`: a number for each conversation; -1 is padding.
-    - `cu_seqlens`: int32 `[s + 1]`: where each conversation begins, and then s to the end: what
-      attention over sequences of varying length takes. Padding is a last stretch of its own.
+    - `cu_seqlens`, `max_seqlen`: int32 `[s + 1]` and scalar; see `CumulativeLengths`.
     - `sample_ids`: int64 scalar, the number asked for.
 
     Padding is token 0.
@@ -68,7 +69,7 @@ class SFTDataset:
         length = self.order.sample_length - 1
         text, counted = np.zeros(length + 1, np.int64), np.zeros(length + 1, bool)
         numbers, positions = np.full(length + 1, -1, np.int32), np.zeros(length + 1, np.int32)
-        begins, filled = [0], 0
+        filled = 0
         for number, span in enumerate(self.order.spans(sample)):
             part = self.source.get(span.sequence, span.offset, span.length)
             place = slice(filled, filled + len(part))
@@ -77,9 +78,7 @@ class SFTDataset:
             numbers[place] = number
             positions[place] = np.arange(len(part))
             filled += len(part)
-            begins.append(min(filled, length))
-        cu_seqlens = np.full(length + 1, length, np.int32)
-        cu_seqlens[: len(begins)] = begins
+        bounds = cumulative_lengths(numbers[:-1])
         same = numbers[1:] == numbers[:-1]
         return {
             "tokens": text[:-1],
@@ -87,7 +86,8 @@ class SFTDataset:
             "loss_mask": (counted[1:] & same).astype(np.float32),
             "positions": positions[:-1],
             "document_ids": numbers[:-1],
-            "cu_seqlens": cu_seqlens,
+            "cu_seqlens": bounds.cu_seqlens,
+            "max_seqlen": bounds.max_seqlen,
             "sample_ids": np.asarray(sample, np.int64),
         }
 
@@ -136,6 +136,7 @@ def build_sft_datasets(
     seed: int = 1234,
     *,
     order: OrderName = "packed",
+    storage: StorageCache | None = None,
 ) -> Datasets:
     """Build the three datasets of a run on conversations.
 
@@ -151,6 +152,7 @@ def build_sft_datasets(
             than a sample; `dataset.order.packing.report()` counts them. "stateless" lays them end
             to end and cuts at every sample. "compat" is Megatron's: a sample is the conversations
             of one line, in the order of the file, its end cut off where it is too long.
+        storage: cache for what is read of prefixes that are URLs.
 
     Raises:
         EmptySplitError: a split without conversations.
@@ -161,5 +163,5 @@ def build_sft_datasets(
         "stateless": _CutConversations,
         "compat": _Rows,
     }
-    builder = kinds[order](config=GPTDatasetConfig(sequence_length), seed=seed)
+    builder = kinds[order](config=GPTDatasetConfig(sequence_length), seed=seed, storage=storage)
     return build_splits(builder, data_path, split, sizes)

@@ -135,6 +135,8 @@ class ChatTemplate:
         path = Path(path)
         if path.is_file():
             return cls(path.read_text(encoding="utf-8"))
+        if not path.is_dir():
+            raise DataError(f"no chat template at {path}: there is no such file or folder")
         config = read_json(path / CONFIG_FILE) if (path / CONFIG_FILE).is_file() else {}
         source = config.get("chat_template")
         if isinstance(source, list):  # several by name

@@ -88,6 +88,11 @@ class DataConfig:
         "take documents apart, by --fim-rate, so that a model learns to fill in the middle; the "
         "tokenizer needs the tokens that name the parts (--tokenizer-special-tokens)",
     )
+    sft: bool = setting(
+        False,
+        "train on conversations, what assistants say in them: --data-path names what "
+        "megatron-data tokenize-conversations wrote; --sample-order packed keeps them whole",
+    )
     sample_order: Literal["stateless", "packed", "compat"] = setting(
         "stateless",
         "which tokens make up which sample: stateless computes every sample from its number, so "
@@ -143,6 +148,25 @@ class DataConfig:
             if getattr(self, name) and self.tokenizer is None:
                 raise TrainError(
                     f"{flag_of(name)} needs --tokenizer-model, which knows where documents end"
+                )
+
+        self._check_sft()
+
+    def _check_sft(self) -> None:
+        """Refuse what conversations need, or have no use for."""
+        if not self.sft:
+            return
+        for name in ("reset_position_ids", "reset_attention_mask"):
+            if not getattr(self, name):
+                raise TrainError(
+                    f"--sft needs {flag_of(name)}: the conversations of a sample have nothing to "
+                    "do with each other"
+                )
+        for name in ("eod_mask_loss", "fim_data", "data_path_changes", "data_cache_path"):
+            if getattr(self, name):
+                raise TrainError(
+                    f"{flag_of(name)} does not go with --sft, whose samples are conversations; "
+                    "leave it out"
                 )
 
     @property
