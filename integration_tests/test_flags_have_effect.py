@@ -21,6 +21,7 @@ import megatron_parallel.recompute.again as again
 import pytest
 import torch
 from megatron_data import ByteTokenizer, IndexedDatasetBuilder
+from megatron_data.indexed.pair import FileTokens
 from megatron_parallel import GradientBuffers, Mesh
 from megatron_parallel.recompute import HostMemory
 from megatron_train import StepEngine, Trainer, pretrain
@@ -167,6 +168,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "data.sample_order": ({}, COMPAT),
     "data.data_path_changes": ({}, {"--data-path-changes": "changes"}),
     "data.data_cache_path": (COMPAT, {"--data-cache-path": "cache"}),
+    "data.mmap_bin_files": ({}, {"--no-mmap-bin-files": ""}),
     "data.object_storage_cache_path": (
         {"--data-path": "local://text"},
         {"--object-storage-cache-path": "storage"},
@@ -354,7 +356,7 @@ class Probes:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: dict[str, Any] = {"bars": 0, "compiled": 0, "micro-batches": []}
-        self.seen["runs"] = self.seen["moved"] = 0
+        self.seen["runs"] = self.seen["moved"] = self.seen["stretches"] = 0
         bind, run, train = Mesh.bind, StepEngine.run, Trainer.run
         opened = pretrain.open_tokenizer
 
@@ -406,6 +408,13 @@ class Probes:
             self.seen["moved"] += 1
             return pack(memory, tensor)
 
+        stretch = FileTokens.__getitem__
+
+        def stretched(tokens: FileTokens, part: slice) -> Any:
+            self.seen["stretches"] += 1
+            return stretch(tokens, part)
+
+        patch.setattr(FileTokens, "__getitem__", stretched)
         patch.setattr(again, "checkpoint", recomputed)
         patch.setattr(HostMemory, "_pack", packed)
         patch.setattr(pretrain, "open_tokenizer", made)

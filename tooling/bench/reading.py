@@ -6,12 +6,13 @@ loader gives them). Printed are microseconds per sample, the median over the rou
 of the ratios of each round.
 
     OMP_NUM_THREADS=1 python tooling/bench/reading.py [--length 2048] [--rounds 15]
-    python tooling/bench/reading.py --sparse 20
+    python tooling/bench/reading.py --sparse 20 [--unmapped]
 
 `--sparse GIB` reads 10^5 random samples from a `.bin` of that size, which takes no room on the disk
 because it is one hole. Anonymous memory is what the process itself holds. File memory is the part
 of the page cache that is mapped: the system takes it back when anybody needs it, but counts it in
-the resident size of the process, and in that of its control group.
+the resident size of the process, and in that of its control group. With `--unmapped` the `.bin` is
+read and not mapped, so that the page cache is nobody's: what is mapped then is the index.
 """
 
 import argparse
@@ -36,7 +37,7 @@ except ImportError:
     gpt_dataset = None
 
 SEED, BATCH, SAMPLES = 1234, 8, 400
-ORDERS = ("compat", "stateless", "packed")
+ORDERS = (("compat", True), ("stateless", True), ("packed", True), ("stateless", False))
 Ways = dict[str, Callable[[], Any]]
 
 
@@ -84,12 +85,20 @@ def speed(length: int, rounds: int) -> None:
         for what, data_path in (("one corpus", prefixes[0]), ("two, mixed", blend)):
             single: Ways = {}
             batched: Ways = {}
-            for order in ORDERS:
+            for order, mapped in ORDERS:
                 dataset = build_gpt_datasets(
-                    data_path, "1,0,0", (2 * SAMPLES, 0, 0), length, SEED, order=order, eod_id=0
+                    data_path,
+                    "1,0,0",
+                    (2 * SAMPLES, 0, 0),
+                    length,
+                    SEED,
+                    order=order,
+                    eod_id=0,
+                    mapped=mapped,
                 ).train
-                single[order] = one_by_one(dataset)
-                batched[order] = in_batches(lambda samples, d=dataset: read_batch(d, samples))
+                way = order if mapped else f"{order}, not mapped"
+                single[way] = one_by_one(dataset)
+                batched[way] = in_batches(lambda samples, d=dataset: read_batch(d, samples))
             if gpt_dataset is not None:
                 theirs = their_dataset(Path(folder), prefixes, length, mixed=data_path is blend)
                 single["megatron-core"] = one_by_one(theirs)
@@ -155,13 +164,17 @@ def their_dataset(folder: Path, prefixes: Sequence[str], length: int, *, mixed: 
     return blended_dataset.BlendedDataset(datasets, [0.7, 0.3], SAMPLES, config)
 
 
-def sparse(gibibytes: float, length: int, samples: int = 100_000, document: int = 1000) -> None:
+def sparse(
+    gibibytes: float, length: int, mapped: bool, samples: int = 100_000, document: int = 1000
+) -> None:
     """Read random samples of a corpus that is a hole, and tell the memory that it takes."""
     with tempfile.TemporaryDirectory() as folder:
         prefix = f"{folder}/sparse"
         documents = int(gibibytes * 2**30) // (2 * document)
         write_hole(prefix, documents, document)
-        train = build_gpt_datasets(prefix, "1,0,0", sequence_length=length, eod_id=0).train
+        train = build_gpt_datasets(
+            prefix, "1,0,0", sequence_length=length, eod_id=0, mapped=mapped
+        ).train
         assert train is not None
         numbers = np.random.default_rng(0).integers(0, len(train), samples)
         print(f"{documents:,} documents, {bin_path(prefix).stat().st_size / 2**30:.1f} GiB")
@@ -202,9 +215,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--sparse", type=float, metavar="GIB")
+    parser.add_argument("--unmapped", action="store_true")
     arguments = parser.parse_args()
     if arguments.sparse:
-        sparse(arguments.sparse, arguments.length)
+        sparse(arguments.sparse, arguments.length, mapped=not arguments.unmapped)
     else:
         speed(arguments.length, arguments.rounds)
 

@@ -2,6 +2,8 @@
 
 import pickle
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -274,3 +276,58 @@ def test_a_second_writer_of_the_same_prefix_is_refused(tmp_path: Path) -> None:
         IndexedDatasetBuilder(tmp_path / "d")
     with IndexedDatasetBuilder(tmp_path / "d") as builder:
         builder.finalize()
+
+
+def test_a_file_that_is_not_mapped_reads_the_same(write_dataset: Write) -> None:
+    documents = [[i + j for j in range(i % 7)] for i in range(50)]
+    prefix = write_dataset(documents)
+    with IndexedDataset(prefix) as whole, IndexedDataset(prefix, mapped=False) as parts:
+        for dataset in (parts, pickle.loads(pickle.dumps(parts))):
+            for number in range(50):
+                assert dataset[number].tolist() == documents[number]
+                assert dataset[number].dtype == whole[number].dtype
+            assert dataset.get(6, 2, 3).tolist() == documents[6][2:5]
+        with pytest.raises(DataError, match="map a local copy"):
+            parts.tokens  # noqa: B018
+        Path(f"{prefix}.bin").write_bytes(b"ab")  # cut short while it is open
+        with pytest.raises(DataError, match=r"points to byte .*megatron-data verify"):
+            parts.get(48)
+    with pytest.raises(DataError, match="is closed"):
+        parts.get(0)
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_twenty_gigabytes(tmp_path: Path) -> None:
+    """A hole of 20 GB, which takes no room on the disk; the index is small, so documents are long.
+
+    Read without a map: the page cache of a map counts as memory of the process, though the system
+    takes it back when it is needed.
+    """
+    code = f"""
+import numpy as np, os, re
+from pathlib import Path
+from megatron_data import build_gpt_datasets
+from megatron_data.indexed.format import DTYPES, Header
+documents, length = 10_000, 1_000_000
+with open({str(tmp_path / "d.idx")!r}, "wb") as index:
+    index.write(Header(DTYPES[8], documents, documents + 1).pack())
+    np.full(documents, length, "<i4").tofile(index)
+    (np.arange(documents, dtype="<i8") * (2 * length)).tofile(index)
+    np.arange(documents + 1, dtype="<i8").tofile(index)
+Path({str(tmp_path / "d.bin")!r}).touch()
+os.truncate({str(tmp_path / "d.bin")!r}, 2 * documents * length)
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
+prefix = {str(tmp_path / "d")!r}
+train = build_gpt_datasets(prefix, "1,0,0", sequence_length=2048, mapped=False).train
+numbers = np.random.default_rng(0).integers(0, len(train), 100_000).tolist()
+sizes = []
+for place, number in enumerate(numbers):
+    train[number]
+    if place % 10_000 == 100:
+        sizes.append(resident())
+print(sizes)
+assert max(sizes) - sizes[0] < 8, sizes
+assert sizes[0] < 200, sizes
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

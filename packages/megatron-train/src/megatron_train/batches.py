@@ -162,6 +162,7 @@ def _builder(
         sequence_length=data.seq_length,
         seed=config.training.seed,
         order=data.sample_order,
+        mapped=data.mmap_bin_files,
         storage=StorageCache(folder) if (folder := data.object_storage_cache_path) else None,
     )
     if data.sft:

@@ -57,6 +57,7 @@ def build_gpt_datasets(
     surplus: float = 0.005,
     cache: str | os.PathLike[str] | None = None,
     storage: StorageCache | None = None,
+    mapped: bool = True,
 ) -> Datasets:
     """Build the three datasets of a run.
 
@@ -89,6 +90,7 @@ def build_gpt_datasets(
             only.
         cache: folder for built indices, or None to build them each time; "compat" only.
         storage: cache for what is read of prefixes that are URLs.
+        mapped: map token files into memory; see `IndexedDataset`.
 
     Raises:
         EmptySplitError: a split without tokens.
@@ -116,6 +118,7 @@ def build_gpt_datasets(
             config=config,
             seed=seed,
             storage=storage,
+            mapped=mapped,
             drop_last_partial_validation=drop_last_partial_validation,
             infill=infill,
             surplus=surplus,
@@ -128,6 +131,7 @@ def build_gpt_datasets(
             config=config,
             seed=seed,
             storage=storage,
+            mapped=mapped,
             drop_last_partial_validation=drop_last_partial_validation,
             infill=infill,
             changes=changes,

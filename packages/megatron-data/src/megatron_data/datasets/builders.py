@@ -53,16 +53,18 @@ class Builder(ABC):
     Attributes:
         seed: of the order.
         storage: cache for datasets in object storage.
+        mapped: map token files into memory.
     """
 
     seed: int
     storage: StorageCache | None = None
+    mapped: bool = True
     _opened: dict[str, IndexedDataset] = field(default_factory=dict, init=False)
 
     def source(self, prefix: str) -> IndexedDataset:
         """Return the dataset at a prefix."""
         if prefix not in self._opened:
-            self._opened[prefix] = IndexedDataset(prefix, self.storage)
+            self._opened[prefix] = IndexedDataset(prefix, self.storage, self.mapped)
         return self._opened[prefix]
 
     @abstractmethod

@@ -137,6 +137,7 @@ def build_sft_datasets(
     *,
     order: OrderName = "packed",
     storage: StorageCache | None = None,
+    mapped: bool = True,
 ) -> Datasets:
     """Build the three datasets of a run on conversations.
 
@@ -153,6 +154,7 @@ def build_sft_datasets(
             to end and cuts at every sample. "compat" is Megatron's: a sample is the conversations
             of one line, in the order of the file, its end cut off where it is too long.
         storage: cache for what is read of prefixes that are URLs.
+        mapped: map token files into memory; see `IndexedDataset`.
 
     Raises:
         EmptySplitError: a split without conversations.
@@ -163,5 +165,7 @@ def build_sft_datasets(
         "stateless": _CutConversations,
         "compat": _Rows,
     }
-    builder = kinds[order](config=GPTDatasetConfig(sequence_length), seed=seed, storage=storage)
+    builder = kinds[order](
+        config=GPTDatasetConfig(sequence_length), seed=seed, storage=storage, mapped=mapped
+    )
     return build_splits(builder, data_path, split, sizes)

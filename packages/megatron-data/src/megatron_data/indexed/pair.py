@@ -16,7 +16,7 @@ from .format import TokenType, bin_path, idx_path
 
 
 class TokenStore(Protocol):
-    """A row of tokens: a mapped array, or `RemoteTokens`."""
+    """A row of tokens: a mapped array, `FileTokens` or `RemoteTokens`."""
 
     @property
     def nbytes(self) -> int:
@@ -27,6 +27,42 @@ class TokenStore(Protocol):
 
     def __getitem__(self, part: slice, /) -> NDArray[Any]:
         """A stretch of them."""
+
+
+class FileTokens:
+    """The tokens of a `.bin` on the disk, read by one system call for each stretch.
+
+    Slower than a map where the file is in memory already. But nothing is read that is not asked
+    for, where a map reads ahead, and the memory of the process stays what it is.
+
+    Args:
+        path: the `.bin`.
+        dtype: of a token.
+        nbytes: its size.
+    """
+
+    def __init__(self, path: Path, dtype: TokenType, nbytes: int) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._dtype = dtype
+        self.nbytes = nbytes
+
+    def __len__(self) -> int:
+        return self.nbytes // self._dtype.itemsize
+
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        itemsize = self._dtype.itemsize
+        begin, wanted = part.start * itemsize, (part.stop - part.start) * itemsize
+        data = os.pread(self._file.fileno(), wanted, begin)
+        while len(data) < wanted:  # no more than 2 GiB come at once
+            more = os.pread(self._file.fileno(), wanted - len(data), begin + len(data))
+            if not more:
+                break
+            data += more
+        return np.frombuffer(data, self._dtype)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 class RemoteTokens:
@@ -69,8 +105,13 @@ class Pair(NamedTuple):
     tokens: Callable[[TokenType], TokenStore]
 
 
-def open_pair(prefix: str, storage: StorageCache | None) -> Pair:
+def open_pair(prefix: str, storage: StorageCache | None, mapped: bool) -> Pair:
     """Open the files at a prefix, which may be a URL if there is a cache for it.
+
+    Args:
+        prefix: path or URL without `.bin` or `.idx`.
+        storage: the cache for a URL.
+        mapped: whether a local `.bin` is mapped into memory.
 
     Raises:
         DataError: a file is missing, or cannot be read; a URL without a cache.
@@ -81,6 +122,8 @@ def open_pair(prefix: str, storage: StorageCache | None) -> Pair:
     size = data.stat().st_size
 
     def tokens(dtype: TokenType) -> TokenStore:
+        if not mapped:
+            return FileTokens(data, dtype, size)
         return np.frombuffer(_map(data), dtype, size // dtype.itemsize)
 
     return Pair(str(index), _map(index), str(data), size, tokens)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ..errors import DataError
 from ..sources.block_cache import StorageCache
 from .format import HEADER, Header, TokenType
-from .pair import Pair, open_pair
+from .pair import FileTokens, Pair, open_pair
 
 
 class IndexedDataset:
@@ -23,17 +23,25 @@ class IndexedDataset:
         prefix: path of the pair without `.bin` or `.idx`, or a URL that fsspec opens. Of a URL the
             index is fetched whole, tokens are read in blocks through a cache.
         storage: the cache for a URL.
+        mapped: map a local `.bin` into memory. Otherwise stretches of it are read as they are asked
+            for, and arrays handed out are copies.
 
     Raises:
         DataError: a file is missing or empty, damaged, or the two do not belong together; a URL
             without a cache, or one that cannot be read.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], storage: StorageCache | None = None) -> None:
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        storage: StorageCache | None = None,
+        mapped: bool = True,
+    ) -> None:
         self.prefix = os.fspath(prefix)
         self._storage = storage
+        self._mapped = mapped
         self._closed = False
-        files = open_pair(self.prefix, storage)
+        files = open_pair(self.prefix, storage, mapped)
         buffer = files.idx_bytes
         header = Header.unpack(bytes(buffer[: HEADER.size]), files.idx)
         multimodal = _is_multimodal(header, len(buffer), files.idx)
@@ -103,11 +111,11 @@ class IndexedDataset:
         """All tokens in the order of the file.
 
         Raises:
-            DataError: the dataset is closed, or lies in object storage.
+            DataError: the dataset is closed, or not mapped.
         """
         tokens = self._tokens
         if not isinstance(tokens, np.ndarray):
-            raise DataError(f"{self.prefix} is read in parts; copy it here to read it as a whole")
+            raise DataError(f"{self.prefix} is read in parts; map a local copy to read all of it")
         return self._open(tokens)
 
     def __len__(self) -> int:
@@ -213,6 +221,8 @@ class IndexedDataset:
         self._pointers = self._pointers[:0].copy()
         self._bounds = np.zeros(1, np.int64)
         self._modes = None
+        if isinstance(self._tokens, FileTokens):
+            self._tokens.close()
         self._tokens = np.empty(0, self._dtype)
 
     def __enter__(self) -> Self:
@@ -226,9 +236,9 @@ class IndexedDataset:
     ) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, StorageCache | None]]:
+    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, StorageCache | None, bool]]:
         """Loader processes open the files anew."""
-        return type(self), (self.prefix, self._storage)
+        return type(self), (self.prefix, self._storage, self._mapped)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self):,} sequences, {self._dtype}"

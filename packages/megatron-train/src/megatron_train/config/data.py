@@ -110,6 +110,11 @@ class DataConfig:
         "folder that keeps built sample indices of --sample-order compat for the next start",
         unit="path",
     )
+    mmap_bin_files: bool = setting(
+        True,
+        "map token files into memory; otherwise stretches are read as samples ask for them: "
+        "nothing is read ahead, and the memory of the process does not grow with the page cache",
+    )
     object_storage_cache_path: str | None = setting(
         None,
         "folder on a local disk that keeps what is read of corpora at URLs (s3://, gs://, hf://): "
