@@ -191,6 +191,9 @@ def test_what_cannot_be_opened_is_named(
     fsspec.filesystem("memory").pipe_file("/bucket/d.idx", b"MMIDIDX")
     with pytest.raises(DataError, match=r"memory://bucket/d.idx has 7 bytes"):
         IndexedDataset(remote[1], cache(tmp_path))
+    fsspec.filesystem("memory").pipe_file("/bucket/d.idx", b"")
+    with pytest.raises(DataError, match=r"memory://bucket/d.idx has 0 bytes"):
+        IndexedDataset(remote[1], cache(tmp_path))
 
     def refuse(_: str) -> None:
         raise RuntimeError("no credentials")

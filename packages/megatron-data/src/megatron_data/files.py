@@ -13,8 +13,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import orjson
 
@@ -38,6 +37,21 @@ def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
+@contextmanager
+def renamed(path: Path, partial: Path) -> Iterator[BinaryIO]:
+    """A file under another name that takes its own when the block ends, and goes if it fails.
+
+    It is not flushed to the disk: what a crash of the machine leaves, a digest or a checksum tells.
+    """
+    with named_errors(path):
+        try:
+            with partial.open("w+b") as file:
+                yield file
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 class Digests:
@@ -106,7 +120,7 @@ class AtomicFile:
                 ) from None
             except FileNotFoundError:
                 pass
-            except BaseException:
+            except BaseException:  # an interrupt, too, must not leave the lock to nobody
                 os.close(descriptor)
                 raise
             os.close(descriptor)
@@ -140,12 +154,7 @@ class AtomicFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None and not self._file.closed:
             self.commit()
         else:

@@ -3,7 +3,6 @@
 import os
 from array import array
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -195,12 +194,7 @@ class IndexedDatasetBuilder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.discard()
 
     def _convert(self, tokens: ArrayLike) -> NDArray[Any]:

@@ -1,7 +1,6 @@
 """Reading an indexed dataset, through a memory map or from object storage."""
 
 import os
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -228,12 +227,7 @@ class IndexedDataset:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, StorageCache | None, bool]]:

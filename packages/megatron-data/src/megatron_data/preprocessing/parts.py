@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import orjson
 
 from ..errors import DataError
-from ..files import named_errors, read_json, write_json
+from ..files import read_json, renamed, write_json
 from ..indexed.format import TokenType
 from ..sources.protocol import Chunk, Fault, Span
 from .encoding import Encoded, Encoder
@@ -159,7 +158,7 @@ class WorkFolder:
         self._finished = False
         try:
             self._adopt(job)
-        except BaseException:
+        except BaseException:  # an interrupt, too: nobody else can let go of what is not made yet
             self._release()
             raise
 
@@ -247,12 +246,7 @@ class WorkFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._release()
 
     def _release(self) -> None:
@@ -284,17 +278,11 @@ def _job_of(path: Path) -> dict[str, Any] | None:
 
 def _write(path: Path, record: bytes, arrays: list[np.ndarray[Any, Any]]) -> None:
     """Write a part; it is not flushed to the disk, its digest tells what a crash leaves of it."""
-    partial = path.with_suffix(f".{os.getpid()}")
-    try:
-        with named_errors(path), partial.open("wb") as file:
-            file.write(len(record).to_bytes(_LENGTH, "little"))
-            file.write(record)
-            for array in arrays:
-                file.write(np.ascontiguousarray(array).data)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with renamed(path, path.with_suffix(f".{os.getpid()}")) as file:
+        file.write(len(record).to_bytes(_LENGTH, "little"))
+        file.write(record)
+        for array in arrays:
+            file.write(np.ascontiguousarray(array).data)
 
 
 def _read(path: Path) -> tuple[Record, memoryview]:

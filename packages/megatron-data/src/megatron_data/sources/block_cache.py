@@ -13,12 +13,14 @@ import os
 import threading
 import time
 import zlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from ..errors import DataError
-from ..files import named_errors
+from ..files import renamed
 from ..recent import Recent
 from .storage import Stat, read_range, stat
 
@@ -67,7 +69,9 @@ class StorageCache:
         """
         path = Path(self.folder) / f"{_name(url, found)}.whole"
         if not path.is_file() or path.stat().st_size != found.size:
-            _write(path, fetch(url, 0, found.size))
+            data = fetch(url, 0, found.size)
+            with _adding(path) as file:
+                file.write(data)
         return path
 
     def blocks(self, url: str, found: Stat) -> "Blocks":
@@ -118,7 +122,12 @@ class Blocks:
         if found is None:
             begin = number * self._cache.block_bytes
             data = fetch(self._url, begin, begin + length)
-            found = _write(path, data + _checksum(data))
+            with _adding(path) as file:
+                file.write(data)
+                file.write(_checksum(data))
+                file.flush()
+                # Mapped before others see it, and may remove it to make room.
+                found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             _evict(self._cache, path)
         return found
 
@@ -184,20 +193,10 @@ def _map_whole(path: Path, length: int) -> mmap.mmap | None:
         return block if block[length:] == _checksum(data) else None
 
 
-def _write(path: Path, data: bytes) -> mmap.mmap:
-    """Put a whole file into the cache; of two processes that do, either one's stays."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    with named_errors(partial):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with partial.open("w+b") as file:
-                file.write(data)
-                file.flush()
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-    return mapped
+def _adding(path: Path) -> AbstractContextManager[BinaryIO]:
+    """A new file of the cache; of two processes that add one, either one's stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return renamed(path, path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}"))
 
 
 def _evict(cache: StorageCache, keep: Path) -> None:

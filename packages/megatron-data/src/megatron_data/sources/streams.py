@@ -6,7 +6,7 @@ import hashlib
 import io
 import zlib
 from pathlib import PurePosixPath
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import TYPE_CHECKING, BinaryIO, Protocol, Self
 
 from ..errors import DataError
@@ -104,12 +104,7 @@ class Stream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
