@@ -2,7 +2,8 @@
 
 The bare loop has its texts in memory and throws the result away: the bound of what a tokenizer
 leaves to gain. One document at a time through a process pool is how Megatron's preprocess_data.py
-works; the stand-in here has its structure, with our writer. Where gigatoken is installed (the extra
+works; the stand-in here has its structure, with our writer. `--megatron PATH` runs that script
+itself, too, start and imports included. Where gigatoken is installed (the extra
 `fast`) it is measured too. All ways end in the same bytes, which is checked.
 """
 
@@ -12,6 +13,8 @@ import json
 import multiprocessing
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -61,7 +64,22 @@ class OneByOne:
             builder.finalize()
 
 
-def tasks(corpus: Path, folder: Path, threads: int) -> dict[str, Callable[[], object]]:
+def megatrons(script: Path, corpus: Path, folder: Path, workers: int) -> None:
+    """Run Megatron's script with the same tokenizer."""
+    words = {
+        "--input": corpus,
+        "--output-prefix": folder / "megatron",
+        "--tokenizer-type": "HuggingFaceTokenizer",
+        "--tokenizer-model": folder,
+        "--workers": workers,
+    }
+    given = [str(word) for pair in words.items() for word in pair]
+    subprocess.run([sys.executable, str(script), *given, "--append-eod"], check=True)
+
+
+def tasks(
+    corpus: Path, folder: Path, threads: int, script: Path | None
+) -> dict[str, Callable[[], object]]:
     """What is compared with `threads` threads or processes."""
     tokenizer = HuggingFaceTokenizer.load(folder)
     bare = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -85,6 +103,8 @@ def tasks(corpus: Path, folder: Path, threads: int) -> dict[str, Callable[[], ob
     }
     if threads > 1:
         compared[f"preprocess, workers={threads}"] = lambda: ours(threads)
+    if script is not None:
+        compared[script.name] = lambda: megatrons(script, corpus, folder, threads)
     if importlib.util.find_spec("gigatoken"):
         compared[f"preprocess --fast, workers={threads}"] = lambda: fast(threads)
     return compared
@@ -101,9 +121,10 @@ def check_equal(folder: Path) -> None:
         ours = (folder / f"ours_text_document.{suffix}").read_bytes()
         if (folder / f"one.{suffix}").read_bytes() != ours:
             raise SystemExit(f"one document at a time gives another .{suffix}")
-        quick = folder / f"fast_text_document.{suffix}"
-        if quick.exists() and quick.read_bytes() != ours:
-            raise SystemExit(f"gigatoken gives another .{suffix}")
+        for name, whose in (("fast", "gigatoken"), ("megatron", "Megatron's script")):
+            other = folder / f"{name}_text_document.{suffix}"
+            if other.exists() and other.read_bytes() != ours:
+                raise SystemExit(f"{whose} gives another .{suffix}")
 
 
 def main() -> None:
@@ -112,12 +133,19 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, help="JSON lines (the repository's, repeated)")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--megatron", type=Path, help="Megatron-LM's tools/preprocess_data.py")
+    parser.add_argument("--copies", type=int, default=1, help="the corpus so many times")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus = arguments.corpus or folder / "corpus.jsonl"
         if arguments.corpus is None:
             corpus.write_bytes((CORPUS / "moby_dick.jsonl").read_bytes() * 6)
+        if arguments.copies > 1:
+            content, corpus = corpus.read_bytes(), folder / "copies.jsonl"
+            with corpus.open("wb") as file:
+                for _ in range(arguments.copies):
+                    file.write(content)
         train_bpe(read_texts([CORPUS / "moby_dick.jsonl"]), 4096).save(folder)
         megabytes = corpus.stat().st_size / 1e6
         print(f"JSON lines to .bin/.idx, {megabytes:.1f} MB, byte-level BPE of 4,096\n")
@@ -125,7 +153,7 @@ def main() -> None:
         print("|---|---|---|---|---|---|")
         for threads in arguments.threads:
             os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
-            compared = tasks(corpus, folder, threads)
+            compared = tasks(corpus, folder, threads, arguments.megatron)
             times: dict[str, list[float]] = {way: [] for way in compared}
             worked: dict[str, list[float]] = {way: [] for way in compared}
             for _ in range(arguments.repeats):
