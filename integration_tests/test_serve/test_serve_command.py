@@ -1,6 +1,7 @@
 """What a client of the running server sees: answers, refusals, and the end."""
 
 import contextlib
+import http.client
 import json
 import re
 import shlex
@@ -147,24 +148,19 @@ def test_a_body_may_have_a_mebibyte(server, length: int) -> None:
 
 def test_sigterm_finishes_what_was_accepted(start) -> None:
     server = start()
-    with ThreadPoolExecutor() as pool:
-        fields = {"prompts": ["Slowly"], "tokens_to_generate": 600}
-        pending = [pool.submit(server.ask, "PUT", "/api", **fields) for _ in range(2)]
-        wait_for_generation(server)
-        assert server.end(signal.SIGTERM) == 0
-        for status, answer in (one.result() for one in pending):
-            assert status == 200
-            assert len(answer["tokens"][0]) == 606
+    streams = [
+        accepted(server, {"prompts": ["Slowly"], "tokens_to_generate": 600}) for _ in range(2)
+    ]
+    assert server.end(signal.SIGTERM) == 0
+    for events in streams:
+        _, answer = events.read().split(b"event: done\ndata: ")
+        assert len(json.loads(answer)["tokens"][0]) == 606
     assert server.log[-1] == "megatron-infer: stopped\n"
 
 
 def test_ctrl_c_ends_at_once_and_tells_everybody(start) -> None:
     server = start("--max-tokens-per-request", "600000", "--quiet")
-    stream = server.connect()
-    headers = {"Content-Type": "application/json"}
-    stream.request("POST", "/api/stream", json.dumps(FOREVER), headers)
-    events = stream.getresponse()
-    assert events.readline() == b"event: waiting\n"
+    events = accepted(server, FOREVER)
     with ThreadPoolExecutor() as pool:
         pending = pool.submit(server.ask, "PUT", "/api", prompts=["x"])
         time.sleep(1)
@@ -176,20 +172,14 @@ def test_ctrl_c_ends_at_once_and_tells_everybody(start) -> None:
     assert server.log[1:] == ["megatron-infer: interrupted\n"]
 
 
-def wait_for_generation(server) -> None:
-    """Wait until a further request has to wait for others."""
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        connection = server.connect()
-        body = json.dumps({"prompts": ["x"], "tokens_to_generate": 1})
-        connection.request("POST", "/api/stream", body, {"Content-Type": "application/json"})
-        events = connection.getresponse()
-        events.readline()
-        ahead = json.loads(events.readline().removeprefix(b"data: "))["ahead"]
-        connection.close()
-        if ahead >= 2:
-            return
-    raise AssertionError("the requests never arrived")
+def accepted(server, fields: dict[str, Any]) -> http.client.HTTPResponse:
+    """The events of a request once the server has taken it."""
+    stream = server.connect()
+    headers = {"Content-Type": "application/json"}
+    stream.request("POST", "/api/stream", json.dumps(fields), headers)
+    events = stream.getresponse()
+    assert events.readline() == b"event: waiting\n"
+    return events
 
 
 def test_a_second_server_on_the_port_is_one_line(server, run_folder) -> None:

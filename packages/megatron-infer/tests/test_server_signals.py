@@ -1,7 +1,11 @@
-"""A signal that another thread takes does not wake the main thread, which has to notice it."""
+"""The end of a server: signals that another thread takes, sockets that another thread waits for."""
 
 import subprocess
 import sys
+import threading
+
+from megatron_infer.server.run import _close
+from waitress.server import create_server
 
 CODE = """
 import signal, threading
@@ -24,3 +28,20 @@ def test_a_signal_that_another_thread_takes_is_noticed() -> None:
         [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_the_thread_that_waits_for_sockets_closes_them() -> None:
+    server = create_server(lambda environ, start: [], listen="127.0.0.1:0", threads=1)
+    loop = threading.Thread(target=server.run)
+    closed_by = []
+
+    def close(original=server.close) -> None:
+        closed_by.append(threading.current_thread())
+        original()
+
+    server.close = close
+    loop.start()
+    _close(server)
+    loop.join(timeout=10)
+    assert closed_by == [loop]
+    assert not loop.is_alive()

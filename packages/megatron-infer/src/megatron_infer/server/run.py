@@ -1,5 +1,6 @@
 """Running the application in waitress, and stopping it."""
 
+import contextlib
 import json
 import logging
 import signal
@@ -81,7 +82,7 @@ def serve(
         interrupted = signal.SIGINT in numbers
         service.close(0.0 if interrupted else settings.grace_seconds)
         _flush(server)
-        server.close()
+        _close(server)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -109,6 +110,22 @@ def _flush(server: Any) -> None:
         if not any(one.requests or one.total_outbufs_len for one in _channels(server)):
             return
         time.sleep(0.02)
+
+
+def _close(server: Any) -> None:
+    """Let the thread that waits for the server's sockets close them.
+
+    Closed under its hands, they end it with a traceback.
+    """
+    closed = threading.Event()
+
+    def close() -> None:
+        server.close()
+        closed.set()
+
+    with contextlib.suppress(OSError):  # somebody else woke it, and it is closed
+        server.trigger.pull_trigger(close)
+    closed.wait(FLUSH_SECONDS)
 
 
 def _channels(server: Any) -> list[Any]:
