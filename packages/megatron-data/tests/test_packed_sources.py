@@ -93,7 +93,7 @@ def test_rows_of_parquet_are_the_documents(plain: Path, tmp_path: Path) -> None:
 
 def test_what_is_wrong_with_a_table_is_named(plain: Path, tmp_path: Path) -> None:
     table = write_table(tmp_path / "a.parquet", ["a", None, "c"])
-    with pytest.raises(DataError, match=r"a\.parquet, row 2: 'text' holds a NoneType"):
+    with pytest.raises(DataError, match=r"a\.parquet, row 2: 'text' holds null"):
         tokens_of(table, tmp_path / "o")
     with pytest.raises(
         DataError, match=r"a\.parquet, row 1: no column 'body' \(columns here: 'id'"

@@ -20,7 +20,7 @@ from megatron_data import (
     verify,
 )
 from megatron_data.cli import main
-from megatron_data.preprocessing.parts import WorkFolder
+from megatron_data.preprocessing.parts import JOB, WorkFolder
 
 LINES = [f'{{"text": "{number} {number * 7}"}}\n' for number in range(2000)]
 CHUNK = 1000
@@ -148,6 +148,23 @@ def test_runs_killed_at_random_moments_end_in_the_bytes_of_an_undisturbed_one(
     assert not error
     assert int(shown.split()[2]) == kept
     assert files_in(out.parent) == wanted, "the same bytes, and no litter"
+
+
+def test_parts_are_never_without_their_job_while_they_are_removed(
+    corpus: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really, described = Path.unlink, []
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        really(path, missing_ok)
+        folder = parts_of(out)
+        if path.parent == folder and any(folder.glob("*.part")):
+            described.append((folder / JOB).exists())
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    preprocess([corpus], out, NullTokenizer(20_000), chunk_bytes=CHUNK)
+    assert len(described) > 12
+    assert all(described), "killed here, the next run would take them for another job's"
 
 
 def test_a_killed_run_goes_on_where_it_was(

@@ -128,7 +128,7 @@ def test_what_cannot_be_traced_is_refused(lines: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="name a token or a document"):
         trace(prefix)
     Path(f"{prefix}.meta.json").unlink()
-    with pytest.raises(DataError, match=r"meta\.json has no map of chunks"):
+    with pytest.raises(DataError, match=r"has no manifest .*o_text_document\.meta\.json"):
         trace(prefix, 0)
 
 

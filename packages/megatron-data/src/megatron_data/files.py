@@ -7,6 +7,7 @@ ever: the next run takes the name over. A lock that the kernel releases with the
 two writers apart.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -26,6 +27,49 @@ BLOCK_BYTES = 1 << 26
 """Bytes that have a digest of their own in a manifest."""
 
 _READ = 1 << 22
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """A path that may be written to, as text.
+
+    Raises:
+        DataError: a URL. As a path it would be folders here, named as the protocol and the bucket.
+    """
+    name = os.fspath(path)
+    if "://" in name:
+        raise DataError(
+            f"{name} is a URL, and files are written to local disks only; give a path, and copy "
+            "the files from there"
+        )
+    return name
+
+
+def local_prefix(prefix: str | os.PathLike[str]) -> str:
+    """A prefix of files that may be written, as text.
+
+    Raises:
+        DataError: a URL, or a folder without a name for the files in it.
+    """
+    name = local_path(prefix)
+    if name.endswith("/") or Path(name).name in ("", ".."):
+        raise DataError(f"{name!r} is a folder; add a name for the files, such as {name}/corpus")
+    return name
+
+
+def local_folder(folder: str | os.PathLike[str]) -> Path:
+    """A folder that may be made and written to; for asking before long work, not after it.
+
+    Raises:
+        DataError: a URL, or a file is in the way.
+        PermissionError: it may not be written to.
+    """
+    path = Path(local_path(folder))
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise DataError(f"{path} cannot be a folder, {there} is a file; name another output")
+    if not os.access(there, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+    return path
 
 
 @contextmanager
@@ -93,11 +137,11 @@ class AtomicFile:
         path: the final name. Its folder is made if it is absent.
 
     Raises:
-        DataError: another process is writing the same file.
+        DataError: a URL, or another process is writing the same file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(local_path(path))
         self.bytes = 0
         self.digests = Digests()
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -185,6 +229,16 @@ def write_json(path: str | os.PathLike[str], value: Any, indent: bool = True) ->
         text = b"{\n" + b",\n".join(rows) + b"\n}"
     with AtomicFile(path) as file:
         file.write(text + b"\n")
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Read a text file; one that is not UTF-8 is a `DataError` that names it and the place."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text (byte {error.start:,}); is it the right file?"
+        ) from None
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

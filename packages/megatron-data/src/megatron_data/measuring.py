@@ -87,8 +87,13 @@ def benchmark(
         folder: where a temporary folder is made for what is written; None for the system's.
 
     Raises:
-        DataError: an input that is missing or cannot be read, or holds no token.
+        DataError: an input that is missing or cannot be read, or holds no token; sizes below 1.
     """
+    if megabytes <= 0 or workers < 1 or sequence_length < 1:
+        raise DataError(
+            f"{megabytes} megabytes, {workers} processes and samples of {sequence_length} tokens; "
+            "each must be at least 1 (megabytes: more than 0)"
+        )
     texts, stages = _read(inputs, json_key, int(megabytes * 1e6))
     size, documents = stages[0].size, len(texts)
     tokens, seconds = _tokenize(tokenizer, texts)

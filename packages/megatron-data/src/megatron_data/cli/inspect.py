@@ -39,6 +39,9 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     from ..inspection import draw_histogram, draw_svg, summarize
     from ..preprocessing.manifest import read_manifest
 
+    for option in ("documents", "tokens"):
+        if (number := getattr(arguments, option)) < 0:
+            parser.error(f"--{option} {number}; give 0 or more")
     tokenizer = None
     if names_tokenizer(arguments):
         tokenizer = tokenizer_of(parser, arguments)
@@ -48,7 +51,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     if tokenizer and fingerprint not in (None, tokenizer.fingerprint):
         raise DataError(
             f"{arguments.prefix} was made with tokenizer {fingerprint}, not with "
-            f"{tokenizer.fingerprint}; give that one with --tokenizer-model"
+            f"{tokenizer.fingerprint}; give the options that it was made with"
         )
     with IndexedDataset(arguments.prefix) as dataset:
         summary = summarize(dataset)

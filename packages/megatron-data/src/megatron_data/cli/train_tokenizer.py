@@ -60,6 +60,7 @@ _TAKES = {
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
     """Train and save."""
+    from ..files import local_folder
     from ..sources.opening import read_texts
     from ..tokenizers import training
 
@@ -69,6 +70,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         parser.error(f"--{foreign[0].replace('_', '-')} does not go with --kind {arguments.kind}")
     if given.pop("cased", False):
         given["lower_case"] = False
+    output = local_folder(arguments.output)  # learning takes long, so this is asked before it
     kinds: dict[str, Callable[..., HuggingFaceTokenizer]] = {
         "bpe": training.train_bpe,
         "unigram": training.train_unigram,
@@ -80,7 +82,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         progress=sys.stderr.isatty(),
         **given,
     )
-    tokenizer.save(arguments.output)
+    tokenizer.save(output)
     size = tokenizer.vocab_size
     less = "" if size == arguments.vocab_size else f" (the text has no more than {size:,})"
     print(f"{arguments.output}: {size:,} tokens{less}, {tokenizer.fingerprint}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import DataError
-from ..files import AtomicFile, read_json
+from ..files import AtomicFile, read_json, read_text
 from .split import SPLITS, SplitName
 
 
@@ -58,7 +58,7 @@ def read_data_args(path: str | os.PathLike[str]) -> Blend:
     path = Path(path)
     if not path.is_file():
         raise DataError(f"--data-args-path {path} does not exist")
-    return parse_data_path(path.read_text(encoding="utf-8").split())
+    return parse_data_path(read_text(path).split())
 
 
 def write_data_args(path: str | os.PathLike[str], blend: Blend) -> None:

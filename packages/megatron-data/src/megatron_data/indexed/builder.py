@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import DataError
-from ..files import AtomicFile
+from ..files import AtomicFile, local_prefix
 from .format import LARGEST_LENGTH, Header, TokenType, bin_path, idx_path
 from .reader import IndexedDataset
 
@@ -60,7 +60,8 @@ class IndexedDatasetBuilder:
         multimodal: whether every sequence has a mode.
 
     Raises:
-        DataError: a token type the format does not know, or another process writes the prefix.
+        DataError: a token type the format does not know, a prefix that is a URL or a folder, or
+            another process writes it.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class IndexedDatasetBuilder:
         dtype: TokenType | type[np.generic] | str = "int32",
         multimodal: bool = False,
     ) -> None:
-        self.prefix = os.fspath(prefix)
+        self.prefix = local_prefix(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         Header(self.dtype, 0, 0).pack()  # refuses a token type the format does not know
         self.tokens = 0

@@ -132,8 +132,9 @@ def open_pair(prefix: str, storage: StorageCache | None, mapped: bool) -> Pair:
 def _remote(prefix: str, storage: StorageCache | None) -> Pair:
     if storage is None:
         raise DataError(
-            f"{prefix} lies in object storage; give a local folder for what is read of it "
-            "(--object-storage-cache-path)"
+            f"{prefix} lies in object storage; megatron-train --object-storage-cache-path FOLDER "
+            "and, in Python, storage=StorageCache(FOLDER) read it, the commands of megatron-data "
+            "read local copies"
         )
     index, data = f"{prefix}.idx", f"{prefix}.bin"
     copy, found = storage.whole(index, describe(index)), describe(data)

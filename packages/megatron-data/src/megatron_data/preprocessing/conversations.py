@@ -12,6 +12,7 @@ import orjson
 from numpy.typing import NDArray
 
 from ..errors import DataError
+from ..files import local_prefix
 from ..indexed.builder import IndexedDatasetBuilder
 from ..indexed.format import choose_dtype
 from ..sources.json_lines import NEWLINE, JsonLines
@@ -95,9 +96,13 @@ def tokenize_conversations(
         DataError: a line that holds no conversation (file and line), messages that the template
             refuses, or nothing for the loss to count.
     """
+    if max_tokens is not None and max_tokens < 2:
+        raise DataError(
+            f"--max-tokens {max_tokens}: a token is learned behind another; give at least 2"
+        )
     if tokenizer.eod_id is None:
         raise DataError("conversations end with the end-of-document token; the tokenizer has none")
-    prefix = f"{os.fspath(output_prefix)}_conversation"
+    prefix = f"{local_prefix(output_prefix)}_conversation"
     counts = dict.fromkeys(ConversationReport.__dataclass_fields__, 0)
     with ExitStack() as stack:
         tokens = stack.enter_context(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
+from ..files import local_prefix
 from ..indexed.builder import IndexedDatasetBuilder
 from ..indexed.reader import IndexedDataset
 from .manifest import (
@@ -44,7 +45,7 @@ def merge(
     Raises:
         DataError: a damaged one; token types, modes or tokenizers that differ; no dataset.
     """
-    names, output = [os.fspath(prefix) for prefix in prefixes], os.fspath(output_prefix)
+    names, output = [os.fspath(prefix) for prefix in prefixes], local_prefix(output_prefix)
     if not names:
         raise DataError("no dataset to merge")
     if output in names:
@@ -103,7 +104,7 @@ def split(
     Raises:
         DataError: a damaged dataset, or numbers that do not fit it.
     """
-    name, outputs = os.fspath(prefix), [os.fspath(output) for output in output_prefixes]
+    name, outputs = os.fspath(prefix), [local_prefix(output) for output in output_prefixes]
     if name in outputs or len(set(outputs)) < len(outputs):
         raise DataError("every output needs a name of its own, and not that of the dataset")
     manifest = read_manifest(name)

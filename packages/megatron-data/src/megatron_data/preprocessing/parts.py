@@ -254,8 +254,10 @@ class WorkFolder:
         try:
             if self._finished or not any(self.path.glob("*.part")):
                 for path in self.path.iterdir():
-                    if path.name != LOCK:
+                    if path.name not in (JOB, LOCK):
                         path.unlink(missing_ok=True)
+                # The job goes after the parts: parts without one would be taken for another job's.
+                (self.path / JOB).unlink(missing_ok=True)
                 (self.path / LOCK).unlink()
                 with suppress(OSError):  # somebody else may have begun to use it
                     self.path.rmdir()

@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias, get_args
 from tqdm import tqdm
 
 from ..errors import DataError
+from ..files import local_prefix
 from ..sources.opening import open_sources
 from ..sources.protocol import Source
 from ..tokenizers.fast import FastTokenizer, MismatchError
@@ -111,18 +112,22 @@ def preprocess(
 
     Raises:
         DataError: missing or empty input; a line or text that cannot be read (file and place),
-            unless it is to be skipped; another process writes the same output.
+            unless it is to be skipped; an output that is a URL or a folder; another process writes
+            the same output.
     """
     started = perf_counter()
+    prefix = local_prefix(output_prefix)
+    if len(set(json_keys)) < len(json_keys):
+        raise DataError(f"--json-keys {' '.join(json_keys)}: name every key once")
+    if max_document_bytes is not None and max_document_bytes < 1:
+        raise DataError(f"--max-document-bytes {max_document_bytes}; give at least 1")
     if on_error not in get_args(OnError):
         raise DataError(f"on_error={on_error!r}; give one of {', '.join(get_args(OnError))}")
 
     def run(chosen: Tokenizer) -> list[Preprocessed]:
         encoder = Encoder(chosen, tuple(json_keys), append_eod, max_document_bytes, splitter)
         sources = open_sources(inputs, encoder.keys)
-        return _preprocess(
-            sources, os.fspath(output_prefix), encoder, on_error, workers, chunk_bytes, progress
-        )
+        return _preprocess(sources, prefix, encoder, on_error, workers, chunk_bytes, progress)
 
     try:
         made = run(tokenizer)

@@ -11,7 +11,7 @@ from ..indexed.reader import IndexedDataset
 from ..sources.opening import open_sources
 from ..sources.protocol import Fault, Item, Span
 from .manifest import damage_named, manifest_path, read_manifest, read_origins
-from .origins import Origin
+from .origins import Origin, Origins
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,8 @@ def trace(
     prefix = os.fspath(prefix)
     if (token is None) == (document is None):
         raise DataError("name a token or a document, one of the two")
-    manifest = read_manifest(prefix)
-    origins = read_origins(prefix, manifest) if manifest else None
-    if manifest is None or origins is None:
-        raise DataError(
-            f"{manifest_path(prefix)} has no map of chunks, so nothing is known of where {prefix} "
-            "came from; preprocess the text again"
-        )
     with IndexedDataset(prefix) as dataset:
+        manifest, origins = _record_of(prefix)
         number = _document_of(dataset, token) if document is None else document
         if not 0 <= number < dataset.documents:
             raise DataError(
@@ -81,6 +75,23 @@ def trace(
         source = manifest["sources"][origin.source]
         found = _look_up(source, origin, number - origin.document + origin.skip)
     return Traced(number, before, tokens, **found)
+
+
+def _record_of(prefix: str) -> tuple[dict[str, Any], Origins]:
+    """A dataset's manifest, and the map of chunks in it."""
+    path, manifest = manifest_path(prefix), read_manifest(prefix)
+    if manifest is None:
+        raise DataError(
+            f"{prefix} has no manifest {path}, so nothing is known of where it came from; copy the "
+            "manifest beside it, or preprocess the text again"
+        )
+    origins = read_origins(prefix, manifest)
+    if origins is None:
+        raise DataError(
+            f"{path} has no map of chunks, so nothing is known of where {prefix} came from; "
+            "preprocess the text again"
+        )
+    return manifest, origins
 
 
 def _document_of(dataset: IndexedDataset, token: int | None) -> int:

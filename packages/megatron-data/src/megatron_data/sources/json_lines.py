@@ -23,6 +23,16 @@ from .streams import Stream
 NEWLINE = b"\n"
 _STEP = 1 << 18
 
+_JSON_KINDS: dict[type, str] = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
 
 class LinesChunk(NamedTuple):
     """Whole lines of one source.
@@ -180,10 +190,8 @@ def _texts(line: bytes, keys: Sequence[str]) -> list[Document] | None:
             return None
         raise _explained(line, error) from None
     if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise UnreadableError(
-            "json", f'a JSON {kind}, not an object; every line must be like {{"text": "…"}}'
-        )
+        wanted = 'every line must be like {"text": "…"}'
+        raise UnreadableError("json", f"{_kind(content)}, not an object; {wanted}")
     return [text_of(content, key) for key in keys]
 
 
@@ -211,12 +219,16 @@ def text_of(record: dict[str, Any], key: str) -> Document:
     except KeyError:
         present = ", ".join(map(repr, record)) or "none"
         raise UnreadableError(
-            "key", f"no key {key!r} (keys here: {present}); name the right one with --json-keys"
+            "key", f"no key {key!r} (keys here: {present}); name the right one with --json-key"
         ) from None
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and all(isinstance(part, str) for part in value):
         return value
-    raise UnreadableError(
-        "type", f"{key!r} holds a {type(value).__name__}, not a string or a list of strings"
-    )
+    kind = "a list of other things" if isinstance(value, list) else _kind(value)
+    raise UnreadableError("type", f"{key!r} holds {kind}, not a string or a list of strings")
+
+
+def _kind(value: object) -> str:
+    """What JSON calls this, with its article; columns of Parquet may hold other things."""
+    return _JSON_KINDS.get(type(value), f"a {type(value).__name__}")

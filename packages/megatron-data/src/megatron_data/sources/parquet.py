@@ -117,7 +117,7 @@ class Parquet:
                 raise UnreadableError(
                     "key",
                     f"no column {key!r} (columns here: {present}); name the right one with "
-                    "--json-keys",
+                    "--json-key",
                 )
 
     def _broken(self, row: int, kind: str, reason: str) -> BrokenChunk:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias
 
 from ..errors import DataError
-from ..files import read_json
+from ..files import read_json, read_text
 from .huggingface import CONFIG_FILE
 
 Message: TypeAlias = Mapping[str, Any]
@@ -134,26 +134,37 @@ class ChatTemplate:
         """
         path = Path(path)
         if path.is_file():
-            return cls(path.read_text(encoding="utf-8"))
+            return cls._from_file(path, read_text(path), {})
         if not path.is_dir():
             raise DataError(f"no chat template at {path}: there is no such file or folder")
         config = read_json(path / CONFIG_FILE) if (path / CONFIG_FILE).is_file() else {}
+        if not isinstance(config, dict):
+            raise DataError(f"{path / CONFIG_FILE} is not a JSON object; copy it again")
         source = config.get("chat_template")
         if isinstance(source, list):  # several by name
             source = {entry["name"]: entry["template"] for entry in source}.get("default")
         if (path / TEMPLATE_FILE).is_file():
-            source = (path / TEMPLATE_FILE).read_text(encoding="utf-8")
+            source = read_text(path / TEMPLATE_FILE)
         if not isinstance(source, str):
             raise DataError(
                 f"{path} has no chat template: neither {TEMPLATE_FILE} nor chat_template in "
-                f"{CONFIG_FILE}; name a prompt format ({', '.join(PROMPT_FORMATS)}) or a file"
+                f"{CONFIG_FILE}; name a prompt format (--sft-tokenizer-prompt-format "
+                f"{', '.join(PROMPT_FORMATS)}) or a file (--chat-template)"
             )
         tokens = {key: value for key, value in config.items() if key.endswith("_token")}
         contents = {
             key: value.get("content") if isinstance(value, dict) else value
             for key, value in tokens.items()
         }
-        return cls(source, {key: value for key, value in contents.items() if value is not None})
+        variables = {key: value for key, value in contents.items() if value is not None}
+        return cls._from_file(path, source, variables)
+
+    @classmethod
+    def _from_file(cls, path: Path, source: str, variables: dict[str, Any]) -> Self:
+        try:
+            return cls(source, variables)
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from None
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None

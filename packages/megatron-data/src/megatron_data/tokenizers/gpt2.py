@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
+from ..files import read_text
 from .huggingface import HuggingFaceTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -79,7 +80,4 @@ def _merges(path: Path, vocabulary: dict[str, int]) -> list[list[str]]:
 def _text(path: Path) -> str:
     if not path.is_file():
         raise DataError(f"no tokenizer file {path}")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}") from error
+    return read_text(path)

@@ -89,7 +89,10 @@ class HuggingFaceTokenizer:
         path = Path(path)
         file = path / TOKENIZER_FILE if path.is_dir() else path
         if not file.is_file():
-            raise DataError(f"no tokenizer at {path}: {file} does not exist")
+            raise DataError(
+                f"no tokenizer at {path}: {file} does not exist; give a tokenizer.json or its "
+                "folder (nothing is downloaded)"
+            )
         roles = _configured_roles(file.with_name(CONFIG_FILE)) | dict(special_tokens or {})
         try:
             return cls(file.read_bytes(), roles)
@@ -206,11 +209,15 @@ def _configured_roles(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     config = read_json(path)
+    if not isinstance(config, dict):
+        raise DataError(f"{path} is not a JSON object; copy it again, or remove it")
     roles = {}
     for role in ROLES:
         token = config.get(f"{role}_token")
         if isinstance(token, dict):  # a serialised AddedToken
             token = token.get("content")
+        if token is not None and not isinstance(token, str):
+            raise DataError(f"{path}: {role}_token is {token!r}, not a string")
         if token:
             roles[role] = token
     return roles

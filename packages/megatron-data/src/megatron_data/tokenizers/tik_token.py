@@ -229,6 +229,8 @@ def _tokens(content: bytes) -> list[bytes]:
         if number < 256 and token != bytes([number]):
             raise DataError(f"entry {number} is {token!r}; the first 256 are the bytes")
         tokens.append(token)
+    if len(tokens) < 256:
+        raise DataError(f"{len(tokens)} tokens; a vocabulary begins with those of the 256 bytes")
     if len(set(tokens)) < len(tokens):
         raise DataError("a token occurs twice")
     return tokens

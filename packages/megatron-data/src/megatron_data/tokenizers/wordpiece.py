@@ -7,6 +7,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from ..errors import DataError
+from ..files import read_text
 from .huggingface import HuggingFaceTokenizer
 
 UNKNOWN, BEGIN, END = "[UNK]", "[BOS]", "[EOS]"
@@ -61,10 +62,7 @@ def wordpiece(model: models.WordPiece, lower_case: bool) -> tokenizers.Tokenizer
 def _vocabulary(path: Path) -> dict[str, int]:
     if not path.is_file():
         raise DataError(f"no tokenizer file {path}")
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}") from None
+    lines = read_text(path).split("\n")
     if lines and not lines[-1]:
         lines.pop()
     vocabulary: dict[str, int] = {}

@@ -1,0 +1,116 @@
+"""Plausible mistakes on the command line: each ends in one line, and leaves nothing behind."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from megatron_data import load_tokenizer, train_bpe
+from megatron_data.cli import main
+
+Capture = pytest.CaptureFixture[str]
+
+TALK = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+BYTES = "preprocess --input a.jsonl --tokenizer-type ByteTokenizer --output-prefix"
+CHATS = "tokenize-conversations --input talks.jsonl --tokenizer-model tokenizer --output-prefix o"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a corpus, a tokenizer, a dataset `d_text_document`, and wrong files."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text('{"text": "one two"}\n{"text": "three"}\n')
+    Path("talks.jsonl").write_text(json.dumps(TALK) + "\n")
+    Path("packed.gz").write_bytes(gzip.compress(b"packed"))
+    Path("list.json").write_text("[]")
+    Path("open.jinja").write_text("{% for m in messages %}")
+    Path("texts").mkdir()
+    train_bpe(["one two three"], 260).save("tokenizer")
+    assert main(f"{BYTES} d".split()) == 0
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "message"),
+    [
+        (f"{BYTES} s3://bucket/o", 1, "s3://bucket/o is a URL, and files are written to local"),
+        (f"{BYTES} texts/", 1, "'texts/' is a folder; add a name for the files"),
+        (f"{BYTES} .", 1, "'.' is a folder"),
+        (f"{BYTES} o --json-keys text text", 1, "--json-keys text text: name every key once"),
+        (f"{BYTES} o --max-document-bytes 0", 1, "--max-document-bytes 0; give at least 1"),
+        (
+            "train-tokenizer --input a.jsonl --vocab-size 300 --json-key body --output t",
+            1,
+            "a.jsonl:1: no key 'body' (keys here: 'text'); name the right one with --json-key\n",
+        ),
+        (
+            "train-tokenizer --input gone.jsonl --vocab-size 300 --output a.jsonl",
+            1,
+            "a.jsonl cannot be a folder, a.jsonl is a file; name another output",
+        ),
+        (
+            "train-tokenizer --input a.jsonl --vocab-size 300 --output s3://bucket/t",
+            1,
+            "s3://bucket/t is a URL",
+        ),
+        (
+            "preprocess --input a.jsonl --tokenizer-type TikTokenizer --tokenizer-model list.json "
+            "--output-prefix o",
+            1,
+            "list.json: 0 tokens; a vocabulary begins with those of the 256 bytes",
+        ),
+        (
+            "preprocess --input a.jsonl --tokenizer-model bert-base --output-prefix o",
+            1,
+            "bert-base does not exist; give a tokenizer.json or its folder (nothing is downloaded)",
+        ),
+        (f"{CHATS} --chat-template packed.gz", 1, "packed.gz is not UTF-8 text (byte 1)"),
+        (f"{CHATS} --chat-template open.jinja", 1, "open.jinja: not a chat template: line 1"),
+        (f"{CHATS} --sft-tokenizer-prompt-format identity --max-tokens 1", 1, "at least 2"),
+        ("inspect d_text_document --documents -1", 2, "--documents -1; give 0 or more"),
+        ("inspect d_text_document --tokens -1", 2, "--tokens -1; give 0 or more"),
+        ("inspect d_text_document --plot s3://bucket/x.svg", 1, "s3://bucket/x.svg is a URL"),
+        ("split d_text_document --shares 1 1 --output-prefixes x texts/", 1, "is a folder; add"),
+        ("merge d_text_document --output-prefix memory://x", 1, "memory://x is a URL"),
+        ("mix --data-args-path packed.gz", 1, "packed.gz is not UTF-8 text (byte 1)"),
+        ("mix memory://bucket/d", 1, "the commands of megatron-data read local copies"),
+        (
+            "bench --input a.jsonl --tokenizer-type ByteTokenizer --seq-length 0",
+            1,
+            "samples of 0 tokens; each must be at least 1",
+        ),
+        ("trace nowhere 1", 1, "no dataset at nowhere"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    command: str, status: int, message: str, place: Path, capsys: Capture
+) -> None:
+    if "--chat-template" in command or "--max-tokens" in command:
+        pytest.importorskip("jinja2")
+    before = sorted(place.rglob("*"))
+    capsys.readouterr()
+    assert main(command.split()) == status
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("megatron-data: error: ")
+    assert error.count("\n") == 1
+    assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("[1]", r"tokenizer_config\.json is not a JSON object"),
+        ('{"eos_token": 5}', r"tokenizer_config\.json: eos_token is 5, not a string"),
+    ],
+)
+def test_a_foreign_tokenizer_config_is_named(config: str, message: str, place: Path) -> None:
+    Path("tokenizer/tokenizer_config.json").write_text(config)
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer("tokenizer")
+
+
+def test_trace_tells_a_dataset_without_manifest(place: Path, capsys: Capture) -> None:
+    Path("d_text_document.meta.json").unlink()
+    assert main(["trace", "d_text_document", "1"]) == 1
+    assert "d_text_document has no manifest d_text_document.meta.json" in capsys.readouterr().err
