@@ -80,29 +80,26 @@ def checkpoint(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def theirs(gguf_file: Path) -> Theirs:
-    """Greedy continuations of transformers, one prompt at a time, and how clear its choices are."""
+    """Greedy continuations of transformers, and how clear its choices are."""
     folder = gguf_file.parent
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=FILE, dtype=torch.float32
     ).eval()
     model.generation_config.eos_token_id = None  # always all the tokens
-    continuations, gaps = [], []
-    for prompt in PROMPTS:
-        tokens = torch.tensor([tokenizer(prompt)["input_ids"]])
-        made = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            do_sample=False,
-            max_new_tokens=NEW_TOKENS,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        continuations.append(tuple(made.sequences[0, tokens.shape[1] :].tolist()))
-        best = torch.cat(made.logits).topk(2).values
-        gaps.append((best[:, 0] - best[:, 1]).min().item())
-    return Theirs(tokenizer, continuations, gaps)
+    tokens = tokenizer(PROMPTS, padding=True, padding_side="left", return_tensors="pt")
+    made = model.generate(
+        **tokens,
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    continuations = made.sequences[:, tokens["input_ids"].shape[1] :].tolist()
+    best = torch.stack(made.logits, 1).topk(2).values
+    gaps = (best[..., 0] - best[..., 1]).amin(1).tolist()
+    return Theirs(tokenizer, [tuple(made) for made in continuations], gaps)
 
 
 def greedy(mesh: Mesh, checkpoint: Path) -> list[tuple[int, ...]]:

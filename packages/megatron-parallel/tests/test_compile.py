@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CODE = """
 import torch
 from megatron_parallel import (
@@ -90,6 +92,7 @@ for sequence_parallel in (False, True):
 """
 
 
+@pytest.mark.slow
 def test_several_ranks_compile_whole_too(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
