@@ -34,7 +34,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("command", "status", "message"),
     [
         (f"{BYTES} s3://bucket/o", 1, "s3://bucket/o is a URL, and files are written to local"),
-        (f"{BYTES} texts/", 1, "'texts/' is a folder; add a name for the files"),
+        (
+            f"{BYTES} texts/",
+            1,
+            "'texts/' is a folder; add a name for the files, such as texts/corpus",
+        ),
         (f"{BYTES} .", 1, "'.' is a folder"),
         (f"{BYTES} o --json-keys text text", 1, "--json-keys text text: name every key once"),
         (f"{BYTES} o --max-document-bytes 0", 1, "--max-document-bytes 0; give at least 1"),
@@ -63,6 +67,19 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "preprocess --input a.jsonl --tokenizer-model bert-base --output-prefix o",
             1,
             "bert-base does not exist; give a tokenizer.json or its folder (nothing is downloaded)",
+        ),
+        (
+            "preprocess --input a.jsonl --tokenizer-type GPT2BPETokenizer --tokenizer-model "
+            "tokenizer --output-prefix o",
+            2,
+            "--tokenizer-model does not go with --tokenizer-type GPT2BPETokenizer (takes "
+            "--vocab-file, --merge-file, --tokenizer-special-tokens)",
+        ),
+        (
+            "preprocess --input a.jsonl --tokenizer-model tokenizer --output-prefix o "
+            "--tokenizer-special-tokens=",
+            1,
+            "special tokens ['']: one of them is empty",
         ),
         (f"{CHATS} --chat-template packed.gz", 1, "packed.gz is not UTF-8 text (byte 1)"),
         (f"{CHATS} --chat-template open.jinja", 1, "open.jinja: not a chat template: line 1"),

@@ -52,7 +52,9 @@ def local_prefix(prefix: str | os.PathLike[str]) -> str:
     """
     name = local_path(prefix)
     if name.endswith("/") or Path(name).name in ("", ".."):
-        raise DataError(f"{name!r} is a folder; add a name for the files, such as {name}/corpus")
+        raise DataError(
+            f"{name!r} is a folder; add a name for the files, such as {Path(name, 'corpus')}"
+        )
     return name
 
 

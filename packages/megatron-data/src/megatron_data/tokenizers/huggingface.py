@@ -138,7 +138,12 @@ class HuggingFaceTokenizer:
         """This tokenizer with more tokens that are kept whole, such as those of FIM.
 
         New ones take the numbers behind the vocabulary; those that it has keep theirs.
+
+        Raises:
+            DataError: one without a character.
         """
+        if "" in names:
+            raise DataError(f"special tokens {list(names)}: one of them is empty; leave it out")
         tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in names])
         return HuggingFaceTokenizer(tokenizer.to_str(), self._special_tokens)

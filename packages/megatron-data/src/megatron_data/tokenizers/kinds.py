@@ -39,7 +39,8 @@ class Ingredients:
     def complaint(self, kind: str, given: Mapping[str, Any]) -> str | None:
         """What is wrong with the options given for a kind, or None."""
         if foreign := [name for name in given if name not in (*self.needs, *self.takes)]:
-            return f"{flag(foreign[0])} does not go with --tokenizer-type {kind}"
+            takes = ", ".join(map(flag, (*self.needs, *self.takes))) or "no options"
+            return f"{flag(foreign[0])} does not go with --tokenizer-type {kind} (takes {takes})"
         if missing := [flag(name) for name in self.needs if name not in given]:
             return f"--tokenizer-type {kind} needs {' and '.join(missing)}"
         return None
