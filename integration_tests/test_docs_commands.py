@@ -56,7 +56,7 @@ GIVEN = {
     "docs/recipes.md": "tokenizer book_text_document",
     "docs/serving.md": "runs/book",
     "docs/packages/megatron-ckpt.md": "runs/book gpt2",
-    "docs/packages/megatron-data.md": "texts more talks my-corpus bert-vocab gpt2-vocab "
+    "docs/packages/megatron-data.md": "texts more talks tales my-corpus bert-vocab gpt2-vocab "
     "gpt2-merges",
     "docs/packages/megatron-infer.md": "runs/book",
     "docs/packages/megatron-train.md": "tokenizer book_text_document "
@@ -328,10 +328,12 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lay_megatrons(folder: Path) -> None:
-    """The files that the preprocessing lines of Megatron's README read, and a conversation."""
+    """The files that Megatron's README preprocesses, a conversation and a pair of languages."""
     shutil.copy(folder / "more.jsonl", folder / "my-corpus.json")
     turns = [{"role": role, "content": "Call me Ishmael."} for role in ("user", "assistant")]
     (folder / "talks.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    for language, text in (("en", "A whale.\n"), ("de", "Ein Wal.\n")):
+        (folder / f"tales.{language}").write_text(text)
     letters = [chr(code) for code in range(33, 127)]
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]
     (folder / "bert-vocab.txt").write_text("\n".join(pieces) + "\n")

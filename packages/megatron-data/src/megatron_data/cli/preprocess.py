@@ -32,6 +32,12 @@ def add_parser(commands: Any) -> None:
         metavar="KEY",
         help="keys of JSON lines, or columns, that hold text; each becomes a dataset",
     )
+    data.add_argument(
+        "--parallel",
+        action="store_true",
+        help="the input is a text file for each of --json-keys, such as en and de, and line i of "
+        "each is document i",
+    )
     data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path and name")
     add_tokenizer_options(parser)
     sentences = parser.add_argument_group("sentences")
@@ -99,6 +105,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         arguments.output_prefix,
         fast_tokenizer(tokenizer) if arguments.fast else tokenizer,
         json_keys=arguments.json_keys,
+        parallel=arguments.parallel,
         append_eod=arguments.append_eod,
         splitter=splitter,
         workers=arguments.workers,

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from ..errors import DataError
 from ..files import local_prefix
-from ..sources.opening import open_sources
+from ..sources.opening import open_parallel, open_sources
 from ..sources.protocol import Source
 from ..tokenizers.fast import FastTokenizer, MismatchError
 from ..tokenizers.protocol import Tokenizer
@@ -61,6 +61,7 @@ def preprocess(
     tokenizer: Tokenizer,
     *,
     json_keys: Sequence[str] = ("text",),
+    parallel: bool = False,
     append_eod: bool = False,
     splitter: SentenceSplitter | None = None,
     workers: int = 1,
@@ -93,6 +94,8 @@ def preprocess(
             anew with its reference, which a warning says, at the first text whose tokens differ.
         json_keys: keys whose text is tokenized, each into a dataset of its own. The text of a
             `.txt` file stands for any key, but for one only.
+        parallel: the inputs are text files, one for each key, of which line i of each is document
+            i: a corpus of translations. Whatever the names, a line is a text, an empty one, too.
         append_eod: end every document with the tokenizer's end-of-document token.
         splitter: what cuts texts into sentences, such as a `PunktSplitter`; texts that are lists of
             several strings are cut already. Sentences without a token are left out.
@@ -112,8 +115,8 @@ def preprocess(
 
     Raises:
         DataError: missing or empty input; a line or text that cannot be read (file and place),
-            unless it is to be skipped; an output that is a URL or a folder; another process writes
-            the same output.
+            unless it is to be skipped; parallel files of unequal numbers of lines; an output that
+            is a URL or a folder; another process writes the same output.
     """
     started = perf_counter()
     prefix = local_prefix(output_prefix)
@@ -126,7 +129,8 @@ def preprocess(
 
     def run(chosen: Tokenizer) -> list[Preprocessed]:
         encoder = Encoder(chosen, tuple(json_keys), append_eod, max_document_bytes, splitter)
-        sources = open_sources(inputs, encoder.keys)
+        keys = encoder.keys
+        sources = [open_parallel(inputs, keys)] if parallel else open_sources(inputs, keys)
         return _preprocess(sources, prefix, encoder, on_error, workers, chunk_bytes, progress)
 
     try:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..indexed.reader import IndexedDataset
-from ..sources.opening import open_sources
+from ..sources.opening import reopen
 from ..sources.protocol import Fault, Item, Span
 from .manifest import damage_named, manifest_path, read_manifest, read_origins
 from .origins import Origin, Origins
@@ -107,16 +107,10 @@ def _look_up(source: dict[str, Any], origin: Origin, wanted: int) -> dict[str, A
     """Read a part of a source anew, and find a document in it by how many come before it."""
     path = source["path"]
     try:
-        found = next(
-            opened
-            for opened in open_sources([path], source["json_keys"])
-            if opened.path == path and ("files" in source) == ("files" in opened.record())
-        )
         longest = source["max_document_bytes"]
-        chunk = found.chunk_at(origin.span, longest)
-    except (DataError, OSError, StopIteration) as error:
-        reason = str(error) or f"{path} is another kind of input now"
-        return {"path": path, "span": origin.span, "unknown": reason}
+        chunk = reopen(source).chunk_at(origin.span, longest)
+    except (DataError, OSError) as error:
+        return {"path": path, "span": origin.span, "unknown": str(error)}
     if not chunk.digest.startswith(origin.digest):
         return {"path": path, "span": origin.span, "unknown": f"{path} has changed since"}
     items = [

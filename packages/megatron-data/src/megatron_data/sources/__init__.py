@@ -1,6 +1,6 @@
 """What text is read from: a corpus in pieces of bounded size, one kind of input a module.
 
-`protocol` says what a source is; `json_lines`, `text_files` and `parquet` are those there are;
-`opening` decides which of them a path is. `storage` finds and opens files, here or by fsspec,
-`streams` unpacks them.
+`protocol` says what a source is; `json_lines`, `text_files`, `parquet` and `parallel_lines` are
+those there are; `opening` decides which of them a path is. `storage` finds and opens files, here
+or by fsspec, `streams` unpacks them.
 """

@@ -15,6 +15,7 @@ from .protocol import (
     Item,
     Span,
     UnreadableError,
+    not_utf8,
     too_long,
 )
 from .storage import stat
@@ -199,8 +200,7 @@ def _explained(line: bytes, error: orjson.JSONDecodeError) -> UnreadableError:
     try:
         line.decode()
     except UnicodeDecodeError as wrong:
-        what = f"byte {wrong.start} of the line, 0x{line[wrong.start]:02x}, is not UTF-8"
-        return UnreadableError("encoding", f"{what}; convert the file")
+        return not_utf8(wrong)
     start = line[:40].decode(errors="replace")
     wanted = 'every line must be like {"text": "…"} (plain text is read from files named .txt)'
     return UnreadableError(

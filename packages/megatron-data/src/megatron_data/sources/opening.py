@@ -3,9 +3,11 @@
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from ..errors import DataError
 from .json_lines import JsonLines
+from .parallel_lines import ParallelLines
 from .parquet import Parquet
 from .protocol import Fault, Source
 from .storage import expand, files_below, is_folder, stat
@@ -50,6 +52,44 @@ def open_sources(paths: Iterable[str | os.PathLike[str]], keys: Sequence[str]) -
                     "JSON lines"
                 )
     return sources
+
+
+def open_parallel(paths: Iterable[str | os.PathLike[str]], keys: Sequence[str]) -> Source:
+    """Check the files of a parallel corpus, before any work begins.
+
+    Args:
+        paths: a text file for each key, in their order; packed ones and URLs, too.
+        keys: names of the texts, such as the languages.
+
+    Raises:
+        DataError: more or fewer files than keys, only one, one that is missing, or a folder.
+    """
+    files = [os.fspath(path) for path in paths]
+    if len(files) != len(keys) or len(files) < 2:
+        raise DataError(
+            f"--parallel: {len(files)} in --input ({', '.join(files)}), {len(keys)} in --json-keys "
+            f"({', '.join(keys)}); give two files or more and a key for each, such as --input "
+            "news.en news.de --json-keys en de"
+        )
+    for path in files:
+        if is_folder(path):
+            raise DataError(f"{path} is a folder; --parallel reads a text file for each key")
+    return ParallelLines(files)
+
+
+def reopen(record: dict[str, Any]) -> Source:
+    """Open the source that a manifest has a record of.
+
+    Raises:
+        DataError: it is not there any more, or is another kind of input now.
+    """
+    path, keys = record["path"], record["json_keys"]
+    if "parallel" in record:
+        return open_parallel((file["path"] for file in record["parallel"]), keys)
+    for opened in open_sources([path], keys):
+        if opened.path == path and ("files" in record) == ("files" in opened.record()):
+            return opened
+    raise DataError(f"{path} is another kind of input now")
 
 
 def read_texts(paths: Sequence[str | os.PathLike[str]], key: str = "text") -> Iterator[str]:

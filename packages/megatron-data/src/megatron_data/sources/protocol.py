@@ -170,6 +170,12 @@ class BrokenChunk(NamedTuple):
         return self.problem
 
 
+def not_utf8(wrong: UnicodeDecodeError) -> UnreadableError:
+    """Return the refusal of a line that cannot be decoded."""
+    what = f"byte {wrong.start} of the line, 0x{wrong.object[wrong.start]:02x}, is not UTF-8"
+    return UnreadableError("encoding", f"{what}; convert the file")
+
+
 def too_long(size: int, longest: int) -> UnreadableError:
     """Return the refusal of a document of more bytes than asked for."""
     return UnreadableError(
