@@ -56,8 +56,8 @@ GIVEN = {
     "docs/recipes.md": "tokenizer book_text_document",
     "docs/serving.md": "runs/book",
     "docs/packages/megatron-ckpt.md": "runs/book gpt2",
-    "docs/packages/megatron-data.md": "texts more talks tales my-corpus bert-vocab gpt2-vocab "
-    "gpt2-merges",
+    "docs/packages/megatron-data.md": "texts more talks tales captions whale my-corpus "
+    "bert-vocab gpt2-vocab gpt2-merges",
     "docs/packages/megatron-infer.md": "runs/book",
     "docs/packages/megatron-train.md": "tokenizer book_text_document "
     "letters_text_document=book_text_document runs/base=runs/book run.yaml",
@@ -328,12 +328,14 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lay_megatrons(folder: Path) -> None:
-    """The files that Megatron's README preprocesses, a conversation and a pair of languages."""
+    """The files that Megatron's README preprocesses, a conversation, and pairs of both kinds."""
     shutil.copy(folder / "more.jsonl", folder / "my-corpus.json")
     turns = [{"role": role, "content": "Call me Ishmael."} for role in ("user", "assistant")]
     (folder / "talks.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     for language, text in (("en", "A whale.\n"), ("de", "Ein Wal.\n")):
         (folder / f"tales.{language}").write_text(text)
+    (folder / "whale.gif").write_bytes(b"GIF89a")
+    (folder / "captions.jsonl").write_text('{"text": "A whale.", "image": "whale.gif"}\n')
     letters = [chr(code) for code in range(33, 127)]
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]
     (folder / "bert-vocab.txt").write_text("\n".join(pieces) + "\n")

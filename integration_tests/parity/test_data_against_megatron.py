@@ -1,5 +1,7 @@
 """megatron-data against megatron-core: the same files, the same order, the same samples."""
 
+import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +11,14 @@ from megatron_data import (
     IndexedDataset,
     IndexedDatasetBuilder,
     MockTokens,
+    NullTokenizer,
     blend_by_weight,
     blend_exhaustively,
     build_gpt_datasets,
     build_gpt_indices,
     build_mock_gpt_datasets,
+    tokenize_image_pairs,
+    unpack_image,
 )
 from megatron_data.datasets.gpt import GPTDatasetConfig
 from megatron_data.datasets.split import parse_split, sequences_of
@@ -157,6 +162,39 @@ def test_multimodal_files_are_byte_equal(tmp_path: Path) -> None:
     modes = IndexedDataset(tmp_path / "theirs").sequence_modes
     assert modes is not None
     assert modes.tolist() == [0, 1]
+
+
+def test_texts_and_images_are_byte_equal_and_read_by_megatron(tmp_path: Path) -> None:
+    """As `preprocess_mmdata.py` lays them: the number of bytes that fill up, and int32."""
+    rows = [(f"{number} 7 {number}", b"GIF89a" + bytes(range(number))) for number in range(9)]
+    with (tmp_path / "rows.jsonl").open("w") as lines:
+        for number, (text, image) in enumerate(rows):
+            (tmp_path / f"{number}.gif").write_bytes(image)
+            lines.write(json.dumps({"text": text, "image": f"{number}.gif"}) + "\n")
+    report = tokenize_image_pairs(
+        [tmp_path / "rows.jsonl"],
+        tmp_path / "ours",
+        NullTokenizer(10),
+        append_eod=True,
+        pad_length=5,
+    )
+    builder = MegatronBuilder(str(tmp_path / "theirs.bin"), dtype=np.int32, multimodal=True)
+    for text, image in rows:
+        builder.add_item(torch.tensor([*map(int, text.split()), 10, 10]), 0)
+        fill = -len(image) % 4
+        words = struct.unpack(f"<{(len(image) + fill) // 4}i", image + b"\0" * fill)
+        builder.add_item(torch.tensor([fill, *words]), 1)
+        builder.end_document()
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    for suffix in (".bin", ".idx"):
+        theirs = tmp_path / f"theirs{suffix}"
+        assert Path(report.prefix + suffix).read_bytes() == theirs.read_bytes()
+    read = MegatronIndexedDataset(report.prefix, multimodal=True)
+    for number, (_, image) in enumerate(rows):
+        (text_ids, text_mode), (packed, image_mode) = read[2 * number], read[2 * number + 1]
+        assert text_ids.tolist() == [number, 7, number, 10, 10]
+        assert (text_mode, image_mode) == (0, 1)
+        assert unpack_image(packed) == image
 
 
 @pytest.mark.parametrize("case", range(60))

@@ -43,6 +43,8 @@ from .errors import DataError as DataError
 from .errors import EmptySplitError as EmptySplitError
 from .indexed.builder import IndexedDatasetBuilder as IndexedDatasetBuilder
 from .indexed.format import choose_dtype as choose_dtype
+from .indexed.images import pack_image as pack_image
+from .indexed.images import unpack_image as unpack_image
 from .indexed.reader import IndexedDataset as IndexedDataset
 from .inspection import Summary as Summary
 from .inspection import summarize as summarize
@@ -73,6 +75,8 @@ from .order.stateless import CountedLengths as CountedLengths
 from .order.stateless import StatelessOrder as StatelessOrder
 from .preprocessing.conversations import ConversationReport as ConversationReport
 from .preprocessing.conversations import tokenize_conversations as tokenize_conversations
+from .preprocessing.image_pairs import ImagePairsReport as ImagePairsReport
+from .preprocessing.image_pairs import tokenize_image_pairs as tokenize_image_pairs
 from .preprocessing.joining import merge as merge
 from .preprocessing.joining import split as split
 from .preprocessing.manifest import Counts as Counts

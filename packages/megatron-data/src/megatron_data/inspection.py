@@ -1,5 +1,6 @@
 """What is in a dataset, in numbers and as a picture."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import DataError
+from .indexed.images import TEXT_MODE
 from .indexed.reader import IndexedDataset
 from .preprocessing.manifest import Counts, count
 
@@ -21,8 +23,9 @@ class Summary:
 
     Attributes:
         counts: documents, sequences and tokens.
-        document_lengths: tokens of every document, int64.
-        token_counts: how often each token number occurs, int64, up to the largest that does.
+        document_lengths: tokens of every document, int64; those of its text where it has images.
+        token_counts: how often each token number occurs in text, int64, up to the largest that
+            does.
     """
 
     counts: Counts
@@ -48,20 +51,47 @@ def summarize(dataset: IndexedDataset) -> Summary:
     """
     if dataset.dtype.kind not in "iu":
         raise DataError(f"{dataset.prefix} holds {dataset.dtype}, not token numbers")
-    if len(dataset.tokens) and int(dataset.tokens.min()) < 0:
-        raise DataError(f"{dataset.prefix} holds negative numbers; they are no tokens")
+    token_counts = np.zeros(0, np.int64)
+    for tokens in _texts(dataset):
+        if len(tokens) and int(tokens.min()) < 0:
+            raise DataError(f"{dataset.prefix} holds negative numbers; they are no tokens")
+        token_counts = _add(token_counts, np.bincount(tokens))
     totals = np.zeros(len(dataset) + 1, np.int64)
-    np.cumsum(dataset.sequence_lengths, out=totals[1:])
-    lengths = np.diff(totals[dataset.document_indices])
-    return Summary(count(dataset), lengths, _bincount(dataset.tokens))
+    modes = dataset.sequence_modes
+    lengths = dataset.sequence_lengths
+    np.cumsum(lengths if modes is None else lengths * (modes == TEXT_MODE), out=totals[1:])
+    document_lengths = np.diff(totals[dataset.document_indices])
+    return Summary(count(dataset), document_lengths, token_counts)
 
 
-def _bincount(tokens: NDArray[Any]) -> NDArray[np.int64]:
-    largest = int(tokens.max()) if len(tokens) else -1
-    counts = np.zeros(largest + 1, np.int64)
-    for start in range(0, len(tokens), _BLOCK):
-        counts += np.bincount(tokens[start : start + _BLOCK], minlength=largest + 1)
-    return counts
+def document_text(dataset: IndexedDataset, document: int) -> tuple[NDArray[Any], int]:
+    """Tokens of a document's text, and how many sequences it has that are not text."""
+    if dataset.sequence_modes is None:
+        return dataset.document(document), 0
+    first, last = dataset.document_indices[document : document + 2].tolist()
+    texts = [
+        dataset.get(number)
+        for number in range(first, last)
+        if dataset.sequence_modes[number] == TEXT_MODE
+    ]
+    return np.concatenate([np.empty(0, dataset.dtype), *texts]), last - first - len(texts)
+
+
+def _texts(dataset: IndexedDataset) -> Iterator[NDArray[Any]]:
+    """The tokens of all text, in pieces; numbers that are bytes of images are none."""
+    if dataset.sequence_modes is None:
+        for start in range(0, len(dataset.tokens), _BLOCK):
+            yield dataset.tokens[start : start + _BLOCK]
+        return
+    for number in np.flatnonzero(dataset.sequence_modes == TEXT_MODE).tolist():
+        yield dataset.get(number)
+
+
+def _add(one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The sum of counts of which one may be shorter; the longer one is changed."""
+    longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
+    longer[: len(shorter)] += shorter
+    return longer
 
 
 def draw_histogram(values: NDArray[np.integer], width: int = 50, blocks: bool = True) -> str:

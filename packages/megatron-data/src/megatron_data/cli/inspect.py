@@ -36,7 +36,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     from ..errors import DataError
     from ..files import AtomicFile
     from ..indexed.reader import IndexedDataset
-    from ..inspection import draw_histogram, draw_svg, summarize
+    from ..inspection import document_text, draw_histogram, draw_svg, summarize
     from ..preprocessing.manifest import read_manifest
 
     for option in ("documents", "tokens"):
@@ -75,10 +75,11 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         print(f"\nvocabulary: {used} tokens occur; the most common:")
         for token, times in summary.most_common(8):
             text = f"  {tokenizer.decode([token])!r}" if tokenizer else ""
-            print(f"{token:>10}  {times / max(counts.tokens, 1):6.2%}{text}")
+            print(f"{token:>10}  {times / max(summary.token_counts.sum(), 1):6.2%}{text}")
         for number in range(min(arguments.documents, counts.documents)):
-            tokens = dataset.document(number)
+            tokens, images = document_text(dataset, number)
             shown = tokens[: arguments.tokens].tolist()
-            print(f"\ndocument {number}, {len(tokens):,} tokens")
+            beside = f", images {images}" if images else ""
+            print(f"\ndocument {number}, {len(tokens):,} tokens{beside}")
             print(tokenizer.decode(shown) if tokenizer else " ".join(map(str, shown)))
     return 0

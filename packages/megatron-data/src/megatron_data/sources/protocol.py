@@ -41,6 +41,7 @@ KINDS = {
     "key": "without the key",
     "type": "no text under the key",
     "long": "longer than asked for",
+    "image": "without an image",
     "tokens": "refused by the tokenizer",
     "damaged": "damaged from there to the end of the file",
 }

@@ -1,0 +1,83 @@
+"""`megatron-data tokenize-images`."""
+
+import argparse
+from functools import partial
+from typing import Any
+
+from .._command import Parser
+from .options import add_tokenizer_options, tokenizer_of
+
+
+def add_parser(commands: Any) -> None:
+    """Declare the command."""
+    parser: Parser = commands.add_parser(
+        "tokenize-images",
+        help="put tokenized texts and their images together",
+        description="Tokenize texts and put them beside their images into the multimodal dataset "
+        "PREFIX_image_text.bin and .idx: each line a document of its text and its image file.",
+    )
+    data = parser.add_argument_group("input and output")
+    data.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="JSON lines or Parquet with the text and the path of its image; .gz, .bz2 and .zst of "
+        "lines; folders, patterns, URLs",
+    )
+    data.add_argument(
+        "--input-image",
+        metavar="FOLDER",
+        help="below which the paths of images are; unset: the folder of each input",
+    )
+    data.add_argument(
+        "--json-keys",
+        nargs=2,
+        default=["text", "image"],
+        metavar="KEY",
+        help="keys of JSON lines, or columns: of the text, and of the path of its image",
+    )
+    data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path and name")
+    add_tokenizer_options(parser)
+    work = parser.add_argument_group("work")
+    work.add_argument(
+        "--append-eod", action="store_true", help="end every text with the end-of-document token"
+    )
+    work.add_argument(
+        "--pad-length",
+        type=int,
+        metavar="N",
+        help="cut every text to N tokens, or fill it up with end-of-document tokens; unset: leave "
+        "it as it is",
+    )
+    work.add_argument(
+        "--on-error",
+        choices=("fail", "skip"),
+        default="fail",
+        metavar="HOW",
+        help="what a line or an image that cannot be read does: fail ends the run, skip counts it",
+    )
+    parser.set_defaults(run=partial(run, parser))
+
+
+def run(parser: Parser, arguments: argparse.Namespace) -> int:
+    """Write the dataset and say what is in it."""
+    from ..preprocessing.image_pairs import tokenize_image_pairs
+
+    report = tokenize_image_pairs(
+        arguments.input,
+        arguments.output_prefix,
+        tokenizer_of(parser, arguments),
+        json_keys=tuple(arguments.json_keys),
+        image_folder=arguments.input_image,
+        append_eod=arguments.append_eod,
+        pad_length=arguments.pad_length,
+        on_error=arguments.on_error,
+    )
+    print(
+        f"{report.prefix}: {report.pairs:,} pairs, {report.tokens:,} tokens, "
+        f"{report.image_bytes / 1e6:.1f} MB of images; {report.truncated:,} texts truncated"
+    )
+    if report.skipped:
+        print(f"{report.skipped:,} skipped; the first: {report.first_skipped}")
+    return 0

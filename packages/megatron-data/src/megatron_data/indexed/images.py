@@ -1,0 +1,59 @@
+"""Images as sequences of a multimodal dataset, as Megatron's `preprocess_mmdata.py` lays them.
+
+The sequence of an image is int32: how many bytes of 0 fill its last number (0 to 3), and then the
+bytes of the image file, four to a number.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError
+
+TEXT_MODE, IMAGE_MODE = 0, 1
+"""Modes of the sequences of a multimodal dataset."""
+
+_DTYPE = np.dtype("<i4")
+_BEGINS = {
+    b"\xff\xd8\xff": "JPEG",
+    b"\x89PNG\r\n\x1a\n": "PNG",
+    b"GIF87a": "GIF",
+    b"GIF89a": "GIF",
+    b"BM": "BMP",
+    b"II*\x00": "TIFF",
+    b"MM\x00*": "TIFF",
+}
+
+
+def image_kind(data: bytes) -> str | None:
+    """Which kind of image file this is by its first bytes, such as "PNG"; None if it is none.
+
+    JPEG, PNG, GIF, WebP, BMP and TIFF are known; nothing is decoded.
+    """
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WebP"
+    return next((kind for begin, kind in _BEGINS.items() if data.startswith(begin)), None)
+
+
+def pack_image(data: bytes) -> NDArray[np.int32]:
+    """The bytes of an image file as a sequence, int32."""
+    padding = -len(data) % _DTYPE.itemsize
+    packed = np.empty(1 + (len(data) + padding) // _DTYPE.itemsize, _DTYPE)
+    packed[0] = padding
+    packed[1:] = np.frombuffer(data + bytes(padding), _DTYPE)
+    return packed
+
+
+def unpack_image(sequence: NDArray[np.integer]) -> bytes:
+    """The bytes of the image file that a sequence holds.
+
+    Raises:
+        DataError: it is no image: not int32, or it does not begin with 0 to 3.
+    """
+    if sequence.dtype != _DTYPE or not len(sequence) or not 0 <= sequence[0] < _DTYPE.itemsize:
+        begin = f"begins with {sequence[0]}" if len(sequence) else "is empty"
+        raise DataError(
+            f"a sequence of {sequence.dtype} that {begin} holds no image; those are int32, begin "
+            "with 0 to 3 and have mode 1 in sequence_modes"
+        )
+    data = np.ascontiguousarray(sequence[1:]).tobytes()
+    return data[: len(data) - int(sequence[0])]

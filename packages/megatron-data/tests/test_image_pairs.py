@@ -1,0 +1,139 @@
+"""Texts and images together: the bytes of each image, and what is refused."""
+
+import base64
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from megatron_data import (
+    ByteTokenizer,
+    DataError,
+    IndexedDataset,
+    NullTokenizer,
+    merge,
+    pack_image,
+    tokenize_image_pairs,
+    unpack_image,
+)
+from megatron_data.cli import main
+from megatron_data.indexed.images import image_kind
+
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+JPEG = b"\xff\xd8\xff\xe0\x00\x10JFIF\x00 anything\xff\xd9"
+GIF = b"GIF89a\x01\x00\x01\x00\x80\xff\xff\xff"
+IMAGES = {"a.png": PNG, "deep/b.jpg": JPEG, "c": GIF}
+TEXTS = ["a whale", "", "über"]
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    for name, data in IMAGES.items():
+        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "images" / name).write_bytes(data)
+    rows = [{"text": text, "image": name} for text, name in zip(TEXTS, IMAGES, strict=True)]
+    lines = tmp_path / "images" / "pairs.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return lines
+
+
+@pytest.mark.parametrize("size", range(9))
+def test_bytes_of_any_number_come_back(size: int) -> None:
+    data = bytes(range(250, 250 + min(size, 6))) + bytes(max(size - 6, 0))
+    packed = pack_image(data)
+    assert (packed.dtype, packed[0]) == (np.dtype("int32"), -size % 4)
+    assert packed[1:].tobytes() == data + bytes(-size % 4)
+    assert unpack_image(packed) == data
+
+
+def test_what_is_no_image_is_refused() -> None:
+    for sequence in ([], [4, 1], [-1, 0]):
+        with pytest.raises(DataError, match="holds no image"):
+            unpack_image(np.array(sequence, np.int32))
+    with pytest.raises(DataError, match="uint16 that begins with 1 holds no image"):
+        unpack_image(np.array([1, 2], np.uint16))
+    kinds = [image_kind(begin) for begin in (PNG, JPEG, GIF, b"BM6", b"II*\0", b"MM\0*")]
+    assert kinds == ["PNG", "JPEG", "GIF", "BMP", "TIFF", "TIFF"]
+    assert image_kind(b"RIFF\x10\0\0\0WEBPVP8 ") == "WebP"
+    assert [image_kind(begin) for begin in (b"", b"RIFF\x10\0\0\0WAVE", b"<html>")] == [None] * 3
+
+
+def test_a_document_is_a_text_and_its_image(pairs: Path, tmp_path: Path) -> None:
+    report = tokenize_image_pairs([pairs], tmp_path / "o", ByteTokenizer(), append_eod=True)
+    sizes = sum(map(len, IMAGES.values()))
+    assert (report.pairs, report.tokens, report.image_bytes) == (3, 15, sizes)
+    with IndexedDataset(report.prefix) as dataset:
+        dataset.check()
+        assert dataset.sequence_modes is not None
+        assert dataset.sequence_modes.tolist() == [0, 1] * 3
+        assert dataset.document_indices.tolist() == [0, 2, 4, 6]
+        for number, (text, image) in enumerate(zip(TEXTS, IMAGES.values(), strict=True)):
+            assert dataset[2 * number].tolist() == [*text.encode(), 256]
+            assert unpack_image(dataset[2 * number + 1]) == image
+    merge([report.prefix] * 2, tmp_path / "twice")
+    with IndexedDataset(tmp_path / "twice") as twice:
+        assert unpack_image(twice[11]) == GIF
+
+
+def test_texts_are_cut_or_filled_to_one_length(pairs: Path, tmp_path: Path) -> None:
+    report = tokenize_image_pairs(
+        [pairs],
+        tmp_path / "o",
+        ByteTokenizer(),
+        image_folder=pairs.parent,
+        append_eod=True,
+        pad_length=6,
+    )
+    assert report.truncated == 1
+    with IndexedDataset(report.prefix) as dataset:
+        texts = [dataset[number].tolist() for number in (0, 2, 4)]
+    assert texts == [[*b"a whal"], [256] * 6, [*"über".encode(), 256]]
+
+
+def test_what_cannot_be_a_pair_is_named_or_counted(pairs: Path, tmp_path: Path) -> None:
+    (pairs.parent / "page.jpg").write_text("<html>404</html>")
+    (pairs.parent / "empty.png").touch()
+    wrong = [
+        ({"text": "1", "image": "gone.png"}, f"there is no image {pairs.parent}/gone.png"),
+        ({"text": "1", "image": "."}, "there is no image"),
+        ({"text": "1", "image": "page.jpg"}, "page.jpg begins with 3c 68 74 6d 6c 3e 34 30"),
+        ({"text": "1", "image": "empty.png"}, "empty.png is empty, which no JPEG"),
+        ({"text": "1", "image": ["c", "c"]}, "'image' has 2 paths, not 1"),
+        ({"text": "1"}, "no key 'image'"),
+        ({"text": "word", "image": "c"}, "'word'"),
+    ]
+    good = {"text": "1 2", "image": "c"}
+    for row, message in wrong:
+        pairs.write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n{json.dumps(good)}\n")
+        with pytest.raises(DataError, match=re.escape(f"{pairs}:2: ") + ".*" + re.escape(message)):
+            tokenize_image_pairs([pairs], tmp_path / "o", NullTokenizer(10))
+        report = tokenize_image_pairs([pairs], tmp_path / "s", NullTokenizer(10), on_error="skip")
+        assert (report.pairs, report.skipped) == (2, 1)
+        assert message in (report.first_skipped or "")
+    assert not list(tmp_path.glob("o*"))
+    pairs.write_text(json.dumps(wrong[0][0]))
+    with pytest.raises(DataError, match=r"no text with an image in .*gone\.png"):
+        tokenize_image_pairs([pairs], tmp_path / "o", NullTokenizer(10), on_error="skip")
+    with pytest.raises(DataError, match="give --append-eod, too"):
+        tokenize_image_pairs([pairs], tmp_path / "o", NullTokenizer(10), pad_length=5)
+
+
+def test_the_command_and_what_inspect_shows(
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = tmp_path / "elsewhere.jsonl"
+    lines.write_text('{"caption": "A whale", "file": "c"}\n')
+    command = ["tokenize-images", "--input", str(lines), "--input-image", str(pairs.parent)]
+    command += ["--json-keys", "caption", "file", "--tokenizer-type", "ByteTokenizer"]
+    assert main([*command, "--output-prefix", str(tmp_path / "o")]) == 0
+    prefix = f"{tmp_path}/o_image_text"
+    assert f"{prefix}: 1 pairs, 7 tokens" in capsys.readouterr().out
+    assert main(["verify", prefix]) == 0
+    capsys.readouterr()
+    assert main(["inspect", prefix, "--tokenizer-type", "ByteTokenizer"]) == 0
+    told = capsys.readouterr().out
+    assert "document 0, 7 tokens, images 1\nA whale\n" in told
+    assert "7 of 257" in told
