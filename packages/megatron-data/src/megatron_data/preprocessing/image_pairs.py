@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ..errors import DataError
+from ..files import local_prefix
 from ..indexed.builder import IndexedDatasetBuilder
 from ..indexed.images import IMAGE_MODE, TEXT_MODE, image_kind, pack_image
 from ..sources.opening import open_sources
@@ -79,10 +80,11 @@ def tokenize_image_pairs(
     Raises:
         DataError: a line that cannot be read, an image that is missing, or a file that is none
             (the line, the path and the reason); no pair at all; `append_eod` with a tokenizer
-            without that token, or `pad_length` without `append_eod`.
+            without that token, `pad_length` without `append_eod`; an output that is a URL or a
+            folder.
     """
     ends = _Ends.of(tokenizer, append_eod, pad_length)
-    prefix = f"{os.fspath(output_prefix)}_image_text"
+    prefix = f"{local_prefix(output_prefix)}_image_text"
     reader = _Reader(inputs, json_keys, image_folder, tokenizer, on_error == "skip")
     pairs = tokens = image_bytes = truncated = 0
     with IndexedDatasetBuilder(prefix, "int32", multimodal=True) as builder:
