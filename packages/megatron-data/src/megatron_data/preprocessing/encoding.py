@@ -133,15 +133,13 @@ class Encoder:
                 yield from self._encode_or_name(chunk, [item])
 
     def _encode(self, items: list[Item]) -> list[Encoded]:
-        return [
-            self._encode_key([self._sentences(item.texts[number]) for item in items])
-            for number in range(len(self.keys))
-        ]
-
-    def _sentences(self, document: Document) -> Document:
-        if self.splitter is None or len(document) != 1:
-            return document
-        return self.splitter.split(document[0])
+        encoded = []
+        for number in range(len(self.keys)):
+            documents = [item.texts[number] for item in items]
+            if self.splitter is not None:
+                documents = [_split(self.splitter, document) for document in documents]
+            encoded.append(self._encode_key(documents))
+        return encoded
 
     def _encode_key(self, documents: list[list[str]]) -> Encoded:
         texts = list(chain.from_iterable(documents))
@@ -204,6 +202,11 @@ class Encoder:
         if len(parts) == 1:
             return parts[0]
         return Encoded(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _split(splitter: SentenceSplitter, document: Document) -> Document:
+    """The sentences of a document; one of several strings is cut already."""
+    return splitter.split(document[0]) if len(document) == 1 else document
 
 
 def _together(found: Iterator[Item | Fault]) -> Iterator[list[Item] | Fault]:

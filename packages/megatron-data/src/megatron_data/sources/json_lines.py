@@ -193,7 +193,11 @@ def _texts(line: bytes, keys: Sequence[str]) -> list[Document] | None:
     if not isinstance(content, dict):
         wanted = 'every line must be like {"text": "…"}'
         raise UnreadableError("json", f"{_kind(content)}, not an object; {wanted}")
-    return [text_of(content, key) for key in keys]
+    documents = []
+    for key in keys:  # a string as a rule, and then no more calls: short lines are many
+        value = content.get(key)
+        documents.append([value] if type(value) is str else text_of(content, key))
+    return documents
 
 
 def _explained(line: bytes, error: orjson.JSONDecodeError) -> UnreadableError:

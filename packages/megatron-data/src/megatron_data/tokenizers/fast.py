@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from .threads import may_use_threads
 
 CHECKED_FIRST = 200
 CHECKED_EVERY = 500
-CHECKED_CHARACTERS = 500_000
+CHECKED_CHARACTERS = 200_000
 CHECKED_SHARE = 200
 """Long texts are left out of the check where it has read this many characters, and one in 200."""
 
@@ -30,8 +31,8 @@ class FastTokenizer:
     """A `HuggingFaceTokenizer` whose batches gigatoken encodes (the extra `fast`).
 
     The first 200 texts that a process encodes, and every 500th after them, are encoded by the
-    `tokenizers` library too, as long as these are no more than half a million characters and one
-    in 200 of all. `preprocess` begins anew without gigatoken, and says so, at the first
+    `tokenizers` library too, as long as these are no more than 200,000 characters and one in
+    200 of all. `preprocess` begins anew without gigatoken, and says so, at the first
     text whose tokens differ.
 
     Args:
@@ -121,13 +122,14 @@ class FastTokenizer:
         self, texts: Sequence[str], tokens: NDArray[np.uint32], offsets: NDArray[np.int64]
     ) -> None:
         """Compare a sample with the reference; which it is depends on what came before."""
+        self._characters += sum(map(len, texts))
+        allowed = CHECKED_CHARACTERS + self._characters // CHECKED_SHARE
         chosen: list[int] = []
-        for at, text in enumerate(texts):
-            self._characters += len(text)
-            room = CHECKED_CHARACTERS + self._characters // CHECKED_SHARE - self._checked
-            if self._is_checked(self._seen + at) and room > 0:
-                self._checked += len(text)
-                chosen.append(at)
+        for at in self._sample(len(texts)):
+            if self._checked >= allowed:
+                break
+            self._checked += len(texts[at])
+            chosen.append(at)
         self._seen += len(texts)
         wanted = self.reference.encode_batch([texts[at] for at in chosen])
         for at, ids in zip(chosen, wanted, strict=True):
@@ -136,9 +138,11 @@ class FastTokenizer:
                     f"gigatoken gives other tokens than the tokenizers library: {texts[at][:60]!r}"
                 )
 
-    @staticmethod
-    def _is_checked(number: int) -> bool:
-        return number < CHECKED_FIRST or number % CHECKED_EVERY == 0
+    def _sample(self, texts: int) -> Iterator[int]:
+        """Which of the next texts are checked; only these are looked at one by one."""
+        first = min(max(CHECKED_FIRST - self._seen, 0), texts)
+        regular = range(-self._seen % CHECKED_EVERY, texts, CHECKED_EVERY)
+        return chain(range(first), (at for at in regular if at >= first))
 
     def pieces(self, text: str) -> Iterator[str]:
         """As the reference."""
