@@ -13,6 +13,7 @@ from megatron_data import (
     DataError,
     HuggingFaceTokenizer,
     IndexedDataset,
+    IndexedDatasetBuilder,
     build_sft_datasets,
     tokenize_conversations,
 )
@@ -342,3 +343,23 @@ def test_a_mask_of_other_conversations_is_refused(write_dataset) -> None:
     write_dataset([[1, 1]], "a_loss", "uint8")
     with pytest.raises(DataError, match="the mask does not belong to the conversations"):
         build_sft_datasets(prefix, "1,0,0", sequence_length=8)
+
+
+def test_new_tokens_are_never_seen_beside_an_older_mask(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "t.jsonl", [{"messages": CHAT}])
+    arguments = [tmp_path / "t.jsonl"], tmp_path / "t", tokenizer, ChatTemplate(CHATML)
+    tokenize_conversations(*arguments)
+    finalize = IndexedDatasetBuilder.finalize
+
+    def stop_at_the_mask(builder: IndexedDatasetBuilder) -> object:
+        if builder.prefix.endswith("_loss"):
+            raise KeyboardInterrupt
+        return finalize(builder)
+
+    monkeypatch.setattr(IndexedDatasetBuilder, "finalize", stop_at_the_mask)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize_conversations(*arguments, loss="all")
+    with pytest.raises(DataError, match=r"t_conversation_loss\.idx"):
+        build_sft_datasets(str(tmp_path / "t_conversation"), "1,0,0", sequence_length=8)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..errors import DataError
 from ..files import local_prefix
 from ..indexed.builder import IndexedDatasetBuilder
-from ..indexed.format import choose_dtype
+from ..indexed.format import choose_dtype, idx_path
 from ..sources.json_lines import NEWLINE, JsonLines
 from ..sources.protocol import BrokenChunk
 from ..tokenizers.chat import ChatTemplate, Message, Rendered
@@ -135,6 +135,9 @@ def tokenize_conversations(
                 f"none of the conversations in {', '.join(map(str, inputs))} has a token that the "
                 "loss counts"
             )
+        # An older mask must never be seen beside new tokens, nor new ones beside older tokens.
+        for path in (idx_path(prefix + LOSS), idx_path(prefix)):
+            path.unlink(missing_ok=True)
         tokens.finalize()
         mask.finalize()
     return ConversationReport(**counts)
