@@ -1,4 +1,5 @@
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,6 +108,25 @@ def test_a_run_that_ends_early_says_what_is_kept_and_how_to_go_on(make_trainer, 
     assert what_is_kept(trainer, again, Start()) == f"{place} continues it"
     tuned = CheckpointConfig(save=folder, load="base", finetune=True)
     assert what_is_kept(trainer, tuned, Start(origin="base")) == f"{place} continues it"
+
+
+def test_a_signal_while_ranks_agree_stops_them_all_after_the_next_step(make_trainer, monkeypatch):
+    trainer, wishes = make_trainer(), []
+    mesh = SimpleNamespace(axis=lambda name: SimpleNamespace(size=2), device="cpu")
+    trainer.engine = SimpleNamespace(mesh=mesh, settle=lambda: None)
+    trainer.step = lambda steps: setattr(trainer, "iteration", trainer.iteration + 1)
+    trainer.train_iters, trainer.callbacks = 10, []
+
+    def all_reduce(wish, world, **how):
+        """As if the other rank had no wish of its own."""
+        wishes.append(int(wish))
+        if len(wishes) == 3:
+            trainer.stop(Stop("SIGINT", 130))  # after this rank's wish was sent
+        return wish
+
+    monkeypatch.setattr("megatron_train.trainer.all_reduce", all_reduce)
+    assert trainer.run() == Stop("SIGINT", 130)
+    assert (wishes, trainer.iteration) == ([-1, -1, -1, 130], 4)
 
 
 def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tmp_path, capsys):

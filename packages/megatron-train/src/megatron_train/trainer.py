@@ -131,11 +131,12 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_start(self)
         steps = self.steps(self.consumed_samples)
-        while self.iteration < self.train_iters and self.stopped is None:
+        while self.iteration < self.train_iters:
             report = self.step(steps)
             for callback in self.callbacks:
                 callback.on_step(self, report)
-            self._agree_to_stop()
+            if self._all_stop():
+                break
         self.engine.settle()
         for callback in self.callbacks:
             callback.on_end(self)
@@ -217,16 +218,22 @@ class Trainer:
 
     # -- parts of a step -----------------------------------------------------------------------
 
-    def _agree_to_stop(self) -> None:
-        """Stop where any rank wants to: a signal may have reached one of them only."""
+    def _all_stop(self) -> bool:
+        """Whether any rank wants to stop: a signal may have reached one of them only.
+
+        What comes while the ranks ask each other counts after the next step, on this rank too, for
+        the others go on.
+        """
         world = self.engine.mesh.axis("world")
         if world.size == 1:
-            return
+            return self.stopped is not None
         wish = -1 if self.stopped is None else self.stopped.status
         worst = torch.tensor([wish], dtype=torch.int64, device=self.engine.mesh.device)
         status = int(all_reduce(worst, world, op="max", purpose="wishes to stop"))
-        if status >= 0 and self.stopped is None:
-            self.stop(Stop("another rank was told to stop", status))
+        if status < 0:
+            return False
+        self.stop(Stop("another rank was told to stop", status))
+        return True
 
     def _not_finite(self, sums: Mapping[str, float], grad_norm: float) -> str:
         """Say what of the step about to end is not finite, the same on all ranks."""
