@@ -74,9 +74,8 @@ def test_a_run_moves_between_layouts(corpus, run_command, tmp_path, model, layou
     assert evaluations[1] == pytest.approx(evaluations[0], abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    "layout", [TP2, *(pytest.param(other, marks=pytest.mark.slow) for other in (PP2, DP2))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [TP2, PP2, DP2])
 def test_the_same_run_twice_writes_equal_checkpoints(corpus, run_command, tmp_path, layout):
     """Once as ranks of megatron-train, once of torchrun; a manifest has a digest of every block."""
     by_torchrun = layout.replace("--nproc-per-node 2", "")
