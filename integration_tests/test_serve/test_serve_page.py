@@ -50,7 +50,7 @@ def test_a_generation_streams_and_ends(visit: Visit, server, tmp_path: Path) -> 
     page = visit.page
     visit.shows("#model", "4096 positions")
     page.fill("#prompt", "Call me <b>Ishmael</b>.")
-    page.fill("#tokens_to_generate", "300")
+    page.fill("#tokens_to_generate", "1500")
     page.fill("#random_seed", "4")
     page.click("#generate")
     lengths = []
@@ -61,7 +61,7 @@ def test_a_generation_streams_and_ends(visit: Visit, server, tmp_path: Path) -> 
     assert len(set(lengths)) > 3, "the text came at once"
     assert page.text_content("#given") == "Call me <b>Ishmael</b>."
     assert page.locator("#output b").count() == 0
-    fields = {"tokens_to_generate": 300, "temperature": 0.8, "random_seed": 4}
+    fields = {"tokens_to_generate": 1500, "temperature": 0.8, "random_seed": 4}
     _, answer = server.ask("PUT", "/api", prompts=["Call me <b>Ishmael</b>."], **fields)
     assert page.text_content("#output") == answer["text"][0]
     page.screenshot(path=tmp_path / "done.png")
