@@ -2,5 +2,5 @@
 
 `protocol` says what a source is; `json_lines`, `text_files`, `parquet` and `parallel_lines` are
 those there are; `opening` decides which of them a path is. `storage` finds and opens files, here
-or by fsspec, `streams` unpacks them.
+or by fsspec, `streams` unpacks them. `conversations` reads a line that holds some.
 """

@@ -1,0 +1,79 @@
+"""Conversations to tokens, and which of them the loss counts."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError
+from ..sources.conversations import ConversationRow
+from .chat import ChatTemplate, Rendered
+from .huggingface import HuggingFaceTokenizer, Place
+
+LossOver: TypeAlias = Literal["assistant", "all"]
+
+
+class CountedTokens(NamedTuple):
+    """Tokens of a conversation.
+
+    Attributes:
+        ids: `[s]`.
+        counted: `[s]`, 1 for every token that the loss counts, 0 for the others.
+    """
+
+    ids: NDArray[np.int64]
+    counted: NDArray[np.uint8]
+
+
+def encode_rows(
+    rows: Sequence[ConversationRow],
+    tokenizer: HuggingFaceTokenizer,
+    template: ChatTemplate,
+    loss: LossOver,
+) -> Iterator[list[CountedTokens]]:
+    """Tokens and mask of every conversation, row by row.
+
+    A conversation ends with the end-of-document token, put there if the template did not.
+
+    Raises:
+        DataError: the template refuses messages (file and line).
+    """
+    rendered: list[list[Rendered]] = []
+    for row in rows:
+        try:
+            rendered.append(
+                [template.render(messages, row.tools) for messages in row.conversations]
+            )
+        except DataError as error:
+            raise DataError(f"{row.place}: {error}") from None
+    encoded = iter(tokenizer.encode_with_places([one.text for texts in rendered for one in texts]))
+    for row, texts in zip(rows, rendered, strict=True):
+        made = [_masked(text.answers, *next(encoded), loss) for text in texts]
+        yield [
+            _ended(*one, tokenizer.eod_id, loss == "all" or messages[-1]["role"] == "assistant")
+            for one, messages in zip(made, row.conversations, strict=True)
+        ]
+
+
+def _masked(
+    answers: list[tuple[int, int]],
+    ids: list[int],
+    places: list[Place],
+    loss: LossOver,
+) -> CountedTokens:
+    """Tokens and mask of one conversation; a token counts if part of it is said."""
+    counted = np.full(len(ids), loss == "all", np.uint8)
+    begins, ends = np.array(places, np.int64).reshape(-1, 2).T
+    for first, last in answers:
+        counted[(begins < last) & (ends > first)] = 1
+    return CountedTokens(np.array(ids, np.int64), counted)
+
+
+def _ended(
+    tokens: NDArray[np.int64], counted: NDArray[np.uint8], eod_id: int | None, counts: bool
+) -> CountedTokens:
+    """With the end of the document behind, if it is not there; whether it counts."""
+    if eod_id is None or (len(tokens) and tokens[-1] == eod_id):
+        return CountedTokens(tokens, counted)
+    return CountedTokens(np.append(tokens, eod_id), np.append(counted, np.uint8(counts)))
