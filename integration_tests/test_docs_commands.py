@@ -138,6 +138,11 @@ NOT_RUN = (
     NotRun(r"torchrun --nnodes .*", "needs several machines", check_torchrun),
     NotRun(r"PYTHON=\S+ tooling/gpu.sh", "needs a GPU", check_file),
     NotRun(
+        r"megatron-data .* s3://.*",
+        "needs S3; integration_tests/parity/test_s3.py runs such commands",
+        check_parsed,
+    ),
+    NotRun(
         r"megatron-ckpt convert --from-hf SmolLM2\S*\.gguf \S+",
         "a download; integration_tests/parity/test_smollm2.py converts it",
         check_parsed,

@@ -81,14 +81,14 @@ from .preprocessing.joining import merge as merge
 from .preprocessing.joining import split as split
 from .preprocessing.manifest import Counts as Counts
 from .preprocessing.manifest import Skipped as Skipped
-from .preprocessing.manifest import Verified as Verified
-from .preprocessing.manifest import verify as verify
 from .preprocessing.pipeline import Preprocessed as Preprocessed
 from .preprocessing.pipeline import preprocess as preprocess
 from .preprocessing.sentences import PunktSplitter as PunktSplitter
 from .preprocessing.sentences import SentenceSplitter as SentenceSplitter
 from .preprocessing.tracing import Traced as Traced
 from .preprocessing.tracing import trace as trace
+from .preprocessing.verification import Verified as Verified
+from .preprocessing.verification import verify as verify
 from .samplers import SequentialSampler as SequentialSampler
 from .samplers import ShuffledSampler as ShuffledSampler
 from .sources.block_cache import StorageCache as StorageCache

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 1 << 26
 """Bytes that have a digest of their own in a manifest."""
 
-_READ = 1 << 22
-
 
 def local_path(path: str | os.PathLike[str]) -> str:
     """A path that may be written to, as text.
@@ -245,16 +243,12 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Read a JSON document; a file that is not JSON is a `DataError` that names it."""
+    return parse_json(Path(path).read_bytes(), path)
+
+
+def parse_json(data: bytes, path: str | os.PathLike[str]) -> Any:
+    """The JSON document that was read from a file; see `read_json`."""
     try:
-        return orjson.loads(Path(path).read_bytes())
+        return orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise DataError(f"{path} is not JSON ({error}); was it damaged or cut short?") from None
-
-
-def file_digests(path: str | os.PathLike[str]) -> Digests:
-    """Digests of a file."""
-    digests = Digests()
-    with Path(path).open("rb") as file:
-        while block := file.read(_READ):
-            digests.update(memoryview(block))
-    return digests

@@ -13,7 +13,6 @@ from .indexed.images import TEXT_MODE
 from .indexed.reader import IndexedDataset
 from .preprocessing.manifest import Counts, count
 
-_BLOCK = 1 << 24
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -44,13 +43,15 @@ class Summary:
 
 
 def summarize(dataset: IndexedDataset) -> Summary:
-    """Read a dataset once, from end to end.
+    """Read a dataset once, from end to end, in flat memory.
 
     Raises:
-        DataError: its tokens are not numbers of a vocabulary.
+        DataError: its index is damaged, its tokens are not numbers of a vocabulary, or a URL cannot
+            be read.
     """
     if dataset.dtype.kind not in "iu":
         raise DataError(f"{dataset.prefix} holds {dataset.dtype}, not token numbers")
+    dataset.check()
     token_counts = np.zeros(0, np.int64)
     for tokens in _texts(dataset):
         if len(tokens) and int(tokens.min()) < 0:
@@ -78,13 +79,24 @@ def document_text(dataset: IndexedDataset, document: int) -> tuple[NDArray[Any],
 
 
 def _texts(dataset: IndexedDataset) -> Iterator[NDArray[Any]]:
-    """The tokens of all text, in pieces; numbers that are bytes of images are none."""
-    if dataset.sequence_modes is None:
-        for start in range(0, len(dataset.tokens), _BLOCK):
-            yield dataset.tokens[start : start + _BLOCK]
-        return
-    for number in np.flatnonzero(dataset.sequence_modes == TEXT_MODE).tolist():
-        yield dataset.get(number)
+    """The tokens of all text, in blocks; numbers that are bytes of images are none."""
+    modes, begin = dataset.sequence_modes, 0
+    for tokens in dataset.scan():
+        end = begin + len(tokens)
+        yield tokens if modes is None else tokens[_in_text(dataset, modes, begin, end)]
+        begin = end
+
+
+def _in_text(
+    dataset: IndexedDataset, modes: NDArray[np.int8], begin: int, end: int
+) -> NDArray[np.bool_]:
+    """Which of the tokens from `begin` to `end` stand in sequences of text."""
+    starts = dataset.sequence_pointers
+    first, last = np.searchsorted(starts, np.array([begin, end]) * dataset.dtype.itemsize, "right")
+    # From the sequence that holds the first of them, or ends before it, to that of the last.
+    bounds = starts[first:last] // dataset.dtype.itemsize
+    counts = np.diff(np.clip(bounds, begin, end), prepend=begin, append=end)
+    return np.repeat(modes[first - 1 : last] == TEXT_MODE, counts)
 
 
 def _add(one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -6,7 +6,14 @@ from functools import partial
 from typing import Any
 
 from .._command import Parser
-from .options import add_tokenizer_options, names_tokenizer, tokenizer_of
+from .options import (
+    PREFIX_HELP,
+    add_storage_option,
+    add_tokenizer_options,
+    names_tokenizer,
+    storage_of,
+    tokenizer_of,
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -17,9 +24,7 @@ def add_parser(commands: Any) -> None:
         description="Show a dataset: counts, a histogram of document lengths, which part of the "
         "vocabulary it uses, and its first documents (as text, given the tokenizer).",
     )
-    parser.add_argument(
-        "prefix", metavar="PREFIX", help="path of the .bin/.idx pair without suffix"
-    )
+    parser.add_argument("prefix", metavar="PREFIX", help=PREFIX_HELP)
     parser.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show")
     parser.add_argument(
         "--tokens", type=int, default=60, metavar="N", help="tokens to show of each document"
@@ -27,6 +32,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--plot", metavar="FILE", help="draw the histogram of document lengths into an SVG file"
     )
+    add_storage_option(parser)
     add_tokenizer_options(parser)
     parser.set_defaults(run=partial(run, parser))
 
@@ -53,7 +59,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
             f"{arguments.prefix} was made with tokenizer {fingerprint}, not with "
             f"{tokenizer.fingerprint}; give the options that it was made with"
         )
-    with IndexedDataset(arguments.prefix) as dataset:
+    with IndexedDataset(arguments.prefix, storage_of(arguments)) as dataset:
         summary = summarize(dataset)
         counts = summary.counts
         empty = f" ({counts.empty_documents:,} empty)" if counts.empty_documents else ""

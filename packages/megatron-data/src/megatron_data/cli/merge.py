@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from .._command import Parser
+from .options import PREFIX_HELP, add_storage_option, storage_of
 
 
 def add_parser(commands: Any) -> None:
@@ -14,10 +15,9 @@ def add_parser(commands: Any) -> None:
         description="Join datasets of one tokenizer, one after the other, into PREFIX.bin and "
         ".idx, with a manifest if all of them have one.",
     )
-    parser.add_argument(
-        "prefix", metavar="PREFIX", nargs="+", help="path of a .bin/.idx pair without suffix"
-    )
+    parser.add_argument("prefix", metavar="PREFIX", nargs="+", help=PREFIX_HELP)
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path and name")
+    add_storage_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -25,6 +25,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Merge and say what came out."""
     from ..preprocessing.joining import merge
 
-    counts = merge(arguments.prefix, arguments.output_prefix)
+    counts = merge(arguments.prefix, arguments.output_prefix, storage_of(arguments))
     print(f"{arguments.output_prefix}: {counts.documents:,} documents, {counts.tokens:,} tokens")
     return 0

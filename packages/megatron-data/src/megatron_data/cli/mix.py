@@ -5,6 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .._command import Parser
+from .options import add_storage_option, storage_of
 from .tables import table
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--output", metavar="FILE", help="write the blend as a file for --data-args-path"
     )
+    add_storage_option(parser)
     parser.set_defaults(run=partial(run, parser))
 
 
@@ -58,16 +60,16 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     from ..datasets.paths import write_data_args
 
     blend = _blend(parser, arguments)
-    length, split = arguments.seq_length, arguments.split
+    length, split, storage = arguments.seq_length, arguments.split, storage_of(arguments)
     samples = arguments.samples
     if samples is None:
         total = sum(
             blend.weights
             if blend.weights and (arguments.epochs or arguments.tokens)
-            else (source.tokens for source in mix(blend, 1, 1, split))
+            else (source.tokens for source in mix(blend, 1, 1, split, storage))
         )
         samples = max(int(total) // max(length, 1), 1)
-    mixed = mix(blend, samples, length, split)
+    mixed = mix(blend, samples, length, split, storage)
     rows = [
         (
             source.prefix,
@@ -110,5 +112,5 @@ def _blend(parser: Parser, arguments: argparse.Namespace) -> "Blend":
     if len(named) < len(amounts):
         parser.error("a prefix is named twice")
     if arguments.epochs:
-        return blend_by_epochs(named, arguments.split)
+        return blend_by_epochs(named, arguments.split, storage_of(arguments))
     return blend_by_tokens({prefix: round(count) for prefix, count in named.items()})

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from .._command import Parser
+from ..sources.block_cache import StorageCache
 from ..tokenizers.kinds import TOKENIZER_INGREDIENTS, TOKENIZER_KINDS, default_kind, make_tokenizer
 from ..tokenizers.protocol import Tokenizer
 
@@ -12,6 +13,8 @@ INPUT_HELP = (
     "files, a document in each row; .gz, .bz2 and .zst of lines and texts; folders of them, read "
     "with what is below them in sorted order; patterns; URLs that fsspec opens"
 )
+
+PREFIX_HELP = "path or URL of a .bin/.idx pair without suffix"
 
 _PATHS = {"metavar": "PATH"}
 _COUNT: dict[str, Any] = {"type": int, "metavar": "N"}
@@ -64,6 +67,22 @@ def add_tokenizer_options(parser: Parser) -> None:
     )
     for name, settings in _OPTIONS.items():
         group.add_argument(f"--{name.replace('_', '-')}", **settings)
+
+
+def add_storage_option(parser: Parser) -> None:
+    """`--object-storage-cache-path`, as megatron-train spells it."""
+    parser.add_argument(
+        "--object-storage-cache-path",
+        metavar="FOLDER",
+        help="folder on a local disk that keeps what is read of datasets at URLs (s3://, gs://, "
+        "hf://) for the next time",
+    )
+
+
+def storage_of(arguments: argparse.Namespace) -> StorageCache | None:
+    """The cache that the option names."""
+    folder = arguments.object_storage_cache_path
+    return None if folder is None else StorageCache(folder)
 
 
 def tokenizer_of(parser: Parser, arguments: argparse.Namespace) -> Tokenizer:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from .._command import Parser
+from .options import PREFIX_HELP, add_storage_option, storage_of
 
 
 def add_parser(commands: Any) -> None:
@@ -14,9 +15,7 @@ def add_parser(commands: Any) -> None:
         help="cut a dataset into several",
         description="Cut a dataset into several, which hold its documents in their order.",
     )
-    parser.add_argument(
-        "prefix", metavar="PREFIX", help="path of the .bin/.idx pair without suffix"
-    )
+    parser.add_argument("prefix", metavar="PREFIX", help=PREFIX_HELP)
     parser.add_argument(
         "--shares", type=float, nargs="+", metavar="X", help="of the documents, one for each output"
     )
@@ -30,6 +29,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--output-prefixes", nargs="+", required=True, metavar="PREFIX", help="paths and names"
     )
+    add_storage_option(parser)
     parser.set_defaults(run=partial(run, parser))
 
 
@@ -40,7 +40,13 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     if (arguments.shares is None) == (arguments.documents is None):
         parser.error("--shares or --documents is needed, one of the two")
     outputs = arguments.output_prefixes
-    made = split(arguments.prefix, outputs, shares=arguments.shares, documents=arguments.documents)
+    made = split(
+        arguments.prefix,
+        outputs,
+        shares=arguments.shares,
+        documents=arguments.documents,
+        storage=storage_of(arguments),
+    )
     for output, counts in zip(outputs, made, strict=True):
         print(f"{output}: {counts.documents:,} documents, {counts.tokens:,} tokens")
     return 0

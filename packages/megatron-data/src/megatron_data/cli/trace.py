@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from .._command import Parser
+from .options import PREFIX_HELP, add_storage_option, storage_of
 
 
 def add_parser(commands: Any) -> None:
@@ -15,15 +16,14 @@ def add_parser(commands: Any) -> None:
         description="Tell which file, line or row, and byte a token or a document of a dataset "
         "came from. The sources are read where they were when it was made.",
     )
-    parser.add_argument(
-        "prefix", metavar="PREFIX", help="path of the .bin/.idx pair without suffix"
-    )
+    parser.add_argument("prefix", metavar="PREFIX", help=PREFIX_HELP)
     parser.add_argument(
         "token", type=int, nargs="?", metavar="TOKEN", help="number in the .bin, from 0"
     )
     parser.add_argument(
         "--document", type=int, metavar="N", help="number of a document, from 0, instead of a token"
     )
+    add_storage_option(parser)
     parser.set_defaults(run=partial(run, parser))
 
 
@@ -33,7 +33,12 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
 
     if (arguments.token is None) == (arguments.document is None):
         parser.error("TOKEN or --document N is needed, one of the two")
-    found = trace(arguments.prefix, arguments.token, document=arguments.document)
+    found = trace(
+        arguments.prefix,
+        arguments.token,
+        document=arguments.document,
+        storage=storage_of(arguments),
+    )
     last = found.first_token + max(found.tokens, 1) - 1
     tokens = f"tokens {found.first_token:,} to {last:,}" if found.tokens else "no token"
     what = f"document {found.document:,} ({tokens})"

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from .._command import Parser
+from .options import PREFIX_HELP, add_storage_option, storage_of
 
 
 def add_parser(commands: Any) -> None:
@@ -14,18 +15,18 @@ def add_parser(commands: Any) -> None:
         description="Check every length, pointer and bound of a dataset, and its sizes, counts "
         "and digests against its manifest if it has one. Exits with 1 at the first fault.",
     )
-    parser.add_argument(
-        "prefix", metavar="PREFIX", nargs="+", help="path of a .bin/.idx pair without suffix"
-    )
+    parser.add_argument("prefix", metavar="PREFIX", nargs="+", help=PREFIX_HELP)
+    add_storage_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify each dataset; the first fault ends the command."""
-    from ..preprocessing.manifest import verify
+    from ..preprocessing.verification import verify
 
+    storage = storage_of(arguments)
     for prefix in arguments.prefix:
-        found = verify(prefix)
+        found = verify(prefix, storage)
         compared = "digests match the manifest" if found.manifest else "no manifest: structure only"
         print(
             f"{prefix}: in order, {found.counts.documents:,} documents, "

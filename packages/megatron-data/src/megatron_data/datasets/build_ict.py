@@ -10,6 +10,7 @@ import numpy as np
 from ..errors import DataError
 from ..indexed.reader import IndexedDataset
 from ..order.sentences import block_map
+from ..sources.block_cache import StorageCache
 from .build import DataPath, Datasets, build_splits
 from .build_sentences import MapBuilder
 from .ict import ICTDataset, ICTDatasetConfig
@@ -71,6 +72,8 @@ def build_ict_datasets(
     seed: int = 1234,
     surplus: float = 0.005,
     cache: str | os.PathLike[str] | None = None,
+    storage: StorageCache | None = None,
+    mapped: bool = True,
 ) -> Datasets:
     """Build the three datasets of the inverse cloze task, in Megatron's order.
 
@@ -86,6 +89,8 @@ def build_ict_datasets(
         seed: of the order and of the draws of samples.
         surplus: share of samples that each dataset of a weighted blend holds in reserve.
         cache: folder for built maps, or None to build them each time.
+        storage: cache for what is read of prefixes that are URLs.
+        mapped: map token files into memory; see `IndexedDataset`.
 
     Raises:
         EmptySplitError: a split of which no document can be used.
@@ -96,6 +101,8 @@ def build_ict_datasets(
         seed=seed,
         surplus=surplus,
         cache=cache,
+        storage=storage,
+        mapped=mapped,
         options={
             "max_length": config.block_length,
             "use_one_sentence_blocks": config.use_one_sentence_documents,

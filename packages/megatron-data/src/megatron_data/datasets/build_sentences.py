@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..indexed.reader import IndexedDataset
 from ..order.cache import cache_key, load_or_build
 from ..order.sentences import sentence_map
+from ..sources.block_cache import StorageCache
 from . import bert, t5
 from .batches import Dataset
 from .build import DataPath, Datasets, build_splits
@@ -100,6 +101,8 @@ def build_bert_datasets(
     seed: int = 1234,
     surplus: float = 0.005,
     cache: str | os.PathLike[str] | None = None,
+    storage: StorageCache | None = None,
+    mapped: bool = True,
 ) -> Datasets:
     """Build the three BERT datasets of a run, in Megatron's order.
 
@@ -113,6 +116,8 @@ def build_bert_datasets(
         seed: of the order and of the draws of samples.
         surplus: share of samples that each dataset of a weighted blend holds in reserve.
         cache: folder for built maps, or None to build them each time.
+        storage: cache for what is read of prefixes that are URLs.
+        mapped: map token files into memory; see `IndexedDataset`.
 
     Raises:
         EmptySplitError: a split of which no document can be used.
@@ -124,6 +129,8 @@ def build_bert_datasets(
         seed=seed,
         surplus=surplus,
         cache=cache,
+        storage=storage,
+        mapped=mapped,
         options=options,
         make=lambda source, rows: bert.BertDataset(source, rows, config, pieces, seed),
     )
@@ -140,6 +147,8 @@ def build_t5_datasets(
     seed: int = 1234,
     surplus: float = 0.005,
     cache: str | os.PathLike[str] | None = None,
+    storage: StorageCache | None = None,
+    mapped: bool = True,
 ) -> Datasets:
     """Build the three T5 datasets of a run, in Megatron's order.
 
@@ -154,6 +163,8 @@ def build_t5_datasets(
         seed=seed,
         surplus=surplus,
         cache=cache,
+        storage=storage,
+        mapped=mapped,
         options=options,
         make=lambda source, rows: t5.T5Dataset(source, rows, config, pieces, seed),
     )

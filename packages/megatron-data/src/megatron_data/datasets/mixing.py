@@ -6,6 +6,7 @@ from typing import NamedTuple
 from ..errors import DataError
 from ..indexed.reader import IndexedDataset
 from ..order.history import BlendHistory, Change
+from ..sources.block_cache import StorageCache
 from .paths import Blend
 from .split import Interval, parse_split, tokens_in
 
@@ -37,12 +38,15 @@ class MixedSource(NamedTuple):
         return self.drawn / self.tokens
 
 
-def blend_by_epochs(epochs: Mapping[str, float], split: str | None = None) -> Blend:
+def blend_by_epochs(
+    epochs: Mapping[str, float], split: str | None = None, storage: StorageCache | None = None
+) -> Blend:
     """The blend in which sources are read a number of times in the same run.
 
     Args:
         epochs: how often each source is read, by prefix.
         split: the `--split` that cuts off what is trained on; None for all.
+        storage: the cache for the indices of prefixes that are URLs.
 
     Returns:
         The blend, whose weights are the tokens to be read of each source. A run of their sum
@@ -54,7 +58,7 @@ def blend_by_epochs(epochs: Mapping[str, float], split: str | None = None) -> Bl
     """
     interval = _training(split)
     wanted = {
-        prefix: round(_positive(prefix, times, "epochs") * _size(prefix, interval)[1])
+        prefix: round(_positive(prefix, times, "epochs") * _size(prefix, interval, storage)[1])
         for prefix, times in epochs.items()
     }
     return blend_by_tokens(wanted)
@@ -74,7 +78,11 @@ def blend_by_tokens(tokens: Mapping[str, int]) -> Blend:
 
 
 def mix(
-    blend: Blend, num_samples: int, sequence_length: int, split: str | None = None
+    blend: Blend,
+    num_samples: int,
+    sequence_length: int,
+    split: str | None = None,
+    storage: StorageCache | None = None,
 ) -> list[MixedSource]:
     """What a run draws from each source of a blend; the counts are those of the stateless order.
 
@@ -83,6 +91,7 @@ def mix(
         num_samples: samples of the run.
         sequence_length: tokens of a sample.
         split: the `--split` that cuts off what is trained on; None for all.
+        storage: the cache for the indices of prefixes that are URLs.
 
     Raises:
         DataError: a source that is missing, damaged or empty, or weights that are not positive.
@@ -92,7 +101,7 @@ def mix(
             f"{num_samples} samples of {sequence_length} tokens; give at least 1 of each"
         )
     interval = _training(split)
-    sizes = {prefix: _size(prefix, interval) for prefix in blend.prefixes}
+    sizes = {prefix: _size(prefix, interval, storage) for prefix in blend.prefixes}
     weights: dict[str, float] = {}
     given = blend.weights or [sizes[prefix][1] for prefix in blend.prefixes]
     for prefix, weight in zip(blend.prefixes, given, strict=True):
@@ -111,9 +120,9 @@ def _training(split: str | None) -> Interval:
     return interval
 
 
-def _size(prefix: str, interval: Interval) -> tuple[int, int]:
+def _size(prefix: str, interval: Interval, storage: StorageCache | None) -> tuple[int, int]:
     """Documents of a dataset, and tokens of the part that is trained on."""
-    with IndexedDataset(prefix) as dataset:
+    with IndexedDataset(prefix, storage) as dataset:
         documents, tokens = dataset.documents, tokens_in(dataset, interval)
     if not tokens:
         raise DataError(f"{prefix} holds no token to train on")

@@ -10,10 +10,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import DataError
 from ..files import AtomicFile, local_prefix
+from ..sources.block_cache import StorageCache
 from .format import LARGEST_LENGTH, Header, TokenType, bin_path, idx_path
 from .reader import IndexedDataset
-
-_COPY_TOKENS = 1 << 22
 
 
 class WrittenFile(NamedTuple):
@@ -116,13 +115,20 @@ class IndexedDatasetBuilder:
         bounds = np.cumsum(sequences, dtype=np.int64) + start
         self._bounds.frombytes(bounds.tobytes())
 
-    def add_index(self, prefix: str | os.PathLike[str]) -> None:
+    def add_index(
+        self, prefix: str | os.PathLike[str], storage: StorageCache | None = None
+    ) -> None:
         """Append a whole dataset, documents and modes included.
 
+        Args:
+            prefix: path of the pair without `.bin` or `.idx`, or a URL.
+            storage: the cache for a URL.
+
         Raises:
-            DataError: it is damaged, has another token type, or one of the two has modes.
+            DataError: it is damaged, has another token type, or one of the two has modes; a URL
+                that cannot be read.
         """
-        with IndexedDataset(prefix) as other:
+        with IndexedDataset(prefix, storage) as other:
             other.check()
             self.add_part(other, 0, other.documents)
 
@@ -144,11 +150,10 @@ class IndexedDatasetBuilder:
         bounds = other.document_indices[first : last + 1]
         sequences = slice(int(bounds[0]), int(bounds[-1]))
         lengths = other.sequence_lengths[sequences]
-        before = int(other.sequence_lengths[: sequences.start].sum(dtype=np.int64))
-        tokens = other.tokens[before:][: int(lengths.sum(dtype=np.int64))]
-        for start in range(0, len(tokens), _COPY_TOKENS):
-            self._bin.write(tokens[start : start + _COPY_TOKENS].data)
-        self.tokens += len(tokens)
+        begin, end = other.tokens_before(bounds[[0, -1]]).tolist()
+        for tokens in other.scan(begin, end):
+            self._bin.write(tokens.data)
+        self.tokens += end - begin
         shifted = bounds[1:] - sequences.start + len(self._lengths)
         self._lengths.frombytes(lengths.tobytes())
         self._bounds.frombytes(shifted.tobytes())

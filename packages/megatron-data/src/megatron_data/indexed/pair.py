@@ -2,7 +2,7 @@
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -10,13 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
-from ..sources.block_cache import Blocks, StorageCache, describe
-from ..sources.storage import is_url
+from ..sources.block_cache import Blocks, StorageCache
+from ..sources.remote import RemoteFile
+from ..sources.storage import MissingError, exists, is_url
 from .format import TokenType, bin_path, idx_path
 
+_BLOCK_BYTES = 4 << 20  # of a scan
 
-class TokenStore(Protocol):
-    """A row of tokens: a mapped array, `FileTokens` or `RemoteTokens`."""
+
+class TokenRow(Protocol):
+    """A row of tokens: an array, or a store."""
 
     @property
     def nbytes(self) -> int:
@@ -27,6 +30,48 @@ class TokenStore(Protocol):
 
     def __getitem__(self, part: slice, /) -> NDArray[Any]:
         """A stretch of them."""
+
+
+class TokenStore(TokenRow, Protocol):
+    """The tokens of a `.bin`: `MappedTokens`, `FileTokens` or `RemoteTokens`."""
+
+    def scan(self, begin: int, end: int) -> Iterator[NDArray[Any]]:
+        """The tokens from `begin` to `end` block by block; memory stays flat."""
+
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+class MappedTokens:
+    """The tokens of a `.bin` on the disk, mapped into memory.
+
+    Args:
+        path: the `.bin`.
+        dtype: of a token.
+        nbytes: its size.
+
+    Attributes:
+        array: all of them.
+    """
+
+    def __init__(self, path: Path, dtype: TokenType, nbytes: int) -> None:
+        self._map = _map(path)
+        self.array = np.frombuffer(self._map, dtype, nbytes // dtype.itemsize)
+        self.nbytes = nbytes
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, part: slice) -> NDArray[Any]:
+        return self.array[part]
+
+    def scan(self, begin: int, end: int) -> Iterator[NDArray[Any]]:
+        """Blocks of the array; what was read of the map leaves the memory of the process."""
+        return _scan_map(self._map, self.array, begin, end)
+
+    def close(self) -> None:
+        """Let go of the map; views of it keep it alive."""
+        self._map, self.array = b"", self.array[:0].copy()
 
 
 class FileTokens:
@@ -60,6 +105,18 @@ class FileTokens:
             data += more
         return np.frombuffer(data, self._dtype)
 
+    def scan(self, begin: int, end: int) -> Iterator[NDArray[Any]]:
+        """Blocks of the file, each read by a system call.
+
+        Raises:
+            DataError: the file is shorter than it was.
+        """
+        for start, stop in _blocks(begin, end, self._dtype.itemsize):
+            tokens = self[start:stop]
+            if len(tokens) < stop - start:
+                raise DataError(f"{self._file.name} was cut short while it was read")
+            yield tokens
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
@@ -85,6 +142,19 @@ class RemoteTokens:
     def __getitem__(self, part: slice) -> NDArray[Any]:
         begin, end = part.start * self._dtype.itemsize, part.stop * self._dtype.itemsize
         return np.frombuffer(self._blocks.read(begin, end), self._dtype)
+
+    def scan(self, begin: int, end: int) -> Iterator[NDArray[Any]]:
+        """What comes from the storage, past the cache.
+
+        Raises:
+            DataError: it cannot be read, or the file was replaced.
+        """
+        itemsize = self._dtype.itemsize
+        for data in self._blocks.stream(begin * itemsize, end * itemsize):
+            yield np.frombuffer(data, self._dtype)
+
+    def close(self) -> None:
+        """Nothing is held open."""
 
 
 class Pair(NamedTuple):
@@ -122,9 +192,7 @@ def open_pair(prefix: str, storage: StorageCache | None, mapped: bool) -> Pair:
     size = data.stat().st_size
 
     def tokens(dtype: TokenType) -> TokenStore:
-        if not mapped:
-            return FileTokens(data, dtype, size)
-        return np.frombuffer(_map(data), dtype, size // dtype.itemsize)
+        return (MappedTokens if mapped else FileTokens)(data, dtype, size)
 
     return Pair(str(index), _map(index), str(data), size, tokens)
 
@@ -132,17 +200,27 @@ def open_pair(prefix: str, storage: StorageCache | None, mapped: bool) -> Pair:
 def _remote(prefix: str, storage: StorageCache | None) -> Pair:
     if storage is None:
         raise DataError(
-            f"{prefix} lies in object storage; megatron-train --object-storage-cache-path FOLDER "
-            "and, in Python, storage=StorageCache(FOLDER) read it, the commands of megatron-data "
-            "read local copies"
+            f"{prefix} lies in object storage; name a folder for what is read of it, by "
+            "--object-storage-cache-path FOLDER or, in Python, storage=StorageCache(FOLDER)"
         )
-    index, data = f"{prefix}.idx", f"{prefix}.bin"
-    copy, found = storage.whole(index, describe(index)), describe(data)
+    names = [f"{prefix}.idx", f"{prefix}.bin"]
+    found = [_find(name) for name in names]
+    index, data = found
+    if index is None or data is None:
+        missing = [name for name, file in zip(names, found, strict=True) if file is None]
+        raise _no_dataset(prefix, missing)
 
     def tokens(dtype: TokenType) -> TokenStore:
-        return RemoteTokens(storage.blocks(data, found), dtype, found.size)
+        return RemoteTokens(storage.blocks(data), dtype, data.size)
 
-    return Pair(index, _map(copy), data, found.size, tokens)
+    return Pair(index.url, _map(storage.whole(index)), data.url, data.size, tokens)
+
+
+def _find(url: str) -> RemoteFile | None:
+    try:
+        return RemoteFile.open(url)
+    except MissingError:
+        return None
 
 
 def _map(path: Path) -> mmap.mmap | bytes:
@@ -152,16 +230,36 @@ def _map(path: Path) -> mmap.mmap | bytes:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
+def _scan_map(
+    mapped: mmap.mmap | bytes, array: NDArray[Any], begin: int, end: int
+) -> Iterator[NDArray[Any]]:
+    for start, stop in _blocks(begin, end, array.itemsize):
+        yield array[start:stop]
+        if isinstance(mapped, mmap.mmap):
+            first = start * array.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_DONTNEED, first, stop * array.itemsize - first)
+
+
+def _blocks(begin: int, end: int, itemsize: int) -> Iterator[tuple[int, int]]:
+    """Where the blocks of a scan begin and end, in tokens."""
+    step = _BLOCK_BYTES // itemsize
+    return ((start, min(start + step, end)) for start in range(begin, end, step))
+
+
 def _existing_pair(prefix: str) -> tuple[Path, Path]:
     index, data = idx_path(prefix), bin_path(prefix)
-    missing = [path for path in (index, data) if not path.is_file()]
-    if not missing:
-        return index, data
+    missing = [str(path) for path in (index, data) if not path.is_file()]
+    if missing:
+        raise _no_dataset(prefix, missing)
+    return index, data
+
+
+def _no_dataset(prefix: str, missing: Sequence[str]) -> DataError:
     hint = "preprocess the text first"
     if prefix.endswith((".bin", ".idx")):
         hint = f"give the prefix without {prefix[-4:]}: {prefix[:-4]}"
     elif len(missing) == 1:
         hint = "the other one is there: the copy or the preprocessing was cut short"
-    elif idx_path(f"{prefix}_text_document").is_file():
+    elif exists(f"{prefix}_text_document.idx"):
         hint = f"did you mean {prefix}_text_document?"
-    raise DataError(f"no dataset at {prefix}: {' and '.join(map(str, missing))} missing; {hint}")
+    return DataError(f"no dataset at {prefix}: {' and '.join(missing)} missing; {hint}")

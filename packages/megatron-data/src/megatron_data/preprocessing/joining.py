@@ -12,6 +12,7 @@ from ..errors import DataError
 from ..files import local_prefix
 from ..indexed.builder import IndexedDatasetBuilder
 from ..indexed.reader import IndexedDataset
+from ..sources.block_cache import StorageCache
 from .manifest import (
     Counts,
     count,
@@ -29,15 +30,18 @@ _MADE_ANEW = ("format", "writer", "counts", "block_bytes", "files", "chunks")
 
 
 def merge(
-    prefixes: Sequence[str | os.PathLike[str]], output_prefix: str | os.PathLike[str]
+    prefixes: Sequence[str | os.PathLike[str]],
+    output_prefix: str | os.PathLike[str],
+    storage: StorageCache | None = None,
 ) -> Counts:
     """Join datasets, one after the other, into one.
 
     The result has a manifest if all of them have one: their sources, and the map of them all.
 
     Args:
-        prefixes: paths of the pairs without suffix, in the order wanted.
+        prefixes: paths of the pairs without suffix, or URLs that fsspec opens, in the order wanted.
         output_prefix: path of the pair to write.
+        storage: the cache for the indices of URLs; their tokens are streamed past it.
 
     Returns:
         What the result holds.
@@ -54,11 +58,11 @@ def merge(
         )
     manifests = [read_manifest(name) for name in names]
     _agree(names, manifests)
-    with IndexedDataset(names[0]) as first:
+    with IndexedDataset(names[0], storage) as first:
         dtype, multimodal = first.dtype, first.sequence_modes is not None
     with IndexedDatasetBuilder(output, dtype, multimodal) as builder:
         for name in names:
-            builder.add_index(name)
+            builder.add_index(name, storage)
         manifest_path(output).unlink(missing_ok=True)
         written = builder.finalize()
     known = [manifest for manifest in manifests if manifest is not None]
@@ -89,14 +93,16 @@ def split(
     *,
     shares: Sequence[float] | None = None,
     documents: Sequence[int] | None = None,
+    storage: StorageCache | None = None,
 ) -> list[Counts]:
     """Cut a dataset into several, which hold its documents in their order.
 
     Args:
-        prefix: path of the pair without suffix.
+        prefix: path of the pair without suffix, or a URL that fsspec opens.
         output_prefixes: paths of the pairs to write.
         shares: of the documents, one for each output; they are taken by their sum.
         documents: numbers of documents, one for each output, all in all the dataset's.
+        storage: the cache for the index of a URL; its tokens are streamed past it.
 
     Returns:
         What each of them holds.
@@ -110,10 +116,9 @@ def split(
     manifest = read_manifest(name)
     origins = read_origins(name, manifest) if manifest else None
     made = []
-    with IndexedDataset(name) as dataset:
+    with IndexedDataset(name, storage) as dataset:
         dataset.check()
         ends = _ends(dataset.documents, len(outputs), shares, documents)
-        tokens = np.append(0, np.cumsum(dataset.sequence_lengths, dtype=np.int64))
         for output, first, last in zip(outputs, [0, *ends], ends, strict=False):
             multimodal = dataset.sequence_modes is not None
             with IndexedDatasetBuilder(output, dataset.dtype, multimodal) as builder:
@@ -124,7 +129,8 @@ def split(
             made.append(counts)
             if manifest is None:
                 continue
-            start, end = (int(tokens[dataset.document_indices[at]]) for at in (first, last))
+            bounds = dataset.document_indices[[first, last]]
+            start, end = dataset.tokens_before(bounds).tolist()
             part = origins.cut(first, last, start, end) if origins is not None else None
             description = _description(manifest)
             write_manifest(output, description, written=written, counts=counts, origins=part)

@@ -12,11 +12,11 @@ from typing import Any
 
 from .._version import __version__
 from ..errors import DataError
-from ..files import BLOCK_BYTES, file_digests, read_json, write_json
+from ..files import BLOCK_BYTES, parse_json, write_json
 from ..indexed.builder import WrittenDataset
-from ..indexed.format import bin_path, idx_path
 from ..indexed.reader import IndexedDataset
 from ..sources.protocol import Source
+from ..sources.remote import read_if_there
 from .encoding import Encoder
 from .origins import Origins
 
@@ -35,9 +35,14 @@ class Counts:
     tokens: int
 
 
+def manifest_name(prefix: str | os.PathLike[str]) -> str:
+    """`PREFIX.meta.json`, of a path or of a URL."""
+    return f"{os.fspath(prefix)}.meta.json"
+
+
 def manifest_path(prefix: str | os.PathLike[str]) -> Path:
-    """`PREFIX.meta.json`."""
-    return Path(f"{os.fspath(prefix)}.meta.json")
+    """`PREFIX.meta.json` on the disk."""
+    return Path(manifest_name(prefix))
 
 
 @dataclass(frozen=True)
@@ -118,19 +123,21 @@ def read_origins(prefix: str, manifest: dict[str, Any]) -> Origins | None:
     try:
         return Origins.from_json(manifest["chunks"], documents, tokens)
     except DataError as error:
-        raise DataError(f"{manifest_path(prefix)}: {error}") from None
+        raise DataError(f"{manifest_name(prefix)}: {error}") from None
 
 
 def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The manifest of a dataset, or None if it has none (datasets that Megatron wrote).
 
     Raises:
-        DataError: a file of that name that is not a manifest this package knows.
+        DataError: a file of that name that is not a manifest this package knows; a URL that cannot
+            be read.
     """
-    path = manifest_path(prefix)
-    if not path.is_file():
+    path = manifest_name(prefix)
+    data = read_if_there(path)
+    if data is None:
         return None
-    content = read_json(path)
+    content = parse_json(data, path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f"{path} is not a manifest of the format {FORMAT!r}")
     for name, kind in _PARTS.items():
@@ -146,47 +153,8 @@ def damage_named(prefix: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise DataError(
-            f"{manifest_path(prefix)} is damaged ({error}); preprocess the text again"
+            f"{manifest_name(prefix)} is damaged ({error}); preprocess the text again"
         ) from None
-
-
-@dataclass(frozen=True)
-class Verified:
-    """What `verify` found in order.
-
-    Attributes:
-        counts: what the dataset holds.
-        manifest: whether there was a manifest to compare with; without one only the structure
-            could be checked.
-    """
-
-    counts: Counts
-    manifest: bool
-
-
-def verify(prefix: str | os.PathLike[str]) -> Verified:
-    """Check a dataset's structure, and its sizes, counts and digests against the manifest.
-
-    Raises:
-        DataError: the first thing found wrong.
-    """
-    prefix = os.fspath(prefix)
-    manifest = read_manifest(prefix)
-    with IndexedDataset(prefix) as dataset:
-        dataset.check()
-        counts = count(dataset)
-        highest = int(dataset.tokens.max()) if len(dataset.tokens) else -1
-    if manifest is None:
-        return Verified(counts, manifest=False)
-    with damage_named(prefix):
-        for path, name in ((bin_path(prefix), "bin"), (idx_path(prefix), "idx")):
-            _check_file(path, manifest["files"][name])
-        if manifest["counts"] != asdict(counts):
-            raise DataError(f"{prefix} holds {counts}, its manifest says {manifest['counts']}")
-        vocab_size = int(manifest["tokenizer"]["vocab_size"])
-    if highest >= vocab_size:
-        raise DataError(f"{prefix}.bin holds token {highest}, the vocabulary has {vocab_size}")
-    return Verified(counts, manifest=True)
 
 
 def count(dataset: IndexedDataset) -> Counts:
@@ -196,25 +164,5 @@ def count(dataset: IndexedDataset) -> Counts:
         documents=dataset.documents,
         empty_documents=int((bounds[1:] == bounds[:-1]).sum()),
         sequences=len(dataset),
-        tokens=len(dataset.tokens),
-    )
-
-
-def _check_file(path: Path, recorded: dict[str, Any]) -> None:
-    size = path.stat().st_size
-    if size != recorded["bytes"]:
-        raise DataError(f"{path} has {size:,} bytes, its manifest says {recorded['bytes']:,}")
-    digests = file_digests(path)
-    if digests.sha256 == recorded["sha256"]:
-        return
-    pairs = enumerate(zip(digests.blocks, recorded.get("blocks", []), strict=False))
-    wrong = [number for number, (found, wanted) in pairs if found != wanted]
-    where = ""
-    if wrong:
-        where = (
-            f" ({len(wrong)} of {len(digests.blocks)} blocks of 64 MiB, the first is {wrong[0]})"
-        )
-    raise DataError(
-        f"{path} is not the file its manifest describes: same size, other content{where}; copy it "
-        "again or preprocess again"
+        tokens=dataset.token_count,
     )

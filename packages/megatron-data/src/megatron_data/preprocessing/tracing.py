@@ -8,9 +8,10 @@ import numpy as np
 
 from ..errors import DataError
 from ..indexed.reader import IndexedDataset
+from ..sources.block_cache import StorageCache
 from ..sources.opening import reopen
 from ..sources.protocol import Fault, Item, Span
-from .manifest import damage_named, manifest_path, read_manifest, read_origins
+from .manifest import damage_named, manifest_name, read_manifest, read_origins
 from .origins import Origin, Origins
 
 
@@ -42,7 +43,11 @@ class Traced:
 
 
 def trace(
-    prefix: str | os.PathLike[str], token: int | None = None, *, document: int | None = None
+    prefix: str | os.PathLike[str],
+    token: int | None = None,
+    *,
+    document: int | None = None,
+    storage: StorageCache | None = None,
 ) -> Traced:
     """Find the source of a token or of a document of a dataset that `preprocess` made.
 
@@ -50,9 +55,10 @@ def trace(
     that cannot be done, the answer is the part alone.
 
     Args:
-        prefix: path of the pair without `.bin` or `.idx`.
+        prefix: path of the pair without `.bin` or `.idx`, or a URL that fsspec opens.
         token: number of the token in the `.bin`, from 0.
         document: number of the document, from 0; instead of a token.
+        storage: the cache for the index of a URL.
 
     Raises:
         DataError: no such token or document, or nothing is known of where the dataset came from.
@@ -60,7 +66,7 @@ def trace(
     prefix = os.fspath(prefix)
     if (token is None) == (document is None):
         raise DataError("name a token or a document, one of the two")
-    with IndexedDataset(prefix) as dataset:
+    with IndexedDataset(prefix, storage) as dataset:
         manifest, origins = _record_of(prefix)
         number = _document_of(dataset, token) if document is None else document
         if not 0 <= number < dataset.documents:
@@ -68,18 +74,17 @@ def trace(
                 f"{prefix} has documents 0 to {dataset.documents - 1:,}, not {number:,}"
             )
         first, last = dataset.document_indices[number : number + 2]
-        before = int(dataset.sequence_lengths[:first].sum(dtype=np.int64))
-        tokens = int(dataset.sequence_lengths[first:last].sum(dtype=np.int64))
+        before, end = dataset.tokens_before(np.array([first, last])).tolist()
     with damage_named(prefix):
         origin = origins.of_document(number)
         source = manifest["sources"][origin.source]
         found = _look_up(source, origin, number - origin.document + origin.skip)
-    return Traced(number, before, tokens, **found)
+    return Traced(number, before, end - before, **found)
 
 
 def _record_of(prefix: str) -> tuple[dict[str, Any], Origins]:
     """A dataset's manifest, and the map of chunks in it."""
-    path, manifest = manifest_path(prefix), read_manifest(prefix)
+    path, manifest = manifest_name(prefix), read_manifest(prefix)
     if manifest is None:
         raise DataError(
             f"{prefix} has no manifest {path}, so nothing is known of where it came from; copy the "
@@ -95,7 +100,7 @@ def _record_of(prefix: str) -> tuple[dict[str, Any], Origins]:
 
 
 def _document_of(dataset: IndexedDataset, token: int | None) -> int:
-    total = len(dataset.tokens)
+    total = dataset.token_count
     if token is None or not 0 <= token < total:
         raise DataError(f"{dataset.prefix} has tokens 0 to {total - 1:,}, not {token}")
     byte = token * dataset.dtype.itemsize

@@ -3,13 +3,27 @@
 import glob
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from ..errors import DataError
 
 _MAGIC = frozenset("*?[")
-_VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "created")
+_NOT_FOUND = 404
+_REFUSALS = (401, 403)
+_VERSIONS = (
+    *("ETag", "etag", "md5Hash", "blob_id", "Content-MD5"),
+    *("mtime", "LastModified", "Last-Modified", "created"),
+)
+
+
+class MissingError(DataError):
+    """There is nothing at a path or a URL."""
+
+
+class BrokenOffError(DataError):
+    """A storage that did not answer, or not to the end; it may if it is asked again."""
 
 
 class Stat(NamedTuple):
@@ -33,8 +47,8 @@ def expand(path: str) -> list[str]:
     if not _MAGIC & set(path) or exists(path):
         return [path]
     if is_url(path):
-        system, inner = _file_system(path)
-        found = [str(system.unstrip_protocol(name)) for name in system.glob(inner)]
+        with _system(path) as (system, inner):
+            found = [str(system.unstrip_protocol(name)) for name in system.glob(inner)]
     else:
         found = glob.glob(path, recursive=True)  # noqa: PTH207
     if not found:
@@ -45,36 +59,42 @@ def expand(path: str) -> list[str]:
 def exists(path: str) -> bool:
     """Whether there is a file or a folder."""
     if is_url(path):
-        system, inner = _file_system(path)
-        return bool(system.exists(inner))
+        with _system(path) as (system, inner):
+            return bool(system.exists(inner))
     return os.path.exists(path)  # noqa: PTH110
 
 
 def is_folder(path: str) -> bool:
     """Whether this is a folder."""
     if is_url(path):
-        system, inner = _file_system(path)
-        return bool(system.isdir(inner))
+        with _system(path) as (system, inner):
+            return bool(system.isdir(inner))
     return os.path.isdir(path)  # noqa: PTH112
 
 
-def stat(path: str) -> Stat:
+def stat(path: str, fresh: bool = False) -> Stat:
     """Size and version of a file.
 
+    Args:
+        path: the file, or its URL.
+        fresh: ask the storage, whatever a listing said before.
+
     Raises:
-        DataError: there is none.
+        MissingError: there is none.
+        DataError: the storage cannot be reached, or refuses.
     """
-    missing = f"no input file or folder at {path}"
-    try:
-        if not is_url(path):
+    if not is_url(path):
+        try:
             found = os.stat(path)  # noqa: PTH116
-            return Stat(found.st_size, str(found.st_mtime_ns))
-        system, inner = _file_system(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise _missing(path) from None
+        return Stat(found.st_size, str(found.st_mtime_ns))
+    with _system(path) as (system, inner):
+        if fresh:
+            system.invalidate_cache(inner)
         info: dict[str, Any] = system.info(inner)
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(missing) from None
     if info.get("type") == "directory":
-        raise DataError(missing)
+        raise _missing(path)
     tags = (info.get(name) for name in _VERSIONS)
     return Stat(int(info["size"] or 0), str(next(filter(None, tags), "")))
 
@@ -83,8 +103,8 @@ def open_file(path: str) -> BinaryIO:
     """Open a file for reading bytes, at its beginning."""
     if not is_url(path):
         return Path(path).open("rb")
-    system, inner = _file_system(path)
-    return cast(BinaryIO, system.open(inner, "rb"))
+    with _system(path) as (system, inner):
+        return cast(BinaryIO, system.open(inner, "rb"))
 
 
 def read_range(url: str, begin: int, end: int) -> bytes:
@@ -103,13 +123,13 @@ def files_below(folder: str) -> list[str]:
     """
     if not is_url(folder):
         return sorted(_walk(folder), key=os.fsencode)
-    system, inner = _file_system(folder)
-    start = len(inner.rstrip("/")) + 1
-    names = [
-        str(system.unstrip_protocol(name))
-        for name in system.find(inner)
-        if not any(part.startswith(".") for part in name[start:].split("/"))
-    ]
+    with _system(folder) as (system, inner):
+        start = len(inner.rstrip("/")) + 1
+        names = [
+            str(system.unstrip_protocol(name))
+            for name in system.find(inner)
+            if not any(part.startswith(".") for part in name[start:].split("/"))
+        ]
     return sorted(names, key=os.fsencode)
 
 
@@ -130,6 +150,69 @@ def _refuse(error: OSError) -> None:
     raise error
 
 
+def denied(url: str, error: BaseException) -> DataError | None:
+    """What to say of an error by which a storage refuses; None of any other."""
+    if not isinstance(error, PermissionError) and _status(error) not in _REFUSALS:
+        return None
+    return DataError(
+        f"access to {url} is denied ({error or type(error).__name__}); check the credentials of "
+        "this process and who may read there (S3 answers so, too, where there is no such object "
+        "and listing is not allowed)"
+    )
+
+
+def _missing(path: str) -> MissingError:
+    return MissingError(f"no input file or folder at {path}")
+
+
+@contextmanager
+def _system(url: str) -> Iterator[tuple[Any, str]]:
+    """fsspec's file system of a URL and the path in it; what fails is told in one line."""
+    with told(url):
+        yield _file_system(url)
+
+
+@contextmanager
+def told(path: str) -> Iterator[None]:
+    """Tell in one line what fails at a URL; failures on the disk stay as they are.
+
+    Raises:
+        MissingError: nothing is there.
+        DataError: the storage cannot be reached, or refuses.
+    """
+    if not is_url(path):
+        yield
+        return
+    try:
+        yield
+    except DataError:
+        raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        cause = error.__cause__
+        if isinstance(cause, FileNotFoundError | None) or _status(cause) == _NOT_FOUND:
+            raise _missing(path) from None
+        # fsspec's HTTP raises this whatever happened.
+        raise denied(path, cause) or _unreadable(path, cause) from None
+    except Exception as error:  # noqa: BLE001 - each of fsspec's backends has exceptions of its own
+        raise denied(path, error) or _unreadable(path, error) from None
+
+
+def _unreadable(url: str, error: BaseException) -> BrokenOffError:
+    return BrokenOffError(f"{url} cannot be read: {type(error).__name__}: {error}")
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error of aiohttp or of botocore carries, or is caused by."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        code = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    else:
+        code = getattr(error, "status", None)
+    if isinstance(code, int):
+        return code
+    return None if error.__cause__ is None else _status(error.__cause__)
+
+
 def _file_system(url: str) -> tuple[Any, str]:
     """Return fsspec's file system of a URL, and the path in it."""
     try:
@@ -138,6 +221,10 @@ def _file_system(url: str) -> tuple[Any, str]:
         raise DataError(f"{url}: a URL needs fsspec; pip install 'megatron-data[remote]'") from None
     try:
         system, inner = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # no package for it, or no such protocol
+    except ImportError as error:  # fsspec knows the protocol and names the package for it
+        raise DataError(
+            f"{url}: fsspec has no driver for {url.partition('://')[0]}:// ({error})"
+        ) from None
+    except ValueError as error:
         raise DataError(f"{url}: fsspec cannot open it: {error}") from None
     return system, str(inner)

@@ -1,0 +1,138 @@
+"""Blocks that processes share: within the limit, and the folder is seldom listed."""
+
+import os
+from pathlib import Path
+
+import pytest
+from megatron_data.sources.block_folder import BlockFolder
+
+BLOCK = b"0123456789ab"
+SIZE = len(BLOCK) + 4
+
+
+@pytest.fixture
+def listings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What was added at every listing of the folder."""
+    listed: list[int] = []
+    remove = BlockFolder._remove_oldest
+
+    def counting(folder: BlockFolder, added: int) -> int:
+        listed.append(added)
+        return remove(folder, added)
+
+    monkeypatch.setattr(BlockFolder, "_remove_oldest", counting)
+    return listed
+
+
+def kept(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.block"))
+
+
+def counted(folder: Path) -> int:
+    return int.from_bytes((folder / "blocks.bytes").read_bytes(), "little")
+
+
+def add(folder: BlockFolder, first: int, last: int) -> None:
+    for number in range(first, last):
+        assert folder.add(str(number), BLOCK)[: len(BLOCK)] == BLOCK
+
+
+def test_a_folder_is_listed_once_for_many_blocks(tmp_path: Path, listings: list[int]) -> None:
+    """Once at the beginning, and then once for the share of the limit that is made free."""
+    folder = BlockFolder(tmp_path / "c", 160 * SIZE)
+    add(folder, 0, 160)
+    assert len(listings) == 1
+    assert kept(tmp_path / "c") == counted(tmp_path / "c") == 160 * SIZE
+    for number in range(160, 500):
+        add(folder, number, number + 1)
+        assert kept(tmp_path / "c") == counted(tmp_path / "c") <= 160 * SIZE
+    assert len(listings) == 1 + 340 // 11 + 1
+    assert folder.get("499", len(BLOCK)) is not None
+    assert folder.get("300", len(BLOCK)) is None
+
+
+def test_the_blocks_used_longest_ago_go(tmp_path: Path) -> None:
+    folder = BlockFolder(tmp_path, 32 * SIZE)
+    add(folder, 0, 32)
+    for number in range(32):
+        os.utime(tmp_path / f"{number}.block", (number, number))
+    assert folder.get("0", len(BLOCK)) is not None  # used now
+    add(folder, 32, 33)
+    left = {int(path.stem) for path in tmp_path.glob("*.block")}
+    assert left == {0, *range(4, 33)}
+
+
+def test_two_processes_count_together(tmp_path: Path, listings: list[int]) -> None:
+    """What each holds in memory says nothing: two readers share the number in the folder."""
+    one, other = (BlockFolder(tmp_path, 40 * SIZE) for _ in range(2))
+    for number in range(0, 200, 2):
+        add(one, number, number + 1)
+        add(other, number + 1, number + 2)
+        assert kept(tmp_path) <= 40 * SIZE
+    for number in range(0, 200, 2):  # the same block from both counts once
+        add(one, number, number + 1)
+        add(other, number, number + 1)
+    assert kept(tmp_path) == counted(tmp_path)
+    assert len(listings) < 150
+
+
+def test_what_vanishes_is_seen_at_the_next_listing(tmp_path: Path, listings: list[int]) -> None:
+    folder = BlockFolder(tmp_path / "c", 32 * SIZE)
+    add(folder, 0, 32)
+    for number in range(20):
+        (tmp_path / "c" / f"{number}.block").unlink()
+    add(folder, 32, 33)  # the number says that it is full: it is not, and nothing is removed
+    assert len(listings) == 2
+    assert kept(tmp_path / "c") == counted(tmp_path / "c") == 13 * SIZE
+    for path in (tmp_path / "c").iterdir():
+        path.unlink()
+    (tmp_path / "c").rmdir()
+    add(folder, 0, 1)
+    assert kept(tmp_path / "c") == counted(tmp_path / "c") == SIZE
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 8])
+def test_a_damaged_number_is_put_right(tmp_path: Path, content: bytes) -> None:
+    folder = BlockFolder(tmp_path, 8 * SIZE)
+    add(folder, 0, 8)
+    (tmp_path / "blocks.bytes").write_bytes(content)
+    add(folder, 8, 9)
+    assert kept(tmp_path) == counted(tmp_path) <= 8 * SIZE
+
+
+def test_a_damaged_block_is_replaced_and_counted_once(tmp_path: Path) -> None:
+    folder = BlockFolder(tmp_path, 8 * SIZE)
+    add(folder, 0, 3)
+    for content in (b"short", BLOCK * 3, b""):
+        (tmp_path / "1.block").write_bytes(content)
+        assert folder.get("1", len(BLOCK)) is None
+        add(folder, 1, 2)
+        assert folder.get("1", len(BLOCK)) is not None
+    assert kept(tmp_path) == 3 * SIZE
+    add(folder, 3, 20)
+    assert kept(tmp_path) == counted(tmp_path) <= 8 * SIZE
+
+
+def test_whoever_is_stopped_leaves_no_number_that_is_too_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = BlockFolder(tmp_path, 8 * SIZE)
+    add(folder, 0, 2)
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            folder.add("2", BLOCK)
+    assert not list(tmp_path.glob(".*"))
+    assert counted(tmp_path) >= kept(tmp_path) == 2 * SIZE
+    add(folder, 3, 30)
+    assert kept(tmp_path) == counted(tmp_path) <= 8 * SIZE
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        BlockFolder(tmp_path / "file", 8).add("0", BLOCK)

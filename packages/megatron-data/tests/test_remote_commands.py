@@ -1,0 +1,372 @@
+"""The commands on datasets at URLs: the same answers, in one pass, and mistakes in one line."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron_data import (
+    DataError,
+    HuggingFaceTokenizer,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    StorageCache,
+    merge,
+    preprocess,
+    summarize,
+    verify,
+)
+from megatron_data.cli import main
+from megatron_data.indexed import pair
+from megatron_data.sources import remote as remote_files
+from megatron_data.sources.remote import RemoteFile
+
+fsspec = pytest.importorskip("fsspec", reason="URLs are an extra of this package")
+
+Run = Callable[..., str]
+URL = "memory://bucket/c_text_document"
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """fsspec's storage in memory, empty again afterwards."""
+    system = fsspec.filesystem("memory")
+    yield system
+    system.store.clear()
+
+
+@pytest.fixture
+def local(
+    corpus: Path,
+    tokenizer: HuggingFaceTokenizer,
+    tmp_path: Path,
+    memory: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> str:
+    """A dataset on the disk, a copy of which lies at `URL`; several pieces make a stream."""
+    monkeypatch.setattr(remote_files, "_PAUSE", 0)
+    monkeypatch.setattr(remote_files, "_STEP", 1000)
+    preprocess([corpus], tmp_path / "c", tokenizer, append_eod=True)
+    prefix = str(tmp_path / "c_text_document")
+    upload(memory, prefix, URL)
+    return prefix
+
+
+def upload(memory: Any, prefix: str, url: str) -> None:
+    for suffix in (".bin", ".idx", ".meta.json"):
+        content = Path(prefix + suffix)
+        if content.is_file():
+            memory.pipe_file(url.removeprefix("memory:/") + suffix, content.read_bytes())
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command with a cache, and returns what it printed."""
+
+    def command(*words: str, status: int = 0, cache: bool = True) -> str:
+        option = ["--object-storage-cache-path", str(tmp_path / "cache")] if cache else []
+        assert main([*words, *option]) == status
+        told = capsys.readouterr()
+        if status:
+            assert told.err.count("\n") == 1
+            assert told.err.startswith("megatron-data: error: ")
+        return told.err if status else told.out
+
+    return command
+
+
+def test_every_command_says_of_a_url_what_it_says_of_the_local_files(
+    local: str, run: Run, tmp_path: Path
+) -> None:
+    for words in (
+        ["inspect", "@", "--documents", "2"],
+        ["verify", "@"],
+        ["trace", "@", "1234"],
+        ["mix", "@", "--epochs", "2", "--seq-length", "16"],
+        ["mix", "0.3", "@", "0.7", "@", "--seq-length", "16"],
+    ):
+        here = run(*(local if word == "@" else word for word in words))
+        there = run(*(URL if word == "@" else word for word in words))
+        assert re.sub(" +", " ", there.replace(URL, local)) == re.sub(" +", " ", here)
+        assert not list((tmp_path / "cache").glob("*.block")) or words[0] == "inspect"
+
+
+def test_merge_and_split_copy_urls_byte_for_byte(local: str, run: Run, tmp_path: Path) -> None:
+    for prefix in (local, URL):
+        name = tmp_path / ("here" if prefix == local else "there")
+        run("merge", prefix, local, "--output-prefix", f"{name}_merged")
+        run("split", prefix, "--shares", "1", "2", "--output-prefixes", f"{name}_a", f"{name}_b")
+    for part in ("merged", "a", "b"):
+        for suffix in (".bin", ".idx", ".meta.json"):
+            there = Path(f"{tmp_path}/there_{part}{suffix}").read_bytes()
+            assert there == Path(f"{tmp_path}/here_{part}{suffix}").read_bytes()
+        assert "digests match" in run("verify", f"{tmp_path}/there_{part}")
+    assert not list((tmp_path / "cache").glob("*.block"))  # nothing was driven out
+
+
+def test_verify_reads_each_file_once(
+    local: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[str, int]] = []
+    fetch = RemoteFile.fetch
+
+    def counted(file: RemoteFile, begin: int, end: int) -> bytes:
+        read.append((file.url, begin))
+        return fetch(file, begin, end)
+
+    monkeypatch.setattr(RemoteFile, "fetch", counted)
+    with IndexedDataset(URL, StorageCache(str(tmp_path / "cache"))):
+        read.clear()
+    assert verify(URL, StorageCache(str(tmp_path / "cache"))).manifest
+    assert len(read) == len(set(read))
+    assert len([url for url, _ in read if url.endswith(".bin")]) > 3
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("flipped", r"memory://\S*\.bin is not the file .* \(1 of 1 blocks of 64 MiB"),
+        ("index", r"memory://\S*\.idx is not the file|pointer of sequence"),
+        ("short", r"\.idx does not match memory://\S*\.bin"),
+        ("manifest", r"memory://\S*meta\.json is not JSON"),
+        ("foreign", r"memory://\S*meta\.json is not a manifest"),
+    ],
+)
+def test_damage_at_a_url_is_named(
+    local: str, run: Run, memory: Any, damage: str, message: str
+) -> None:
+    path = "/bucket/c_text_document"
+    tokens, index = (Path(f"{local}.{name}").read_bytes() for name in ("bin", "idx"))
+    name, content = {
+        "flipped": (".bin", bytes([tokens[0] ^ 1]) + tokens[1:]),
+        "index": (".idx", index[:-9] + bytes([index[-9] ^ 1]) + index[-8:]),
+        "short": (".bin", tokens[:-1]),
+        "manifest": (".meta.json", b"{"),
+        "foreign": (".meta.json", b"{}"),
+    }[damage]
+    memory.pipe_file(path + name, content)
+    assert re.search(message, run("verify", URL, status=1))
+
+
+def test_mistakes_are_one_line(local: str, run: Run, memory: Any, tmp_path: Path) -> None:
+    assert "--object-storage-cache-path FOLDER" in run("verify", URL, status=1, cache=False)
+    assert re.search(
+        r"no dataset at memory://bucket/c: .*idx and .*bin missing; did you mean "
+        "memory://bucket/c_text_document",
+        run("inspect", "memory://bucket/c", status=1),
+    )
+    assert "without .idx" in run("inspect", f"{URL}.idx", status=1)
+    assert "written to local disks only" in run(
+        "merge", URL, "--output-prefix", "memory://bucket/out", status=1
+    )
+    assert "written to local disks only" in run(
+        "split", URL, "--shares", "1", "--output-prefixes", "memory://bucket/out", status=1
+    )
+    memory.rm_file("/bucket/c_text_document.bin")
+    assert "the other one is there" in run("mix", URL, status=1)
+    (tmp_path / "file").touch()
+    words = ["verify", URL, "--object-storage-cache-path", str(tmp_path / "file")]
+    memory.pipe_file("/bucket/c_text_document.bin", Path(f"{local}.bin").read_bytes())
+    assert "file" in run(*words, status=1, cache=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError("Access Denied"), r"access to \S+ is denied \(Access Denied\); check"),
+        (RuntimeError("no credentials"), r"cannot be read: RuntimeError: no credentials"),
+        (FileNotFoundError(), r"no dataset at"),
+    ],
+)
+def test_what_a_storage_refuses_is_told(
+    local: str, run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "info", refuse)
+    for words in (["verify", URL], ["mix", URL]):
+        told = run(*words, status=1)
+        assert re.search(message, told) or isinstance(error, FileNotFoundError)
+        assert URL in told
+
+
+class _AnswersError(Exception):
+    """As aiohttp raises it."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__(f"status {status}")
+
+
+class _ClientError(Exception):
+    """As botocore raises it."""
+
+    def __init__(self, status: int) -> None:
+        self.response = {"ResponseMetadata": {"HTTPStatusCode": status}}
+        super().__init__(f"An error occurred ({status})")
+
+
+@pytest.mark.parametrize("kind", [_AnswersError, _ClientError, ConnectionError])
+@pytest.mark.parametrize("status", [404, 403, 500])
+def test_a_file_that_is_not_there_differs_from_one_that_is_refused(
+    local: str,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    kind: type[Exception],
+) -> None:
+    """Which Megatron's S3 does not tell: its 404 is a file that exists.
+
+    fsspec's HTTP raises FileNotFoundError whatever happened, from what did.
+    """
+
+    def refuse(*_: object, **__: object) -> None:
+        raise FileNotFoundError("x") from kind(status)
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "info", refuse)
+    told = run("mix", URL, status=1)
+    if kind is ConnectionError or status == 500:
+        assert f"cannot be read: {kind.__name__}" in told
+    else:
+        assert ("access to" if status == 403 else "no dataset at") in told
+
+
+def test_access_denied_while_reading_is_told_at_once(
+    local: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[int] = []
+
+    def refuse(*_: object) -> bytes:
+        tries.append(1)
+        raise PermissionError("Forbidden")
+
+    with IndexedDataset(URL, StorageCache(str(tmp_path / "cache"))) as far:
+        monkeypatch.setattr(remote_files, "read_range", refuse)
+        with pytest.raises(DataError, match=r"access to \S*\.bin is denied \(Forbidden\)"):
+            far[0]
+    assert len(tries) == 1
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_refused(
+    local: str, tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same size, so that only its version tells; nothing of it enters the cache."""
+    storage = StorageCache(str(tmp_path / "cache"), 64)
+    with IndexedDataset(URL, storage) as far:
+        far[0]
+        before = len(list((tmp_path / "cache").glob("*.block")))
+        tokens = far.scan()
+        next(tokens)
+        content = bytearray(Path(f"{local}.bin").read_bytes())
+        content[-1] ^= 1
+        memory.pipe_file("/bucket/c_text_document.bin", bytes(content))
+        changed = r"\.bin was replaced while it was read"
+        with pytest.raises(DataError, match=changed):
+            far[len(far) - 1]
+        assert len(list((tmp_path / "cache").glob("*.block"))) == before
+        with pytest.raises(DataError, match=changed):
+            for _ in tokens:
+                pass
+        memory.pipe_file("/bucket/c_text_document.bin", bytes(content[:-2]))
+        with pytest.raises(DataError, match=changed):
+            far[len(far) - 1]
+        memory.rm_file("/bucket/c_text_document.bin")
+        with pytest.raises(DataError, match=r"\.bin is gone"):
+            list(far.scan())
+    upload(memory, local, URL)
+    read = remote_files.read_range
+
+    def replaces(url: str, begin: int, end: int) -> bytes:
+        memory.pipe_file("/bucket/c_text_document.bin", bytes(content))
+        return read(url, begin, end)
+
+    monkeypatch.setattr(remote_files, "read_range", replaces)
+    with pytest.raises(DataError, match=changed):
+        merge([URL], tmp_path / "o", StorageCache(str(tmp_path / "other")))
+    assert not list(tmp_path.glob("o.*")) + list(tmp_path.glob(".o*"))
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_scan_equals_the_file_whatever_its_blocks(
+    local: str, tmp_path: Path, mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair, "_BLOCK_BYTES", 1000)
+    storage = StorageCache(str(tmp_path / "cache"))
+    whole = np.fromfile(f"{local}.bin", np.uint16)
+    for prefix in (local, URL):
+        with IndexedDataset(prefix, storage, mapped) as dataset:
+            for begin, end in ((0, None), (0, 0), (7, 1507), (len(whole) - 1, len(whole))):
+                blocks = [tokens.copy() for tokens in dataset.scan(begin, end)]
+                read = np.concatenate([np.empty(0, np.uint16), *blocks])
+                assert np.array_equal(read, whole[begin:end])
+            assert len(list(dataset.scan())) > 3
+            for begin, end in ((-1, 3), (3, 2), (0, len(whole) + 1)):
+                with pytest.raises(IndexError, match=f"of {len(whole)} in"):
+                    dataset.scan(begin, end)
+        with pytest.raises(DataError, match="is closed"):
+            dataset.scan()
+
+
+def test_a_file_that_is_cut_while_it_is_scanned_is_named(local: str) -> None:
+    with IndexedDataset(local, mapped=False) as dataset:
+        with Path(f"{local}.bin").open("r+b") as file:
+            file.truncate(10)
+        with pytest.raises(DataError, match=r"\.bin was cut short while it was read"):
+            list(dataset.scan())
+
+
+@pytest.mark.parametrize("block", [8, 12, 1 << 20])
+def test_images_are_told_from_text_across_blocks(
+    tmp_path: Path, memory: Any, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(remote_files, "_STEP", block)
+    random = np.random.default_rng(0)
+    texts: list[int] = []
+    with IndexedDatasetBuilder(tmp_path / "m", "int32", multimodal=True) as builder:
+        for number in range(40):
+            mode, length = int(random.integers(2)), int(random.integers(6))
+            tokens = random.integers(0, 9, length)
+            texts += [] if mode else tokens.tolist()
+            builder.add_item(tokens, mode)
+            if number % 3 == 2:
+                builder.end_document()
+        builder.end_document()
+        builder.finalize()
+    upload(memory, str(tmp_path / "m"), "memory://bucket/m")
+    for prefix in (str(tmp_path / "m"), "memory://bucket/m"):
+        with IndexedDataset(prefix, StorageCache(str(tmp_path / "cache"))) as dataset:
+            found = summarize(dataset)
+        assert found.token_counts.tolist() == np.bincount(texts).tolist()
+        assert int(found.document_lengths.sum()) == len(texts)
+
+
+SCANS = """
+import resource, sys
+from megatron_data import IndexedDataset, summarize
+dataset = IndexedDataset(sys.argv[1], mapped=sys.argv[2] == "True")
+dataset.get(0, 0, 1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+summarize(dataset)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_memory_stays_flat_over_a_file_of_any_size(tmp_path: Path, mapped: bool) -> None:
+    """300 MB without a byte on the disk; a map that is read as one would be held whole."""
+    with IndexedDatasetBuilder(tmp_path / "d", "uint16") as builder:
+        builder.add_document(np.zeros(150_000_000, np.uint16), [150_000_000])
+        builder.finalize()
+    (tmp_path / "d.bin").unlink()
+    with (tmp_path / "d.bin").open("wb") as file:
+        file.truncate(300_000_000)
+    words = [sys.executable, "-c", SCANS, str(tmp_path / "d"), str(mapped)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) < 60_000  # kB
