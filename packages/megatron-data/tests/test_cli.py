@@ -118,12 +118,12 @@ def test_a_full_disk_or_a_forbidden_folder_is_one_line(
 def test_interruption_has_its_own_status(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
 ) -> None:
-    from megatron_data.preprocessing import manifest
+    from megatron_data.preprocessing import verification
 
-    def interrupt(prefix: str) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(manifest, "verify", interrupt)
+    monkeypatch.setattr(verification, "verify", interrupt)
     assert main(["verify", "x"]) == 130
     assert capsys.readouterr().err == "megatron-data: interrupted\n"
 

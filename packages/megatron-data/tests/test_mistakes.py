@@ -90,7 +90,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("split d_text_document --shares 1 1 --output-prefixes x texts/", 1, "is a folder; add"),
         ("merge d_text_document --output-prefix memory://x", 1, "memory://x is a URL"),
         ("mix --data-args-path packed.gz", 1, "packed.gz is not UTF-8 text (byte 1)"),
-        ("mix memory://bucket/d", 1, "the commands of megatron-data read local copies"),
+        ("mix memory://bucket/d", 1, "name a folder for what is read of it"),
         (
             "bench --input a.jsonl --tokenizer-type ByteTokenizer --seq-length 0",
             1,

@@ -95,8 +95,8 @@ def _in_text(
     first, last = np.searchsorted(starts, np.array([begin, end]) * dataset.dtype.itemsize, "right")
     # From the sequence that holds the first of them, or ends before it, to that of the last.
     bounds = starts[first:last] // dataset.dtype.itemsize
-    counts = np.diff(np.clip(bounds, begin, end), prepend=begin, append=end)
-    return np.repeat(modes[first - 1 : last] == TEXT_MODE, counts)
+    edges = np.concatenate(([begin], np.clip(bounds, begin, end), [end]))
+    return np.repeat(modes[first - 1 : last] == TEXT_MODE, edges[1:] - edges[:-1])
 
 
 def _add(one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -155,8 +155,8 @@ def denied(url: str, error: BaseException) -> DataError | None:
     if not isinstance(error, PermissionError) and _status(error) not in _REFUSALS:
         return None
     return DataError(
-        f"access to {url} is denied ({error or type(error).__name__}); check the credentials of "
-        "this process and who may read there (S3 answers so, too, where there is no such object "
+        f"access to {url} is denied ({str(error) or type(error).__name__}); check the credentials "
+        "of this process and who may read there (S3 answers so, too, where there is no such object "
         "and listing is not allowed)"
     )
 
