@@ -204,11 +204,13 @@ def integration(session: nox.Session) -> None:
     """Whatever needs two or more packages, all eight installed."""
     slow = split_slow(session)
     # playwright drives a Chromium that the machine has; it fetches none.
-    install(session, *EDITABLE, "playwright")
+    install(session, *EDITABLE, "playwright", "pytest-xdist")
     # megatron-data's own session has no torch.
     with_torch = [f"packages/megatron-data/tests/test_{name}.py" for name in ("torch", "examples")]
     ignored = "--ignore=integration_tests/parity"
-    pytest(session, "integration_tests", *with_torch, ignored, slow=slow)
+    # Most of the time is programs that start, on one core each: two files at a time.
+    at_once = () if slow else ("-n", "2", "--dist", "loadfile")
+    pytest(session, *at_once, "integration_tests", *with_torch, ignored, slow=slow)
 
 
 @job()

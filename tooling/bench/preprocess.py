@@ -33,6 +33,7 @@ from tokenizers import Tokenizer
 CORPUS = Path(__file__).parents[2] / "corpus"
 BATCH = 1000
 BARE, ONE = "bare encode_batch loop", "one document at a time"
+FAST = "preprocess --fast"
 
 
 class OneByOne:
@@ -106,9 +107,9 @@ def tasks(
     if script is not None:
         compared[script.name] = lambda: megatrons(script, corpus, folder, threads)
     if importlib.util.find_spec("gigatoken"):
-        compared["preprocess --fast, workers=1"] = lambda: fast(1)
+        compared[f"{FAST}, workers=1"] = lambda: fast(1)
         if threads > 1:
-            compared[f"preprocess --fast, workers={threads}"] = lambda: fast(threads)
+            compared[f"{FAST}, workers={threads}"] = lambda: fast(threads)
     return compared
 
 
@@ -136,7 +137,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--megatron", type=Path, help="Megatron-LM's tools/preprocess_data.py")
     parser.add_argument("--copies", type=int, default=1, help="the corpus so many times")
-    parser.add_argument("--fast-only", action="store_true", help=f"only --fast and {ONE}")
+    parser.add_argument("--fast-only", action="store_true", help="only --fast and its peers")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -151,13 +152,14 @@ def main() -> None:
         train_bpe(read_texts([CORPUS / "moby_dick.jsonl"]), 4096).save(folder)
         megabytes = corpus.stat().st_size / 1e6
         print(f"JSON lines to .bin/.idx, {megabytes:.1f} MB, byte-level BPE of 4,096\n")
-        print("| threads | way | MB/s | MB per CPU second | of the bare loop | of one at a time |")
+        peers = (ONE, arguments.megatron.name) if arguments.megatron else (ONE,)
+        print(f"| threads | way | MB/s | MB per CPU second | of the bare loop | of {peers[-1]} |")
         print("|---|---|---|---|---|---|")
         for threads in arguments.threads:
             os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
             compared = tasks(corpus, folder, threads, arguments.megatron)
             if arguments.fast_only:
-                compared = {way: compared[way] for way in compared if way == ONE or "--fast" in way}
+                compared = {way: compared[way] for way in compared if way in peers or FAST in way}
             times: dict[str, list[float]] = {way: [] for way in compared}
             worked: dict[str, list[float]] = {way: [] for way in compared}
             for _ in range(arguments.repeats):
@@ -172,7 +174,7 @@ def main() -> None:
                 per_second = megabytes / statistics.median(worked[way])
                 print(
                     f"| {threads} | {way} | {rate:.2f} | {per_second:.2f} | {bare} | "
-                    f"{rate / rates[ONE]:.2f} |"
+                    f"{rate / rates[peers[-1]]:.2f} |"
                 )
         check_equal(folder)
 

@@ -1,9 +1,9 @@
 """Reading samples beside megatron-core, and memory while reading a corpus of any size.
 
-Every way reads the same number of samples in turns with the others and lets them go, as a training
-loop does: one by one, and as batches of tensors (megatron-core's through torch's collation, as its
-loader gives them). Printed are microseconds per sample, the median over the rounds, and the median
-of the ratios of each round.
+Every way reads as many samples in turns with the others, every round the next ones, and lets them
+go, as a training loop does: one by one, and as batches of tensors (megatron-core's through torch's
+collation, as its loader gives them). Printed are microseconds per sample, the median over the
+rounds, and the median of the ratios of each round.
 
     OMP_NUM_THREADS=1 python tooling/bench/reading.py [--length 2048] [--rounds 15]
     python tooling/bench/reading.py --sparse 20 [--unmapped]
@@ -38,7 +38,7 @@ except ImportError:
 
 SEED, BATCH, SAMPLES = 1234, 8, 400
 ORDERS = (("compat", True), ("stateless", True), ("packed", True), ("stateless", False))
-Ways = dict[str, Callable[[], Any]]
+Ways = dict[str, Callable[[int], Any]]
 
 
 def measure(what: str, ways: Ways, peer: str, rounds: int) -> None:
@@ -47,7 +47,7 @@ def measure(what: str, ways: Ways, peer: str, rounds: int) -> None:
     for number in range(rounds + 1):
         for name in ways if number % 2 else reversed(ways):
             start = time.perf_counter()
-            ways[name]()
+            ways[name](number * SAMPLES)
             if number:  # the first round fills caches
                 seconds[name].append(time.perf_counter() - start)
     for name, times in seconds.items():
@@ -58,17 +58,17 @@ def measure(what: str, ways: Ways, peer: str, rounds: int) -> None:
         print(f"| {what} | {name} | {statistics.median(times) / SAMPLES * 1e6:.1f} | {ratio} |")
 
 
-def one_by_one(dataset: Any) -> Callable[[], None]:
-    def read() -> None:
-        for sample in range(SAMPLES):
+def one_by_one(dataset: Any) -> Callable[[int], None]:
+    def read(start: int) -> None:
+        for sample in range(start, start + SAMPLES):
             dataset[sample]
 
     return read
 
 
-def in_batches(read: Callable[[Sequence[int]], Any]) -> Callable[[], None]:
-    def read_all() -> None:
-        for first in range(0, SAMPLES, BATCH):
+def in_batches(read: Callable[[Sequence[int]], Any]) -> Callable[[int], None]:
+    def read_all(start: int) -> None:
+        for first in range(start, start + SAMPLES, BATCH):
             read(range(first, first + BATCH))
 
     return read_all
@@ -77,6 +77,7 @@ def in_batches(read: Callable[[Sequence[int]], Any]) -> Callable[[], None]:
 def speed(length: int, rounds: int) -> None:
     print(f"| samples of {length} tokens | way | microseconds per sample | megatron-core / way |")
     print("|---|---|---|---|")
+    total = SAMPLES * (rounds + 1)
     with tempfile.TemporaryDirectory() as folder:
         prefixes = [f"{folder}/{name}" for name in "ab"]
         for seed, prefix in enumerate(prefixes):
@@ -89,7 +90,7 @@ def speed(length: int, rounds: int) -> None:
                 dataset = build_gpt_datasets(
                     data_path,
                     "1,0,0",
-                    (2 * SAMPLES, 0, 0),
+                    (total, 0, 0),
                     length,
                     SEED,
                     order=order,
@@ -100,7 +101,9 @@ def speed(length: int, rounds: int) -> None:
                 single[way] = one_by_one(dataset)
                 batched[way] = in_batches(lambda samples, d=dataset: read_batch(d, samples))
             if gpt_dataset is not None:
-                theirs = their_dataset(Path(folder), prefixes, length, mixed=data_path is blend)
+                theirs = their_dataset(
+                    Path(folder), prefixes, length, total, mixed=data_path is blend
+                )
                 single["megatron-core"] = one_by_one(theirs)
                 batched["megatron-core"] = in_batches(
                     lambda samples, d=theirs: collated(d, samples)
@@ -125,8 +128,10 @@ def collated(dataset: Any, samples: Sequence[int]) -> Any:
     return default_collate([dataset[sample] for sample in samples])
 
 
-def their_dataset(folder: Path, prefixes: Sequence[str], length: int, *, mixed: bool) -> Any:
-    """megatron-core's dataset of the first corpus, or its mixture of both."""
+def their_dataset(
+    folder: Path, prefixes: Sequence[str], length: int, total: int, *, mixed: bool
+) -> Any:
+    """megatron-core's dataset of the first corpus, or its mixture of both, of `total` samples."""
     import torch.distributed as dist
     from megatron.core.datasets.indexed_dataset import IndexedDataset
     from megatron.core.datasets.utils import Split
@@ -153,7 +158,7 @@ def their_dataset(folder: Path, prefixes: Sequence[str], length: int, *, mixed: 
             IndexedDataset(prefix),
             prefix,
             np.arange(10_000, dtype=np.int32),
-            2 * SAMPLES,
+            total,
             Split.train,
             config,
         )
@@ -161,7 +166,7 @@ def their_dataset(folder: Path, prefixes: Sequence[str], length: int, *, mixed: 
     ]
     if not mixed:
         return datasets[0]
-    return blended_dataset.BlendedDataset(datasets, [0.7, 0.3], SAMPLES, config)
+    return blended_dataset.BlendedDataset(datasets, [0.7, 0.3], total, config)
 
 
 def sparse(

@@ -56,6 +56,9 @@ def test_a_permutation_takes_every_number_once(count: int) -> None:
     assert np.array_equal(np.sort(places), np.arange(count))
     for number in {0, count // 3, count - 1} - {-1} if count else ():
         assert permutation[number] == places[number]
+    assert [permutation[number] for number in range(min(count, 600))] == places[:600].tolist()
+    last = range(max(count - 300, 0), count)
+    assert [permutation[number] for number in last] == places[last.start :].tolist()
     with pytest.raises(IndexError):
         permutation[count]
 
