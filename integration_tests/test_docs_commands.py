@@ -56,8 +56,8 @@ GIVEN = {
     "docs/recipes.md": "tokenizer book_text_document",
     "docs/serving.md": "runs/book",
     "docs/packages/megatron-ckpt.md": "runs/book gpt2",
-    "docs/packages/megatron-data.md": "texts more talks tales captions whale my-corpus "
-    "bert-vocab gpt2-vocab gpt2-merges",
+    "docs/packages/megatron-data.md": "texts more talks tales captions whale titles "
+    "pictures my-corpus bert-vocab gpt2-vocab gpt2-merges",
     "docs/packages/megatron-infer.md": "runs/book",
     "docs/packages/megatron-train.md": "tokenizer book_text_document "
     "letters_text_document=book_text_document runs/base=runs/book run.yaml",
@@ -340,6 +340,9 @@ def lay_megatrons(folder: Path) -> None:
     for language, text in (("en", "A whale.\n"), ("de", "Ein Wal.\n")):
         (folder / f"tales.{language}").write_text(text)
     (folder / "whale.gif").write_bytes(b"GIF89a")
+    for name, content in (("titles/whale.txt", b"A whale."), ("pictures/whale.gif", b"GIF89a")):
+        (folder / name).parent.mkdir()
+        (folder / name).write_bytes(content)
     (folder / "captions.jsonl").write_text('{"text": "A whale.", "image": "whale.gif"}\n')
     letters = [chr(code) for code in range(33, 127)]
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]

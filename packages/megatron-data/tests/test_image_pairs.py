@@ -101,7 +101,7 @@ def test_what_cannot_be_a_pair_is_named_or_counted(pairs: Path, tmp_path: Path) 
         ({"text": "1", "image": "."}, "there is no image"),
         ({"text": "1", "image": "page.jpg"}, "page.jpg begins with 3c 68 74 6d 6c 3e 34 30"),
         ({"text": "1", "image": "empty.png"}, "empty.png is empty, which no JPEG"),
-        ({"text": "1", "image": ["c", "c"]}, "'image' has 2 paths, not 1"),
+        ({"text": "1", "image": ["c", "c"]}, "2 paths of images, not 1"),
         ({"text": "1"}, "no key 'image'"),
         ({"text": "word", "image": "c"}, "'word'"),
     ]
@@ -111,11 +111,11 @@ def test_what_cannot_be_a_pair_is_named_or_counted(pairs: Path, tmp_path: Path) 
         with pytest.raises(DataError, match=re.escape(f"{pairs}:2: ") + ".*" + re.escape(message)):
             tokenize_image_pairs([pairs], tmp_path / "o", NullTokenizer(10))
         report = tokenize_image_pairs([pairs], tmp_path / "s", NullTokenizer(10), on_error="skip")
-        assert (report.pairs, report.skipped) == (2, 1)
-        assert message in (report.first_skipped or "")
+        assert (report.pairs, report.made.skipped.documents) == (2, 1)
+        assert message in (report.made.first_skipped or "")
     assert not list(tmp_path.glob("o*"))
     pairs.write_text(json.dumps(wrong[0][0]))
-    with pytest.raises(DataError, match=r"no text with an image in .*gone\.png"):
+    with pytest.raises(DataError, match=r"a text and an image in .*gone\.png"):
         tokenize_image_pairs([pairs], tmp_path / "o", NullTokenizer(10), on_error="skip")
     with pytest.raises(DataError, match="give --append-eod, too"):
         tokenize_image_pairs([pairs], tmp_path / "o", NullTokenizer(10), pad_length=5)

@@ -183,7 +183,7 @@ def test_a_document_in_pieces_is_one_sequence(
     long = "".join(texts[:40])
     lines = [json.dumps({"text": [long, "", "b", long[:900]]}), json.dumps({"text": "short"})]
     chunk = LinesChunk("a", 0, 1, "\n".join(lines).encode(), 0)
-    (made,) = encoding.Encoder(tokenizer, ("text",), append_eod=True)(chunk).keys
+    (made,) = encoding.TextEncoder(tokenizer, ("text",), append_eod=True)(chunk).outputs
     wanted = [tokenizer.encode(text) for text in (long, "b", long[:900], "short")]
     wanted[2] += [tokenizer.eod_id or 0]
     wanted[3] += [tokenizer.eod_id or 0]

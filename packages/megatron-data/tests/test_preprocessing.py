@@ -270,14 +270,14 @@ def test_a_worker_that_dies_is_an_error() -> None:
 
 
 def test_a_text_that_cannot_be_tokenized_names_its_line() -> None:
-    from megatron_data.preprocessing.encoding import Encoder
+    from megatron_data.preprocessing.encoding import TextEncoder
 
     data = b'{"text": "1"}\n{"text": "x"}\n{"text": "3"}'
-    found = Encoder(NullTokenizer(9), ("text",), append_eod=False)(
+    found = TextEncoder(NullTokenizer(9), ("text",), append_eod=False)(
         LinesChunk("a.jsonl", 100, 5, data, len(data))
     )
     (fault,) = found.faults
     assert str(fault).startswith("a.jsonl:6: NullTokenizer reads numbers")
     assert (fault.offset, fault.size, fault.kind) == (114, 13, "tokens")
-    assert found.keys[0].tokens.tolist() == [1, 3]
+    assert found.outputs[0].tokens.tolist() == [1, 3]
     assert found.refused == [1]

@@ -323,7 +323,7 @@ def test_a_bad_line_is_mended_and_what_was_done_before_it_is_kept(
 def test_the_command_says_that_it_goes_on(
     corpus: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_data.preprocessing.pipeline._SMALLEST", CHUNK)
+    monkeypatch.setattr("megatron_data.preprocessing.encoding.SMALLEST_CHUNK", CHUNK)
     interrupted(corpus, out, chunk_bytes=None)
     command = ["preprocess", "--input", str(corpus), "--output-prefix", str(out), "--append-eod"]
     command += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "20000"]
@@ -340,7 +340,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
     (tmp_path / "job.py").write_text(
         limit + "from megatron_data.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
     )
-    monkeypatch.setattr("megatron_data.preprocessing.pipeline._SMALLEST", CHUNK)
+    monkeypatch.setattr("megatron_data.preprocessing.encoding.SMALLEST_CHUNK", CHUNK)
     interrupted(corpus, out, chunk_bytes=None)
     kept = len(list(parts_of(out).glob("*.part")))
     command = ["preprocess", "--input", str(corpus), "--output-prefix", str(out), "--append-eod"]

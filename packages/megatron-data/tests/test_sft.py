@@ -289,9 +289,10 @@ def test_nothing_is_lost_uncounted(tokenizer: HuggingFaceTokenizer, tmp_path: Pa
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("[1]", "t.jsonl:2: no conversation; a line must be like"),
+        ("[1]", "t.jsonl:2: a list, not an object"),
+        ('{"text": "Hi"}', "t.jsonl:2: no conversation; a line must be like"),
         ("{", "t.jsonl:2: not JSON"),
-        ('{"messages": ["Hi"]}', "t.jsonl:2: every message must be like"),
+        ('{"messages": ["Hi"]}', "t.jsonl:2: message 1 is not like"),
         ('{"messages": [{"role": "user", "content": 5}]}', "t.jsonl:2: .* cannot render"),
     ],
 )
@@ -335,7 +336,7 @@ def test_the_command(
         said = tokenizer.decode(texts.get(0).tolist())
     assert ("<SPECIAL_11>" in said) == (choice == "format")
     assert main([*command.split(), "--max-tokens", "3"]) == 1
-    assert "has a token that the loss counts" in capsys.readouterr().err
+    assert "of which a token counts in the loss" in capsys.readouterr().err
 
 
 def test_a_mask_of_other_conversations_is_refused(write_dataset) -> None:

@@ -75,13 +75,13 @@ from .order.stateless import CountedLengths as CountedLengths
 from .order.stateless import StatelessOrder as StatelessOrder
 from .preprocessing.conversations import ConversationReport as ConversationReport
 from .preprocessing.conversations import tokenize_conversations as tokenize_conversations
+from .preprocessing.engine import Preprocessed as Preprocessed
 from .preprocessing.image_pairs import ImagePairsReport as ImagePairsReport
 from .preprocessing.image_pairs import tokenize_image_pairs as tokenize_image_pairs
 from .preprocessing.joining import merge as merge
 from .preprocessing.joining import split as split
 from .preprocessing.manifest import Counts as Counts
 from .preprocessing.manifest import Skipped as Skipped
-from .preprocessing.pipeline import Preprocessed as Preprocessed
 from .preprocessing.pipeline import preprocess as preprocess
 from .preprocessing.sentences import PunktSplitter as PunktSplitter
 from .preprocessing.sentences import SentenceSplitter as SentenceSplitter

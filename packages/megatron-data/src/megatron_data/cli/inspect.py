@@ -59,6 +59,9 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
             f"{arguments.prefix} was made with tokenizer {fingerprint}, not with "
             f"{tokenizer.fingerprint}; give the options that it was made with"
         )
+    values = (manifest or {}).get("values")
+    if values is not None:
+        tokenizer = None  # a mask holds no text
     with IndexedDataset(arguments.prefix, storage_of(arguments)) as dataset:
         summary = summarize(dataset)
         counts = summary.counts
@@ -74,7 +77,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
             title = f"{arguments.prefix}: document lengths in tokens"
             with AtomicFile(arguments.plot) as file:
                 file.write(draw_svg(summary.document_lengths, title).encode())
-        vocab_size = tokenizer.vocab_size if tokenizer else recorded.get("vocab_size")
+        vocab_size = tokenizer.vocab_size if tokenizer else values or recorded.get("vocab_size")
         used = f"{summary.distinct_tokens:,}"
         if vocab_size:
             used += f" of {vocab_size:,} ({summary.distinct_tokens / vocab_size:.1%})"

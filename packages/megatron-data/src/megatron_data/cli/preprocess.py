@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from .._command import Parser
 from .options import INPUT_HELP, add_tokenizer_options, tokenizer_of
+from .work import add_work_options, say_continued, say_skipped
 
 if TYPE_CHECKING:
     from ..preprocessing.sentences import SentenceSplitter
-
-ON_ERROR = ("fail", "skip", "quarantine")
 
 
 def add_parser(commands: Any) -> None:
@@ -55,18 +54,16 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="leave the white space between sentences at the end of the first one",
     )
-    work = parser.add_argument_group("work")
+    work = add_work_options(
+        parser,
+        "a document that cannot be read or tokenized",
+        "a longer document (line, text file, texts of a row)",
+        "; with 1 the tokenizer runs in its own threads",
+    )
     work.add_argument(
         "--append-eod",
         action="store_true",
         help="end every document with the end-of-document token",
-    )
-    work.add_argument(
-        "--workers",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes; with 1 the tokenizer runs in its own threads",
     )
     work.add_argument(
         "--fast",
@@ -74,28 +71,12 @@ def add_parser(commands: Any) -> None:
         help="tokenize with gigatoken (the extra fast), a sample of it checked against the "
         "tokenizers library, which does all the work where they differ",
     )
-    work.add_argument(
-        "--on-error",
-        choices=ON_ERROR,
-        default=ON_ERROR[0],
-        metavar="HOW",
-        help="what a document that cannot be read or tokenized does: fail ends the run, skip "
-        "counts it, quarantine also writes its place and the reason to PREFIX.quarantine.jsonl",
-    )
-    work.add_argument(
-        "--max-document-bytes",
-        type=int,
-        metavar="N",
-        help="a longer document (line, text file, texts of a row) is one that cannot be read",
-    )
     parser.set_defaults(run=partial(run, parser))
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
     """Preprocess and say what came out."""
-    from ..preprocessing.assembly import quarantine_path
     from ..preprocessing.pipeline import preprocess
-    from ..sources.protocol import KINDS
     from ..tokenizers.fast import fast_tokenizer
 
     splitter = _splitter_of(parser, arguments)
@@ -114,8 +95,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         progress=True,
     )
     first = finished[0]
-    if first.continued:
-        print(f"{first.continued:,} of {first.chunks:,} chunks were done by an earlier run")
+    say_continued(first)
     for dataset in finished:
         counts, seconds = dataset.counts, max(dataset.seconds, 1e-9)
         empty = f" ({counts.empty_documents:,} empty)" if counts.empty_documents else ""
@@ -124,11 +104,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
             f"in {seconds:.1f} s ({dataset.bytes_read / 1e6 / seconds:.2f} MB/s, "
             f"{counts.tokens / seconds:,.0f} tokens/s)"
         )
-    if skipped := first.skipped.documents:
-        kinds = ", ".join(f"{count:,} {KINDS[kind]}" for kind, count in first.skipped.kinds.items())
-        where = quarantine_path(arguments.output_prefix)
-        told = f"; see {where}" if arguments.on_error == "quarantine" else ""
-        print(f"{skipped:,} skipped ({kinds}){told}")
+    say_skipped(first, arguments)
     return 0
 
 

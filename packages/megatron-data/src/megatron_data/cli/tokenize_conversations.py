@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._command import Parser
+from .work import add_work_options, say_continued, say_skipped
 
 if TYPE_CHECKING:
     from ..tokenizers.chat import ChatTemplate
@@ -20,15 +21,17 @@ def add_parser(commands: Any) -> None:
         "tokenize-conversations",
         help="tokenize chats for fine-tuning",
         description="Tokenize conversations into PREFIX_conversation.bin and .idx, and what the "
-        "loss counts of them into PREFIX_conversation_loss.bin and .idx: what assistants say.",
+        "loss counts of them into PREFIX_conversation_loss.bin and .idx: what assistants say. A "
+        "run that was ended goes on where it was when the same command is given again.",
     )
     parser.add_argument(
         "--input",
         nargs="+",
         required=True,
         metavar="PATH",
-        help="JSON lines of messages with role and content, or of conversations with from and "
-        "value; .gz, .bz2 and .zst of them",
+        help="JSON lines or Parquet of messages with role and content, of conversations with from "
+        "and value, or of instruction, input and output; .gz, .bz2 and .zst of lines; folders, "
+        "patterns, URLs",
     )
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path and name")
     parser.add_argument(
@@ -61,6 +64,12 @@ def add_parser(commands: Any) -> None:
         metavar="HOW",
         help="what becomes of a longer one: truncate or drop",
     )
+    add_work_options(
+        parser,
+        "a line that holds no conversation, or of which the template refuses a message,",
+        "a longer line or row",
+        "",
+    )
     parser.set_defaults(run=partial(run, parser))
 
 
@@ -77,13 +86,19 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         loss=arguments.loss,
         max_tokens=arguments.max_tokens,
         over_length=arguments.over_length,
+        workers=arguments.workers,
+        on_error=arguments.on_error,
+        max_document_bytes=arguments.max_document_bytes,
+        progress=True,
     )
+    say_continued(report.made)
     print(
         f"{arguments.output_prefix}_conversation: {report.conversations:,} conversations of "
         f"{report.rows:,} rows, {report.tokens:,} tokens, {report.answered:,} of them counted by "
         f"the loss; {report.truncated:,} truncated, {report.dropped:,} dropped, "
         f"{report.unanswered:,} without an answer"
     )
+    say_skipped(report.made, arguments)
     return 0
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from .._command import Parser
 from .options import add_tokenizer_options, tokenizer_of
+from .work import add_work_options, say_continued, say_skipped
 
 
 def add_parser(commands: Any) -> None:
@@ -14,7 +15,8 @@ def add_parser(commands: Any) -> None:
         "tokenize-images",
         help="put tokenized texts and their images together",
         description="Tokenize texts and put them beside their images into the multimodal dataset "
-        "PREFIX_image_text.bin and .idx: each line a document of its text and its image file.",
+        "PREFIX_image_text.bin and .idx: each line a document of its text and its image file. A "
+        "run that was ended goes on where it was when the same command is given again.",
     )
     data = parser.add_argument_group("input and output")
     data.add_argument(
@@ -22,13 +24,14 @@ def add_parser(commands: Any) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="JSON lines or Parquet with the text and the path of its image; .gz, .bz2 and .zst of "
-        "lines; folders, patterns, URLs",
+        help="JSON lines or Parquet with the text and the path of its image, or text files whose "
+        "images have their names; .gz, .bz2 and .zst of lines and texts; folders, patterns, URLs",
     )
     data.add_argument(
         "--input-image",
         metavar="FOLDER",
-        help="below which the paths of images are; unset: the folder of each input",
+        help="below which the paths of images are; unset: the folder of each input. With text "
+        "files: what holds their images",
     )
     data.add_argument(
         "--json-keys",
@@ -39,7 +42,12 @@ def add_parser(commands: Any) -> None:
     )
     data.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path and name")
     add_tokenizer_options(parser)
-    work = parser.add_argument_group("work")
+    work = add_work_options(
+        parser,
+        "a line, a text or an image that cannot be read",
+        "a longer line, row or text file",
+        "",
+    )
     work.add_argument(
         "--append-eod", action="store_true", help="end every text with the end-of-document token"
     )
@@ -49,13 +57,6 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="cut every text to N tokens, or fill it up with end-of-document tokens; unset: leave "
         "it as it is",
-    )
-    work.add_argument(
-        "--on-error",
-        choices=("fail", "skip"),
-        default="fail",
-        metavar="HOW",
-        help="what a line or an image that cannot be read does: fail ends the run, skip counts it",
     )
     parser.set_defaults(run=partial(run, parser))
 
@@ -72,12 +73,15 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         image_folder=arguments.input_image,
         append_eod=arguments.append_eod,
         pad_length=arguments.pad_length,
+        workers=arguments.workers,
         on_error=arguments.on_error,
+        max_document_bytes=arguments.max_document_bytes,
+        progress=True,
     )
+    say_continued(report.made)
     print(
         f"{report.prefix}: {report.pairs:,} pairs, {report.tokens:,} tokens, "
         f"{report.image_bytes / 1e6:.1f} MB of images; {report.truncated:,} texts truncated"
     )
-    if report.skipped:
-        print(f"{report.skipped:,} skipped; the first: {report.first_skipped}")
+    say_skipped(report.made, arguments)
     return 0

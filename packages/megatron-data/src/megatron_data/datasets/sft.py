@@ -9,7 +9,7 @@ from ..errors import DataError
 from ..indexed.reader import IndexedDataset
 from ..order.rows import RowOrder
 from ..order.spans import SampleOrder
-from ..preprocessing.conversations import LOSS
+from ..preprocessing.manifest import LOSS, check_mask
 from ..sources.block_cache import StorageCache
 from .batches import Dataset, Sample
 from .build import DataPath, Datasets, build_splits
@@ -97,6 +97,8 @@ class _SFTBuilder(GPTBuilder):
     """Makes `SFTDataset`s of a dataset and the mask beside it."""
 
     def _along(self, source: TokenSource, name: str, order: SampleOrder, number: int) -> Dataset:
+        if name + LOSS not in self._opened:
+            check_mask(name)
         return SFTDataset(source, self.source(name + LOSS), order)
 
 

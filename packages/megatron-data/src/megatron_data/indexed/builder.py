@@ -99,7 +99,11 @@ class IndexedDatasetBuilder:
         self.end_document()
 
     def add_documents(
-        self, tokens: ArrayLike, lengths: NDArray[np.integer], sequences: NDArray[np.integer]
+        self,
+        tokens: ArrayLike,
+        lengths: NDArray[np.integer],
+        sequences: NDArray[np.integer],
+        modes: NDArray[np.integer] | None = None,
     ) -> None:
         """Append many documents at once.
 
@@ -107,11 +111,12 @@ class IndexedDatasetBuilder:
             tokens: all tokens, joined.
             lengths: tokens per sequence.
             sequences: sequences per document; 0 for an empty document.
+            modes: of every sequence, in a multimodal dataset; None for text alone.
         """
         if int(np.sum(sequences, dtype=np.int64)) != len(lengths):
             raise DataError(f"{np.sum(sequences)} sequences in documents, {len(lengths)} lengths")
         start = len(self._lengths)
-        self._append(self._convert(tokens), lengths, None)
+        self._append(self._convert(tokens), lengths, modes)
         bounds = np.cumsum(sequences, dtype=np.int64) + start
         self._bounds.frombytes(bounds.tobytes())
 
@@ -225,7 +230,7 @@ class IndexedDatasetBuilder:
         self,
         tokens: NDArray[Any],
         lengths: Sequence[int] | NDArray[np.integer],
-        modes: Sequence[int] | None,
+        modes: Sequence[int] | NDArray[np.integer] | None,
     ) -> None:
         total = int(np.sum(lengths, dtype=np.int64))
         if total != len(tokens):
@@ -238,7 +243,7 @@ class IndexedDatasetBuilder:
             modes = [0] * len(lengths) if modes is None else modes
             if len(modes) != len(lengths):
                 raise DataError(f"{len(modes)} modes for {len(lengths)} sequences")
-            self._modes.extend(modes)
+            self._modes.frombytes(np.asarray(modes, np.int8).tobytes())
         self._bin.write(tokens.data)
         self.tokens += len(tokens)
         self._lengths.frombytes(np.asarray(lengths, np.int32).tobytes())

@@ -13,6 +13,9 @@ TEXT_MODE, IMAGE_MODE = 0, 1
 """Modes of the sequences of a multimodal dataset."""
 
 _DTYPE = np.dtype("<i4")
+MOST_FILL = _DTYPE.itemsize - 1
+"""Bytes that may fill up the last number of an image."""
+
 _BEGINS = {
     b"\xff\xd8\xff": "JPEG",
     b"\x89PNG\r\n\x1a\n": "PNG",
@@ -49,7 +52,7 @@ def unpack_image(sequence: NDArray[np.integer]) -> bytes:
     Raises:
         DataError: it is no image: not int32, or it does not begin with 0 to 3.
     """
-    if sequence.dtype != _DTYPE or not len(sequence) or not 0 <= sequence[0] < _DTYPE.itemsize:
+    if sequence.dtype != _DTYPE or not len(sequence) or not 0 <= sequence[0] <= MOST_FILL:
         begin = f"begins with {sequence[0]}" if len(sequence) else "is empty"
         raise DataError(
             f"a sequence of {sequence.dtype} that {begin} holds no image; those are int32, begin "

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,11 +13,12 @@ import orjson
 from ..errors import DataError
 from ..files import AtomicFile
 from ..indexed.builder import IndexedDatasetBuilder, WrittenDataset
-from ..indexed.format import TokenType
+from ..indexed.format import idx_path
 from ..sources.protocol import KINDS, Fault
 from .manifest import Counts, manifest_path
 from .origins import Origins
-from .parts import WorkFolder
+from .parts import Record, WorkFolder
+from .protocol import Output
 
 
 class Assembled(NamedTuple):
@@ -35,6 +37,30 @@ class Assembled(NamedTuple):
     origins: Origins
 
 
+@dataclass
+class Assembly:
+    """All datasets, and what was counted on the way.
+
+    Attributes:
+        datasets: in the order of the outputs.
+        faults: how many there were of each kind.
+        first_fault: the first of them; None if there is none.
+        tallies: what the encoder counted.
+    """
+
+    datasets: list[Assembled] = field(default_factory=list)
+    faults: Counter[str] = field(default_factory=Counter)
+    first_fault: Fault | None = None
+    tallies: Counter[str] = field(default_factory=Counter)
+
+    def note(self, record: Record) -> None:
+        """Count what a part says of itself."""
+        self.tallies.update(record.tallies)
+        for fault in record.faults:
+            self.faults[fault.kind] += 1
+            self.first_fault = self.first_fault or fault
+
+
 def quarantine_path(output_prefix: str) -> Path:
     """`PREFIX.quarantine.jsonl`."""
     return Path(f"{output_prefix}.quarantine.jsonl")
@@ -43,57 +69,71 @@ def quarantine_path(output_prefix: str) -> Path:
 def assemble(
     folder: WorkFolder,
     chunks: int,
-    prefixes: Sequence[str],
-    dtype: TokenType,
+    prefix: str,
+    outputs: Sequence[Output],
     quarantine: Path | None,
-    without_text: Sequence[str],
-) -> tuple[list[Assembled], Counter[str]]:
-    """Copy all parts, in order, into a `.bin/.idx` pair for each key.
+    sources: str,
+) -> Assembly:
+    """Copy all parts, in order, into a `.bin/.idx` pair for each output.
 
     Args:
         folder: of the parts.
         chunks: how many parts there are.
-        prefixes: of the pairs.
-        dtype: token type.
+        prefix: what the names of all pairs begin with.
+        outputs: the datasets.
         quarantine: file that takes the faults, if there are any.
-        without_text: what to say of each key if there is no token under it.
-
-    Returns:
-        The pairs, and how many faults there were of each kind.
+        sources: what the inputs are called.
 
     Raises:
-        DataError: a part that was damaged since it was done, or no token at all.
+        DataError: a part that was damaged since it was done, or an output without a token.
     """
-    faults: Counter[str] = Counter()
+    made = Assembly()
     with ExitStack() as stack:
-        builders = [stack.enter_context(IndexedDatasetBuilder(name, dtype)) for name in prefixes]
-        origins = [Origins() for _ in prefixes]
-        empty = [0] * len(prefixes)
+        builders = [
+            stack.enter_context(
+                IndexedDatasetBuilder(prefix + output.suffix, output.dtype, output.multimodal)
+            )
+            for output in outputs
+        ]
+        origins = [Origins() for _ in outputs]
+        empty = [0] * len(outputs)
         refused = stack.enter_context(AtomicFile(quarantine)) if quarantine else None
         for number in range(chunks):
-            record, keys = folder.read(number, dtype)
-            for key, encoded in enumerate(keys):
-                builders[key].add_documents(encoded.tokens, encoded.lengths, encoded.sequences)
-                origins[key].add(record, len(encoded.tokens))
-                empty[key] += int(np.count_nonzero(encoded.sequences == 0))
-            for fault in record.faults:
-                faults[fault.kind] += 1
-                if refused is not None:
+            record, parts = folder.read(number, outputs)
+            for place, part in enumerate(parts):
+                builders[place].add_documents(*part)
+                origins[place].add(record, len(part.tokens))
+                empty[place] += int(np.count_nonzero(part.sequences == 0))
+            made.note(record)
+            if refused is not None:
+                for fault in record.faults:
                     refused.write(_line(fault))
-        for key, builder in enumerate(builders):
+        for output, builder in zip(outputs, builders, strict=True):
             if not builder.tokens:
                 folder.finish()  # nothing in it is worth keeping
-                raise DataError(without_text[key])
-        finished = []
+                first = made.first_fault
+                why = f" (the first that was left out: {first})" if first else ""
+                raise DataError(f"no document with {output.lacking} in {sources}{why}")
+        _remove_older([builder.prefix for builder in builders])
         for builder, origin, without_token in zip(builders, origins, empty, strict=True):
-            manifest_path(builder.prefix).unlink(missing_ok=True)  # it describes the older files
             written = builder.finalize()
             counts = Counts(written.documents, without_token, written.sequences, written.tokens)
-            finished.append(Assembled(builder.prefix, written, counts, origin))
-        if refused is not None and not faults:
+            made.datasets.append(Assembled(builder.prefix, written, counts, origin))
+        if refused is not None and not made.faults:
             refused.discard()
             refused.path.unlink(missing_ok=True)  # of an older run
-    return finished, faults
+    return made
+
+
+def _remove_older(prefixes: Sequence[str]) -> None:
+    """Take the indices of older datasets away, and the manifests that describe them.
+
+    All of them, before the first new one takes its name: an older mask must never be seen beside
+    new tokens, nor a language of another corpus beside a new one.
+    """
+    for prefix in reversed(prefixes):
+        manifest_path(prefix).unlink(missing_ok=True)
+        idx_path(prefix).unlink(missing_ok=True)
 
 
 def _line(fault: Fault) -> bytes:

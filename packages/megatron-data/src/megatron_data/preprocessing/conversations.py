@@ -1,29 +1,17 @@
-"""Conversations of JSON lines to tokens, and which of them the loss counts."""
+"""Conversations to tokens, and which of them the loss counts."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Literal, TypeAlias
 
-from ..errors import DataError
 from ..files import local_prefix
-from ..indexed.builder import IndexedDatasetBuilder
-from ..indexed.format import choose_dtype, idx_path
-from ..sources.conversations import ConversationRow, read_row
-from ..sources.json_lines import NEWLINE, JsonLines
-from ..sources.protocol import BrokenChunk
+from ..sources.conversations import KEYS
+from ..sources.opening import open_sources
 from ..tokenizers.chat import ChatTemplate
-from ..tokenizers.conversations import LossOver, encode_rows
+from ..tokenizers.conversations import LossOver
 from ..tokenizers.huggingface import HuggingFaceTokenizer
-
-LOSS = "_loss"
-"""What the name of a dataset of conversations and that of its mask differ by."""
-
-OverLength: TypeAlias = Literal["truncate", "drop"]
-
-_ROWS_AT_ONCE = 256
+from .conversation_encoding import ConversationEncoder, OverLength
+from .engine import OnError, Preprocessed, Work, run_job
 
 
 @dataclass(frozen=True)
@@ -31,7 +19,7 @@ class ConversationReport:
     """What became of conversations; none is lost without being counted.
 
     Attributes:
-        rows: lines read; each is a document.
+        rows: lines or rows read; each is a document.
         conversations: written, each a sequence of its document. Together with those dropped and
             unanswered they are all there were.
         tokens: written.
@@ -39,6 +27,7 @@ class ConversationReport:
         truncated: conversations written that lost their end.
         dropped: conversations that were too long.
         unanswered: conversations in which no token counts, which are left out.
+        made: the dataset of the tokens, and what was skipped; that of the mask is as large.
     """
 
     rows: int
@@ -48,6 +37,7 @@ class ConversationReport:
     truncated: int
     dropped: int
     unanswered: int
+    made: Preprocessed
 
 
 def tokenize_conversations(
@@ -59,17 +49,28 @@ def tokenize_conversations(
     loss: LossOver = "assistant",
     max_tokens: int | None = None,
     over_length: OverLength = "truncate",
+    workers: int = 1,
+    on_error: OnError = "fail",
+    max_document_bytes: int | None = None,
+    chunk_bytes: int | None = None,
+    progress: bool = False,
 ) -> ConversationReport:
-    """Write `{output_prefix}_conversation` and `{output_prefix}_conversation_loss`, two pairs.
+    """Write `{output_prefix}_conversation` and `{output_prefix}_conversation_loss`, two datasets.
 
     The first holds a document for each line and in it a sequence for each conversation, the second
-    a 1 for every token that the loss counts and a 0 for the others. A line has `messages`, objects
-    with `role` and `content`, or `conversations`, objects with `from` and `value`; every system
-    message begins another conversation. `tools` are given to the template. A conversation ends with
-    the end-of-document token, which is put there if the template did not.
+    a 1 for every token that the loss counts and a 0 for the others; both have a manifest. A line
+    has `messages`, objects with `role` and `content`; or `conversations`, objects with `from` and
+    `value`; or `instruction`, `output` and maybe `input` (Alpaca's, whose prompt the user then
+    says). Every system message begins another conversation. `tools` are given to the template. A
+    conversation ends with the end-of-document token, which is put there if the template did not.
+
+    The work is done as in `preprocess`: in the order of the input, with the same bytes whatever the
+    number of workers; a run that was ended goes on; older datasets of these names are replaced, and
+    never is a mask seen beside tokens that are not its own.
 
     Args:
-        inputs: files of JSON lines, packed or not.
+        inputs: JSON lines, Parquet files with columns of these names, packed lines, folders,
+            patterns and URLs, as in `preprocess`.
         output_prefix: path and name.
         tokenizer: of the text.
         template: from messages to text.
@@ -77,67 +78,35 @@ def tokenize_conversations(
             every token but the first (Megatron's prompt format `default`).
         max_tokens: tokens a conversation may have, such as a sample's; None for no limit.
         over_length: what becomes of a longer one.
+        workers: processes.
+        on_error: what a line does that holds no conversation, or of which the template refuses a
+            message: "fail" ends the run, "skip" counts it, "quarantine" also writes its place and
+            the reason to `{output_prefix}.quarantine.jsonl`.
+        max_document_bytes: a line or row of more bytes is such a line; None for no limit.
+        chunk_bytes: bytes of the input in a chunk; None for 1 to 16 MiB, by the size of the input.
+        progress: show a bar on stderr.
 
     Returns:
         What became of the conversations.
 
     Raises:
-        DataError: a line that holds no conversation (file and line), messages that the template
-            refuses, or nothing for the loss to count.
+        DataError: a line that holds no conversation (file, line and message), messages that the
+            template refuses, or nothing for the loss to count.
     """
-    if max_tokens is not None and max_tokens < 2:
-        raise DataError(
-            f"--max-tokens {max_tokens}: a token is learned behind another; give at least 2"
-        )
-    if tokenizer.eod_id is None:
-        raise DataError("conversations end with the end-of-document token; the tokenizer has none")
-    prefix = f"{local_prefix(output_prefix)}_conversation"
-    counts = dict.fromkeys(ConversationReport.__dataclass_fields__, 0)
-    with ExitStack() as stack:
-        tokens = stack.enter_context(
-            IndexedDatasetBuilder(prefix, choose_dtype(tokenizer.vocab_size))
-        )
-        mask = stack.enter_context(IndexedDatasetBuilder(prefix + LOSS, "uint8"))
-        rest = _rows(inputs)
-        while rows := list(islice(rest, _ROWS_AT_ONCE)):
-            for encoded in encode_rows(rows, tokenizer, template, loss):
-                counts["rows"] += 1
-                for ids, counted in encoded:
-                    too_long = max_tokens is not None and len(ids) > max_tokens
-                    if too_long and over_length == "drop":
-                        counts["dropped"] += 1
-                        continue
-                    ids, counted = ids[:max_tokens], counted[:max_tokens]
-                    if not counted[1:].any():
-                        counts["unanswered"] += 1
-                        continue
-                    counts["truncated"] += too_long
-                    counts["conversations"] += 1
-                    counts["tokens"] += len(ids)
-                    counts["answered"] += int(counted[1:].sum())
-                    tokens.add_item(ids)
-                    mask.add_item(counted)
-                tokens.end_document()
-                mask.end_document()
-        if not counts["conversations"]:
-            raise DataError(
-                f"none of the conversations in {', '.join(map(str, inputs))} has a token that the "
-                "loss counts"
-            )
-        # An older mask must never be seen beside new tokens, nor new ones beside older tokens.
-        for path in (idx_path(prefix + LOSS), idx_path(prefix)):
-            path.unlink(missing_ok=True)
-        tokens.finalize()
-        mask.finalize()
-    return ConversationReport(**counts)
-
-
-def _rows(inputs: Sequence[str | os.PathLike[str]]) -> Iterator[ConversationRow]:
-    """The conversations of every line that is not white space."""
-    for path in [os.fspath(path) for path in inputs]:
-        for chunk in JsonLines(path).chunks():
-            if isinstance(chunk, BrokenChunk):
-                raise DataError(str(chunk.problem))
-            for number, line in enumerate(chunk.data.split(NEWLINE), start=chunk.line):
-                if line.strip():
-                    yield read_row(f"{path}:{number}", line)
+    prefix = local_prefix(output_prefix)
+    work = Work(workers, on_error, chunk_bytes, progress)
+    encoder = ConversationEncoder(
+        tokenizer, template, loss, max_tokens, over_length, max_document_bytes
+    )
+    sources = open_sources(inputs, KEYS, rows=True)
+    (made, _), tallies = run_job(sources, prefix, encoder, work, "tokenize-conversations")
+    return ConversationReport(
+        rows=made.counts.documents,
+        conversations=tallies["conversations"],
+        tokens=made.counts.tokens,
+        answered=tallies["answered"],
+        truncated=tallies["truncated"],
+        dropped=tallies["dropped"],
+        unanswered=tallies["unanswered"],
+        made=made,
+    )

@@ -1,8 +1,8 @@
-"""From a chunk of a source to tokens."""
+"""From the texts of a chunk to tokens."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 from ..errors import DataError
 from ..indexed.format import TokenType, choose_dtype
 from ..sources.protocol import Chunk, Document, Fault, Item
+from ..tokenizers.fast import FastTokenizer
 from ..tokenizers.protocol import Tokenizer
+from .batches import AT_ONCE, encode_or_name, together
+from .protocol import Encoded, EncodedChunk, Output
 from .sentences import SentenceSplitter
 
-AT_ONCE = 1 << 20
-"""Characters, or bytes of the source, that are given to the tokenizer together, and the most of a
-document's where it knows how to cut: this bounds the memory."""
+SMALLEST_CHUNK, LARGEST_CHUNK = 1 << 20, 1 << 24
 
 
 @runtime_checkable
@@ -34,36 +35,8 @@ class JoinsTokens(Protocol):
         """The tokens, joined, and how many each text has."""
 
 
-class Encoded(NamedTuple):
-    """The documents of one chunk under one key.
-
-    Attributes:
-        tokens: all tokens, joined.
-        lengths: tokens per sequence, int32.
-        sequences: sequences per document, int32; 0 where a document has no token.
-    """
-
-    tokens: NDArray[np.integer]
-    lengths: NDArray[np.int32]
-    sequences: NDArray[np.int32]
-
-
-class EncodedChunk(NamedTuple):
-    """What one chunk became.
-
-    Attributes:
-        keys: its documents under each key; the number of documents is that of every key.
-        faults: what is no document, in the order of the source.
-        refused: which of the source's documents the tokenizer alone refused, from 0.
-    """
-
-    keys: list[Encoded]
-    faults: list[Fault]
-    refused: list[int]
-
-
-class Encoder:
-    """Tokenizes chunks; what every worker process holds.
+class TextEncoder:
+    """Tokenizes texts: a dataset for each key, its sequences the texts or their sentences.
 
     Args:
         tokenizer: any `Tokenizer`.
@@ -99,38 +72,68 @@ class Encoder:
         self.eod = [tokenizer.eod_id] if append_eod and tokenizer.eod_id is not None else []
         self.dtype = choose_dtype(tokenizer.vocab_size) if dtype is None else dtype
 
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """A dataset for each key."""
+        level = "document" if self.splitter is None else "sentence"
+        return tuple(
+            Output(f"_{key}_{level}", self.dtype, f"text under {key!r}") for key in self.keys
+        )
+
+    @property
+    def chunk_bytes(self) -> tuple[int, int]:
+        """1 to 16 MiB: tokens take about as much as their text."""
+        return SMALLEST_CHUNK, LARGEST_CHUNK
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """What decides which tokens a text becomes."""
+        return {
+            "tokenizer": self.tokenizer.fingerprint,
+            "json keys": list(self.keys),
+            "end of document": self.eod,
+            "sentences": None if self.splitter is None else self.splitter.record,
+            "token type": str(self.dtype),
+            "max document bytes": self.longest,
+            "gigatoken": isinstance(self.tokenizer, FastTokenizer),
+        }
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """The keys and the limit."""
+        return {"json_keys": list(self.keys), "max_document_bytes": self.longest}
+
+    def options(self, output: int) -> dict[str, Any]:
+        """Key, end of document and sentences."""
+        return {
+            "json_key": self.keys[output],
+            "append_eod": bool(self.eod),
+            "sentences": None if self.splitter is None else self.splitter.record,
+        }
+
+    def others(self, chunk: Chunk) -> str:
+        """Nothing: texts stand in the chunk itself."""
+        return ""
+
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         """The documents of a chunk under every key."""
         parts: list[list[Encoded]] = [[] for _ in self.keys]
         faults: list[Fault] = []
         refused: list[int] = []
-        documents = 0
-        for found in _together(chunk.items(self.keys, self.longest)):
+        read = 0
+        for found in together(chunk.items(self.keys, self.longest)):
             if isinstance(found, Fault):
                 faults.append(found)
                 continue
-            for items, encoded, fault in self._encode_or_name(chunk, found):
-                if fault is not None:
-                    faults.append(fault)
-                    refused.append(documents + len(refused))
-                    continue
-                documents += items
-                for key, part in zip(parts, encoded, strict=True):
-                    key.append(part)
-        return EncodedChunk([self._joined(part) for part in parts], faults, refused)
-
-    def _encode_or_name(
-        self, chunk: Chunk, items: list[Item]
-    ) -> Iterator[tuple[int, list[Encoded], Fault | None]]:
-        """Encode items together, or one by one if the tokenizer refuses some of them."""
-        try:
-            yield len(items), self._encode(items), None
-        except DataError as error:
-            if len(items) == 1:
-                yield 0, [], chunk.fault(items[0], "tokens", str(error))
-                return
-            for item in items:
-                yield from self._encode_or_name(chunk, [item])
+            for items, encoded in encode_or_name(chunk, found, self._encode):
+                if isinstance(encoded, Fault):
+                    faults.append(encoded)
+                    refused.append(read)
+                else:
+                    for key, part in zip(parts, encoded, strict=True):
+                        key.append(part)
+                read += len(items)
+        return EncodedChunk([self._joined(part) for part in parts], faults, refused, {})
 
     def _encode(self, items: list[Item]) -> list[Encoded]:
         encoded = []
@@ -201,32 +204,16 @@ class Encoder:
             return Encoded(np.empty(0, self.dtype), empty, empty)
         if len(parts) == 1:
             return parts[0]
-        return Encoded(*map(np.concatenate, zip(*parts, strict=True)))
+        return Encoded(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+            np.concatenate([part.sequences for part in parts]),
+        )
 
 
 def _split(splitter: SentenceSplitter, document: Document) -> Document:
     """The sentences of a document; one of several strings is cut already."""
     return splitter.split(document[0]) if len(document) == 1 else document
-
-
-def _together(found: Iterator[Item | Fault]) -> Iterator[list[Item] | Fault]:
-    """Items up to about `AT_ONCE` bytes; a fault ends what is together, to keep the order."""
-    items: list[Item] = []
-    size = 0
-    for item in found:
-        if isinstance(item, Fault):
-            if items:
-                yield items
-                items, size = [], 0
-            yield item
-            continue
-        items.append(item)
-        size += item.size
-        if size >= AT_ONCE:
-            yield items
-            items, size = [], 0
-    if items:
-        yield items
 
 
 def _filled(pieces: Iterator[str]) -> Iterator[list[str]]:

@@ -1,22 +1,19 @@
 """Texts and their images to a multimodal dataset."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
-
-import numpy as np
 
 from ..errors import DataError
 from ..files import local_prefix
-from ..indexed.builder import IndexedDatasetBuilder
-from ..indexed.images import IMAGE_MODE, TEXT_MODE, image_kind, pack_image
-from ..sources.opening import open_sources
-from ..sources.protocol import Chunk, Fault, Item, UnreadableError
-from ..sources.storage import is_url, open_file
+from ..sources.opening import find_sources
+from ..sources.storage import files_below, is_folder, relative
+from ..sources.streams import split_suffix
+from ..sources.text_files import TextFiles
 from ..tokenizers.protocol import Tokenizer
+from .engine import OnError, Preprocessed, Work, run_job
+from .image_encoding import ImagePairEncoder, Images, TextEnds
 
 
 @dataclass(frozen=True)
@@ -29,8 +26,7 @@ class ImagePairsReport:
         tokens: of the texts, those that fill them up included.
         image_bytes: of the images, as their files lie.
         truncated: texts that lost their end to `pad_length`.
-        skipped: pairs that were left out.
-        first_skipped: why the first of them was; None if there is none.
+        made: the dataset, and what was skipped.
     """
 
     prefix: str
@@ -38,13 +34,7 @@ class ImagePairsReport:
     tokens: int
     image_bytes: int
     truncated: int
-    skipped: int
-    first_skipped: str | None
-
-
-class _Pair(NamedTuple):
-    ids: list[int]
-    image: bytes
+    made: Preprocessed
 
 
 def tokenize_image_pairs(
@@ -56,159 +46,119 @@ def tokenize_image_pairs(
     image_folder: str | os.PathLike[str] | None = None,
     append_eod: bool = False,
     pad_length: int | None = None,
-    on_error: Literal["fail", "skip"] = "fail",
+    workers: int = 1,
+    on_error: OnError = "fail",
+    max_document_bytes: int | None = None,
+    chunk_bytes: int | None = None,
+    progress: bool = False,
 ) -> ImagePairsReport:
     """Write `{output_prefix}_image_text`, a multimodal dataset of texts beside their images.
 
-    Every line is a document of two sequences: the tokens of the text (mode 0), and the image file,
-    byte for byte (mode 1, see `unpack_image`). The layout is that of Megatron's
-    `preprocess_mmdata.py`, int32 whatever the vocabulary; images are named by the lines, where
-    Megatron takes the files of a folder in the order in which the system lists them.
+    Every line, row or text file is a document of two sequences: the tokens of the text (mode 0),
+    and the image file, byte for byte (mode 1, see `unpack_image`). The layout is that of Megatron's
+    `preprocess_mmdata.py`, int32 whatever the vocabulary. A line or row names its image; the image
+    of a text file is that of the same name, but for the suffix, in `image_folder`.
+
+    The work is done as in `preprocess`: in the order of the input, with the same bytes whatever the
+    number of workers; a run that was ended goes on. What it has done is done anew where an image
+    has another size or time (of a URL: tag) than before. Until the end it takes the room on the
+    disk twice.
 
     Args:
-        inputs: JSON lines or Parquet files, packed ones, folders, patterns and URLs.
+        inputs: JSON lines or Parquet files, packed ones, folders, patterns and URLs; or text files
+            and folders of them.
         output_prefix: path and name.
         tokenizer: of the texts.
         json_keys: key or column of the text, and that of the path of its image.
-        image_folder: folder or URL below which the paths are; None for that of each input.
+        image_folder: folder or URL below which the paths are; None for that of each input. With
+            text files, what holds their images.
         append_eod: end every text with the end-of-document token.
         pad_length: tokens that every text has: longer ones are cut, and those that are shorter are
             filled up with end-of-document tokens. Needs `append_eod`. None leaves them as they are.
-        on_error: "fail" ends the run at a line, a text or an image that cannot be read, "skip"
-            leaves it out and counts it.
+        workers: processes, which read the images and tokenize.
+        on_error: what a line, a text or an image does that cannot be read: "fail" ends the run,
+            "skip" counts it, "quarantine" also writes its place and the reason to
+            `{output_prefix}.quarantine.jsonl`.
+        max_document_bytes: a line, row or text file of more bytes is such a line; None for no
+            limit.
+        chunk_bytes: bytes of the input in a chunk, whose images are in memory together; None for
+            32 KiB.
+        progress: show a bar on stderr.
 
     Raises:
         DataError: a line that cannot be read, an image that is missing, or a file that is none
-            (the line, the path and the reason); no pair at all; `append_eod` with a tokenizer
-            without that token, `pad_length` without `append_eod`; an output that is a URL or a
-            folder.
+            (the line, the path and the reason); no pair at all; text files and images that do not
+            belong together; `append_eod` with a tokenizer without that token, `pad_length` without
+            `append_eod`; an output that is a URL or a folder.
     """
-    ends = _Ends.of(tokenizer, append_eod, pad_length)
-    prefix = f"{local_prefix(output_prefix)}_image_text"
-    reader = _Reader(inputs, json_keys, image_folder, tokenizer, on_error == "skip")
-    pairs = tokens = image_bytes = truncated = 0
-    with IndexedDatasetBuilder(prefix, "int32", multimodal=True) as builder:
-        for ids, image in reader.pairs():
-            text = ends.apply(ids)
-            builder.add_item(text, TEXT_MODE)
-            builder.add_item(pack_image(image), IMAGE_MODE)
-            builder.end_document()
-            pairs, tokens, image_bytes = pairs + 1, tokens + len(text), image_bytes + len(image)
-            truncated += pad_length is not None and len(ids) > pad_length
-        if not pairs:
-            names = ", ".join(os.fspath(path) for path in inputs)
-            why = f" (the first was left out: {reader.first_skipped})" if reader.skipped else ""
-            raise DataError(f"no text with an image in {names}{why}")
-        builder.finalize()
+    work = Work(workers, on_error, chunk_bytes, progress)
+    ends = TextEnds.of(tokenizer, append_eod, pad_length)
+    prefix = local_prefix(output_prefix)
+    folder = None if image_folder is None else os.fspath(image_folder)
+    keys: tuple[str, ...] = json_keys
+    sources = find_sources(inputs, keys)
+    texts = [source for source in sources if isinstance(source, TextFiles)]
+    images = Images(folder)
+    if texts and len(texts) < len(sources):
+        raise DataError(
+            f"{texts[0].path} holds texts and other inputs hold lines or rows; give one kind at a "
+            "time, and merge the datasets"
+        )
+    if texts:
+        images, keys = Images(folder, _images_of(texts, folder)), keys[:1]
+    encoder = ImagePairEncoder(tokenizer, ends, images, keys, max_document_bytes)
+    (made,), tallies = run_job(sources, prefix, encoder, work, "tokenize-images")
     return ImagePairsReport(
-        prefix, pairs, tokens, image_bytes, truncated, reader.skipped, reader.first_skipped
+        made.prefix,
+        made.counts.documents,
+        tallies["text_tokens"],
+        tallies["image_bytes"],
+        tallies["truncated"],
+        made,
     )
 
 
-class _Ends(NamedTuple):
-    """How texts end: the token, and the length to which it fills them."""
-
-    eod_id: int | None
-    length: int | None
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, append_eod: bool, pad_length: int | None) -> "_Ends":
-        if append_eod and tokenizer.eod_id is None:
-            raise DataError("--append-eod: this tokenizer has no end-of-document token")
-        if pad_length is not None and not append_eod:
-            raise DataError(
-                f"--pad-length {pad_length} fills texts up with the end-of-document token; give "
-                "--append-eod, too"
-            )
-        if pad_length is not None and pad_length < 1:
-            raise DataError(f"--pad-length {pad_length}; a text has 1 token or more")
-        return cls(tokenizer.eod_id if append_eod else None, pad_length)
-
-    def apply(self, ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """The tokens of a text with what ends them."""
-        tokens = np.asarray(ids, np.int64)
-        if self.eod_id is None:
-            return tokens
-        if self.length is None:
-            return np.append(tokens, self.eod_id)
-        filled = np.full(self.length, self.eod_id, np.int64)
-        filled[: len(tokens)] = tokens[: self.length]
-        return filled
-
-
-class _Reader:
-    """Reads the lines and their images; what is left out is counted, or ends the run."""
-
-    def __init__(
-        self,
-        inputs: Sequence[str | os.PathLike[str]],
-        keys: tuple[str, str],
-        folder: str | os.PathLike[str] | None,
-        tokenizer: Tokenizer,
-        tolerant: bool,
-    ) -> None:
-        self._sources = open_sources(inputs, keys)
-        self._keys = keys
-        self._folder = None if folder is None else os.fspath(folder)
-        self._tokenizer = tokenizer
-        self._tolerant = tolerant
-        self.skipped = 0
-        self.first_skipped: str | None = None
-
-    def pairs(self) -> Iterator[_Pair]:
-        """Pairs in the order of the input."""
-        for source in self._sources:
-            for chunk in source.chunks():
-                for item in chunk.items(self._keys, None):
-                    found = item if isinstance(item, Fault) else self._pair(chunk, item)
-                    if isinstance(found, Fault):
-                        self._leave_out(found)
-                    else:
-                        yield found
-
-    def _pair(self, chunk: Chunk, item: Item) -> _Pair | Fault:
-        texts, names = item.texts
-        try:
-            if len(names) != 1:
-                raise UnreadableError("type", f"{self._keys[1]!r} has {len(names)} paths, not 1")
-            named_by = chunk.fault(item, "", "").path
-            image = _image(_beside(names[0], self._folder, named_by))
-            return _Pair(list(chain.from_iterable(map(self._tokenizer.encode, texts))), image)
-        except UnreadableError as error:
-            return chunk.fault(item, error.kind, error.reason)
-        except DataError as error:
-            return chunk.fault(item, "tokens", str(error))
-
-    def _leave_out(self, fault: Fault) -> None:
-        if not self._tolerant:
-            raise DataError(str(fault))
-        self.skipped += 1
-        self.first_skipped = self.first_skipped or str(fault)
-
-
-def _beside(name: str, folder: str | None, source: str) -> str:
-    """Where an image is: below the folder, or below that of the file which names it."""
-    if is_url(name) or Path(name).is_absolute():
-        return name
-    if folder is None:
-        folder = source.rpartition("/")[0] if is_url(source) else os.fspath(Path(source).parent)
-    return f"{folder.rstrip('/')}/{name}" if is_url(folder) else os.fspath(Path(folder) / name)
-
-
-def _image(path: str) -> bytes:
-    """The bytes of an image file.
+def _images_of(texts: Sequence[TextFiles], folder: str | None) -> dict[str, str]:
+    """The image of every text file.
 
     Raises:
-        UnreadableError: there is none, or it is no image.
+        DataError: a text without an image, an image without a text, or two of one name.
     """
-    try:
-        with open_file(path) as file:
-            data = file.read()
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise UnreadableError("image", f"there is no image {path}") from None
-    if image_kind(data) is None:
-        begin = f"begins with {data[:8].hex(' ')}" if data else "is empty"
-        raise UnreadableError(
-            "image", f"{path} {begin}, which no JPEG, PNG, GIF, WebP, BMP or TIFF does"
+    if folder is not None and not is_folder(folder):
+        raise DataError(f"--input-image {folder} is no folder; give the one that holds the images")
+    if folder is None:
+        raise DataError(
+            f"{texts[0].path}: text files name no images; give --input-image FOLDER with an image "
+            "of the name of each"
         )
-    return data
+    images = _by_name((_stem(path, folder), path) for path in files_below(folder))
+    named = _by_name((_stem(path, text.path), path) for text in texts for path in text.files)
+    lacking = [path for name, path in named.items() if name not in images]
+    left_over = [path for name, path in images.items() if name not in named]
+    if lacking or left_over:
+        told = [
+            f"{len(paths):,} {what} ({', '.join(paths[:3])}{', …' if len(paths) > 3 else ''})"
+            for what, paths in (
+                (f"texts without an image of their name in {folder}", lacking),
+                ("images without a text", left_over),
+            )
+            if paths
+        ]
+        raise DataError(f"{' and '.join(told)}; a text and its image have one name")
+    return {path: images[name] for name, path in named.items()}
+
+
+def _by_name(files: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Files by what they are called without their suffix."""
+    found: dict[str, str] = {}
+    for name, path in files:
+        if found.setdefault(name, path) != path:
+            raise DataError(f"{found[name]} and {path} have one name; they cannot be told apart")
+    return found
+
+
+def _stem(path: str, folder: str) -> str:
+    """The name of a file below a folder without its suffix, or of a file that was given itself."""
+    name = Path(path).name if path == folder else relative(path, folder)
+    kind, packed = split_suffix(name)
+    return name[: len(name) - len(kind) - len(packed)]

@@ -4,7 +4,7 @@ Readers of the `.bin/.idx` pair ignore it; `verify` compares the files with it.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,10 +17,13 @@ from ..indexed.builder import WrittenDataset
 from ..indexed.reader import IndexedDataset
 from ..sources.protocol import Source
 from ..sources.remote import read_if_there
-from .encoding import Encoder
 from .origins import Origins
+from .protocol import ChunkEncoder
 
 FORMAT = "megatron-data manifest 1"
+
+LOSS = "_loss"
+"""What the name of a dataset of conversations and that of its mask differ by."""
 
 _PARTS: dict[str, type] = {"counts": dict, "tokenizer": dict, "sources": list, "files": dict}
 
@@ -59,20 +62,20 @@ class Skipped:
 
 
 def describe(
+    encoder: ChunkEncoder,
+    number: int,
     *,
-    key: str,
-    encoder: Encoder,
     sources: Sequence[Source],
     skipped: Skipped,
+    tallies: Mapping[str, int],
 ) -> dict[str, Any]:
-    """What a manifest says of the making of a dataset."""
-    tokenizer = encoder.tokenizer
-    read = {"json_keys": list(encoder.keys), "max_document_bytes": encoder.longest}
+    """What the manifest of an encoder's output says of its making."""
+    tokenizer, output = encoder.tokenizer, encoder.outputs[number]
     return {
-        "json_key": key,
-        "append_eod": bool(encoder.eod),
-        "sentences": None if encoder.splitter is None else encoder.splitter.record,
-        "dtype": str(encoder.dtype),
+        **encoder.options(number),
+        **({"tallies": dict(sorted(tallies.items()))} if tallies else {}),
+        "dtype": str(output.dtype),
+        **({} if output.values is None else {"values": output.values}),
         "tokenizer": {
             "class": type(tokenizer).__name__,
             "vocab_size": tokenizer.vocab_size,
@@ -80,7 +83,7 @@ def describe(
             "fingerprint": tokenizer.fingerprint,
         },
         "skipped": asdict(skipped),
-        "sources": [source.record() | read for source in sources],
+        "sources": [source.record() | encoder.reading for source in sources],
     }
 
 
@@ -155,6 +158,26 @@ def damage_named(prefix: str | os.PathLike[str]) -> Iterator[None]:
         raise DataError(
             f"{manifest_name(prefix)} is damaged ({error}); preprocess the text again"
         ) from None
+
+
+def check_mask(prefix: str | os.PathLike[str]) -> None:
+    """Compare what the manifests of conversations and of their mask say, if both are there.
+
+    Masks of other runs may have the same lengths: those of another template or loss, or of lines
+    that were changed since.
+
+    Raises:
+        DataError: another run made the mask.
+    """
+    tokens, mask = read_manifest(prefix), read_manifest(f"{os.fspath(prefix)}{LOSS}")
+    if tokens is None or mask is None:
+        return
+    for name in ("conversations", "tokenizer", "counts", "sources", "chunks"):
+        if tokens.get(name) != mask.get(name):
+            raise DataError(
+                f"{prefix}{LOSS} is not the mask of {prefix}: another run made it (their {name} "
+                "differ); tokenize the conversations again"
+            )
 
 
 def count(dataset: IndexedDataset) -> Counts:

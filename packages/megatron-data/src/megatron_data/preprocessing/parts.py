@@ -1,19 +1,19 @@
 """Finished chunks, kept in a folder beside the output until all of them are there.
 
 A part is one file: the length of its record (8 bytes, little-endian), the record as JSON, and the
-arrays of every key: tokens, lengths, sequences. It takes its name when it is whole, so the name is
-the mark that it is done; a digest of the arrays tells whether the disk kept it. A part stands for
-the content of a chunk, whose digest it records, and for one job: the tokenizer and the options that
-decide which tokens a text becomes. Nothing else is ever taken over.
+arrays of every dataset: tokens, lengths, sequences, and modes where it has them. It takes its name
+when it is whole, so the name is the mark that it is done; a digest of the arrays tells whether the
+disk kept it. A part stands for the content of a chunk, whose digest it records, and for one job:
+the tokenizer and the options that decide what a document becomes. Nothing else is ever taken over.
 """
 
 import fcntl
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -24,7 +24,7 @@ from ..errors import DataError
 from ..files import read_json, renamed, write_json
 from ..indexed.format import TokenType
 from ..sources.protocol import Chunk, Fault, Span
-from .encoding import Encoded, Encoder
+from .protocol import ChunkEncoder, Encoded, Output
 
 JOB = "job.json"
 LOCK = "lock"
@@ -43,12 +43,14 @@ class Record:
         span: which part of the source.
         digest: SHA-256 of the chunk.
         stored: bytes of the source, as it lies, that were read for it.
-        documents: how many, under every key.
-        sequences: how many, for each key.
-        tokens: how many, for each key.
+        documents: how many, in every dataset.
+        sequences: how many, in each dataset.
+        tokens: how many, in each dataset.
         faults: what is no document.
-        refused: which of the documents read the tokenizer refused.
+        refused: which of the documents read the encoder refused.
         sha256: of the arrays.
+        tallies: what the encoder counted.
+        others: what the encoder said of other files that the chunk names.
     """
 
     source: int
@@ -62,6 +64,8 @@ class Record:
     faults: list[Fault]
     refused: list[int]
     sha256: str
+    tallies: dict[str, int] = field(default_factory=dict)
+    others: str = ""
 
     @classmethod
     def from_json(cls, data: bytes) -> "Record":
@@ -89,6 +93,12 @@ class Done(NamedTuple):
     fault: Fault | None
 
 
+def of_vocabulary(tokens: Sequence[int], outputs: Sequence[Output]) -> int:
+    """How many tokens there are in all datasets but masks."""
+    pairs = zip(tokens, outputs, strict=True)
+    return sum(count for count, output in pairs if output.values is None)
+
+
 class PartWriter:
     """Encodes a chunk and leaves it as a part; what every worker process holds.
 
@@ -98,7 +108,7 @@ class PartWriter:
         tolerant: whether a chunk with faults becomes a part all the same.
     """
 
-    def __init__(self, encoder: Encoder, folder: Path, tolerant: bool) -> None:
+    def __init__(self, encoder: ChunkEncoder, folder: Path, tolerant: bool) -> None:
         self._encoder = encoder
         self._folder = folder
         self._tolerant = tolerant
@@ -107,11 +117,11 @@ class PartWriter:
         """Do one chunk."""
         encoded = self._encoder(task.chunk)
         first = encoded.faults[0] if encoded.faults else None
-        tokens = sum(len(key.tokens) for key in encoded.keys)
-        done = Done(task.chunk.stored, tokens, first)
+        tokens = [len(output.tokens) for output in encoded.outputs]
+        done = Done(task.chunk.stored, of_vocabulary(tokens, self._encoder.outputs), first)
         if first is not None and not self._tolerant:
             return done
-        arrays = [array for key in encoded.keys for array in key]
+        arrays = [array for output in encoded.outputs for array in output.arrays]
         digest = hashlib.sha256()
         for array in arrays:
             digest.update(np.ascontiguousarray(array).data)
@@ -121,12 +131,14 @@ class PartWriter:
             span=task.chunk.span,
             digest=task.chunk.digest,
             stored=task.chunk.stored,
-            documents=len(encoded.keys[0].sequences),
-            sequences=[len(key.lengths) for key in encoded.keys],
-            tokens=[len(key.tokens) for key in encoded.keys],
+            documents=len(encoded.outputs[0].sequences),
+            sequences=[len(output.lengths) for output in encoded.outputs],
+            tokens=tokens,
             faults=encoded.faults,
             refused=encoded.refused,
             sha256=digest.hexdigest(),
+            tallies=dict(encoded.tallies),
+            others=encoded.others,
         )
         _write(
             part_path(self._folder, task.number),
@@ -141,7 +153,7 @@ class WorkFolder:
 
     Args:
         output_prefix: path and name of the output; the folder is `.NAME.parts` beside it.
-        job: what decides which tokens a text becomes; plain values of JSON.
+        job: what decides which tokens a document becomes; plain values of JSON.
 
     Raises:
         DataError: another process works on the same output.
@@ -226,8 +238,8 @@ class WorkFolder:
             return None
         return record if hashlib.sha256(arrays).hexdigest() == record.sha256 else None
 
-    def read(self, number: int, dtype: TokenType) -> tuple[Record, list[Encoded]]:
-        """Return a part that is done, the documents of each key.
+    def read(self, number: int, outputs: Sequence[Output]) -> tuple[Record, list[Encoded]]:
+        """Return a part that is done, the documents of each dataset.
 
         Raises:
             DataError: it has been damaged since.
@@ -235,7 +247,7 @@ class WorkFolder:
         path = part_path(self.path, number)
         try:
             record, data = _read(path)
-            return record, list(_arrays(record, data, dtype))
+            return record, list(_arrays(record, data, outputs))
         except (ValueError, TypeError, KeyError):
             raise DataError(f"{path} was damaged; run the same command again") from None
 
@@ -293,7 +305,7 @@ def _read(path: Path) -> tuple[Record, memoryview]:
     return Record.from_json(bytes(data[_LENGTH:start])), data[start:]
 
 
-def _arrays(record: Record, data: memoryview, dtype: TokenType) -> Iterator[Encoded]:
+def _arrays(record: Record, data: memoryview, outputs: Sequence[Output]) -> Iterator[Encoded]:
     offset = 0
 
     def take(count: int, kind: TokenType) -> np.ndarray[Any, Any]:
@@ -302,9 +314,10 @@ def _arrays(record: Record, data: memoryview, dtype: TokenType) -> Iterator[Enco
         offset += array.nbytes
         return array
 
-    for sequences, tokens in zip(record.sequences, record.tokens, strict=True):
+    for output, sequences, tokens in zip(outputs, record.sequences, record.tokens, strict=True):
         yield Encoded(
-            take(tokens, dtype),
+            take(tokens, output.dtype),
             take(sequences, np.dtype("<i4")),
             take(record.documents, np.dtype("<i4")),
+            take(sequences, np.dtype("i1")) if output.multimodal else None,
         )

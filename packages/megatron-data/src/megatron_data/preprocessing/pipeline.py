@@ -1,58 +1,21 @@
-"""Preprocessing: a corpus in, `.bin/.idx` and a manifest out."""
+"""Preprocessing of text: a corpus in, `.bin/.idx` and a manifest out."""
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
-from typing import Literal, TypeAlias, get_args
-
-from tqdm import tqdm
 
 from ..errors import DataError
 from ..files import local_prefix
 from ..sources.opening import open_parallel, open_sources
-from ..sources.protocol import Source
 from ..tokenizers.fast import FastTokenizer, MismatchError
 from ..tokenizers.protocol import Tokenizer
-from .assembly import assemble, quarantine_path
-from .encoding import Encoder
-from .manifest import Counts, Skipped, describe, write_manifest
-from .parts import Done, PartWriter, Record, Task, WorkFolder
-from .pool import ordered_map
+from .encoding import TextEncoder
+from .engine import OnError, Preprocessed, Work, run_job
 from .sentences import SentenceSplitter
 
-OnError: TypeAlias = Literal["fail", "skip", "quarantine"]
-"""What becomes of a document that cannot be read or tokenized."""
-
-_SMALLEST, _LARGEST = 1 << 20, 1 << 24
-_CHUNKS = 1024
-
 _log = logging.getLogger("megatron_data")
-
-
-@dataclass(frozen=True)
-class Preprocessed:
-    """One finished dataset.
-
-    Attributes:
-        prefix: path of the pair without `.bin` or `.idx`.
-        counts: what it holds.
-        bytes_read: size of the sources as they lie.
-        seconds: time from the first byte read to the last file named.
-        skipped: what was left out.
-        chunks: into how many pieces of work the sources were cut.
-        continued: how many of them an earlier run that was ended had done.
-    """
-
-    prefix: str
-    counts: Counts
-    bytes_read: int
-    seconds: float
-    skipped: Skipped
-    chunks: int
-    continued: int
 
 
 def preprocess(
@@ -122,16 +85,13 @@ def preprocess(
     prefix = local_prefix(output_prefix)
     if len(set(json_keys)) < len(json_keys):
         raise DataError(f"--json-keys {' '.join(json_keys)}: name every key once")
-    if max_document_bytes is not None and max_document_bytes < 1:
-        raise DataError(f"--max-document-bytes {max_document_bytes}; give at least 1")
-    if on_error not in get_args(OnError):
-        raise DataError(f"on_error={on_error!r}; give one of {', '.join(get_args(OnError))}")
+    work = Work(workers, on_error, chunk_bytes, progress)
 
     def run(chosen: Tokenizer) -> list[Preprocessed]:
-        encoder = Encoder(chosen, tuple(json_keys), append_eod, max_document_bytes, splitter)
+        encoder = TextEncoder(chosen, tuple(json_keys), append_eod, max_document_bytes, splitter)
         keys = encoder.keys
         sources = [open_parallel(inputs, keys)] if parallel else open_sources(inputs, keys)
-        return _preprocess(sources, prefix, encoder, on_error, workers, chunk_bytes, progress)
+        return run_job(sources, prefix, encoder, work, "preprocess").datasets
 
     try:
         made = run(tokenizer)
@@ -142,135 +102,3 @@ def preprocess(
         made = run(tokenizer.reference)
     seconds = perf_counter() - started
     return [replace(dataset, seconds=seconds) for dataset in made]
-
-
-def _preprocess(
-    sources: list[Source],
-    prefix: str,
-    encoder: Encoder,
-    on_error: OnError,
-    workers: int,
-    chunk_bytes: int | None,
-    progress: bool,
-) -> list[Preprocessed]:
-    """`preprocess` with one tokenizer, not timed."""
-    total = sum(source.size for source in sources)
-    level = "document" if encoder.splitter is None else "sentence"
-    size = chunk_bytes or min(max(total // _CHUNKS, _SMALLEST), _LARGEST)
-    with ExitStack() as stack:
-        folder = stack.enter_context(WorkFolder(prefix, _job(encoder, size)))
-        bar = stack.enter_context(_Bar(total, progress))
-        work = _Work(folder, sources, size, encoder.longest, on_error != "fail", bar)
-        writer = PartWriter(encoder, folder.path, on_error != "fail")
-        for done in ordered_map(writer, work.tasks(), workers):
-            work.note(done)
-        names = ", ".join(source.path for source in sources)
-        made, faults = assemble(
-            folder,
-            work.chunks,
-            [f"{prefix}_{key}_{level}" for key in encoder.keys],
-            encoder.dtype,
-            quarantine_path(prefix) if on_error == "quarantine" else None,
-            [f"no document with text under {key!r} in {names}" for key in encoder.keys],
-        )
-        skipped = Skipped(faults.total(), dict(sorted(faults.items())))
-        for key, (name, written, counts, origins) in zip(encoder.keys, made, strict=True):
-            description = describe(key=key, encoder=encoder, sources=sources, skipped=skipped)
-            write_manifest(name, description, written=written, counts=counts, origins=origins)
-        folder.finish()
-    read = sum(source.record()["bytes"] for source in sources)
-    return [
-        Preprocessed(name, counts, read, 0.0, skipped, work.chunks, work.continued)
-        for name, _, counts, _ in made
-    ]
-
-
-def _job(encoder: Encoder, chunk_bytes: int) -> dict[str, object]:
-    """What decides which tokens a text becomes, and where the sources are cut."""
-    return {
-        "format": "megatron-data parts 1",
-        "tokenizer": encoder.tokenizer.fingerprint,
-        "json keys": list(encoder.keys),
-        "end of document": encoder.eod,
-        "sentences": None if encoder.splitter is None else encoder.splitter.record,
-        "token type": str(encoder.dtype),
-        "max document bytes": encoder.longest,
-        "chunk bytes": chunk_bytes,
-        "gigatoken": isinstance(encoder.tokenizer, FastTokenizer),
-    }
-
-
-class _Work:
-    """The chunks of all sources: which are there already, and how far the others are."""
-
-    def __init__(
-        self,
-        folder: WorkFolder,
-        sources: list[Source],
-        chunk_bytes: int,
-        longest: int | None,
-        tolerant: bool,
-        bar: "_Bar",
-    ) -> None:
-        self._folder = folder
-        self._sources = sources
-        self._chunk_bytes = chunk_bytes
-        self._longest = longest
-        self._tolerant = tolerant
-        self._bar = bar
-        self.chunks = self.continued = 0
-
-    def tasks(self) -> Iterator[Task]:
-        """The chunks that are still to be done, read as they are asked for."""
-        for number, source in enumerate(self._sources):
-            for chunk in source.chunks(self._chunk_bytes, self._longest):
-                task = Task(self.chunks, number, source.path, chunk)
-                self.chunks += 1
-                record = self._folder.holds(task)
-                if record is None:
-                    yield task
-                else:
-                    self._take_over(record)
-
-    def _take_over(self, record: Record) -> None:
-        self.continued += 1
-        first = record.faults[0] if record.faults else None
-        self.note(Done(record.stored, sum(record.tokens), first))
-
-    def note(self, done: Done) -> None:
-        """Take account of a finished chunk.
-
-        Raises:
-            DataError: it has a fault and faults end the run.
-        """
-        if done.fault is not None and not self._tolerant:
-            raise DataError(str(done.fault))
-        self._bar.advance(done.stored, done.tokens)
-
-
-class _Bar:
-    """Bytes read against bytes in all, and tokens per second."""
-
-    def __init__(self, total: int, shown: bool) -> None:
-        self._bar = tqdm(
-            total=total,
-            unit="B",
-            unit_scale=True,
-            desc="preprocess",
-            disable=None if shown else True,  # None: no bar where stderr is not a terminal
-            leave=False,
-        )
-        self._tokens = 0
-        self._started = perf_counter()
-
-    def advance(self, size: int, tokens: int) -> None:
-        self._tokens += tokens
-        rate = self._tokens / max(perf_counter() - self._started, 1e-9)
-        self._bar.set_postfix_str(f"{tqdm.format_sizeof(rate)} tokens/s", refresh=False)
-        self._bar.update(size)
-
-    def __enter__(self) -> "_Bar":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()

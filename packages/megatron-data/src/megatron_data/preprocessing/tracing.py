@@ -1,6 +1,7 @@
 """Which file, and which byte or line of it, a training token came from."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from ..errors import DataError
 from ..indexed.reader import IndexedDataset
 from ..sources.block_cache import StorageCache
 from ..sources.opening import reopen
-from ..sources.protocol import Fault, Item, Span
+from ..sources.protocol import Fault, HoldsRows, Item, Row, Span
 from .manifest import damage_named, manifest_name, read_manifest, read_origins
 from .origins import Origin, Origins
 
@@ -49,7 +50,7 @@ def trace(
     document: int | None = None,
     storage: StorageCache | None = None,
 ) -> Traced:
-    """Find the source of a token or of a document of a dataset that `preprocess` made.
+    """Find the source of a token or of a document of a dataset that was made here.
 
     The part of the source that it stands in is read anew, and compared with what it was; where
     that cannot be done, the answer is the part alone.
@@ -118,15 +119,17 @@ def _look_up(source: dict[str, Any], origin: Origin, wanted: int) -> dict[str, A
         return {"path": path, "span": origin.span, "unknown": str(error)}
     if not chunk.digest.startswith(origin.digest):
         return {"path": path, "span": origin.span, "unknown": f"{path} has changed since"}
-    items = [
-        item for item in chunk.items(source["json_keys"], longest) if not isinstance(item, Fault)
-    ]
+    if source.get("objects") and isinstance(chunk, HoldsRows):
+        found: Iterator[Item | Row | Fault] = chunk.rows(longest)
+    else:
+        found = chunk.items(source["json_keys"], longest)
+    items = [item for item in found if not isinstance(item, Fault)]
     refused = set(origin.refused)
     kept = [item for position, item in enumerate(items) if position not in refused]
     return {"span": origin.span, **_place(path, chunk.fault(kept[wanted], "", ""), kept[wanted])}
 
 
-def _place(path: str, named: Fault, item: Item) -> dict[str, Any]:
+def _place(path: str, named: Fault, item: Item | Row) -> dict[str, Any]:
     return {
         "path": named.path or path,
         "number": named.number,

@@ -5,13 +5,17 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..errors import DataError
 from ..files import Digests
+from ..indexed.images import IMAGE_MODE, MOST_FILL, TEXT_MODE
 from ..indexed.reader import IndexedDataset
 from ..sources.block_cache import StorageCache
 from ..sources.remote import read_blocks
 from ..sources.storage import stat
-from .manifest import Counts, count, damage_named, read_manifest
+from .manifest import LOSS, Counts, check_mask, count, damage_named, read_manifest
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ def verify(prefix: str | os.PathLike[str], storage: StorageCache | None = None) 
             return Verified(counts, manifest=False)
         with damage_named(prefix):
             files = manifest["files"]
-            vocab_size = int(manifest["tokenizer"]["vocab_size"])
+            values = manifest.get("values")
+            limit = int(manifest["tokenizer"]["vocab_size"] if values is None else values)
             _check_size(f"{prefix}.bin", counts.tokens * dataset.dtype.itemsize, files["bin"])
             tokens = _Tokens(dataset)
             _check_content(f"{prefix}.bin", tokens.read(), files["bin"])
@@ -57,24 +62,49 @@ def verify(prefix: str | os.PathLike[str], storage: StorageCache | None = None) 
             _check_content(f"{prefix}.idx", read_blocks(f"{prefix}.idx"), files["idx"])
     if manifest["counts"] != asdict(counts):
         raise DataError(f"{prefix} holds {counts}, its manifest says {manifest['counts']}")
-    if tokens.highest >= vocab_size:
-        raise DataError(
-            f"{prefix}.bin holds token {tokens.highest}, the vocabulary has {vocab_size}"
-        )
+    if tokens.highest >= limit:
+        known = "the vocabulary has" if values is None else "values are below"
+        raise DataError(f"{prefix}.bin holds token {tokens.highest}, {known} {limit}")
+    if manifest.get("conversations"):
+        check_mask(prefix.removesuffix(LOSS))
     return Verified(counts, manifest=True)
 
 
 class _Tokens:
-    """A `.bin` that is read once for its bytes and its highest token."""
+    """A `.bin` that is read once for its bytes and the highest token of its texts."""
 
     def __init__(self, dataset: IndexedDataset) -> None:
         self._dataset = dataset
+        self._begins = dataset.sequence_pointers // dataset.dtype.itemsize
         self.highest = -1
 
     def read(self) -> Iterator[memoryview]:
+        start = 0
         for tokens in self._dataset.scan():
-            self.highest = max(self.highest, int(tokens.max()))
+            texts = self._texts(tokens, start)
+            self.highest = max(self.highest, int(texts.max()) if len(texts) else -1)
+            start += len(tokens)
             yield tokens.data.cast("B")
+
+    def _texts(self, tokens: NDArray[Any], start: int) -> NDArray[Any]:
+        """Those that are no images, each of which says first how it is filled up."""
+        modes = self._dataset.sequence_modes
+        if modes is None:
+            return tokens
+        first = int(np.searchsorted(self._begins, start, side="right")) - 1
+        last = int(np.searchsorted(self._begins, start + len(tokens)))
+        begins, modes = self._begins[first:last] - start, modes[first:last]
+        images = np.flatnonzero((modes == IMAGE_MODE) & (begins >= 0))
+        wrong = np.flatnonzero((tokens[begins[images]] < 0) | (tokens[begins[images]] > MOST_FILL))
+        if len(wrong):
+            number = int(images[wrong[0]])
+            raise DataError(
+                f"{self._dataset.prefix}: sequence {first + number} holds no image: it begins with "
+                f"{tokens[begins[number]]}, not with 0 to {MOST_FILL}"
+            )
+        lengths = np.diff(np.append(np.maximum(begins, 0), len(tokens)))
+        texts: NDArray[Any] = tokens[np.repeat(modes == TEXT_MODE, lengths)]
+        return texts
 
 
 def _check_size(path: str, size: int, recorded: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """Files of JSON lines, in pieces that end where a line ends."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
@@ -13,6 +14,7 @@ from .protocol import (
     Document,
     Fault,
     Item,
+    Row,
     Span,
     UnreadableError,
     not_utf8,
@@ -23,6 +25,10 @@ from .streams import Stream
 
 NEWLINE = b"\n"
 _STEP = 1 << 18
+_TEXT_WANTED = 'every line must be like {"text": "…"}'
+
+Content = TypeVar("Content")
+Found = TypeVar("Found")
 
 _JSON_KINDS: dict[type, str] = {
     type(None): "null",
@@ -69,21 +75,41 @@ class LinesChunk(NamedTuple):
 
     def items(self, keys: Sequence[str], longest: int | None = None) -> Iterator[Item | Fault]:
         """The text of every object under each key; lines of white space are passed over."""
+        return self._each(partial(_texts, keys), Item, _TEXT_WANTED, longest)
+
+    def rows(self, longest: int | None = None) -> Iterator[Row | Fault]:
+        """Every object; lines of white space are passed over."""
+        return self._each(dict, Row, "every line must be an object", longest)
+
+    def _each(
+        self,
+        read: Callable[[dict[str, Any]], Content],
+        made: Callable[[int, int, int, Content], Found],
+        wanted: str,
+        longest: int | None,
+    ) -> Iterator[Found | Fault]:
         end = self.offset
         for number, line in enumerate(self.data.split(NEWLINE), start=self.line):
             offset, end = end, end + len(line) + 1
             try:
                 if longest is not None and len(line) > longest:
                     raise too_long(len(line), longest)
-                texts = _texts(line, keys)
+                try:
+                    content = orjson.loads(line)
+                except orjson.JSONDecodeError as error:
+                    if not line.strip():
+                        continue
+                    raise _explained(line, error, wanted) from None
+                if not isinstance(content, dict):
+                    raise UnreadableError("json", f"{_kind(content)}, not an object; {wanted}")
+                value = read(content)
             except UnreadableError as error:
                 item = Item(number, offset, len(line), [])
                 yield self.fault(item, error.kind, error.reason)
             else:
-                if texts is not None:
-                    yield Item(number, offset, len(line), texts)
+                yield made(number, offset, len(line), value)
 
-    def fault(self, item: Item, kind: str, reason: str) -> Fault:
+    def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
         """Name the file and the line."""
         place = f"{self.path}:{item.number}"
         return Fault(place, kind, reason, self.path, item.number, item.offset, item.size)
@@ -178,21 +204,12 @@ def _long_line(stream: Stream, start: bytes, longest: int | None) -> tuple[bytes
     return b"".join(parts), size, rest
 
 
-def _texts(line: bytes, keys: Sequence[str]) -> list[Document] | None:
-    """The text of a line under each key; None for white space.
+def _texts(keys: Sequence[str], content: dict[str, Any]) -> list[Document]:
+    """The text of a line under each key.
 
     Raises:
-        UnreadableError: not UTF-8, not JSON, not an object, or no text under a key.
+        UnreadableError: no text under a key.
     """
-    try:
-        content = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        if not line.strip():
-            return None
-        raise _explained(line, error) from None
-    if not isinstance(content, dict):
-        wanted = 'every line must be like {"text": "…"}'
-        raise UnreadableError("json", f"{_kind(content)}, not an object; {wanted}")
     documents = []
     for key in keys:  # a string as a rule, and then no more calls: short lines are many
         value = content.get(key)
@@ -200,13 +217,14 @@ def _texts(line: bytes, keys: Sequence[str]) -> list[Document] | None:
     return documents
 
 
-def _explained(line: bytes, error: orjson.JSONDecodeError) -> UnreadableError:
+def _explained(line: bytes, error: orjson.JSONDecodeError, wanted: str) -> UnreadableError:
     try:
         line.decode()
     except UnicodeDecodeError as wrong:
         return not_utf8(wrong)
     start = line[:40].decode(errors="replace")
-    wanted = 'every line must be like {"text": "…"} (plain text is read from files named .txt)'
+    if wanted == _TEXT_WANTED:
+        wanted += " (plain text is read from files named .txt)"
     return UnreadableError(
         "json", f"not JSON ({error.msg}, column {error.colno}), {wanted}: {start}"
     )

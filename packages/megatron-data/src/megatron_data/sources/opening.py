@@ -21,7 +21,9 @@ TABLE = ".parquet"
 _log = logging.getLogger("megatron_data")
 
 
-def open_sources(paths: Iterable[str | os.PathLike[str]], keys: Sequence[str]) -> list[Source]:
+def open_sources(
+    paths: Iterable[str | os.PathLike[str]], keys: Sequence[str], rows: bool = False
+) -> list[Source]:
     """Check that every input is there and holds something, before any work begins.
 
     A file whose name ends in `.txt` is one document, one in `.parquet` holds a document in each
@@ -35,22 +37,39 @@ def open_sources(paths: Iterable[str | os.PathLike[str]], keys: Sequence[str]) -
         paths: files, folders, patterns and URLs, in the order of the corpus.
         keys: JSON keys or columns that will be read. A text file has one text, which stands for
             any key.
+        rows: whole objects will be read, each with some of the keys.
 
     Raises:
-        DataError: no input; one that is missing, or empty; text files with several keys; a kind
-            that needs an extra which is not installed.
+        DataError: no input; one that is missing, or empty; text files with several keys, or where
+            objects are wanted; a kind that needs an extra which is not installed.
+    """
+    sources = find_sources(paths, keys, rows)
+    for source in sources:
+        if isinstance(source, TextFiles) and rows:
+            raise DataError(
+                f"{source.path}: a text file holds no objects; give JSON lines or Parquet with "
+                f"{', '.join(keys)}"
+            )
+        if isinstance(source, TextFiles) and len(keys) > 1:
+            raise DataError(
+                f"{source.path}: a text file has one text; --json-keys {' '.join(keys)} needs "
+                "JSON lines"
+            )
+    return sources
+
+
+def find_sources(
+    paths: Iterable[str | os.PathLike[str]], keys: Sequence[str], rows: bool = False
+) -> list[Source]:
+    """`open_sources` of text files, too, whatever the keys.
+
+    Raises:
+        DataError: as there.
     """
     found = (path for given in paths for path in expand(os.fspath(given)))
-    sources = [source for path in found for source in _sources_at(path, keys)]
+    sources = [source for path in found for source in _sources_at(path, keys, rows)]
     if not sources:
         raise DataError("no input file given")
-    if len(keys) > 1:
-        for source in sources:
-            if isinstance(source, TextFiles):
-                raise DataError(
-                    f"{source.path}: a text file has one text; --json-keys {' '.join(keys)} needs "
-                    "JSON lines"
-                )
     return sources
 
 
@@ -86,7 +105,7 @@ def reopen(record: dict[str, Any]) -> Source:
     path, keys = record["path"], record["json_keys"]
     if "parallel" in record:
         return open_parallel((file["path"] for file in record["parallel"]), keys)
-    for opened in open_sources([path], keys):
+    for opened in open_sources([path], keys, record.get("objects", False)):
         if opened.path == path and ("files" in record) == ("files" in opened.record()):
             return opened
     raise DataError(f"{path} is another kind of input now")
@@ -110,18 +129,18 @@ def read_texts(paths: Sequence[str | os.PathLike[str]], key: str = "text") -> It
                 yield from item.texts[0]
 
 
-def _sources_at(path: str, keys: Sequence[str]) -> list[Source]:
+def _sources_at(path: str, keys: Sequence[str], rows: bool) -> list[Source]:
     if is_folder(path):
-        return _sources_in(path, keys)
+        return _sources_in(path, keys, rows)
     if not stat(path).size:
         raise DataError(f"{path} is empty; a corpus has one JSON object on every line, or is text")
     kind, packed = split_suffix(path)
     if kind == TABLE and not packed:
-        return [Parquet(path, keys)]
+        return [Parquet(path, keys, optional=rows)]
     return [TextFile(path) if kind == TEXT else JsonLines(path)]
 
 
-def _sources_in(folder: str, keys: Sequence[str]) -> list[Source]:
+def _sources_in(folder: str, keys: Sequence[str], rows: bool) -> list[Source]:
     files = files_below(folder)
     kinds = {path: _kind(path) for path in files}
     texts = [path for path in files if kinds[path] == TEXT]
@@ -136,7 +155,7 @@ def _sources_in(folder: str, keys: Sequence[str]) -> list[Source]:
     if others:
         _log.warning("left out %s, neither %s, %s nor %s", _first_of(others), TEXT, LINES, TABLE)
     sources: list[Source] = [TextFiles(folder, texts)] if texts else []
-    return sources + [source for path in tables for source in _sources_at(path, keys)]
+    return sources + [source for path in tables for source in _sources_at(path, keys, rows)]
 
 
 def _kind(path: str) -> str:

@@ -8,7 +8,17 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from ..errors import DataError
-from .protocol import CHUNK_BYTES, Document, Fault, Item, Span, UnreadableError, not_utf8, too_long
+from .protocol import (
+    CHUNK_BYTES,
+    Document,
+    Fault,
+    Item,
+    Row,
+    Span,
+    UnreadableError,
+    not_utf8,
+    too_long,
+)
 from .storage import stat
 from .streams import Stream
 
@@ -61,7 +71,7 @@ class ParallelChunk(NamedTuple):
             else:
                 yield Item(number, None, sum(map(len, row)), texts)
 
-    def fault(self, item: Item, kind: str, reason: str) -> Fault:
+    def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
         """Name the files and the line."""
         path = joined(self.paths)
         return Fault(f"{path}:{item.number}", kind, reason, path, item.number, None, item.size)

@@ -4,9 +4,11 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import orjson
+
 from ..errors import DataError
 from .json_lines import text_of
-from .protocol import CHUNK_BYTES, BrokenChunk, Fault, Item, Span, UnreadableError, too_long
+from .protocol import CHUNK_BYTES, BrokenChunk, Fault, Item, Row, Span, UnreadableError, too_long
 from .storage import is_url, open_file, stat
 from .streams import Stream
 
@@ -57,7 +59,18 @@ class RowsChunk(NamedTuple):
             else:
                 yield Item(number, None, size, texts)
 
-    def fault(self, item: Item, kind: str, reason: str) -> Fault:
+    def rows(self, longest: int | None = None) -> Iterator[Row | Fault]:
+        """Every row; what is null in it, also in its lists and structs, is left out."""
+        rows: list[dict[str, Any]] = self.table.to_pylist()
+        for number, values in enumerate(map(_without_null, rows), start=self.row):
+            size = len(orjson.dumps(values, default=repr))
+            if longest is not None and size > longest:
+                error = too_long(size, longest)
+                yield self.fault(Row(number, None, size, values), error.kind, error.reason)
+            else:
+                yield Row(number, None, size, values)
+
+    def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
         """Name the file and the row."""
         place = f"{self.path}, row {item.number}"
         return Fault(place, kind, reason, self.path, item.number, None, item.size or None)
@@ -69,14 +82,16 @@ class Parquet:
     Args:
         path: a local path or a URL.
         keys: columns to read.
+        optional: whether rows may lack some of them, but not all.
 
     Raises:
         DataError: pyarrow is not installed.
     """
 
-    def __init__(self, path: str, keys: Sequence[str]) -> None:
+    def __init__(self, path: str, keys: Sequence[str], optional: bool = False) -> None:
         self.path = path
         self._keys = list(keys)
+        self._optional = optional
         self.size, self.version = stat(path)
         self._rows = 0
         self._sha256: str | None = None
@@ -91,10 +106,10 @@ class Parquet:
         with open_file(self.path) as raw:
             try:
                 file = arrow.parquet.ParquetFile(raw)
-                self._check(file.schema_arrow.names)
+                columns = self._columns(file.schema_arrow.names)
                 rows = file.metadata.num_rows
                 at_once = _rows_at_once(file.metadata, chunk_bytes)
-                for batch in file.iter_batches(at_once, columns=self._keys):
+                for batch in file.iter_batches(at_once, columns=columns):
                     table = arrow.Table.from_batches([batch])
                     yield RowsChunk(self.path, row, table, self.size * len(batch) // max(rows, 1))
                     row += len(batch)
@@ -110,15 +125,25 @@ class Parquet:
             with Stream(self.path) as stream:
                 self._sha256 = stream.sha256()
 
-    def _check(self, columns: Sequence[str]) -> None:
-        for key in self._keys:
-            if key not in columns:
-                present = ", ".join(map(repr, columns)) or "none"
-                raise UnreadableError(
-                    "key",
-                    f"no column {key!r} (columns here: {present}); name the right one with "
-                    "--json-key",
-                )
+    def _columns(self, there: Sequence[str]) -> list[str]:
+        """Those of the keys that are there.
+
+        Raises:
+            UnreadableError: one is not, or none of them if they are optional.
+        """
+        found = [key for key in self._keys if key in there]
+        missing = [key for key in self._keys if key not in found]
+        if not missing or (self._optional and found):
+            return found
+        present = ", ".join(map(repr, there)) or "none"
+        if self._optional:
+            wanted = ", ".join(map(repr, self._keys))
+            raise UnreadableError("key", f"no column {wanted} (columns here: {present})")
+        raise UnreadableError(
+            "key",
+            f"no column {missing[0]!r} (columns here: {present}); name the right one with "
+            "--json-key",
+        )
 
     def _broken(self, row: int, kind: str, reason: str) -> BrokenChunk:
         fault = Fault(f"{self.path}, row {row}", kind, " ".join(reason.split()), self.path, row)
@@ -132,14 +157,15 @@ class Parquet:
         with open_file(self.path) as raw:
             try:
                 file = arrow.parquet.ParquetFile(raw)
-                for batch in file.iter_batches(_REREAD_ROWS, columns=self._keys):
+                columns = self._columns(file.schema_arrow.names)
+                for batch in file.iter_batches(_REREAD_ROWS, columns=columns):
                     start = max(span.first - 1 - seen, 0)
                     if start < len(batch) and seen < last:
                         batches.append(batch.slice(start, min(last - seen, len(batch)) - start))
                     seen += len(batch)
                     if seen >= last:
                         break
-            except (arrow.ArrowException, OSError) as error:
+            except (arrow.ArrowException, OSError, UnreadableError) as error:
                 raise DataError(f"{self.path}: {error}") from None
         if seen < last:
             raise DataError(f"{self.path} has {seen:,} rows; there were more")
@@ -155,6 +181,15 @@ def _rows_at_once(metadata: Any, chunk_bytes: int) -> int:
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     unpacked = sum(int(group.total_byte_size) for group in groups)
     return max(1, chunk_bytes * int(metadata.num_rows) // max(unpacked, 1))
+
+
+def _without_null(value: Any) -> Any:
+    """A table has every field in every struct, a message only those it needs."""
+    if isinstance(value, dict):
+        return {key: _without_null(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [_without_null(part) for part in value]
+    return value
 
 
 def _pyarrow(path: str) -> Any:

@@ -1,7 +1,7 @@
 """What a source of documents is, whatever its kind."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 CHUNK_BYTES = 1 << 20
 """Size at which a source is cut into pieces; a longer document makes a longer piece."""
@@ -40,6 +40,8 @@ KINDS = {
     "json": "not a JSON object",
     "key": "without the key",
     "type": "no text under the key",
+    "message": "without a conversation",
+    "template": "refused by the chat template",
     "long": "longer than asked for",
     "image": "without an image",
     "tokens": "refused by the tokenizer",
@@ -69,6 +71,22 @@ class Item(NamedTuple):
     offset: int | None
     size: int
     texts: list[Document]
+
+
+class Row(NamedTuple):
+    """One JSON object, or row of a table, as it was read.
+
+    Attributes:
+        number: its line or row, from 1.
+        offset: its first byte in the file, or None where files have no lines.
+        size: its bytes there, or as JSON.
+        values: by key or column; a row lacks what is null in it.
+    """
+
+    number: int
+    offset: int | None
+    size: int
+    values: dict[str, Any]
 
 
 class Span(NamedTuple):
@@ -114,8 +132,20 @@ class Chunk(Protocol):
             longest: bytes that a document may have; None for no limit.
         """
 
-    def fault(self, item: Item, kind: str, reason: str) -> Fault:
+    def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
         """Return what to say about an item that turned out to be none."""
+
+
+@runtime_checkable
+class HoldsRows(Protocol):
+    """A chunk of whole objects, of which more than texts can be read."""
+
+    def rows(self, longest: int | None) -> Iterator[Row | Fault]:
+        """Return the objects, and in their place what is none.
+
+        Args:
+            longest: bytes that one may have; None for no limit.
+        """
 
 
 class Source(Protocol):
@@ -166,7 +196,11 @@ class BrokenChunk(NamedTuple):
         """Return the fault alone."""
         yield self.problem
 
-    def fault(self, item: Item, kind: str, reason: str) -> Fault:
+    def rows(self, longest: int | None) -> Iterator[Row | Fault]:
+        """Return the fault alone."""
+        yield self.problem
+
+    def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
         """Return the fault; there is no item."""
         return self.problem
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import DataError
-from .protocol import CHUNK_BYTES, Fault, Item, Span, UnreadableError, too_long
+from .protocol import CHUNK_BYTES, Fault, Item, Row, Span, UnreadableError, too_long
 from .storage import relative, stat
 from .streams import Stream
 
@@ -57,7 +57,7 @@ class TextChunk(NamedTuple):
             else:
                 yield Item(number, None, len(data), texts)
 
-    def fault(self, item: Item, kind: str, reason: str) -> Fault:
+    def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
         """Name the file."""
         path = self.files[item.number - self.first][0]
         return _fault(path, UnreadableError(kind, reason), item.size)
@@ -73,7 +73,7 @@ class TextFiles:
 
     def __init__(self, path: str, files: Sequence[str]) -> None:
         self.path = path
-        self._files = files
+        self.files = files
         versions = hashlib.sha256()
         self.size = 0
         for file in files:
@@ -91,7 +91,7 @@ class TextFiles:
         digest = hashlib.sha256()
         self._bytes = size = stored = 0
         together: list[tuple[str, bytes | Fault]] = []
-        for number, path in enumerate(self._files, start=1):
+        for number, path in enumerate(self.files, start=1):
             with Stream(path) as stream:
                 data = _content(stream, longest)
                 digest.update(self._digest_of(path, stream.sha256()))
@@ -99,16 +99,16 @@ class TextFiles:
                 stored += stream.stored
             together.append((path, data))
             size += 0 if isinstance(data, Fault) else len(data)
-            if size >= chunk_bytes or len(together) == MOST_FILES or number == len(self._files):
+            if size >= chunk_bytes or len(together) == MOST_FILES or number == len(self.files):
                 yield TextChunk(number - len(together) + 1, tuple(together), stored)
                 together, size, stored = [], 0, 0
         self._sha256 = digest.hexdigest()
 
     def chunk_at(self, span: Span, longest: int | None = None) -> TextChunk:
         """Read some files anew."""
-        files = self._files[span.first - 1 :][: span.units]
+        files = self.files[span.first - 1 :][: span.units]
         if len(files) != span.units:
-            raise DataError(f"{self.path} has {len(self._files):,} files; there were more")
+            raise DataError(f"{self.path} has {len(self.files):,} files; there were more")
         content = []
         for path in files:
             with Stream(path) as stream:
@@ -119,7 +119,7 @@ class TextFiles:
         """Return number, size and digest of the files as they lie."""
         return {
             "path": self.path,
-            "files": len(self._files),
+            "files": len(self.files),
             "bytes": self._bytes,
             "sha256": self._sha256,
         }

@@ -39,14 +39,31 @@ def encode_rows(
     Raises:
         DataError: the template refuses messages (file and line).
     """
-    rendered: list[list[Rendered]] = []
+    rendered = []
     for row in rows:
         try:
-            rendered.append(
-                [template.render(messages, row.tools) for messages in row.conversations]
-            )
+            rendered.append(render_row(row, template))
         except DataError as error:
             raise DataError(f"{row.place}: {error}") from None
+    return encode_rendered(rows, rendered, tokenizer, loss)
+
+
+def render_row(row: ConversationRow, template: ChatTemplate) -> list[Rendered]:
+    """The text of every conversation of a row.
+
+    Raises:
+        DataError: the template refuses messages.
+    """
+    return [template.render(messages, row.tools) for messages in row.conversations]
+
+
+def encode_rendered(
+    rows: Sequence[ConversationRow],
+    rendered: Sequence[Sequence[Rendered]],
+    tokenizer: HuggingFaceTokenizer,
+    loss: LossOver,
+) -> Iterator[list[CountedTokens]]:
+    """`encode_rows` of rows whose texts are there."""
     encoded = iter(tokenizer.encode_with_places([one.text for texts in rendered for one in texts]))
     for row, texts in zip(rows, rendered, strict=True):
         made = [_masked(text.answers, *next(encoded), loss) for text in texts]

@@ -31,11 +31,21 @@ def compiled(source: str) -> Template:
         TemplateError: it is none.
     """
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+        finalize=_written,
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     return environment.from_string(source)
+
+
+def _written(value: Any) -> Any:
+    """What is written of a value; null would be the word None, which nobody said."""
+    if value is None:
+        raise TemplateError("it writes null as text, such as the content of a message without any")
+    return value
 
 
 def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:

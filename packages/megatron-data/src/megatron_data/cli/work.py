@@ -1,0 +1,60 @@
+"""Options of the commands that preprocess, and what those say of their work."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from .._command import Parser
+
+if TYPE_CHECKING:
+    from ..preprocessing.engine import Preprocessed
+
+ON_ERROR = ("fail", "skip", "quarantine")
+
+
+def add_work_options(
+    parser: Parser, one: str, longer: str, workers: str
+) -> "argparse._ArgumentGroup":
+    """`--workers`, `--on-error` and `--max-document-bytes`.
+
+    Args:
+        parser: of a command.
+        one: of what may fail, as a clause: "a document that cannot be read".
+        longer: what may have too many bytes: "a longer document".
+        workers: what is said of one process.
+    """
+    group = parser.add_argument_group("work")
+    group.add_argument("--workers", type=int, default=1, metavar="N", help=f"processes{workers}")
+    group.add_argument(
+        "--on-error",
+        choices=ON_ERROR,
+        default=ON_ERROR[0],
+        metavar="HOW",
+        help=f"what {one} does: fail ends the run, skip counts it, quarantine also writes its "
+        "place and the reason to PREFIX.quarantine.jsonl",
+    )
+    group.add_argument(
+        "--max-document-bytes",
+        type=int,
+        metavar="N",
+        help=f"{longer} is one that cannot be read",
+    )
+    return group
+
+
+def say_continued(made: "Preprocessed") -> None:
+    """Say how much an earlier run had done, if it had."""
+    if made.continued:
+        print(f"{made.continued:,} of {made.chunks:,} chunks were done by an earlier run")
+
+
+def say_skipped(made: "Preprocessed", arguments: argparse.Namespace) -> None:
+    """Say what was left out, if anything was."""
+    from ..preprocessing.assembly import quarantine_path
+    from ..sources.protocol import KINDS
+
+    if skipped := made.skipped.documents:
+        kinds = ", ".join(f"{count:,} {KINDS[kind]}" for kind, count in made.skipped.kinds.items())
+        told = f"the first: {made.first_skipped}"
+        if arguments.on_error == "quarantine":
+            told = f"see {quarantine_path(arguments.output_prefix)}"
+        print(f"{skipped:,} skipped ({kinds}); {told}")

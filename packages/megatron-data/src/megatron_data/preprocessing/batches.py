@@ -1,0 +1,48 @@
+"""Documents that are encoded together, and the one among them that cannot be."""
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from ..errors import DataError
+from ..sources.protocol import Chunk, Fault, Item, Row
+
+AT_ONCE = 1 << 20
+"""Characters, or bytes of the source, that are given to the tokenizer together, and the most of a
+document's where it knows how to cut: this bounds the memory."""
+
+Found = TypeVar("Found", Item, Row)
+Made = TypeVar("Made")
+
+
+def together(found: Iterator[Found | Fault]) -> Iterator[list[Found] | Fault]:
+    """Documents up to about `AT_ONCE` bytes; a fault ends what is together, to keep the order."""
+    items: list[Found] = []
+    size = 0
+    for item in found:
+        if isinstance(item, Fault):
+            if items:
+                yield items
+                items, size = [], 0
+            yield item
+            continue
+        items.append(item)
+        size += item.size
+        if size >= AT_ONCE:
+            yield items
+            items, size = [], 0
+    if items:
+        yield items
+
+
+def encode_or_name(
+    chunk: Chunk, items: list[Item], encode: Callable[[list[Item]], Made]
+) -> Iterator[tuple[list[Item], Made | Fault]]:
+    """Encode items together, or one by one if the tokenizer refuses some of them."""
+    try:
+        yield items, encode(items)
+    except DataError as error:
+        if len(items) == 1:
+            yield items, chunk.fault(items[0], "tokens", str(error))
+            return
+        for item in items:
+            yield from encode_or_name(chunk, [item], encode)

@@ -1,0 +1,169 @@
+"""From the conversations of a chunk to tokens, and to a mask of those that the loss counts."""
+
+import hashlib
+from collections import Counter
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import orjson
+
+from ..errors import DataError
+from ..indexed.format import DTYPES, choose_dtype
+from ..sources.conversations import KEYS, ConversationRow, row_of
+from ..sources.protocol import Chunk, Fault, HoldsRows, Row, UnreadableError
+from ..tokenizers.chat import ChatTemplate, Rendered
+from ..tokenizers.conversations import CountedTokens, LossOver, encode_rendered, render_row
+from ..tokenizers.huggingface import HuggingFaceTokenizer
+from .batches import together
+from .encoding import LARGEST_CHUNK, SMALLEST_CHUNK
+from .manifest import LOSS
+from .protocol import Encoded, EncodedChunk, Output
+
+OverLength: TypeAlias = Literal["truncate", "drop"]
+
+_LACKING = "a conversation of which a token counts in the loss"
+
+
+class ConversationEncoder:
+    """Tokens of conversations, and a mask of them; every row is a document of both.
+
+    Args:
+        tokenizer: of the text.
+        template: from messages to text.
+        loss: "assistant" counts what assistants say, the end of their turn included; "all" counts
+            every token but the first.
+        max_tokens: tokens that a conversation may have; None for no limit.
+        over_length: what becomes of a longer one.
+        longest: bytes that a row may have; None for no limit.
+
+    Raises:
+        DataError: `max_tokens` below 2, or a tokenizer without an end-of-document token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: HuggingFaceTokenizer,
+        template: ChatTemplate,
+        loss: LossOver = "assistant",
+        max_tokens: int | None = None,
+        over_length: OverLength = "truncate",
+        longest: int | None = None,
+    ) -> None:
+        if max_tokens is not None and max_tokens < 2:
+            raise DataError(
+                f"--max-tokens {max_tokens}: a token is learned behind another; give at least 2"
+            )
+        if tokenizer.eod_id is None:
+            raise DataError(
+                "conversations end with the end-of-document token; the tokenizer has none"
+            )
+        self.tokenizer = tokenizer
+        self.template = template
+        self.loss: LossOver = loss
+        self.max_tokens = max_tokens
+        self.over_length: OverLength = over_length
+        self.longest = longest
+        self.outputs = (
+            Output("_conversation", choose_dtype(tokenizer.vocab_size), _LACKING),
+            Output(f"_conversation{LOSS}", DTYPES[1], _LACKING, values=2),
+        )
+        self.chunk_bytes = SMALLEST_CHUNK, LARGEST_CHUNK
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """What decides which tokens a conversation becomes."""
+        return {
+            "tokenizer": self.tokenizer.fingerprint,
+            "end of document": self.tokenizer.eod_id,
+            "conversations": self._made_by,
+            "token type": str(self.outputs[0].dtype),
+            "max document bytes": self.longest,
+        }
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """Whole objects, the columns of them, and the limit."""
+        return {"objects": True, "json_keys": list(KEYS), "max_document_bytes": self.longest}
+
+    @property
+    def _made_by(self) -> dict[str, Any]:
+        given = orjson.dumps(
+            [self.template.source, self.template.variables],
+            default=repr,
+            option=orjson.OPT_SORT_KEYS,
+        )
+        return {
+            "template": f"sha256:{hashlib.sha256(given).hexdigest()}",
+            "loss": self.loss,
+            "max_tokens": self.max_tokens,
+            "over_length": self.over_length,
+        }
+
+    def options(self, output: int) -> dict[str, Any]:
+        """The template by its digest, and what becomes of conversations; the same for both."""
+        return {"conversations": self._made_by}
+
+    def others(self, chunk: Chunk) -> str:
+        """Nothing: conversations stand in the chunk itself."""
+        return ""
+
+    def __call__(self, chunk: Chunk) -> EncodedChunk:
+        """The conversations of a chunk, of which every row is a document."""
+        if not isinstance(chunk, HoldsRows):
+            raise TypeError(f"{type(chunk).__name__} holds no rows")
+        documents: list[list[CountedTokens]] = []
+        faults: list[Fault] = []
+        refused: list[int] = []
+        tallies: Counter[str] = Counter()
+        read = 0
+        for found in together(chunk.rows(self.longest)):
+            if isinstance(found, Fault):
+                faults.append(found)
+                continue
+            rows, rendered = [], []
+            for item in found:
+                try:
+                    row, texts = self._rendered(item)
+                except UnreadableError as error:
+                    faults.append(chunk.fault(item, error.kind, error.reason))
+                    refused.append(read)
+                else:
+                    rows.append(row)
+                    rendered.append(texts)
+                read += 1
+            for made in encode_rendered(rows, rendered, self.tokenizer, self.loss):
+                documents.append([kept for one in made if (kept := self._kept(one, tallies))])
+        return EncodedChunk(self._joined(documents), faults, refused, tallies)
+
+    def _rendered(self, item: Row) -> tuple[ConversationRow, list[Rendered]]:
+        row = row_of("", item.values)
+        try:
+            return row, render_row(row, self.template)
+        except DataError as error:
+            raise UnreadableError("template", str(error)) from None
+
+    def _kept(self, made: CountedTokens, tallies: Counter[str]) -> CountedTokens | None:
+        """What is written of a conversation; None if it is left out."""
+        too_long = self.max_tokens is not None and len(made.ids) > self.max_tokens
+        if too_long and self.over_length == "drop":
+            tallies["dropped"] += 1
+            return None
+        ids, counted = made.ids[: self.max_tokens], made.counted[: self.max_tokens]
+        answered = int(counted[1:].sum())
+        if not answered:
+            tallies["unanswered"] += 1
+            return None
+        tallies.update(conversations=1, answered=answered, truncated=int(too_long))
+        return CountedTokens(ids, counted)
+
+    def _joined(self, documents: list[list[CountedTokens]]) -> list[Encoded]:
+        kept = [one for document in documents for one in document]
+        lengths = np.array([len(one.ids) for one in kept], np.int32)
+        sequences = np.array([len(document) for document in documents], np.int32)
+        tokens, mask = (output.dtype for output in self.outputs)
+        ids = [np.empty(0, tokens), *(one.ids.astype(tokens) for one in kept)]
+        counted = [np.empty(0, mask), *(one.counted for one in kept)]
+        return [
+            Encoded(np.concatenate(ids), lengths, sequences),
+            Encoded(np.concatenate(counted), lengths, sequences),
+        ]

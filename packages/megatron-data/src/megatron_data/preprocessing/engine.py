@@ -1,0 +1,217 @@
+"""The work of all preprocessing: chunks over processes, parts, datasets with their manifests."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+from tqdm import tqdm
+
+from ..errors import DataError
+from ..sources.protocol import Source
+from .assembly import assemble, quarantine_path
+from .manifest import Counts, Skipped, describe, write_manifest
+from .parts import Done, PartWriter, Record, Task, WorkFolder, of_vocabulary
+from .pool import ordered_map
+from .protocol import ChunkEncoder
+
+OnError: TypeAlias = Literal["fail", "skip", "quarantine"]
+"""What becomes of a document that cannot be read or tokenized."""
+
+_CHUNKS = 1024
+
+
+@dataclass(frozen=True)
+class Preprocessed:
+    """One finished dataset.
+
+    Attributes:
+        prefix: path of the pair without `.bin` or `.idx`.
+        counts: what it holds.
+        bytes_read: size of the sources as they lie.
+        seconds: time from the first byte read to the last file named.
+        skipped: what was left out.
+        first_skipped: place and reason of the first of that; None if there is none.
+        chunks: into how many pieces of work the sources were cut.
+        continued: how many of them an earlier run that was ended had done.
+    """
+
+    prefix: str
+    counts: Counts
+    bytes_read: int
+    seconds: float
+    skipped: Skipped
+    first_skipped: str | None
+    chunks: int
+    continued: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """How the work is done; the arguments of `preprocess` of these names.
+
+    Raises:
+        DataError: no such way to treat errors.
+    """
+
+    workers: int = 1
+    on_error: OnError = "fail"
+    chunk_bytes: int | None = None
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        if self.on_error not in get_args(OnError):
+            raise DataError(
+                f"on_error={self.on_error!r}; give one of {', '.join(get_args(OnError))}"
+            )
+
+
+class Finished(NamedTuple):
+    """What came of a job.
+
+    Attributes:
+        datasets: in the order of the encoder's outputs.
+        tallies: what the encoder counted, by name; 0 for a name that never came up.
+    """
+
+    datasets: list[Preprocessed]
+    tallies: Mapping[str, int]
+
+
+def run_job(
+    sources: list[Source], prefix: str, encoder: ChunkEncoder, work: Work, title: str
+) -> Finished:
+    """Make the datasets of an encoder, or go on where a run that was ended stopped.
+
+    The files are the same byte for byte whatever the number of workers and however often the work
+    was ended. Older datasets of these names go when all new ones are whole.
+
+    Args:
+        sources: in the order of the datasets.
+        prefix: path and name; the outputs add what tells them apart.
+        encoder: from a chunk to its documents.
+        work: how to do it.
+        title: what the bar of the progress is called.
+
+    Raises:
+        DataError: a document that cannot be made, unless those are left out; none at all; another
+            process writes the same output.
+    """
+    if encoder.longest is not None and encoder.longest < 1:
+        raise DataError(f"--max-document-bytes {encoder.longest}; give at least 1")
+    started = perf_counter()
+    total = sum(source.size for source in sources)
+    least, most = encoder.chunk_bytes
+    size = work.chunk_bytes or min(max(total // _CHUNKS, least), most)
+    with ExitStack() as stack:
+        folder = stack.enter_context(WorkFolder(prefix, _job(encoder, size)))
+        bar = stack.enter_context(_Bar(total, title, work.progress))
+        chunks = _Chunks(folder, sources, size, encoder, work.on_error != "fail", bar)
+        writer = PartWriter(encoder, folder.path, work.on_error != "fail")
+        for done in ordered_map(writer, chunks.tasks(), work.workers):
+            chunks.note(done)
+        made = assemble(
+            folder,
+            chunks.count,
+            prefix,
+            encoder.outputs,
+            quarantine_path(prefix) if work.on_error == "quarantine" else None,
+            ", ".join(source.path for source in sources),
+        )
+        skipped = Skipped(made.faults.total(), dict(sorted(made.faults.items())))
+        for number, (name, written, counts, origins) in enumerate(made.datasets):
+            description = describe(
+                encoder, number, sources=sources, skipped=skipped, tallies=made.tallies
+            )
+            write_manifest(name, description, written=written, counts=counts, origins=origins)
+        folder.finish()
+    read = sum(source.record()["bytes"] for source in sources)
+    seconds = perf_counter() - started
+    first = None if made.first_fault is None else str(made.first_fault)
+    finished = [
+        Preprocessed(name, counts, read, seconds, skipped, first, chunks.count, chunks.continued)
+        for name, _, counts, _ in made.datasets
+    ]
+    return Finished(finished, made.tallies)
+
+
+def _job(encoder: ChunkEncoder, chunk_bytes: int) -> dict[str, object]:
+    """What decides what documents become, and where the sources are cut."""
+    return {"format": "megatron-data parts 1", **encoder.job, "chunk bytes": chunk_bytes}
+
+
+class _Chunks:
+    """The chunks of all sources: which are there already, and how far the others are."""
+
+    def __init__(
+        self,
+        folder: WorkFolder,
+        sources: list[Source],
+        chunk_bytes: int,
+        encoder: ChunkEncoder,
+        tolerant: bool,
+        bar: "_Bar",
+    ) -> None:
+        self._folder = folder
+        self._sources = sources
+        self._chunk_bytes = chunk_bytes
+        self._encoder = encoder
+        self._tolerant = tolerant
+        self._bar = bar
+        self.count = self.continued = 0
+
+    def tasks(self) -> Iterator[Task]:
+        """The chunks that are still to be done, read as they are asked for."""
+        for number, source in enumerate(self._sources):
+            for chunk in source.chunks(self._chunk_bytes, self._encoder.longest):
+                task = Task(self.count, number, source.path, chunk)
+                self.count += 1
+                record = self._folder.holds(task)
+                if record is None or record.others != self._encoder.others(chunk):
+                    yield task
+                else:
+                    self._take_over(record)
+
+    def _take_over(self, record: Record) -> None:
+        self.continued += 1
+        first = record.faults[0] if record.faults else None
+        self.note(Done(record.stored, of_vocabulary(record.tokens, self._encoder.outputs), first))
+
+    def note(self, done: Done) -> None:
+        """Take account of a finished chunk.
+
+        Raises:
+            DataError: it has a fault and faults end the run.
+        """
+        if done.fault is not None and not self._tolerant:
+            raise DataError(str(done.fault))
+        self._bar.advance(done.stored, done.tokens)
+
+
+class _Bar:
+    """Bytes read against bytes in all, and tokens per second."""
+
+    def __init__(self, total: int, title: str, shown: bool) -> None:
+        self._bar = tqdm(
+            total=total,
+            unit="B",
+            unit_scale=True,
+            desc=title,
+            disable=None if shown else True,  # None: no bar where stderr is not a terminal
+            leave=False,
+        )
+        self._tokens = 0
+        self._started = perf_counter()
+
+    def advance(self, size: int, tokens: int) -> None:
+        self._tokens += tokens
+        rate = self._tokens / max(perf_counter() - self._started, 1e-9)
+        self._bar.set_postfix_str(f"{tqdm.format_sizeof(rate)} tokens/s", refresh=False)
+        self._bar.update(size)
+
+    def __enter__(self) -> "_Bar":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()

@@ -1,0 +1,245 @@
+"""From the texts of a chunk and their images to the sequences of a multimodal dataset."""
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError
+from ..indexed.format import DTYPES
+from ..indexed.images import IMAGE_MODE, TEXT_MODE, image_kind, pack_image
+from ..sources.protocol import Chunk, Fault, Item, UnreadableError
+from ..sources.storage import is_url, open_file, stat
+from ..tokenizers.protocol import Tokenizer
+from .batches import encode_or_name, together
+from .protocol import Encoded, EncodedChunk, Output
+
+_CHUNK = 1 << 15
+_DTYPE = DTYPES[4]
+_Pair: TypeAlias = tuple[NDArray[np.int32], NDArray[np.int32]]
+
+
+class TextEnds(NamedTuple):
+    """How texts end: the token, and the length to which it fills them."""
+
+    eod_id: int | None
+    length: int | None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, append_eod: bool, pad_length: int | None) -> "TextEnds":
+        """The choices of a user.
+
+        Raises:
+            DataError: no such token, or one that is not to be appended, or no length.
+        """
+        if append_eod and tokenizer.eod_id is None:
+            raise DataError("--append-eod: this tokenizer has no end-of-document token")
+        if pad_length is not None and not append_eod:
+            raise DataError(
+                f"--pad-length {pad_length} fills texts up with the end-of-document token; give "
+                "--append-eod, too"
+            )
+        if pad_length is not None and pad_length < 1:
+            raise DataError(f"--pad-length {pad_length}; a text has 1 token or more")
+        return cls(tokenizer.eod_id if append_eod else None, pad_length)
+
+    def apply(self, ids: Sequence[int]) -> NDArray[np.int32]:
+        """The tokens of a text with what ends them."""
+        tokens = np.asarray(ids, _DTYPE)
+        if self.eod_id is None:
+            return tokens
+        if self.length is None:
+            return np.append(tokens, np.int32(self.eod_id))
+        filled = np.full(self.length, self.eod_id, _DTYPE)
+        filled[: len(tokens)] = tokens[: self.length]
+        return filled
+
+
+class Images(NamedTuple):
+    """Where the image of a text is.
+
+    Attributes:
+        folder: below which the paths are that lines name; None for the folder of the file that
+            names them.
+        of_texts: the image of every text file, where those are given; None where lines name them.
+    """
+
+    folder: str | None
+    of_texts: Mapping[str, str] | None = None
+
+    def of(self, chunk: Chunk, item: Item) -> str:
+        """The path or URL of an image.
+
+        Raises:
+            UnreadableError: a line names none, or several.
+        """
+        read_from = chunk.fault(item, "", "").path
+        if self.of_texts is not None:
+            return self.of_texts[read_from]
+        names = item.texts[1]
+        if len(names) != 1:
+            raise UnreadableError("type", f"{len(names)} paths of images, not 1")
+        if is_url(names[0]) or Path(names[0]).is_absolute():
+            return names[0]
+        folder = _folder_of(read_from) if self.folder is None else self.folder
+        if is_url(folder):
+            return f"{folder.rstrip('/')}/{names[0]}"
+        return os.fspath(Path(folder) / names[0])
+
+
+class ImagePairEncoder:
+    """Texts beside the images that go with them; every document is two sequences.
+
+    Args:
+        tokenizer: of the texts.
+        ends: how they end.
+        images: where the images are.
+        keys: of the text, and of the path of the image unless text files are read.
+        longest: bytes that a line, a row or a text file may have; None for no limit.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        ends: TextEnds,
+        images: Images,
+        keys: tuple[str, ...],
+        longest: int | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.longest = longest
+        self._ends = ends
+        self._images = images
+        self._keys = keys
+        self.outputs = (Output("_image_text", _DTYPE, "a text and an image", multimodal=True),)
+        self.chunk_bytes = _CHUNK, _CHUNK  # of text; the images of a hundred lines are many bytes
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """What decides what a pair becomes."""
+        return {
+            "tokenizer": self.tokenizer.fingerprint,
+            "json keys": list(self._keys),
+            "end of document": self._ends.eod_id,
+            "pad length": self._ends.length,
+            "images": self._images.folder,
+            "max document bytes": self.longest,
+        }
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """The keys and the limit."""
+        return {"json_keys": list(self._keys), "max_document_bytes": self.longest}
+
+    def options(self, output: int) -> dict[str, Any]:
+        """Where the images are, and how texts end."""
+        return {
+            "images": {"folder": self._images.folder, "pad_length": self._ends.length},
+            "append_eod": self._ends.eod_id is not None,
+        }
+
+    def others(self, chunk: Chunk) -> str:
+        """A digest of where the images are, and of their sizes and times or tags."""
+        digest = hashlib.sha256()
+        for item in chunk.items(self._keys, self.longest):
+            if isinstance(item, Fault):
+                continue
+            try:
+                path = self._images.of(chunk, item)
+                found = f"{path}\0{' '.join(map(str, stat(path)))}"
+            except (UnreadableError, DataError):
+                found = "none"
+            digest.update(f"{found}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
+    def __call__(self, chunk: Chunk) -> EncodedChunk:
+        """The pairs of a chunk."""
+        others = self.others(chunk)  # before they are read: a change in between is seen later
+        pairs: list[_Pair] = []
+        faults: list[Fault] = []
+        refused: list[int] = []
+        tallies: Counter[str] = Counter()
+        read = 0
+        for found in self._texts(chunk):
+            if isinstance(found, Fault):
+                faults.append(found)
+                continue
+            item, ids = found
+            made = ids if isinstance(ids, Fault) else self._pair(chunk, item, ids, tallies)
+            if isinstance(made, Fault):
+                faults.append(made)
+                refused.append(read)
+            else:
+                pairs.append(made)
+            read += 1
+        sequences = np.full(len(pairs), 2, np.int32)
+        arrays = [array for pair in pairs for array in pair]
+        encoded = Encoded(
+            np.concatenate([np.empty(0, _DTYPE), *arrays]),
+            np.array([len(array) for array in arrays], np.int32),
+            sequences,
+            np.tile(np.array([TEXT_MODE, IMAGE_MODE], np.int8), len(pairs)),
+        )
+        return EncodedChunk([encoded], faults, refused, tallies, others)
+
+    def _texts(self, chunk: Chunk) -> Iterator[Fault | tuple[Item, Sequence[int] | Fault]]:
+        """Every item with its tokens, or why it has none; a fault alone where there is no item."""
+        for found in together(chunk.items(self._keys, self.longest)):
+            if isinstance(found, Fault):
+                yield found
+                continue
+            for items, encoded in encode_or_name(chunk, found, self._encode):
+                if isinstance(encoded, Fault):
+                    yield items[0], encoded
+                else:
+                    yield from zip(items, encoded, strict=True)
+
+    def _encode(self, items: list[Item]) -> list[list[int]]:
+        texts = [item.texts[0] for item in items]
+        encoded = iter(self.tokenizer.encode_batch(list(chain.from_iterable(texts))))
+        return [list(chain.from_iterable(islice(encoded, len(text)))) for text in texts]
+
+    def _pair(
+        self, chunk: Chunk, item: Item, ids: Sequence[int], tallies: Counter[str]
+    ) -> _Pair | Fault:
+        try:
+            image = _read_image(self._images.of(chunk, item))
+        except UnreadableError as error:
+            return chunk.fault(item, error.kind, error.reason)
+        text = self._ends.apply(ids)
+        length = self._ends.length
+        tallies.update(
+            text_tokens=len(text),
+            image_bytes=len(image),
+            truncated=length is not None and len(ids) > length,
+        )
+        return text, pack_image(image)
+
+
+def _folder_of(path: str) -> str:
+    return path.rpartition("/")[0] if is_url(path) else os.fspath(Path(path).parent)
+
+
+def _read_image(path: str) -> bytes:
+    """The bytes of an image file.
+
+    Raises:
+        UnreadableError: there is none, or it is no image.
+    """
+    try:
+        with open_file(path) as file:
+            data = file.read()
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise UnreadableError("image", f"there is no image {path}") from None
+    if image_kind(data) is None:
+        begin = f"begins with {data[:8].hex(' ')}" if data else "is empty"
+        raise UnreadableError(
+            "image", f"{path} {begin}, which no JPEG, PNG, GIF, WebP, BMP or TIFF does"
+        )
+    return data

@@ -1,0 +1,352 @@
+"""Datasets of conversations: forms of rows, workers, restarts, what is left out, and the mask."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron_data import (
+    ChatTemplate,
+    DataError,
+    HuggingFaceTokenizer,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    build_sft_datasets,
+    merge,
+    split,
+    tokenize_conversations,
+    trace,
+    verify,
+)
+from megatron_data.cli import main
+
+pytest.importorskip("jinja2")
+
+SOURCE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+    "{% if m.content is not none %}{{ m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}<{{ call.function.name }}>{% endfor %}|"
+    "{% endgeneration %}{% else %}{{ m.role }}: {{ m.content }}|{% endif %}{% endfor %}"
+)
+TEMPLATE = ChatTemplate(SOURCE)
+CALL = [{"function": {"name": "look", "arguments": "{}"}}]
+LOOKING: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": CALL}
+
+
+def talk(number: int, conversations: int = 1) -> dict[str, Any]:
+    messages = []
+    for part in range(conversations):
+        if conversations > 1:
+            messages.append({"role": "system", "content": f"Be number {part}."})
+        messages.append({"role": "user", "content": f"What is {number} and {number * 7919 % 97}?"})
+        messages.append({"role": "assistant", "content": "It is " + "a whale. " * (number % 9)})
+    return {"messages": messages}
+
+
+ROWS = [talk(number, 1 + number % 3) for number in range(300)]
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    return write(tmp_path / "talks.jsonl", ROWS)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def one_by_one(
+    rows: list[Any], prefix: Path, tokenizer: HuggingFaceTokenizer, most: int
+) -> dict[str, bytes]:
+    """The files as a loop over rows writes them that knows nothing of chunks."""
+    with (
+        IndexedDatasetBuilder(prefix, "uint16") as tokens,
+        IndexedDatasetBuilder(f"{prefix}_loss", "uint8") as masks,
+    ):
+        for row in rows:
+            starts = [n for n, m in enumerate(row["messages"]) if m["role"] == "system"] or [0]
+            for first, last in zip(starts, [*starts[1:], None], strict=True):
+                text, answers = TEMPLATE.render(row["messages"][first:last])
+                ((ids, places),) = tokenizer.encode_with_places([text])
+                mask = [any(b < e2 and e > b2 for b2, e2 in answers) for b, e in places]
+                ids, mask = [*ids, tokenizer.eod_id][:most], [*mask, True][:most]
+                if any(mask[1:]):
+                    tokens.add_item(ids)
+                    masks.add_item(np.array(mask, np.uint8))
+            tokens.end_document()
+            masks.end_document()
+        tokens.finalize()
+        masks.finalize()
+    return {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
+
+
+def test_files_are_those_of_a_plain_loop_whatever_the_workers(
+    talks: Path, tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "loop").mkdir()
+    wanted = one_by_one(ROWS, tmp_path / "loop" / "o_conversation", tokenizer, 60)
+    manifests = set()
+    for workers, chunk_bytes in ((1, 4000), (3, 4000), (1, None)):
+        folder = tmp_path / f"made{workers}{chunk_bytes}"
+        report = tokenize_conversations(
+            [talks], folder / "o", tokenizer, TEMPLATE, max_tokens=60, workers=workers,
+            chunk_bytes=chunk_bytes,
+        )  # fmt: skip
+        assert 0 < report.truncated < report.conversations
+        assert (report.made.chunks > 20) == (chunk_bytes is not None)
+        made = files_in(folder)
+        assert {name: data for name, data in made.items() if ".meta" not in name} == wanted
+        manifests.add(made["o_conversation_loss.meta.json"])
+        for name in ("o_conversation", "o_conversation_loss"):
+            assert verify(folder / name).manifest
+    assert len(manifests) == 2, "chunks stand in the manifest, the number of workers does not"
+
+
+JOB = """
+import sys, time
+from pathlib import Path
+import megatron_data
+from megatron_data import ChatTemplate, load_tokenizer, tokenize_conversations
+
+class HuggingFaceTokenizer(megatron_data.HuggingFaceTokenizer):
+    def encode_with_places(self, texts):
+        time.sleep(0.01)
+        return super().encode_with_places(texts)
+
+    def __reduce__(self):
+        return type(self), (self.definition, {})
+
+if __name__ == "__main__":
+    talks, output, workers, tokenizer, template = sys.argv[1:]
+    tokenizer = HuggingFaceTokenizer(Path(tokenizer).read_bytes())
+    print("ready", flush=True)
+    report = tokenize_conversations(
+        [talks], output, tokenizer, ChatTemplate(template), chunk_bytes=1000, workers=int(workers)
+    )
+    print("done", report.made.continued, flush=True)
+"""
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 13))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_runs_killed_at_random_moments_end_in_the_same_bytes(
+    seed: int, talks: Path, tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    tokenize_conversations([talks], tmp_path / "calm" / "o", tokenizer, TEMPLATE, chunk_bytes=1000)
+    wanted = files_in(tmp_path / "calm")
+    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.definition)
+    out = tmp_path / "out" / "o"
+    out.parent.mkdir()
+    choose = random.Random(seed)
+
+    def start() -> "subprocess.Popen[str]":
+        arguments = [str(talks), str(out), str(choose.choice((1, 2)))]
+        process = subprocess.Popen(
+            [sys.executable, str(tmp_path / "job.py"), *arguments,
+             str(tmp_path / "tokenizer.json"), SOURCE],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        return process
+
+    for _ in range(1 if seed == 0 else 2):
+        process = start()
+        time.sleep(choose.uniform(0.1, 1.0))
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+        for path in out.parent.glob("o_*"):
+            assert path.read_bytes() == wanted[path.name], "whole, or not there"
+    kept = len(list((out.parent / ".o.parts").glob("*.part")))
+    process = start()
+    shown, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    assert int(shown.split()[1]) == kept
+    assert files_in(out.parent) == wanted, "the same bytes, and no litter"
+
+
+def test_a_row_may_be_of_any_form(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+    """Messages, turns with `from`, Alpaca; the published prompts of Alpaca word for word."""
+    said = {"instruction": "Add.", "input": "", "output": "3"}
+    rows = [
+        {"messages": [{"role": "user", "content": "Hi"}, LOOKING, {"role": "tool", "content": "!"},
+                      {"role": "assistant", "content": "A"}]},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
+        said,
+        {**said, "input": "1 {2}"},
+    ]  # fmt: skip
+    texts = [
+        "user: Hi|<look>|tool: !|A|",
+        "user: Hi|Ho|",
+        "user: Below is an instruction that describes a task. Write a response that appropriately "
+        "completes the request.\n\n### Instruction:\nAdd.\n\n### Response:|3|",
+        "user: Below is an instruction that describes a task, paired with an input that provides "
+        "further context. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nAdd.\n\n### Input:\n1 {2}\n\n### Response:|3|",
+    ]
+    write(tmp_path / "a.jsonl", rows)
+    tokenize_conversations([tmp_path / "a.jsonl"], tmp_path / "o", tokenizer, TEMPLATE)
+    end = tokenizer.decode([tokenizer.eod_id or 0])
+    with IndexedDataset(tmp_path / "o_conversation") as made:
+        assert [tokenizer.decode(made.get(n).tolist()) for n in range(4)] == [
+            text + end for text in texts
+        ]
+
+
+def test_parquet_gives_the_files_of_json_lines(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    """A table has every field in every struct: those that are null are not in the message."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [*ROWS[:20], {"messages": [ROWS[0]["messages"][0], LOOKING]}]
+    table = pyarrow.Table.from_pylist([{**row, "id": 7, "conversations": None} for row in rows])
+    assert "tool_calls" in table.to_pylist()[0]["messages"][0]
+    (tmp_path / "in").mkdir()
+    parquet.write_table(table, tmp_path / "in" / "a.parquet")
+    write(tmp_path / "a.jsonl", rows)
+    template = ChatTemplate(SOURCE.replace("m.tool_calls or []", "m.tool_calls"))
+    for name, source in (("p", tmp_path / "in"), ("j", tmp_path / "a.jsonl")):
+        tokenize_conversations([source], tmp_path / name, tokenizer, template, chunk_bytes=500)
+        verify(tmp_path / f"{name}_conversation")
+    for suffix in (".bin", ".idx", "_loss.bin", "_loss.idx"):
+        made = [(tmp_path / f"{name}_conversation{suffix}").read_bytes() for name in "pj"]
+        assert made[0] == made[1]
+    found = trace(tmp_path / "p_conversation", document=20)
+    assert (Path(found.path).name, found.number, found.unknown) == ("a.parquet", 21, None)
+    parquet.write_table(table.select(["id"]), tmp_path / "in" / "a.parquet")
+    with pytest.raises(DataError, match=r"row 1: no column 'messages', 'conversations', .*'id'"):
+        tokenize_conversations([tmp_path / "in"], tmp_path / "f", tokenizer, template)
+
+
+WRONG: list[tuple[Any, str, str]] = [
+    ({"text": "Hi"}, "message", "no conversation; a line must be like"),
+    ({"messages": [{"role": "user"}]}, "message", r"message 1 \(user\) has no content, which only"),
+    ({"messages": [talk(1)["messages"][0], {**LOOKING, "tool_calls": []}]}, "message",
+     r"message 2 \(assistant\) has no content"),
+    ({"conversations": [{"from": "human", "value": None}]}, "message", "message 1 .* no content"),
+    ({"conversations": [{"from": ["x"], "value": "y"}]}, "message", "message 1 is not like"),
+    ({**talk(1), "tools": "{"}, "message", "its tools are not JSON"),
+    ({"messages": [{"role": "user", "content": "no!"}]}, "template", "refuses the messages: no!"),
+    (5, "json", "a number, not an object; every line must be an object"),
+]  # fmt: skip
+
+
+def test_a_wrong_line_is_named_skipped_or_written_down(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusing = ChatTemplate(
+        "{% if messages[0].content == 'no!' %}{{ raise_exception('no!') }}{% endif %}" + SOURCE
+    )
+    for row, _, message in WRONG:
+        path = write(tmp_path / "a.jsonl", [talk(1), row, talk(2)])
+        with pytest.raises(DataError, match=rf"a\.jsonl:2: .*{message}"):
+            tokenize_conversations([path], tmp_path / "o", tokenizer, refusing)
+    assert not list(tmp_path.glob("o*"))
+    mixed = [row for wrong, _, _ in WRONG for row in (wrong, talk(len(str(wrong))))]
+    path = write(tmp_path / "a.jsonl", mixed)
+    for chunk_bytes in (None, 300):
+        report = tokenize_conversations(
+            [path], tmp_path / "q", tokenizer, refusing, on_error="quarantine",
+            chunk_bytes=chunk_bytes,
+        )  # fmt: skip
+        assert (report.rows, report.made.skipped.documents) == (len(WRONG), len(WRONG))
+        assert "no conversation" in (report.made.first_skipped or "")
+        told = [json.loads(line) for line in (tmp_path / "q.quarantine.jsonl").open()]
+        assert [row["kind"] for row in told] == [kind for _, kind, _ in WRONG]
+        assert [row["number"] for row in told] == list(range(1, 2 * len(WRONG), 2))
+        for document in range(len(WRONG)):
+            found = trace(tmp_path / "q_conversation_loss", document=document)
+            assert (found.number, found.unknown) == (2 * document + 2, None)
+    tokenizer.save(tmp_path / "t")
+    (tmp_path / "t" / "chat_template.jinja").write_text(refusing.source)
+    command = ["tokenize-conversations", "--input", str(path), "--on-error", "skip"]
+    command += ["--tokenizer-model", str(tmp_path / "t"), "--output-prefix", str(tmp_path / "s")]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "8 skipped (1 not a JSON object, 6 without a conversation, 1 refused by the" in shown
+    assert "; the first: " in shown
+
+
+def test_null_is_never_written_as_a_word(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"messages": [talk(1)["messages"][0], LOOKING]}])
+    with pytest.raises(DataError, match=r"a\.jsonl:1: .* writes null as text"):
+        tokenize_conversations(
+            [path], tmp_path / "o", tokenizer, ChatTemplate("{{ messages[1].content }}")
+        )
+
+
+def test_a_token_is_traced_to_its_line(
+    talks: Path, tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    prefix = str(tmp_path / "o_conversation")
+    tokenize_conversations([talks], tmp_path / "o", tokenizer, TEMPLATE, chunk_bytes=3000)
+    split(prefix, [tmp_path / "a", tmp_path / "b"], shares=(1, 1))
+    split(f"{prefix}_loss", [tmp_path / "a_loss", tmp_path / "b_loss"], shares=(1, 1))
+    merge([tmp_path / "b", tmp_path / "a"], tmp_path / "m")
+    merge([tmp_path / "b_loss", tmp_path / "a_loss"], tmp_path / "m_loss")
+    with IndexedDataset(prefix) as made, IndexedDataset(tmp_path / "m") as turned:
+        place = int(made.sequence_lengths[: made.document_indices[200]].sum())
+        found = trace(prefix, place + 3)
+        assert (found.path, found.number, found.document) == (str(talks), 201, 200)
+        assert talks.read_bytes()[found.offset :].startswith(json.dumps(ROWS[200]).encode())
+        place = int(turned.sequence_lengths[: turned.document_indices[50]].sum())
+    assert trace(tmp_path / "m", place).number == trace(tmp_path / "m_loss", place).number == 201
+    for name in ("a", "a_loss", "m", "m_loss"):
+        assert verify(tmp_path / name).manifest
+    assert build_sft_datasets(str(tmp_path / "m"), "1,0,0", sequence_length=64).train
+
+
+def test_a_mask_of_another_run_is_noticed(
+    talks: Path, tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    """It has the same lengths, so only the manifests tell."""
+    for name, loss in (("a", "assistant"), ("b", "all")):
+        tokenize_conversations([talks], tmp_path / name, tokenizer, TEMPLATE, loss=loss)
+        build_sft_datasets(str(tmp_path / f"{name}_conversation"), "1,0,0", sequence_length=64)
+    for suffix in (".bin", ".idx", ".meta.json"):
+        other = tmp_path / f"b_conversation_loss{suffix}"
+        other.rename(tmp_path / f"a_conversation_loss{suffix}")
+    message = r"a_conversation_loss is not the mask of .*a_conversation: another run made it"
+    for name in ("a_conversation", "a_conversation_loss"):
+        with pytest.raises(DataError, match=message):
+            verify(tmp_path / name)
+    with pytest.raises(DataError, match=message):
+        build_sft_datasets(str(tmp_path / "a_conversation"), "1,0,0", sequence_length=64)
+
+
+def test_what_a_mask_may_hold_is_verified_and_shown(
+    talks: Path,
+    tokenizer: HuggingFaceTokenizer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tokenize_conversations([talks], tmp_path / "o", tokenizer, TEMPLATE)
+    tokenizer.save(tmp_path / "t")
+    command = ["inspect", str(tmp_path / "o_conversation_loss"), "--tokens", "3"]
+    assert main([*command, "--tokenizer-model", str(tmp_path / "t")]) == 0
+    told = capsys.readouterr().out
+    assert "vocabulary: 2 of 2 (100.0%) tokens occur" in told and "\n0 0 0\n" in told
+    path = tmp_path / "o_conversation_loss.meta.json"
+    manifest = json.loads(path.read_text())
+    assert manifest["values"] == 2 and manifest["tokenizer"]["vocab_size"] > 2
+    path.write_text(json.dumps({**manifest, "values": 1}))
+    with pytest.raises(DataError, match=r"loss\.bin holds token 1, values are below 1"):
+        verify(tmp_path / "o_conversation_loss")
+
+
+def test_text_files_hold_no_conversations(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Hi")
+    with pytest.raises(DataError, match=r"a\.txt: a text file holds no objects; give JSON lines"):
+        tokenize_conversations([tmp_path / "a.txt"], tmp_path / "o", tokenizer, TEMPLATE)

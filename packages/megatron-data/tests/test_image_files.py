@@ -1,0 +1,238 @@
+"""Datasets of texts and images: workers, restarts, what is left out, and folders of pairs."""
+
+import hashlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from megatron_data import (
+    ByteTokenizer,
+    DataError,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    NullTokenizer,
+    merge,
+    pack_image,
+    split,
+    tokenize_image_pairs,
+    trace,
+    unpack_image,
+    verify,
+)
+from megatron_data.cli import main
+
+PAIRS = 120
+
+
+def image(number: int) -> bytes:
+    return b"GIF89a" + bytes((number * step) % 256 for step in range(number % 50))
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """Lines that name images beside them."""
+    folder = tmp_path / "in"
+    (folder / "i").mkdir(parents=True)
+    rows = []
+    for number in range(PAIRS):
+        (folder / "i" / f"{number:03}.gif").write_bytes(image(number))
+        rows.append({"text": f"{number} " * (number % 4), "image": f"i/{number:03}.gif"})
+    path = folder / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def one_by_one(prefix: Path) -> dict[str, bytes]:
+    """The files as a loop over pairs writes them that knows nothing of chunks."""
+    with IndexedDatasetBuilder(prefix, "int32", multimodal=True) as builder:
+        for number in range(PAIRS):
+            builder.add_item([number] * (number % 4) + [1000], 0)
+            builder.add_item(pack_image(image(number)), 1)
+            builder.end_document()
+        builder.finalize()
+    return files_in(prefix.parent)
+
+
+def test_files_are_those_of_a_plain_loop_whatever_the_workers(lines: Path, tmp_path: Path) -> None:
+    wanted = one_by_one(tmp_path / "loop" / "o_image_text")
+    manifests = set()
+    for workers, chunk_bytes in ((1, 500), (3, 500), (1, None)):
+        folder = tmp_path / f"made{workers}{chunk_bytes}"
+        report = tokenize_image_pairs(
+            [lines], folder / "o", NullTokenizer(1000), append_eod=True, workers=workers,
+            chunk_bytes=chunk_bytes,
+        )  # fmt: skip
+        assert (report.pairs, report.tokens) == (PAIRS, 300)
+        assert report.image_bytes == sum(len(image(number)) for number in range(PAIRS))
+        assert (report.made.chunks > 3) == (chunk_bytes is not None)
+        made = files_in(folder)
+        manifests.add(made.pop("o_image_text.meta.json"))
+        assert made == wanted
+        assert verify(report.prefix).manifest
+    assert len(manifests) == 2, "chunks stand in the manifest, the number of workers does not"
+
+
+JOB = """
+import sys, time
+import megatron_data
+from megatron_data import tokenize_image_pairs
+
+class NullTokenizer(megatron_data.NullTokenizer):
+    def encode_batch(self, texts):
+        time.sleep(0.01)
+        return super().encode_batch(texts)
+
+if __name__ == "__main__":
+    print("ready", flush=True)
+    report = tokenize_image_pairs(
+        [sys.argv[1]], sys.argv[2], NullTokenizer(1000), append_eod=True, chunk_bytes=100,
+        workers=int(sys.argv[3]),
+    )
+    print("done", report.made.continued, flush=True)
+"""
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 13))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_runs_killed_at_random_moments_end_in_the_same_bytes(
+    seed: int, lines: Path, tmp_path: Path
+) -> None:
+    calm = tmp_path / "calm" / "o"
+    tokenize_image_pairs([lines], calm, NullTokenizer(1000), append_eod=True, chunk_bytes=100)
+    wanted = files_in(calm.parent)
+    (tmp_path / "job.py").write_text(JOB)
+    out = tmp_path / "out" / "o"
+    out.parent.mkdir()
+    choose = random.Random(seed)
+
+    def start() -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, str(tmp_path / "job.py"), str(lines), str(out),
+             str(choose.choice((1, 2)))],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        return process
+
+    for _ in range(1 if seed == 0 else 2):
+        process = start()
+        time.sleep(choose.uniform(0.1, 0.8))
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+        for path in out.parent.glob("o_*"):
+            assert path.read_bytes() == wanted[path.name], "whole, or not there"
+    kept = len(list((out.parent / ".o.parts").glob("*.part")))
+    process = start()
+    shown, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    assert int(shown.split()[1]) == kept
+    assert files_in(out.parent) == wanted, "the same bytes, and no litter"
+
+
+def test_an_image_that_was_changed_since_is_read_again(lines: Path, tmp_path: Path) -> None:
+    """Its line is as it was, so only the image's own size and time tell."""
+    last = lines.parent / "i" / f"{PAIRS - 1:03}.gif"
+    last.unlink()
+    arguments = ([lines], tmp_path / "o", NullTokenizer(1000))
+    with pytest.raises(DataError, match=r"a\.jsonl:120: there is no image"):
+        tokenize_image_pairs(*arguments, chunk_bytes=500)
+    last.write_bytes(image(PAIRS - 1))
+    (lines.parent / "i" / "000.gif").write_bytes(b"GIF89a" + b"new")
+    report = tokenize_image_pairs(*arguments, chunk_bytes=500)
+    assert report.made.continued == report.made.chunks - 2
+    with IndexedDataset(report.prefix) as made:
+        assert unpack_image(made[1]) == b"GIF89anew"
+
+
+def test_what_is_left_out_is_written_down_and_the_rest_traced(lines: Path, tmp_path: Path) -> None:
+    for number in (3, 40):
+        (lines.parent / "i" / f"{number:03}.gif").write_text("<html>404</html>")
+    rows = lines.read_text().splitlines(keepends=True)
+    rows[10], rows[50] = '{"text": 1}\n', rows[50].replace("50 ", "word ")
+    lines.write_text("".join(rows))
+    report = tokenize_image_pairs(
+        [lines], tmp_path / "o", NullTokenizer(1000), on_error="quarantine", workers=1,
+        chunk_bytes=500,
+    )  # fmt: skip
+    told = [json.loads(line) for line in (tmp_path / "o.quarantine.jsonl").open()]
+    kinds = [("image", 4), ("type", 11), ("image", 41), ("tokens", 51)]
+    assert [(row["kind"], row["number"]) for row in told] == kinds
+    assert report.made.skipped.kinds == {"image": 2, "tokens": 1, "type": 1}
+    kept = [number for number in range(1, PAIRS + 1) if number not in {4, 11, 41, 51}]
+    assert report.pairs == len(kept)
+    for document in (0, 3, 8, 40, 60, len(kept) - 1):
+        found = trace(report.prefix, document=document)
+        assert (found.path, found.number) == (str(lines), kept[document])
+    with IndexedDataset(report.prefix) as made:
+        place = int(made.sequence_lengths[: 2 * 60 + 1].sum())  # where its image begins
+    assert trace(report.prefix, place).number == kept[60]
+    split(report.prefix, [tmp_path / "a", tmp_path / "b"], shares=(1, 2))
+    merge([tmp_path / "b", tmp_path / "a"], tmp_path / "m")
+    assert verify(tmp_path / "m").manifest
+    assert trace(tmp_path / "m", document=0).number == kept[round(len(kept) / 3)]
+
+
+def test_tokens_of_texts_and_beginnings_of_images_are_verified(lines: Path, tmp_path: Path) -> None:
+    """Bytes of images are larger than any vocabulary; they are not compared with it."""
+    report = tokenize_image_pairs([lines], tmp_path / "o", NullTokenizer(1000))
+    path = Path(f"{report.prefix}.meta.json")
+    manifest = json.loads(path.read_text())
+    manifest["tokenizer"]["vocab_size"] = 119
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match="holds token 119, the vocabulary has 119"):
+        verify(report.prefix)
+    manifest["tokenizer"]["vocab_size"] = 120
+    bin_path = Path(f"{report.prefix}.bin")
+    with IndexedDataset(report.prefix) as made:
+        data = bytearray(bin_path.read_bytes())
+        data[made.sequence_pointers[5]] = 7
+    digest = hashlib.sha256(data).hexdigest()
+    manifest["files"]["bin"] |= {"sha256": digest, "blocks": [digest]}
+    for content, message in ((bin_path.read_bytes(), None), (data, "sequence 5 holds no image")):
+        bin_path.write_bytes(content)
+        path.write_text(json.dumps(manifest))
+        with pytest.raises(DataError, match=message or "same size, other content"):
+            verify(report.prefix)
+
+
+def test_text_files_go_with_the_images_of_their_names(tmp_path: Path) -> None:
+    texts, images = tmp_path / "texts", tmp_path / "images"
+    for name in ("b", "a", "deep/c.d"):
+        for folder, suffix, data in ((texts, ".txt", name.encode()), (images, ".gif", image(9))):
+            (folder / f"{name}{suffix}").parent.mkdir(parents=True, exist_ok=True)
+            (folder / f"{name}{suffix}").write_bytes(data)
+    command = ["tokenize-images", "--input", str(texts), "--input-image", str(images)]
+    command += ["--tokenizer-type", "ByteTokenizer", "--output-prefix", str(tmp_path / "o")]
+    assert main(command) == 0
+    with IndexedDataset(tmp_path / "o_image_text") as made:
+        assert [bytes(made[n].tolist()).decode() for n in (0, 2, 4)] == ["a", "b", "deep/c.d"]
+        assert unpack_image(made[5]) == image(9)
+    assert trace(tmp_path / "o_image_text", document=2).path == str(texts / "deep" / "c.d.txt")
+    (texts / "b.txt").rename(texts / "x.txt")
+    (images / "a.png").write_bytes(image(1))
+    arguments = ([texts], tmp_path / "f", ByteTokenizer())
+    with pytest.raises(DataError, match=r"a\.gif and .*a\.png have one name"):
+        tokenize_image_pairs(*arguments, image_folder=images)
+    (images / "a.png").unlink()
+    message = (
+        r"1 texts without an image of their name in \S*images \(\S*x\.txt\) and 1 images without a "
+        r"text \(\S*b\.gif\)"
+    )
+    with pytest.raises(DataError, match=message):
+        tokenize_image_pairs(*arguments, image_folder=images)
+    with pytest.raises(DataError, match="text files name no images; give --input-image"):
+        tokenize_image_pairs(*arguments)
+    lines = tmp_path / "a.jsonl"
+    lines.write_text('{"text": "a", "image": "a.gif"}')
+    with pytest.raises(DataError, match="texts holds texts and other inputs hold lines or rows"):
+        tokenize_image_pairs([lines, texts], tmp_path / "f", ByteTokenizer(), image_folder=images)
+    assert not list(tmp_path.glob("f*"))
