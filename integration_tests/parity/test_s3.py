@@ -51,6 +51,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     system = s3fs.S3FileSystem()
     system.mkdir("bucket")
     yield system
+    system.rm("bucket", recursive=True)  # moto's buckets are its process's, not its server's
     server.stop()
     s3fs.S3FileSystem.clear_instance_cache()
 

@@ -38,6 +38,11 @@ class Distant(MemoryFileSystem):
     protocol = "distant"
     cachable = False
 
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        name: str = super()._strip_protocol(path.replace("distant://", "memory://"))
+        return name
+
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
     ) -> bytes:
@@ -69,8 +74,8 @@ def write(folder: Path, sequences: int) -> None:
         fsspec.filesystem("memory").pipe_file(f"/bench/d{suffix}", content)
 
 
-def microseconds(dataset: IndexedDataset, numbers: list[int]) -> float:
-    """The median time of reading one sequence."""
+def microseconds(dataset: IndexedDataset, numbers: list[int]) -> tuple[float, float]:
+    """The median and the mean time of reading one sequence."""
     times = []
     for number in numbers:
         started = time.perf_counter()

@@ -1,6 +1,8 @@
 """Blocks that processes share: within the limit, and the folder is seldom listed."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,8 +74,29 @@ def test_two_processes_count_together(tmp_path: Path, listings: list[int]) -> No
     for number in range(0, 200, 2):  # the same block from both counts once
         add(one, number, number + 1)
         add(other, number, number + 1)
-    assert kept(tmp_path) == counted(tmp_path)
+        assert kept(tmp_path) == counted(tmp_path)
     assert len(listings) < 150
+
+
+def test_no_block_of_processes_that_add_at_once_is_left_out(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from megatron_data.sources.block_folder import BlockFolder
+folder = BlockFolder(Path({str(tmp_path)!r}), 1 << 30)
+sys.stdin.read()
+for number in range(1500):
+    folder.add(f"{{sys.argv[1]}}-{{number}}", b"x")
+"""
+    running = [
+        subprocess.Popen([sys.executable, "-c", code, str(one)], stdin=subprocess.PIPE)
+        for one in range(2)
+    ]
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.close()
+    assert [process.wait(120) for process in running] == [0, 0]
+    assert counted(tmp_path) == kept(tmp_path) == 2 * 1500 * 5
 
 
 def test_what_vanishes_is_seen_at_the_next_listing(tmp_path: Path, listings: list[int]) -> None:
@@ -108,6 +131,7 @@ def test_a_damaged_block_is_replaced_and_counted_once(tmp_path: Path) -> None:
         assert folder.get("1", len(BLOCK)) is None
         add(folder, 1, 2)
         assert folder.get("1", len(BLOCK)) is not None
+        assert counted(tmp_path) >= kept(tmp_path)
     assert kept(tmp_path) == 3 * SIZE
     add(folder, 3, 20)
     assert kept(tmp_path) == counted(tmp_path) <= 8 * SIZE

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_data import DataError, IndexedDataset, IndexedDatasetBuilder, choose_dtype
+from megatron_data.indexed import reader
 
 Write = Callable[..., str]
 
@@ -331,3 +332,24 @@ assert max(sizes) - sizes[0] < 8, sizes
 assert sizes[0] < 200, sizes
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+
+
+@pytest.mark.parametrize("checked", [1, 3, 7, 100])
+def test_the_index_is_checked_in_parts_as_in_one(
+    write_dataset: Write, checked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_CHECKED", checked)
+    prefix = write_dataset([[5] * (1 + i % 4) for i in range(20)])
+    with IndexedDataset(prefix) as dataset:
+        dataset.check()
+    index = Path(f"{prefix}.idx")
+    whole = index.read_bytes()
+    for offset, what in (
+        (34 + 4 * 13, "sequence 13 has length"),
+        (34 + 80 + 8 * 13, "sequence 13"),
+    ):
+        damaged = bytearray(whole)
+        damaged[offset : offset + 4] = struct.pack("<i", -7)
+        index.write_bytes(damaged)
+        with IndexedDataset(prefix) as dataset, pytest.raises(DataError, match=what):
+            dataset.check()

@@ -199,6 +199,20 @@ def test_what_a_storage_refuses_is_told(
         assert URL in told
 
 
+def test_what_is_not_installed_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(url: str) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    told = run("verify", "nothing://x/d", status=1)
+    assert re.search(r"nothing://x/d.idx: fsspec cannot open it: Protocol not known", told)
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lacking)
+    told = run("verify", "s3://x/d", status=1)
+    assert "no driver for s3:// (Install s3fs to access S3)" in told
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    told = run("verify", "s3://x/d", status=1)
+    assert "needs fsspec; pip install 'megatron-data[remote]'" in told
+
+
 class _AnswersError(Exception):
     """As aiohttp raises it."""
 

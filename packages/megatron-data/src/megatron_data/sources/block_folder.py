@@ -70,7 +70,8 @@ class BlockFolder:
                     # Mapped before others see it, and may remove it to make room.
                     block = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 with _locked(self._folder / _COUNT) as count:
-                    freed = _size(path)  # a damaged block of that name
+                    # What is there of that name, whole or damaged, was counted with this size.
+                    freed = min(_size(path), len(block))
                     path.unlink(missing_ok=True)
                     _write(count, self._used(count, freed, len(block)))
                     partial.replace(path)
