@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from megatron_data import (
+    ByteTokenizer,
     DataError,
     HuggingFaceTokenizer,
     IndexedDataset,
@@ -197,6 +198,36 @@ def test_what_a_storage_refuses_is_told(
         told = run(*words, status=1)
         assert re.search(message, told) or isinstance(error, FileNotFoundError)
         assert URL in told
+
+
+@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz", "c.txt", "c.parquet"])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError("Forbidden"), r"access to memory://bucket/\S+ is denied \(Forbidden\)"),
+        (OSError("no route"), r"memory://bucket/\S+ cannot be read: OSError: no route"),
+        (TimeoutError(), r"memory://bucket/\S+ cannot be read: TimeoutError"),
+    ],
+)
+def test_an_input_that_breaks_off_is_no_damaged_file(
+    memory: Any,
+    tmp_path: Path,
+    name: str,
+    error: Exception,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a storage refuses is not counted among the documents that --on-error skip leaves out."""
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+
+    def breaks(*_: object) -> bytes:
+        raise error
+
+    memory.pipe_file(f"/bucket/{name}", b"0123456789")
+    monkeypatch.setattr(fsspec.implementations.memory.MemoryFile, "read", breaks)
+    with pytest.raises(DataError, match=message):
+        preprocess([f"memory://bucket/{name}"], tmp_path / "o", ByteTokenizer(), on_error="skip")
 
 
 def test_what_is_not_installed_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ..errors import DataError
 from ..indexed.format import DTYPES
 from ..indexed.images import IMAGE_MODE, TEXT_MODE, image_kind, pack_image
+from ..sources.failures import MissingError
 from ..sources.protocol import Chunk, Fault, Item, UnreadableError
 from ..sources.storage import is_url, open_file, stat
 from ..tokenizers.protocol import Tokenizer
@@ -235,7 +236,7 @@ def _read_image(path: str) -> bytes:
     try:
         with open_file(path) as file:
             data = file.read()
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+    except (MissingError, FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise UnreadableError("image", f"there is no image {path}") from None
     if image_kind(data) is None:
         begin = f"begins with {data[:8].hex(' ')}" if data else "is empty"

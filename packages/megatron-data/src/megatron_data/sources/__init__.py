@@ -2,5 +2,9 @@
 
 `protocol` says what a source is; `json_lines`, `text_files`, `parquet` and `parallel_lines` are
 those there are; `opening` decides which of them a path is. `storage` finds and opens files, here
-or by fsspec, `streams` unpacks them. `conversations` reads a line that holds some.
+or by fsspec, and `failures` says in one line what it was told; `streams` unpacks them.
+`conversations` reads a line that holds some.
+
+Datasets in object storage are read through `remote`, a file in parts, and `block_cache`, which
+keeps parts of them in a `block_folder`.
 """

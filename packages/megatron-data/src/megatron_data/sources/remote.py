@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
 
 from ..errors import DataError
-from .storage import BrokenOffError, MissingError, denied, is_url, read_range, stat
+from .failures import BrokenOffError, MissingError, denied
+from .storage import is_url, read_range, stat
 
 _ATTEMPTS = 3
 _PAUSE = 0.5  # seconds before the second attempt, twice as long before the third

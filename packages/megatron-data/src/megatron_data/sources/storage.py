@@ -5,25 +5,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple
 
 from ..errors import DataError
+from .failures import missing, told, told_file
 
 _MAGIC = frozenset("*?[")
-_NOT_FOUND = 404
-_REFUSALS = (401, 403)
 _VERSIONS = (
     *("ETag", "etag", "md5Hash", "blob_id", "Content-MD5"),
     *("mtime", "LastModified", "Last-Modified", "created"),
 )
-
-
-class MissingError(DataError):
-    """There is nothing at a path or a URL."""
-
-
-class BrokenOffError(DataError):
-    """A storage that did not answer, or not to the end; it may if it is asked again."""
 
 
 class Stat(NamedTuple):
@@ -87,24 +78,30 @@ def stat(path: str, fresh: bool = False) -> Stat:
         try:
             found = os.stat(path)  # noqa: PTH116
         except (FileNotFoundError, NotADirectoryError):
-            raise _missing(path) from None
+            raise missing(path) from None
         return Stat(found.st_size, str(found.st_mtime_ns))
     with _system(path) as (system, inner):
         if fresh:
             system.invalidate_cache(inner)
         info: dict[str, Any] = system.info(inner)
     if info.get("type") == "directory":
-        raise _missing(path)
+        raise missing(path)
     tags = (info.get(name) for name in _VERSIONS)
     return Stat(int(info["size"] or 0), str(next(filter(None, tags), "")))
 
 
 def open_file(path: str) -> BinaryIO:
-    """Open a file for reading bytes, at its beginning."""
+    """Open a file for reading bytes, at its beginning.
+
+    Raises:
+        MissingError: nothing is at a URL; also while it is read.
+        DataError: a storage that cannot be reached, or refuses; also while it is read.
+        OSError: a file on the disk cannot be opened.
+    """
     if not is_url(path):
         return Path(path).open("rb")
     with _system(path) as (system, inner):
-        return cast(BinaryIO, system.open(inner, "rb"))
+        return told_file(system.open(inner, "rb"), path)
 
 
 def read_range(url: str, begin: int, end: int) -> bytes:
@@ -150,67 +147,11 @@ def _refuse(error: OSError) -> None:
     raise error
 
 
-def denied(url: str, error: BaseException) -> DataError | None:
-    """What to say of an error by which a storage refuses; None of any other."""
-    if not isinstance(error, PermissionError) and _status(error) not in _REFUSALS:
-        return None
-    return DataError(
-        f"access to {url} is denied ({str(error) or type(error).__name__}); check the credentials "
-        "of this process and who may read there (S3 answers so, too, where there is no such object "
-        "and listing is not allowed)"
-    )
-
-
-def _missing(path: str) -> MissingError:
-    return MissingError(f"no input file or folder at {path}")
-
-
 @contextmanager
 def _system(url: str) -> Iterator[tuple[Any, str]]:
     """fsspec's file system of a URL and the path in it; what fails is told in one line."""
     with told(url):
         yield _file_system(url)
-
-
-@contextmanager
-def told(path: str) -> Iterator[None]:
-    """Tell in one line what fails at a URL; failures on the disk stay as they are.
-
-    Raises:
-        MissingError: nothing is there.
-        DataError: the storage cannot be reached, or refuses.
-    """
-    if not is_url(path):
-        yield
-        return
-    try:
-        yield
-    except DataError:
-        raise
-    except (FileNotFoundError, NotADirectoryError) as error:
-        cause = error.__cause__
-        if isinstance(cause, FileNotFoundError | None) or _status(cause) == _NOT_FOUND:
-            raise _missing(path) from None
-        # fsspec's HTTP raises this whatever happened.
-        raise denied(path, cause) or _unreadable(path, cause) from None
-    except Exception as error:  # noqa: BLE001 - each of fsspec's backends has exceptions of its own
-        raise denied(path, error) or _unreadable(path, error) from None
-
-
-def _unreadable(url: str, error: BaseException) -> BrokenOffError:
-    return BrokenOffError(f"{url} cannot be read: {type(error).__name__}: {error}")
-
-
-def _status(error: BaseException) -> int | None:
-    """The HTTP status that an error of aiohttp or of botocore carries, or is caused by."""
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):
-        code = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    else:
-        code = getattr(error, "status", None)
-    if isinstance(code, int):
-        return code
-    return None if error.__cause__ is None else _status(error.__cause__)
 
 
 def _file_system(url: str) -> tuple[Any, str]:

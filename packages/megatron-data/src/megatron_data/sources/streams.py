@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, BinaryIO, Protocol, Self
 
 from ..errors import DataError
-from .storage import open_file, told
+from .storage import open_file
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -50,7 +50,7 @@ class Stream:
         self._packed = split_suffix(path)[1]
         if self._packed == ".zst":
             _zstandard(path)
-        self._raw = _Hashed(open_file(path), path)
+        self._raw = _Hashed(open_file(path))
         self._file = _unpacked(self._raw, self._packed)
         self.ended = False
         self.damage: str | None = None
@@ -121,9 +121,8 @@ class _Reader(Protocol):
 class _Hashed(io.RawIOBase):
     """A file that counts and hashes what is read of it."""
 
-    def __init__(self, file: BinaryIO, path: str) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._path = path
         self.bytes = 0
         self.digest = hashlib.sha256()
 
@@ -141,8 +140,7 @@ class _Hashed(io.RawIOBase):
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
         view = memoryview(buffer).cast("B")
-        with told(self._path):
-            data = self._file.read(len(view))
+        data = self._file.read(len(view))
         view[: len(data)] = data
         self.digest.update(data)
         self.bytes += len(data)

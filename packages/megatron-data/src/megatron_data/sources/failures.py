@@ -1,0 +1,115 @@
+"""What a storage says when it fails, told in one line.
+
+Each of fsspec's file systems raises exceptions of its own. Three cases matter: there is no such
+file, whoever asks may not read it, and it could not be read this time.
+"""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, BinaryIO
+
+from ..errors import DataError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+_BUFFER = 1 << 18
+_NOT_FOUND = 404
+_REFUSALS = (401, 403)
+
+
+class MissingError(DataError):
+    """There is nothing at a path or a URL."""
+
+
+class BrokenOffError(DataError):
+    """A storage that did not answer, or not to the end; it may if it is asked again."""
+
+
+@contextmanager
+def told(url: str) -> Iterator[None]:
+    """Tell in one line what fails at a URL.
+
+    Raises:
+        MissingError: nothing is there.
+        DataError: the storage cannot be reached, or refuses.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        cause = error.__cause__
+        if isinstance(cause, FileNotFoundError | None) or _status(cause) == _NOT_FOUND:
+            raise missing(url) from None
+        # fsspec's HTTP raises this whatever happened.
+        raise denied(url, cause) or _unreadable(url, cause) from None
+    except Exception as error:  # noqa: BLE001 - each of fsspec's backends has exceptions of its own
+        raise denied(url, error) or _unreadable(url, error) from None
+
+
+def told_file(file: BinaryIO, url: str) -> BinaryIO:
+    """A file at a URL of which `told` tells whatever fails while it is read."""
+    return io.BufferedReader(_ToldFile(file, url), _BUFFER)
+
+
+class _ToldFile(io.RawIOBase):
+    def __init__(self, file: BinaryIO, url: str) -> None:
+        self._file = file
+        self._url = url
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._file.seekable()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer: "WriteableBuffer", /) -> int:
+        view = memoryview(buffer).cast("B")
+        with told(self._url):
+            data = self._file.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def denied(url: str, error: BaseException) -> DataError | None:
+    """What to say of an error by which a storage refuses; None of any other."""
+    if not isinstance(error, PermissionError) and _status(error) not in _REFUSALS:
+        return None
+    return DataError(
+        f"access to {url} is denied ({str(error) or type(error).__name__}); check the credentials "
+        "of this process and who may read there (S3 answers so, too, where there is no such object "
+        "and listing is not allowed)"
+    )
+
+
+def missing(path: str) -> MissingError:
+    """That nothing is at a path or a URL."""
+    return MissingError(f"no input file or folder at {path}")
+
+
+def _unreadable(url: str, error: BaseException) -> BrokenOffError:
+    return BrokenOffError(f"{url} cannot be read: {type(error).__name__}: {error}")
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error of aiohttp or of botocore carries, or is caused by."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        code = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    else:
+        code = getattr(error, "status", None)
+    if isinstance(code, int):
+        return code
+    return None if error.__cause__ is None else _status(error.__cause__)
