@@ -2,10 +2,12 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +65,7 @@ def talks(tmp_path: Path) -> Path:
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def one_by_one(
@@ -115,6 +117,7 @@ def test_files_are_those_of_a_plain_loop_whatever_the_workers(
 
 JOB = """
 import sys, time
+from collections.abc import Callable
 from pathlib import Path
 import megatron_data
 from megatron_data import ChatTemplate, load_tokenizer, tokenize_conversations
@@ -173,7 +176,8 @@ def test_runs_killed_at_random_moments_end_in_the_same_bytes(
     shown, error = process.communicate(timeout=120)
     assert process.returncode == 0, error
     assert int(shown.split()[1]) == kept
-    assert files_in(out.parent) == wanted, "the same bytes, and no litter"
+    assert files_in(out.parent) == wanted, "the same bytes"
+    assert {path.name for path in out.parent.iterdir()} == {*wanted}, "and no litter"
 
 
 def test_a_row_may_be_of_any_form(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
@@ -350,3 +354,53 @@ def test_text_files_hold_no_conversations(tokenizer: HuggingFaceTokenizer, tmp_p
     (tmp_path / "a.txt").write_text("Hi")
     with pytest.raises(DataError, match=r"a\.txt: a text file holds no objects; give JSON lines"):
         tokenize_conversations([tmp_path / "a.txt"], tmp_path / "o", tokenizer, TEMPLATE)
+
+
+def test_no_moment_shows_a_mask_beside_tokens_of_another_run(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that replaces another is stopped before each time a file takes or loses its name."""
+    path, out = write(tmp_path / "a.jsonl", ROWS[:4]), tmp_path / "out"
+    names = [f"o_conversation{middle}{end}" for middle in ("", "_loss") for end in (".bin", ".idx")]
+
+    def run(folder: Path, most: int) -> dict[str, bytes]:
+        tokenize_conversations([path], folder / "o", tokenizer, TEMPLATE, max_tokens=most)
+        return files_in(folder)
+
+    versions = {"older": run(tmp_path / "older", 40), "newer": run(tmp_path / "newer", 50)}
+    assert all(versions["older"][name] != versions["newer"][name] for name in names)
+    moments = 0
+
+    def stopping(really: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(place: Path, *rest: Any, **named: Any) -> Any:
+            nonlocal moments
+            if "o_conversation" in place.name:
+                moments -= 1
+                if moments == 0:
+                    raise KeyboardInterrupt
+            return really(place, *rest, **named)
+
+        return operation
+
+    seen = []
+    for moment in range(1, 30):
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(tmp_path / "older", out)
+        moments, ended = moment, False
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "unlink", stopping(Path.unlink))
+            patched.setattr(Path, "replace", stopping(Path.replace))
+            try:
+                run(out, 50)
+            except KeyboardInterrupt:
+                ended = True
+        there = files_in(out)
+        opened = [name for name in names if name.endswith(".idx") and name in there]
+        seen.append(len(opened))
+        if len(opened) == 2:
+            made = {next(v for v in versions if versions[v][n] == there[n]) for n in names}
+            assert len(made) == 1, f"stopped before operation {moment}"
+        if not ended:
+            break
+    assert len(seen) > 10 and {1, 2} <= set(seen), "stopped in the midst of it, too"
+    assert files_in(out) == versions["newer"]

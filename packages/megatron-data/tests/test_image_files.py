@@ -181,6 +181,27 @@ def test_what_is_left_out_is_written_down_and_the_rest_traced(lines: Path, tmp_p
     assert trace(tmp_path / "m", document=0).number == kept[round(len(kept) / 3)]
 
 
+def test_images_may_lie_in_object_storage(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    storage = fsspec.filesystem("memory")
+    for number in range(9):
+        storage.pipe(f"/whales/{number}.gif", image(number))
+    lines = tmp_path / "a.jsonl"
+    rows = [{"text": str(number), "image": f"{number}.gif"} for number in range(10)]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = "memory://whales"
+    arguments = ([lines], tmp_path / "o", NullTokenizer(100))
+    with pytest.raises(DataError, match=r"a\.jsonl:10: there is no image memory://whales/9\.gif"):
+        tokenize_image_pairs(*arguments, image_folder=folder, chunk_bytes=40)
+    storage.pipe("/whales/0.gif", b"GIF89a new")
+    report = tokenize_image_pairs(*arguments, image_folder=folder, chunk_bytes=40, on_error="skip")
+    assert (report.pairs, report.made.skipped.kinds) == (9, {"image": 1})
+    assert report.made.continued == report.made.chunks - 2, "the first, and the one not done"
+    with IndexedDataset(report.prefix) as made:
+        assert [unpack_image(made[n]) for n in (1, 17)] == [b"GIF89a new", image(8)]
+    storage.rm("/whales", recursive=True)
+
+
 def test_tokens_of_texts_and_beginnings_of_images_are_verified(lines: Path, tmp_path: Path) -> None:
     """Bytes of images are larger than any vocabulary; they are not compared with it."""
     report = tokenize_image_pairs([lines], tmp_path / "o", NullTokenizer(1000))

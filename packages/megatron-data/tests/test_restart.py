@@ -301,6 +301,22 @@ def test_only_chunks_whose_content_is_the_same_are_taken_over(
     assert files_in(out.parent) == undisturbed(corpus, tmp_path / "undisturbed")
 
 
+def test_parts_of_before_there_were_tallies_are_taken_over(
+    corpus: Path, out: Path, tmp_path: Path
+) -> None:
+    interrupted(corpus, out)
+    for path in parts_of(out).glob("*.part"):
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        record = json.loads(data[8:start])
+        assert (record.pop("tallies"), record.pop("others")) == ({}, "")
+        older = json.dumps(record).encode()
+        path.write_bytes(len(older).to_bytes(8, "little") + older + data[start:])
+    (made,) = preprocess([corpus], out, NullTokenizer(20_000), append_eod=True, chunk_bytes=CHUNK)
+    assert made.continued == 10
+    assert files_in(out.parent) == undisturbed(corpus, tmp_path / "undisturbed")
+
+
 def test_a_bad_line_is_mended_and_what_was_done_before_it_is_kept(
     corpus: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
