@@ -59,7 +59,7 @@ GIVEN = {
     "docs/packages/megatron-data.md": "texts more talks tales captions whale titles "
     "pictures my-corpus bert-vocab gpt2-vocab gpt2-merges",
     "docs/packages/megatron-infer.md": "runs/book",
-    "docs/packages/megatron-train.md": "tokenizer book_text_document "
+    "docs/packages/megatron-train.md": "tokenizer book_text_document talks "
     "letters_text_document=book_text_document runs/base=runs/book run.yaml",
     "packages/megatron-ckpt/README.md": "runs/toy=runs/book gpt2-folder=gpt2",
     "packages/megatron-data/README.md": "texts",
@@ -336,7 +336,7 @@ def lay_megatrons(folder: Path) -> None:
     """The files that Megatron's README preprocesses, a conversation, and pairs of both kinds."""
     shutil.copy(folder / "more.jsonl", folder / "my-corpus.json")
     turns = [{"role": role, "content": "Call me Ishmael."} for role in ("user", "assistant")]
-    (folder / "talks.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    (folder / "talks.jsonl").write_text(40 * (json.dumps({"messages": turns}) + "\n"))
     for language, text in (("en", "A whale.\n"), ("de", "Ein Wal.\n")):
         (folder / f"tales.{language}").write_text(text)
     (folder / "whale.gif").write_bytes(b"GIF89a")

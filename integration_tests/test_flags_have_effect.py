@@ -20,7 +20,7 @@ from typing import Any
 import megatron_parallel.recompute.again as again
 import pytest
 import torch
-from megatron_data import ByteTokenizer, IndexedDatasetBuilder
+from megatron_data import ByteTokenizer, IndexedDatasetBuilder, train_bpe
 from megatron_data.indexed.pair import FileTokens
 from megatron_parallel import GradientBuffers, Mesh
 from megatron_parallel.recompute import HostMemory
@@ -83,6 +83,15 @@ FULL: Words = {
     "--recompute-num-layers": "1",
 }
 TALKS: Words = {"--data-path": "talks", "--reset-position-ids": "", "--reset-attention-mask": ""}
+LINES: Words = {
+    **TALKS,
+    "--sft": "",
+    "--data-path": "lines.jsonl",
+    "--tokenizer-model": "chat",
+    "--seq-length": "96",
+}
+CHAT: Words = {**LINES, "--tokenizer-type": "SFTTokenizer"}
+IMAGES: Words = {**LINES, "--tokenizer-prompt-format": "qwen2p0"}
 FIM: Words = {
     "--fim-data": "",
     "--fim-prefix-token": "a",
@@ -160,6 +169,11 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "data.tiktoken_pattern": (TIKTOKEN, {"--tiktoken-pattern": "v1"}),
     "data.tiktoken_num_special_tokens": (TIKTOKEN, {"--tiktoken-num-special-tokens": "200"}),
     "data.tokenizer_special_tokens": (GPT2, {"--tokenizer-special-tokens": "<fim_prefix>"}),
+    "data.sft_tokenizer_prompt_format": (CHAT, {"--sft-tokenizer-prompt-format": "identity"}),
+    "data.chat_template": (CHAT, {"--chat-template": "template"}),
+    "data.tokenizer_prompt_format": (IMAGES, {"--tokenizer-prompt-format": "nemotron5"}),
+    "data.image_tag_type": (IMAGES, {"--image-tag-type": "nvlm"}),
+    "data.force_system_message": (IMAGES, {"--force-system-message": ""}),
     "data.reset_position_ids": ({}, {"--reset-position-ids": ""}),
     "data.reset_attention_mask": ({}, {"--reset-attention-mask": ""}),
     "data.eod_mask_loss": ({}, {"--eod-mask-loss": ""}),
@@ -325,6 +339,13 @@ def prepared(tmp_path_factory):
                 builder.add_item([*((start + step * i) % 250 for i in range(9)), 256])
                 builder.end_document()
             builder.finalize()
+    train_bpe(["you see the image there"], 300).save(folder / "chat")
+    turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "see"}]
+    rows = [{"messages": [{**turn, "content": turn["content"] + str(n)} for turn in turns]}
+            for n in range(60)]  # fmt: skip
+    (folder / "lines.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "template").write_text("{% for m in messages %}{% generation %}{{ m.content }}"
+                                     "{% endgeneration %}{% endfor %}")  # fmt: skip
     tokens = {chr(256 + n): n for n in range(256)} | {"<|endoftext|>": 256}
     (folder / "vocab").write_text(json.dumps(tokens | {chr(256) * 2: 257}))
     (folder / "merges").write_text(f"{chr(256)} {chr(256)}\n")

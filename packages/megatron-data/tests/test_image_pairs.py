@@ -147,7 +147,7 @@ def test_the_command_and_what_inspect_shows(
     command += ["--json-keys", "caption", "file", "--tokenizer-type", "ByteTokenizer"]
     assert main([*command, "--output-prefix", str(tmp_path / "o")]) == 0
     prefix = f"{tmp_path}/o_image_text"
-    assert f"{prefix}: 1 pairs, 7 tokens" in capsys.readouterr().out
+    assert f"{prefix}: 1 pair, 7 tokens" in capsys.readouterr().out
     assert main(["verify", prefix]) == 0
     capsys.readouterr()
     assert main(["inspect", prefix, "--tokenizer-type", "ByteTokenizer"]) == 0

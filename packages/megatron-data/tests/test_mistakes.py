@@ -76,6 +76,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "--vocab-file, --merge-file, --tokenizer-special-tokens)",
         ),
         (
+            "preprocess --input a.jsonl --vocab-file bert-vocab.txt --output-prefix o",
+            2,
+            "for BERT's vocab.txt give --tokenizer-type BertWordPieceLowerCase or BertWordPiece",
+        ),
+        (
             "preprocess --input a.jsonl --tokenizer-model tokenizer --output-prefix o "
             "--tokenizer-special-tokens=",
             1,

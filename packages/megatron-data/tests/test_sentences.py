@@ -61,8 +61,10 @@ def test_sentences_hold_the_text(words: list[str]) -> None:
 
 
 def test_an_unknown_language_is_refused() -> None:
-    with pytest.raises(DataError, match=r"no rules for sentences of language 'klingon'; there are"):
+    with pytest.raises(DataError, match=r"no rules for sentences of language 'klingon' \(models: "):
         PunktSplitter("klingon")
+    with pytest.raises(DataError, match=r"language 'German'; did you mean german\? \(models"):
+        PunktSplitter("German")
 
 
 def test_it_travels_to_other_processes(english: PunktSplitter) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from megatron_data import (
-    PROMPT_FORMATS,
     ChatTemplate,
     DataError,
     HuggingFaceTokenizer,
@@ -18,7 +17,6 @@ from megatron_data import (
     tokenize_conversations,
 )
 from megatron_data.cli import main
-from megatron_data.cli.tokenize_conversations import FORMATS
 
 pytest.importorskip("jinja2")
 
@@ -314,7 +312,7 @@ def test_the_command(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert (*PROMPT_FORMATS,) == FORMATS[1:]
+
     monkeypatch.chdir(tmp_path)
     write(Path("t.jsonl"), [{"messages": CHAT}])
     tokenizer.save("tokenizer")
@@ -331,7 +329,7 @@ def test_the_command(
         assert "tokenizer has no chat template" in capsys.readouterr().err
         Path("tokenizer/chat_template.jinja").write_text(CHATML)
     assert main(command.split()) == 0
-    assert "t_conversation: 1 conversations of 1 rows" in capsys.readouterr().out
+    assert "t_conversation: 1 conversation of 1 row, " in capsys.readouterr().out
     with IndexedDataset("t_conversation") as texts:
         said = tokenizer.decode(texts.get(0).tolist())
     assert ("<SPECIAL_11>" in said) == (choice == "format")

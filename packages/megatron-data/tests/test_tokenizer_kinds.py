@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from megatron_data import (
-    TOKENIZER_KINDS,
     DataError,
     HuggingFaceTokenizer,
     IndexedDataset,
@@ -247,7 +246,6 @@ def test_a_wrong_vocabulary_is_told(entries: object, message: str) -> None:
 def test_the_command_line_takes_every_kind(
     model: Path, vocabulary: Path, texts: list[str], corpus: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    assert "MultimodalTokenizer" not in TOKENIZER_KINDS  # nobody has said what it means
     monkeypatch.chdir(tmp_path)
     kinds = {
         "llama": {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(model)},

@@ -149,8 +149,10 @@ def test_mistakes_in_flags_are_usage_errors(flags, message):
         ("--use-checkpoint-args --load nowhere", "--use-checkpoint-args finds no checkpoint"),
         ("--test-data-path other", "--data-path, which --split divides, and --test-data-path"),
         ("--merge-file m", "--merge-file does not go with no --vocab-file"),
-        ("--vocab-file v", "--vocab-file needs --merge-file as well"),
-        ("--tokenizer-type GPT2BPETokenizer", "GPT2BPETokenizer needs --vocab-file as well"),
+        ("--vocab-file v", "for BERT's vocab.txt give --tokenizer-type BertWordPieceLowerCase"),
+        ("--tokenizer-type GPT2BPETokenizer", "GPT2BPETokenizer needs --vocab-file and --merge-f"),
+        ("--tokenizer-model t --image-tag-type nvlm", "--image-tag-type does not go with"),
+        ("--tokenizer-prompt-format chatml", "MultimodalTokenizer needs --tokenizer-model"),
         (
             "--tokenizer-type ByteTokenizer --tokenizer-model t",
             "--tokenizer-model does not go with",

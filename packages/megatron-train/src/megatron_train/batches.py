@@ -18,10 +18,12 @@ from megatron_data import (
     EmptySplitError,
     FillInTheMiddle,
     SequentialSampler,
+    SFTTokenizer,
     StorageCache,
     Tokenizer,
     build_gpt_datasets,
     build_sft_datasets,
+    conversation_tokenizer,
     read_data_path_changes,
 )
 from megatron_data.torch import read_batch
@@ -166,7 +168,7 @@ def _builder(
         storage=StorageCache(folder) if (folder := data.object_storage_cache_path) else None,
     )
     if data.sft:
-        return build
+        return partial(build, tokenizer=_of_conversations(config, tokenizer))
     changes = read_data_path_changes(data.data_path_changes) if data.data_path_changes else ()
     return partial(
         build,
@@ -178,6 +180,14 @@ def _builder(
         infill=_infill(config, tokenizer),
         cache=data.data_cache_path,
     )
+
+
+def _of_conversations(config: RunConfig, tokenizer: Tokenizer | None) -> SFTTokenizer | None:
+    """What conversations are tokenized with that are JSON lines, None where there are none."""
+    data = config.data
+    if tokenizer is None or not data.holds_conversation_lines:
+        return None
+    return conversation_tokenizer(tokenizer, data.tokenizer_model or "")
 
 
 def _infill(config: RunConfig, tokenizer: Tokenizer | None) -> FillInTheMiddle | None:

@@ -57,7 +57,11 @@ def pretrain_gpt(config: RunConfig, values: Values | None = None) -> int:
     mesh = join(config, device)
     console = Console(silent=mesh.rank != 0)
     start = Start.find(config.checkpoint, coordinator_of(mesh))
-    with console.warnings_of("megatron_ckpt"), _deterministic(config.training.deterministic_mode):
+    with (
+        console.warnings_of("megatron_ckpt"),
+        console.warnings_of("megatron_data"),
+        _deterministic(config.training.deterministic_mode),
+    ):
         facts = environment(mesh.device)
         _describe(console, config, values, facts, dtype)
         tokenizer = load_run_tokenizer(config)

@@ -1,8 +1,8 @@
 """The tokenizer of a run, from the files that its configuration names; nothing here needs torch."""
 
-from megatron_data import NullTokenizer, Tokenizer, make_tokenizer
+from megatron_data import Tokenizer, make_tokenizer
 
-from megatron_train.config.data import TOKENIZER_OPTIONS, DataConfig
+from megatron_train.config.data import DataConfig
 from megatron_train.errors import TrainError
 
 
@@ -11,7 +11,7 @@ def open_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer
 
     Args:
         data: the section.
-        vocab_size: tokens of the model, which is all that a NullTokenizer is made of, and to
+        vocab_size: tokens of the model, which is all that the Null kinds are made of, and to
             which the vocabulary of a TikTokenizer is cut.
 
     Raises:
@@ -20,11 +20,11 @@ def open_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer
     """
     if data.tokenizer is None:
         return None
-    if data.tokenizer == "NullTokenizer":
+    options = data.tokenizer_settings
+    if data.tokenizer.startswith("Null"):
         if vocab_size is None:
-            raise TrainError("--tokenizer-type NullTokenizer needs --vocab-size")
-        return NullTokenizer(vocab_size - 1)
-    options = {name: getattr(data, name) for name in TOKENIZER_OPTIONS}
-    if data.tokenizer == "TikTokenizer":
+            raise TrainError(f"--tokenizer-type {data.tokenizer} needs --vocab-size")
+        options["vocab_size"] = vocab_size - 1
+    elif data.tokenizer == "TikTokenizer":
         options["vocab_size"] = vocab_size
     return make_tokenizer(data.tokenizer_type, **options)

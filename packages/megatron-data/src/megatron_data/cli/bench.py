@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from .._command import Parser
+from ..wording import counted
 from .options import INPUT_HELP, add_tokenizer_options, tokenizer_of
 from .tables import table
 
@@ -84,7 +85,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     print(table(head, rows))
     first, (name, share) = found.stages[0], found.bound
     print(
-        f"\n{first.documents:,} documents, {first.size / 1e6:.1f} MB, on a machine of "
+        f"\n{counted(first.documents, 'document')}, {first.size / 1e6:.1f} MB, on a machine of "
         f"{os.cpu_count()} cores; for samples, documents are samples"
     )
     print(f"bound by {name}, {share:.0%} of the stages: {_ADVICE[name]}")

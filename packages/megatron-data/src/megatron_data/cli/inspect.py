@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from .._command import Parser
+from ..wording import counted
 from .options import (
     PREFIX_HELP,
     add_storage_option,
@@ -67,8 +68,9 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         counts = summary.counts
         empty = f" ({counts.empty_documents:,} empty)" if counts.empty_documents else ""
         print(
-            f"{arguments.prefix}: {counts.documents:,} documents{empty}, {counts.sequences:,} "
-            f"sequences, {counts.tokens:,} tokens, {dataset.dtype}"
+            f"{arguments.prefix}: {counted(counts.documents, 'document')}{empty}, "
+            f"{counted(counts.sequences, 'sequence')}, {counted(counts.tokens, 'token')}, "
+            f"{dataset.dtype}"
         )
         print("\ndocument lengths in tokens")
         encoding = (sys.stdout.encoding or "").lower()
@@ -89,6 +91,6 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
             tokens, images = document_text(dataset, number)
             shown = tokens[: arguments.tokens].tolist()
             beside = f", images {images}" if images else ""
-            print(f"\ndocument {number}, {len(tokens):,} tokens{beside}")
+            print(f"\ndocument {number}, {counted(len(tokens), 'token')}{beside}")
             print(tokenizer.decode(shown) if tokenizer else " ".join(map(str, shown)))
     return 0

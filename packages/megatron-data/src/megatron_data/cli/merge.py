@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from .._command import Parser
+from ..wording import counted
 from .options import PREFIX_HELP, add_storage_option, storage_of
 
 
@@ -26,5 +27,6 @@ def run(arguments: argparse.Namespace) -> int:
     from ..preprocessing.joining import merge
 
     counts = merge(arguments.prefix, arguments.output_prefix, storage_of(arguments))
-    print(f"{arguments.output_prefix}: {counts.documents:,} documents, {counts.tokens:,} tokens")
+    size = f"{counted(counts.documents, 'document')}, {counted(counts.tokens, 'token')}"
+    print(f"{arguments.output_prefix}: {size}")
     return 0

@@ -1,11 +1,19 @@
 """Options that several commands share."""
 
 import argparse
+from collections.abc import Iterable
 from typing import Any
 
 from .._command import Parser
 from ..sources.block_cache import StorageCache
-from ..tokenizers.kinds import TOKENIZER_INGREDIENTS, TOKENIZER_KINDS, default_kind, make_tokenizer
+from ..tokenizers.kinds import (
+    TOKENIZER_INGREDIENTS,
+    TOKENIZER_KINDS,
+    complaint_about,
+    default_kind,
+    make_tokenizer,
+)
+from ..tokenizers.prompt_formats import MULTIMODAL_PROMPT_FORMATS, PROMPT_FORMATS
 from ..tokenizers.protocol import Tokenizer
 
 INPUT_HELP = (
@@ -50,23 +58,56 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "nargs": "+",
         "metavar": "TOKEN",
         "help": "tokens that are kept whole, such as those of fill-in-the-middle: added behind the "
-        "vocabulary, or with TikTokenizer all the special tokens, Megatron's seven among them",
+        "vocabulary, or with TikTokenizer all the special tokens, Megatron's seven among them; "
+        "unset, MultimodalTokenizer adds <image>",
+    },
+    "sft_tokenizer_prompt_format": {
+        "choices": (*PROMPT_FORMATS,),
+        "metavar": "NAME",
+        "help": f"SFTTokenizer: how conversations are written, {', '.join(PROMPT_FORMATS)} (the "
+        "template in the tokenizer's folder); unset: nemotron-h-aligned, as in Megatron",
+    },
+    "chat_template": {**_PATHS, "help": "SFTTokenizer: file of another template"},
+    "tokenizer_prompt_format": {
+        "choices": (*MULTIMODAL_PROMPT_FORMATS,),
+        "metavar": "NAME",
+        "help": f"MultimodalTokenizer: how conversations are written, "
+        f"{', '.join(MULTIMODAL_PROMPT_FORMATS)}",
+    },
+    "image_tag_type": {
+        "choices": ("nvlm", "internvl", ""),
+        "metavar": "TYPE",
+        "help": "MultimodalTokenizer: what stands around <image>, nvlm <Image>, internvl <img>; "
+        "unset or '': nothing",
+    },
+    "force_system_message": {
+        "action": "store_true",
+        "default": None,
+        "help": "MultimodalTokenizer: begin every conversation with Qwen's system message",
     },
 }
+_ALSO = {"tokenizer_special_tokens": ("--special-tokens",)}
+"""Other spellings of Megatron's."""
 
 
-def add_tokenizer_options(parser: Parser) -> None:
+def add_tokenizer_options(parser: Parser, kinds: Iterable[str] = TOKENIZER_KINDS) -> None:
     """`--tokenizer-type` and what the kinds are made from."""
+    kinds = (*kinds,)
+    made_of = [TOKENIZER_INGREDIENTS[kind] for kind in kinds]
+    names = {name for each in made_of for name in (*each.needs, *each.takes)}
+    otherwise = [each for each in ("GPT2BPETokenizer with --vocab-file",) if "vocab_file" in names]
+    otherwise.append("the kind a prompt format is of")
     group = parser.add_argument_group("tokenizer")
     group.add_argument(
         "--tokenizer-type",
-        choices=TOKENIZER_KINDS,
+        choices=kinds,
         metavar="KIND",
-        help=f"{', '.join(TOKENIZER_KINDS)}; unset: GPT2BPETokenizer with --vocab-file, else "
-        "HuggingFaceTokenizer",
+        help=f"{', '.join(kinds)}; unset: {', '.join(otherwise)}, else HuggingFaceTokenizer",
     )
     for name, settings in _OPTIONS.items():
-        group.add_argument(f"--{name.replace('_', '-')}", **settings)
+        if name in names:
+            spellings = (f"--{name.replace('_', '-')}", *_ALSO.get(name, ()))
+            group.add_argument(*spellings, **settings)
 
 
 def add_storage_option(parser: Parser) -> None:
@@ -93,7 +134,7 @@ def tokenizer_of(parser: Parser, arguments: argparse.Namespace) -> Tokenizer:
         parser.error(
             "--tokenizer-model PATH is needed; train one with megatron-data train-tokenizer"
         )
-    if complaint := TOKENIZER_INGREDIENTS[kind].complaint(kind, given):
+    if complaint := complaint_about(arguments.tokenizer_type, given):
         parser.error(complaint)
     return make_tokenizer(arguments.tokenizer_type, **given)
 
@@ -105,5 +146,5 @@ def names_tokenizer(arguments: argparse.Namespace) -> bool:
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """The values of the options that tokenizers are made from, by name."""
-    values = {name: getattr(arguments, name) for name in _OPTIONS}
+    values = {name: getattr(arguments, name, None) for name in _OPTIONS}
     return {name: value for name, value in values.items() if value is not None}

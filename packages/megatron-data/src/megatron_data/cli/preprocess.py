@@ -5,6 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .._command import Parser
+from ..wording import counted
 from .options import INPUT_HELP, add_tokenizer_options, tokenizer_of
 from .work import add_work_options, say_continued, say_skipped
 
@@ -100,7 +101,8 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         counts, seconds = dataset.counts, max(dataset.seconds, 1e-9)
         empty = f" ({counts.empty_documents:,} empty)" if counts.empty_documents else ""
         print(
-            f"{dataset.prefix}: {counts.documents:,} documents{empty}, {counts.tokens:,} tokens "
+            f"{dataset.prefix}: {counted(counts.documents, 'document')}{empty}, "
+            f"{counted(counts.tokens, 'token')} "
             f"in {seconds:.1f} s ({dataset.bytes_read / 1e6 / seconds:.2f} MB/s, "
             f"{counts.tokens / seconds:,.0f} tokens/s)"
         )

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from .._command import Parser
+from ..wording import counted
 from .options import PREFIX_HELP, add_storage_option, storage_of
 
 
@@ -48,5 +49,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         storage=storage_of(arguments),
     )
     for output, counts in zip(outputs, made, strict=True):
-        print(f"{output}: {counts.documents:,} documents, {counts.tokens:,} tokens")
+        print(
+            f"{output}: {counted(counts.documents, 'document')}, {counted(counts.tokens, 'token')}"
+        )
     return 0

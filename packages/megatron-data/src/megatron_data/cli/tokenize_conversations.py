@@ -2,17 +2,17 @@
 
 import argparse
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._command import Parser
+from ..wording import counted
+from .options import add_tokenizer_options, tokenizer_of
 from .work import add_work_options, say_continued, say_skipped
 
 if TYPE_CHECKING:
-    from ..tokenizers.chat import ChatTemplate
+    from ..tokenizers.sft import SFTTokenizer
 
-OWN = "default"
-FORMATS = (OWN, "nemotron-h-aligned", "nemotron-nano-v2", "identity")
+KINDS = ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")
 
 
 def add_parser(commands: Any) -> None:
@@ -22,7 +22,8 @@ def add_parser(commands: Any) -> None:
         help="tokenize chats for fine-tuning",
         description="Tokenize conversations into PREFIX_conversation.bin and .idx, and what the "
         "loss counts of them into PREFIX_conversation_loss.bin and .idx: what assistants say. A "
-        "run that was ended goes on where it was when the same command is given again.",
+        "HuggingFaceTokenizer writes conversations by the template in its folder. A run that was "
+        "ended goes on where it was when the same command is given again.",
     )
     parser.add_argument(
         "--input",
@@ -34,19 +35,7 @@ def add_parser(commands: Any) -> None:
         "patterns, URLs",
     )
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path and name")
-    parser.add_argument(
-        "--tokenizer-model",
-        required=True,
-        metavar="PATH",
-        help="a tokenizer.json, or a folder that holds one",
-    )
-    parser.add_argument(
-        "--sft-tokenizer-prompt-format",
-        choices=FORMATS,
-        metavar="NAME",
-        help=f"{', '.join(FORMATS)}; unset: {OWN}, the template in the tokenizer's folder",
-    )
-    parser.add_argument("--chat-template", metavar="PATH", help="file of another template")
+    add_tokenizer_options(parser, KINDS)
     parser.add_argument(
         "--loss",
         choices=("assistant", "all"),
@@ -76,13 +65,13 @@ def add_parser(commands: Any) -> None:
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
     """Tokenize and say what became of the conversations."""
     from ..preprocessing.conversations import tokenize_conversations
-    from ..tokenizers.huggingface import HuggingFaceTokenizer
 
+    tokenizer = _tokenizer_of(parser, arguments)
     report = tokenize_conversations(
         arguments.input,
         arguments.output_prefix,
-        HuggingFaceTokenizer.load(arguments.tokenizer_model),
-        _template_of(parser, arguments),
+        tokenizer.reference,
+        tokenizer.template,
         loss=arguments.loss,
         max_tokens=arguments.max_tokens,
         over_length=arguments.over_length,
@@ -93,24 +82,20 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     )
     say_continued(report.made)
     print(
-        f"{arguments.output_prefix}_conversation: {report.conversations:,} conversations of "
-        f"{report.rows:,} rows, {report.tokens:,} tokens, {report.answered:,} of them counted by "
-        f"the loss; {report.truncated:,} truncated, {report.dropped:,} dropped, "
-        f"{report.unanswered:,} without an answer"
+        f"{arguments.output_prefix}_conversation: {counted(report.conversations, 'conversation')} "
+        f"of {counted(report.rows, 'row')}, {counted(report.tokens, 'token')}, "
+        f"{report.answered:,} of them counted by the loss; {report.truncated:,} truncated, "
+        f"{report.dropped:,} dropped, {report.unanswered:,} without an answer"
     )
     say_skipped(report.made, arguments)
     return 0
 
 
-def _template_of(parser: Parser, arguments: argparse.Namespace) -> "ChatTemplate":
-    from ..tokenizers.chat import ChatTemplate
+def _tokenizer_of(parser: Parser, arguments: argparse.Namespace) -> "SFTTokenizer":
+    """The tokenizer that the options name, which knows how conversations are written."""
+    from ..tokenizers.sft import conversation_tokenizer
 
-    prompt_format = arguments.sft_tokenizer_prompt_format
-    if arguments.chat_template is not None:
-        if prompt_format is not None:
-            parser.error("--chat-template and --sft-tokenizer-prompt-format: give one of them")
-        return ChatTemplate.load(arguments.chat_template)
-    if prompt_format in (None, OWN):
-        path = Path(arguments.tokenizer_model)
-        return ChatTemplate.load(path if path.is_dir() else path.parent)
-    return ChatTemplate.named(prompt_format)
+    if None not in (arguments.chat_template, arguments.sft_tokenizer_prompt_format):
+        parser.error("--chat-template and --sft-tokenizer-prompt-format: give one of them")
+    tokenizer = tokenizer_of(parser, arguments)
+    return conversation_tokenizer(tokenizer, arguments.tokenizer_model)

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from .._command import Parser
+from ..wording import counted
 from .options import add_tokenizer_options, tokenizer_of
 from .work import add_work_options, say_continued, say_skipped
 
@@ -80,8 +81,9 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     )
     say_continued(report.made)
     print(
-        f"{report.prefix}: {report.pairs:,} pairs, {report.tokens:,} tokens, "
-        f"{report.image_bytes / 1e6:.1f} MB of images; {report.truncated:,} texts truncated"
+        f"{report.prefix}: {counted(report.pairs, 'pair')}, {counted(report.tokens, 'token')}, "
+        f"{report.image_bytes / 1e6:.1f} MB of images; "
+        f"{counted(report.truncated, 'text')} truncated"
     )
     say_skipped(report.made, arguments)
     return 0

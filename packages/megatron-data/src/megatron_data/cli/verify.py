@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from .._command import Parser
+from ..wording import counted
 from .options import PREFIX_HELP, add_storage_option, storage_of
 
 
@@ -29,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         found = verify(prefix, storage)
         compared = "digests match the manifest" if found.manifest else "no manifest: structure only"
         print(
-            f"{prefix}: in order, {found.counts.documents:,} documents, "
-            f"{found.counts.tokens:,} tokens ({compared})"
+            f"{prefix}: in order, {counted(found.counts.documents, 'document')}, "
+            f"{counted(found.counts.tokens, 'token')} ({compared})"
         )
     return 0

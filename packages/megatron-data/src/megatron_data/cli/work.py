@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from .._command import Parser
+from ..wording import counted
 
 if TYPE_CHECKING:
     from ..preprocessing.engine import Preprocessed
@@ -44,7 +45,9 @@ def add_work_options(
 def say_continued(made: "Preprocessed") -> None:
     """Say how much an earlier run had done, if it had."""
     if made.continued:
-        print(f"{made.continued:,} of {made.chunks:,} chunks were done by an earlier run")
+        were = "was" if made.chunks == 1 else "were"
+        chunks = f"{made.continued:,} of {counted(made.chunks, 'chunk')}"
+        print(f"{chunks} {were} done by an earlier run")
 
 
 def say_skipped(made: "Preprocessed", arguments: argparse.Namespace) -> None:

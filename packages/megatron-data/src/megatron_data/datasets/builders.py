@@ -76,6 +76,15 @@ class Builder(ABC):
             DataError: it is too short for one sample.
         """
 
+    def part(self, prefix: str, wanted: Wanted, number: int = 0) -> Dataset:
+        """Return one split of what a prefix names, the `number`th of a blend.
+
+        Raises:
+            EmptySplitError: it has no token.
+            DataError: it is missing, damaged, or too short for one sample.
+        """
+        return self.dataset(self.source(prefix), prefix, wanted, number)
+
     def split(self, blend: Blend, wanted: Wanted) -> Dataset:
         """Return one split of one or more sources, mixed.
 
@@ -89,7 +98,7 @@ class Builder(ABC):
             )
         if len(blend.prefixes) == 1 and blend.weights is None:
             (prefix,) = blend.prefixes
-            return self.dataset(self.source(prefix), prefix, wanted)
+            return self.part(prefix, wanted)
         return self._mixture(blend, wanted)
 
     @abstractmethod
@@ -119,7 +128,7 @@ class GreedyBuilder(Builder):
             requests = [ceil(share * (1 + self.surplus)) for share in shares]
             size = sum(shares)
         datasets = [
-            self.dataset(self.source(prefix), prefix, wanted._replace(size=request))
+            self.part(prefix, wanted._replace(size=request))
             for prefix, request in zip(blend.prefixes, requests, strict=True)
         ]
         if not weights:

@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 from ..errors import DataError
 from ..files import AtomicFile, read_json, read_text
+from ..sources.streams import split_suffix
 from .split import SPLITS, SplitName
+
+_LINES = (".jsonl", ".json")
 
 
 class Blend(NamedTuple):
@@ -47,6 +50,11 @@ def parse_data_path(values: str | os.PathLike[str] | Sequence[str] | Blend) -> B
             f"--data-path {' '.join(words)}: a weight before every prefix, or before none"
         )
     return Blend(tuple(words[1::2]), weights)
+
+
+def holds_conversation_lines(path: str) -> bool:
+    """Whether a path is a file of JSON lines, by its name: `.jsonl` or `.json`, packed or not."""
+    return split_suffix(path)[0] in _LINES
 
 
 def read_data_args(path: str | os.PathLike[str]) -> Blend:

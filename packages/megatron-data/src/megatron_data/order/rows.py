@@ -1,7 +1,5 @@
 """Megatron's order of conversations: a sample is a row of the file."""
 
-from itertools import pairwise
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -64,11 +62,21 @@ class RowOrder:
             raise IndexError(f"sample {sample} of {self._samples}")
         row = self._first + sample % self._count
         begin, end = self._bounds[row : row + 2].tolist()
-        ends = np.append(0, np.cumsum(self._lengths[begin:end], dtype=np.int64))
-        if ends[-1] >= self.sample_length:
-            ends = np.minimum(ends, self.sample_length - 1)
-        return [
-            Span(begin + number, 0, after - before)
-            for number, (before, after) in enumerate(pairwise(ends.tolist()))
-            if after > before
-        ]
+        kept = kept_lengths(self._lengths[begin:end], self.sample_length - 1)
+        return [Span(begin + number, 0, length) for number, length in enumerate(kept) if length]
+
+
+def kept_lengths(lengths: NDArray[np.integer], sequence_length: int) -> list[int]:
+    """How many tokens of each of a row's sequences a sample has room for.
+
+    A row that does not end in a sample loses its end, to one token less than there is room for.
+
+    Args:
+        lengths: tokens of the sequences, `[S]`.
+        sequence_length: tokens of a sample, which reads one more for the last label.
+    """
+    ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
+    if ends[-1] > sequence_length:
+        ends = np.minimum(ends, sequence_length)
+    kept: list[int] = np.diff(ends).tolist()
+    return kept

@@ -87,11 +87,7 @@ class ConversationEncoder:
 
     @property
     def _made_by(self) -> dict[str, Any]:
-        given = orjson.dumps(
-            [self.template.source, self.template.variables],
-            default=repr,
-            option=orjson.OPT_SORT_KEYS,
-        )
+        given = orjson.dumps(self.template.record, default=repr, option=orjson.OPT_SORT_KEYS)
         return {
             "template": f"sha256:{hashlib.sha256(given).hexdigest()}",
             "loss": self.loss,

@@ -1,5 +1,6 @@
 """From the text of a document to its sentences."""
 
+from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -54,10 +55,12 @@ class PunktSplitter:
             try:
                 punkt.rules_for_language(language)
             except LookupError:
-                known = ", ".join(punkt.available_languages())
+                known = punkt.available_languages()
+                near = get_close_matches(language.lower(), known, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
                 raise DataError(
-                    f"no rules for sentences of language {language!r}; there are models of "
-                    f"{known}, and rules of chinese, japanese, korean, hindi, urdu and others"
+                    f"no rules for sentences of language {language!r}{hint} (models: "
+                    f"{', '.join(known)}; rules: chinese, japanese, korean, hindi, urdu and others)"
                 ) from None
         self._tokenizer = punkt.tokenizer_for(language)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 from ..errors import DataError
 from ..files import read_json, read_text
 from .huggingface import CONFIG_FILE
+from .prompt_formats import OWN, PROMPT_FORMATS
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": "user", "content": "…"}`, and whatever else a template asks for."""
@@ -16,48 +17,6 @@ Message: TypeAlias = Mapping[str, Any]
 TEMPLATE_FILE = "chat_template.jinja"
 
 _MARKED = re.compile(r"\{%[-+]?\s*generation\b")
-
-_NEMOTRON_H = """\
-{% for message in messages %}
-{% set text = message.content | trim %}
-{% if message.role == 'system' %}
-{{- '<SPECIAL_10>System\\n' + text + '\\n' -}}
-{% elif message.role == 'user' %}
-{{- '<SPECIAL_11>User\\n' + text + '\\n<SPECIAL_11>Assistant\\n' -}}
-{% elif message.role == 'assistant' %}
-{% generation %}{{- text + '\\n' -}}{% endgeneration %}
-{% endif %}
-{% endfor %}"""
-
-_NEMOTRON_NANO = """\
-{% for message in messages %}
-{% set said = message.content %}
-{% set text = said | replace('/think', '') | replace('/no_think', '') | trim %}
-{% if message.role == 'system' %}
-{{- '<SPECIAL_10>System\\n' + text + '\\n' -}}
-{% elif message.role == 'user' %}
-{{- '<SPECIAL_11>User\\n' + text + '\\n' -}}
-{% elif message.role == 'assistant' %}
-{{- '<SPECIAL_11>Assistant\\n' -}}
-{% generation %}{{- said | trim + '\\n<SPECIAL_12>\\n' -}}{% endgeneration %}
-{% endif %}
-{% endfor %}"""
-
-_IDENTITY = """\
-{% for message in messages %}
-{% if message.role == 'assistant' %}
-{% generation %}{{- message.content -}}{% endgeneration %}
-{% else %}
-{{- message.content -}}
-{% endif %}
-{% endfor %}"""
-
-PROMPT_FORMATS: Mapping[str, str] = {
-    "nemotron-h-aligned": _NEMOTRON_H,
-    "nemotron-nano-v2": _NEMOTRON_NANO,
-    "identity": _IDENTITY,
-}
-"""Templates by the names of Megatron's `--sft-tokenizer-prompt-format`."""
 
 
 class Rendered(NamedTuple):
@@ -111,17 +70,18 @@ class ChatTemplate:
 
     @classmethod
     def named(cls, prompt_format: str) -> Self:
-        """One of Megatron's prompt formats.
+        """One of Megatron's prompt formats of `--sft-tokenizer-prompt-format`.
 
         Raises:
-            DataError: there is none of this name.
+            DataError: there is none of this name, or it is "default", the tokenizer's own.
         """
-        if prompt_format not in PROMPT_FORMATS:
+        known = {name: each.template for name, each in PROMPT_FORMATS.items() if each.template}
+        if prompt_format not in known:
             raise DataError(
-                f"no prompt format {prompt_format!r}; give one of {', '.join(PROMPT_FORMATS)}, or "
-                "load the tokenizer's own template (Megatron: default)"
+                f"no prompt format {prompt_format!r}; give one of {', '.join(known)}, or load the "
+                f"tokenizer's own template (Megatron: {OWN})"
             )
-        return cls(PROMPT_FORMATS[prompt_format])
+        return cls(known[prompt_format])
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -149,7 +109,8 @@ class ChatTemplate:
             raise DataError(
                 f"{path} has no chat template: neither {TEMPLATE_FILE} nor chat_template in "
                 f"{CONFIG_FILE}; name a prompt format (--sft-tokenizer-prompt-format "
-                f"{', '.join(PROMPT_FORMATS)}) or a file (--chat-template)"
+                f"{', '.join(name for name in PROMPT_FORMATS if name != OWN)}) or a file "
+                "(--chat-template)"
             )
         tokens = {key: value for key, value in config.items() if key.endswith("_token")}
         contents = {
@@ -166,16 +127,29 @@ class ChatTemplate:
         except DataError as error:
             raise DataError(f"{path}: {error}") from None
 
+    @property
+    def record(self) -> list[Any]:
+        """What decides which text messages become, for a digest."""
+        return [self.source, self.variables]
+
     def render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
     ) -> Rendered:
         """A conversation as text, and what of it an assistant says.
+
+        Args:
+            messages: the conversation.
+            tools: what the template may tell the assistant of.
+            add_generation_prompt: end with what stands before an answer, if the template has that.
 
         Raises:
             DataError: the template refuses the messages, or it cannot be told what an assistant
                 says.
         """
-        text = self._text(messages, tools)
+        text = self._text(messages, tools, add_generation_prompt)
         if self._marked:
             return self._without_marks(text)
         answers = []

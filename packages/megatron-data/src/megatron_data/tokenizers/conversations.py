@@ -12,6 +12,8 @@ from .chat import ChatTemplate, Rendered
 from .huggingface import HuggingFaceTokenizer, Place
 
 LossOver: TypeAlias = Literal["assistant", "all"]
+NOT_COUNTED = -100
+"""Number of a target that the loss does not count, as in Megatron and Hugging Face's models."""
 
 
 class CountedTokens(NamedTuple):
@@ -24,6 +26,11 @@ class CountedTokens(NamedTuple):
 
     ids: NDArray[np.int64]
     counted: NDArray[np.uint8]
+
+    @property
+    def targets(self) -> NDArray[np.int64]:
+        """The tokens, -100 in place of those that the loss does not count, int64 `[s]`."""
+        return np.where(self.counted, self.ids, NOT_COUNTED)
 
 
 def encode_rows(
@@ -66,20 +73,27 @@ def encode_rendered(
     """`encode_rows` of rows whose texts are there."""
     encoded = iter(tokenizer.encode_with_places([one.text for texts in rendered for one in texts]))
     for row, texts in zip(rows, rendered, strict=True):
-        made = [_masked(text.answers, *next(encoded), loss) for text in texts]
+        made = [counted_tokens(text.answers, *next(encoded), loss) for text in texts]
         yield [
             _ended(*one, tokenizer.eod_id, loss == "all" or messages[-1]["role"] == "assistant")
             for one, messages in zip(made, row.conversations, strict=True)
         ]
 
 
-def _masked(
+def counted_tokens(
     answers: list[tuple[int, int]],
     ids: list[int],
     places: list[Place],
     loss: LossOver,
 ) -> CountedTokens:
-    """Tokens and mask of one conversation; a token counts if part of it is said."""
+    """Tokens and mask of one conversation; a token counts if part of it is said.
+
+    Args:
+        answers: first character and end of every stretch that is said.
+        ids: its tokens.
+        places: first character and end of every token.
+        loss: "all" counts every token.
+    """
     counted = np.full(len(ids), loss == "all", np.uint8)
     begins, ends = np.array(places, np.int64).reshape(-1, 2).T
     for first, last in answers:

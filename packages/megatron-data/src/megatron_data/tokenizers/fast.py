@@ -1,7 +1,6 @@
 """The same tokens, much faster: gigatoken, checked against the `tokenizers` library as it goes."""
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -13,6 +12,7 @@ from ..errors import DataError
 from .huggingface import HuggingFaceTokenizer
 from .protocol import Tokenizer
 from .threads import may_use_threads
+from .wrapped import WrappedTokenizer
 
 CHECKED_FIRST = 200
 CHECKED_EVERY = 500
@@ -27,7 +27,7 @@ class MismatchError(RuntimeError):
     """gigatoken gave a text other tokens than the `tokenizers` library."""
 
 
-class FastTokenizer:
+class FastTokenizer(WrappedTokenizer):
     """A `HuggingFaceTokenizer` whose batches gigatoken encodes (the extra `fast`).
 
     The first 200 texts that a process encodes, and every 500th after them, are encoded by the
@@ -49,7 +49,7 @@ class FastTokenizer:
             raise DataError(
                 "gigatoken is not installed; pip install 'megatron-data[fast]'"
             ) from None
-        self.reference = reference
+        super().__init__(reference)
         self._seen = self._characters = self._checked = 0
         try:
             self._fast: Any = gigatoken.Tokenizer.from_json(reference.definition)
@@ -57,40 +57,6 @@ class FastTokenizer:
         except Exception as error:  # noqa: BLE001
             reason = " ".join(str(error).split())
             raise DataError(f"gigatoken does not know this tokenizer: {reason}") from None
-
-    @property
-    def vocab_size(self) -> int:
-        """As the reference."""
-        return self.reference.vocab_size
-
-    @property
-    def eod_id(self) -> int | None:
-        """As the reference."""
-        return self.reference.eod_id
-
-    @property
-    def bos_id(self) -> int | None:
-        """As the reference."""
-        return self.reference.bos_id
-
-    @property
-    def eos_id(self) -> int | None:
-        """As the reference."""
-        return self.reference.eos_id
-
-    @property
-    def pad_id(self) -> int | None:
-        """As the reference."""
-        return self.reference.pad_id
-
-    @property
-    def fingerprint(self) -> str:
-        """As the reference: the tokens are the same."""
-        return self.reference.fingerprint
-
-    def encode(self, text: str) -> list[int]:
-        """Token numbers of a text, by the reference."""
-        return self.reference.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many texts.
@@ -143,18 +109,6 @@ class FastTokenizer:
         first = min(max(CHECKED_FIRST - self._seen, 0), texts)
         regular = range(-self._seen % CHECKED_EVERY, texts, CHECKED_EVERY)
         return chain(range(first), (at for at in regular if at >= first))
-
-    def pieces(self, text: str) -> Iterator[str]:
-        """As the reference."""
-        return self.reference.pieces(text)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """As the reference."""
-        return self.reference.decode(tokens)
-
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """As the reference."""
-        self.reference.save(folder)
 
     def __reduce__(self) -> tuple[type["FastTokenizer"], tuple[HuggingFaceTokenizer]]:
         return type(self), (self.reference,)

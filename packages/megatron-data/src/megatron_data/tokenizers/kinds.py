@@ -18,8 +18,11 @@ TokenizerKind: TypeAlias = Literal[
     "GPTSentencePieceTokenizer",
     "Llama2Tokenizer",
     "TikTokenizer",
+    "SFTTokenizer",
+    "MultimodalTokenizer",
     "ByteTokenizer",
     "NullTokenizer",
+    "NullMultimodalTokenizer",
 ]
 TOKENIZER_KINDS: tuple[TokenizerKind, ...] = get_args(TokenizerKind)
 
@@ -48,6 +51,8 @@ class Ingredients:
 
 _SPECIAL = ("tokenizer_special_tokens",)
 _TIKTOKEN = ("tiktoken_pattern", "tiktoken_num_special_tokens", "vocab_size")
+_SFT = ("sft_tokenizer_prompt_format", "chat_template", *_SPECIAL)
+_MULTIMODAL = ("image_tag_type", "force_system_message", *_SPECIAL)
 _BERT = Ingredients(("vocab_file",), ("vocab_extra_ids", *_SPECIAL))
 
 TOKENIZER_INGREDIENTS: Mapping[str, Ingredients] = {
@@ -59,9 +64,19 @@ TOKENIZER_INGREDIENTS: Mapping[str, Ingredients] = {
     "GPTSentencePieceTokenizer": Ingredients(("tokenizer_model",)),
     "Llama2Tokenizer": Ingredients(("tokenizer_model",)),
     "TikTokenizer": Ingredients(("tokenizer_model",), (*_TIKTOKEN, *_SPECIAL)),
+    "SFTTokenizer": Ingredients(("tokenizer_model",), _SFT),
+    "MultimodalTokenizer": Ingredients(("tokenizer_model", "tokenizer_prompt_format"), _MULTIMODAL),
     "ByteTokenizer": Ingredients(),
     "NullTokenizer": Ingredients(("vocab_size",)),
+    "NullMultimodalTokenizer": Ingredients(("vocab_size",)),
 }
+
+
+WITHOUT_MERGES = (
+    "--vocab-file alone is a GPT2BPETokenizer's, which needs --merge-file as well; for BERT's "
+    "vocab.txt give --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase"
+)
+"""What to say of a vocabulary without merges whose kind nobody said."""
 
 
 def flag(name: str) -> str:
@@ -71,18 +86,40 @@ def flag(name: str) -> str:
 
 def default_kind(given: Mapping[str, Any]) -> TokenizerKind:
     """The kind of tokenizer that options mean of which none is `--tokenizer-type`."""
-    return "GPT2BPETokenizer" if "vocab_file" in given else "HuggingFaceTokenizer"
+    if "vocab_file" in given:
+        return "GPT2BPETokenizer"
+    if "tokenizer_prompt_format" in given:
+        return "MultimodalTokenizer"
+    if "sft_tokenizer_prompt_format" in given or "chat_template" in given:
+        return "SFTTokenizer"
+    return "HuggingFaceTokenizer"
+
+
+def complaint_about(kind: str | None, given: Mapping[str, Any]) -> str | None:
+    """What is wrong with the options of a tokenizer, or None.
+
+    Args:
+        kind: `--tokenizer-type`, or None for the default.
+        given: the options of which it is made, by name.
+    """
+    meant = kind or default_kind(given)
+    if kind is None and "vocab_file" in given and "merge_file" not in given:
+        return WITHOUT_MERGES
+    return TOKENIZER_INGREDIENTS[meant].complaint(meant, given)
 
 
 def make_tokenizer(kind: str | None = None, **options: Any) -> "Tokenizer":
     """The tokenizer that Megatron's options name.
 
     Args:
-        kind: Megatron's `--tokenizer-type`. None: a GPT2BPETokenizer with a `vocab_file`, else
-            whatever `load_tokenizer` opens at `tokenizer_model`.
+        kind: Megatron's `--tokenizer-type`. None: a GPT2BPETokenizer with a `vocab_file`, the kind
+            that a prompt format belongs to, else whatever `load_tokenizer` opens at
+            `tokenizer_model`.
         options: what it is made from, named as Megatron's options: `tokenizer_model`, `vocab_file`,
             `merge_file`, `vocab_size`, `vocab_extra_ids`, `tiktoken_pattern`,
-            `tiktoken_num_special_tokens`, `tokenizer_special_tokens`; None as if not given.
+            `tiktoken_num_special_tokens`, `tokenizer_special_tokens`, `chat_template`,
+            `sft_tokenizer_prompt_format`, `tokenizer_prompt_format`, `image_tag_type`,
+            `force_system_message`; None as if not given.
 
     Raises:
         DataError: an unknown kind, options that it lacks or has no use for, or files that are not
@@ -90,17 +127,19 @@ def make_tokenizer(kind: str | None = None, **options: Any) -> "Tokenizer":
     """
     given = {name: value for name, value in options.items() if value is not None}
     anything_saved = kind is None
-    kind = kind or default_kind(given)
-    if kind not in TOKENIZER_INGREDIENTS:
+    if kind is not None and kind not in TOKENIZER_INGREDIENTS:
         raise DataError(f"tokenizer type {kind!r}; known are {', '.join(TOKENIZER_KINDS)}")
-    if complaint := TOKENIZER_INGREDIENTS[kind].complaint(kind, given):
+    if complaint := complaint_about(kind, given):
         raise DataError(complaint)
+    kind = kind or default_kind(given)
     names = given.get("tokenizer_special_tokens", ())
     match kind:
         case "ByteTokenizer" | "NullTokenizer":
             from .plain import ByteTokenizer, NullTokenizer
 
             return ByteTokenizer() if kind == "ByteTokenizer" else NullTokenizer(**given)
+        case "SFTTokenizer" | "MultimodalTokenizer" | "NullMultimodalTokenizer":
+            return _of_conversations(kind, given)
         case "SentencePieceTokenizer" | "GPTSentencePieceTokenizer" | "Llama2Tokenizer":
             from .sentence_piece import SentencePieceTokenizer
 
@@ -124,6 +163,28 @@ def make_tokenizer(kind: str | None = None, **options: Any) -> "Tokenizer":
             "--tokenizer-special-tokens cannot add"
         )
     return tokenizer.with_special_tokens(names)
+
+
+def _of_conversations(kind: str, given: Mapping[str, Any]) -> "Tokenizer":
+    from . import multimodal, sft
+
+    if kind == "NullMultimodalTokenizer":
+        return multimodal.NullMultimodalTokenizer(**given)
+    names = given.get("tokenizer_special_tokens")
+    if kind == "SFTTokenizer":
+        return sft.SFTTokenizer.load(
+            given["tokenizer_model"],
+            given.get("sft_tokenizer_prompt_format"),
+            given.get("chat_template"),
+            names or (),
+        )
+    return multimodal.MultimodalTokenizer.load(
+        given["tokenizer_model"],
+        given["tokenizer_prompt_format"],
+        given.get("image_tag_type", ""),
+        given.get("force_system_message", False),
+        (multimodal.IMAGE_TOKEN,) if names is None else names,
+    )
 
 
 def _tik_tokenizer(given: Mapping[str, Any]) -> "Tokenizer":

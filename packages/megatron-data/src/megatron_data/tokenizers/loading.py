@@ -8,9 +8,12 @@ from typing import Any
 from ..errors import DataError
 from ..files import read_json
 from .huggingface import HuggingFaceTokenizer
+from .multimodal import ImageTemplate, MultimodalTokenizer, NullMultimodalTokenizer
 from .plain import PLAIN_FILE, ByteTokenizer, NullTokenizer
+from .prompt_formats import PromptFormat
 from .protocol import Tokenizer
 from .sentence_piece import MODEL_FILE, SentencePieceTokenizer
+from .sft import SFTTokenizer, template_of
 from .tik_token import VOCABULARY_FILE, TikTokenizer
 
 
@@ -45,8 +48,23 @@ def load_tokenizer(
             return SentencePieceTokenizer.load(folder / MODEL_FILE, **options)
         case {"type": "TikTokenizer"}:
             return TikTokenizer.load(folder / VOCABULARY_FILE, **options)
+        case {"type": "SFTTokenizer" | "MultimodalTokenizer" as kind}:
+            return _of_conversations(kind, folder, content.get("pad_token"), options)
         case {"type": "ByteTokenizer"}:
             return ByteTokenizer()
         case {"type": "NullTokenizer", "vocab_size": int(vocab_size)}:
             return NullTokenizer(vocab_size)
+        case {"type": "NullMultimodalTokenizer", "vocab_size": int(vocab_size)}:
+            return NullMultimodalTokenizer(vocab_size)
     raise DataError(f"{plain} describes no tokenizer of this package: {content}")
+
+
+def _of_conversations(
+    kind: str, folder: Path, pad_token: str | None, options: Mapping[str, Any]
+) -> Tokenizer:
+    """What `SFTTokenizer.save` or `MultimodalTokenizer.save` wrote."""
+    reference = HuggingFaceTokenizer.load(folder)
+    template = template_of(PromptFormat(), reference, folder)
+    if kind == "SFTTokenizer":
+        return SFTTokenizer(reference, template, pad_token)
+    return MultimodalTokenizer(reference, ImageTemplate(template, **options), pad_token)

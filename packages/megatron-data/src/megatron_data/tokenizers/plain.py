@@ -97,5 +97,5 @@ class NullTokenizer:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the file by which `load_tokenizer` knows this tokenizer."""
-        content = {"type": "NullTokenizer", "vocab_size": self.eod_id}
+        content = {"type": type(self).__name__, "vocab_size": self.eod_id}
         write_json(Path(folder) / PLAIN_FILE, content)

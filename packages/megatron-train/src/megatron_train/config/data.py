@@ -1,9 +1,16 @@
 """The section ``data``: where the tokens of a run come from."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from megatron_data import TOKENIZER_INGREDIENTS, Ingredients, TokenizerKind
+from megatron_data import (
+    MultimodalPromptFormat,
+    SFTPromptFormat,
+    TokenizerKind,
+    complaint_about,
+    default_kind,
+    holds_conversation_lines,
+)
 
 from megatron_train.config.fields import flag_of, positive, required, setting
 from megatron_train.errors import TrainError
@@ -16,8 +23,16 @@ TOKENIZER_OPTIONS = (
     "tiktoken_pattern",
     "tiktoken_num_special_tokens",
     "tokenizer_special_tokens",
+    "sft_tokenizer_prompt_format",
+    "chat_template",
+    "tokenizer_prompt_format",
+    "image_tag_type",
+    "force_system_message",
 )
 """Settings of the section that tokenizers are made from."""
+
+DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+"""Settings of the section that name corpora."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +65,9 @@ class DataConfig:
     )
     tokenizer_type: TokenizerKind | None = setting(  # noqa: RUF009
         None,
-        "kind of tokenizer; unset: GPT2BPETokenizer with --vocab-file, otherwise what "
-        "--tokenizer-model holds; NullTokenizer and ByteTokenizer need no file",
+        "kind of tokenizer; unset: GPT2BPETokenizer with --vocab-file, the kind that a prompt "
+        "format is of, otherwise what --tokenizer-model holds; NullTokenizer, "
+        "NullMultimodalTokenizer and ByteTokenizer need no file",
     )
     tokenizer_model: str | None = setting(
         None,
@@ -78,7 +94,26 @@ class DataConfig:
     tokenizer_special_tokens: tuple[str, ...] | None = setting(
         None,
         "tokens that are kept whole, added to the tokenizer; all the special tokens of a "
-        "TikTokenizer",
+        "TikTokenizer; unset, a MultimodalTokenizer adds <image>",
+    )
+    sft_tokenizer_prompt_format: SFTPromptFormat | None = setting(  # noqa: RUF009
+        None,
+        "how an SFTTokenizer writes conversations, default by the template in the tokenizer's "
+        "folder; unset: nemotron-h-aligned, as in Megatron",
+    )
+    chat_template: str | None = setting(
+        None, "file of the template by which an SFTTokenizer writes conversations", unit="path"
+    )
+    tokenizer_prompt_format: MultimodalPromptFormat | None = setting(  # noqa: RUF009
+        None, "how a MultimodalTokenizer writes conversations"
+    )
+    image_tag_type: Literal["nvlm", "internvl"] | None = setting(
+        None,
+        "what a MultimodalTokenizer puts around <image>: nvlm <Image>, internvl <img>; unset: "
+        "nothing",
+    )
+    force_system_message: bool = setting(
+        False, "let a MultimodalTokenizer begin every conversation with Qwen's system message"
     )
     reset_position_ids: bool = setting(False, "restart positions after each document")
     reset_attention_mask: bool = setting(False, "attend within a document only")
@@ -91,7 +126,8 @@ class DataConfig:
     sft: bool = setting(
         False,
         "train on conversations, what assistants say in them: --data-path names what "
-        "megatron-data tokenize-conversations wrote; --sample-order packed keeps them whole",
+        "megatron-data tokenize-conversations wrote, or files of JSON lines (.jsonl, .json) that "
+        "are tokenized as samples ask for them",
     )
     sample_order: Literal["stateless", "packed", "compat"] = setting(
         "stateless",
@@ -175,6 +211,12 @@ class DataConfig:
                 )
 
     @property
+    def holds_conversation_lines(self) -> bool:
+        """Whether a corpus is a file of JSON lines."""
+        paths = (path for name in DATA_PATHS for path in getattr(self, name) or ())
+        return any(map(holds_conversation_lines, paths))
+
+    @property
     def tokenizer(self) -> TokenizerKind | None:
         """The kind of tokenizer, None where there is none.
 
@@ -183,19 +225,27 @@ class DataConfig:
         """
         if self.tokenizer_type is not None:
             return self.tokenizer_type
-        if self.vocab_file is not None:
-            return "GPT2BPETokenizer"
-        return None if self.tokenizer_model is None else "HuggingFaceTokenizer"
+        kind = default_kind(self.tokenizer_settings)
+        if kind == "HuggingFaceTokenizer" and self.tokenizer_model is None:
+            return None
+        return kind
+
+    @property
+    def tokenizer_settings(self) -> dict[str, Any]:
+        """Settings that tokenizers are made from, by name, as far as they are given."""
+        values = {name: getattr(self, name) for name in TOKENIZER_OPTIONS}
+        return {name: value for name, value in values.items() if value not in (None, False)}
 
     def _check_tokenizer(self) -> None:
         """Refuse files that the kind of tokenizer lacks, or has no use for."""
-        made_of = TOKENIZER_INGREDIENTS.get(self.tokenizer or "", Ingredients())
-        kind = f"--tokenizer-type {self.tokenizer}"
-        for name in TOKENIZER_OPTIONS:
-            given = getattr(self, name) is not None
-            if name in made_of.needs and not given:
-                why = kind if self.tokenizer_type else "--vocab-file"
-                raise TrainError(f"{why} needs {flag_of(name)} as well")
-            if given and name not in (*made_of.needs, *made_of.takes):
-                other = kind if self.tokenizer else "no --vocab-file"
-                raise TrainError(f"{flag_of(name)} does not go with {other}; leave out one of them")
+        given = self.tokenizer_settings
+        if self.tokenizer is None:
+            for name in given:
+                raise TrainError(
+                    f"{flag_of(name)} does not go with no --vocab-file; leave out one of them"
+                )
+            return
+        if self.tokenizer.startswith("Null"):
+            given["vocab_size"] = None  # a setting of the model
+        if complaint := complaint_about(self.tokenizer_type, given):
+            raise TrainError(complaint)

@@ -19,6 +19,7 @@ _SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: 
 _DERIVED = {
     "model.vocab_size": "the tokenizer's",
     "model.max_position_embeddings": "--seq-length",
+    "data.sample_order": "stateless; with --sft packed, or compat where it is JSON lines",
 }
 _OFF_PREFIXES = ("--no-", "--disable-")
 _OFF_NAMES = ("no_", "disable_")

@@ -4,10 +4,11 @@ import argparse
 import os
 from pathlib import Path
 
+from megatron_data import holds_conversation_lines
 from megatron_models import GPTConfig
 from megatron_parallel.pipeline import count_stages
 
-from megatron_train.config.data import DataConfig
+from megatron_train.config.data import DATA_PATHS, DataConfig
 from megatron_train.config.files import read_file
 from megatron_train.config.flags import LAYERS_PER_VIRTUAL_STAGE, given_flags
 from megatron_train.config.options import options_of
@@ -65,7 +66,7 @@ def derive(values: Values) -> Values:
     if seq_length is not None:
         values = values.with_derived("model.max_position_embeddings", seq_length, "--seq-length")
         values = _with_vocabulary(values)
-    return values
+    return _with_whole_conversations(values)
 
 
 def _with_virtual_stages(values: Values, layers_each: str | None) -> Values:
@@ -100,9 +101,10 @@ def _with_vocabulary(values: Values) -> Values:
     """Take the size of the vocabulary from the tokenizer, unless it is given."""
     key = "model.vocab_size"
     given = values.given.get(key)
-    if values.get("data.tokenizer_type") == "NullTokenizer":
+    kind = values.get("data.tokenizer_type")
+    if kind in ("NullTokenizer", "NullMultimodalTokenizer"):
         if given is None:
-            raise UsageError("--tokenizer-type NullTokenizer needs --vocab-size")
+            raise UsageError(f"--tokenizer-type {kind} needs --vocab-size")
         whole = Given(given.value + 1, f"{given.origin}, and one token that ends a document")
         return values.updated(Values({key: whole}))
     if given is not None or not any(f"data.{name}" in values.given for name in _TOKENIZER):
@@ -113,6 +115,17 @@ def _with_vocabulary(values: Values) -> Values:
     if tokenizer is None:
         return values
     return values.with_derived(key, tokenizer.vocab_size, "the tokenizer")
+
+
+def _with_whole_conversations(values: Values) -> Values:
+    """Take the order of samples that leaves conversations whole, unless one is given."""
+    if not values.get("data.sft"):
+        return values
+    lists = [values.get(f"data.{name}") or () for name in DATA_PATHS]
+    paths = [path for given in lists for path in ([given] if isinstance(given, str) else given)]
+    if any(holds_conversation_lines(path) for path in paths):
+        return values.with_derived("data.sample_order", "compat", "--sft, of JSON lines")
+    return values.with_derived("data.sample_order", "packed", "--sft")
 
 
 def _with_model_of_checkpoint(values: Values) -> Values:

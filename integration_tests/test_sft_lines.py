@@ -1,0 +1,105 @@
+"""Fine-tuning on conversations that are JSON lines: as on those tokenized before, and goes on."""
+
+import json
+import random
+
+import pytest
+import torch
+from megatron_data import tokenize_conversations
+from megatron_data.tokenizers.chat import ChatTemplate
+from megatron_data.tokenizers.loading import load_tokenizer
+from megatron_train import read_records
+from megatron_train.cli import main
+
+TRAIN = (
+    "pretrain gpt --sft --reset-position-ids --reset-attention-mask --tokenizer-model tokenizer "
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 96 --train-iters 6 "
+    "--micro-batch-size 2 --eval-iters 1 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 "
+    "--split 8,1,1 --no-progress --device cpu"
+)
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def talks(corpus):
+    """A tokenizer with a template, conversations, and their tokens."""
+    (corpus / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
+    words, rows = random.Random(0), []
+    for _ in range(40):
+        said = [" ".join(words.choices(["the whale", "a ship", "sees"], k=6)) for _ in range(2)]
+        turns = zip(("user", "assistant"), said, strict=True)
+        rows.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+    (corpus / "talks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = load_tokenizer(corpus / "tokenizer")
+    tokenize_conversations(
+        [corpus / "talks.jsonl"], corpus / "talks", tokenizer, ChatTemplate(TEMPLATE)
+    )
+    return corpus
+
+
+@pytest.fixture
+def train(talks, capsys, monkeypatch):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.chdir(talks)
+
+    def start(words, status=0):
+        assert main(f"{TRAIN} {words}".split()) == status
+        printed = capsys.readouterr()
+        return printed.out + printed.err
+
+    yield start
+    torch.set_num_threads(threads)
+
+
+def losses(talks, save):
+    return [record["lm loss"] for record in read_records(talks / save / "metrics.jsonl").train]
+
+
+def test_losses_are_those_of_tokenized_conversations_and_a_run_goes_on(talks, train):
+    printed = train("--data-path talks.jsonl --save lines")
+    assert "data.sample_order: compat  [--sft, of JSON lines]" in printed
+    train("--data-path talks_conversation --sample-order compat --save tokens")
+    assert losses(talks, "lines") == losses(talks, "tokens")
+    train("--data-path talks.jsonl --save parts --exit-interval 2")
+    assert "continuing from parts after step 2" in train(
+        "--data-path talks.jsonl --save parts --load parts"
+    )
+    assert losses(talks, "parts") == losses(talks, "lines")
+
+
+def test_conversations_are_left_whole_unless_one_says_otherwise(talks, train):
+    once = "--train-iters 1 --eval-iters 0 --data-path talks_conversation"
+    assert "data.sample_order: packed  [--sft]" in train(once)
+    assert "data.sample_order: stateless  [--sample-order]" in train(
+        f"{once} --sample-order stateless"
+    )
+    assert "warning" not in train(once)
+    assert "conversations longer than a sample, cut" in train(f"{once} --seq-length 12")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--data-path talks.jsonl --sample-order packed",
+            "run megatron-data tokenize-conversations",
+        ),
+        ("--data-path wrong.jsonl", "wrong.jsonl:3: no conversation"),
+        ("--data-path nowhere.jsonl", "nowhere.jsonl does not exist"),
+        ("--data-path talks.jsonl --tokenizer-type ByteTokenizer", "--tokenizer-model does not go"),
+        (
+            "--data-path talks.jsonl --tokenizer-prompt-format llama3 --image-tag-type x",
+            "nvlm, int",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_on_is_one_line(talks, train, words, message):
+    lines = (talks / "talks.jsonl").read_text().split("\n")
+    (talks / "wrong.jsonl").write_text("\n".join([*lines[:2], '{"text": "?"}', *lines[3:]]))
+    printed = train(words, status=2 if "image" in words else 1)
+    errors = [line for line in printed.splitlines() if "error:" in line]
+    assert len(errors) == 1 and message in errors[0], printed

@@ -1,0 +1,180 @@
+"""The three datasets of a run on conversations."""
+
+import logging
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ..errors import DataError, EmptySplitError
+from ..indexed.reader import IndexedDataset
+from ..order.packing import PackedOrder
+from ..order.rows import RowOrder
+from ..order.spans import SampleOrder
+from ..preprocessing.manifest import LOSS, check_mask
+from ..sources.block_cache import StorageCache
+from ..tokenizers.sft import SFTTokenizer
+from ..wording import counted
+from .batches import Dataset
+from .build import DataPath, Datasets, build_splits
+from .builders import (
+    GPTBuilder,
+    GreedyBuilder,
+    OrderName,
+    PackedBuilder,
+    StatelessBuilder,
+    Wanted,
+)
+from .conversation_lines import ConversationLines, ConversationLinesDataset
+from .gpt import GPTDatasetConfig, TokenSource
+from .paths import holds_conversation_lines
+from .sft import SFTDataset
+from .split import DEFAULT_SPLIT, sequences_of
+
+_Builders: TypeAlias = "dict[OrderName, type[_SFTBuilder]]"
+
+_log = logging.getLogger("megatron_data")
+
+
+@dataclass(kw_only=True)
+class _SFTBuilder(GPTBuilder):
+    """Makes `SFTDataset`s of a dataset and the mask beside it.
+
+    Attributes:
+        tokenizer: of conversations that are JSON lines.
+    """
+
+    tokenizer: SFTTokenizer | None = None
+
+    def source(self, prefix: str) -> IndexedDataset:
+        """Return the dataset at a prefix; JSON lines have no lengths, which most orders need."""
+        if holds_conversation_lines(prefix):
+            raise DataError(
+                f"{prefix} holds conversations as text, and this sample order needs their lengths: "
+                f"run megatron-data tokenize-conversations --input {prefix} --output-prefix NAME "
+                "--tokenizer-model PATH and give NAME_conversation, or give --sample-order compat, "
+                "a line a sample"
+            )
+        return super().source(prefix)
+
+    def _along(self, source: TokenSource, name: str, order: SampleOrder, number: int) -> Dataset:
+        if name + LOSS not in self._opened:
+            check_mask(name)
+        return SFTDataset(source, self.source(name + LOSS), order)
+
+    def dataset(self, source: TokenSource, name: str, wanted: Wanted, number: int = 0) -> Dataset:
+        """Return one split of one source; a warning tells how many conversations it cuts.
+
+        Raises:
+            EmptySplitError: it has no token.
+            DataError: it has no mask.
+        """
+        dataset = super().dataset(source, name, wanted, number)
+        order = dataset.order if isinstance(dataset, SFTDataset) else None
+        which = f"{wanted.split} split of {name}"
+        if isinstance(order, RowOrder) and order.truncated:
+            what = counted(order.truncated, "row")
+            _log.warning("%s: %s longer than a sample, cut", which, what)
+        if isinstance(order, PackedOrder) and (cut := order.packing.report().cut):
+            what = counted(cut, "conversation")
+            _log.warning("%s: %s longer than a sample, cut", which, what)
+        return dataset
+
+
+@dataclass(kw_only=True)
+class _PackedConversations(_SFTBuilder, PackedBuilder):
+    """As many conversations in a sample as fit."""
+
+
+@dataclass(kw_only=True)
+class _CutConversations(_SFTBuilder, StatelessBuilder):
+    """Conversations end to end, cut where a sample is full."""
+
+
+@dataclass(kw_only=True)
+class _Rows(GreedyBuilder, _SFTBuilder):
+    """Megatron's order: the conversations of a line are a sample."""
+
+    _lines: dict[str, ConversationLines] = field(default_factory=dict, init=False)
+
+    def part(self, prefix: str, wanted: Wanted, number: int = 0) -> Dataset:
+        """Return one split of the dataset at a prefix, or of a file of JSON lines."""
+        if not holds_conversation_lines(prefix):
+            return super().part(prefix, wanted, number)
+        if self.tokenizer is None:
+            raise DataError(f"{prefix} holds conversations as text; give --tokenizer-model, too")
+        if prefix not in self._lines:
+            self._lines[prefix] = ConversationLines(prefix, self.tokenizer)
+        lines = self._lines[prefix]
+        first, last = sequences_of(wanted.interval, len(lines))
+        if first == last:
+            what = f"{wanted.split} split of {prefix} ({last - first} of {len(lines)} lines)"
+            raise EmptySplitError(f"{what}: the split holds no conversation")
+        return ConversationLinesDataset(
+            lines,
+            (first, last),
+            sequence_length=self.config.sequence_length,
+            num_samples=wanted.size,
+        )
+
+    def _order(
+        self, source: TokenSource, sequences: tuple[int, int], wanted: Wanted, number: int
+    ) -> RowOrder:
+        if not isinstance(source, IndexedDataset):
+            raise DataError("rows are documents of an indexed dataset; this source has none")
+        return RowOrder(
+            source.document_indices,
+            source.sequence_lengths,
+            sequences_of(wanted.interval, source.documents),
+            sequence_length=self.config.sequence_length,
+            num_samples=wanted.size,
+        )
+
+
+def build_sft_datasets(
+    data_path: DataPath,
+    split: str | None = DEFAULT_SPLIT,
+    sizes: tuple[int | None, int | None, int | None] = (None, None, None),
+    sequence_length: int = 1024,
+    seed: int = 1234,
+    *,
+    order: OrderName = "packed",
+    tokenizer: SFTTokenizer | None = None,
+    storage: StorageCache | None = None,
+    mapped: bool = True,
+) -> Datasets:
+    """Build the three datasets of a run on conversations.
+
+    Args:
+        data_path: as in `build_gpt_datasets`; prefixes of `tokenize_conversations`, which end in
+            `_conversation`, or with the order "compat" local files of JSON lines, whose names end
+            in `.jsonl` or `.json` and which are tokenized as samples ask for them.
+        split: how a dataset is cut into the three splits; not used with a mapping.
+        sizes: samples wanted for training, validation and test. None takes one epoch; 0 builds
+            nothing.
+        sequence_length: tokens in a sample.
+        seed: of the order.
+        order: "packed" puts whole conversations into samples and cuts only those that are longer
+            than a sample; `dataset.order.packing.report()` counts them. "stateless" lays them end
+            to end and cuts at every sample. "compat" is Megatron's: a sample is the conversations
+            of one line, in the order of the file, its end cut off where it is too long.
+        tokenizer: of JSON lines.
+        storage: cache for what is read of prefixes that are URLs.
+        mapped: map token files into memory; see `IndexedDataset`.
+
+    Raises:
+        EmptySplitError: a split without conversations.
+        DataError: a dataset that is missing or damaged, or has no mask; JSON lines with another
+            order or without a tokenizer.
+    """
+    kinds: _Builders = {
+        "packed": _PackedConversations,
+        "stateless": _CutConversations,
+        "compat": _Rows,
+    }
+    builder = kinds[order](
+        config=GPTDatasetConfig(sequence_length),
+        seed=seed,
+        storage=storage,
+        mapped=mapped,
+        tokenizer=tokenizer,
+    )
+    return build_splits(builder, data_path, split, sizes)

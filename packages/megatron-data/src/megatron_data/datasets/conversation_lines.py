@@ -1,0 +1,195 @@
+"""Conversations that stay text until a sample asks for them."""
+
+import logging
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import DataError
+from ..order.rows import kept_lengths
+from ..order.spans import check_order
+from ..recent import Recent
+from ..sources.conversations import read_row
+from ..sources.json_lines import NEWLINE
+from ..sources.storage import is_url
+from ..sources.streams import split_suffix
+from ..tokenizers.conversations import CountedTokens, LossOver, encode_rows
+from ..tokenizers.sft import SFTTokenizer
+from .batches import Sample
+from .sft import sample_of
+
+_WHITE = np.frombuffer(b" \t\r\v\f\n", np.uint8)
+_STEP = 1 << 24
+_KEPT = 64
+
+_log = logging.getLogger("megatron_data")
+
+
+class _Lines(NamedTuple):
+    """Where the lines of a file are that hold something.
+
+    Attributes:
+        starts: first byte of every line, int64 `[L]`.
+        sizes: its bytes with the end of the line, int64 `[L]`.
+        blank: how many lines with something stand before each line of white space, int64.
+    """
+
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    blank: NDArray[np.int64]
+
+
+class ConversationLines:
+    """The conversations of a file of JSON lines, as `tokenize_conversations` reads them.
+
+    Opening finds where lines begin: 16 bytes a line are kept, and nothing is written. A line is
+    read and tokenized when it is asked for; the last 64 are kept.
+
+    Args:
+        path: a local file that is not packed.
+        tokenizer: knows how conversations are written.
+        loss: "assistant" counts what assistants say, "all" every token but the first.
+
+    Raises:
+        DataError: no such file, a packed one or one at a URL, nothing in it, or a tokenizer without
+            an end-of-document token.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tokenizer: SFTTokenizer,
+        loss: LossOver = "assistant",
+    ) -> None:
+        self.path = os.fspath(path)
+        self.tokenizer = tokenizer
+        self._loss: LossOver = loss
+        if is_url(self.path) or split_suffix(self.path)[1]:
+            raise DataError(
+                f"{self.path}: lines are read here and there, which only a local file allows that "
+                "is not packed; unpack a local copy, or run megatron-data tokenize-conversations"
+            )
+        if not Path(self.path).is_file():
+            raise DataError(f"{self.path} does not exist, or is no file")
+        if tokenizer.eod_id is None:
+            raise DataError("conversations end with the end-of-document token; there is none")
+        self._stat = _stat_of(Path(self.path).stat())
+        self._lines = _find_lines(self.path)
+        if not len(self):
+            raise DataError(f"{self.path} holds nothing; every line is to hold a conversation")
+        self._rows: Recent[list[CountedTokens]] = Recent(_KEPT)
+
+    def __len__(self) -> int:
+        """Number of lines that are not white space."""
+        return len(self._lines.starts)
+
+    def row(self, number: int) -> list[CountedTokens]:
+        """The conversations of a line in which a token counts, each with its end of document.
+
+        Raises:
+            DataError: the line holds no conversation or the template refuses it (file and line), or
+                the file changed.
+        """
+        return self._rows.get(number, lambda: self._read(number))
+
+    def place(self, number: int) -> str:
+        """File and line."""
+        before = np.searchsorted(self._lines.blank, number, side="right")
+        return f"{self.path}:{number + 1 + int(before)}"
+
+    def _read(self, number: int) -> list[CountedTokens]:
+        start, size = int(self._lines.starts[number]), int(self._lines.sizes[number])
+        with Path(self.path).open("rb") as file:
+            if _stat_of(os.fstat(file.fileno())) != self._stat:
+                raise DataError(f"{self.path} changed since it was opened; start again")
+            file.seek(start)
+            line = file.read(size).removesuffix(NEWLINE)
+        row = read_row(self.place(number), line)
+        reference, template = self.tokenizer.reference, self.tokenizer.template
+        (conversations,) = encode_rows([row], reference, template, self._loss)
+        return [each for each in conversations if each.counted[1:].any()]
+
+
+class ConversationLinesDataset:
+    """Megatron's rows: a sample is the conversations of a line, in the order of the file.
+
+    Samples are those of an `SFTDataset` along a `RowOrder` of the same lines, tokenized before; see
+    there. Of lines that are longer than a sample, and lose their end, the first that is read is
+    warned of.
+
+    Args:
+        lines: the conversations.
+        rows: first line of the split, and the one after its last.
+        sequence_length: tokens of a sample.
+        num_samples: how many samples there are; None for one of every line.
+    """
+
+    def __init__(
+        self,
+        lines: ConversationLines,
+        rows: tuple[int, int],
+        *,
+        sequence_length: int,
+        num_samples: int | None = None,
+    ) -> None:
+        check_order(sequence_length, 1, num_samples)
+        self.lines = lines
+        self.sequence_length = sequence_length
+        self._first, self._count = rows[0], rows[1] - rows[0]
+        self._samples = self._count if num_samples is None else num_samples
+        self._told = False
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self._samples
+
+    def __getitem__(self, sample: int) -> Sample:
+        if not 0 <= sample < self._samples:
+            raise IndexError(f"sample {sample} of {self._samples}")
+        number = self._first + sample % self._count
+        row = self.lines.row(number)
+        lengths = np.array([len(each.ids) for each in row], np.int64)
+        kept = kept_lengths(lengths, self.sequence_length)
+        if sum(kept) < lengths.sum() and not self._told:
+            self._told = True
+            _log.warning(
+                "%s: %d tokens, of which a sample holds the first %d; longer lines lose their end, "
+                "and this is the only warning",
+                self.lines.place(number),
+                lengths.sum(),
+                self.sequence_length,
+            )
+        parts = [
+            (each.ids[:length], each.counted[:length])
+            for each, length in zip(row, kept, strict=True)
+            if length
+        ]
+        return sample_of(parts, self.sequence_length, sample)
+
+
+def _stat_of(found: os.stat_result) -> tuple[int, int]:
+    return found.st_size, found.st_mtime_ns
+
+
+def _find_lines(path: str) -> _Lines:
+    size = Path(path).stat().st_size
+    if not size:
+        nothing = np.empty(0, np.int64)
+        return _Lines(nothing, nothing, nothing)
+    data = np.memmap(path, np.uint8, "r")
+    ends = [
+        np.flatnonzero(data[start : start + _STEP] == NEWLINE[0]) + (start + 1)
+        for start in range(0, size, _STEP)
+    ]
+    bounds = np.concatenate([[0], *ends]).astype(np.int64)
+    if bounds[-1] != size:
+        bounds = np.append(bounds, size)
+    starts, sizes = bounds[:-1], np.diff(bounds)
+    blank = np.zeros(len(starts), bool)
+    for line in np.flatnonzero(np.isin(data[starts], _WHITE)).tolist():
+        blank[line] = not bytes(data[starts[line] : bounds[line + 1]]).strip()
+    before = np.cumsum(~blank)[blank]
+    return _Lines(starts[~blank], sizes[~blank], before)

@@ -1,0 +1,180 @@
+"""A Hugging Face tokenizer that knows how conversations are written."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from ..errors import DataError
+from ..files import AtomicFile, write_json
+from .chat import TEMPLATE_FILE, ChatTemplate, Message
+from .conversations import CountedTokens, LossOver, counted_tokens
+from .huggingface import ROLES, HuggingFaceTokenizer
+from .plain import PLAIN_FILE
+from .prompt_formats import PROMPT_FORMATS, PromptFormat
+from .protocol import Tokenizer
+from .wrapped import WrappedTokenizer
+
+MEGATRON_DEFAULT = "nemotron-h-aligned"
+"""What Megatron takes where no `--sft-tokenizer-prompt-format` is given."""
+
+_Name = TypeVar("_Name", bound=str)
+
+
+class SFTTokenizer(WrappedTokenizer):
+    """Megatron's tokenizer of this name: one of Hugging Face's, and a prompt format.
+
+    Conversations get Megatron's tokens. What the loss counts is told by the characters that an
+    assistant says. Megatron tokenizes every turn anew, refuses conversations in which a token
+    reaches from one turn into the next, and takes an answer to begin behind a fixed number of
+    tokens, whatever the vocabulary; with the format "default" it counts everything (`loss="all"`).
+
+    Args:
+        reference: the tokenizer of texts.
+        template: from messages to text.
+        pad_token: token that fills a batch; None for the reference's, or else its end of text.
+    """
+
+    def __init__(
+        self,
+        reference: HuggingFaceTokenizer,
+        template: ChatTemplate,
+        pad_token: str | None = None,
+    ) -> None:
+        super().__init__(reference)
+        self.template = template
+        self.pad_token = pad_token
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        prompt_format: str | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
+        special_tokens: Sequence[str] = (),
+    ) -> Self:
+        """Read a `tokenizer.json` or its folder, and say how conversations are written.
+
+        Args:
+            path: file or folder.
+            prompt_format: one of `PROMPT_FORMATS`, of which "default" is the template in the
+                folder; None takes `chat_template`, or else Megatron's default.
+            chat_template: file of another template.
+            special_tokens: more tokens that are kept whole.
+
+        Raises:
+            DataError: no tokenizer, no such format, or no template.
+        """
+        reference = with_tokens(path, special_tokens)
+        if chat_template is None:
+            wanted = find_format(PROMPT_FORMATS, prompt_format or MEGATRON_DEFAULT)
+            return cls(reference, template_of(wanted, reference, path), wanted.pad_token)
+        if prompt_format is not None:
+            raise DataError("--chat-template and --sft-tokenizer-prompt-format: give one of them")
+        return cls(reference, _with_tokens_of(reference, ChatTemplate.load(chat_template)))
+
+    @property
+    def pad_id(self) -> int | None:
+        """Token that fills a batch, or None where the vocabulary lacks it."""
+        if self.pad_token is not None:
+            return self.token_id(self.pad_token)
+        return self.eos_id if self.reference.pad_id is None else self.reference.pad_id
+
+    def tokenize_conversation(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        loss: LossOver = "assistant",
+    ) -> CountedTokens:
+        """Tokens of a conversation, and which of them the loss counts.
+
+        No end-of-document token is added, as in Megatron.
+
+        Args:
+            messages: `{"role": "user", "content": "…"}` and so on.
+            tools: what the template may tell the assistant of.
+            add_generation_prompt: end with what stands before an answer.
+            loss: "assistant" counts what assistants say, "all" every token.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        rendered = self.template.render(messages, tools, add_generation_prompt)
+        (encoded,) = self.reference.encode_with_places([rendered.text])
+        return counted_tokens(rendered.answers, *encoded, loss)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the tokenizer, its template beside it, and what `load_tokenizer` reads of both."""
+        super().save(folder)
+        with AtomicFile(Path(folder) / TEMPLATE_FILE) as file:
+            file.write(self.template.source.encode())
+        write_json(Path(folder) / PLAIN_FILE, self._saved())
+
+    def _saved(self) -> dict[str, Any]:
+        return {"type": "SFTTokenizer", "pad_token": self.pad_token}
+
+
+def conversation_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> SFTTokenizer:
+    """A tokenizer that knows how conversations are written.
+
+    Args:
+        tokenizer: one that does, or a `HuggingFaceTokenizer`, which takes the template that lies
+            beside it (Megatron: the prompt format "default").
+        path: the file that it was read from, or its folder.
+
+    Raises:
+        DataError: another kind, or there is no template.
+    """
+    if isinstance(tokenizer, SFTTokenizer):
+        return tokenizer
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        raise DataError(
+            f"{path}: a {type(tokenizer).__name__} does not know how conversations are written; "
+            "give --tokenizer-type SFTTokenizer, MultimodalTokenizer or HuggingFaceTokenizer"
+        )
+    return SFTTokenizer(tokenizer, template_of(PromptFormat(), tokenizer, path))
+
+
+def with_tokens(
+    path: str | os.PathLike[str], special_tokens: Sequence[str]
+) -> HuggingFaceTokenizer:
+    """Read a tokenizer, and add tokens that are kept whole."""
+    tokenizer = HuggingFaceTokenizer.load(path)
+    return tokenizer.with_special_tokens(special_tokens) if special_tokens else tokenizer
+
+
+def find_format(formats: Mapping[_Name, PromptFormat], name: str) -> PromptFormat:
+    """The prompt format of a name.
+
+    Raises:
+        DataError: there is none.
+    """
+    for known, wanted in formats.items():
+        if known == name:
+            return wanted
+    raise DataError(f"no prompt format {name!r}; give one of {', '.join(formats)}")
+
+
+def template_of(
+    wanted: PromptFormat, reference: HuggingFaceTokenizer, path: str | os.PathLike[str]
+) -> ChatTemplate:
+    """A prompt format's template, or the one that lies beside a tokenizer.
+
+    Raises:
+        DataError: there is none.
+    """
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    if wanted.template is None:
+        template = ChatTemplate.load(folder)
+    else:
+        template = ChatTemplate(wanted.template)
+    return _with_tokens_of(reference, template)
+
+
+def _with_tokens_of(reference: HuggingFaceTokenizer, template: ChatTemplate) -> ChatTemplate:
+    """A template that may name special tokens, such as `bos_token`."""
+    numbers = {f"{role}_token": getattr(reference, f"{role}_id") for role in ROLES}
+    tokens = {name: reference.token(n) for name, n in numbers.items() if n is not None}
+    return ChatTemplate(template.source, tokens | template.variables)

@@ -1,0 +1,215 @@
+"""Conversations that stay text give the samples of conversations that were tokenized before."""
+
+import gzip
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron_data import (
+    ChatTemplate,
+    ConversationLines,
+    DataError,
+    EmptySplitError,
+    HuggingFaceTokenizer,
+    SFTTokenizer,
+    build_sft_datasets,
+    holds_conversation_lines,
+    tokenize_conversations,
+)
+
+pytest.importorskip("jinja2")
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def talker(tokenizer: HuggingFaceTokenizer) -> SFTTokenizer:
+    return SFTTokenizer(tokenizer, ChatTemplate(CHATML))
+
+
+@pytest.fixture(scope="module")
+def talks(talker: SFTTokenizer, tmp_path_factory) -> Path:
+    """Two files of conversations, and beside each what `tokenize_conversations` makes of it."""
+    random, folder = np.random.default_rng(1), tmp_path_factory.mktemp("talks")
+
+    def said(role: str) -> dict[str, str]:
+        return {"role": role, "content": " ".join(["sea 日本"] * int(random.integers(1, 20)))}
+
+    for name, rows in (("a", 40), ("b", 25)):
+        lines = []
+        for number in range(rows):
+            messages: list[dict[str, str]] = []
+            for _ in range(int(random.integers(1, 4))):
+                messages += [{"role": "system", "content": str(number)}, said("user")]
+                if random.random() < 0.8:  # else nobody answers
+                    messages.append(said("assistant"))
+            white = " " * (number % 5 == 0)
+            lines.append(white + json.dumps({"messages": messages}, ensure_ascii=False))
+            lines += [" \t" * (number % 2)] if number % 7 == 0 else []  # lines of white space
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n" * (name == "a"))
+        tokenize_conversations(
+            [folder / f"{name}.jsonl"], folder / name, talker.reference, talker.template
+        )
+    return folder
+
+
+def same(first: Any, second: Any) -> bool:
+    return len(first) == len(second) and all(
+        first[number].keys() == second[number].keys()
+        and all(
+            value.dtype == second[number][key].dtype and np.array_equal(value, second[number][key])
+            for key, value in first[number].items()
+        )
+        for number in range(len(first))
+    )
+
+
+@pytest.mark.parametrize("length", [24, 200])
+@pytest.mark.parametrize("data", ["a", "a b", "0.3 a 0.7 b"])
+def test_samples_are_those_of_tokenized_conversations(
+    talks: Path, talker: SFTTokenizer, data: str, length: int, monkeypatch
+) -> None:
+    monkeypatch.chdir(talks)
+    words = data.split()
+    tokenized = [f"{word}_conversation" if word.isalpha() else word for word in words]
+    lines = [f"{word}.jsonl" if word.isalpha() else word for word in words]
+    options: dict[str, Any] = {"split": "6,3,1", "sizes": (90, 10, 3), "order": "compat"}
+    options["sequence_length"] = length
+    expected = build_sft_datasets(tokenized, **options)
+    given = build_sft_datasets(lines, **options, tokenizer=talker)
+    assert all(map(same, given, expected))
+    mixed = build_sft_datasets([*lines[:-1], tokenized[-1]], **options, tokenizer=talker)
+    assert all(map(same, mixed, expected))
+    another = SFTTokenizer(talker.reference, ChatTemplate(CHATML.replace("start|", "begin|")))
+    other = build_sft_datasets(lines, **options, tokenizer=another)
+    assert not same(other.train, expected.train)
+
+
+def test_one_epoch_and_workers(talks: Path, talker: SFTTokenizer) -> None:
+    train, valid, _ = build_sft_datasets(
+        str(talks / "b.jsonl"), "1,0,0", sequence_length=200, order="compat", tokenizer=talker
+    )
+    assert train is not None and len(train) == 25 and valid is None
+    assert same(pickle.loads(pickle.dumps(train)), train)
+    with pytest.raises(IndexError, match="sample 25 of 25"):
+        train[25]
+
+
+def test_lines_may_be_longer_than_what_is_read_at_once(
+    talks: Path, talker: SFTTokenizer, monkeypatch
+) -> None:
+    whole = ConversationLines(talks / "a.jsonl", talker)
+    monkeypatch.setattr("megatron_data.datasets.conversation_lines._STEP", 37)
+    parts = ConversationLines(talks / "a.jsonl", talker)
+    assert len(whole) == len(parts) == 40
+    for number in (0, 1, 20, 39):
+        assert whole.place(number) == parts.place(number)
+        ids = [[each.ids.tolist() for each in lines.row(number)] for lines in (whole, parts)]
+        assert ids[0] == ids[1]
+    text = (talks / "a.jsonl").read_text().split("\n")
+    _, _, line = whole.place(39).rpartition(":")
+    assert json.loads(text[int(line) - 1])["messages"][0]["content"] == "39"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("[1]", r"t.jsonl:4: no conversation"),
+        ("{", r"t.jsonl:4: not JSON"),
+        ('{"messages": [{"role": "user", "content": 5}]}', r"t.jsonl:4: the chat template cannot"),
+        ('{"messages": "\udcff"}', r"t.jsonl:4: not JSON"),
+    ],
+)
+def test_a_wrong_line_is_named_when_it_is_read(
+    talker: SFTTokenizer, tmp_path: Path, row: str, message: str
+) -> None:
+    good = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}]}'
+    path = tmp_path / "t.jsonl"
+    path.write_text(f"{good}\n\n{good}\n{row}\n{good}", errors="surrogateescape")
+    template = ChatTemplate("{% generation %}{{ messages[0].content + '' }}{% endgeneration %}")
+    train = build_sft_datasets(
+        str(path), "1,0,0", sequence_length=8, order="compat",
+        tokenizer=SFTTokenizer(talker.reference, template),
+    ).train  # fmt: skip
+    assert train is not None and len(train) == 4
+    for number in (0, 1, 3):
+        assert train[number]["loss_mask"].any()
+    with pytest.raises(DataError, match=message):
+        train[2]
+
+
+def test_a_line_that_is_cut_is_warned_of_once(
+    talks: Path, talker: SFTTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(talks / "a.jsonl")
+    train = build_sft_datasets(
+        path, "1,0,0", sequence_length=40, order="compat", tokenizer=talker
+    ).train
+    assert train is not None
+    with caplog.at_level(logging.WARNING, "megatron_data"):
+        for number in range(len(train)):
+            train[number]
+    (said,) = caplog.messages
+    assert said.startswith(f"{path}:") and "a sample holds the first 40; longer lines lose" in said
+    prefix = str(talks / "a_conversation")
+    for order, what in (
+        ("compat", " rows longer"),
+        ("packed", " conversations longer"),
+        ("stateless", ""),
+    ):
+        caplog.clear()
+        build_sft_datasets(prefix, "1,0,0", sequence_length=40, order=order)
+        assert [what in said for said in caplog.messages] == [True] * bool(what)
+        caplog.clear()
+        build_sft_datasets(prefix, "1,0,0", sequence_length=4000, order=order)
+        assert not caplog.messages
+
+
+def test_what_cannot_be_read_line_by_line(
+    talks: Path, talker: SFTTokenizer, tmp_path: Path
+) -> None:
+    path = str(talks / "a.jsonl")
+    for order in ("packed", "stateless"):
+        with pytest.raises(
+            DataError, match=r"tokenize-conversations --input .* --sample-order com"
+        ):
+            build_sft_datasets(path, "1,0,0", order=order, tokenizer=talker)
+    with pytest.raises(DataError, match="give --tokenizer-model"):
+        build_sft_datasets(path, "1,0,0", order="compat")
+    with pytest.raises(EmptySplitError, match=r"valid split of .*a.jsonl \(0 of 40 lines\)"):
+        build_sft_datasets(path, "1000,1,0", order="compat", tokenizer=talker)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "blank.json").write_text(" \n\n")
+    (tmp_path / "folder.json").mkdir()
+    for name, message in (
+        ("a.jsonl.gz", "only a local file allows that is not packed"),
+        ("empty.jsonl", "holds nothing"),
+        ("blank.json", "holds nothing"),
+        ("folder.json", "does not exist, or is no file"),
+        ("nowhere.jsonl", "does not exist"),
+    ):
+        with pytest.raises(DataError, match=message):
+            ConversationLines(tmp_path / name, talker)
+    with pytest.raises(DataError, match="only a local file"):
+        ConversationLines("s3://bucket/a.jsonl", talker)
+    assert not holds_conversation_lines("talks_conversation")
+
+
+def test_a_file_that_changes_is_noticed(talker: SFTTokenizer, tmp_path: Path) -> None:
+    row = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "?"}]}'
+    path = tmp_path / "t.jsonl"
+    path.write_text(f"{row}\n{row}\n")
+    lines = ConversationLines(path, talker)
+    assert len(lines.row(0)) == 1
+    path.write_text(f"{row}\n{row}\n{row}\n")
+    assert len(lines.row(0)) == 1  # kept
+    with pytest.raises(DataError, match=r"t.jsonl changed since it was opened; start again"):
+        lines.row(1)

@@ -1,0 +1,247 @@
+"""SFTTokenizer, MultimodalTokenizer and NullMultimodalTokenizer.
+
+Texts and what is counted of them are what Megatron-LM's classes gave (main, August 2026; see
+`integration_tests/parity/test_conversations_against_megatron.py`, which runs them).
+"""
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from megatron_data import (
+    MULTIMODAL_PROMPT_FORMATS,
+    PROMPT_FORMATS,
+    DataError,
+    HuggingFaceTokenizer,
+    IndexedDataset,
+    MultimodalPromptFormat,
+    MultimodalTokenizer,
+    NullMultimodalTokenizer,
+    SFTPromptFormat,
+    SFTTokenizer,
+    conversation_tokenizer,
+    load_tokenizer,
+    make_tokenizer,
+)
+from megatron_data.cli import main
+
+pytest.importorskip("jinja2")
+
+TALK = [
+    {"role": "system", "content": " Be kind. "},
+    {"role": "user", "content": "you <image> there"},
+    {"role": "assistant", "content": " Hello! "},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "See you"},
+]
+IM = "<|im_start|>system\n Be kind. <|im_end|>\n<|im_start|>user\nyou <img><image></img> there"
+IM += "<|im_end|>\n<|im_start|>assistant\n Hello! <|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+IM += "<|im_start|>assistant\nSee you<|im_end|>\n"
+QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+LLAMA = "<|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|><|start_header_id|>user"
+LLAMA += "<|end_header_id|>\n\nyou <img><image></img> there<|eot_id|><|start_header_id|>assistant"
+LLAMA += "<|end_header_id|>\n\nHello!<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHi"
+LLAMA += "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nSee you<|eot_id|>"
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer: HuggingFaceTokenizer, tmp_path_factory) -> Path:
+    """A tokenizer with marks of its own and a chat template."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.with_special_tokens(["<s>", "</s>", "<pad>"]).save(folder)
+    config = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    template = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def test_the_names_are_those_of_the_formats() -> None:
+    assert (*PROMPT_FORMATS,) == get_args(SFTPromptFormat)
+    assert (*MULTIMODAL_PROMPT_FORMATS,) == get_args(MultimodalPromptFormat)
+
+
+@pytest.mark.parametrize(
+    ("prompt_format", "text", "said"),
+    [
+        ("mistral", "<s>[INST] you <img><image></img> there[/INST]  Hello! </s>[INST] Hi[/INST] "
+         "See you</s>", ["  Hello! </s>", " See you</s>"]),
+        ("llama3p1", f"<s>{LLAMA}", ["Hello!<|eot_id|>", "See you<|eot_id|>"]),
+        ("llama3p2", f"<s>{LLAMA}", ["Hello!<|eot_id|>", "See you<|eot_id|>"]),
+        ("nvlm-yi-34b", f"<s>{IM}", [" Hello! <|im_end|>\n", "See you<|im_end|>\n"]),
+        ("qwen2p5", IM.replace(" Be kind. ", QWEN),
+         [" Hello! <|im_end|>\n", "See you<|im_end|>\n"]),
+        ("nemotron5", f"<s>{IM}".replace("|im_start|", "SPECIAL_14").replace("|im_end|",
+         "SPECIAL_15"), [" Hello! <SPECIAL_15>\n", "See you<SPECIAL_15>\n"]),
+        ("nemotron5-aligned", "<s>System\n Be kind. \n[PREFIX]User\nyou <img><image></img> there\n"
+         "[PREFIX]Assistant\n Hello! \n[PREFIX]User\nHi\n[PREFIX]Assistant\nSee you\n[PREFIX]",
+         [" Hello! \n[PREFIX]", "See you\n[PREFIX]"]),
+        ("chatml", "<s><system> Be kind. <user>you <img><image></img> there<assistant> Hello! "
+         "<user>Hi<assistant>See you", [" Hello! ", "See you"]),
+    ],
+)  # fmt: skip
+def test_conversations_with_images(
+    folder: Path, prompt_format: str, text: str, said: list[str]
+) -> None:
+    tokenizer = MultimodalTokenizer.load(
+        folder, prompt_format, "internvl", force_system_message=prompt_format == "qwen2p5"
+    )
+    talk = copy.deepcopy(TALK)
+    for _ in range(2):  # what was given stays as it was: a second time is as the first
+        ids, counted = tokenizer.tokenize_conversation(talk)
+        assert tokenizer.decode(ids.tolist()) == text
+    assert talk == TALK
+    rendered = tokenizer.template.render(talk)
+    assert [rendered.text[first:last] for first, last in rendered.answers] == said
+    assert tokenizer.reference.encode(text) == ids.tolist()
+    assert 0 < counted.sum() < len(counted)
+    targets = tokenizer.tokenize_conversation(talk).targets
+    assert targets[counted == 1].tolist() == ids[counted == 1].tolist()
+    assert set(targets[counted == 0].tolist()) == {-100}
+    assert tokenizer.image_id in ids and tokenizer.vocab_size > tokenizer.image_id
+
+
+def test_tags_are_put_around_images_in_texts(folder: Path) -> None:
+    plain, tagged = (MultimodalTokenizer.load(folder, "chatml", tag) for tag in ("", "nvlm"))
+    text = "the <image> whale"
+    assert plain.decode(plain.encode(text)) == text
+    assert tagged.decode(tagged.encode(text)) == "the <Image><image></Image> whale"
+    assert [*tagged.pieces(text)] == [text]
+    assert plain.fingerprint == plain.reference.fingerprint != tagged.fingerprint
+    without = MultimodalTokenizer.load(folder, "chatml", special_tokens=["<a>"])
+    assert without.image_id is None and without.token_id("<a>") is not None
+
+
+def test_what_a_tool_says_is_not_counted(folder: Path) -> None:
+    """Megatron counts it."""
+    talk = [TALK[1], {"role": "tool", "content": "42"}, TALK[-1]]
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    talk.insert(1, {"role": "assistant", "content": None, "tool_calls": [call]})
+    rendered = MultimodalTokenizer.load(folder, "llama3p1").template.render(talk)
+    said = [rendered.text[first:last] for first, last in rendered.answers]
+    assert said == ['{"name": "add", "parameters": {"a": 1}}<|eot_id|>', "See you<|eot_id|>"]
+    assert '<|start_header_id|>ipython<|end_header_id|>\n\n"42"<|eot_id|>' in rendered.text
+
+
+@pytest.mark.parametrize(
+    ("options", "pad"),
+    [
+        ({"sft_tokenizer_prompt_format": "default"}, "<pad>"),
+        ({"sft_tokenizer_prompt_format": "identity", "tokenizer_special_tokens": ["<unk>"]},
+         "<unk>"),
+        ({}, None),
+        ({"tokenizer_prompt_format": "qwen2p0", "image_tag_type": "nvlm",
+          "force_system_message": True}, "<pad>"),
+        ({"tokenizer_prompt_format": "mistral"}, None),
+    ],
+)  # fmt: skip
+def test_a_saved_one_is_the_same(
+    folder: Path, tmp_path: Path, options: dict[str, Any], pad: str | None
+) -> None:
+    kind = "MultimodalTokenizer" if "tokenizer_prompt_format" in options else "SFTTokenizer"
+    made = make_tokenizer(kind, tokenizer_model=str(folder), **options)
+    assert isinstance(made, SFTTokenizer)
+    assert (made.bos_id, made.eos_id) == (made.token_id("<s>"), made.token_id("</s>"))
+    assert made.pad_id == (None if pad is None else made.token_id(pad))
+    made.save(tmp_path)
+    for again in (load_tokenizer(tmp_path), pickle.loads(pickle.dumps(made))):
+        assert type(again) is type(made) and isinstance(again, SFTTokenizer)
+        assert (again.fingerprint, again.pad_id) == (made.fingerprint, made.pad_id)
+        mine, others = made.tokenize_conversation(TALK), again.tokenize_conversation(TALK)
+        assert mine.targets.tolist() == others.targets.tolist()
+        assert mine.ids.tolist() == others.ids.tolist()
+        assert again.encode("a <image>") == made.encode("a <image>")
+
+
+def test_megatrons_format_is_the_default(folder: Path) -> None:
+    for tokenizer in (
+        make_tokenizer("SFTTokenizer", tokenizer_model=str(folder)),
+        make_tokenizer(tokenizer_model=str(folder), sft_tokenizer_prompt_format="identity"),
+    ):
+        assert isinstance(tokenizer, SFTTokenizer)
+    asked = SFTTokenizer.load(folder).tokenize_conversation(TALK, add_generation_prompt=True)
+    assert SFTTokenizer.load(folder).decode(asked.ids.tolist()).startswith("<SPECIAL_10>System\n")
+    everything = SFTTokenizer.load(folder).tokenize_conversation(TALK, loss="all")
+    assert everything.counted.all()
+
+
+def test_a_plain_tokenizer_takes_the_template_beside_it(folder: Path) -> None:
+    tokenizer = conversation_tokenizer(load_tokenizer(folder), folder / "tokenizer.json")
+    asked = tokenizer.tokenize_conversation(TALK[3:4], add_generation_prompt=True)
+    assert tokenizer.decode(asked.ids.tolist()) == "<s><user>Hi<assistant>"
+    with pytest.raises(DataError, match="a NullMultimodalTokenizer does not know how"):
+        conversation_tokenizer(NullMultimodalTokenizer(9), "x")
+
+
+def test_numbers_for_text(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer("NullMultimodalTokenizer", vocab_size=100)
+    tokenizer.save(tmp_path)
+    for each in (tokenizer, load_tokenizer(tmp_path)):
+        assert isinstance(each, NullMultimodalTokenizer)
+        assert each.encode("3 1 4") == [3, 1, 4] and each.vocab_size == 101
+        assert (each.token_id("<image>"), each.token_id("7")) == (-200, 7)
+    with pytest.raises(DataError, match="one token; '7 8' is 2"):
+        NullMultimodalTokenizer(9).token_id("7 8")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "SFTTokenizer", "tokenizer_prompt_format": "chatml"},
+         "--tokenizer-prompt-format does not go with --tokenizer-type SFTTokenizer"),
+        ({"kind": "MultimodalTokenizer"}, "needs --tokenizer-prompt-format"),
+        ({"kind": "HuggingFaceTokenizer", "image_tag_type": "nvlm"},
+         "--image-tag-type does not go with --tokenizer-type HuggingFaceTokenizer"),
+        ({"tokenizer_prompt_format": "llama4"}, "no prompt format 'llama4'; give one of mistral, "),
+        ({"sft_tokenizer_prompt_format": "x"}, "no prompt format 'x'; give one of default, nemo"),
+        ({"tokenizer_prompt_format": "chatml", "image_tag_type": "x"}, "image tag 'x'; give one"),
+        ({"tokenizer_prompt_format": "chatml", "force_system_message": True},
+         "the prompt format chatml has no system message to force; qwen2p0"),
+        ({"chat_template": "nowhere"}, "no chat template at nowhere"),
+        ({"chat_template": "a", "sft_tokenizer_prompt_format": "default"}, "give one of them"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_made(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make_tokenizer(**{"tokenizer_model": str(folder), **options})
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "assistant", "content": "<image>"}, "message 2: <image> in what an assistant"),
+        ({"role": "user", "content": ""}, "message 2 has no text"),
+        ({"role": "user", "content": [{"type": "image"}]}, "image in a message is written <image>"),
+    ],
+)
+def test_what_is_no_message(folder: Path, message: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        MultimodalTokenizer.load(folder, "chatml").tokenize_conversation([TALK[1], message])
+
+
+def test_the_command(folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    command = f"tokenize-conversations --input t.jsonl --tokenizer-model {folder}"
+    images = "--tokenizer-type MultimodalTokenizer --tokenizer-prompt-format mistral"
+    for name, options in (
+        ("own", ""),
+        ("images", f"{images} --image-tag-type nvlm --special-tokens <image> <Image>"),
+    ):
+        assert main([*command.split(), "--output-prefix", name, *options.split()]) == 0
+    tokenizer = MultimodalTokenizer.load(
+        folder, "mistral", "nvlm", special_tokens=["<image>", "<Image>"]
+    )
+    with IndexedDataset("images_conversation") as dataset:
+        expected = tokenizer.tokenize_conversation(TALK)
+        assert dataset.get(0).tolist() == expected.ids.tolist()  # it ends with </s>
+    with IndexedDataset("images_conversation_loss") as mask:
+        assert mask.get(0).tolist() == expected.counted.tolist()
+    capsys.readouterr()
+    words = [*command.split(), "--output-prefix", "x", "--image-tag-type", "nvlm"]
+    assert main(words) == 2
+    assert "--image-tag-type does not go with --tokenizer-type Hugging" in capsys.readouterr().err
