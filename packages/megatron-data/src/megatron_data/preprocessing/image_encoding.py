@@ -16,7 +16,7 @@ from ..indexed.format import DTYPES
 from ..indexed.images import IMAGE_MODE, TEXT_MODE, image_kind, pack_image
 from ..sources.failures import MissingError
 from ..sources.protocol import Chunk, Fault, Item, UnreadableError
-from ..sources.storage import MissingError, is_url, open_file, stat, told
+from ..sources.storage import is_url, open_file, stat
 from ..tokenizers.protocol import Tokenizer
 from .batches import encode_or_name, together
 from .protocol import Encoded, EncodedChunk, Output
@@ -235,7 +235,7 @@ def _read_image(path: str) -> bytes:
         DataError: a storage that cannot be reached, which is no fault of the line.
     """
     try:
-        with told(path), open_file(path) as file:
+        with open_file(path) as file:
             data = file.read()
     except (MissingError, FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise UnreadableError("image", f"there is no image {path}") from None
