@@ -176,6 +176,13 @@ def test_what_is_left_out_is_written_down_and_the_rest_traced(lines: Path, tmp_p
         place = int(made.sequence_lengths[: 2 * 60 + 1].sum())  # where its image begins
     assert trace(report.prefix, place).number == kept[60]
     split(report.prefix, [tmp_path / "a", tmp_path / "b"], shares=(1, 2))
+    merge([report.prefix, report.prefix], tmp_path / "twice")
+    once, twice, part = (
+        json.loads(Path(f"{prefix}.meta.json").read_text()).get("tallies")
+        for prefix in (report.prefix, tmp_path / "twice", tmp_path / "a")
+    )
+    assert once["text_tokens"] == report.tokens and part is None
+    assert twice == {name: 2 * count for name, count in once.items()}
     merge([tmp_path / "b", tmp_path / "a"], tmp_path / "m")
     assert verify(tmp_path / "m").manifest
     assert trace(tmp_path / "m", document=0).number == kept[round(len(kept) / 3)]

@@ -26,7 +26,7 @@ from .origins import Origins
 
 _log = logging.getLogger("megatron_data")
 
-_MADE_ANEW = ("format", "writer", "counts", "block_bytes", "files", "chunks")
+_MADE_ANEW = ("format", "writer", "tallies", "counts", "block_bytes", "files", "chunks")
 
 
 def merge(
@@ -192,11 +192,15 @@ def _joined(names: Sequence[str], manifests: Sequence[dict[str, Any]]) -> dict[s
         for key, value in first.items()
     }
     kinds: Counter[str] = Counter()
+    tallies: Counter[str] = Counter()
     for name, manifest in zip(names, manifests, strict=True):
         with damage_named(name):
             kinds.update((manifest.get("skipped") or {}).get("kinds") or {})
+            tallies.update(manifest.get("tallies") or {})
+    known = all(manifest.get("tallies") for manifest in manifests)
     return {
         **made,
+        **({"tallies": dict(sorted(tallies.items()))} if known else {}),
         "tokenizer": first["tokenizer"],
         "skipped": {"documents": kinds.total(), "kinds": dict(sorted(kinds.items()))},
         "sources": [source for manifest in manifests for source in manifest["sources"]],
