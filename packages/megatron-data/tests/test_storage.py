@@ -4,7 +4,9 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,24 @@ def test_a_block_is_fetched_once_and_the_cache_stays_within_its_limit(
         assert [far[number].tolist() for number in range(60)] == DOCUMENTS
     assert running.exists()
     assert not killed.exists()
+
+
+def test_of_several_that_open_a_dataset_one_fetches_the_index(
+    remote: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+    fetch = RemoteFile.fetch
+
+    def slow(file: RemoteFile, begin: int, end: int) -> bytes:
+        fetched.append(file.url)
+        time.sleep(0.1)
+        return fetch(file, begin, end)
+
+    monkeypatch.setattr(RemoteFile, "fetch", slow)
+    with ThreadPoolExecutor(4) as pool:
+        opened = list(pool.map(lambda _: IndexedDataset(remote[1], cache(tmp_path)), range(4)))
+    assert fetched == [f"{remote[1]}.idx"]
+    assert all(len(dataset) == len(DOCUMENTS) for dataset in opened)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "long", "empty"])
