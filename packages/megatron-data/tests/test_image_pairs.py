@@ -121,23 +121,6 @@ def test_what_cannot_be_a_pair_is_named_or_counted(pairs: Path, tmp_path: Path) 
         tokenize_image_pairs([pairs], tmp_path / "o", NullTokenizer(10), pad_length=5)
 
 
-def test_images_at_urls_are_read_or_counted_as_missing(pairs: Path, tmp_path: Path) -> None:
-    memory = pytest.importorskip("fsspec", reason="an extra").filesystem("memory")
-    memory.pipe_file("/bucket/a.png", PNG)
-    memory.pipe_file("/bucket/c", GIF)
-    report = tokenize_image_pairs(
-        [pairs],
-        tmp_path / "o",
-        ByteTokenizer(),
-        image_folder="memory://bucket",
-        on_error="skip",
-    )
-    memory.store.clear()
-    assert "there is no image memory://bucket/deep/b.jpg" in (report.made.first_skipped or "")
-    with IndexedDataset(report.prefix) as dataset:
-        assert [unpack_image(dataset[number]) for number in (1, 3)] == [PNG, GIF]
-
-
 def test_the_command_and_what_inspect_shows(
     pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import DataError
-from .indexed.images import TEXT_MODE
+from .indexed.images import TEXT_MODE, in_text
 from .indexed.reader import IndexedDataset
 from .preprocessing.manifest import Counts, count
 
@@ -80,23 +80,11 @@ def document_text(dataset: IndexedDataset, document: int) -> tuple[NDArray[Any],
 
 def _texts(dataset: IndexedDataset) -> Iterator[NDArray[Any]]:
     """The tokens of all text, in blocks; numbers that are bytes of images are none."""
-    modes, begin = dataset.sequence_modes, 0
+    begin = 0
     for tokens in dataset.scan():
         end = begin + len(tokens)
-        yield tokens if modes is None else tokens[_in_text(dataset, modes, begin, end)]
+        yield tokens if dataset.sequence_modes is None else tokens[in_text(dataset, begin, end)]
         begin = end
-
-
-def _in_text(
-    dataset: IndexedDataset, modes: NDArray[np.int8], begin: int, end: int
-) -> NDArray[np.bool_]:
-    """Which of the tokens from `begin` to `end` stand in sequences of text."""
-    starts = dataset.sequence_pointers
-    first, last = np.searchsorted(starts, np.array([begin, end]) * dataset.dtype.itemsize, "right")
-    # From the sequence that holds the first of them, or ends before it, to that of the last.
-    bounds = starts[first:last] // dataset.dtype.itemsize
-    edges = np.concatenate(([begin], np.clip(bounds, begin, end), [end]))
-    return np.repeat(modes[first - 1 : last] == TEXT_MODE, edges[1:] - edges[:-1])
 
 
 def _add(one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.int64]:

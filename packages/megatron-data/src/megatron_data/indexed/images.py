@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
+from .reader import IndexedDataset
 
 TEXT_MODE, IMAGE_MODE = 0, 1
 """Modes of the sequences of a multimodal dataset."""
@@ -60,3 +61,25 @@ def unpack_image(sequence: NDArray[np.integer]) -> bytes:
         )
     data = np.ascontiguousarray(sequence[1:]).tobytes()
     return data[: len(data) - int(sequence[0])]
+
+
+def in_text(dataset: IndexedDataset, begin: int, end: int) -> NDArray[np.bool_]:
+    """Which of the tokens from `begin` to `end` stand in text; all where there are no modes.
+
+    Args:
+        dataset: whose index is in order.
+        begin: number of the first token.
+        end: number of the one after the last.
+
+    Returns:
+        bool `[end - begin]`.
+    """
+    modes = dataset.sequence_modes
+    if modes is None:
+        return np.ones(end - begin, bool)
+    starts, itemsize = dataset.sequence_pointers, dataset.dtype.itemsize
+    first, last = np.searchsorted(starts, np.array([begin, end]) * itemsize, "right")
+    # From the sequence that holds the first of them, or ends before it, to that of the last.
+    inner = np.clip(starts[first:last] // itemsize, begin, end)
+    edges = np.concatenate(([begin], inner, [end]))
+    return np.repeat(modes[first - 1 : last] == TEXT_MODE, edges[1:] - edges[:-1])

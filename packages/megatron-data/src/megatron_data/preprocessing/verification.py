@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..files import Digests
-from ..indexed.images import IMAGE_MODE, MOST_FILL, TEXT_MODE
+from ..indexed.images import IMAGE_MODE, MOST_FILL, in_text
 from ..indexed.reader import IndexedDataset
 from ..sources.block_cache import StorageCache
 from ..sources.remote import read_blocks
@@ -75,36 +75,32 @@ class _Tokens:
 
     def __init__(self, dataset: IndexedDataset) -> None:
         self._dataset = dataset
-        self._begins = dataset.sequence_pointers // dataset.dtype.itemsize
         self.highest = -1
 
     def read(self) -> Iterator[memoryview]:
-        start = 0
+        begin = 0
         for tokens in self._dataset.scan():
-            texts = self._texts(tokens, start)
+            texts, end = tokens, begin + len(tokens)
+            if self._dataset.sequence_modes is not None:
+                self._check_images(tokens, begin, self._dataset.sequence_modes)
+                texts = tokens[in_text(self._dataset, begin, end)]
             self.highest = max(self.highest, int(texts.max()) if len(texts) else -1)
-            start += len(tokens)
+            begin = end
             yield tokens.data.cast("B")
 
-    def _texts(self, tokens: NDArray[Any], start: int) -> NDArray[Any]:
-        """Those that are no images, each of which says first how it is filled up."""
-        modes = self._dataset.sequence_modes
-        if modes is None:
-            return tokens
-        first = int(np.searchsorted(self._begins, start, side="right")) - 1
-        last = int(np.searchsorted(self._begins, start + len(tokens)))
-        begins, modes = self._begins[first:last] - start, modes[first:last]
-        images = np.flatnonzero((modes == IMAGE_MODE) & (begins >= 0))
-        wrong = np.flatnonzero((tokens[begins[images]] < 0) | (tokens[begins[images]] > MOST_FILL))
+    def _check_images(self, tokens: NDArray[Any], begin: int, modes: NDArray[np.int8]) -> None:
+        """Every image that begins among these tokens says first how it is filled up."""
+        starts, itemsize = self._dataset.sequence_pointers, self._dataset.dtype.itemsize
+        bounds = np.array([begin, begin + len(tokens)]) * itemsize
+        first, last = np.searchsorted(starts, bounds).tolist()
+        images = first + np.flatnonzero(modes[first:last] == IMAGE_MODE)
+        fills = tokens[starts[images] // itemsize - begin]
+        wrong = np.flatnonzero((fills < 0) | (fills > MOST_FILL))
         if len(wrong):
-            number = int(images[wrong[0]])
             raise DataError(
-                f"{self._dataset.prefix}: sequence {first + number} holds no image: it begins with "
-                f"{tokens[begins[number]]}, not with 0 to {MOST_FILL}"
+                f"{self._dataset.prefix}: sequence {images[wrong[0]]} holds no image: it begins "
+                f"with {fills[wrong[0]]}, not with 0 to {MOST_FILL}"
             )
-        lengths = np.diff(np.append(np.maximum(begins, 0), len(tokens)))
-        texts: NDArray[Any] = tokens[np.repeat(modes == TEXT_MODE, lengths)]
-        return texts
 
 
 def _check_size(path: str, size: int, recorded: dict[str, Any]) -> None:
