@@ -130,6 +130,15 @@ def test_a_system_message_may_be_forced(folder_of, prompt_format):
         compare(ours, theirs, conversation)
 
 
+def test_the_comparison_sees_another_format_and_another_mask(folder_of):
+    folder = folder_of("qwen2p5")
+    theirs = of_images.MegatronMultimodalTokenizer(str(folder), "qwen2p5", ["<image>"], "")
+    compare(MultimodalTokenizer.load(folder, "qwen2p5"), theirs, TURNS)
+    for other, loss in (("nvlm-yi-34b", "assistant"), ("qwen2p5", "all")):
+        with pytest.raises(AssertionError):
+            compare(MultimodalTokenizer.load(folder, other), theirs, TURNS, loss)
+
+
 def test_numbers_for_text():
     theirs, ours = of_null.MegatronNullMultimodalTokenizer(100), NullMultimodalTokenizer(100)
     assert ours.encode("3 1 4") == theirs.tokenize("3 1 4")

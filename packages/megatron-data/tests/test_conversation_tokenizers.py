@@ -116,6 +116,18 @@ def test_tags_are_put_around_images_in_texts(folder: Path) -> None:
     assert without.image_id is None and without.token_id("<a>") is not None
 
 
+def test_texts_with_images_are_preprocessed(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = ["the <image> whale", "<image><image>", "sea " * 9]
+    Path("t.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    words = f"--input t.jsonl --output-prefix t --tokenizer-model {folder} --image-tag-type nvlm"
+    words += " --tokenizer-prompt-format chatml"  # which says what kind of tokenizer it is
+    assert main(["preprocess", *words.split(), "--workers", "2"]) == 0
+    tokenizer = MultimodalTokenizer.load(folder, "chatml", "nvlm")
+    with IndexedDataset("t_text_document") as dataset:
+        assert [dataset.get(n).tolist() for n in range(3)] == [*map(tokenizer.encode, texts)]
+
+
 def test_what_a_tool_says_is_not_counted(folder: Path) -> None:
     """Megatron counts it."""
     talk = [TALK[1], {"role": "tool", "content": "42"}, TALK[-1]]

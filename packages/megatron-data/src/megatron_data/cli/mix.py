@@ -5,6 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .._command import Parser
+from ..wording import counted
 from .options import add_storage_option, storage_of
 from .tables import table
 
@@ -83,7 +84,8 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         for source in mixed
     ]
     print(table(("source", "documents", "tokens", "share", "samples", "drawn", "epochs"), rows))
-    print(f"{samples:,} samples of {length:,} tokens: {samples * length:,} tokens")
+    each = counted(length, "token")
+    print(f"{counted(samples, 'sample')} of {each}: {counted(samples * length, 'token')}")
     if arguments.output is not None:
         write_data_args(arguments.output, blend)
         print(f"{arguments.output}: for --data-args-path")

@@ -64,8 +64,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "sft_tokenizer_prompt_format": {
         "choices": (*PROMPT_FORMATS,),
         "metavar": "NAME",
-        "help": f"SFTTokenizer: how conversations are written, {', '.join(PROMPT_FORMATS)} (the "
-        "template in the tokenizer's folder); unset: nemotron-h-aligned, as in Megatron",
+        "help": "SFTTokenizer: how conversations are written, default (the template in the "
+        f"tokenizer's folder), {', '.join([*PROMPT_FORMATS][1:])}; unset: nemotron-h-aligned, as "
+        "in Megatron",
     },
     "chat_template": {**_PATHS, "help": "SFTTokenizer: file of another template"},
     "tokenizer_prompt_format": {

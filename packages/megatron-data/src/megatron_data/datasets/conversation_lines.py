@@ -175,21 +175,24 @@ def _stat_of(found: os.stat_result) -> tuple[int, int]:
 
 
 def _find_lines(path: str) -> _Lines:
-    size = Path(path).stat().st_size
-    if not size:
-        nothing = np.empty(0, np.int64)
-        return _Lines(nothing, nothing, nothing)
-    data = np.memmap(path, np.uint8, "r")
-    ends = [
-        np.flatnonzero(data[start : start + _STEP] == NEWLINE[0]) + (start + 1)
-        for start in range(0, size, _STEP)
-    ]
-    bounds = np.concatenate([[0], *ends]).astype(np.int64)
-    if bounds[-1] != size:
-        bounds = np.append(bounds, size)
-    starts, sizes = bounds[:-1], np.diff(bounds)
-    blank = np.zeros(len(starts), bool)
-    for line in np.flatnonzero(np.isin(data[starts], _WHITE)).tolist():
-        blank[line] = not bytes(data[starts[line] : bounds[line + 1]]).strip()
-    before = np.cumsum(~blank)[blank]
-    return _Lines(starts[~blank], sizes[~blank], before)
+    """Read a file once, a stretch at a time."""
+    parts = [np.empty(0, np.int64)]
+    white = [np.empty(0, bool)]
+    size, begins = 0, True
+    with Path(path).open("rb") as file:
+        while stretch := file.read(_STEP):
+            data = np.frombuffer(stretch, np.uint8)
+            starts = np.flatnonzero(data == NEWLINE[0]) + 1
+            starts = np.append(np.zeros(int(begins), np.int64), starts)
+            begins = bool(starts.size and starts[-1] == len(data))
+            starts = starts[: starts.size - begins]
+            parts.append(starts + size)
+            white.append(np.isin(data[starts], _WHITE))
+            size += len(data)
+        bounds = np.append(np.concatenate(parts), size)
+        starts, sizes = bounds[:-1], np.diff(bounds)
+        blank = np.concatenate(white)
+        for line in np.flatnonzero(blank).tolist():
+            file.seek(starts[line])
+            blank[line] = not file.read(sizes[line]).strip()
+    return _Lines(starts[~blank], sizes[~blank], np.cumsum(~blank)[blank])
