@@ -69,6 +69,9 @@ def test_losses_are_those_of_tokenized_conversations_and_a_run_goes_on(talks, tr
         "--data-path talks.jsonl --save parts --load parts"
     )
     assert losses(talks, "parts") == losses(talks, "lines")
+    once = "--data-path talks.jsonl --load lines --train-iters 7 --split 8,1,1"
+    written = "written {} there, {'sft_tokenizer_prompt_format': 'identity'} here"
+    assert written in train(f"{once} --sft-tokenizer-prompt-format identity")
 
 
 def test_conversations_are_left_whole_unless_one_says_otherwise(talks, train):

@@ -264,6 +264,22 @@ def test_conversations_take_their_own_flags(flags, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "order"),
+    [
+        ("", "stateless"),
+        ("--sft", "packed"),
+        ("--sft --data-path talks.jsonl", "compat"),
+        ("--sft --data-path 0.5 a_conversation 0.5 b.json", "compat"),
+        ("--sft --sample-order stateless", "stateless"),
+        ("--sft --data-path talks.jsonl --sample-order packed", "packed"),
+    ],
+)
+def test_conversations_are_left_whole_unless_another_order_is_given(flags, order):
+    resets = "--reset-position-ids --reset-attention-mask --tokenizer-type ByteTokenizer"
+    assert parse(f"{MINIMAL} {resets} {flags}").data.sample_order == order
+
+
 POOL = (
     "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 8 --tokenizer-model bytes "
     "--reset-attention-mask "

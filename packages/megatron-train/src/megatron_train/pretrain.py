@@ -22,6 +22,7 @@ from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import Progress, Recorder, TensorBoard
 from megatron_train.callbacks.stopping import StopAt, StopOnSignal
 from megatron_train.checkpointing import Saver, coordinator_of
+from megatron_train.config.data import CONVERSATION_OPTIONS
 from megatron_train.config.run import RunConfig, run_options
 from megatron_train.config.shown import write_config
 from megatron_train.config.values import Values
@@ -223,6 +224,9 @@ def data_order(config: RunConfig) -> dict[str, Any]:
         order["samples"] = config.train_samples
     if data.sft:
         order["sft"] = True
+    if data.sft and data.holds_conversation_lines:
+        given = data.tokenizer_settings
+        order["written"] = {name: given[name] for name in CONVERSATION_OPTIONS if name in given}
     if data.fim_data:
         order["fim"] = asdict(config.fim)
     if data.data_path_changes:

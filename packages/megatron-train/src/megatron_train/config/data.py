@@ -15,6 +15,15 @@ from megatron_data import (
 from megatron_train.config.fields import flag_of, positive, required, setting
 from megatron_train.errors import TrainError
 
+CONVERSATION_OPTIONS = (
+    "sft_tokenizer_prompt_format",
+    "chat_template",
+    "tokenizer_prompt_format",
+    "image_tag_type",
+    "force_system_message",
+)
+"""Settings of the section that say how conversations are written."""
+
 TOKENIZER_OPTIONS = (
     "tokenizer_model",
     "vocab_file",
@@ -23,11 +32,7 @@ TOKENIZER_OPTIONS = (
     "tiktoken_pattern",
     "tiktoken_num_special_tokens",
     "tokenizer_special_tokens",
-    "sft_tokenizer_prompt_format",
-    "chat_template",
-    "tokenizer_prompt_format",
-    "image_tag_type",
-    "force_system_message",
+    *CONVERSATION_OPTIONS,
 )
 """Settings of the section that tokenizers are made from."""
 
