@@ -283,6 +283,27 @@ def test_a_wrong_line_is_named_skipped_or_written_down(
     assert "; the first: " in shown
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "assistants"}, "loss='assistants'; give one of assistant, all"),
+        ({"over_length": "cut"}, "over_length='cut'; give one of truncate, drop"),
+        ({"on_error": "pass"}, "on_error='pass'; give one of fail, skip, quarantine"),
+        ({"chunk_bytes": 0}, "chunk_bytes=0; give at least 1"),
+    ],
+)
+def test_no_option_is_taken_for_another(
+    talks: Path,
+    tokenizer: HuggingFaceTokenizer,
+    tmp_path: Path,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    with pytest.raises(DataError, match=message):
+        tokenize_conversations([talks], tmp_path / "o", tokenizer, TEMPLATE, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["talks.jsonl"]
+
+
 def test_null_is_never_written_as_a_word(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"messages": [talk(1)["messages"][0], LOOKING]}])
     with pytest.raises(DataError, match=r"a\.jsonl:1: .* writes null as text"):

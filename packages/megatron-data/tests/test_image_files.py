@@ -188,6 +188,17 @@ def test_what_is_left_out_is_written_down_and_the_rest_traced(lines: Path, tmp_p
     assert trace(tmp_path / "m", document=0).number == kept[round(len(kept) / 3)]
 
 
+@pytest.mark.parametrize("name", ["a\0b.gif", "data:image/gif;base64," + "R0lG" * 100, "i/" * 2100])
+def test_what_is_no_path_of_an_image_is_left_out(lines: Path, tmp_path: Path, name: str) -> None:
+    with lines.open("a") as file:
+        file.write(json.dumps({"text": "1", "image": name}))
+    arguments = ([lines], tmp_path / "o", NullTokenizer(1000))
+    with pytest.raises(DataError, match=r"a\.jsonl:121: .*no file can have this path: '.{40}"):
+        tokenize_image_pairs(*arguments)
+    report = tokenize_image_pairs(*arguments, on_error="skip")
+    assert (report.pairs, report.made.skipped.kinds) == (PAIRS, {"image": 1})
+
+
 def test_images_may_lie_in_object_storage(tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     storage = fsspec.filesystem("memory")

@@ -202,6 +202,16 @@ def test_check_finds_damage_in_the_middle(
         IndexedDataset(by_hand).check()
 
 
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_pointer_before_the_file_is_named(by_hand: Path, mapped: bool) -> None:
+    path = by_hand.with_suffix(".idx")
+    data = path.read_bytes()
+    pointers = 34 + 4 * len(IndexedDataset(by_hand))
+    path.write_bytes(data[:pointers] + struct.pack("<q", -2) + data[pointers + 8 :])
+    with pytest.raises(DataError, match=r"points to byte -2 of a \.bin of 12 bytes"):
+        IndexedDataset(by_hand, mapped=mapped).get(0)
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_no_flipped_bytes_crash_the_reader(

@@ -85,6 +85,8 @@ def test_a_template_without_marks_is_rendered_turn_by_turn() -> None:
         ("{{ raise_exception('no system') }}", CHAT, "refuses the messages: no system"),
         ("{{ messages[0].__class__.__mro__ }}", CHAT, "unsafe|refuses"),
         ("{{ messages[0].content + 1 }}", CHAT, "cannot render the messages"),
+        ("{{ messages[0].content.index('#') }}", CHAT, "cannot render the messages: substring"),
+        ("{{ 1 // 0 }}", CHAT, "cannot render the messages: .*division"),
         ("{% for %}", CHAT, "not a chat template: line 1"),
         ("{{ messages[0].content }}{% generation %}{% endgeneration %}",
          [{"role": "assistant", "content": "\ufdd0"}], "hold U\\+FDD0"),

@@ -148,7 +148,15 @@ def test_mistakes_in_flags_are_usage_errors(flags, message):
         ("--finetune", "--finetune needs --load, or --pretrained-checkpoint"),
         ("--use-checkpoint-args --load nowhere", "--use-checkpoint-args finds no checkpoint"),
         ("--test-data-path other", "--data-path, which --split divides, and --test-data-path"),
-        ("--merge-file m", "--merge-file does not go with no --vocab-file"),
+        (
+            "--merge-file m",
+            "--merge-file: there is no tokenizer; give --tokenizer-model, --vocab-f",
+        ),
+        ("--image-tag-type nvlm", "--image-tag-type: there is no tokenizer"),
+        (
+            "--tokenizer-model t --tiktoken-num-special-tokens 0",
+            "--tiktoken-num-special-tokens does not go with",
+        ),
         ("--vocab-file v", "for BERT's vocab.txt give --tokenizer-type BertWordPieceLowerCase"),
         ("--tokenizer-type GPT2BPETokenizer", "GPT2BPETokenizer needs --vocab-file and --merge-f"),
         ("--tokenizer-model t --image-tag-type nvlm", "--image-tag-type does not go with"),

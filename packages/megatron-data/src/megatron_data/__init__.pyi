@@ -113,6 +113,7 @@ from .tokenizers.kinds import default_kind as default_kind
 from .tokenizers.kinds import make_tokenizer as make_tokenizer
 from .tokenizers.loading import load_tokenizer as load_tokenizer
 from .tokenizers.multimodal import IMAGE_TOKEN as IMAGE_TOKEN
+from .tokenizers.multimodal import ImageTemplate as ImageTemplate
 from .tokenizers.multimodal import MultimodalTokenizer as MultimodalTokenizer
 from .tokenizers.multimodal import NullMultimodalTokenizer as NullMultimodalTokenizer
 from .tokenizers.plain import ByteTokenizer as ByteTokenizer

@@ -233,15 +233,15 @@ class IndexedDataset:
     def _slice(self, pointer: int, offset: int, length: int) -> NDArray[Any]:
         start, inside = divmod(pointer, self._itemsize)
         start += offset
-        tokens = self._tokens[start : start + length]
-        if len(tokens) != length or inside or pointer < 0:
-            self._open(self._lengths)
-            size = self._tokens.nbytes
-            raise DataError(
-                f"{self.prefix}.idx is damaged: it points to byte {pointer:,} of a .bin of "
-                f"{size:,} bytes; run `megatron-data verify {self.prefix}`"
-            )
-        return tokens
+        if not inside and pointer >= 0:
+            tokens = self._tokens[start : start + length]
+            if len(tokens) == length:
+                return tokens
+        self._open(self._lengths)
+        raise DataError(
+            f"{self.prefix}.idx is damaged: it points to byte {pointer:,} of a .bin of "
+            f"{self._tokens.nbytes:,} bytes; run `megatron-data verify {self.prefix}`"
+        )
 
     def _open(self, array: NDArray[Any]) -> NDArray[Any]:
         if self._closed:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import orjson
@@ -37,7 +37,8 @@ class ConversationEncoder:
         longest: bytes that a row may have; None for no limit.
 
     Raises:
-        DataError: `max_tokens` below 2, or a tokenizer without an end-of-document token.
+        DataError: `max_tokens` below 2, no such `loss` or `over_length`, or a tokenizer without an
+            end-of-document token.
     """
 
     def __init__(
@@ -53,6 +54,12 @@ class ConversationEncoder:
             raise DataError(
                 f"--max-tokens {max_tokens}: a token is learned behind another; give at least 2"
             )
+        for name, value, known in (
+            ("loss", loss, get_args(LossOver)),
+            ("over_length", over_length, get_args(OverLength)),
+        ):
+            if value not in known:
+                raise DataError(f"{name}={value!r}; give one of {', '.join(known)}")
         if tokenizer.eod_id is None:
             raise DataError(
                 "conversations end with the end-of-document token; the tokenizer has none"

@@ -52,7 +52,7 @@ class Work:
     """How the work is done; the arguments of `preprocess` of these names.
 
     Raises:
-        DataError: no such way to treat errors.
+        DataError: no such way to treat errors, or chunks of no byte.
     """
 
     workers: int = 1
@@ -65,6 +65,8 @@ class Work:
             raise DataError(
                 f"on_error={self.on_error!r}; give one of {', '.join(get_args(OnError))}"
             )
+        if self.chunk_bytes is not None and self.chunk_bytes < 1:
+            raise DataError(f"chunk_bytes={self.chunk_bytes}; give at least 1, or None")
 
 
 class Finished(NamedTuple):

@@ -23,6 +23,7 @@ from .protocol import Encoded, EncodedChunk, Output
 
 _CHUNK = 1 << 15
 _DTYPE = DTYPES[4]
+_PATH_MAX, _NAME_MAX = 4096, 255  # bytes, on Linux
 _Pair: TypeAlias = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
@@ -78,7 +79,7 @@ class Images(NamedTuple):
         """The path or URL of an image.
 
         Raises:
-            UnreadableError: a line names none, or several.
+            UnreadableError: a line names none, or several, or what no path can be.
         """
         read_from = chunk.fault(item, "", "").path
         if self.of_texts is not None:
@@ -86,12 +87,12 @@ class Images(NamedTuple):
         names = item.texts[1]
         if len(names) != 1:
             raise UnreadableError("type", f"{len(names)} paths of images, not 1")
-        if is_url(names[0]) or Path(names[0]).is_absolute():
+        if is_url(names[0]):
             return names[0]
         folder = _folder_of(read_from) if self.folder is None else self.folder
-        if is_url(folder):
+        if is_url(folder) and not Path(names[0]).is_absolute():
             return f"{folder.rstrip('/')}/{names[0]}"
-        return os.fspath(Path(folder) / names[0])
+        return _possible(os.fspath(Path(folder) / names[0]))
 
 
 class ImagePairEncoder:
@@ -221,6 +222,19 @@ class ImagePairEncoder:
             truncated=length is not None and len(ids) > length,
         )
         return text, pack_image(image)
+
+
+def _possible(path: str) -> str:
+    """A local path; not an image as base64, of which the system says no more than that it is long.
+
+    Raises:
+        UnreadableError: no file can have this path.
+    """
+    encoded = os.fsencode(path)
+    longest = max(map(len, encoded.split(b"/")))
+    if len(encoded) >= _PATH_MAX or longest > _NAME_MAX or b"\0" in encoded:
+        raise UnreadableError("image", f"no file can have this path: {path[:60]!r}…")
+    return path
 
 
 def _folder_of(path: str) -> str:

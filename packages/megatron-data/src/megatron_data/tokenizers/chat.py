@@ -183,7 +183,7 @@ class ChatTemplate:
             )
         except self._mistake as error:
             raise DataError(f"the chat template refuses the messages: {error}") from None
-        except (TypeError, AttributeError, KeyError) as error:
+        except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
             raise DataError(f"the chat template cannot render the messages: {error}") from None
 
     def _without_marks(self, text: str) -> Rendered:

@@ -239,15 +239,21 @@ class DataConfig:
     def tokenizer_settings(self) -> dict[str, Any]:
         """Settings that tokenizers are made from, by name, as far as they are given."""
         values = {name: getattr(self, name) for name in TOKENIZER_OPTIONS}
-        return {name: value for name, value in values.items() if value not in (None, False)}
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and value is not False  # a number of 0 is given
+        }
 
     def _check_tokenizer(self) -> None:
         """Refuse files that the kind of tokenizer lacks, or has no use for."""
         given = self.tokenizer_settings
         if self.tokenizer is None:
-            for name in given:
+            if given:
+                names = ", ".join(map(flag_of, given))
                 raise TrainError(
-                    f"{flag_of(name)} does not go with no --vocab-file; leave out one of them"
+                    f"{names}: there is no tokenizer; give --tokenizer-model, --vocab-file or "
+                    f"--tokenizer-type as well, or leave {names} out"
                 )
             return
         if self.tokenizer.startswith("Null"):
