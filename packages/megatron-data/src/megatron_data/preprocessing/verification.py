@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..files import Digests
+from ..indexed.builder import WrittenFile
 from ..indexed.images import IMAGE_MODE, MOST_FILL, in_text
 from ..indexed.reader import IndexedDataset
 from ..sources.block_cache import StorageCache
@@ -52,14 +53,14 @@ def verify(prefix: str | os.PathLike[str], storage: StorageCache | None = None) 
         if manifest is None:
             return Verified(counts, manifest=False)
         with damage_named(prefix):
-            files = manifest["files"]
             values = manifest.get("values")
             limit = int(manifest["tokenizer"]["vocab_size"] if values is None else values)
-            _check_size(f"{prefix}.bin", counts.tokens * dataset.dtype.itemsize, files["bin"])
-            tokens = _Tokens(dataset)
-            _check_content(f"{prefix}.bin", tokens.read(), files["bin"])
-            _check_size(f"{prefix}.idx", stat(f"{prefix}.idx").size, files["idx"])
-            _check_content(f"{prefix}.idx", read_blocks(f"{prefix}.idx"), files["idx"])
+            data, index = (_recorded(prefix, name, manifest["files"]) for name in ("bin", "idx"))
+        _check_size(data, counts.tokens * dataset.dtype.itemsize)
+        tokens = _Tokens(dataset)
+        _check_content(data, tokens.read())
+        _check_size(index, stat(index.path).size)
+        _check_content(index, read_blocks(index.path))
     if manifest["counts"] != asdict(counts):
         raise DataError(f"{prefix} holds {counts}, its manifest says {manifest['counts']}")
     if tokens.highest >= limit:
@@ -103,20 +104,25 @@ class _Tokens:
             )
 
 
-def _check_size(path: str, size: int, recorded: dict[str, Any]) -> None:
-    if size != recorded["bytes"]:
-        raise DataError(f"{path} has {size:,} bytes, its manifest says {recorded['bytes']:,}")
+def _recorded(prefix: str, name: str, files: dict[str, Any]) -> WrittenFile:
+    """What a manifest says of a file; one without blocks is older than these."""
+    file = files[name]
+    blocks = list(file.get("blocks", []))
+    return WrittenFile(f"{prefix}.{name}", int(file["bytes"]), file["sha256"], blocks)
 
 
-def _check_content(
-    path: str, content: Iterator[bytes] | Iterator[memoryview], recorded: dict[str, Any]
-) -> None:
+def _check_size(recorded: WrittenFile, size: int) -> None:
+    if size != recorded.bytes:
+        raise DataError(f"{recorded.path} has {size:,} bytes, its manifest says {recorded.bytes:,}")
+
+
+def _check_content(recorded: WrittenFile, content: Iterator[bytes] | Iterator[memoryview]) -> None:
     digests = Digests()
     for data in content:
         digests.update(memoryview(data))
-    if digests.sha256 == recorded["sha256"]:
+    if digests.sha256 == recorded.sha256:
         return
-    pairs = enumerate(zip(digests.blocks, recorded.get("blocks", []), strict=False))
+    pairs = enumerate(zip(digests.blocks, recorded.blocks, strict=False))
     wrong = [number for number, (found, wanted) in pairs if found != wanted]
     where = ""
     if wrong:
@@ -124,6 +130,6 @@ def _check_content(
             f" ({len(wrong)} of {len(digests.blocks)} blocks of 64 MiB, the first is {wrong[0]})"
         )
     raise DataError(
-        f"{path} is not the file its manifest describes: same size, other content{where}; copy it "
-        "again or preprocess again"
+        f"{recorded.path} is not the file its manifest describes: same size, other content{where}; "
+        "copy it again or preprocess again"
     )

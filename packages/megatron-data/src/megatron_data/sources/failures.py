@@ -7,12 +7,10 @@ file, whoever asks may not read it, and it could not be read this time.
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from ..errors import DataError
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+from .passing import PassingFile
 
 _BUFFER = 1 << 18
 _NOT_FOUND = 404
@@ -54,33 +52,14 @@ def told_file(file: BinaryIO, url: str) -> BinaryIO:
     return io.BufferedReader(_ToldFile(file, url), _BUFFER)
 
 
-class _ToldFile(io.RawIOBase):
+class _ToldFile(PassingFile):
     def __init__(self, file: BinaryIO, url: str) -> None:
-        self._file = file
+        super().__init__(file)
         self._url = url
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return self._file.seekable()
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def readinto(self, buffer: "WriteableBuffer", /) -> int:
-        view = memoryview(buffer).cast("B")
+    def _read(self, size: int) -> bytes:
         with told(self._url):
-            data = self._file.read(len(view))
-        view[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+            return super()._read(size)
 
 
 def denied(url: str, error: BaseException) -> DataError | None:

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, BinaryIO, Protocol, Self
 
 from ..errors import DataError
+from .passing import PassingFile
 from .storage import open_file
 
 if TYPE_CHECKING:
@@ -118,37 +119,19 @@ class _Reader(Protocol):
     def close(self) -> None: ...
 
 
-class _Hashed(io.RawIOBase):
+class _Hashed(PassingFile):
     """A file that counts and hashes what is read of it."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+        super().__init__(file)
         self.bytes = 0
         self.digest = hashlib.sha256()
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return self._file.seekable()
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def readinto(self, buffer: "WriteableBuffer", /) -> int:
-        view = memoryview(buffer).cast("B")
-        data = self._file.read(len(view))
-        view[: len(data)] = data
+    def _read(self, size: int) -> bytes:
+        data = super()._read(size)
         self.digest.update(data)
         self.bytes += len(data)
-        return len(data)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+        return data
 
 
 class _Zstandard(io.RawIOBase):
