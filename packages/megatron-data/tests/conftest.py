@@ -1,4 +1,9 @@
 import json
+import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,3 +64,42 @@ def write_dataset(tmp_path: Path) -> Callable[..., str]:
         return str(prefix)
 
     return write
+
+
+@pytest.fixture
+def survives_kills() -> Callable[[int, Sequence[str], Path, dict[str, bytes]], None]:
+    """Kills a program at moments of a seed, and compares what it makes in the end.
+
+    The program takes the number of workers as its last argument, prints "ready" before the work and
+    "done N" after it, where N is how many chunks an earlier run had done.
+    """
+
+    def check(seed: int, program: Sequence[str], out: Path, wanted: dict[str, bytes]) -> None:
+        choose = random.Random(seed)
+
+        def start() -> "subprocess.Popen[str]":
+            process = subprocess.Popen(
+                [sys.executable, *program, str(choose.choice((1, 2)))],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            assert process.stdout and process.stdout.readline() == "ready\n"
+            return process
+
+        for _ in range(1 if seed == 0 else 2):
+            process = start()
+            time.sleep(choose.uniform(0.1, 0.8))
+            process.send_signal(signal.SIGKILL)
+            process.communicate(timeout=60)
+            for path in out.parent.glob(f"{out.name}_*"):
+                assert path.read_bytes() == wanted[path.name], "whole, or not there"
+        kept = len(list(out.with_name(f".{out.name}.parts").glob("*.part")))
+        process = start()
+        shown, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+        assert int(shown.split()[1]) == kept
+        made = {path.name: path.read_bytes() for path in out.parent.iterdir()}
+        assert made == wanted, "the same bytes, and no litter"
+
+    return check

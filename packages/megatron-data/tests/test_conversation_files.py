@@ -1,12 +1,7 @@
 """Datasets of conversations: forms of rows, workers, restarts, what is left out, and the mask."""
 
 import json
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,7 +126,7 @@ class HuggingFaceTokenizer(megatron_data.HuggingFaceTokenizer):
         return type(self), (self.definition, {})
 
 if __name__ == "__main__":
-    talks, output, workers, tokenizer, template = sys.argv[1:]
+    talks, output, tokenizer, template, workers = sys.argv[1:]
     tokenizer = HuggingFaceTokenizer(Path(tokenizer).read_bytes())
     print("ready", flush=True)
     report = tokenize_conversations(
@@ -144,40 +139,20 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 13
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_runs_killed_at_random_moments_end_in_the_same_bytes(
-    seed: int, talks: Path, tokenizer: HuggingFaceTokenizer, tmp_path: Path
+    seed: int,
+    talks: Path,
+    tokenizer: HuggingFaceTokenizer,
+    tmp_path: Path,
+    survives_kills: Callable[..., None],
 ) -> None:
     tokenize_conversations([talks], tmp_path / "calm" / "o", tokenizer, TEMPLATE, chunk_bytes=1000)
-    wanted = files_in(tmp_path / "calm")
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "tokenizer.json").write_bytes(tokenizer.definition)
     out = tmp_path / "out" / "o"
     out.parent.mkdir()
-    choose = random.Random(seed)
-
-    def start() -> "subprocess.Popen[str]":
-        arguments = [str(talks), str(out), str(choose.choice((1, 2)))]
-        process = subprocess.Popen(
-            [sys.executable, str(tmp_path / "job.py"), *arguments,
-             str(tmp_path / "tokenizer.json"), SOURCE],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert process.stdout and process.stdout.readline() == "ready\n"
-        return process
-
-    for _ in range(1 if seed == 0 else 2):
-        process = start()
-        time.sleep(choose.uniform(0.1, 1.0))
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
-        for path in out.parent.glob("o_*"):
-            assert path.read_bytes() == wanted[path.name], "whole, or not there"
-    kept = len(list((out.parent / ".o.parts").glob("*.part")))
-    process = start()
-    shown, error = process.communicate(timeout=120)
-    assert process.returncode == 0, error
-    assert int(shown.split()[1]) == kept
-    assert files_in(out.parent) == wanted, "the same bytes"
-    assert {path.name for path in out.parent.iterdir()} == {*wanted}, "and no litter"
+    program = [str(tmp_path / "job.py"), str(talks), str(out)]
+    program += [str(tmp_path / "tokenizer.json"), SOURCE]
+    survives_kills(seed, program, out, files_in(tmp_path / "calm"))
 
 
 def test_a_row_may_be_of_any_form(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:

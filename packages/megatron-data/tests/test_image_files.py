@@ -2,11 +2,7 @@
 
 import hashlib
 import json
-import random
-import signal
-import subprocess
-import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -104,38 +100,15 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 13
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_runs_killed_at_random_moments_end_in_the_same_bytes(
-    seed: int, lines: Path, tmp_path: Path
+    seed: int, lines: Path, tmp_path: Path, survives_kills: Callable[..., None]
 ) -> None:
     calm = tmp_path / "calm" / "o"
     tokenize_image_pairs([lines], calm, NullTokenizer(1000), append_eod=True, chunk_bytes=100)
-    wanted = files_in(calm.parent)
     (tmp_path / "job.py").write_text(JOB)
     out = tmp_path / "out" / "o"
     out.parent.mkdir()
-    choose = random.Random(seed)
-
-    def start() -> "subprocess.Popen[str]":
-        process = subprocess.Popen(
-            [sys.executable, str(tmp_path / "job.py"), str(lines), str(out),
-             str(choose.choice((1, 2)))],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert process.stdout and process.stdout.readline() == "ready\n"
-        return process
-
-    for _ in range(1 if seed == 0 else 2):
-        process = start()
-        time.sleep(choose.uniform(0.1, 0.8))
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
-        for path in out.parent.glob("o_*"):
-            assert path.read_bytes() == wanted[path.name], "whole, or not there"
-    kept = len(list((out.parent / ".o.parts").glob("*.part")))
-    process = start()
-    shown, error = process.communicate(timeout=120)
-    assert process.returncode == 0, error
-    assert int(shown.split()[1]) == kept
-    assert files_in(out.parent) == wanted, "the same bytes, and no litter"
+    program = [str(tmp_path / "job.py"), str(lines), str(out)]
+    survives_kills(seed, program, out, files_in(calm.parent))
 
 
 def test_an_image_that_was_changed_since_is_read_again(lines: Path, tmp_path: Path) -> None:
