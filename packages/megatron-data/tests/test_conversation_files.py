@@ -205,7 +205,9 @@ def test_parquet_gives_the_files_of_json_lines(
     found = trace(tmp_path / "p_conversation", document=20)
     assert (Path(found.path).name, found.number, found.unknown) == ("a.parquet", 21, None)
     parquet.write_table(table.select(["id"]), tmp_path / "in" / "a.parquet")
-    with pytest.raises(DataError, match=r"row 1: no column 'messages', 'conversations', .*'id'"):
+    with pytest.raises(
+        DataError, match=r"row 1: none of the columns 'messages', 'conversations', .*'id'"
+    ):
         tokenize_conversations([tmp_path / "in"], tmp_path / "f", tokenizer, template)
 
 

@@ -145,7 +145,7 @@ def test_a_wrong_line_is_named_when_it_is_read(
         train[2]
 
 
-def test_a_line_that_is_cut_is_warned_of_once(
+def test_a_line_that_is_cut_or_teaches_nothing_is_warned_of_once(
     talks: Path, talker: SFTTokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = str(talks / "a.jsonl")
@@ -156,8 +156,10 @@ def test_a_line_that_is_cut_is_warned_of_once(
     with caplog.at_level(logging.WARNING, "megatron_data"):
         for number in range(len(train)):
             train[number]
-    (said,) = caplog.messages
-    assert said.startswith(f"{path}:") and "a sample holds the first 40; longer lines lose" in said
+    assert all(said.startswith(f"{path}:") for said in caplog.messages)
+    wanted = ("no word of the role assistant", "a sample holds the first 40; longer lines lose")
+    assert [sum(what in said for said in caplog.messages) for what in wanted] == [1, 1]
+    assert len(caplog.messages) == 2
     prefix = str(talks / "a_conversation")
     for order, what in (
         ("compat", " rows longer"),

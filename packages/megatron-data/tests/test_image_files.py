@@ -236,8 +236,8 @@ def test_text_files_go_with_the_images_of_their_names(tmp_path: Path) -> None:
         tokenize_image_pairs(*arguments, image_folder=images)
     (images / "a.png").unlink()
     message = (
-        r"1 texts without an image of their name in \S*images \(\S*x\.txt\) and 1 images without a "
-        r"text \(\S*b\.gif\)"
+        r"1 text without an image of the same name in \S*images \(\S*x\.txt\) and 1 image without "
+        r"a text \(\S*b\.gif\)"
     )
     with pytest.raises(DataError, match=message):
         tokenize_image_pairs(*arguments, image_folder=images)

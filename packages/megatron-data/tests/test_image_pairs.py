@@ -12,6 +12,7 @@ from megatron_data import (
     DataError,
     IndexedDataset,
     NullTokenizer,
+    build_gpt_datasets,
     merge,
     pack_image,
     tokenize_image_pairs,
@@ -69,6 +70,9 @@ def test_a_document_is_a_text_and_its_image(pairs: Path, tmp_path: Path) -> None
         dataset.check()
         assert dataset.sequence_modes is not None
         assert dataset.sequence_modes.tolist() == [0, 1] * 3
+    with pytest.raises(DataError, match="o_image_text holds images beside its texts"):
+        build_gpt_datasets(report.prefix, "1,0,0", (1, 0, 0), 4)
+    with IndexedDataset(report.prefix) as dataset:
         assert dataset.document_indices.tolist() == [0, 2, 4, 6]
         for number, (text, image) in enumerate(zip(TEXTS, IMAGES.values(), strict=True)):
             assert dataset[2 * number].tolist() == [*text.encode(), 256]
@@ -98,7 +102,8 @@ def test_what_cannot_be_a_pair_is_named_or_counted(pairs: Path, tmp_path: Path) 
     (pairs.parent / "empty.png").touch()
     wrong = [
         ({"text": "1", "image": "gone.png"}, f"there is no image {pairs.parent}/gone.png"),
-        ({"text": "1", "image": "."}, "there is no image"),
+        ({"text": "1", "image": "."}, " is a folder, not an image"),
+        ({"text": "1", "image": ""}, "the path of its image is empty"),
         ({"text": "1", "image": "page.jpg"}, "page.jpg begins with 3c 68 74 6d 6c 3e 34 30"),
         ({"text": "1", "image": "empty.png"}, "empty.png is empty, which no JPEG"),
         ({"text": "1", "image": ["c", "c"]}, "2 paths of images, not 1"),

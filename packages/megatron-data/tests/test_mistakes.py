@@ -25,14 +25,60 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("list.json").write_text("[]")
     Path("open.jinja").write_text("{% for m in messages %}")
     Path("texts").mkdir()
+    said = TALK["messages"]
+    shouted = [{**message, "role": message["role"].title()} for message in said]
+    Path("capital.jsonl").write_text(json.dumps({"messages": shouted}) + "\n")
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, said[1]]
+    Path("parts.jsonl").write_text(json.dumps({"messages": parts}) + "\n")
+    Path("pairs.jsonl").write_text('{"text": "a", "picture": "texts"}\n')
     train_bpe(["one two three"], 260).save("tokenizer")
     assert main(f"{BYTES} d".split()) == 0
+    Path("t_conversation.idx").touch()
     return tmp_path
 
 
 @pytest.mark.parametrize(
     ("command", "status", "message"),
     [
+        ("verify d", 1, "d.idx and d.bin missing; did you mean d_text_document?"),
+        ("verify t", 1, "did you mean t_conversation?"),
+        (
+            "verify t_conversation_loss_loss",
+            1,
+            "a mask, which megatron-data tokenize-conversations",
+        ),
+        (
+            "split d_text_document --shares 1 --output-prefixes o1 o2",
+            1,
+            "1 part for 2 outputs; give one for each",
+        ),
+        (
+            "verify memory://d --object-storage-cache-path memory://cache",
+            1,
+            "memory://cache is a URL",
+        ),
+        ("verify memory://d --object-storage-cache-path a.jsonl", 1, "a.jsonl is a file"),
+        (
+            f"{CHATS} --input capital.jsonl --sft-tokenizer-prompt-format identity",
+            1,
+            "counts in the loss in capital.jsonl (1 without a word of the role assistant, ",
+        ),
+        (
+            f"{CHATS} --sft-tokenizer-prompt-format identity --max-tokens 2 --over-length drop",
+            1,
+            "counts in the loss in talks.jsonl (1 longer than --max-tokens)",
+        ),
+        (
+            f"{CHATS} --input parts.jsonl --sft-tokenizer-prompt-format identity",
+            1,
+            "it writes a content of several parts as Python writes lists",
+        ),
+        (
+            "tokenize-images --input pairs.jsonl --tokenizer-model tokenizer --output-prefix o "
+            "--json-key text picture",
+            1,
+            "pairs.jsonl:1: texts is a folder, not an image",
+        ),
         (f"{BYTES} s3://bucket/o", 1, "s3://bucket/o is a URL, and files are written to local"),
         (
             f"{BYTES} texts/",

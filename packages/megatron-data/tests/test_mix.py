@@ -109,7 +109,7 @@ def test_the_command_prints_a_table_and_writes_a_file(capsys: pytest.CaptureFixt
     [
         ([], 2, "PREFIX or --data-args-path FILE is needed"),
         (["a", "--data-args-path", "x"], 2, "one of the two"),
-        (["a", "b", "--epochs", "1"], 2, "--epochs has 1 numbers for 2 prefixes"),
+        (["a", "b", "--epochs", "1"], 2, "--epochs has 1 number, and 2 prefixes are named"),
         (["1", "a", "--epochs", "1"], 2, "weights, --epochs and --tokens exclude each other"),
         (["a", "--tokens", "1", "--epochs", "1"], 2, "exclude each other"),
         (["a", "a", "b", "--tokens", "1", "2", "3"], 2, "a prefix is named twice"),

@@ -193,7 +193,7 @@ def test_what_does_not_fit_together_is_refused(lines: Path, tmp_path: Path) -> N
     one, two = tmp_path / "x", tmp_path / "y"
     for message, outputs, options in (
         ("name of its own", [one, one], {"shares": (1, 1)}),
-        ("2 parts for 1 outputs", [one], {"shares": (1, 1)}),
+        ("2 parts for 1 output;", [one], {"shares": (1, 1)}),
         ("a part of 0", [one, two], {"shares": (1, 0)}),
         ("parts of 5 documents, the dataset has 53", [one, two], {"documents": (2, 3)}),
         ("part 1 of 53 documents is empty", [one, two], {"shares": (0.001, 1)}),

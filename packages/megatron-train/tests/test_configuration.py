@@ -258,7 +258,7 @@ def test_options_of_filling_in_the_middle_that_do_nothing_are_refused(flags, mes
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--sft", "--sft needs --reset-position-ids"),
+        ("--sft", "--sft needs --reset-position-ids and --reset-attention-mask:"),
         ("--sft --reset-position-ids", "--sft needs --reset-attention-mask"),
         (
             "--sft --reset-position-ids --reset-attention-mask --eod-mask-loss",

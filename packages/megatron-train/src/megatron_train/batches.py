@@ -199,5 +199,6 @@ def _infill(config: RunConfig, tokenizer: Tokenizer | None) -> FillInTheMiddle |
 
 def _require(dataset: Dataset | None, purpose: str) -> Dataset:
     if dataset is None:
-        raise TrainError(f"--split leaves nothing to {purpose} on; give it a share")
+        without = ", or do without by --eval-iters 0" if purpose == "validate" else ""
+        raise TrainError(f"--split leaves nothing to {purpose} on; give it a share{without}")
     return dataset

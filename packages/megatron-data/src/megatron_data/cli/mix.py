@@ -109,7 +109,10 @@ def _blend(parser: Parser, arguments: argparse.Namespace) -> "Blend":
         parser.error("weights, --epochs and --tokens exclude each other")
     if len(amounts) != len(blend.prefixes):
         which = "--epochs" if arguments.epochs else "--tokens"
-        parser.error(f"{which} has {len(amounts)} numbers for {len(blend.prefixes)} prefixes")
+        parser.error(
+            f"{which} has {counted(len(amounts), 'number')}, and {len(blend.prefixes)} prefixes "
+            "are named; give one for each"
+        )
     named = dict(zip(blend.prefixes, amounts, strict=True))
     if len(named) < len(amounts):
         parser.error("a prefix is named twice")

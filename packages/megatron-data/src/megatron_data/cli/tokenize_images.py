@@ -36,6 +36,7 @@ def add_parser(commands: Any) -> None:
     )
     data.add_argument(
         "--json-keys",
+        "--json-key",
         nargs=2,
         default=["text", "image"],
         metavar="KEY",
@@ -56,8 +57,8 @@ def add_parser(commands: Any) -> None:
         "--pad-length",
         type=int,
         metavar="N",
-        help="cut every text to N tokens, or fill it up with end-of-document tokens; unset: leave "
-        "it as it is",
+        help="cut every text to N tokens, or fill it up with end-of-document tokens, for which it "
+        "needs --append-eod; unset: leave it as it is",
     )
     parser.set_defaults(run=partial(run, parser))
 

@@ -62,9 +62,18 @@ class Builder(ABC):
     _opened: dict[str, IndexedDataset] = field(default_factory=dict, init=False)
 
     def source(self, prefix: str) -> IndexedDataset:
-        """Return the dataset at a prefix."""
+        """Return the dataset at a prefix.
+
+        Raises:
+            DataError: there is none, or it holds images.
+        """
         if prefix not in self._opened:
-            self._opened[prefix] = IndexedDataset(prefix, self.storage, self.mapped)
+            dataset = self._opened[prefix] = IndexedDataset(prefix, self.storage, self.mapped)
+            if dataset.sequence_modes is not None:
+                raise DataError(
+                    f"{prefix} holds images beside its texts, whose bytes are no tokens; give a "
+                    "dataset of texts"
+                )
         return self._opened[prefix]
 
     @abstractmethod

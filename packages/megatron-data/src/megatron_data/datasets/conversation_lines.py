@@ -118,7 +118,7 @@ class ConversationLinesDataset:
 
     Samples are those of an `SFTDataset` along a `RowOrder` of the same lines, tokenized before; see
     there. Of lines that are longer than a sample, and lose their end, the first that is read is
-    warned of.
+    warned of, and of those in which nothing counts.
 
     Args:
         lines: the conversations.
@@ -140,7 +140,7 @@ class ConversationLinesDataset:
         self.sequence_length = sequence_length
         self._first, self._count = rows[0], rows[1] - rows[0]
         self._samples = self._count if num_samples is None else num_samples
-        self._told = False
+        self._told: set[str] = set()
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -153,21 +153,23 @@ class ConversationLinesDataset:
         row = self.lines.row(number)
         lengths = np.array([len(each.ids) for each in row], np.int64)
         kept = kept_lengths(lengths, self.sequence_length)
-        if sum(kept) < lengths.sum() and not self._told:
-            self._told = True
-            _log.warning(
-                "%s: %d tokens, of which a sample holds the first %d; longer lines lose their end, "
-                "and this is the only warning",
-                self.lines.place(number),
-                lengths.sum(),
-                self.sequence_length,
-            )
+        if not row:
+            self._tell("empty", number, "no word of the role assistant; such samples teach nothing")
+        if sum(kept) < lengths.sum():
+            held = f"of which a sample holds the first {self.sequence_length}; longer lines"
+            self._tell("long", number, f"{lengths.sum()} tokens, {held} lose their end")
         parts = [
             (each.ids[:length], each.counted[:length])
             for each, length in zip(row, kept, strict=True)
             if length
         ]
         return sample_of(parts, self.sequence_length, sample)
+
+    def _tell(self, kind: str, number: int, what: str) -> None:
+        """Warn of the first line of a kind."""
+        if kind not in self._told:
+            self._told.add(kind)
+            _log.warning("%s: %s, and this is the only warning", self.lines.place(number), what)
 
 
 def _stat_of(found: os.stat_result) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from ..sources.storage import exists, is_url
 from .format import TokenType, bin_path, idx_path
 
 _BLOCK_BYTES = 4 << 20  # of a scan
+_USUAL_ENDS = ("_text_document", "_text_sentence", "_conversation", "_image_text")
 
 
 class TokenRow(Protocol):
@@ -261,6 +262,13 @@ def _no_dataset(prefix: str, missing: Sequence[str]) -> DataError:
         hint = f"give the prefix without {prefix[-4:]}: {prefix[:-4]}"
     elif len(missing) == 1:
         hint = "the other one is there: the copy or the preprocessing was cut short"
-    elif exists(f"{prefix}_text_document.idx"):
-        hint = f"did you mean {prefix}_text_document?"
+    elif prefix.endswith("_loss"):
+        hint = (
+            "a mask, which megatron-data tokenize-conversations writes beside the tokens; give the "
+            "prefix of these, NAME_conversation"
+        )
+    else:
+        there = [prefix + end for end in _USUAL_ENDS if exists(f"{prefix}{end}.idx")]
+        if there:
+            hint = f"did you mean {there[0]}?"
     return DataError(f"no dataset at {prefix}: {' and '.join(missing)} missing; {hint}")

@@ -60,6 +60,17 @@ class Assembly:
             self.faults[fault.kind] += 1
             self.first_fault = self.first_fault or fault
 
+    def left_out(self, output: Output) -> str:
+        """Why an output may have nothing, in brackets; empty where nothing was left out."""
+        why = [
+            f"{self.tallies[name]:,} {words}"
+            for name, words in output.left_out
+            if self.tallies[name]
+        ]
+        if self.first_fault:
+            why.append(f"the first that was left out: {self.first_fault}")
+        return f" ({'; '.join(why)})" if why else ""
+
 
 def quarantine_path(output_prefix: str) -> Path:
     """`PREFIX.quarantine.jsonl`."""
@@ -111,9 +122,9 @@ def assemble(
         for output, builder in zip(outputs, builders, strict=True):
             if not builder.tokens:
                 folder.finish()  # nothing in it is worth keeping
-                first = made.first_fault
-                why = f" (the first that was left out: {first})" if first else ""
-                raise DataError(f"no document with {output.lacking} in {sources}{why}")
+                raise DataError(
+                    f"no document with {output.lacking} in {sources}{made.left_out(output)}"
+                )
         _remove_older([builder.prefix for builder in builders])
         for builder, origin, without_token in zip(builders, origins, empty, strict=True):
             written = builder.finalize()

@@ -22,6 +22,10 @@ from .protocol import Encoded, EncodedChunk, Output
 OverLength: TypeAlias = Literal["truncate", "drop"]
 
 _LACKING = "a conversation of which a token counts in the loss"
+_LEFT_OUT = (
+    ("unanswered", "without a word of the role assistant, whole or cut to --max-tokens"),
+    ("dropped", "longer than --max-tokens"),
+)
 
 
 class ConversationEncoder:
@@ -71,8 +75,10 @@ class ConversationEncoder:
         self.over_length: OverLength = over_length
         self.longest = longest
         self.outputs = (
-            Output("_conversation", choose_dtype(tokenizer.vocab_size), _LACKING),
-            Output(f"_conversation{LOSS}", DTYPES[1], _LACKING, values=2),
+            Output(
+                "_conversation", choose_dtype(tokenizer.vocab_size), _LACKING, left_out=_LEFT_OUT
+            ),
+            Output(f"_conversation{LOSS}", DTYPES[1], _LACKING, values=2, left_out=_LEFT_OUT),
         )
         self.chunk_bytes = SMALLEST_CHUNK, LARGEST_CHUNK
 

@@ -87,6 +87,8 @@ class Images(NamedTuple):
         names = item.texts[1]
         if len(names) != 1:
             raise UnreadableError("type", f"{len(names)} paths of images, not 1")
+        if not names[0]:
+            raise UnreadableError("image", "the path of its image is empty")
         if is_url(names[0]):
             return names[0]
         folder = _folder_of(read_from) if self.folder is None else self.folder
@@ -251,7 +253,9 @@ def _read_image(path: str) -> bytes:
     try:
         with open_file(path) as file:
             data = file.read()
-    except (MissingError, FileNotFoundError, IsADirectoryError, NotADirectoryError):
+    except IsADirectoryError:
+        raise UnreadableError("image", f"{path} is a folder, not an image") from None
+    except (MissingError, FileNotFoundError, NotADirectoryError):
         raise UnreadableError("image", f"there is no image {path}") from None
     if image_kind(data) is None:
         begin = f"begins with {data[:8].hex(' ')}" if data else "is empty"

@@ -12,6 +12,7 @@ from ..sources.storage import files_below, is_folder, relative
 from ..sources.streams import split_suffix
 from ..sources.text_files import TextFiles
 from ..tokenizers.protocol import Tokenizer
+from ..wording import counted
 from .engine import OnError, Preprocessed, Work, run_job
 from .image_encoding import ImagePairEncoder, Images, TextEnds
 
@@ -137,10 +138,11 @@ def _images_of(texts: Sequence[TextFiles], folder: str | None) -> dict[str, str]
     left_over = [path for name, path in images.items() if name not in named]
     if lacking or left_over:
         told = [
-            f"{len(paths):,} {what} ({', '.join(paths[:3])}{', …' if len(paths) > 3 else ''})"
-            for what, paths in (
-                (f"texts without an image of their name in {folder}", lacking),
-                ("images without a text", left_over),
+            f"{counted(len(paths), what)} without {its} ({', '.join(paths[:3])}"
+            f"{', …' if len(paths) > 3 else ''})"
+            for what, its, paths in (
+                ("text", f"an image of the same name in {folder}", lacking),
+                ("image", "a text", left_over),
             )
             if paths
         ]

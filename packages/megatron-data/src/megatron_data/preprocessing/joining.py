@@ -13,6 +13,7 @@ from ..files import local_prefix
 from ..indexed.builder import IndexedDatasetBuilder
 from ..indexed.reader import IndexedDataset
 from ..sources.block_cache import StorageCache
+from ..wording import counted
 from .manifest import (
     Counts,
     count,
@@ -145,7 +146,9 @@ def _ends(
     if given is None or (shares is not None and documents is not None):
         raise DataError("give shares or numbers of documents, one of the two")
     if len(given) != outputs or not outputs:
-        raise DataError(f"{len(given)} parts for {outputs} outputs; give one for each")
+        raise DataError(
+            f"{counted(len(given), 'part')} for {counted(outputs, 'output')}; give one for each"
+        )
     if min(given) <= 0:
         raise DataError(f"a part of {min(given)}; every part needs at least one document")
     if documents is not None and sum(documents) != total:

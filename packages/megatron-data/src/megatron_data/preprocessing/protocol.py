@@ -20,6 +20,8 @@ class Output(NamedTuple):
         lacking: what a source lacks of which no sequence comes, such as "text under 'body'".
         multimodal: whether its sequences have modes.
         values: how many values its tokens have, from 0; None if that is the vocabulary.
+        left_out: what the encoder counted of documents that it left out, by name,
+            each with its words.
     """
 
     suffix: str
@@ -27,6 +29,7 @@ class Output(NamedTuple):
     lacking: str
     multimodal: bool = False
     values: int | None = None
+    left_out: tuple[tuple[str, str], ...] = ()
 
 
 class Encoded(NamedTuple):

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import DataError
+from ..files import local_folder
 from ..recent import Recent
 from .block_folder import BlockFolder, adding, locked
 from .remote import RemoteFile
@@ -24,7 +25,8 @@ class StorageCache:
     """A folder on a local disk for what is read from object storage.
 
     Raises:
-        DataError: a size below 1.
+        DataError: a size below 1, or a folder that is a URL or a file.
+        PermissionError: a folder that may not be written to.
     """
 
     folder: str = field(
@@ -47,6 +49,7 @@ class StorageCache:
                 f"a cache of {self.limit_bytes:,} bytes in blocks of {self.block_bytes:,}; give a "
                 "block of at least 1 byte, and room for one"
             )
+        local_folder(self.folder)
 
     def whole(self, file: RemoteFile) -> Path:
         """Return a local copy of a whole file; one process fetches it if it is not there.

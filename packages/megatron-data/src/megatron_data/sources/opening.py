@@ -48,7 +48,7 @@ def open_sources(
         if isinstance(source, TextFiles) and rows:
             raise DataError(
                 f"{source.path}: a text file holds no objects; give JSON lines or Parquet with "
-                f"{', '.join(keys)}"
+                f"some of {', '.join(keys)}"
             )
         if isinstance(source, TextFiles) and len(keys) > 1:
             raise DataError(

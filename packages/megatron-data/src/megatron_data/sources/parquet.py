@@ -138,7 +138,7 @@ class Parquet:
         present = ", ".join(map(repr, there)) or "none"
         if self._optional:
             wanted = ", ".join(map(repr, self._keys))
-            raise UnreadableError("key", f"no column {wanted} (columns here: {present})")
+            raise UnreadableError("key", f"none of the columns {wanted} (columns here: {present})")
         raise UnreadableError(
             "key",
             f"no column {missing[0]!r} (columns here: {present}); name the right one with "

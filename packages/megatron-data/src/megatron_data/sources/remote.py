@@ -78,7 +78,12 @@ class RemoteFile(NamedTuple):
         except Exception as error:  # noqa: BLE001 - each of fsspec's backends has its own
             problem = f"{type(error).__name__}: {error}"
             raise denied(self.url, error) or BrokenOffError(problem) from None
-        if len(data) != end - begin:
+        if len(data) > end - begin:
+            raise BrokenOffError(
+                f"{len(data):,} bytes came for {end - begin:,}: the server ignores ranges; copy "
+                "the file to a local disk, or serve it by another"
+            )
+        if len(data) < end - begin:
             raise BrokenOffError(f"{len(data):,} of {end - begin:,} bytes came")
         return data
 

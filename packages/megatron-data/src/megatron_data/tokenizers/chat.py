@@ -109,7 +109,8 @@ class ChatTemplate:
             raise DataError(
                 f"{path} has no chat template: neither {TEMPLATE_FILE} nor chat_template in "
                 f"{CONFIG_FILE}; name a prompt format (--sft-tokenizer-prompt-format "
-                f"{', '.join(name for name in PROMPT_FORMATS if name != OWN)}) or a file "
+                f"{', '.join(name for name in PROMPT_FORMATS if name != OWN)}; with images a "
+                "--tokenizer-prompt-format that brings its template, such as mistral) or a file "
                 "(--chat-template)"
             )
         tokens = {key: value for key, value in config.items() if key.endswith("_token")}

@@ -11,6 +11,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Put around what `{% generation %}` blocks write: code points that no text may hold."""
 
+_PARTS = ("text", "image", "image_url", "video", "audio")
+
 
 class _Generation(Extension):
     """`{% generation %}` … `{% endgeneration %}`."""
@@ -42,10 +44,20 @@ def compiled(source: str) -> Template:
 
 
 def _written(value: Any) -> Any:
-    """What is written of a value; null would be the word None, which nobody said."""
+    """What is written of a value; null, or a list of parts, would be Python's words."""
     if value is None:
         raise TemplateError("it writes null as text, such as the content of a message without any")
+    if isinstance(value, list) and any(map(_is_part, value)):
+        raise TemplateError(
+            "it writes a content of several parts as Python writes lists; give contents that are "
+            "strings, or a template that reads parts"
+        )
     return value
+
+
+def _is_part(value: Any) -> bool:
+    """Whether this is a part of a message's content, such as `{"type": "text", "text": "…"}`."""
+    return isinstance(value, dict) and value.get("type") in _PARTS
 
 
 def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:

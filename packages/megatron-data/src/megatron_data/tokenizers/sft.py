@@ -131,8 +131,8 @@ def conversation_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike[str]) -
         return tokenizer
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise DataError(
-            f"{path}: a {type(tokenizer).__name__} does not know how conversations are written; "
-            "give --tokenizer-type SFTTokenizer, MultimodalTokenizer or HuggingFaceTokenizer"
+            f"a {type(tokenizer).__name__} does not know how conversations are written; give "
+            "--tokenizer-type SFTTokenizer, MultimodalTokenizer or HuggingFaceTokenizer"
         )
     return SFTTokenizer(tokenizer, template_of(PromptFormat(), tokenizer, path))
 

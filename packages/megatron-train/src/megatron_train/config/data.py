@@ -202,12 +202,13 @@ class DataConfig:
         """Refuse what conversations need, or have no use for."""
         if not self.sft:
             return
-        for name in ("reset_position_ids", "reset_attention_mask"):
-            if not getattr(self, name):
-                raise TrainError(
-                    f"--sft needs {flag_of(name)}: the conversations of a sample have nothing to "
-                    "do with each other"
-                )
+        wanted = ("reset_position_ids", "reset_attention_mask")
+        missing = [flag_of(name) for name in wanted if not getattr(self, name)]
+        if missing:
+            raise TrainError(
+                f"--sft needs {' and '.join(missing)}: the conversations of a sample have nothing "
+                "to do with each other"
+            )
         for name in ("eod_mask_loss", "fim_data", "data_path_changes", "data_cache_path"):
             if getattr(self, name):
                 raise TrainError(
