@@ -221,6 +221,8 @@ WRONG: list[tuple[Any, str, str]] = [
     ({**talk(1), "tools": "{"}, "message", "its tools are not JSON"),
     ({"messages": [{"role": "user", "content": "no!"}]}, "template", "refuses the messages: no!"),
     (5, "json", "a number, not an object; every line must be an object"),
+    ({"instruction": "a", "input": [1], "output": "b"}, "message", r"its input is \[1\], not a"),
+    ({**talk(1), "tools": 5}, "message", "its tools are 5, not a list"),
 ]  # fmt: skip
 
 
@@ -256,7 +258,7 @@ def test_a_wrong_line_is_named_skipped_or_written_down(
     command += ["--tokenizer-model", str(tmp_path / "t"), "--output-prefix", str(tmp_path / "s")]
     assert main(command) == 0
     shown = capsys.readouterr().out
-    assert "8 skipped (1 not a JSON object, 6 without a conversation, 1 refused by the" in shown
+    assert "10 skipped (1 not a JSON object, 8 without a conversation, 1 refused by the" in shown
     assert "; the first: " in shown
 
 

@@ -14,6 +14,7 @@ import pytest
 from megatron_data import (
     MULTIMODAL_PROMPT_FORMATS,
     PROMPT_FORMATS,
+    ChatTemplate,
     DataError,
     HuggingFaceTokenizer,
     IndexedDataset,
@@ -167,6 +168,14 @@ def test_a_saved_one_is_the_same(
         assert mine.targets.tolist() == others.targets.tolist()
         assert mine.ids.tolist() == others.ids.tolist()
         assert again.encode("a <image>") == made.encode("a <image>")
+
+
+def test_a_saved_one_keeps_what_its_template_may_use(folder: Path, tmp_path: Path) -> None:
+    template = ChatTemplate("{{ day }}{{ messages[0].content }}", {"day": "Hi "})
+    SFTTokenizer(HuggingFaceTokenizer.load(folder), template).save(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert isinstance(again, SFTTokenizer)
+    assert again.template.render(TALK[1:]).text == "Hi " + TALK[1]["content"]
 
 
 def test_megatrons_format_is_the_default(folder: Path) -> None:

@@ -97,6 +97,8 @@ def row_of(place: str, content: Any) -> ConversationRow:
             tools = orjson.loads(tools) if tools.strip() else None
         except orjson.JSONDecodeError as error:
             raise UnreadableError("message", f"its tools are not JSON ({error.msg})") from None
+    if tools is not None and not isinstance(tools, list):
+        raise UnreadableError("message", f"its tools are {tools!r:.40}, not a list")
     return ConversationRow(place, _cut(said), tools)
 
 
@@ -110,6 +112,8 @@ def _turn(message: Any) -> Any:
 
 def _instructed(content: Mapping[str, Any]) -> list[Message]:
     given = content.get("input") or ""
+    if not isinstance(given, str):
+        raise UnreadableError("message", f"its input is {given!r:.40}, not a string")
     wording = _WITH_INPUT if given else _WITHOUT_INPUT
     asked = wording.format(instruction=content["instruction"], input=given)
     return [

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import DataError
 from ..files import read_json
+from .chat import ChatTemplate
 from .huggingface import HuggingFaceTokenizer
 from .multimodal import ImageTemplate, MultimodalTokenizer, NullMultimodalTokenizer
 from .plain import PLAIN_FILE, ByteTokenizer, NullTokenizer
@@ -49,7 +50,7 @@ def load_tokenizer(
         case {"type": "TikTokenizer"}:
             return TikTokenizer.load(folder / VOCABULARY_FILE, **options)
         case {"type": "SFTTokenizer" | "MultimodalTokenizer" as kind}:
-            return _of_conversations(kind, folder, content.get("pad_token"), options)
+            return _of_conversations(kind, folder, content, options)
         case {"type": "ByteTokenizer"}:
             return ByteTokenizer()
         case {"type": "NullTokenizer", "vocab_size": int(vocab_size)}:
@@ -60,11 +61,13 @@ def load_tokenizer(
 
 
 def _of_conversations(
-    kind: str, folder: Path, pad_token: str | None, options: Mapping[str, Any]
+    kind: str, folder: Path, saved: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Tokenizer:
     """What `SFTTokenizer.save` or `MultimodalTokenizer.save` wrote."""
     reference = HuggingFaceTokenizer.load(folder)
     template = template_of(PromptFormat(), reference, folder)
+    template = ChatTemplate(template.source, saved.get("variables", template.variables))
+    pad_token = saved.get("pad_token")
     if kind == "SFTTokenizer":
         return SFTTokenizer(reference, template, pad_token)
     return MultimodalTokenizer(reference, ImageTemplate(template, **options), pad_token)

@@ -185,7 +185,7 @@ class MultimodalTokenizer(SFTTokenizer):
         template = self.template
         options = {name: getattr(template, name) for name in ("system", "system_message")}
         options |= {"image_tag": template.image_tag}
-        return {"type": "MultimodalTokenizer", "pad_token": self.pad_token, "options": options}
+        return {**super()._saved(), "type": "MultimodalTokenizer", "options": options}
 
 
 class NullMultimodalTokenizer(NullTokenizer):

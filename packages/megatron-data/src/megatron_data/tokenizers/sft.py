@@ -113,7 +113,8 @@ class SFTTokenizer(WrappedTokenizer):
         write_json(Path(folder) / PLAIN_FILE, self._saved())
 
     def _saved(self) -> dict[str, Any]:
-        return {"type": "SFTTokenizer", "pad_token": self.pad_token}
+        variables = self.template.variables
+        return {"type": "SFTTokenizer", "pad_token": self.pad_token, "variables": variables}
 
 
 def conversation_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> SFTTokenizer:
