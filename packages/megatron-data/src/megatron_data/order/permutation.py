@@ -21,7 +21,7 @@ _FIRST = 0xBF58476D1CE4E5B9
 _SECOND = 0x94D049BB133111EB
 _ROUNDS = 6  # even, so that both halves end as wide as they began
 _NEIGHBOURS = 1024  # numbers that are computed together,
-_ENOUGH = 64  # once so many of them were asked for: alone they take as long as all at once
+_ENOUGH = 64  # once so many of them were asked for: alone they take about as long as all at once
 
 
 def mixed(*words: int) -> int:
