@@ -4,6 +4,7 @@ import pickle
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from megatron_data import (
     Permutation,
     StatelessOrder,
     build_gpt_datasets,
+    build_sft_datasets,
 )
 from megatron_data.order import stateless
 from megatron_data.order.permutation import ENUMERATED, shuffled
@@ -185,6 +187,15 @@ def test_nothing_is_read_that_no_sample_needs() -> None:
     assert table.asked == 2
     assert sum(span.length or 0 for span in order.spans(123_456_789_012 % 10**11)) == 4097
     assert table.asked < 3 * 10**9 // stateless.BLOCK
+
+
+def test_no_name_is_taken_for_another_order() -> None:
+    wrong: Any = "packd"
+    wanted = "order='packd'; give one of stateless, packed, compat"
+    with pytest.raises(DataError, match=wanted):
+        build_gpt_datasets("nothing", order=wrong)
+    with pytest.raises(DataError, match=wanted):
+        build_sft_datasets("nothing", order=wrong)
 
 
 def test_refusals() -> None:

@@ -15,6 +15,7 @@ from .builders import (
     PackedBuilder,
     StatelessBuilder,
     Wanted,
+    check_order_name,
 )
 from .fim import FillInTheMiddle
 from .gpt import GPTDatasetConfig, TokenSource
@@ -97,6 +98,7 @@ def build_gpt_datasets(
         DataError: a dataset that is missing or damaged, or a blend that asks a dataset for more
             than it has.
     """
+    check_order_name(order)
     config = GPTDatasetConfig(
         sequence_length=sequence_length,
         eod_id=eod_id,
@@ -173,6 +175,7 @@ def build_mock_gpt_datasets(
     Raises:
         DataError: a split without tokens.
     """
+    check_order_name(order)
     kinds: dict[str, type[GPTBuilder]] = {
         "stateless": StatelessBuilder,
         "packed": PackedBuilder,

@@ -22,6 +22,7 @@ from .builders import (
     PackedBuilder,
     StatelessBuilder,
     Wanted,
+    check_order_name,
 )
 from .conversation_lines import ConversationLines, ConversationLinesDataset
 from .gpt import GPTDatasetConfig, TokenSource
@@ -165,6 +166,7 @@ def build_sft_datasets(
         DataError: a dataset that is missing or damaged, or has no mask; JSON lines with another
             order or without a tokenizer.
     """
+    check_order_name(order)
     kinds: _Builders = {
         "packed": _PackedConversations,
         "stateless": _CutConversations,

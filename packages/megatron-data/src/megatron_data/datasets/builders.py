@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,16 @@ from .paths import Blend
 from .split import Interval, SplitName, sequences_of, tokens_in
 
 OrderName: TypeAlias = Literal["stateless", "packed", "compat"]
+
+
+def check_order_name(order: str) -> None:
+    """Refuse what is no order of samples.
+
+    Raises:
+        DataError: there is none of this name.
+    """
+    if order not in get_args(OrderName):
+        raise DataError(f"order={order!r}; give one of {', '.join(get_args(OrderName))}")
 
 
 class Wanted(NamedTuple):
