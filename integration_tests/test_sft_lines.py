@@ -70,8 +70,14 @@ def test_losses_are_those_of_tokenized_conversations_and_a_run_goes_on(talks, tr
     )
     assert losses(talks, "parts") == losses(talks, "lines")
     once = "--data-path talks.jsonl --load lines --train-iters 7 --split 8,1,1"
-    written = "written {} there, {'sft_tokenizer_prompt_format': 'identity'} here"
-    assert written in train(f"{once} --sft-tokenizer-prompt-format identity")
+    told = train(f"{once} --sft-tokenizer-prompt-format identity")
+    assert "there, {'sft_tokenizer_prompt_format': 'identity', 'template': 'sha256:" in told
+    template = talks / "tokenizer" / "chat_template.jinja"
+    before = template.read_text()
+    assert "written" not in train(once)
+    template.write_text(before.replace("{{", "{{ '' ~", 1))
+    assert "written {'template': 'sha256:" in train(once)
+    template.write_text(before)
 
 
 def test_conversations_are_left_whole_unless_one_says_otherwise(talks, train):

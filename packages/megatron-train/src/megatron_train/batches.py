@@ -168,7 +168,7 @@ def _builder(
         storage=StorageCache(folder) if (folder := data.object_storage_cache_path) else None,
     )
     if data.sft:
-        return partial(build, tokenizer=_of_conversations(config, tokenizer))
+        return partial(build, tokenizer=of_conversations(config, tokenizer))
     changes = read_data_path_changes(data.data_path_changes) if data.data_path_changes else ()
     return partial(
         build,
@@ -182,7 +182,7 @@ def _builder(
     )
 
 
-def _of_conversations(config: RunConfig, tokenizer: Tokenizer | None) -> SFTTokenizer | None:
+def of_conversations(config: RunConfig, tokenizer: Tokenizer | None) -> SFTTokenizer | None:
     """What conversations are tokenized with that are JSON lines, None where there are none."""
     data = config.data
     if tokenizer is None or not data.holds_conversation_lines:

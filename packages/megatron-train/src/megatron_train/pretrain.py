@@ -16,6 +16,7 @@ from megatron_models import ConfigError, GPTConfig, gpt_chunks, parameter_count
 from megatron_optim import Optimizer
 from megatron_parallel import Mesh
 
+from megatron_train.batches import of_conversations
 from megatron_train.callbacks.callback import Callback, Listener
 from megatron_train.callbacks.evaluation import Evaluation, Test
 from megatron_train.callbacks.log_line import LogLine
@@ -71,7 +72,7 @@ def pretrain_gpt(config: RunConfig, values: Values | None = None) -> int:
         console.line(str(trainer.engine.fusion))
         run = _Run(config, console, mesh, dtype, batches, tokenizer, facts, start)
         trainer.callbacks = run.callbacks()
-        start.take(trainer, config, data_order(config), console)
+        start.take(trainer, config, data_order(config, tokenizer), console)
         try:
             with StopOnSignal(trainer):
                 stop = trainer.run()
@@ -210,8 +211,8 @@ def family_of(config: GPTConfig) -> str | None:
     return None
 
 
-def data_order(config: RunConfig) -> dict[str, Any]:
-    """Return everything that the order of training samples follows from."""
+def data_order(config: RunConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Return everything that the order of training samples follows from, and what is in them."""
     data = config.data
     order: dict[str, Any] = {
         "data": list(data.data_path or data.train_data_path or ()),
@@ -224,9 +225,11 @@ def data_order(config: RunConfig) -> dict[str, Any]:
         order["samples"] = config.train_samples
     if data.sft:
         order["sft"] = True
-    if data.sft and data.holds_conversation_lines:
+    if writer := of_conversations(config, tokenizer):
         given = data.tokenizer_settings
-        order["written"] = {name: given[name] for name in CONVERSATION_OPTIONS if name in given}
+        named = {name: given[name] for name in CONVERSATION_OPTIONS if name in given}
+        # What a file of a template or the tokenizer's folder holds may change under its name.
+        order["written"] = named | {"template": writer.template.fingerprint[:19]}
     if data.fim_data:
         order["fim"] = asdict(config.fim)
     if data.data_path_changes:
@@ -271,7 +274,7 @@ class _Run:
             callbacks.append(
                 Saver(
                     CheckpointStore(config.checkpoint.save, coordinator_of(self.mesh)),
-                    data_order(config),
+                    data_order(config, self.tokenizer),
                     self.tokenizer,
                     config.checkpoint.save_interval,
                     config.checkpoint.keep_last,

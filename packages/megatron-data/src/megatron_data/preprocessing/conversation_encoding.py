@@ -1,11 +1,9 @@
 """From the conversations of a chunk to tokens, and to a mask of those that the loss counts."""
 
-import hashlib
 from collections import Counter
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
-import orjson
 
 from ..errors import DataError
 from ..indexed.format import DTYPES, choose_dtype
@@ -100,9 +98,8 @@ class ConversationEncoder:
 
     @property
     def _made_by(self) -> dict[str, Any]:
-        given = orjson.dumps(self.template.record, default=repr, option=orjson.OPT_SORT_KEYS)
         return {
-            "template": f"sha256:{hashlib.sha256(given).hexdigest()}",
+            "template": self.template.fingerprint,
             "loss": self.loss,
             "max_tokens": self.max_tokens,
             "over_length": self.over_length,

@@ -39,13 +39,13 @@ class RemoteFile(NamedTuple):
 
     @classmethod
     def open(cls, url: str) -> Self:
-        """Look a file up.
+        """Look a file up, again where the storage does not answer.
 
         Raises:
             MissingError: there is none.
             DataError: the storage cannot be reached, or refuses.
         """
-        return cls(url, *stat(url, fresh=True))
+        return cls(url, *_repeated(partial(stat, url, fresh=True)))
 
     @property
     def key(self) -> str:
@@ -114,7 +114,7 @@ class RemoteFile(NamedTuple):
             DataError: size or version are not what they were, or there is no file any more.
         """
         try:
-            now = _repeated(partial(RemoteFile.open, self.url))
+            now = RemoteFile.open(self.url)
         except MissingError:
             raise self._gone() from None
         if now != self:

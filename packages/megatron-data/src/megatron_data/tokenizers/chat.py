@@ -1,10 +1,13 @@
 """Conversations as text: Hugging Face chat templates (the extra `chat`)."""
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias
+
+import orjson
 
 from ..errors import DataError
 from ..files import read_json, read_text
@@ -130,8 +133,24 @@ class ChatTemplate:
 
     @property
     def record(self) -> list[Any]:
-        """What decides which text messages become, for a digest."""
+        """What decides which text messages become, for `fingerprint`."""
         return [self.source, self.variables]
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of what decides which text messages become.
+
+        Raises:
+            DataError: a variable that is no value of JSON, so that nothing tells it from others.
+        """
+        try:
+            content = orjson.dumps(self.record, option=orjson.OPT_SORT_KEYS)
+        except TypeError as error:
+            raise DataError(
+                f"a variable of the chat template is no value of JSON ({error}); give text, "
+                "numbers, lists or objects"
+            ) from None
+        return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
     def render(
         self,
