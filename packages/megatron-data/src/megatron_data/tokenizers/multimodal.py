@@ -50,7 +50,7 @@ class ImageTemplate(ChatTemplate):
 
     @property
     def record(self) -> list[Any]:
-        """What decides which text messages become, for a digest."""
+        """What decides which text messages become, for `fingerprint`."""
         return [*super().record, self.image_tag, self.system, self.system_message]
 
     def render(
