@@ -276,6 +276,8 @@ def assert_same_samples(ours: object, theirs: object) -> None:
 
     megatron-core keeps the loss mask of the first sample it reads and then zeroes the padding of
     that sample in it, so the mask leaks into every later sample; its cache is switched off here.
+    What fills a sample up attends to the text before it there and is a document of its own here;
+    it bears no loss, and no text attends to it.
     """
     for dataset in getattr(theirs, "datasets", [theirs]):
         dataset.masks_and_position_ids_are_cacheable = False
@@ -284,13 +286,28 @@ def assert_same_samples(ours: object, theirs: object) -> None:
         our_sample, their_sample = ours[number], theirs[number]
         for our_key, their_key in KEYS.items():
             np.testing.assert_array_equal(our_sample[our_key], their_sample[their_key].numpy())
-        attends = np.tril(
-            our_sample["document_ids"][:, None] == our_sample["document_ids"][None, :]
-        )
-        if (our_sample["document_ids"] >= 0).all():
-            np.testing.assert_array_equal(~attends, their_sample["attention_mask"][0].numpy())
+        ids = our_sample["document_ids"]
+        attends = np.tril(ids[:, None] == ids[None, :])
+        text = int((ids >= 0).sum())
+        assert (ids[:text] >= 0).all(), "padding stands behind the text"
+        masked = their_sample["attention_mask"][0].numpy()
+        np.testing.assert_array_equal(~attends[:text], masked[:text])
+        assert not our_sample["loss_mask"][text:].any()
         if "dataset_ids" in our_sample:
             assert our_sample["dataset_ids"] == their_sample["dataset_id"]
+
+
+def test_samples_with_padding_tokens_in_the_text(tmp_path: Path) -> None:
+    """Half of the tokens are the padding token, with and without resets at documents."""
+    random = np.random.default_rng(0)
+    texts = [np.where(random.random(len(text)) < 0.5, PAD, text) for text in documents(9, 90, 70)]
+    prefix = write_ours(tmp_path / "a", texts)
+    for flags in ({}, {"reset_position_ids": True, "reset_attention_mask": True}):
+        ours = build_gpt_datasets(
+            prefix, "1,0,0", (30, 0, 0), 64, order="compat", eod_id=EOD, pad_id=PAD, **flags
+        )
+        theirs = megatron_datasets([30, None, None], blend=([prefix], None), split="1,0,0", **flags)
+        assert_same_samples(ours.train, theirs[0])
 
 
 @pytest.mark.parametrize("resets", [False, True], ids=["plain", "document-resets"])
@@ -443,9 +460,8 @@ def test_the_last_partial_validation_sample_is_padded_alike(tmp_path: Path) -> N
         sequence_length=100,
         drop_last_partial_validation_sequence=False,
     )
-    assert any(
-        (ours.valid[number]["document_ids"] == -1).any() for number in range(len(ours.valid))
-    )
+    filled_up = [sample for sample in ours.valid if (sample["document_ids"] == -1).any()]
+    assert len(filled_up) == 1
     for our_split, their_split in zip(ours[:2], theirs[:2], strict=True):
         assert_same_samples(our_split, their_split)
 

@@ -140,12 +140,28 @@ def test_tokens_and_labels_do_not_share_memory(write_dataset: Write) -> None:
     assert sample["labels"].tolist() == [2, 3, 4, 5]
 
 
-def test_padding_in_the_text_bears_no_loss(write_dataset: Write) -> None:
-    sample = in_file_order(write_dataset([[1, 9, 3, 4, 5]]), 4, pad_id=9)[0]
-    assert sample["tokens"].tolist() == [1, 0, 3, 4]
-    assert sample["labels"].tolist() == [0, 3, 4, 5]
-    assert sample["loss_mask"].tolist() == [0, 1, 1, 1]
-    assert sample["document_ids"].tolist() == [0, -1, 0, 0]
+def test_the_padding_token_inside_the_text_stays_in_its_document(write_dataset: Write) -> None:
+    """As in megatron-core, where it only takes the loss from the label that it is."""
+    text = [[5, 7, 9, 0, 4, 6]]
+    sample = in_file_order(write_dataset(text), 4, pad_id=9)[0]
+    assert sample["tokens"].tolist() == [5, 7, 0, 0]
+    assert sample["labels"].tolist() == [7, 0, 0, 4]
+    assert sample["loss_mask"].tolist() == [1, 0, 1, 1]
+    assert sample["document_ids"].tolist() == [0, 0, 0, 0]
+    sample = in_file_order(write_dataset(text, "e"), 4, pad_id=0)[0]
+    assert sample["loss_mask"].tolist() == [1, 1, 0, 1]
+    assert sample["document_ids"].tolist() == [0, 0, 0, 0]
+
+
+def test_only_what_fills_a_sample_up_is_document_minus_one(write_dataset: Write) -> None:
+    options = {"eod_id": 8, "pad_id": 0, "reset_attention_mask": True, "cu_seqlens": True}
+    dataset = in_file_order(write_dataset([[5, 0, 8, 0, 0]]), 6, **options)
+    sample = dataset[0]  # the last token has no label
+    assert sample["tokens"].tolist() == [5, 0, 8, 0, 0, 0]
+    assert sample["labels"].tolist() == [0, 8, 0, 0, 0, 0]
+    assert sample["loss_mask"].tolist() == [0, 1, 0, 0, 0, 0]
+    assert sample["document_ids"].tolist() == [0, 0, 0, 1, 1, -1]
+    assert sample["cu_seqlens"].tolist() == [0, 3, 5, 6, 6, 6, 6]
 
 
 def test_without_the_extra_token_the_last_label_bears_no_loss(write_dataset: Write) -> None:

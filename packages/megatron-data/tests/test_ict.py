@@ -13,7 +13,7 @@ from megatron_data import (
     build_ict_datasets,
 )
 
-PIECES = WordPieces(np.zeros(200, bool), cls_id=1, sep_id=2, mask_id=3, pad_id=0)
+PIECES = WordPieces(np.zeros(200, bool), cls_id=1, sep_id=2, mask_id=3)
 LENGTH = 24
 
 
@@ -28,7 +28,8 @@ def prefixes(tmp_path: Path) -> tuple[str, str]:
     ):
         for number in range(30):
             for _ in range(int(random.integers(2, 9))):
-                text.add_item(random.integers(10, 100, random.integers(1, 12)).tolist())
+                words = random.integers(10, 100, random.integers(1, 12))
+                text.add_item(np.where(words < 20, 0, words))  # 0 is [PAD] in BERT's vocabulary
             text.end_document()
             length = {3: 0, 4: 40}.get(number, int(random.integers(1, 5)))
             if length:

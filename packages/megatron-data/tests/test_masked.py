@@ -23,7 +23,7 @@ from megatron_data.order.mersenne import mt19937, mt19937_64
 Write = Callable[..., str]
 
 PIECES = WordPieces(
-    np.arange(100) % 4 == 3, 0, 1, 2, pad_id=None, bos_id=4, eos_id=5, sentinel_ids=(6, 8, 9, 10)
+    np.arange(100) % 4 == 3, 0, 1, 2, bos_id=4, eos_id=5, sentinel_ids=(6, 8, 9, 10)
 )
 
 
@@ -205,3 +205,39 @@ def test_refusals(sentences: str) -> None:
         build_bert_datasets(
             sentences, "1,0,0", (9, 0, 0), config=BertDatasetConfig(40), pieces=few
         ).train[0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_token_0_in_the_text_is_no_padding(tmp_path, kind: str) -> None:
+    """It is [PAD] in BERT's vocabulary; padding is what stands behind the text, and only that."""
+    from megatron_data import IndexedDatasetBuilder
+
+    pieces = WordPieces(np.zeros(40, bool), 1, 2, 3, bos_id=4, eos_id=5, sentinel_ids=(6, 7, 8, 9))
+    random = np.random.default_rng(0)
+    with IndexedDatasetBuilder(str(tmp_path / "d"), "uint16") as builder:
+        for _ in range(20):
+            for _ in range(3):
+                builder.add_item(np.where(random.random(5) < 0.5, 0, random.integers(10, 40, 5)))
+            builder.end_document()
+        builder.finalize()
+    prefix, sizes = str(tmp_path / "d"), (20, 0, 0)
+    if kind == "bert":
+        config = BertDatasetConfig(24)
+        train = build_bert_datasets(prefix, "1,0,0", sizes, config=config, pieces=pieces).train
+    else:
+        settings = T5DatasetConfig(24, 24, MaskingConfig(max_ngram=2))
+        train = build_t5_datasets(prefix, "1,0,0", sizes, config=settings, pieces=pieces).train
+    assert train is not None
+    zeros = 0
+    for sample in train:
+        lengths = {}
+        for ids in (name for name in sample if name.endswith("document_ids")):
+            is_text = sample[ids] == 0
+            lengths[ids] = int(is_text.sum())
+            assert is_text[: lengths[ids]].all(), "text, then padding"
+            zeros += int((sample[ids.replace("document_ids", "tokens")][is_text] == 0).sum())
+        if kind == "bert":
+            assert sample["tokens"][lengths["document_ids"] - 1] == pieces.sep_id
+        else:
+            assert lengths["decoder_document_ids"] == sample["loss_mask"].sum()
+    assert zeros > 20

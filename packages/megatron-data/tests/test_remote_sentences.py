@@ -24,7 +24,7 @@ from megatron_data.indexed.reader import IndexedDataset
 fsspec = pytest.importorskip("fsspec", reason="URLs are an extra of this package")
 
 PIECES = WordPieces(
-    np.arange(100) % 4 == 3, 0, 1, 2, pad_id=None, bos_id=4, eos_id=5, sentinel_ids=(6, 8, 9, 10)
+    np.arange(100) % 4 == 3, 0, 1, 2, bos_id=4, eos_id=5, sentinel_ids=(6, 8, 9, 10)
 )
 
 

@@ -68,6 +68,8 @@ class BertDataset:
 
     Samples equal those of megatron-core's `BERTMaskedWordPieceDataset`, whose padding mask holds
     the number of the padding token where it should hold 0, and whose labels without loss are -1.
+    It also masks a [PAD] inside the text, such as one drawn in place of a hidden token, which
+    bears a loss; here that token attends and is attended to.
 
     Args:
         source: sentences.
@@ -111,7 +113,7 @@ class BertDataset:
             tokens, target, random, self.config.masking, pieces, lambda: self._replacement(random)
         )
         length = self.config.sequence_length
-        text, document_ids = padded_text(masked.tokens, length, pieces.pad_id)
+        text, document_ids = padded_text(masked.tokens, length)
         labels, loss_mask = np.zeros(length, np.int64), np.zeros(length, np.float32)
         labels[masked.positions] = masked.labels
         loss_mask[masked.positions] = 1

@@ -78,7 +78,8 @@ def build_gpt_datasets(
         data_path_changes: data that takes the place of `data_path` in training from a sample on,
             with other weights or other datasets; not with "compat".
         eod_id: token that ends a document.
-        pad_id: token that is padding wherever it occurs.
+        pad_id: token that bears no loss as a label and is read as token 0, as megatron-core treats
+            the tokenizer's padding token; None for none.
         add_extra_token: read one token beyond the sequence length, for the last label.
         reset_position_ids: restart positions after a document.
         reset_attention_mask: number documents, so that attention stays within one.

@@ -12,7 +12,7 @@ from ..order.spans import SampleOrder
 from .batches import Sample, rows
 from .masks import DocumentMasks, cumulative_lengths, document_masks, unmasked
 
-# Stands for padding inside a sample under construction; no vocabulary holds it.
+# Fills samples up while masks are made: it is no vocabulary's, so no end of a document.
 _NO_TOKEN = -1
 
 
@@ -42,7 +42,7 @@ class GPTDatasetConfig:
     eod_id: int | None = field(default=None, metadata={"help": "token that ends a document"})
     pad_id: int | None = field(
         default=None,
-        metadata={"help": "token that is padding wherever it occurs; None: no token is"},
+        metadata={"help": "token that bears no loss as a label and is read as token 0; None: none"},
     )
     add_extra_token: bool = field(
         default=True,
@@ -105,13 +105,13 @@ class GPTDataset:
     - `tokens`, `labels`: int64 `[s]`; label i is the token after token i.
     - `loss_mask`: float32 `[s]`.
     - `positions`: int32 `[s]`.
-    - `document_ids`: int32 `[s]`; -1 is padding.
+    - `document_ids`: int32 `[s]`; -1 behind the end of a sample that is not full.
     - `sample_ids`: int64 scalar, the number asked for.
     - with `cu_seqlens`, `cu_seqlens`: int32 `[s + 1]`, and `max_seqlen`: int32 scalar; see
       `cumulative_lengths`.
 
-    Padding is token 0 with loss mask 0. A token equal to `pad_id` inside the text counts as
-    padding, as in Megatron.
+    What fills a sample up is token 0 with loss mask 0. A token equal to `pad_id` inside the text
+    is read as token 0 and bears no loss as a label, but stays in its document, as in megatron-core.
 
     Args:
         source: tokens.
@@ -152,15 +152,21 @@ class GPTDataset:
     def batch(self, samples: Sequence[int]) -> Sample:
         """Several samples at once: the same arrays with a leading axis, `[b, s]` and `[b]`."""
         config = self.config
-        text, padded = self._text(samples)
+        text, filled = self._text(samples)
         tokens = np.ascontiguousarray(text[:, : config.sequence_length])
         labels = text[:, 1:].copy() if config.add_extra_token else _shifted(tokens)
         masks = self._masks(tokens)
-        if padded or not config.add_extra_token:
-            is_padding = tokens == _NO_TOKEN
+        if filled.min() <= config.sequence_length:  # the last token has no label, at least
+            places = np.arange(config.sequence_length)
+            is_padding = places >= filled[:, None]
             tokens[is_padding] = 0
             masks.document_ids[is_padding] = -1
-            is_padding = labels == _NO_TOKEN
+            is_padding = places + 1 >= filled[:, None]
+            labels[is_padding] = 0
+            masks.loss_mask[is_padding] = 0
+        if config.pad_id is not None:
+            tokens[tokens == config.pad_id] = 0
+            is_padding = labels == config.pad_id
             labels[is_padding] = 0
             masks.loss_mask[is_padding] = 0
         batch: Sample = {
@@ -179,11 +185,11 @@ class GPTDataset:
         """Several samples; torch's `DataLoader` asks so. They are views of one batch."""
         return rows(self.batch(samples))
 
-    def _text(self, samples: Sequence[int]) -> tuple[NDArray[np.int64], bool]:
-        """Tokens of samples, int64 `[b, s + extra]`, and whether some of them are padding."""
+    def _text(self, samples: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Tokens of samples, int64 `[b, s + extra]`, and how many of each are text, int64 `[b]`."""
         text = np.empty((len(samples), self.order.sample_length), np.int64)
-        padded = False
-        for row, sample in zip(text, samples, strict=True):
+        lengths = np.empty(len(samples), np.int64)
+        for number, (row, sample) in enumerate(zip(text, samples, strict=True)):
             filled = 0
             for sequence, offset, length in self.order.spans(sample):
                 part = self.source.get(sequence, offset, length)
@@ -194,14 +200,9 @@ class GPTDataset:
                 changed = self.infill(row[:filled], sample, len(row))
                 filled = len(changed)
                 row[:filled] = changed
-            if filled < len(row):
-                row[filled:] = _NO_TOKEN
-                padded = True
-        if self.config.pad_id is not None:
-            is_padding = text == self.config.pad_id
-            padded = padded or bool(is_padding.any())
-            text[is_padding] = _NO_TOKEN
-        return text, padded
+            row[filled:] = _NO_TOKEN
+            lengths[number] = filled
+        return text, lengths
 
     def _masks(self, tokens: NDArray[np.int64]) -> DocumentMasks:
         config = self.config

@@ -155,4 +155,4 @@ class ICTDataset:
         before = [pieces.cls_id] if title is None else [pieces.cls_id, *title, pieces.sep_id]
         room = self.config.sequence_length - len(before) - 1
         whole = [*before, *tokens[:room], pieces.sep_id]
-        return padded_text(whole, self.config.sequence_length, pieces.pad_id)
+        return padded_text(whole, self.config.sequence_length)

@@ -30,7 +30,6 @@ class WordPieces:
         cls_id: begins a BERT sample.
         sep_id: ends a segment of a BERT sample.
         mask_id: stands for a token to restore.
-        pad_id: token that counts as padding, or None.
         bos_id: begins a T5 decoder's input.
         eos_id: ends a T5 decoder's output.
         sentinel_ids: stand for the spans of a T5 sample, in this order.
@@ -40,7 +39,6 @@ class WordPieces:
     cls_id: int
     sep_id: int
     mask_id: int
-    pad_id: int | None = 0
     bos_id: int | None = None
     eos_id: int | None = None
     sentinel_ids: tuple[int, ...] = ()
@@ -69,7 +67,6 @@ class WordPieces:
             cls_id,
             sep_id,
             mask_id,
-            tokenizer.pad_id,
             tokenizer.bos_id,
             tokenizer.eos_id,
             tuple(sentinels),

@@ -13,21 +13,14 @@ def padded(values: Sequence[int], length: int) -> NDArray[np.int64]:
     return array
 
 
-def padded_text(
-    tokens: Sequence[int], length: int, pad_id: int | None
-) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+def padded_text(tokens: Sequence[int], length: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Tokens and then zeros, and the numbers of their documents: 0, or -1 for padding.
 
-    A token equal to `pad_id` inside the text counts as padding, as in Megatron.
+    Padding is what stands behind the tokens; no token inside the text counts as padding.
 
     Returns:
         Tokens, int64 `[length]`, and document numbers, int32 `[length]`.
     """
-    text = padded(tokens, length)
     document_ids = np.full(length, -1, np.int32)
     document_ids[: len(tokens)] = 0
-    if pad_id is not None:
-        is_padding = text == pad_id
-        text[is_padding] = 0
-        document_ids[is_padding] = -1
-    return text, document_ids
+    return padded(tokens, length), document_ids

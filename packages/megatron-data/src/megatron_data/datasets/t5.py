@@ -59,7 +59,8 @@ class T5Dataset:
     - `encoder_document_ids`, `decoder_document_ids`: int32: 0, or -1 for padding.
     - `sample_ids`: int64 scalar, the number asked for.
 
-    Samples equal those of megatron-core's `T5MaskedWordPieceDataset`. Padding is token 0.
+    Samples equal those of megatron-core's `T5MaskedWordPieceDataset`, but that padding, token 0, is
+    only what stands behind the text; it also masks every padding token inside the text.
 
     Args:
         source: sentences.
@@ -117,8 +118,8 @@ class T5Dataset:
                     f"sample {sample} has {len(filled)} tokens for the {side}, which takes {room}; "
                     "give it more, or hide fewer"
                 )
-        encoder_tokens, encoder_ids = padded_text(encoder, length, self.pieces.pad_id)
-        decoder_tokens, decoder_ids = padded_text(decoder, decoder_length, self.pieces.pad_id)
+        encoder_tokens, encoder_ids = padded_text(encoder, length)
+        decoder_tokens, decoder_ids = padded_text(decoder, decoder_length)
         labels = padded([*spans, self._end], decoder_length)
         loss_mask = np.zeros(decoder_length, np.float32)
         loss_mask[: len(decoder)] = 1
