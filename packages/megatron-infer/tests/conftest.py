@@ -27,7 +27,7 @@ KINDS = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_model() -> Callable[..., GPT]:
     """Make a tiny GPT; large weights make its choices differ from place to place."""
 

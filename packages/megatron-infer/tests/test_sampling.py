@@ -145,3 +145,23 @@ def test_logits_with_nan_are_an_error() -> None:
 def test_impossible_settings_name_the_value(settings: dict, names: str) -> None:
     with pytest.raises(InferError, match=names):
         SamplingParams(**settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 5e-324}, {"top_k": 10**400}])
+def test_a_temperature_near_zero_takes_the_likeliest_token(
+    logits: torch.Tensor, settings: dict
+) -> None:
+    params = SamplingParams(temperature=5e-324, seed=1, **settings)
+    weights = probabilities(1e30 * logits[None], [params])[0]
+    assert weights.tolist() == [float(token == int(logits.argmax())) for token in range(VOCABULARY)]
+    assert int(Sampler([params])(1e30 * logits[None])[0]) == int(logits.argmax())
+
+
+def test_logits_that_are_infinite_are_refused_and_masked_ones_are_not(logits: torch.Tensor) -> None:
+    params = SamplingParams(seed=1)
+    logits[3] = float("-inf")
+    assert probabilities(logits[None], [params])[0, 3] == 0.0
+    assert Sampler([params])(logits[None]).item() != 3
+    logits[4] = float("inf")
+    with pytest.raises(InferError, match="NaN or infinity"):
+        Sampler([params])(logits[None])

@@ -28,10 +28,12 @@ class Sampler:
         """Return the next token of each row, int64, on the logits' device.
 
         ``requests`` says which request each row is of; by default the rows are all requests in
-        order. Raises InferError if a logit is NaN.
+        order. Raises InferError if a logit is NaN or positive infinity.
         """
-        if bool(logits.isnan().any()):
-            raise InferError("the model's logits contain NaN; its weights or precision are broken")
+        if bool((logits.isnan() | logits.isposinf()).any()):
+            raise InferError(
+                "the model's logits contain NaN or infinity; its weights or precision are broken"
+            )
         requests = range(len(self._params)) if requests is None else requests
         params = [self._params[request] for request in requests]
         likeliest = logits.argmax(-1)
@@ -67,13 +69,17 @@ def probabilities(
         return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(-1)
 
     temperature = column([one.temperature for one in chosen])
+    # The largest logit becomes 0 before the division, which a temperature near 0 would carry to
+    # infinity.
     if all(one.top_k == 0 and one.top_p == 1.0 for one in chosen):
-        result[rows] = (logits[rows].double() / temperature).softmax(-1)
+        warmed = logits[rows].double()
+        result[rows] = ((warmed - warmed.amax(-1, keepdim=True)) / temperature).softmax(-1)
         return result
     ordered, tokens = logits[rows].sort(dim=-1, descending=True, stable=True)
-    ordered = ordered.double() / temperature
+    ordered = ordered.double()
+    ordered = (ordered - ordered[:, :1]) / temperature
     rank = torch.arange(vocabulary, device=device)
-    limit = column([float(one.top_k or vocabulary) for one in chosen])
+    limit = column([float(min(one.top_k, vocabulary) or vocabulary) for one in chosen])
     weights = ordered.masked_fill(rank >= limit, float("-inf")).softmax(-1)
     before = weights.cumsum(-1) - weights
     # 2 for "no limit": rounding may carry the running sum of a long tail to 1.

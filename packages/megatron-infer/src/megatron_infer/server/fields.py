@@ -13,6 +13,9 @@ MAX_PROMPTS = 128
 LARGEST_SEED = 2**53 - 1
 """Integers up to this are exact in every JSON implementation."""
 
+MAX_DIGITS = 400
+"""Integers with more characters are read as infinite; no field takes one nearly as long."""
+
 # Fields of Megatron-LM's servers, past and present, that are not honoured here, and why.
 REFUSED = {
     "max_len": "it was renamed to tokens_to_generate",
@@ -141,6 +144,12 @@ def parse_request(body: bytes, schema: dict[str, Any]) -> GenerateRequest:
 
 
 def _parse_object(body: bytes) -> dict[str, Any]:
+    def integer(digits: str) -> int | float:
+        # Python reads no longer ones; an infinite value is refused with the name of its field.
+        return (
+            int(digits) if len(digits) <= MAX_DIGITS else math.copysign(math.inf, int(digits[:2]))
+        )
+
     def no_constant(name: str) -> Any:
         raise RequestError(400, f"the body is not JSON: it holds {name}, which JSON has not")
 
@@ -152,10 +161,12 @@ def _parse_object(body: bytes) -> dict[str, Any]:
 
     try:
         value = json.loads(
-            body.decode(), parse_constant=no_constant, object_pairs_hook=no_repetition
+            body.decode(),
+            parse_int=integer,
+            parse_constant=no_constant,
+            object_pairs_hook=no_repetition,
         )
     except (UnicodeDecodeError, RecursionError, ValueError) as error:
-        # RecursionError: nested too deeply. A ValueError may also be a number of too many digits.
         what = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise RequestError(400, f"the body is not JSON: {what}") from None
     if not isinstance(value, dict):
@@ -200,8 +211,9 @@ def _checked_text(name: str, value: Any) -> str:
 def _checked_number(name: str, value: Any, schema: dict[str, Any]) -> int | float:
     whole = schema["type"] == "integer"
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    # JSON does not tell 5 from 5.0; 1e999 is read as infinity.
-    if not number or not math.isfinite(value) or (whole and value != int(value)):
+    # JSON does not tell 5 from 5.0. Comparisons are exact for integers of any length, which do not
+    # always fit into a float; 1e999 is read as infinity.
+    if not number or (whole and isinstance(value, float) and value % 1 > 0):
         kind = "an integer" if whole else "a number"
         raise RequestError(400, f"{name} must be {kind}, not {_shown(value)}")
     least, most = schema.get("minimum"), schema["maximum"]
@@ -227,8 +239,10 @@ def _check_together(request: GenerateRequest) -> None:
 
 def _shown(value: Any) -> str:
     """A value for a message, on one line and not long."""
+    if isinstance(value, float) and math.isinf(value):
+        return "a number beyond 1.8e308" if value > 0 else "a number below -1.8e308"
     try:
         text = json.dumps(value)
-    except (ValueError, RecursionError):  # an integer of too many digits
-        return "that"
+    except RecursionError:
+        return "what is nested so deeply"
     return text if len(text) <= 40 else f"{text[:40]}..."
