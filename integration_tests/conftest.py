@@ -12,6 +12,18 @@ from typing import Any
 
 import pytest
 from megatron_parallel.testing import WorkerPool
+from preloaded import Preloaded
+
+# What the commands import on their way. None of it starts a thread, which `Preloaded` checks.
+MODULES = (
+    "matplotlib.backends.backend_agg",
+    "megatron_ckpt.cli",
+    "megatron_data.cli",
+    "megatron_infer.cli",
+    "megatron_train.cli.rank",
+    "megatron_train.pretrain",
+    "torch.distributed.pipelining",
+)
 
 
 @pytest.fixture(
@@ -34,19 +46,26 @@ def command() -> Callable[[str], list[str]]:
 
 
 @pytest.fixture(scope="session")
+def preloaded() -> Iterator[Preloaded]:
+    """Programs that are forked from a process with torch in it, and not started."""
+    server = Preloaded(MODULES)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
 def run_command(
-    command: Callable[[str], list[str]],
+    command: Callable[[str], list[str]], preloaded: Preloaded
 ) -> Callable[[Path, str], "subprocess.CompletedProcess[str]"]:
     """Run a command line in a folder; it has to succeed and not to show a traceback."""
 
     def run(folder: Path, line: str) -> "subprocess.CompletedProcess[str]":
-        done = subprocess.run(
+        done = preloaded.run(
             command(line),
             cwd=folder,
             capture_output=True,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            timeout=300,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         assert "Traceback" not in done.stderr

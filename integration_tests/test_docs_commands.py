@@ -21,9 +21,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doc_pages import PAGES, ROOT, Command, blocks, commands, save_titled
+from preloaded import Preloaded
 
 TIMEOUT = 240
 DATA = "--data-path book_text_document --tokenizer-model tokenizer"
@@ -186,8 +188,11 @@ def as_written(text: str) -> tuple[str, int]:
 class Server:
     """A command that serves, and the address it says it serves at."""
 
-    def __init__(self, words: list[str], folder: Path, environment: dict[str, str]) -> None:
-        self._process = subprocess.Popen(
+    def __init__(
+        self, words: list[str], folder: Path, environment: dict[str, str], preloaded: Preloaded
+    ) -> None:
+        words = [str(Path(sys.executable).with_name(words[0])), *words[1:]]
+        self._process = preloaded.start(
             words, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
         )
         self._log: list[str] = []
@@ -217,10 +222,13 @@ class Server:
 class Reader:
     """Who goes through a page and runs each command, in a folder of their own."""
 
-    def __init__(self, page: Path, folder: Path, run_as_processes: set[str]) -> None:
+    def __init__(
+        self, page: Path, folder: Path, run_as_processes: set[str], preloaded: Preloaded
+    ) -> None:
         self.commands = commands(page)
         self.folder = folder
         self._seen = run_as_processes
+        self._preloaded = preloaded
         self._server: Server | None = None
         self._results: list[str] = []
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -254,14 +262,18 @@ class Reader:
         text = smaller(text)
         if text.startswith("megatron-infer serve "):
             self.close()
-            self._server = Server(shlex.split(text), self.folder, self._environment)
+            self._server = Server(
+                shlex.split(text), self.folder, self._environment, self._preloaded
+            )
             return self._in_shell(f"curl {self._address()}/health", "")
         typed = command.typed or TYPED.get(" ".join(text.split()[:2]), "")
         plain = text.startswith("megatron-") and not set(text) & set("|&;<>$`")
-        if plain and not typed and "--nproc-per-node" not in text:
-            name, *words = shlex.split(text)
-            if name in self._seen:
-                return self._in_this_process(name, words)
+        name = text.split(maxsplit=1)[0]
+        if plain and name in self._seen:
+            if not typed and "--nproc-per-node" not in text:
+                return self._in_this_process(name, shlex.split(text)[1:])
+            return self._forked(shlex.split(text), typed)
+        if plain:
             self._seen.add(name)
         return self._in_shell(text, typed)
 
@@ -292,19 +304,21 @@ class Reader:
                 status = left.code
         assert status == 0, told.getvalue()
 
+    def _forked(self, words: list[str], typed: str) -> None:
+        words = [str(Path(sys.executable).with_name(words[0])), *words[1:]]
+        done = self._preloaded.run(words, input=typed, timeout=TIMEOUT, **self._options())
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
+
+    def _options(self) -> dict[str, Any]:
+        options = {"cwd": self.folder, "env": self._environment}
+        return {**options, "capture_output": True, "text": True}
+
     def _in_shell(self, text: str, typed: str) -> None:
         if text.startswith("curl "):
             text = text.replace("http://localhost:5000", self._address())
             text = text.replace("curl ", "curl -sS --fail-with-body ", 1)
         done = subprocess.run(
-            ["bash", "-c", text],
-            cwd=self.folder,
-            env=self._environment,
-            input=typed,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-            check=False,
+            ["bash", "-c", text], input=typed, timeout=TIMEOUT, check=False, **self._options()
         )
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
 
@@ -385,12 +399,13 @@ def reader(
     request: pytest.FixtureRequest,
     shelf: Path,
     run_as_processes: set[str],
+    preloaded: Preloaded,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Reader]:
     """The reader of the page that is asked for."""
     folder = tmp_path_factory.mktemp("page")
     lay_out(request.param, shelf, folder)
-    going = Reader(request.param, folder, run_as_processes)
+    going = Reader(request.param, folder, run_as_processes, preloaded)
     yield going
     going.close()
 
@@ -477,13 +492,16 @@ def test_command_lines_look_like_command_lines() -> None:
         ("python", "x"),
     ],
 )
-def test_a_wrong_command_is_noticed(line: str, told: str, shelf: Path, tmp_path: Path) -> None:
+def test_a_wrong_command_is_noticed(
+    line: str, told: str, shelf: Path, tmp_path: Path, preloaded: Preloaded
+) -> None:
     page = tmp_path / "page.md"
     typed = "\n>>> raise ValueError('x')" if line == "python" else ""
     page.write_text(f"Text\n\n```console\n$ true\n$ {line}{typed}\n```\n")
     if line == "python" and importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
-    reader = Reader(page, shelf, {"megatron-data", "megatron-train"})
+    seen = {"megatron-data", "megatron-train", "megatron-ckpt"}
+    reader = Reader(page, shelf, seen, preloaded)
     assert reader.result(0) == ""
     wrong = reader.result(1)
     reader.close()

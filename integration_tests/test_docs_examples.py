@@ -6,6 +6,7 @@ are the blocks with a title, which are files.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from doc_pages import PAGES, ROOT, Block, blocks
+from preloaded import Preloaded
 
 TIMEOUT = 240
 
@@ -25,18 +27,18 @@ for _line, _code in _blocks:
 """
 
 
-def run_examples(page: Path, folder: Path) -> str:
+def run_examples(page: Path, folder: Path, preloaded: Preloaded) -> str:
     """What went wrong in the page's python blocks, or an empty string."""
     found = [(block.line, block.text) for block in blocks(page.read_text()) if is_python(block)]
     try:
-        done = subprocess.run(
+        done = preloaded.run(
             [sys.executable, "-c", RUNNER],
             input=json.dumps([str(page), found]),
             cwd=folder,
             capture_output=True,
             text=True,
             timeout=TIMEOUT,
-            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     except subprocess.TimeoutExpired:
         return f"{page}: its examples did not end within {TIMEOUT} s"
@@ -55,14 +57,14 @@ WITH_PYTHON = [page for page in PAGES if any(map(is_python, blocks(page.read_tex
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
-def test_the_examples_of_a_page_run(page: Path, tmp_path: Path) -> None:
-    wrong = run_examples(page, tmp_path)
+def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, preloaded: Preloaded) -> None:
+    wrong = run_examples(page, tmp_path, preloaded)
     assert not wrong, wrong
 
 
-def test_a_failing_example_is_named_with_its_line(tmp_path: Path) -> None:
+def test_a_failing_example_is_named_with_its_line(tmp_path: Path, preloaded: Preloaded) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "Text\n\n```python\nx = 1\n```\n\n- item\n\n    ```python\n    x / 0\n    ```\n"
     )
-    assert re.search(rf'File "{page}", line 10.*\n.*x / 0', run_examples(page, tmp_path))
+    assert re.search(rf'File "{page}", line 10.*\n.*x / 0', run_examples(page, tmp_path, preloaded))

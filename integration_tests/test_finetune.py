@@ -1,7 +1,6 @@
 """Where a run begins: continued, with the weights of another, in parts, and what is refused."""
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -185,18 +184,16 @@ def test_a_split_without_text_to_test_on_is_one_line(corpus, train, capsys):
     )
 
 
-def test_ranks_begin_with_the_weights_of_one(corpus, train, base, command):
+def test_ranks_begin_with_the_weights_of_one(corpus, train, base, command, preloaded):
     words = f"{SIZES} --train-iters 3 --finetune --load {base} --float64 --global-batch-size 4"
     train(f"{words} --save alone")
     ranks = "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel"
     line = f"megatron-train {TRAIN} {words} --save together {ranks}"
 
-    def start(more: str = "") -> subprocess.CompletedProcess[str]:
+    def start(more: str = ""):
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         words = command(f"{line} {more}")
-        return subprocess.run(
-            words, cwd=corpus, env=environment, capture_output=True, text=True, timeout=200
-        )
+        return preloaded.run(words, cwd=corpus, env=environment, capture_output=True, text=True)
 
     done = start()
     assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ from megatron_ckpt import CheckpointStore, ModelRecord
 from megatron_data import ByteTokenizer
 from megatron_models import GPT, GPTConfig
 from megatron_parallel import Mesh, collect_shardings, parameter_views
+from preloaded import Preloaded
 
 READY = re.compile(r"serving .* at http://([^ ]+):(\d+) ")
 
@@ -26,9 +27,9 @@ READY = re.compile(r"serving .* at http://([^ ]+):(\d+) ")
 class Server:
     """A running server; `log` holds what it has written to standard error."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, preloaded: Preloaded, *options: str) -> None:
         program = Path(sys.executable).with_name("megatron-infer")
-        self.process = subprocess.Popen(
+        self.process = preloaded.start(
             [program, "serve", "--port", "0", *options],
             stderr=subprocess.PIPE,
             text=True,
@@ -101,12 +102,12 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start(run_folder: Path) -> Iterator[Callable[..., Server]]:
+def start(run_folder: Path, preloaded: Preloaded) -> Iterator[Callable[..., Server]]:
     """Start servers; whatever still runs at the end is ended."""
     started: list[Server] = []
 
     def begin(*options: str) -> Server:
-        started.append(Server("--load", str(run_folder), *options))
+        started.append(Server(preloaded, "--load", str(run_folder), *options))
         return started[-1]
 
     yield begin

@@ -1,0 +1,424 @@
+"""Start Python programs as forks of a process that has imported torch already: 0.1 s, not 3.
+
+Most of what an integration test costs is the start of programs that import torch. `Preloaded`
+keeps one process, the server, that imports the packages once and starts no thread. On request it
+forks a child, which becomes the program: its words, folder, environment, standard streams and
+session. `Preloaded.start` returns a `subprocess.Popen`: the child is adopted by the process that
+asked (it calls itself a subreaper meanwhile), so `wait`, `kill` and the exit status are real.
+Where a child starts a Python module by `subprocess` itself (the ranks of ``--nproc-per-node``), it
+forks once more.
+
+Not repeated is the start of an interpreter: the hash seed is the server's, a module is imported
+before the environment of the program is set, and all preloaded modules are in `sys.modules`. What
+tests imports, start-up or loss of whole processes starts real ones; so does every call on a system
+without `prctl`.
+
+    python tooling/preloaded.py SOCKET MODULE...     (the server; not started by hand)
+"""
+
+import atexit
+import contextlib
+import fcntl
+import gc
+import importlib
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+LENGTH = struct.Struct("<q")
+PR_SET_CHILD_SUBREAPER = 36
+HIGH = 500  # descriptors are moved here before they take the places of others
+START_SECONDS = 300
+INTERRUPTED = -signal.SIGINT
+Popen = subprocess.Popen  # a forked program has another in its place
+
+
+class Preloaded:
+    """A server that has ``modules`` imported, and the programs that it forks.
+
+    Its environment is that of the moment it is made, with ``OMP_NUM_THREADS=1``: libraries count
+    their threads when they are loaded. A program that asks for another number is started anew.
+    """
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._connection: socket.socket | None = None
+        if sys.platform != "linux":
+            return
+        self._connection, theirs = socket.socketpair()
+        self._connection.settimeout(START_SECONDS)
+        self._server = Popen(
+            [sys.executable, "-P", __file__, str(theirs.fileno()), *modules],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+
+    def start(self, words: Sequence[str | Path], **options: Any) -> "subprocess.Popen[Any]":
+        """Start a program as `subprocess.Popen` does.
+
+        ``words`` begin with `sys.executable` (then ``-c``, ``-m`` or a script, after ``-P`` or
+        ``-u``) or with a console script beside it; whatever else is started in the usual way.
+        """
+        words = [str(word) for word in words]
+        threads = (options.get("env") or os.environ).get("OMP_NUM_THREADS")
+        if self._connection is None or threads != "1" or program_of(words) is None:
+            return Popen(words, **options)
+        return ForkedByServer(self._connection, words, options)
+
+    def run(
+        self,
+        words: Sequence[str | Path],
+        *,
+        input: str | bytes | None = None,  # noqa: A002 - as in subprocess.run
+        timeout: float = START_SECONDS,
+        **options: Any,
+    ) -> "subprocess.CompletedProcess[Any]":
+        """Run a program as `subprocess.run` does; one that takes ``timeout`` seconds is killed."""
+        if input is not None:
+            options["stdin"] = subprocess.PIPE
+        if options.pop("capture_output", False):
+            options["stdout"] = options["stderr"] = subprocess.PIPE
+        check = options.pop("check", False)
+        with self.start(words, **options) as process:
+            try:
+                out, errors = process.communicate(input, timeout=timeout)
+            except BaseException:
+                process.kill()
+                raise
+        done = subprocess.CompletedProcess(words, process.returncode, out, errors)
+        if check:
+            done.check_returncode()
+        return done
+
+    def close(self) -> None:
+        """End the server; programs that still run go on."""
+        if self._connection is not None:
+            self._connection.close()
+            self._server.wait()
+
+
+class Forked(Popen):
+    """A process that was forked in place of executed; the rest of `Popen` is as it is."""
+
+    def _execute_child(
+        self,
+        args: Any,
+        executable: Any,
+        preexec_fn: Any,
+        close_fds: bool,
+        pass_fds: Sequence[int],
+        cwd: Any,
+        env: Any,
+        startupinfo: Any,
+        creationflags: Any,
+        shell: bool,
+        p2cread: int,
+        p2cwrite: int,
+        c2pread: int,
+        c2pwrite: int,
+        errread: int,
+        errwrite: int,
+        restore_signals: bool,
+        gid: Any,
+        gids: Any,
+        uid: Any,
+        umask: int,
+        start_new_session: bool,
+        process_group: int,
+        *more: Any,
+    ) -> None:
+        refused = (executable, preexec_fn, shell, not close_fds, uid, gid, gids, umask != -1)
+        if any(refused):
+            raise ValueError("a forked program takes no such option of Popen")
+        request = {
+            "words": [os.fsdecode(word) for word in args],
+            "cwd": os.fsdecode(cwd) if cwd is not None else str(Path.cwd()),
+            "env": {**(os.environ if env is None else env)},
+            "interruptible": signal.getsignal(signal.SIGINT) is not signal.SIG_IGN,
+            "session": start_new_session,
+            "group": process_group,
+        }
+        ends = (p2cread, c2pwrite, errwrite)
+        streams = [own if end == -1 else end for own, end in enumerate(ends)]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = self._fork(request, streams, pass_fds)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+    def _fork(self, request: dict[str, Any], streams: list[int], kept: Sequence[int]) -> int:
+        raise NotImplementedError
+
+
+class ForkedByServer(Forked):
+    """A child of this process that the server has forked."""
+
+    def __init__(
+        self, connection: socket.socket, words: Sequence[str], options: dict[str, Any]
+    ) -> None:
+        self._connection = connection
+        super().__init__(words, **options)
+
+    def _fork(self, request: dict[str, Any], streams: list[int], kept: Sequence[int]) -> int:
+        if kept:
+            raise ValueError("a program of the server takes no further descriptors")
+        message = json.dumps(request).encode()
+        with subreaper():
+            socket.send_fds(self._connection, [LENGTH.pack(len(message))], streams)
+            self._connection.sendall(message)
+            (pid,) = LENGTH.unpack(exactly(self._connection, LENGTH.size))
+        return int(pid)
+
+
+class ForkedHere(Forked):
+    """In a forked program: a module that it starts is forked from it, while it has one thread."""
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        words = [args] if isinstance(args, str) else [os.fsdecode(word) for word in args]
+        module = len(words) > 2 and words[0] == sys.executable and "-m" in words[1:4]
+        if module and threads_of(os.getpid()) == 1:
+            return super()._execute_child(args, *rest)
+        return Popen._execute_child(self, args, *rest)
+
+    def _fork(self, request: dict[str, Any], streams: list[int], kept: Sequence[int]) -> int:
+        pid = os.fork()
+        if not pid:
+            become(request, streams, kept)
+        return pid
+
+
+@contextlib.contextmanager
+def subreaper():
+    """Orphans below this process become its children meanwhile, as prctl(2) says."""
+    import ctypes
+
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def exactly(connection: socket.socket, size: int) -> bytes:
+    """Read ``size`` bytes; ConnectionError if the other side ends before."""
+    data = b""
+    while len(data) < size:
+        more = connection.recv(size - len(data))
+        if not more:
+            raise ConnectionError("the server of preloaded programs has ended")
+        data += more
+    return data
+
+
+def threads_of(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+# Below: the server, and the children it forks.
+
+
+def serve(descriptor: int, modules: Sequence[str]) -> None:
+    """Fork a program for every request on a socket, until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is for the tests
+    connection = socket.socket(fileno=descriptor)
+    for name in modules:
+        importlib.import_module(name)
+    if threads_of(os.getpid()) > 1:
+        raise RuntimeError(f"importing {' '.join(modules)} started a thread: it cannot be forked")
+    gc.collect()
+    gc.freeze()
+    while True:
+        head, streams, _, _ = socket.recv_fds(connection, LENGTH.size, maxfds=3)
+        if not head:
+            return
+        (size,) = LENGTH.unpack(head)
+        request = json.loads(exactly(connection, size))
+        pid = orphan(connection, request, streams)
+        for stream in streams:
+            os.close(stream)
+        connection.sendall(LENGTH.pack(pid))
+
+
+def orphan(connection: socket.socket, request: dict[str, Any], streams: list[int]) -> int:
+    """Fork a program whose parent has ended: the subreaper is its parent then."""
+    reader, writer = os.pipe()
+    between = os.fork()
+    if not between:
+        pid = os.fork()
+        if pid:
+            os.write(writer, LENGTH.pack(pid))
+            os._exit(0)
+        connection.close()
+        become(request, streams, ())
+    os.close(writer)
+    os.waitpid(between, 0)
+    (pid,) = LENGTH.unpack(os.read(reader, LENGTH.size))
+    os.close(reader)
+    return int(pid)
+
+
+def become(request: dict[str, Any], streams: Sequence[int], kept: Sequence[int]) -> NoReturn:
+    """Be the program of a request, and end with its status."""
+    status = 255
+    try:
+        program = prepare(request, streams, kept)
+        status = outcome(program)
+    except BaseException:  # noqa: BLE001 - nothing may climb into the code that was forked
+        traceback.print_exc()
+    finally:
+        if status == INTERRUPTED:  # as an interpreter ends that was interrupted
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(status)
+
+
+def prepare(
+    request: dict[str, Any], streams: Sequence[int], kept: Sequence[int]
+) -> Callable[[], object]:
+    """Make this process look as one that has just been started; return what it runs."""
+    if request["session"]:
+        os.setsid()
+    elif request["group"] is not None and request["group"] >= 0:
+        os.setpgid(0, request["group"])
+    lay_descriptors(streams, kept)
+    number = signal.default_int_handler if request["interruptible"] else signal.SIG_IGN
+    signal.signal(signal.SIGINT, number)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    open_streams()
+    subprocess.Popen = ForkedHere  # type: ignore[misc]
+    program = program_of(request["words"])
+    if program is None:
+        raise ValueError(f"{request['words'][0]} is no program of this environment")
+    return program
+
+
+def lay_descriptors(streams: Sequence[int], kept: Sequence[int]) -> None:
+    """Put ``streams`` at 0, 1 and 2, leave ``kept`` where they are, and close all others."""
+    high = [fcntl.fcntl(stream, fcntl.F_DUPFD, HIGH) for stream in streams]
+    for place, stream in enumerate(high):
+        os.dup2(stream, place)
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        if int(name) > 2 and int(name) not in kept:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+    for descriptor in kept:
+        os.set_inheritable(descriptor, True)
+
+
+def open_streams() -> None:
+    """Make standard streams as a new interpreter has them."""
+    through = bool(os.environ.get("PYTHONUNBUFFERED"))
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        mode, buffered = ("rb", -1) if name == "stdin" else ("wb", 0 if through else -1)
+        stream = io.TextIOWrapper(
+            open(number, mode, buffered, closefd=False),  # noqa: SIM115
+            encoding="utf-8",
+            errors="backslashreplace" if name == "stderr" else "strict",
+            line_buffering=not through and (name == "stderr" or os.isatty(number)),
+            write_through=through,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def program_of(words: Sequence[str]) -> Callable[[], object] | None:
+    """What a command line runs; None if it is no Python program of this environment."""
+    name, *rest = words
+    binaries = Path(sys.executable).parent
+    if name != sys.executable:
+        path = Path(name)
+        if path.parent != binaries or not path.exists() or not is_python(path):
+            return None
+        return lambda: run(words, str(binaries), lambda: runpy.run_path(name, run_name="__main__"))
+    safe = "-P" in rest[:2]
+    while rest and rest[0] in ("-P", "-u"):
+        rest = rest[1:]
+    if not rest:
+        return None
+    kind, *others = rest
+    folder = None if safe else ""
+    if kind == "-c" and others:
+        return lambda: run(["-c", *others[1:]], folder, lambda: execute(others[0]))
+    if kind == "-m" and others:
+        argv, module = [others[0], *others[1:]], others[0]
+        there = None if safe else str(Path.cwd())
+        return lambda: run(
+            argv, there, lambda: runpy.run_module(module, run_name="__main__", alter_sys=True)
+        )
+    if kind.startswith("-"):
+        return None
+    folder = None if safe else str(Path(kind).parent)
+    return lambda: run(rest, folder, lambda: runpy.run_path(kind, run_name="__main__"))
+
+
+def is_python(path: Path) -> bool:
+    """Whether a console script is one of this interpreter."""
+    with path.open("rb") as script:
+        first = script.read(300)
+    return first.startswith(b"#!") and os.fsencode(path.parent / "python") in first
+
+
+def run(argv: Sequence[str], folder: str | None, program: Callable[[], object]) -> None:
+    sys.argv = list(argv)
+    sys.orig_argv = [sys.executable, *argv]
+    if folder is not None:
+        sys.path.insert(0, folder)
+    program()
+
+
+def execute(code: str) -> None:
+    """Run the text behind ``-c`` as the module `__main__`."""
+    main = type(sys)("__main__")
+    sys.modules["__main__"] = main
+    exec(compile(code, "<string>", "exec"), main.__dict__)
+
+
+def outcome(program: Callable[[], object]) -> int:
+    """Run a program to its end, as an interpreter does; return its exit status."""
+    status = 0
+    try:
+        program()
+    except SystemExit as left:
+        if isinstance(left.code, int):
+            status = left.code & 0xFF
+        elif left.code is not None:
+            sys.stderr.write(f"{left.code}\n")
+            status = 1
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        status = INTERRUPTED
+    except BaseException:  # noqa: BLE001 - it is printed, as an interpreter does
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    return status
+
+
+if __name__ == "__main__":
+    # Functions of this module are looked up by a name that the programs do not replace.
+    sys.path.insert(0, str(Path(__file__).parent))
+    import preloaded
+
+    sys.path.pop(0)
+    preloaded.serve(int(sys.argv[1]), sys.argv[2:])
