@@ -302,6 +302,10 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "checkpoint.pretrained_checkpoint": ({}, {"--pretrained-checkpoint": "trained"}),
     "checkpoint.no_load_optim": (LOAD, {"--no-load-optim": ""}),
     "checkpoint.no_load_rng": ({**LOAD, "--seed": "5"}, {"--no-load-rng": ""}),
+    "checkpoint.allow_changed_run": (
+        {**LOAD, "--hidden-dropout": "0.3"},
+        {"--allow-changed-run": "objective"},
+    ),
     "checkpoint.use_checkpoint_args": (
         {**LOAD, "--hidden-size": None},
         {"--use-checkpoint-args": ""},

@@ -172,11 +172,15 @@ def test_a_killed_run_resumes_from_its_newest_complete_checkpoint(corpus, train,
     assert losses(corpus / "killed") == losses(corpus / "whole")
 
 
-def test_another_order_of_samples_is_warned_of(corpus, train, whole):
+def test_another_order_of_samples_is_warned_of_or_refused(corpus, train, whole):
     """Megatron's order is drawn for a whole run; ours changes with data and seed only."""
     printed = train(f"{ALWAYS} --load whole --train-iters 13")
     assert "samples come in another order" not in printed
-    printed = train(f"{ALWAYS} --load whole --train-iters 14 --train-data-path valid_text_document")
+    other = f"{ALWAYS} --load whole --train-iters 14 --train-data-path valid_text_document"
+    printed = train(other, status=1)
+    assert "data ['train_text_document'] there, ['valid_text_document'] here" in printed
+    assert "--data-path-changes to replace data from a sample on, or --allow-changed" in printed
+    printed = train(f"{other} --allow-changed-run data")
     assert printed.count("warning: ") == 1
     assert "samples come in another order than before step 12" in printed
     assert "--data-path-changes replaces data from a sample on" in printed
@@ -196,7 +200,8 @@ def test_data_that_changes_later_leaves_the_past_as_it_was(corpus, train, whole)
     printed = train(f"{ALWAYS} --load changed --save unchanged --exit-interval 5")
     assert "warning: " not in printed
     train(f"{changed} --load changed")
-    printed = train(f"{ALWAYS} --load changed --train-iters 13")
+    assert "changes [[40, " in train(f"{ALWAYS} --load changed --train-iters 13", status=1)
+    printed = train(f"{ALWAYS} --load changed --train-iters 13 --allow-changed-run data")
     assert "samples come in another order than before step 12" in printed
     same = losses(corpus / "whole")
     assert {step: loss for step, loss in losses(corpus / "changed").items() if step <= 5} == {

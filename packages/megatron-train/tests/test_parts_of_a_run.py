@@ -9,13 +9,14 @@ from megatron_models import GPTConfig
 from megatron_optim import OptimizerConfig
 from megatron_train import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
 from megatron_train.callbacks.stopping import StopAt
-from megatron_train.checkpointing import Saver, differing, restore, tokenizer_files
+from megatron_train.checkpointing import Saver, restore, tokenizer_files
 from megatron_train.config.files import read_file
 from megatron_train.config.run import build_run, run_options
 from megatron_train.config.shown import write_config
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.pretrain import _deterministic, choose_device, family_of
+from megatron_train.run_record import differing
 from megatron_train.starting import Start, what_is_kept
 from megatron_train.trainer import Stop
 
@@ -131,7 +132,7 @@ def test_a_signal_while_ranks_agree_stops_them_all_after_the_next_step(make_trai
 
 def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tmp_path, capsys):
     console = Console()
-    store, order = CheckpointStore(tmp_path), {"seed": 1}
+    store, order = CheckpointStore(tmp_path), {"seed": {"seed": 1}}
 
     def saver(interval):
         return Saver(store, order, None, interval, 2, console)
@@ -150,9 +151,9 @@ def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tm
     assert torch.equal(*table)
 
     with pytest.raises(TrainError, match="from --seed 1, and this run has --seed 2; give the"):
-        restore(make_trainer(), tmp_path / "iter_0000007", {"seed": 2}, console)
+        restore(make_trainer(), tmp_path / "iter_0000007", {"seed": {"seed": 2}}, console)
     assert restore(
-        make_trainer(), tmp_path / "iter_0000007", {"seed": 2}, console, another_seed=True
+        make_trainer(), tmp_path / "iter_0000007", {"seed": {"seed": 2}}, console, allowed=["seed"]
     )
     assert "seed 1 there, 2 here" in capsys.readouterr().err
     other = make_trainer()

@@ -12,6 +12,8 @@ from .ops.interpreter import apply as apply
 from .store.checkpoint import Checkpoint as Checkpoint
 from .store.checkpoint import LoadedState as LoadedState
 from .store.foreign import foreign_checkpoint as foreign_checkpoint
+from .store.lock import DirectoryInUseError as DirectoryInUseError
+from .store.lock import run_lock as run_lock
 from .store.manifest import ModelRecord as ModelRecord
 from .store.retention import Retention as Retention
 from .store.store import CheckpointStore as CheckpointStore

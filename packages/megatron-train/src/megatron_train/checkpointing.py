@@ -9,7 +9,7 @@ it.
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from megatron_parallel import Mesh, naming_failures
 from megatron_train.callbacks.callback import Callback
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
+from megatron_train.run_record import KINDS, LOSS_FIELDS, RunRecord, changes_since, differing
 from megatron_train.trainer import StepReport, Trainer
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -66,7 +67,7 @@ class Saver(Callback):
 
     Args:
         store: where to.
-        run: what has to be equal for the data order to continue, as plain values.
+        run: the record of the run, kept in every checkpoint.
         tokenizer: kept in every checkpoint, if there is one.
         interval: steps between checkpoints; None saves at the end only.
         keep_last: complete checkpoints to keep; None keeps all.
@@ -79,7 +80,7 @@ class Saver(Callback):
     def __init__(
         self,
         store: CheckpointStore,
-        run: Mapping[str, Any],
+        run: RunRecord,
         tokenizer: Tokenizer | None,
         interval: int | None,
         keep_last: int | None,
@@ -153,11 +154,11 @@ class _Found:
 def restore(
     trainer: Trainer,
     folder: Path,
-    run: Mapping[str, Any],
+    run: RunRecord,
     console: Console,
     *,
     optimizer: bool = True,
-    another_seed: bool = False,
+    allowed: Collection[str] = (),
 ) -> bool:
     """Continue from the newest complete checkpoint in ``folder``; returns whether there was one.
 
@@ -167,14 +168,14 @@ def restore(
     Args:
         trainer: what continues.
         folder: of checkpoints, or one checkpoint.
-        run: what decides the order of samples; a warning names what has changed.
+        run: the record of the run that continues; a warning names what has changed.
         console: where warnings go.
         optimizer: whether the optimizer's state is loaded; otherwise it starts fresh.
-        another_seed: whether the seed may have changed.
+        allowed: parts of the record (`megatron_train.run_record.KINDS`) that may have changed.
 
     Raises:
-        TrainError: the checkpoint holds another model, or comes from another seed; the message
-            names what differs.
+        TrainError: the checkpoint holds another model, or is of a run that differs in a part that
+            is not allowed to; the message names what differs.
         CheckpointError: ``folder`` is a torn checkpoint, or one that cannot be read.
     """
     store, itself = _store_of(trainer, folder)
@@ -183,7 +184,7 @@ def restore(
     )
     if found is None:
         return False
-    refuse_other_model(trainer, found.model, found.path)
+    refuse_other_model(trainer, found.model, found.path, but=LOSS_FIELDS)
     if not found.continues:
         raise TrainError(
             f"{found.path} holds weights, but no run to continue; begin a new one with them by "
@@ -197,27 +198,46 @@ def restore(
     else:
         state = store.load(iteration, _weights_of(trainer), groups=["model"], cast="floating")
         trainer.optimizer.refresh_main_parameters()
-    there, here = state["run"].get("seed"), run.get("seed")
-    if there != here and not another_seed:
-        raise TrainError(
-            f"{found.path} comes from --seed {there}, and this run has --seed {here}; give the "
-            "former, or --no-load-rng to go on with the new one"
-        )
     trainer.load_state(state["trainer"])
-    consumed = trainer.consumed_samples
-    changed = differing(_until(state["run"], consumed), _until(run, consumed))
-    if changed:
+    _compare(state.get("run"), run, trainer, state.checkpoint.path, allowed, console)
+    return True
+
+
+def _compare(
+    there: Any,
+    here: RunRecord,
+    trainer: Trainer,
+    path: Path,
+    allowed: Collection[str],
+    console: Console,
+) -> None:
+    """Refuse another run than that of the checkpoint, and warn of what is allowed to differ."""
+    if not isinstance(there, Mapping):
+        raise TrainError(f"{path} is damaged: its record of the run is {there!r}")
+    changes = changes_since(there, here, path, trainer.consumed_samples, allowed)
+    if unknown := [kind for kind in KINDS if kind in here and kind not in there]:
+        console.warn(f"{path} does not say its {', '.join(unknown)}, which cannot be compared")
+    step = trainer.iteration
+    order = ", ".join(changes[kind] for kind in ("data", "seed", "length") if kind in changes)
+    if order:
         depends = "data and seed; --data-path-changes replaces data from a sample on"
-        if run.get("order") == "compat":
+        if "length" in changes:
             depends = (
                 "data, seed and, in Megatron's order, the number of samples of the whole run "
                 "(steps times --global-batch-size)"
             )
         console.warn(
-            f"samples come in another order than before step {trainer.iteration}, so some may be "
-            f"seen again and others not: {changed}; the order depends on {depends}"
+            f"samples come in another order than before step {step}, so some may be seen again "
+            f"and others not: {order}; the order depends on {depends}"
         )
-    return True
+    for kind, what in (
+        ("tokenizer", "tokens have another meaning"),
+        ("objective", "losses are not to be compared with those"),
+        ("optimizer", "the optimizer has other settings"),
+    ):
+        if kind in changes:
+            than = "" if kind == "objective" else " than"
+            console.warn(f"{what}{than} before step {step}: {changes[kind]}")
 
 
 def load_weights(trainer: Trainer, folder: Path) -> int:
@@ -238,7 +258,7 @@ def load_weights(trainer: Trainer, folder: Path) -> int:
         return _found(find_checkpoint(folder))
 
     found = exchange(store.coordinator, lambda: None, lambda _: find())
-    refuse_other_model(trainer, found.model, found.path, but=("init_method_std",))
+    refuse_other_model(trainer, found.model, found.path, but=("init_method_std", *LOSS_FIELDS))
     iteration = found.iteration if itself else None
     store.load(iteration, _weights_of(trainer), groups=["model"], cast="floating")
     trainer.optimizer.refresh_main_parameters()
@@ -298,18 +318,6 @@ def refuse_other_model(
         raise TrainError(
             f"{path} holds another model: {changed}; give its sizes, or another --load folder"
         )
-
-
-def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Say in which keys two mappings differ, with both values; empty if in none."""
-    keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-    return ", ".join(f"{key} {there.get(key)} there, {here.get(key)} here" for key in keys)
-
-
-def _until(run: Mapping[str, Any], consumed_samples: int) -> dict[str, Any]:
-    """What decided the order of the samples consumed: of changes of the data, those before."""
-    begun = [change for change in run.get("changes", ()) if change[0] < consumed_samples]
-    return {**run, "changes": begun}
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:

@@ -1,29 +1,28 @@
 """Putting a run together: from its configuration to a trainer with everything around it."""
 
 import os
+import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 import torch
-from megatron_ckpt import CheckpointStore
-from megatron_data import Tokenizer, read_data_path_changes
+from megatron_ckpt import CheckpointStore, exchange
+from megatron_data import Tokenizer
 from megatron_models import ConfigError, GPTConfig, gpt_chunks, parameter_count
 from megatron_optim import Optimizer
 from megatron_parallel import Mesh
 
-from megatron_train.batches import of_conversations
 from megatron_train.callbacks.callback import Callback, Listener
 from megatron_train.callbacks.evaluation import Evaluation, Test
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import Progress, Recorder, TensorBoard
 from megatron_train.callbacks.stopping import StopAt, StopOnSignal
 from megatron_train.checkpointing import Saver, coordinator_of
-from megatron_train.config.data import CONVERSATION_OPTIONS
 from megatron_train.config.run import RunConfig, run_options
 from megatron_train.config.shown import write_config
 from megatron_train.config.values import Values
@@ -32,66 +31,84 @@ from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.environment import environment
 from megatron_train.metrics.peak import device_peak
+from megatron_train.run_record import RunRecord, run_record
 from megatron_train.shared_batches import Batches, open_batches
-from megatron_train.starting import Start, what_is_kept
+from megatron_train.starting import Start, held_for_this_run, what_is_kept
 from megatron_train.tasks.gpt import GPTTask
 from megatron_train.tokenizer import open_tokenizer
-from megatron_train.trainer import Trainer
+from megatron_train.trainer import Stop, Trainer
 
 CONFIG_FILE = "config.yaml"
 
 
-def pretrain_gpt(config: RunConfig, values: Values | None = None) -> int:
+def pretrain_gpt(
+    config: RunConfig, values: Values | None = None, *, command: str | None = None
+) -> int:
     """Train a GPT model as ``config`` says, and print as it goes.
+
+    While it runs, no other run can save into the folder of --save.
 
     Args:
         config: the whole run.
         values: where its values came from, to be printed.
+        command: what other runs are shown that find the folder in use. Defaults to the command line
+            of this process.
 
     Returns:
         0, or 128 plus the number of the signal that ended the run early.
 
     Raises:
-        TrainError: a run that cannot be made or continued; the packages' own exceptions for what
-            each of them refuses.
+        TrainError: a run that cannot be made or continued, or whose folder another run holds; the
+            packages' own exceptions for what each of them refuses.
     """
     device, dtype = choose_device(config.training.device), choose_dtype(config)
     mesh = join(config, device)
     console = Console(silent=mesh.rank != 0)
-    start = Start.find(config.checkpoint, coordinator_of(mesh))
+    coordinator = coordinator_of(mesh)
     with (
+        held_for_this_run(config.checkpoint, coordinator, command or shlex.join(sys.argv)),
         console.warnings_of("megatron_ckpt"),
         console.warnings_of("megatron_data"),
         _deterministic(config.training.deterministic_mode),
     ):
+        start = Start.find(config.checkpoint, coordinator)
         facts = environment(mesh.device)
         _describe(console, config, values, facts, dtype)
         tokenizer = load_run_tokenizer(config)
         batches = open_batches(config, tokenizer, mesh, console.line)
+        # One rank looks at the corpora, since others need not have them (--broadcast-batches).
+        record = exchange(coordinator, lambda: None, lambda _: run_record(config, tokenizer))
         trainer = build_gpt_trainer(config, batches, mesh, dtype)
         console.line(str(trainer.engine.fusion))
-        run = _Run(config, console, mesh, dtype, batches, tokenizer, facts, start)
+        run = _Run(config, console, mesh, dtype, batches, tokenizer, facts, start, record)
         trainer.callbacks = run.callbacks()
-        start.take(trainer, config, data_order(config, tokenizer), console)
-        try:
-            with StopOnSignal(trainer):
-                stop = trainer.run()
-        except KeyboardInterrupt:
-            console.line(
-                f"interrupted after step {trainer.iteration} of {trainer.train_iters}; "
-                + what_is_kept(trainer, config.checkpoint, start)
-            )
-            raise
-        finally:
-            console.stop_bar()
+        start.take(trainer, config, record, console)
+        if config.checkpoint.save is not None and not console.silent:
+            write_config(config, Path(config.checkpoint.save) / CONFIG_FILE)
+        stop = _train(trainer, config, start, console)
     mesh.close()  # only here: after an error, ranks that still wait would be waited for
-    if stop is None:
-        return 0
-    console.line(
-        f"stopped after step {trainer.iteration} of {trainer.train_iters}: {stop.reason}; "
-        + what_is_kept(trainer, config.checkpoint, start)
-    )
-    return stop.status
+    return 0 if stop is None else stop.status
+
+
+def _train(trainer: Trainer, config: RunConfig, start: Start, console: Console) -> Stop | None:
+    """Train, and say what is kept where that ends early; return why it did."""
+    try:
+        with StopOnSignal(trainer):
+            stop = trainer.run()
+    except KeyboardInterrupt:
+        console.line(
+            f"interrupted after step {trainer.iteration} of {trainer.train_iters}; "
+            + what_is_kept(trainer, config.checkpoint, start)
+        )
+        raise
+    finally:
+        console.stop_bar()
+    if stop is not None:
+        console.line(
+            f"stopped after step {trainer.iteration} of {trainer.train_iters}: {stop.reason}; "
+            + what_is_kept(trainer, config.checkpoint, start)
+        )
+    return stop
 
 
 def join(config: RunConfig, device: torch.device) -> Mesh:
@@ -211,34 +228,6 @@ def family_of(config: GPTConfig) -> str | None:
     return None
 
 
-def data_order(config: RunConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return everything that the order of training samples follows from, and what is in them."""
-    data = config.data
-    order: dict[str, Any] = {
-        "data": list(data.data_path or data.train_data_path or ()),
-        "split": data.split if data.data_path else None,
-        "seq_length": data.seq_length,
-        "seed": config.training.seed,
-        "order": data.sample_order,
-    }
-    if data.sample_order == "compat":  # drawn for all samples of a run at once
-        order["samples"] = config.train_samples
-    if data.sft:
-        order["sft"] = True
-    if writer := of_conversations(config, tokenizer):
-        given = data.tokenizer_settings
-        named = {name: given[name] for name in CONVERSATION_OPTIONS if name in given}
-        # What a file of a template or the tokenizer's folder holds may change under its name.
-        order["written"] = named | {"template": writer.template.fingerprint[:19]}
-    if data.fim_data:
-        order["fim"] = asdict(config.fim)
-    if data.data_path_changes:
-        order["changes"] = [
-            list(change) for change in read_data_path_changes(data.data_path_changes)
-        ]
-    return order
-
-
 @dataclass(frozen=True)
 class _Run:
     """What the parts of a run share."""
@@ -251,6 +240,7 @@ class _Run:
     tokenizer: Tokenizer | None
     facts: dict[str, str]
     start: Start
+    record: RunRecord
 
     def callbacks(self) -> list[Callback]:
         """Return the callbacks of this rank; those that save come last.
@@ -274,7 +264,7 @@ class _Run:
             callbacks.append(
                 Saver(
                     CheckpointStore(config.checkpoint.save, coordinator_of(self.mesh)),
-                    data_order(config, self.tokenizer),
+                    self.record,
                     self.tokenizer,
                     config.checkpoint.save_interval,
                     config.checkpoint.keep_last,
@@ -329,7 +319,7 @@ def _describe(
     facts: dict[str, str],
     dtype: torch.dtype,
 ) -> None:
-    """Print environment, configuration and model size; keep the configuration with the run."""
+    """Print environment, configuration and model size."""
     console.line("environment: " + ", ".join(f"{name} {value}" for name, value in facts.items()))
     if values is not None:
         console.line("configuration (what is not listed is the default):")
@@ -348,8 +338,6 @@ def _describe(
         f"model: {count:,} parameters (without padding of the vocabulary) in {precision}; "
         f"{_span(config.batch_sizes.sizes)} samples a step in {_micro_batches(config)}"
     )
-    if config.checkpoint.save is not None and not console.silent:
-        write_config(config, Path(config.checkpoint.save) / CONFIG_FILE)
 
 
 def _micro_batches(config: RunConfig) -> str:

@@ -1,23 +1,26 @@
 """How a run begins: at its checkpoint, with the weights of another run, or from the seed.
 
-    start = Start.find(config.checkpoint, coordinator)     # looks into the folders, refuses
-    start.take(trainer, config, data_order, console)       # loads, and says so
+    with held_for_this_run(config.checkpoint, coordinator, command):
+        start = Start.find(config.checkpoint, coordinator)  # looks into the folders, refuses
+        start.take(trainer, config, record, console)        # loads, and says so
 
 A run that began with another's weights says so in its checkpoints (`Start.origin`), so that the
 same command line, given again after a stop, continues it instead of beginning anew.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_ckpt import (
     Checkpoint,
     CheckpointStore,
     Coordinator,
+    DirectoryInUseError,
     exchange,
     foreign_checkpoint,
+    run_lock,
 )
 
 from megatron_train.checkpointing import Saver, is_checkpoint, load_weights, restore
@@ -25,7 +28,39 @@ from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
+from megatron_train.run_record import RunRecord
 from megatron_train.trainer import Trainer
+
+
+@contextmanager
+def held_for_this_run(
+    config: CheckpointConfig, coordinator: Coordinator, command: str
+) -> Iterator[None]:
+    """Hold the folder of --save while entered, so that no other run saves into it.
+
+    Rank 0 takes the lock, which the kernel releases when that process ends; all ranks enter
+    together.
+
+    Raises:
+        TrainError: another run holds it, with its process and command; a `CheckpointError` with the
+            same words on the other ranks.
+        OSError: the folder cannot be made.
+    """
+    with ExitStack() as held:
+
+        def take(_: list[None]) -> None:
+            if config.save is None:
+                return
+            try:
+                held.enter_context(run_lock(config.save, command))
+            except DirectoryInUseError as error:
+                raise TrainError(
+                    f"--save {config.save} is in use by another run ({error.holder}); wait until "
+                    "it ends, or give another folder"
+                ) from None
+
+        exchange(coordinator, lambda: None, take)
+        yield
 
 
 @dataclass(frozen=True)
@@ -55,7 +90,7 @@ class Start:
         return exchange(coordinator, lambda: None, lambda _: _find(config))
 
     def take(
-        self, trainer: Trainer, config: RunConfig, order: Mapping[str, Any], console: Console
+        self, trainer: Trainer, config: RunConfig, record: RunRecord, console: Console
     ) -> None:
         """Load what there is to load into ``trainer`` and say so.
 
@@ -75,13 +110,16 @@ class Start:
             return
         checkpoint = config.checkpoint
         own = self.note == "" and checkpoint.load is not None  # flags are about --load alone
+        allowed: set[str] = {*(checkpoint.allow_changed_run or ())}
+        if own and checkpoint.no_load_rng:
+            allowed.add("seed")
         found = restore(
             trainer,
             self.folder,
-            order,
+            record,
             console,
             optimizer=not (own and checkpoint.no_load_optim),
-            another_seed=own and checkpoint.no_load_rng,
+            allowed=allowed,
         )
         if not found:
             absent = f"no complete checkpoint in {self.folder}: starting fresh"

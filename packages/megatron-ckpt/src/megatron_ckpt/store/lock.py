@@ -1,4 +1,8 @@
-"""One writer per checkpoint directory, by a lock that the kernel releases when its holder dies."""
+"""Locks of a directory that the kernel releases when their holder dies.
+
+Two of them, by the same call: a save holds the directory while it writes a checkpoint
+(`writer_lock`), and a run may hold it for as long as it lives (`run_lock`). Readers take none.
+"""
 
 import fcntl
 import os
@@ -6,34 +10,105 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 from megatron_ckpt.errors import CheckpointError
 
 LOCK = ".lock"
+RUN_LOCK = ".run.lock"
+_LONGEST_HOLDER = 500
+
+
+class DirectoryInUseError(CheckpointError):
+    """Another process holds a directory's lock.
+
+    Attributes:
+        directory: what it holds.
+        holder: what the holder wrote into the lock file, in one line: process, host, since when,
+            and its command where it gave one.
+    """
+
+    def __init__(self, message: str, directory: Path, holder: str) -> None:
+        super().__init__(message)
+        self.directory, self.holder = directory, holder
 
 
 @contextmanager
 def writer_lock(directory: Path, patience: float = 2.0) -> Iterator[None]:
-    """Hold the directory's lock.
+    """Hold the directory for a save.
 
     Raises:
-        CheckpointError: another process still holds it after ``patience`` seconds (so long that
+        DirectoryInUseError: another process still holds it after ``patience`` seconds (so long that
             neither a reader's `is_being_written` nor a process that is just dying stops a save).
     """
-    descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    with _held(
+        directory,
+        LOCK,
+        "{directory} is being written by another process ({holder}): give each run its own "
+        "directory",
+        patience,
+    ):
+        yield
+
+
+@contextmanager
+def run_lock(directory: str | Path, command: str = "", patience: float = 2.0) -> Iterator[None]:
+    """Hold the directory for a run that saves into it; one process of the run does so.
+
+    It has to be held while the run looks for the checkpoint to continue from, too. Saves and loads
+    of `CheckpointStore` do not ask for it, so a program that has one run at a time needs none.
+
+    Args:
+        directory: made if it is not there.
+        command: of the run, for the message to others.
+        patience: seconds to wait for another holder to end.
+
+    Raises:
+        DirectoryInUseError: another process still holds it after ``patience`` seconds.
+        OSError: the directory cannot be made or written to.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    with _held(
+        directory,
+        RUN_LOCK,
+        "{directory} is in use by another run ({holder}): wait until it ends, or give each run its "
+        "own directory",
+        patience,
+        command,
+    ):
+        yield
+
+
+def is_being_written(directory: Path) -> bool:
+    """Whether some process holds the directory's writer lock now."""
+    try:
+        descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _try_lock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _held(
+    directory: Path, name: str, refusal: str, patience: float, command: str = ""
+) -> Iterator[None]:
+    """Hold a lock file; ``refusal`` is a format of ``directory`` and ``holder``."""
+    descriptor = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         deadline = time.monotonic() + patience
         while not _try_lock(descriptor, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-                raise CheckpointError(
-                    f"{directory} is being written by another process ({holder or 'unknown'}): "
-                    "give each run its own directory"
-                )
+                holder = _holder(descriptor)
+                message = refusal.format(directory=directory, holder=holder)
+                raise DirectoryInUseError(message, directory, holder)
             time.sleep(0.02)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(descriptor, f"{_this_process(command)}\n".encode(), 0)
         try:
             yield
         finally:
@@ -43,16 +118,16 @@ def writer_lock(directory: Path, patience: float = 2.0) -> Iterator[None]:
         os.close(descriptor)
 
 
-def is_being_written(directory: Path) -> bool:
-    """Whether some process holds the directory's lock now."""
-    try:
-        descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        return not _try_lock(descriptor, fcntl.LOCK_SH)
-    finally:
-        os.close(descriptor)
+def _this_process(command: str) -> str:
+    since = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    place = f"pid {os.getpid()} on {socket.gethostname()} since {since}"
+    return f"{place}: {' '.join(command.split())}" if command else place
+
+
+def _holder(descriptor: int) -> str:
+    """What the holder says of itself; the file may be anybody's, so only printable characters."""
+    text = os.pread(descriptor, _LONGEST_HOLDER, 0).decode(errors="replace")
+    return "".join(c if c.isprintable() else " " for c in text).strip() or "unknown"
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:

@@ -21,10 +21,11 @@ class Recorder(Callback):
         self._folder = folder
         self._facts = facts
         self._losses: list[str] = []
-        self._writer = records.RecordWriter(folder / records.FILE_NAME)
+        self._writer: records.RecordWriter
 
     def on_start(self, trainer: "Trainer") -> None:
-        """Record where the run starts and with what."""
+        """Open the file, and record where the run starts and with what."""
+        self._writer = records.RecordWriter(self._folder / records.FILE_NAME)
         self._event("start", trainer, **self._facts)
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:

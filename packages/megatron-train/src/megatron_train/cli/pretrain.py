@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 
 from megatron_train.config.flags import Parser, add_options
@@ -64,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_ranks(arguments.words, ranks, minutes * 60)
     from megatron_train.pretrain import pretrain_gpt
 
-    return pretrain_gpt(config, values)
+    command = shlex.join(["megatron-train", *arguments.words])
+    return pretrain_gpt(config, values, command=command)
 
 
 def ranks_to_start(text: str | None) -> int:

@@ -23,6 +23,7 @@ def main() -> NoReturn:
         sys.stderr = open(int(screen), "w", buffering=1, errors="backslashreplace")  # noqa: SIM115, PTH123
     try:
         arguments = build_parser().parse_args(words)
+        arguments.words = words
         arguments.nproc_per_node = None  # done: this is one of them
         status = int(arguments.run(arguments))
     except SystemExit as stop:

@@ -1,6 +1,7 @@
 """The section ``checkpoint``: where a run is kept, and where it starts from."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_train.config.fields import flag_of, positive, setting
 from megatron_train.errors import TrainError
@@ -41,6 +42,11 @@ class CheckpointConfig:
         "continue from --load with another --seed, which is all the random state there is; "
         "refused without this flag",
     )
+    allow_changed_run: tuple[Literal["data", "tokenizer", "objective"], ...] | None = setting(
+        None,
+        "continue from --load although the run has other data, another tokenizer or another "
+        "objective than the checkpoint's, which is refused otherwise (our name)",
+    )
     use_checkpoint_args: bool = setting(
         False, "take what is not given of the model's configuration from the checkpoint to load"
     )
@@ -56,7 +62,12 @@ class CheckpointConfig:
                     raise TrainError(
                         f"{flag_of(name)} needs --save, the folder to write checkpoints to"
                     )
-        for name in ("exit_on_missing_checkpoint", "no_load_optim", "no_load_rng"):
+        for name in (
+            "exit_on_missing_checkpoint",
+            "no_load_optim",
+            "no_load_rng",
+            "allow_changed_run",
+        ):
             if getattr(self, name) and self.load is None:
                 raise TrainError(f"{flag_of(name)} needs --load")
         for name in ("finetune", "use_checkpoint_args"):

@@ -1,0 +1,144 @@
+"""What a checkpoint keeps of its run, and what of it may differ where the run continues."""
+
+import json
+from pathlib import Path
+
+import pytest
+from megatron_data import ByteTokenizer, NullTokenizer
+from megatron_models import GPTConfig
+from megatron_optim import OptimizerConfig
+from megatron_train import CheckpointConfig, DataConfig, RunConfig, ScheduleConfig, TrainingConfig
+from megatron_train.config.sections import LoggingConfig
+from megatron_train.errors import TrainError
+from megatron_train.run_record import changes_since, run_record
+
+PATH = Path("iter_0000002")
+FIELDS = {
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "vocab_size": 257,
+        "max_position_embeddings": 4,
+        "num_experts": 2,
+    },
+    "data": {"seq_length": 4, "data_path": ("2", "a", "1", "b"), "tokenizer_model": "bytes"},
+    "training": {"train_iters": 3, "micro_batch_size": 2, "global_batch_size": 4},
+    "optimizer": {"lr": 1e-3},
+    "schedule": {},
+    "checkpoint": {},
+    "logging": {},
+}
+CLASSES = {
+    "model": GPTConfig,
+    "data": DataConfig,
+    "training": TrainingConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+}
+
+
+@pytest.fixture(autouse=True)
+def corpora(tmp_path, monkeypatch):
+    """Corpora `a` and `b`, and `moved/a` with the content of `a`."""
+    monkeypatch.chdir(tmp_path)
+    Path("moved").mkdir()
+    for name, content in (("a", b"abc"), ("b", b"abd"), ("moved/a", b"abc")):
+        for end in ("bin", "idx"):
+            Path(f"{name}.{end}").write_bytes(content)
+
+
+def record(changes=(), tokenizer=None):
+    """The record of the run with changes by ``section.field``, as a checkpoint gives it back."""
+    fields = {section: dict(values) for section, values in FIELDS.items()}
+    for key, value in dict(changes).items():
+        section, name = key.split(".")
+        fields[section][name] = value
+    config = RunConfig(**{name: cls(**fields[name]) for name, cls in CLASSES.items()})
+    return json.loads(json.dumps(run_record(config, tokenizer or ByteTokenizer())))
+
+
+REFUSED = {
+    "data.data_path": ("data", ("2", "a", "1", "a")),
+    "data.split": ("data", "9,1,0"),
+    "data.seq_length": ("data", 2),
+    "data.sample_order": ("data", "packed"),
+    "data.reset_attention_mask": ("data", True),
+    "data.reset_position_ids": ("data", True),
+    "training.seed": ("seed", 5),
+    "data.eod_mask_loss": ("objective", True),
+    "training.calculate_per_token_loss": ("objective", False),
+    "training.hidden_dropout": ("objective", 0.0),
+    "training.attention_dropout": ("objective", 0.0),
+    "model.moe_aux_loss_coeff": ("objective", 0.5),
+    "model.moe_z_loss_coeff": ("objective", 0.5),
+    "model.moe_router_load_balancing_type": ("objective", "seq_aux_loss"),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_another_run_is_refused_unless_its_kind_is_allowed(key):
+    kind, value = REFUSED[key]
+    there, here = record(), record({key: value})
+    others = {"data", "tokenizer", "seed", "objective"} - {kind}
+    flag = "--no-load-rng" if kind == "seed" else f"--allow-changed-run {kind}"
+    with pytest.raises(TrainError, match=f"^iter_0000002 comes from .*{flag} to go on"):
+        changes_since(there, here, PATH, 8, others)
+    assert list(changes_since(there, here, PATH, 8, [kind])) == [kind]
+
+
+def test_weights_of_corpora_and_the_tokenizer_are_compared():
+    with pytest.raises(TrainError, match=r"weights \[2.0, 1.0\] there, \[3.0, 1.0\] here"):
+        changes_since(record(), record({"data.data_path": ("3", "a", "1", "b")}), PATH, 8, ())
+    with pytest.raises(TrainError, match=r"another tokenizer: fingerprint .* there, .* here"):
+        changes_since(record(), record((), NullTokenizer(256)), PATH, 8, ())
+
+
+MAY_DIFFER = {
+    "data.data_path": ("2", "moved/a", "1", "b"),
+    "data.mmap_bin_files": False,
+    "training.train_iters": 9,
+    "training.micro_batch_size": 4,
+    "training.deterministic_mode": True,
+    "checkpoint.save": "out",
+    "logging.log_interval": 1,
+}
+
+
+@pytest.mark.parametrize("key", MAY_DIFFER)
+def test_layout_length_logging_and_paths_may_differ(key):
+    assert changes_since(record(), record({key: MAY_DIFFER[key]}), PATH, 8, ()) == {}
+
+
+def test_rates_may_differ_and_are_named():
+    for key in ("optimizer.lr", "optimizer.weight_decay", "schedule.lr_decay_iters"):
+        found = changes_since(record(), record({key: 7}), PATH, 8, ())
+        assert list(found) == ["optimizer"] and " there, 7 here" in found["optimizer"]
+    compat = {"data.sample_order": "compat"}
+    longer = record({**compat, "training.train_iters": 4})
+    assert changes_since(record(compat), longer, PATH, 8, ()) == {
+        "length": "samples 12 there, 16 here"
+    }
+
+
+def test_a_corpus_of_the_same_name_with_other_content_is_other_data():
+    there = record()
+    Path("b.bin").write_bytes(b"abe")
+    with pytest.raises(TrainError, match="other data: content "):
+        changes_since(there, record(), PATH, 8, ())
+
+
+def test_data_may_change_from_a_sample_on_that_lies_ahead():
+    Path("changes").write_text('[{"from_sample": 8, "data_path": "b"}]')
+    later = record({"data.data_path_changes": "changes"})
+    assert changes_since(record(), later, PATH, 8, ()) == {}
+    with pytest.raises(TrainError, match=r"changes \[\] there, \[\[8, "):
+        changes_since(record(), later, PATH, 9, ())
+
+
+def test_a_record_that_is_none_is_refused_in_one_line():
+    for damaged in (5, None, ["a"], "text"):
+        with pytest.raises(TrainError, match="iter_0000002 is damaged: its record of the run has"):
+            changes_since({"data": damaged}, record(), PATH, 8, ())
