@@ -1,12 +1,18 @@
-"""Ranks as threads, deaths at chosen system calls, and small blocks."""
+"""Ranks as threads, deaths at chosen system calls, small blocks, forged files, a made-up family."""
 
 import errno
+import json
 import os
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,3 +150,85 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(reader, "_SLAB", 96)
     monkeypatch.setattr(reader, "_SEEK", 24)
     return 256
+
+
+@pytest.fixture
+def forge() -> Callable[..., None]:
+    """``forge(folder, change)`` lets ``change`` edit a manifest and gives it its digest again."""
+
+    def run(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+        path = folder / manifest.MANIFEST
+        content = json.loads(path.read_bytes())
+        change(content)
+        content["digest"] = "0" * 32
+        data = (json.dumps(content, indent=0) + "\n").encode()
+        path.write_bytes(data.replace(b"0" * 32, blocks.digest(data).encode(), 1))
+
+    return run
+
+
+@pytest.fixture
+def no_hang() -> Iterator[None]:
+    """Fails a test that waits for a minute, as a pipe without a writer lets a reader wait."""
+
+    def stop(*_: object) -> None:
+        pytest.fail("a minute has passed")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@dataclass
+class ToyConfig:
+    num_layers: int
+    vocab: int = 5
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+TOY = SimpleNamespace(
+    name="toy",
+    architectures=("ToyModel",),
+    ignored=("old.{i}",),
+    prefix="net.",
+    active_rows=lambda config: [
+        ("word", ["net.word"], [("slice_rows", {"rows": "$vocab"})]),
+        ("layers.{i}.w", ["net.{i}.a", "net.{i}.b"], [("concat", {"dim": 0})]),
+    ],
+    config_from_hf=lambda values: ToyConfig(values["depth"]),
+    config_to_hf=lambda config: {"architectures": ["ToyModel"], "depth": config.num_layers},
+    config_from_json=lambda values: ToyConfig(**values),
+)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The one family that is installed, as far as this package can see."""
+    family = SimpleNamespace(**vars(TOY))
+    monkeypatch.setitem(sys.modules, "toy_family", SimpleNamespace(FAMILY=family))
+    entry = EntryPoint("toy", "toy_family:FAMILY", "megatron.families")
+    monkeypatch.setattr("megatron_ckpt.families.entry_points", lambda group: [entry])
+    return family
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Hugging Face folder with a model of the made-up family."""
+    import torch
+    from safetensors.torch import save_file
+
+    path = tmp_path / "theirs"
+    path.mkdir()
+    (path / "config.json").write_text(
+        json.dumps({"architectures": ["ToyModel"], "depth": 2, "eos": 3, "dtype": "float64"})
+    )
+    (path / "tokenizer.json").write_text("{}")
+    torch.manual_seed(0)
+    tensors = {"net.word": torch.randn(5, 2)}
+    tensors |= {f"net.{i}.{x}": torch.randn(3, 2) for i in range(2) for x in "ab"}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path

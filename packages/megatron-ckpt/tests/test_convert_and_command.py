@@ -4,63 +4,14 @@ import json
 import subprocess
 import sys
 import weakref
-from dataclasses import asdict, dataclass
-from importlib.metadata import EntryPoint
-from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron_ckpt import Checkpoint, CheckpointError, export_hf, import_hf
 from megatron_ckpt.cli import main
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-
-@dataclass
-class Config:
-    num_layers: int
-    vocab: int = 5
-
-    def to_json(self):
-        return json.dumps(asdict(self))
-
-
-FAMILY = SimpleNamespace(
-    name="toy",
-    architectures=("ToyModel",),
-    ignored=("old.{i}",),
-    prefix="net.",
-    active_rows=lambda config: [
-        ("word", ["net.word"], [("slice_rows", {"rows": "$vocab"})]),
-        ("layers.{i}.w", ["net.{i}.a", "net.{i}.b"], [("concat", {"dim": 0})]),
-    ],
-    config_from_hf=lambda values: Config(values["depth"]),
-    config_to_hf=lambda config: {"architectures": ["ToyModel"], "depth": config.num_layers},
-    config_from_json=lambda values: Config(**values),
-)
-
-
-@pytest.fixture(autouse=True)
-def toy(monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "FAMILY", FAMILY)
-    module = SimpleNamespace(FAMILY=FAMILY)
-    monkeypatch.setitem(sys.modules, "toy_family", module)
-    entry = EntryPoint("toy", "toy_family:FAMILY", "megatron.families")
-    monkeypatch.setattr("megatron_ckpt.families.entry_points", lambda group: [entry])
-
-
-@pytest.fixture
-def folder(tmp_path):
-    path = tmp_path / "theirs"
-    path.mkdir()
-    (path / "config.json").write_text(
-        json.dumps({"architectures": ["ToyModel"], "depth": 2, "eos": 3, "dtype": "float64"})
-    )
-    (path / "tokenizer.json").write_text("{}")
-    torch.manual_seed(0)
-    tensors = {"net.word": torch.randn(5, 2)}
-    tensors |= {f"net.{i}.{x}": torch.randn(3, 2) for i in range(2) for x in "ab"}
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    return path
+pytestmark = pytest.mark.usefixtures("toy")
 
 
 def test_there_and_back(folder, tmp_path):

@@ -145,7 +145,7 @@ def test_model_record_and_files_are_kept_and_checked(tmp_path):
 
 @pytest.mark.parametrize("name", ["../x", "/x", "state.json", "MANIFEST.json", "x.safetensors", ""])
 def test_files_may_not_take_names_that_matter(tmp_path, name):
-    with pytest.raises(CheckpointError, match="cannot hold a file"):
+    with pytest.raises(CheckpointError, match=r"cannot hold a file|is no name of a file"):
         CheckpointStore(tmp_path).save(1, whole(simple()), files={name: b""})
     assert not list(tmp_path.glob("iter_*"))
 

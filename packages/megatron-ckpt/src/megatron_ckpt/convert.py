@@ -21,6 +21,7 @@ from megatron_ckpt.formats.special_tokens import (
 )
 from megatron_ckpt.ops.interpreter import check_source
 from megatron_ckpt.ops.rows import Row, expand
+from megatron_ckpt.paths import check_name
 from megatron_ckpt.store.blocks import write_file
 from megatron_ckpt.store.checkpoint import Checkpoint, CheckpointTensors
 from megatron_ckpt.store.durable import rename, sync_tree
@@ -34,6 +35,10 @@ from megatron_ckpt.views import Box
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+#: Ends of names that transformers loads weights from.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
 class Total(NamedTuple):
@@ -248,7 +253,12 @@ def _write_settings(
     for name in checkpoint.manifest.files:
         place, _, file = name.partition("/")
         if (place == TOKENIZER and file) or name == f"{HUGGINGFACE}/{GENERATION}":
-            path = folder / file
+            path = folder / check_name(file, f"{checkpoint.path}: {TOKENIZER}")
+            if path.exists() or file == INDEX or file.endswith(_WEIGHTS):
+                raise CheckpointError(
+                    f"{checkpoint.path} holds {name!r}, a name that the exported model has for "
+                    "another file: it cannot be exported"
+                )
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, checkpoint.read_file(name))
 

@@ -1,6 +1,8 @@
-"""Folders as Hugging Face's libraries write them: safetensors, maybe several, and JSON."""
+"""Folders as Hugging Face's libraries write them: safetensors, maybe several, and JSON.
 
-import json
+Such a folder may come from anywhere: its files are opened as `megatron_ckpt.paths` says.
+"""
+
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 from megatron_ckpt.dtypes import torch_dtype
 from megatron_ckpt.errors import CheckpointError
 from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER, ModelSource
+from megatron_ckpt.json_input import Fields, parse_object
+from megatron_ckpt.paths import check_name, locate, read_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_LARGEST_JSON = 100 << 20  # bytes; a safetensors header has the same limit
 #: Files that belong to a tokenizer; passed through unchanged.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -30,27 +35,32 @@ TOKENIZER_FILES = (
 
 def open_folder(folder: Path) -> ModelSource:
     """Return the model in a folder with ``config.json`` and safetensors."""
-    kept = {f"{TOKENIZER}/{name}": folder / name for name in TOKENIZER_FILES}
-    kept |= {f"{HUGGINGFACE}/{name}": folder / name for name in (CONFIG, GENERATION)}
+    kept = {f"{TOKENIZER}/{name}": name for name in TOKENIZER_FILES}
+    kept |= {f"{HUGGINGFACE}/{name}": name for name in (CONFIG, GENERATION)}
     return ModelSource(
         where=folder / CONFIG,
-        config=read_json(folder / CONFIG),
+        config=_read_json(folder, CONFIG),
         open_tensors=lambda prefix: SafetensorsFolder(folder, prefix),
-        files={name: path for name, path in kept.items() if path.is_file()},
+        files={
+            ours: locate(folder, name) for ours, name in kept.items() if (folder / name).exists()
+        },
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file."""
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object in a file of a folder."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: give a folder of a Hugging Face model") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return content
+        return parse_object(read_whole(folder, name, _LARGEST_JSON), folder / name)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(
+            f"{folder / name} is missing: give a folder of a Hugging Face model"
+        ) from None
+
+
+def _files_of_index(folder: Path) -> set[str]:
+    """Return the names of the weight files that an index lists."""
+    weight_map = Fields(_read_json(folder, INDEX), str(folder / INDEX)).inner("weight_map")
+    return {check_name(name, weight_map.where) for name in weight_map.content.values()}
 
 
 class SafetensorsFolder(Mapping[str, "Tensor"]):
@@ -65,7 +75,7 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
         from safetensors import SafetensorError, safe_open
 
         if (folder / INDEX).exists():
-            files = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+            files = sorted(_files_of_index(folder))
         elif (folder / WEIGHTS).exists():
             files = [WEIGHTS]
         else:
@@ -75,7 +85,7 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
         self._handles: dict[str, tuple[Any, str]] = {}
         for file in files:
             try:
-                handle: Any = safe_open(folder / file, framework="pt")
+                handle: Any = safe_open(locate(folder, file), framework="pt")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{folder / file} cannot be read: {error}") from error
             for name in handle.keys():  # noqa: SIM118 - the handle is no mapping

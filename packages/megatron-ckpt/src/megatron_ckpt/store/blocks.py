@@ -10,6 +10,7 @@ from typing import Self
 import xxhash
 
 from megatron_ckpt.errors import CorruptCheckpointError
+from megatron_ckpt.paths import open_file, open_regular
 from megatron_ckpt.store.durable import new_file, read_into, write_all
 
 #: Bytes of a file that share one digest (the last block is shorter).
@@ -69,7 +70,7 @@ def write_file(path: Path, data: bytes) -> FileRecord:
 
 def copy_file(source: Path, path: Path) -> FileRecord:
     """Copy a file to a new one, synced, and return its record."""
-    with source.open("rb") as stream, new_file(path) as descriptor:
+    with os.fdopen(open_regular(source), "rb") as stream, new_file(path) as descriptor:
         writer = BlockWriter(descriptor)
         while part := stream.read(BLOCK_SIZE):
             writer.write(part)
@@ -80,22 +81,27 @@ class BlockReader:
     """Reads ranges of a file; each block that a range touches is checked before it is given out.
 
     Args:
-        path: the file.
+        folder: of the checkpoint.
+        name: of the file in it.
         record: what the manifest says of it.
         verify: compare digests; without it only the size is checked.
+
+    Raises:
+        CheckpointError: no regular file of the folder (`megatron_ckpt.paths`).
+        CorruptCheckpointError: it has another size.
     """
 
-    def __init__(self, path: Path, record: FileRecord, *, verify: bool = True) -> None:
-        self.path, self.record, self.verify = path, record, verify
+    def __init__(self, folder: Path, name: str, record: FileRecord, *, verify: bool = True) -> None:
+        self.path, self.record, self.verify = folder / name, record, verify
         self._kept: tuple[int, memoryview] = (-1, memoryview(b""))
         # Reused: memory that is new for every block costs more than the reading.
         self._buffer = self._scratch = bytearray()
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = open_file(folder, name)
         size = os.fstat(self._descriptor).st_size
         if size != record.size:
             self.close()
             raise CorruptCheckpointError(
-                f"{path} has {size} bytes, the manifest says {record.size}: the file is torn"
+                f"{self.path} has {size} bytes, the manifest says {record.size}: the file is torn"
             )
 
     def read_into(self, buffer: bytearray | memoryview, start: int) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError, did_you_mean
+from megatron_ckpt.paths import LARGEST_WHOLE
 from megatron_ckpt.store.blocks import BlockReader
 from megatron_ckpt.store.directory import read_manifest
 from megatron_ckpt.store.manifest import Manifest, ModelRecord, TensorRecord
@@ -79,8 +80,13 @@ class Checkpoint:
                 f"{self.path} has no file {name!r}{did_you_mean(name, self.manifest.files)}"
             )
         record = self.manifest.files[name]
-        content = bytearray(record.size)
-        with BlockReader(self.path / name, record) as reader:
+        if record.size > LARGEST_WHOLE:
+            raise CheckpointError(
+                f"{self.path / name} has {record.size} bytes; at most {LARGEST_WHOLE} are read "
+                "as a whole"
+            )
+        with BlockReader(self.path, name, record) as reader:
+            content = bytearray(record.size)
             reader.read_into(content, 0)
         return bytes(content)
 
@@ -137,9 +143,9 @@ class Checkpoint:
         problems = []
         for name, record in self.manifest.files.items():
             try:
-                with BlockReader(self.path / name, record) as reader:
+                with BlockReader(self.path, name, record) as reader:
                     reader.check(progress)
-            except (CorruptCheckpointError, OSError) as error:
+            except (CheckpointError, OSError) as error:
                 problems.append(str(error))
         return problems
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError
+from megatron_ckpt.paths import file_size, read_whole
 from megatron_ckpt.store.durable import rename
 from megatron_ckpt.store.lock import is_being_written
 from megatron_ckpt.store.manifest import MANIFEST, Manifest
@@ -60,15 +61,16 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         CorruptCheckpointError: the checkpoint is torn; says what is missing.
+        CheckpointError: a name or a link in it leads out of the folder, or to no regular file.
     """
     try:
-        manifest = Manifest.from_bytes((path / MANIFEST).read_bytes(), path / MANIFEST)
+        manifest = Manifest.from_bytes(read_whole(path, MANIFEST), path / MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         raise CorruptCheckpointError(f"{path} is torn: it has no {MANIFEST}") from None
     for name, record in manifest.files.items():
         try:
-            size = (path / name).stat().st_size
-        except FileNotFoundError:
+            size = file_size(path, name)
+        except (FileNotFoundError, NotADirectoryError):
             raise CorruptCheckpointError(f"{path} is torn: {name} is missing") from None
         if size != record.size:
             raise CorruptCheckpointError(

@@ -1,6 +1,8 @@
 """MANIFEST.json: written last, it makes a directory a checkpoint and says what must be in it."""
 
 import json
+import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -8,6 +10,8 @@ from typing import Any
 
 from megatron_ckpt.dtypes import item_size
 from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError
+from megatron_ckpt.json_input import Fields, parse_object
+from megatron_ckpt.paths import check_name
 from megatron_ckpt.store.blocks import ALGORITHM, BLOCK_SIZE, FileRecord, digest
 from megatron_ckpt.views import Box
 
@@ -15,6 +19,8 @@ MANIFEST = "MANIFEST.json"
 FORMAT = "megatron-ckpt"
 FORMAT_VERSION = 1
 _NO_DIGEST = "0" * 32
+_CORRUPT = CorruptCheckpointError
+_MOST_BYTES = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -100,41 +106,100 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: Path) -> "Manifest":
-        """Parse and check; ``where`` names the file in errors."""
-        try:
-            content = json.loads(data)
-            written = content["digest"]
-            blank = data.replace(written.encode(), _NO_DIGEST.encode(), 1)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptCheckpointError(f"{where} is not a manifest: {error}") from error
-        if written != digest(blank):
+        """Parse and check; ``where`` names the file in errors.
+
+        Every name, number and list is checked against the others, so that nothing that is read
+        through a manifest can lead out of the folder or past the end of a file.
+
+        Raises:
+            CorruptCheckpointError: damaged, or with content that no save writes.
+            CheckpointError: an unsafe name of a file, or another version of the format.
+        """
+        top = Fields(parse_object(data, where, CorruptCheckpointError), str(where), _CORRUPT)
+        written = top.text("digest").encode(errors="replace")
+        if written.decode() != digest(data.replace(written, _NO_DIGEST.encode(), 1)):
             raise CorruptCheckpointError(f"{where} changed since it was written (digest differs)")
-        if content["format"] != FORMAT or content["format_version"] != FORMAT_VERSION:
-            raise CheckpointError(
-                f"{where} has format {content['format']} {content['format_version']}, this "
-                f"megatron-ckpt reads {FORMAT} {FORMAT_VERSION}: use a newer one"
-            )
-        if content["algorithm"] != ALGORITHM or content["block_size"] != BLOCK_SIZE:
-            raise CheckpointError(
-                f"{where} digests {content['block_size']}-byte blocks with {content['algorithm']}, "
-                f"this megatron-ckpt {BLOCK_SIZE}-byte blocks with {ALGORITHM}: use a newer one"
-            )
+        _check_format(top)
+        files = {
+            check_name(name, f"{where}: files"): _file(record)
+            for name, record in top.items("files")
+        }
+        tensors = {name: _tensor(record, files) for name, record in top.items("tensors")}
+        _check_room(str(where), files, tensors)
         return cls(
-            iteration=content["iteration"],
-            world_size=content["world_size"],
-            files={
-                name: FileRecord(record["size"], tuple(record["blocks"]))
-                for name, record in content["files"].items()
-            },
-            tensors={name: _tensor(record) for name, record in content["tensors"].items()},
-            model=ModelRecord(**content["model"]) if content["model"] else None,
-            versions=content["versions"],
+            iteration=top.integer("iteration"),
+            world_size=top.integer("world_size", 1),
+            files=files,
+            tensors=tensors,
+            model=None if top.need("model") is None else _model(top.inner("model")),
+            versions={name: str(value) for name, value in top.inner("versions").content.items()},
         )
 
 
-def _tensor(record: dict[str, Any]) -> TensorRecord:
-    pieces = (
-        Piece(piece["file"], piece["start"], tuple(piece["offsets"]), tuple(piece["lengths"]))
-        for piece in record["pieces"]
-    )
-    return TensorRecord(record["dtype"], tuple(record["shape"]), record["group"], tuple(pieces))
+def _check_format(top: Fields) -> None:
+    name, number = top.need("format"), top.need("format_version")
+    if (name, number) != (FORMAT, FORMAT_VERSION):
+        raise CheckpointError(
+            f"{top.where} has format {name} {number}, this megatron-ckpt reads {FORMAT} "
+            f"{FORMAT_VERSION}: use a newer one"
+        )
+    algorithm, size = top.need("algorithm"), top.need("block_size")
+    if (algorithm, size) != (ALGORITHM, BLOCK_SIZE):
+        raise CheckpointError(
+            f"{top.where} digests {size}-byte blocks with {algorithm}, this megatron-ckpt "
+            f"{BLOCK_SIZE}-byte blocks with {ALGORITHM}: use a newer one"
+        )
+
+
+def _file(record: Fields) -> FileRecord:
+    size, blocks = record.integer("size"), record.texts("blocks")
+    if len(blocks) != -(-size // BLOCK_SIZE):
+        raise record.refuse("size", f"which are not {len(blocks)} blocks of {BLOCK_SIZE} bytes")
+    return FileRecord(size, blocks)
+
+
+def _model(record: Fields) -> ModelRecord:
+    family = None if record.need("family") is None else record.text("family")
+    return ModelRecord(family, record.inner("config").content)
+
+
+def _tensor(record: Fields, files: Mapping[str, FileRecord]) -> TensorRecord:
+    dtype, shape = record.dtype("dtype"), record.integers("shape")
+    if math.prod(max(1, extent) for extent in shape) * item_size(dtype) > _MOST_BYTES:
+        raise record.refuse("shape", "larger than any tensor")
+    pieces = tuple(_piece(part, dtype, shape, files) for part in record.elements("pieces"))
+    covered = sum(piece.box.volume for piece in pieces)
+    if covered != math.prod(shape):
+        raise record.refuse("shape", f"but its pieces have {covered} elements")
+    return TensorRecord(dtype, shape, record.text("group"), pieces)
+
+
+def _piece(
+    part: Fields, dtype: str, shape: tuple[int, ...], files: Mapping[str, FileRecord]
+) -> Piece:
+    file, start = part.text("file"), part.integer("start")
+    offsets, lengths = part.integers("offsets"), part.integers("lengths")
+    if file not in files:
+        raise part.refuse("file", "which is not among the files")
+    if not len(offsets) == len(lengths) == len(shape):
+        raise part.refuse("lengths", f"and offsets are {offsets}, of a tensor of shape {shape}")
+    if any(o + n > extent for o, n, extent in zip(offsets, lengths, shape, strict=True)):
+        raise part.refuse("lengths", f"from {offsets} on, outside of shape {shape}")
+    if start + math.prod(lengths) * item_size(dtype) > files[file].size:
+        raise part.refuse("start", f"past the end of {file} with its {files[file].size} bytes")
+    return Piece(file, start, offsets, lengths)
+
+
+def _check_room(
+    where: str, files: Mapping[str, FileRecord], tensors: Mapping[str, TensorRecord]
+) -> None:
+    """Refuse pieces that share bytes: a small file could stand for tensors without end."""
+    used: dict[str, int] = defaultdict(int)
+    for record in tensors.values():
+        for piece in record.pieces:
+            used[piece.file] += piece.box.volume * record.item_size
+    for file, count in used.items():
+        if count > files[file].size:
+            raise CorruptCheckpointError(
+                f"{where}: pieces take {count} bytes of {file}, which has {files[file].size}"
+            )

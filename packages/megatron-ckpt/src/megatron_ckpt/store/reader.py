@@ -99,7 +99,7 @@ def fill_views(
                 by_file[copy.piece.file].append(copy)
     for file, copies in by_file.items():
         copies.sort(key=lambda copy: copy.piece.start)
-        with BlockReader(path / file, manifest.files[file], verify=verify) as reader:
+        with BlockReader(path, file, manifest.files[file], verify=verify) as reader:
             for copy in copies:
                 read_region(reader, copy.piece, copy.dtype, copy.region, copy.target)
                 progress(copy.region.volume * item_size(copy.dtype))

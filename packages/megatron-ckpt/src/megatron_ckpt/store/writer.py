@@ -8,12 +8,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ckpt._version import __version__
 from megatron_ckpt.dtypes import dtype_name, item_size
 from megatron_ckpt.errors import CheckpointError
+from megatron_ckpt.paths import check_name, locate
 from megatron_ckpt.store.blocks import FileRecord, copy_file, write_file
 from megatron_ckpt.store.checkpoint import STATE
 from megatron_ckpt.store.durable import sync_directory, sync_tree
@@ -217,21 +218,26 @@ def commit(
 
 
 def expand_attachments(attachments: Mapping[str, bytes | Path]) -> dict[str, bytes | Path]:
-    """Replace folders by the files in them, and check the names files will have."""
+    """Replace folders by the files in them, and check the names files will have.
+
+    Raises:
+        CheckpointError: a name that is unsafe (`megatron_ckpt.paths`) or taken, or a link that
+            leads out of a folder.
+    """
     found: dict[str, bytes | Path] = {}
     for name, source in attachments.items():
         if isinstance(source, Path) and source.is_dir():
-            inside = sorted(path for path in source.rglob("*") if path.is_file())
-            found |= {f"{name}/{path.relative_to(source).as_posix()}": path for path in inside}
+            below = sorted(path for path in source.rglob("*") if path.is_file())
+            names = [path.relative_to(source).as_posix() for path in below]
+            found |= {f"{name}/{inside}": locate(source, inside) for inside in names}
         else:
             found[name] = source
     for name in found:
-        parts = PurePosixPath(name).parts
-        taken = name in _RESERVED or (len(parts) == 1 and name.endswith(".safetensors"))
-        if not parts or parts[0] == "/" or ".." in parts or taken:
+        check_name(name, "files of a checkpoint")
+        if name in _RESERVED or ("/" not in name and name.endswith(".safetensors")):
             raise CheckpointError(
-                f"a checkpoint cannot hold a file {name!r}: give a relative name that is not "
-                f"{STATE}, {MANIFEST} or a .safetensors file"
+                f"a checkpoint cannot hold a file {name!r}: give a name that is not {STATE}, "
+                f"{MANIFEST} or a .safetensors file"
             )
     return found
 

@@ -1,0 +1,172 @@
+"""Checkpoints and Hugging Face folders made to read, write or wait where they must not."""
+
+import json
+import os
+import re
+import shutil
+
+import pytest
+import torch
+from megatron_ckpt import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointStore,
+    View,
+    export_hf,
+    find_checkpoint,
+    import_hf,
+)
+from megatron_ckpt.cli import main
+from megatron_ckpt.store.blocks import digest
+
+pytestmark = pytest.mark.usefixtures("toy", "no_hang")
+
+SECRET = b"from elsewhere"
+
+
+@pytest.fixture
+def run(folder, tmp_path):
+    import_hf(folder, tmp_path / "run")
+    (tmp_path / "secret").write_bytes(SECRET)
+    return tmp_path / "run"
+
+
+def refused_by_every_reader(run, capsys, words):
+    """Each reader ends with one line that has ``words``, and none makes a file."""
+    made = run / "iter_0000000"
+    before = sorted(run.parent.rglob("*"))
+    for command in (["inspect"], ["verify"], ["convert", "--to-hf"]):
+        target = [str(run.parent / "back")] if "--to-hf" in command else []
+        assert main([*command, str(made), *target]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("megatron-ckpt: error: ") and words in error
+        assert error.count("\n") == 1
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        view = View.whole(torch.empty(5, 2))
+        CheckpointStore(run).load(0, {"word": [view]}, groups=[])
+    assert sorted(run.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/{0}/out", "tokenizer/{0}/out", "tokenizer/../../../out", "tokenizer/./out", "a\\b", ""],
+)
+def test_a_manifest_names_files_of_its_own_folder_only(run, forge, capsys, tmp_path, name):
+    name = name.format(tmp_path)  # tokenizer//abs/path: joined to a folder it is absolute
+
+    def add(content):
+        content["files"][name] = {"size": len(SECRET), "blocks": [digest(SECRET)]}
+
+    outside = tmp_path / "out"
+    outside.write_bytes(SECRET)  # what the name leads to is there, at its size
+    forge(run / "iter_0000000", add)
+    refused_by_every_reader(run, capsys, "is no name of a file in it")
+
+
+@pytest.mark.parametrize("file", ["../../secret", "state.json/../../../secret", "other", 3])
+def test_a_piece_lies_in_a_file_of_the_manifest(run, forge, capsys, file):
+    def move(content):
+        content["tensors"]["word"]["pieces"][0] |= {"file": file, "start": 0}
+
+    forge(run / "iter_0000000", move)
+    refused_by_every_reader(run, capsys, "tensors 'word': pieces[0]: file is ")
+
+
+@pytest.mark.parametrize("name", ["tokenizer/tokenizer.json", "MANIFEST.json", "tokenizer"])
+def test_links_out_of_a_checkpoint_are_not_followed(run, capsys, tmp_path, name):
+    path = run / "iter_0000000" / name
+    shutil.move(path, tmp_path / "moved")
+    path.symlink_to(tmp_path / "moved")
+    refused_by_every_reader(run, capsys, "lies outside the folder")
+
+
+def test_links_inside_a_checkpoint_and_to_it_are_followed(run, tmp_path):
+    file = run / "iter_0000000" / "tokenizer" / "tokenizer.json"
+    file.rename(file.with_name("real.json"))
+    file.symlink_to("real.json")
+    (tmp_path / "link").symlink_to(run)
+    assert find_checkpoint(tmp_path / "link").verify() == []
+
+
+@pytest.mark.parametrize("name", ["tokenizer/tokenizer.json", "MANIFEST.json"])
+def test_a_pipe_in_a_checkpoint_is_refused_and_not_waited_for(run, forge, capsys, name):
+    made = run / "iter_0000000"
+    if name != "MANIFEST.json":
+        forge(made, lambda content: content["files"].update({name: {"size": 0, "blocks": []}}))
+    (made / name).unlink()
+    os.mkfifo(made / name)
+    refused_by_every_reader(run, capsys, f"{made / name} is a pipe, not a regular file")
+
+
+def test_a_pipe_that_takes_the_place_of_a_file_after_opening_is_named_by_verify(run):
+    checkpoint = Checkpoint(run / "iter_0000000")
+    path = checkpoint.path / "tokenizer" / "tokenizer.json"
+    path.unlink()
+    os.mkfifo(path)
+    assert checkpoint.verify() == [f"{path} is a pipe, not a regular file"]
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "extra.safetensors", "x.pth"])
+def test_an_export_takes_no_weights_or_settings_from_the_tokenizer(folder, tmp_path, file):
+    import_hf(folder, tmp_path / "run")
+    checkpoint = Checkpoint(tmp_path / "run" / "iter_0000000")
+    values = {"word": [View.whole(checkpoint.read("word"))]}
+    values |= {n: [View.whole(checkpoint.read(n))] for n in ("layers.0.w", "layers.1.w")}
+    CheckpointStore(tmp_path / "other").save(
+        1, values, model=checkpoint.model, files={f"tokenizer/{file}": b"{}"}
+    )
+    with pytest.raises(CheckpointError, match=f"tokenizer/{file}', a name that the exported"):
+        export_hf(tmp_path / "other", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
+def test_links_out_of_a_hugging_face_folder_are_not_followed(folder, tmp_path, capsys, name):
+    shutil.move(folder / name, tmp_path / "secret")
+    (folder / name).symlink_to(tmp_path / "secret")
+    assert main(["convert", "--from-hf", str(folder), str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert f"{folder / name} leads to {tmp_path / 'secret'}, which lies outside" in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
+def test_a_pipe_in_a_hugging_face_folder_is_refused(folder, tmp_path, name):
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name} is a pipe, not a regular file"):
+        import_hf(folder, tmp_path / "run")
+
+
+@pytest.mark.parametrize("file", ["../other.safetensors", "/{0}/other.safetensors", 7, None])
+def test_an_index_names_files_of_its_own_folder_only(folder, tmp_path, file):
+    file = file.format(tmp_path) if isinstance(file, str) else file
+    shutil.move(folder / "model.safetensors", tmp_path / "other.safetensors")
+    index = {"weight_map": {"net.word": file}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index.json: weight_map: .* is no name of a file"):
+        import_hf(folder, tmp_path / "run")
+
+
+def test_a_folder_of_hugging_faces_cache_is_read_through_its_links(folder, tmp_path):
+    snapshot = tmp_path / "models--toy" / "snapshots" / "0a1b"
+    blobs = tmp_path / "models--toy" / "blobs"
+    shutil.copytree(folder, snapshot)
+    blobs.mkdir()
+    for path in list(snapshot.iterdir()):
+        shutil.move(path, blobs / path.name)
+        path.symlink_to(f"../../blobs/{path.name}")
+    made = import_hf(snapshot, tmp_path / "run")
+    assert (made / "tokenizer" / "tokenizer.json").read_text() == "{}"
+    (blobs / "tokenizer.json").unlink()
+    (blobs / "tokenizer.json").symlink_to(tmp_path / "theirs" / "tokenizer.json")
+    with pytest.raises(CheckpointError, match="lies outside the folder"):
+        import_hf(snapshot, tmp_path / "again")
+
+
+def test_a_saved_folder_does_not_take_along_what_its_links_lead_to(tmp_path):
+    (tmp_path / "secret").write_bytes(SECRET)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "vocab.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="lies outside the folder"):
+        CheckpointStore(tmp_path / "run").save(1, {}, files={"tokenizer": tmp_path / "tokenizer"})
