@@ -8,8 +8,9 @@ from megatron_data import ByteTokenizer, load_tokenizer
 from megatron_models import GPTConfig
 from megatron_optim import OptimizerConfig
 from megatron_train import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
+from megatron_train.callbacks.callback import Callback
 from megatron_train.callbacks.stopping import StopAt
-from megatron_train.checkpointing import Saver, restore, tokenizer_files
+from megatron_train.checkpointing import Kept, Saver, restore, tokenizer_files
 from megatron_train.config.files import read_file
 from megatron_train.config.run import build_run, run_options
 from megatron_train.config.shown import write_config
@@ -93,22 +94,80 @@ def test_the_files_of_a_tokenizer_make_an_equal_one(tmp_path):
     assert load_tokenizer(tmp_path / "tokenizer").fingerprint == ByteTokenizer().fingerprint
 
 
-def test_a_run_that_ends_early_says_what_is_kept_and_how_to_go_on(make_trainer, tmp_path, capsys):
+class Interrupt(Callback):
+    """As a second Ctrl-C does."""
+
+    def __init__(self, iteration):
+        self.iteration = iteration
+
+    def on_step(self, trainer, report):
+        if report.iteration == self.iteration:
+            raise KeyboardInterrupt
+
+
+def interrupted(trainer, folder, interval, at, continued=None):
+    """Train from where `trainer` is and interrupt it; what is said of a run that loads nothing."""
+    saver = Saver(CheckpointStore(folder), {}, None, interval, None, Console(silent=True))
+    trainer.callbacks = [saver, Interrupt(at)]
+    if at > trainer.iteration:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run()
+    return what_is_kept(trainer, CheckpointConfig(save=str(folder)), Start(), continued)
+
+
+def test_a_run_that_ends_early_says_what_is_kept_and_how_to_go_on(make_trainer, tmp_path):
     trainer, folder = make_trainer(), str(tmp_path)
     assert what_is_kept(trainer, CheckpointConfig(), Start()) == (
         "nothing is saved, as there is no --save"
     )
-    saver = Saver(CheckpointStore(tmp_path), {}, None, None, None, Console())
+    saver = Saver(CheckpointStore(tmp_path), {}, None, None, None, Console(silent=True))
     trainer.callbacks = [StopAt(1, None), saver]
-    kept = CheckpointConfig(save=folder)
-    assert what_is_kept(trainer, kept, Start()) == "nothing is saved, as no step was made"
     assert trainer.run() == Stop("--exit-interval 1")
+    kept = CheckpointConfig(save=folder)
     place = f"saved in {tmp_path}/iter_0000001; the same command"
     assert what_is_kept(trainer, kept, Start()) == f"{place} with --load {folder} continues it"
     again = CheckpointConfig(save=folder, load=folder)
     assert what_is_kept(trainer, again, Start()) == f"{place} continues it"
     tuned = CheckpointConfig(save=folder, load="base", finetune=True)
     assert what_is_kept(trainer, tuned, Start(origin="base")) == f"{place} continues it"
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_an_interrupted_new_run_says_which_steps_are_lost(make_trainer, tmp_path, weights_only):
+    """Weights of another run are no checkpoint to continue from."""
+    start = Start(tmp_path, weights_only, origin="base" if weights_only else "")
+    again = "the same command" if weights_only else f"the same command with --load {tmp_path}"
+    for interval, at, expected in (
+        (None, 0, "nothing is saved, as no step was made"),
+        (None, 1, "nothing is saved, as no checkpoint was complete after 1 step"),
+        (4, 3, "nothing is saved, as no checkpoint was complete after 3 steps"),
+        (2, 4, f"saved in {tmp_path}/iter_0000004; {again} continues it"),
+        (4, 5, f"1 step since {tmp_path}/iter_0000004 is not saved; {again} continues from there"),
+        (3, 5, f"2 steps since {tmp_path}/iter_0000003 are not saved; {again} continues from th"),
+    ):
+        trainer = make_trainer()
+        interrupted(trainer, tmp_path, interval, at)
+        found = what_is_kept(trainer, CheckpointConfig(save=str(tmp_path)), start)
+        assert found.startswith(expected), (interval, at)
+
+
+def test_an_interrupted_continued_run_names_the_checkpoint_it_came_from(make_trainer, tmp_path):
+    base, folder = tmp_path / "base", tmp_path / "run"
+    saver = Saver(CheckpointStore(base), {}, None, None, None, Console(silent=True))
+    make_trainer(callbacks=[saver, StopAt(2, None)]).run()
+    place, there = base / "iter_0000002", "the same command continues from there"
+    for interval, at, expected in (
+        (None, 2, f"no step was made since {place}; {there}"),
+        (None, 3, f"1 step since {place} is not saved; {there}"),
+        (None, 6, f"4 steps since {place} are not saved; {there}"),
+        (5, 5, f"saved in {folder}/iter_0000005; the same command with --load {folder} contin"),
+        (5, 7, f"2 steps since {folder}/iter_0000005 are not saved; the same command with --lo"),
+    ):
+        trainer = make_trainer()
+        continued = restore(trainer, base, {}, Console(silent=True))
+        assert continued == Kept(place, 2)
+        found = interrupted(trainer, folder, interval, at, continued)
+        assert found.startswith(expected), (interval, at)
 
 
 def test_a_signal_while_ranks_agree_stops_them_all_after_the_next_step(make_trainer, monkeypatch):

@@ -62,6 +62,14 @@ def coordinator_of(mesh: Mesh) -> Coordinator:
     return SingleProcess() if mesh.world_size == 1 else MeshCoordinator(mesh)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint, and the steps that a run which continues from it need not make again."""
+
+    path: Path
+    iteration: int
+
+
 class Saver(Callback):
     """Save a checkpoint every ``interval`` steps and when the run ends.
 
@@ -96,7 +104,7 @@ class Saver(Callback):
         self._retention = Retention(latest=keep_last)
         self._console = console
         self._saved = 0
-        self.newest: Path | None = None
+        self.newest: Kept | None = None
         """The newest checkpoint that this process has saved."""
 
     def on_start(self, trainer: Trainer) -> None:
@@ -136,7 +144,7 @@ class Saver(Callback):
             retention=self._retention,
             replace=True,
         )
-        self._saved, self.newest = trainer.iteration, path
+        self._saved, self.newest = trainer.iteration, Kept(path, trainer.iteration)
         self._console.line(f"saved checkpoint {path}")
 
 
@@ -159,8 +167,8 @@ def restore(
     *,
     optimizer: bool = True,
     allowed: Collection[str] = (),
-) -> bool:
-    """Continue from the newest complete checkpoint in ``folder``; returns whether there was one.
+) -> Kept | None:
+    """Continue from the newest complete checkpoint in ``folder``; return it, or None without one.
 
     ``folder`` may also be one checkpoint itself. Torn checkpoints are named in one warning. The
     checkpoint may have been saved by any number of ranks, in any layout.
@@ -183,7 +191,7 @@ def restore(
         store.coordinator, lambda: None, lambda _: _find(store, folder, itself, console)
     )
     if found is None:
-        return False
+        return None
     refuse_other_model(trainer, found.model, found.path, but=LOSS_FIELDS)
     if not found.continues:
         raise TrainError(
@@ -200,7 +208,7 @@ def restore(
         trainer.optimizer.refresh_main_parameters()
     trainer.load_state(state["trainer"])
     _compare(state.get("run"), run, trainer, state.checkpoint.path, allowed, console)
-    return True
+    return Kept(state.checkpoint.path, trainer.iteration)
 
 
 def _compare(

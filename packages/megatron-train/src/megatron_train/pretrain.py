@@ -3,10 +3,11 @@
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -82,23 +83,23 @@ def pretrain_gpt(
         console.line(str(trainer.engine.fusion))
         run = _Run(config, console, mesh, dtype, batches, tokenizer, facts, start, record)
         trainer.callbacks = run.callbacks()
-        start.take(trainer, config, record, console)
+        continued = start.take(trainer, config, record, console)
         if config.checkpoint.save is not None and not console.silent:
             write_config(config, Path(config.checkpoint.save) / CONFIG_FILE)
-        stop = _train(trainer, config, start, console)
+        kept = partial(what_is_kept, trainer, config.checkpoint, start, continued)
+        stop = _train(trainer, console, kept)
     mesh.close()  # only here: after an error, ranks that still wait would be waited for
     return 0 if stop is None else stop.status
 
 
-def _train(trainer: Trainer, config: RunConfig, start: Start, console: Console) -> Stop | None:
-    """Train, and say what is kept where that ends early; return why it did."""
+def _train(trainer: Trainer, console: Console, kept: Callable[[], str]) -> Stop | None:
+    """Train, and say what is ``kept`` where that ends early; return why it did."""
     try:
         with StopOnSignal(trainer):
             stop = trainer.run()
     except KeyboardInterrupt:
         console.line(
-            f"interrupted after step {trainer.iteration} of {trainer.train_iters}; "
-            + what_is_kept(trainer, config.checkpoint, start)
+            f"interrupted after step {trainer.iteration} of {trainer.train_iters}; {kept()}"
         )
         raise
     finally:
@@ -106,7 +107,7 @@ def _train(trainer: Trainer, config: RunConfig, start: Start, console: Console) 
     if stop is not None:
         console.line(
             f"stopped after step {trainer.iteration} of {trainer.train_iters}: {stop.reason}; "
-            + what_is_kept(trainer, config.checkpoint, start)
+            f"{kept()}"
         )
     return stop
 

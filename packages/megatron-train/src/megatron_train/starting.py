@@ -23,7 +23,7 @@ from megatron_ckpt import (
     run_lock,
 )
 
-from megatron_train.checkpointing import Saver, is_checkpoint, load_weights, restore
+from megatron_train.checkpointing import Kept, Saver, is_checkpoint, load_weights, restore
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
@@ -91,8 +91,11 @@ class Start:
 
     def take(
         self, trainer: Trainer, config: RunConfig, record: RunRecord, console: Console
-    ) -> None:
+    ) -> Kept | None:
         """Load what there is to load into ``trainer`` and say so.
+
+        Returns:
+            The checkpoint that the run continues from; None for a new run.
 
         Raises:
             TrainError: the checkpoint does not fit the run; the message says in what.
@@ -100,14 +103,14 @@ class Start:
         if self.note:
             console.line(self.note)
         if self.folder is None:
-            return
+            return None
         if self.weights_only:
             iteration = load_weights(trainer, self.folder)
             console.line(
                 f"beginning at step 0 with the weights of {self.folder}, step {iteration}; "
                 "optimizer and order of samples are new"
             )
-            return
+            return None
         checkpoint = config.checkpoint
         own = self.note == "" and checkpoint.load is not None  # flags are about --load alone
         allowed: set[str] = {*(checkpoint.allow_changed_run or ())}
@@ -130,22 +133,43 @@ class Start:
                 console.line(absent)  # the first start of a command that is given again and again
             else:
                 console.warn(f"{absent}; --exit-on-missing-checkpoint refuses to")
-            return
+            return None
         console.line(f"continuing from {self.folder} after step {trainer.iteration}")
         if trainer.iteration >= trainer.train_iters:
             console.line(f"nothing left to do: the run is {trainer.train_iters} steps long")
+        return found
 
 
-def what_is_kept(trainer: Trainer, config: CheckpointConfig, start: Start) -> str:
-    """Return, for a run that ends early, where it is saved and which flag continues it."""
+def what_is_kept(
+    trainer: Trainer, config: CheckpointConfig, start: Start, continued: Kept | None = None
+) -> str:
+    """Return, for a run that ends early, what of it is saved where and which flag continues it.
+
+    Args:
+        trainer: as it stands.
+        config: where the run was to be saved.
+        start: how the run began.
+        continued: the checkpoint that it continued from, if it did.
+    """
     if config.save is None:
         return "nothing is saved, as there is no --save"
     saver = next(one for one in trainer.callbacks if isinstance(one, Saver))
-    if saver.newest is None:
-        return "nothing is saved, as no step was made"
+    kept = saver.newest or continued
+    lost = trainer.iteration - (kept.iteration if kept else 0)
+    steps = f"{lost} step{'s' * (lost > 1)}"
+    if kept is None:
+        reason = f"no checkpoint was complete after {steps}" if lost else "no step was made"
+        return f"nothing is saved, as {reason}"
     again = config.load is not None and Path(config.load).resolve() == Path(config.save).resolve()
-    how = "" if again or start.origin else f" with --load {config.save}"
-    return f"saved in {saver.newest}; the same command{how} continues it"
+    same = "the same command"
+    if saver.newest is not None and not again and not start.origin:
+        same += f" with --load {config.save}"
+    if lost:
+        verb = "are" if lost > 1 else "is"
+        return f"{steps} since {kept.path} {verb} not saved; {same} continues from there"
+    if saver.newest is None:
+        return f"no step was made since {kept.path}; {same} continues from there"
+    return f"saved in {kept.path}; {same} continues it"
 
 
 def _find(config: CheckpointConfig) -> Start:
