@@ -3,6 +3,7 @@
 import pytest
 import torch
 from megatron_parallel import Mesh, ParallelLayout, broadcast_tensors
+from megatron_parallel.packed import all_gather_texts
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor
 
@@ -47,3 +48,13 @@ def test_on_one_rank_nothing_is_sent_or_copied(single: Mesh) -> None:
         found = broadcast_tensors(given, single.axis("tp"))
     assert all(found[name] is tensor for name, tensor in given.items())
     assert traffic.records == []
+
+
+def test_every_rank_gets_the_texts_of_all(worker_pool: WorkerPool) -> None:
+    texts = ["", "größer", "a" * 1000]
+
+    def run(mesh: Mesh) -> list[str]:
+        return all_gather_texts(texts[mesh.rank], mesh.axis("tp"))
+
+    assert worker_pool.run_mesh(ParallelLayout(tp=3, dp=1), run) == [texts] * 3
+    assert all_gather_texts("alone", Mesh.single().axis("tp")) == ["alone"]

@@ -1,19 +1,19 @@
 """How the ranks of a run agree on a save or a load: all of them, or none with the reason.
 
-The store needs two exchanges of small picklable objects. Whoever has another way of talking than
-`torch.distributed` gives an object with these four members.
+The store needs two exchanges of text between ranks; what it writes there is JSON, never a pickle,
+so a rank runs nothing that another one sends. A way of talking other than `torch.distributed` is an
+object with these four members.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError
+from megatron_ckpt.values import dumps, loads
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
-
-Local = TypeVar("Local")
-Agreed = TypeVar("Agreed")
 
 
 class Coordinator(Protocol):
@@ -27,11 +27,11 @@ class Coordinator(Protocol):
     def world_size(self) -> int:
         """Number of ranks."""
 
-    def gather(self, value: Any) -> list[Any] | None:
-        """Return every rank's value, by rank, on rank 0; None elsewhere."""
+    def gather(self, text: str) -> list[str] | None:
+        """Return every rank's text, by rank, on rank 0; None elsewhere."""
 
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
+    def broadcast(self, text: str) -> str:
+        """Return rank 0's text on every rank."""
 
 
 class SingleProcess:
@@ -40,19 +40,19 @@ class SingleProcess:
     rank = 0
     world_size = 1
 
-    def gather(self, value: Any) -> list[Any] | None:
-        """Return the one value."""
-        return [value]
+    def gather(self, text: str) -> list[str] | None:
+        """Return the one text."""
+        return [text]
 
-    def broadcast(self, value: Any) -> Any:
-        """Return the value."""
-        return value
+    def broadcast(self, text: str) -> str:
+        """Return the text."""
+        return text
 
 
 class DistributedCoordinator:
     """The ranks of a `torch.distributed` process group (the default group if none is given).
 
-    A Gloo group is best: with NCCL the objects travel through GPU memory. The group's time-out
+    A Gloo group is best: with NCCL the texts travel through GPU memory. The group's time-out
     bounds every wait; a rank that dies raises torch's error on the others, and what was written
     so far is cleared by the next save.
     """
@@ -64,29 +64,67 @@ class DistributedCoordinator:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
-    def gather(self, value: Any) -> list[Any] | None:
-        """Return every rank's value on the group's rank 0; None elsewhere."""
+    def gather(self, text: str) -> list[str] | None:
+        """Return every rank's text on the group's rank 0; None elsewhere."""
+        import torch
         import torch.distributed as dist
 
-        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, values, group=self.group, group_dst=0)
-        return values
+        own = self._tensor(text)
+        size = torch.tensor([own.numel()], device=own.device)
+        sizes = [torch.empty_like(size) for _ in range(self.world_size)]
+        dist.all_gather(sizes, size, group=self.group)
+        longest = max(int(one) for one in sizes)
+        padded = own.new_zeros(longest)
+        padded[: own.numel()] = own
+        parts = [torch.empty_like(padded) for _ in sizes] if self.rank == 0 else None
+        dist.gather(padded, parts, group=self.group, group_dst=0)
+        if parts is None:
+            return None
+        return [_text(part[: int(one)]) for part, one in zip(parts, sizes, strict=True)]
 
-    def broadcast(self, value: Any) -> Any:
-        """Return the value of the group's rank 0."""
+    def broadcast(self, text: str) -> str:
+        """Return the text of the group's rank 0."""
+        import torch
         import torch.distributed as dist
 
-        box = [value]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
-        return box[0]
+        own = self._tensor(text)
+        size = torch.tensor([own.numel()], device=own.device)
+        dist.broadcast(size, group=self.group, group_src=0)
+        if self.rank != 0:
+            own = own.new_empty(int(size))
+        dist.broadcast(own, group=self.group, group_src=0)
+        return _text(own)
+
+    def _tensor(self, text: str) -> "torch.Tensor":
+        """Return the bytes of ``text`` as uint8, where the group communicates."""
+        import numpy as np
+        import torch
+        import torch.distributed as dist
+
+        data = bytearray(text.encode("utf-8", "surrogatepass"))
+        devices = [
+            pair.partition(":")[0] for pair in dist.get_backend_config(self.group).split(",")
+        ]
+        device = "cpu" if "cpu" in devices else devices[0]
+        return torch.from_numpy(np.frombuffer(data, np.uint8)).to(device)
+
+
+def _text(data: "torch.Tensor") -> str:
+    return data.cpu().numpy().tobytes().decode("utf-8", "surrogatepass")
+
+
+_WHAT = "what ranks exchange"
 
 
 def exchange(
     coordinator: Coordinator,
-    local: Callable[[], Local],
-    lead: Callable[[list[Local]], Agreed],
-) -> Agreed:
+    local: Callable[[], object],
+    lead: Callable[[list[Any]], object],
+) -> Any:
     """Run ``local`` on every rank, then ``lead`` on rank 0 with all results, by rank.
+
+    What ``local`` and ``lead`` return crosses ranks as JSON: plain values (None, bool, int, float,
+    str, bytes, list, tuple, dict), which come back as they were.
 
     Every rank returns what ``lead`` returned, or, if ``local`` failed on any rank or ``lead``
     failed, every rank raises: the first failing rank its own exception, all others a
@@ -94,36 +132,34 @@ def exchange(
     can go on alike.
     """
     failure: Exception | None = None
-    result: Local | None = None
     try:
-        result = local()
+        outcome = dumps((local(), None), _WHAT)
     except Exception as error:  # noqa: BLE001 - raised below, after the other ranks were told
         failure = error
-    outcomes = coordinator.gather((result, _describe(failure)))
-    verdict: tuple[Any, tuple[int, str, bool] | None] = (None, None)
-    if outcomes is not None:
+        outcome = dumps((None, _describe(error)), _WHAT)
+    gathered = coordinator.gather(outcome)
+    verdict = ""
+    if gathered is not None:
+        outcomes: list[Any] = [loads(text) for text in gathered]
         failed = [(rank, *problem) for rank, (_, problem) in enumerate(outcomes) if problem]
-        if failed:
-            verdict = (None, failed[0])
-        else:
-            try:
-                verdict = (lead([value for value, _ in outcomes]), None)
-            except Exception as error:  # noqa: BLE001 - as above
-                failure = error
-                verdict = (None, (0, *_describe(error)))  # type: ignore[misc]
-    agreed, problem = coordinator.broadcast(verdict)
+        try:
+            agreed = None if failed else lead([value for value, _ in outcomes])
+            verdict = dumps((agreed, failed[0] if failed else None), _WHAT)
+        except Exception as error:  # noqa: BLE001 - as above
+            failure = error
+            verdict = dumps((None, (0, *_describe(error))), _WHAT)
+    answer: Any = loads(coordinator.broadcast(verdict))
+    agreed, problem = answer
     if problem is not None:
         rank, message, corrupt = problem
         if rank == coordinator.rank and failure is not None:
             raise failure
         kind = CorruptCheckpointError if corrupt else CheckpointError
         raise kind(f"rank {rank}: {message}") from failure
-    return agreed  # type: ignore[no-any-return]
+    return agreed
 
 
-def _describe(error: Exception | None) -> tuple[str, bool] | None:
-    if error is None:
-        return None
+def _describe(error: Exception) -> tuple[str, bool]:
     known = isinstance(error, ValueError | OSError)  # meant for people; others are bugs
     message = str(error) if known else f"{type(error).__name__}: {error}"
     return message, isinstance(error, CorruptCheckpointError)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from megatron_parallel.pipeline.order import Action
 
-Store = _distributed_c10d.Store  # torch.distributed has it, but its type stubs hide it
+Store = _distributed_c10d.Store  # torch.distributed has this, but its type stubs hide it
 
 # torch 2.13 renamed these two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -209,11 +209,21 @@ def local_part(t: Tensor) -> Tensor:
     return part
 
 
-def gather_objects(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What every member gives, in their order."""
-    everybody: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everybody, own, group=group)
-    return everybody
+def tcp_store(
+    address: str, port: int, size: int, timeout: timedelta, listener: int | None = None
+) -> Store:
+    """Return the key-value store of `size` ranks, when all of them have come.
+
+    The rank that keeps it gives `listener`, a socket's descriptor, which torch takes over.
+    """
+    return _distributed_c10d.TCPStore(
+        address,
+        port,
+        size,
+        is_master=listener is not None,
+        timeout=timeout,
+        master_listen_fd=listener,
+    )
 
 
 def default_store() -> Store:

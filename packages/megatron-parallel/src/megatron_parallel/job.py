@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_parallel import _compat
 from megatron_parallel.agreement import agree
 from megatron_parallel.errors import CollectiveError, LayoutError, backend_text
+from megatron_parallel.rendezvous import init_default_group
 from megatron_parallel.store import default_store
 
 Groups = dict[tuple[int, ...], dist.ProcessGroup]
@@ -34,7 +35,7 @@ class Job:
         self._owned = not dist.is_initialized()
         self._members = 0
         if self._owned:
-            _init_default_group(self.device, timeout)
+            init_default_group(self.device, timeout)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._agree(topic, notes)
         self.number = default_store().add(f"mesh/{self.rank}", 1)  # equal on all ranks
@@ -92,22 +93,3 @@ def local_device(device: str | torch.device) -> torch.device:
         where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(where)
     return where
-
-
-def _init_default_group(device: torch.device, timeout: timedelta) -> None:
-    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    absent = [name for name in needed if name not in os.environ]
-    if absent:
-        raise LayoutError(
-            f"no process group and no {', '.join(absent)} in the environment: "
-            "start the ranks with torchrun"
-        )
-    try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-    except RuntimeError as error:
-        store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise CollectiveError(
-            f"rank {os.environ['RANK']} did not meet the others of {os.environ['WORLD_SIZE']} at "
-            f"{store} within {timeout.total_seconds():g} s: one did not start, or the address is "
-            f"wrong ({backend_text(error)})"
-        ) from error

@@ -1,8 +1,10 @@
-"""Several tensors that one rank has and all get, whatever their number, shapes and dtypes.
+"""Tensors that one rank has and all get, whatever their number, shapes and dtypes; and texts.
 
 They go as two messages: 16 bytes that say how long the second one is, then a description of the
 tensors and their bytes. So receivers know nothing beforehand and yet make room for exactly what
 comes; a backend that is sent another number of bytes than it expects stops, or leaves zeros.
+
+Nothing is pickled, here or anywhere between ranks: what is no tensor travels as JSON.
 """
 
 import json
@@ -15,7 +17,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from megatron_parallel.axes import Axis
-from megatron_parallel.collectives import broadcast
+from megatron_parallel.collectives import all_gather, broadcast
 
 _ALIGNED: Final = 16  # bytes, where a tensor begins
 
@@ -59,11 +61,35 @@ def broadcast_tensors(
     return found if axis.index == source else _unpacked(message, described)
 
 
+def all_gather_texts(
+    text: str, axis: Axis, *, device: torch.device | str = "cpu", purpose: str = ""
+) -> list[str]:
+    """Return the text of every member of an axis, in their order.
+
+    Args:
+        text: This rank's.
+        axis: Who takes part. Over an axis of one rank nothing is sent.
+        device: That which the backend sends from.
+        purpose: What the texts are, for `Mesh.counting` and for errors.
+    """
+    if axis.size == 1:
+        return [text]
+    own = _tensor_of(text.encode(), device)
+    size = torch.tensor([len(own)], device=device)
+    sizes = all_gather(size, axis, purpose=f"sizes of {purpose}" if purpose else "sizes").tolist()
+    padded = torch.cat([own, own.new_zeros(max(sizes) - len(own))])
+    texts = all_gather(padded, axis, purpose=purpose).view(axis.size, -1)
+    pairs = zip(texts, sizes, strict=True)
+    return [bytes(one[:length].tolist()).decode() for one, length in pairs]
+
+
 def _bytes(t: Tensor) -> Tensor:
     return t.contiguous().view(-1).view(torch.uint8)
 
 
 def _tensor_of(text: bytes, device: torch.device | str) -> Tensor:
+    if not text:  # which torch.frombuffer refuses
+        return torch.empty(0, dtype=torch.uint8, device=device)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
 
 

@@ -10,9 +10,9 @@ it.
 import re
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatron_ckpt import (
     Checkpoint,
@@ -46,15 +46,15 @@ class MeshCoordinator(DistributedCoordinator):
         self._axis = mesh.axis("world")
         super().__init__(self._axis.bound)
 
-    def gather(self, value: Any) -> list[Any] | None:
-        """Return every rank's value, by rank, on rank 0; None elsewhere."""
+    def gather(self, text: str) -> list[str] | None:
+        """Return every rank's text, by rank, on rank 0; None elsewhere."""
         with naming_failures(self._axis, "the agreement on a checkpoint"):
-            return super().gather(value)
+            return super().gather(text)
 
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
+    def broadcast(self, text: str) -> str:
+        """Return rank 0's text on every rank."""
         with naming_failures(self._axis, "the agreement on a checkpoint"):
-            return super().broadcast(value)
+            return super().broadcast(text)
 
 
 def coordinator_of(mesh: Mesh) -> Coordinator:
@@ -158,6 +158,16 @@ class _Found:
     continues: bool
     """Whether it holds the state of an optimizer, and not only weights."""
 
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as plain values, to be sent to other ranks."""
+        return {**asdict(self), "path": str(self.path)}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Self:
+        """Return what `to_plain` was called on."""
+        model = None if plain["model"] is None else ModelRecord(**plain["model"])
+        return cls(**{**plain, "path": Path(plain["path"]), "model": model})
+
 
 def restore(
     trainer: Trainer,
@@ -187,11 +197,15 @@ def restore(
         CheckpointError: ``folder`` is a torn checkpoint, or one that cannot be read.
     """
     store, itself = _store_of(trainer, folder)
-    found = exchange(
-        store.coordinator, lambda: None, lambda _: _find(store, folder, itself, console)
-    )
-    if found is None:
+
+    def find(_: list[None]) -> dict[str, Any] | None:
+        newest = _find(store, folder, itself, console)
+        return None if newest is None else newest.to_plain()
+
+    plain = exchange(store.coordinator, lambda: None, find)
+    if plain is None:
         return None
+    found = _Found.from_plain(plain)
     refuse_other_model(trainer, found.model, found.path, but=LOSS_FIELDS)
     if not found.continues:
         raise TrainError(
@@ -262,10 +276,10 @@ def load_weights(trainer: Trainer, folder: Path) -> int:
     """
     store, itself = _store_of(trainer, folder)
 
-    def find() -> _Found:
-        return _found(find_checkpoint(folder))
+    def find(_: list[None]) -> dict[str, Any]:
+        return _found(find_checkpoint(folder)).to_plain()
 
-    found = exchange(store.coordinator, lambda: None, lambda _: find())
+    found = _Found.from_plain(exchange(store.coordinator, lambda: None, find))
     refuse_other_model(trainer, found.model, found.path, but=("init_method_std", *LOSS_FIELDS))
     iteration = found.iteration if itself else None
     store.load(iteration, _weights_of(trainer), groups=["model"], cast="floating")

@@ -10,8 +10,9 @@ same command line, given again after a stop, continues it instead of beginning a
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_ckpt import (
     Checkpoint,
@@ -87,7 +88,13 @@ class Start:
             TrainError: --save holds another run, or there is nothing to take weights from.
             CheckpointError: a checkpoint named is torn.
         """
-        return exchange(coordinator, lambda: None, lambda _: _find(config))
+        plain = exchange(coordinator, lambda: None, lambda _: _find(config).to_plain())
+        folder = None if plain["folder"] is None else Path(plain["folder"])
+        return cls(**{**plain, "folder": folder})
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as plain values, to be sent to other ranks."""
+        return {**asdict(self), "folder": None if self.folder is None else str(self.folder)}
 
     def take(
         self, trainer: Trainer, config: RunConfig, record: RunRecord, console: Console

@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_ckpt.coordinator import Coordinator, SingleProcess, exchange
 from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError
@@ -14,7 +15,14 @@ from megatron_ckpt.store.manifest import MANIFEST, Manifest, ModelRecord
 from megatron_ckpt.store.reader import Cast, check_names
 from megatron_ckpt.store.retention import Retention
 from megatron_ckpt.store.transaction import Transaction
-from megatron_ckpt.store.writer import Contribution, Slab, contribute, split_state, write_rank
+from megatron_ckpt.store.writer import (
+    Contribution,
+    Slab,
+    Written,
+    contribute,
+    split_state,
+    write_rank,
+)
 from megatron_ckpt.views import ViewLike
 
 log = logging.getLogger("megatron_ckpt")
@@ -127,15 +135,16 @@ class CheckpointStore:
         shapes = {name: tuple(views[0].global_shape) for name, views in into.items() if views}
         damaged: list[Path] = []
 
-        def choose(ranks: list[dict[str, tuple[int, ...]]]) -> tuple[Path, Manifest]:
+        def choose(ranks: list[dict[str, tuple[int, ...]]]) -> tuple[str, bytes]:
             path, manifest = self._choose(iteration, damaged)
             wanted = {name: shape for rank in ranks for name, shape in rank.items()}
             check_names(manifest, wanted, groups)
-            return path, manifest
+            return str(path), manifest.to_bytes()
 
         while True:
-            path, manifest = exchange(self.coordinator, lambda: shapes, choose)
-            checkpoint = Checkpoint(path, manifest)
+            chosen, content = exchange(self.coordinator, lambda: shapes, choose)
+            path = Path(chosen)
+            checkpoint = Checkpoint(path, Manifest.from_bytes(content, path / MANIFEST))
             try:
                 return self._fill(checkpoint, into, cast, verify, progress)
             except CorruptCheckpointError as error:
@@ -154,7 +163,8 @@ class CheckpointStore:
                 log.warning("%s; %s", "; ".join(str(c.problem) for c in torn), then)
             return newest.iteration if newest else None
 
-        return exchange(self.coordinator, lambda: None, choose)
+        newest: int | None = exchange(self.coordinator, lambda: None, choose)
+        return newest
 
     def survey(self, without: Iterable[Path] = ()) -> tuple[Candidate | None, list[Candidate]]:
         """Return the newest complete checkpoint and what is torn before it.
@@ -229,18 +239,24 @@ def save_slabs(
     """Save the slabs and values that ``make`` gives; elements are made when they are written."""
     slabs: list[Slab] = []
 
-    def describe() -> Contribution:
+    def describe() -> dict[str, Any]:
         held, values = make()
         slabs.extend(held)
-        return contribute(held, values)
+        return contribute(held, values).to_plain()
+
+    def begin(ranks: list[dict[str, Any]]) -> str:
+        return str(transaction.begin([Contribution.from_plain(rank) for rank in ranks]))
+
+    def commit(ranks: list[dict[str, Any]]) -> None:
+        transaction.commit([Written.from_plain(rank) for rank in ranks])
 
     with transaction:
-        path = exchange(coordinator, describe, transaction.begin)
+        path = Path(exchange(coordinator, describe, begin))
         rank, world_size = coordinator.rank, coordinator.world_size
         exchange(
             coordinator,
-            lambda: write_rank(path, slabs, rank, world_size, progress),
-            transaction.commit,
+            lambda: write_rank(path, slabs, rank, world_size, progress).to_plain(),
+            commit,
         )
     return transaction.final
 

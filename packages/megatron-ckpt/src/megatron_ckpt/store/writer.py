@@ -6,10 +6,10 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from megatron_ckpt._version import __version__
 from megatron_ckpt.dtypes import dtype_name, item_size
@@ -61,6 +61,19 @@ class Contribution:
     tensors: dict[str, tuple[str, str, tuple[int, ...], list[tuple[int, Box]]]]
     values: dict[str, str]
 
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as plain values, see `from_plain`."""
+        return {"tensors": self.tensors, "values": self.values}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
+        """Return what `to_plain` was called on, from what came of it by JSON."""
+        tensors = {
+            name: (group, dtype, shape, [(replica, Box(*box)) for replica, box in boxes])
+            for name, (group, dtype, shape, boxes) in plain["tensors"].items()
+        }
+        return cls(tensors, plain["values"])
+
 
 @dataclass(frozen=True)
 class Written:
@@ -68,6 +81,17 @@ class Written:
 
     files: dict[str, FileRecord]
     pieces: list[tuple[str, Piece]]
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as plain values, see `from_plain`."""
+        files = {name: (record.size, record.blocks) for name, record in self.files.items()}
+        return {"files": files, "pieces": [(name, astuple(piece)) for name, piece in self.pieces]}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
+        """Return what `to_plain` was called on, from what came of it by JSON."""
+        files = {name: FileRecord(*record) for name, record in plain["files"].items()}
+        return cls(files, [(name, Piece(*piece)) for name, piece in plain["pieces"]])
 
 
 def split_state(state: Mapping[str, object]) -> tuple[list[Slab], dict[str, str]]:

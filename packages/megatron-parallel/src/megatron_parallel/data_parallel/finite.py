@@ -1,12 +1,14 @@
 """Which gradient is not a finite number, and which rank it came from: one line for all ranks."""
 
+import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from megatron_parallel import _compat
-from megatron_parallel.collective_failure import naming_failures
 from megatron_parallel.errors import rank_list
 from megatron_parallel.mesh import Mesh
+from megatron_parallel.packed import all_gather_texts
+
+_PURPOSE: Final = "where a gradient is not finite"
 
 
 class NotFinite(NamedTuple):
@@ -31,12 +33,9 @@ def describe_not_finite(found: Sequence[NotFinite], mesh: Mesh) -> str:
     Every rank of the mesh calls this and gets the same line, whatever it found itself.
     """
     world = mesh.axis("world")
-    everybody: list[Sequence[NotFinite]] = [found]
-    if world.size > 1:
-        with naming_failures(world, "telling where a gradient is not finite"):
-            everybody = _compat.gather_objects(list(found), world.bound)
-    by_rank = zip(world.ranks, everybody, strict=True)
-    told = [(item, rank) for rank, items in by_rank for item in items]
+    texts = all_gather_texts(json.dumps(found), world, device=mesh.device, purpose=_PURPOSE)
+    by_rank = zip(world.ranks, map(json.loads, texts), strict=True)
+    told = [(NotFinite(*item), rank) for rank, items in by_rank for item in items]
     if not told:
         return ""
     first = told[0][0]

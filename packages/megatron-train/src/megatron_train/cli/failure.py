@@ -1,5 +1,6 @@
 """What an exception means for the person at the command: a line and an exit status, or a bug."""
 
+import errno
 import os
 import re
 import sys
@@ -53,7 +54,8 @@ def _lost_peer(error: BaseException) -> Report | None:
     if not (isinstance(error, CollectiveError | dist.DistError) or gloo):
         return None
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    if "EADDRINUSE" in f"{error} {error.__cause__}":
+    taken = getattr(error.__cause__, "errno", None) == errno.EADDRINUSE
+    if taken or "EADDRINUSE" in f"{error} {error.__cause__}":
         return Report("port", f"{address} (MASTER_ADDR:MASTER_PORT) is taken; choose another port")
     message = one_line(error)
     if not isinstance(error, CollectiveError):

@@ -13,12 +13,14 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return ``base`` with the variables that torchrun sets for rank ``rank`` of one machine.
 
-    ``threads`` becomes OMP_NUM_THREADS, and the loopback device Gloo's interface, unless ``base``
-    has its own.
+    ``threads`` becomes OMP_NUM_THREADS, and the loopback device the interface that Gloo and NCCL
+    listen on, unless ``base`` has its own.
     """
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
         "OMP_NUM_THREADS": str(threads),
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
         # Whoever has this believes that an agent of torchrun keeps the store.
         **{name: value for name, value in base.items() if name != "TORCHELASTIC_USE_AGENT_STORE"},
         "RANK": str(rank),

@@ -1,0 +1,83 @@
+"""How ranks meet: the default process group, made from the variables that torchrun sets.
+
+The job's key-value store takes reads and writes from everyone who reaches it, and torch's own
+listens on every interface. Where MASTER_ADDR is a loopback address, all ranks are on one machine:
+then rank 0 hands torch a socket that is bound to that address.
+"""
+
+import ipaddress
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_parallel import _compat
+from megatron_parallel.errors import CollectiveError, LayoutError, backend_text
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def init_default_group(device: torch.device, timeout: timedelta) -> None:
+    """Create the default process group: NCCL for ``device`` cuda, Gloo otherwise.
+
+    The store listens on the loopback interface alone if MASTER_ADDR is a loopback address and this
+    job keeps its store itself; torchrun's agent keeps its own, which listens on every interface.
+
+    Raises:
+        LayoutError: variables are missing from the environment.
+        CollectiveError: not all ranks came within ``timeout``, or the port is taken.
+    """
+    absent = [name for name in _NEEDED if name not in os.environ]
+    if absent:
+        raise LayoutError(
+            f"no process group and no {', '.join(absent)} in the environment: "
+            "start the ranks with torchrun"
+        )
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address = None if agent else loopback_address(host)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        if address is None:
+            dist.init_process_group(backend, timeout=timeout)
+            return
+        store = _loopback_store(address, int(port), int(rank), int(size), timeout)
+        dist.init_process_group(
+            backend, store=store, rank=int(rank), world_size=int(size), timeout=timeout
+        )
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"rank {rank} did not meet the others of {size} at {host}:{port} within "
+            f"{timeout.total_seconds():g} s: one did not start, or the address is wrong "
+            f"({backend_text(error)})"
+        ) from error
+    except OSError as error:
+        raise CollectiveError(
+            f"rank {rank} cannot listen on {host}:{port} (MASTER_ADDR:MASTER_PORT) for the others: "
+            f"{error.strerror}"
+        ) from error
+
+
+def loopback_address(host: str) -> str | None:
+    """Return the loopback address that ``host`` names; None for every other host."""
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        return host if ipaddress.ip_address(host).is_loopback else None
+    except ValueError:  # a name; what it means may differ between machines
+        return None
+
+
+def _loopback_store(
+    address: str, port: int, rank: int, size: int, timeout: timedelta
+) -> _compat.Store:
+    """Return the store of all ranks, which rank 0 keeps; returns when all of them have come."""
+    if rank != 0:
+        return _compat.tcp_store(address, port, size, timeout)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, port), family=family, backlog=size + 128) as server:
+        port = server.getsockname()[1]
+        return _compat.tcp_store(address, port, size, timeout, server.detach())
