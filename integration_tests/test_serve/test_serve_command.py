@@ -122,6 +122,16 @@ def test_what_is_hardly_http_is_refused_or_dropped(server, words: bytes) -> None
     assert server.ask("GET", "/health") == (200, {"status": "ok"})
 
 
+def test_110_connections_of_one_byte_hold_nobody_off(server) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(110):
+            client = socket.create_connection((server.host, server.port))
+            stack.enter_context(client).sendall(b"G")
+        connection = server.connect(timeout=20)
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+
+
 def test_a_body_far_too_long_is_cut_off(server) -> None:
     connection = server.connect()
     with contextlib.suppress(ConnectionError):  # it may close before all is sent

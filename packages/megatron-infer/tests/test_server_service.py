@@ -11,6 +11,7 @@ from megatron_infer import GenerationService, InferError, ServerSettings
 from megatron_infer.server.app import server_sent_events
 from megatron_infer.server.fields import GenerateRequest, RequestError
 from megatron_infer.server.service import Answer, Job, Piece
+from megatron_infer.server.settings import RANGES
 from megatron_models import GPT
 
 STAY = lambda: False  # noqa: E731
@@ -186,7 +187,11 @@ def test_a_prompt_that_the_tokenizer_refuses_is_the_clients_mistake(
         ({"token": "with space in the middle"}, "without spaces"),
         ({"port": 65536}, "--port 65536"),
         ({"max_waiting": -1}, "--max-waiting -1"),
-        ({"max_body_bytes": 0}, "--max-body-bytes 0"),
+        ({"max_body_bytes": 63}, "--max-body-bytes 63: it must lie in 64 to 1073741824"),
+        ({"max_tokens_per_request": 1}, "--max-tokens-per-request 1"),
+        ({"receive_seconds": 0}, "--receive-seconds 0"),
+        ({"port": -1}, "--port -1"),
+        *(({name: 10**30}, f"--{name.replace('_', '-')} 10{{30}}") for name in RANGES),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, object], names: str) -> None:

@@ -1,9 +1,7 @@
 """The routes: a Flask application around a `GenerationService`."""
 
-import hmac
 import json
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator
 from importlib import resources
@@ -13,9 +11,10 @@ from flask import Flask, Response, g, request
 from werkzeug.exceptions import HTTPException
 
 from megatron_infer.server.fields import GenerateRequest, RequestError, parse_request
+from megatron_infer.server.guard import check_sender
 from megatron_infer.server.openapi import openapi_document
 from megatron_infer.server.service import Answer, GenerationService, Job, Piece
-from megatron_infer.server.settings import LOOPBACK_NAMES, ServerSettings
+from megatron_infer.server.settings import ServerSettings
 
 log = logging.getLogger("megatron_infer.server")
 
@@ -25,9 +24,6 @@ PAGE = {
     "/page.css": ("page.css", "text/css"),
 }
 """Path, file and type of what a browser loads. None of it tells anything about the model."""
-
-OPEN_PATHS = frozenset([*PAGE, "/health"])
-"""What is answered without a token."""
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -150,18 +146,11 @@ def _add_guards(app: Flask, settings: ServerSettings) -> None:
     """Check the token, answer every error in JSON, log each request without its content."""
 
     @app.before_request
-    def check_sender() -> None:
+    def check() -> None:
         g.started = time.perf_counter()
-        if settings.token is None:
-            # Another site's name that resolves to this machine would make its page one of ours.
-            if not _is_ours(request.headers.get("Host", ""), settings):
-                raise RequestError(403, "the Host header is not this server's; ask for localhost")
-            return
-        if request.path in OPEN_PATHS:
-            return
-        sent = request.headers.get("Authorization", "").encode()
-        if not hmac.compare_digest(sent, f"Bearer {settings.token}".encode()):
-            raise RequestError(401, "send the header Authorization: Bearer TOKEN")
+        headers = request.headers
+        host, sent = headers.get("Host", ""), headers.get("Authorization", "")
+        check_sender(request.path, host, sent, settings)
 
     @app.errorhandler(RequestError)
     def refuse(error: RequestError) -> Response:
@@ -207,12 +196,6 @@ def _add_guards(app: Flask, settings: ServerSettings) -> None:
             g.get("note", ""),
         )
         return response
-
-
-def _is_ours(host: str, settings: ServerSettings) -> bool:
-    """Whether a Host header, which may end in a port, names this machine."""
-    name = re.sub(r":\d*$", "", host.lower())
-    return name in {"", *LOOPBACK_NAMES, settings.host.lower(), f"[{settings.host.lower()}]"}
 
 
 def _json(value: dict[str, Any], status: int = 200) -> Response:

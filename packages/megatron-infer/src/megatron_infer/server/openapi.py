@@ -8,9 +8,11 @@ from megatron_infer.server.fields import request_schema
 REFUSALS = {
     "400": "The body is not what the schema says, or does not fit the model; the message names the "
     "field.",
+    "408": "The request did not arrive in time.",
     "413": "The body is too long.",
     "415": "The content type is not application/json.",
     "429": "Too many requests are waiting; try again after the seconds in Retry-After.",
+    "431": "The headers are too long.",
     "500": "The generation failed.",
     "503": "The server is stopping or out of memory.",
 }

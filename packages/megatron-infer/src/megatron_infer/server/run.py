@@ -1,7 +1,6 @@
 """Running the application in waitress, and stopping it."""
 
 import contextlib
-import json
 import logging
 import signal
 import socket
@@ -13,17 +12,13 @@ from types import FrameType
 from typing import Any
 
 from flask import Flask
-from waitress.channel import HTTPChannel
-from waitress.server import create_server
-from waitress.task import ErrorTask
 
+from megatron_infer.server.connections import make_server
 from megatron_infer.server.service import GenerationService
 from megatron_infer.server.settings import ServerSettings
 
 FLUSH_SECONDS = 2.0
 LOOK_UP_SECONDS = 0.2
-CUT_OFF = 2
-"""A body this many times as long as allowed is not read to its end."""
 
 
 def serve(
@@ -50,21 +45,7 @@ def serve(
         KeyboardInterrupt: it was Ctrl-C.
     """
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
-    server: Any = create_server(
-        app,
-        sockets=[taken],
-        threads=settings.threads,
-        ident="megatron-infer",
-        # Text is sent as it comes, and a client that hangs up is noticed while it waits.
-        send_bytes=1,
-        channel_request_lookahead=1,
-        # Flask refuses a body that is too long once it is read. One far too long is cut off here,
-        # and a client that is still sending may not see why.
-        max_request_body_size=CUT_OFF * settings.max_body_bytes,
-        connection_limit=max(100, 2 * settings.threads),
-        clear_untrusted_proxy_headers=True,
-    )
-    server.channel_class = _Channel
+    server = make_server(app, settings, taken)
     received: SimpleQueue[int] = SimpleQueue()  # of what signals may interrupt, it alone may wait
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -130,26 +111,3 @@ def _close(server: Any) -> None:
 
 def _channels(server: Any) -> list[Any]:
     return list(server.active_channels.values())
-
-
-class _ErrorTask(ErrorTask):
-    """Answers in JSON what waitress itself refuses, such as a malformed request line."""
-
-    def execute(self) -> None:
-        error: Any = getattr(self.request, "error")  # noqa: B009
-        # 501 is for transfer codings that nobody knows: the client's mistake like the others.
-        self.status = "400 Bad Request" if error.code == 501 else f"{error.code} {error.reason}"
-        limits = self.channel.adj
-        message = {
-            413: f"the body is longer than {limits.max_request_body_size // CUT_OFF} bytes",
-            431: f"the headers are longer than {limits.max_request_header_size} bytes",
-        }.get(error.code) or " ".join(str(error.body).split())
-        body = (json.dumps({"message": message}) + "\n").encode()
-        self.response_headers = [*self.response_headers, ("Content-Type", "application/json")]
-        self.set_close_on_finish()
-        self.content_length = len(body)
-        self.write(body)
-
-
-class _Channel(HTTPChannel):
-    error_task_class = _ErrorTask

@@ -8,6 +8,15 @@ from megatron_infer.errors import InferError
 SHORTEST_TOKEN = 16
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
+RANGES = {
+    "max_tokens_per_request": (2, 1 << 40),
+    "max_body_bytes": (64, 1 << 30),
+    "max_waiting": (0, 1024),
+    "receive_seconds": (1, 3600),
+    "grace_seconds": (0, 86400),
+}
+"""Least and most of each setting; every request that waits has a thread."""
+
 
 @dataclass(frozen=True)
 class ServerSettings:
@@ -47,6 +56,14 @@ class ServerSettings:
             "flag": "--max-waiting",
         },
     )
+    receive_seconds: int = field(
+        default=30,
+        metadata={
+            "help": "seconds in which a request, with its body, has to arrive",
+            "flag": "--receive-seconds",
+            "unit": "s",
+        },
+    )
     grace_seconds: int = field(
         default=10,
         metadata={
@@ -60,15 +77,10 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise InferError(f"--port {self.port}: ports are 0 (any free one) to 65535")
-        for name, least in (
-            ("max_tokens_per_request", 2),
-            ("max_body_bytes", 64),
-            ("max_waiting", 0),
-            ("grace_seconds", 0),
-        ):
-            if getattr(self, name) < least:
+        for name, (least, most) in RANGES.items():
+            if not least <= getattr(self, name) <= most:
                 flag = "--" + name.replace("_", "-")
-                raise InferError(f"{flag} {getattr(self, name)}: it must be at least {least}")
+                raise InferError(f"{flag} {getattr(self, name)}: it must lie in {least} to {most}")
         if self.token is None and not self.only_this_machine:
             raise InferError(
                 f"--host {self.host} can be reached from other machines: give --token-file FILE, "
@@ -94,6 +106,11 @@ class ServerSettings:
         The few answer `/health`, pages and refusals while everything else is full.
         """
         return 1 + self.max_waiting + 4
+
+    @property
+    def connections(self) -> int:
+        """Connections that may be open: those with a request, and as many that wait for one."""
+        return max(256, 2 * self.threads)
 
 
 def _check_token(token: str) -> None:
