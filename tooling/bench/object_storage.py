@@ -35,12 +35,12 @@ LATENCY, RATE = 0.05, 80e6
 class Distant(MemoryFileSystem):
     """A storage that takes its time."""
 
-    protocol = "distant"
+    protocol = "msc"
     cachable = False
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
-        name: str = super()._strip_protocol(path.replace("distant://", "memory://"))
+        name: str = super()._strip_protocol(path.replace("msc://", "memory://"))
         return name
 
     def cat_file(
@@ -103,7 +103,7 @@ def cached(folder: Path, blocks: int) -> None:
 
 def streamed(folder: Path, rounds: int) -> None:
     """The table of whole files."""
-    fsspec.register_implementation("distant", Distant)
+    fsspec.register_implementation("msc", Distant, clobber=True)
     with IndexedDatasetBuilder(folder / "s", "uint16") as builder:
         builder.add_document(np.zeros(60_000_000, np.uint16), [60_000_000])
         builder.finalize()
@@ -112,12 +112,12 @@ def streamed(folder: Path, rounds: int) -> None:
         fsspec.filesystem("memory").pipe_file(f"/bench/s{suffix}", content)
 
     def scan() -> None:
-        with IndexedDataset("distant://bench/s", StorageCache(str(folder / "s-cache"))) as dataset:
+        with IndexedDataset("msc://bench/s", StorageCache(str(folder / "s-cache"))) as dataset:
             for _ in dataset.scan():
                 pass
 
     def plain() -> None:
-        with fsspec.open("distant://bench/s.bin", "rb") as file:
+        with fsspec.open("msc://bench/s.bin", "rb") as file:
             while file.read(8 << 20):
                 pass
 

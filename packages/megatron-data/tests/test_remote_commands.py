@@ -235,7 +235,7 @@ def test_what_is_not_installed_is_named(run: Run, monkeypatch: pytest.MonkeyPatc
         raise ImportError("Install s3fs to access S3")
 
     told = run("verify", "nothing://x/d", status=1)
-    assert re.search(r"nothing://x/d.idx: fsspec cannot open it: Protocol not known", told)
+    assert "the scheme 'nothing' is not supported" in told
     monkeypatch.setattr(fsspec.core, "url_to_fs", lacking)
     told = run("verify", "s3://x/d", status=1)
     assert "no driver for s3:// (Install s3fs to access S3)" in told

@@ -112,7 +112,7 @@ def test_the_manifest_has_one_digest_for_a_folder(folder: Path, tmp_path: Path) 
         "bytes": sum(len(text.encode()) for text in TEXTS.values()),
         "sha256": hashlib.sha256(listing).hexdigest(),
         "json_keys": ["text"],
-        "max_document_bytes": None,
+        "max_document_bytes": 32 << 20,
     }
     assert single["sha256"] == hashlib.sha256(b"second\n").hexdigest()
 

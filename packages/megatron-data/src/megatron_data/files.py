@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 import orjson
 
 from .errors import DataError
+from .sources.names import is_url
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -34,7 +35,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
         DataError: a URL. As a path it would be folders here, named as the protocol and the bucket.
     """
     name = os.fspath(path)
-    if "://" in name:
+    if is_url(name):
         raise DataError(
             f"{name} is a URL, and files are written to local disks only; give a path, and copy "
             "the files from there"

@@ -17,7 +17,7 @@ from .indexed.builder import IndexedDatasetBuilder
 from .indexed.format import choose_dtype
 from .preprocessing.pipeline import preprocess
 from .sources.opening import open_sources
-from .sources.protocol import Fault
+from .sources.protocol import MAX_DOCUMENT_BYTES, Fault
 from .tokenizers.protocol import Tokenizer
 
 STAGES = ("read", "parse", "tokenize", "write")
@@ -73,6 +73,7 @@ def benchmark(
     others: Sequence[Tokenizer] = (),
     sequence_length: int = 1024,
     folder: str | os.PathLike[str] | None = None,
+    max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
 ) -> Benchmark:
     """Measure the stages of `preprocess`, and of reading samples, on the first part of a corpus.
 
@@ -85,6 +86,7 @@ def benchmark(
         others: tokenizers to measure beside it, such as a `FastTokenizer`.
         sequence_length: tokens of the samples that are read.
         folder: where a temporary folder is made for what is written; None for the system's.
+        max_document_bytes: bytes that a document may have in its source; None for no limit.
 
     Raises:
         DataError: an input that is missing or cannot be read, or holds no token; sizes below 1.
@@ -94,7 +96,7 @@ def benchmark(
             f"{megabytes} megabytes, {workers} processes and samples of {sequence_length} tokens; "
             "each must be at least 1 (megabytes: more than 0)"
         )
-    texts, stages = _read(inputs, json_key, int(megabytes * 1e6))
+    texts, stages = _read(inputs, json_key, int(megabytes * 1e6), max_document_bytes)
     size, documents = stages[0].size, len(texts)
     tokens, seconds = _tokenize(tokenizer, texts)
     count = sum(map(len, tokens))
@@ -116,7 +118,9 @@ def benchmark(
         lines = Path(scratch, "lines.jsonl")
         with lines.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-        (whole,) = preprocess([lines], Path(scratch, "p"), tokenizer, workers=workers)
+        (whole,) = preprocess(
+            [lines], Path(scratch, "p"), tokenizer, workers=workers, max_document_bytes=None
+        )
         name = f"preprocess, {workers} process{'es' if workers > 1 else ''}"
         extra.append(Measured(name, whole.seconds, size, documents, count))
         extra += _samples(str(Path(scratch, "d")), sequence_length)
@@ -124,12 +128,13 @@ def benchmark(
 
 
 def _read(
-    inputs: Sequence[str | os.PathLike[str]], key: str, limit: int
+    inputs: Sequence[str | os.PathLike[str]], key: str, limit: int, longest: int | None
 ) -> tuple[list[str], list[Measured]]:
     """Texts of the first `limit` bytes, and the times of reading and of parsing them."""
     texts: list[str] = []
     size, reading, parsing = 0, 0.0, 0.0
-    chunks = (chunk for source in open_sources(inputs, (key,)) for chunk in source.chunks())
+    sources = open_sources(inputs, (key,))
+    chunks = (chunk for source in sources for chunk in source.chunks(longest=longest))
     while size < limit:
         started = perf_counter()
         chunk = next(chunks, None)
@@ -137,7 +142,7 @@ def _read(
         if chunk is None:
             break
         started = perf_counter()
-        items = list(chunk.items((key,), None))
+        items = list(chunk.items((key,), longest))
         parsing += perf_counter() - started
         for item in items:
             if isinstance(item, Fault):

@@ -9,6 +9,7 @@ from .._command import Parser
 from ..wording import counted
 from .options import INPUT_HELP, add_tokenizer_options, tokenizer_of
 from .tables import table
+from .work import add_max_document_bytes
 
 _ADVICE = {
     "read": "the storage or the packing of the files sets the pace: bring them nearer, or use zstd",
@@ -48,6 +49,7 @@ def add_parser(commands: Any) -> None:
         help="where to write, in a folder that is removed; unset: "
         "the system's place for temporary files",
     )
+    add_max_document_bytes(parser, "bytes that a document may have")
     add_tokenizer_options(parser)
     parser.set_defaults(run=partial(run, parser))
 
@@ -68,6 +70,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         others=() if fast is tokenizer else (fast,),
         sequence_length=arguments.seq_length,
         folder=arguments.folder,
+        max_document_bytes=arguments.max_document_bytes,
     )
     whole = sum(stage.seconds for stage in found.stages)
     rows = [

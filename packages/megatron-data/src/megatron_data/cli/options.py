@@ -121,6 +121,15 @@ def add_storage_option(parser: Parser) -> None:
     )
 
 
+def add_allow_http(parser: "Parser | argparse._ArgumentGroup", what: str) -> None:
+    """`--allow-http`: whether names that came with data may be those of web servers."""
+    parser.add_argument(
+        "--allow-http",
+        action="store_true",
+        help=f"{what}; local files and object storage are read in any case",
+    )
+
+
 def storage_of(arguments: argparse.Namespace) -> StorageCache | None:
     """The cache that the option names."""
     folder = arguments.object_storage_cache_path

@@ -5,8 +5,9 @@ from functools import partial
 from typing import Any
 
 from .._command import Parser
+from ..sources.protocol import MAX_DOCUMENT_BYTES
 from ..wording import counted
-from .options import add_tokenizer_options, tokenizer_of
+from .options import add_allow_http, add_tokenizer_options, tokenizer_of
 from .work import add_work_options, say_continued, say_skipped
 
 
@@ -51,6 +52,14 @@ def add_parser(commands: Any) -> None:
         "",
     )
     work.add_argument(
+        "--max-image-bytes",
+        type=int,
+        default=MAX_DOCUMENT_BYTES,
+        metavar="N",
+        help="a larger image is one that cannot be read",
+    )
+    add_allow_http(work, "read images on web servers, where lines name them")
+    work.add_argument(
         "--append-eod", action="store_true", help="end every text with the end-of-document token"
     )
     work.add_argument(
@@ -78,6 +87,8 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         workers=arguments.workers,
         on_error=arguments.on_error,
         max_document_bytes=arguments.max_document_bytes,
+        max_image_bytes=arguments.max_image_bytes,
+        allow_http=arguments.allow_http,
         progress=True,
     )
     say_continued(report.made)

@@ -5,7 +5,8 @@ from functools import partial
 from typing import Any
 
 from .._command import Parser
-from .options import PREFIX_HELP, add_storage_option, storage_of
+from .options import PREFIX_HELP, add_allow_http, add_storage_option, storage_of
+from .work import add_max_document_bytes
 
 
 def add_parser(commands: Any) -> None:
@@ -23,6 +24,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--document", type=int, metavar="N", help="number of a document, from 0, instead of a token"
     )
+    add_allow_http(parser, "read a source on a web server, where the manifest names one")
+    add_max_document_bytes(
+        parser, "bytes that a document of the source may have, if the manifest does not say less"
+    )
     add_storage_option(parser)
     parser.set_defaults(run=partial(run, parser))
 
@@ -38,6 +43,8 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         arguments.token,
         document=arguments.document,
         storage=storage_of(arguments),
+        allow_http=arguments.allow_http,
+        max_document_bytes=arguments.max_document_bytes,
     )
     last = found.first_token + max(found.tokens, 1) - 1
     tokens = f"tokens {found.first_token:,} to {last:,}" if found.tokens else "no token"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._command import Parser
 from .options import INPUT_HELP
+from .work import add_max_document_bytes
 
 if TYPE_CHECKING:
     from ..tokenizers.huggingface import HuggingFaceTokenizer
@@ -47,6 +48,7 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="bpe and wordpiece: occurrences a merge needs; unset: 2",
     )
+    add_max_document_bytes(parser, "bytes that a document may have")
     parser.add_argument("--output", required=True, metavar="FOLDER", help="folder to write")
     parser.set_defaults(run=partial(run, parser))
 
@@ -77,7 +79,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         "wordpiece": training.train_wordpiece,
     }
     tokenizer = kinds[arguments.kind](
-        read_texts(arguments.input, arguments.json_key),
+        read_texts(arguments.input, arguments.json_key, arguments.max_document_bytes),
         arguments.vocab_size,
         progress=sys.stderr.isatty(),
         **given,

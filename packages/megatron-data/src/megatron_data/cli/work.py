@@ -4,6 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from .._command import Parser
+from ..sources.protocol import MAX_DOCUMENT_BYTES
 from ..wording import counted
 
 if TYPE_CHECKING:
@@ -33,13 +34,20 @@ def add_work_options(
         help=f"what {one} does: fail ends the run, skip counts it, quarantine also writes its "
         "place and the reason to PREFIX.quarantine.jsonl",
     )
-    group.add_argument(
-        "--max-document-bytes",
-        type=int,
-        metavar="N",
-        help=f"{longer} is one that cannot be read",
-    )
+    add_max_document_bytes(group, f"{longer} is one that cannot be read")
     return group
+
+
+def add_max_document_bytes(group: "Parser | argparse._ArgumentGroup", what: str) -> None:
+    """`--max-document-bytes`.
+
+    Args:
+        group: that takes it.
+        what: becomes of a longer document.
+    """
+    group.add_argument(
+        "--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, metavar="N", help=what
+    )
 
 
 def say_continued(made: "Preprocessed") -> None:

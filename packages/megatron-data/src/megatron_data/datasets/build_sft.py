@@ -11,6 +11,7 @@ from ..order.rows import RowOrder
 from ..order.spans import SampleOrder
 from ..preprocessing.manifest import LOSS, check_mask
 from ..sources.block_cache import StorageCache
+from ..sources.protocol import MAX_DOCUMENT_BYTES
 from ..tokenizers.sft import SFTTokenizer
 from ..wording import counted
 from .batches import Dataset
@@ -41,9 +42,11 @@ class _SFTBuilder(GPTBuilder):
 
     Attributes:
         tokenizer: of conversations that are JSON lines.
+        max_document_bytes: that such a line may have; None for no limit.
     """
 
     tokenizer: SFTTokenizer | None = None
+    max_document_bytes: int | None = MAX_DOCUMENT_BYTES
 
     def source(self, prefix: str) -> IndexedDataset:
         """Return the dataset at a prefix; JSON lines have no lengths, which most orders need."""
@@ -103,7 +106,9 @@ class _Rows(GreedyBuilder, _SFTBuilder):
         if self.tokenizer is None:
             raise DataError(f"{prefix} holds conversations as text; give --tokenizer-model, too")
         if prefix not in self._lines:
-            self._lines[prefix] = ConversationLines(prefix, self.tokenizer)
+            self._lines[prefix] = ConversationLines(
+                prefix, self.tokenizer, max_document_bytes=self.max_document_bytes
+            )
         lines = self._lines[prefix]
         first, last = sequences_of(wanted.interval, len(lines))
         if first == last:
@@ -141,6 +146,7 @@ def build_sft_datasets(
     tokenizer: SFTTokenizer | None = None,
     storage: StorageCache | None = None,
     mapped: bool = True,
+    max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
 ) -> Datasets:
     """Build the three datasets of a run on conversations.
 
@@ -160,6 +166,7 @@ def build_sft_datasets(
         tokenizer: of JSON lines.
         storage: cache for what is read of prefixes that are URLs.
         mapped: map token files into memory; see `IndexedDataset`.
+        max_document_bytes: bytes that one of the JSON lines may have; None for no limit.
 
     Raises:
         EmptySplitError: a split without conversations.
@@ -178,5 +185,6 @@ def build_sft_datasets(
         storage=storage,
         mapped=mapped,
         tokenizer=tokenizer,
+        max_document_bytes=max_document_bytes,
     )
     return build_splits(builder, data_path, split, sizes)

@@ -3,7 +3,7 @@
 import logging
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,8 @@ from ..order.spans import check_order
 from ..recent import Recent
 from ..sources.conversations import read_row
 from ..sources.json_lines import NEWLINE
-from ..sources.storage import is_url
+from ..sources.names import is_url
+from ..sources.protocol import MAX_DOCUMENT_BYTES, too_long
 from ..sources.streams import split_suffix
 from ..tokenizers.conversations import CountedTokens, LossOver, encode_rows
 from ..tokenizers.sft import SFTTokenizer
@@ -52,6 +53,7 @@ class ConversationLines:
         path: a local file that is not packed.
         tokenizer: knows how conversations are written.
         loss: "assistant" counts what assistants say, "all" every token but the first.
+        max_document_bytes: bytes that a line may have; None for no limit.
 
     Raises:
         DataError: no such file, a packed one or one at a URL, nothing in it, or a tokenizer without
@@ -63,10 +65,12 @@ class ConversationLines:
         path: str | os.PathLike[str],
         tokenizer: SFTTokenizer,
         loss: LossOver = "assistant",
+        max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
     ) -> None:
         self.path = os.fspath(path)
         self.tokenizer = tokenizer
         self._loss: LossOver = loss
+        self._longest = max_document_bytes
         if is_url(self.path) or split_suffix(self.path)[1]:
             raise DataError(
                 f"{self.path}: lines are read here and there, which only a local file allows that "
@@ -90,8 +94,8 @@ class ConversationLines:
         """The conversations of a line in which a token counts, each with its end of document.
 
         Raises:
-            DataError: the line holds no conversation or the template refuses it (file and line), or
-                the file changed.
+            DataError: the line holds no conversation, is too long or the template refuses it (file
+                and line), or the file changed.
         """
         return self._rows.get(number, lambda: self._read(number))
 
@@ -102,15 +106,21 @@ class ConversationLines:
 
     def _read(self, number: int) -> list[CountedTokens]:
         start, size = int(self._lines.starts[number]), int(self._lines.sizes[number])
+        self._check_size(number, size - 1)  # the last line may lack its end
         with Path(self.path).open("rb") as file:
             if _stat_of(os.fstat(file.fileno())) != self._stat:
                 raise DataError(f"{self.path} changed since it was opened; start again")
             file.seek(start)
             line = file.read(size).removesuffix(NEWLINE)
+        self._check_size(number, len(line))
         row = read_row(self.place(number), line)
         reference, template = self.tokenizer.reference, self.tokenizer.template
         (conversations,) = encode_rows([row], reference, template, self._loss)
         return [each for each in conversations if each.counted[1:].any()]
+
+    def _check_size(self, number: int, size: int) -> None:
+        if self._longest is not None and size > self._longest:
+            raise DataError(f"{self.place(number)}: {too_long(size, self._longest)}")
 
 
 class ConversationLinesDataset:
@@ -176,6 +186,16 @@ def _stat_of(found: os.stat_result) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
+def _is_white(file: BinaryIO, size: int) -> bool:
+    """Whether the next bytes are all white space."""
+    while size > 0:
+        data = file.read(min(size, _STEP))
+        if not data or data.strip():
+            return not data
+        size -= len(data)
+    return True
+
+
 def _find_lines(path: str) -> _Lines:
     """Read a file once, a stretch at a time."""
     parts = [np.empty(0, np.int64)]
@@ -196,5 +216,5 @@ def _find_lines(path: str) -> _Lines:
         blank = np.concatenate(white)
         for line in np.flatnonzero(blank).tolist():
             file.seek(starts[line])
-            blank[line] = not file.read(sizes[line]).strip()
+            blank[line] = _is_white(file, int(sizes[line]))
     return _Lines(starts[~blank], sizes[~blank], np.cumsum(~blank)[blank])

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from ..errors import DataError
 from ..sources.block_cache import Blocks, StorageCache
 from ..sources.failures import MissingError
+from ..sources.names import is_url
 from ..sources.remote import RemoteFile
-from ..sources.storage import exists, is_url
+from ..sources.storage import exists
 from .format import TokenType, bin_path, idx_path
 
 _BLOCK_BYTES = 4 << 20  # of a scan

@@ -8,6 +8,7 @@ any number of processes may do so at once, with or without a shared file system.
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -19,6 +20,9 @@ import orjson
 from numpy.typing import NDArray
 
 from ..files import sync_folder
+
+_LISTING = "entry.json"
+_NAME = re.compile(r"[a-z_]+")
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -51,13 +55,32 @@ def load_or_build(
 
 
 def _load(entry: Path) -> Arrays | None:
+    """The arrays that a listing names, or None if they are not as it says, or it is damaged."""
     try:
-        return {
-            path.stem: np.load(path, mmap_mode="r", allow_pickle=False)
-            for path in (entry / name for name in orjson.loads((entry / "entry.json").read_bytes()))
-        }
-    except (OSError, ValueError, EOFError):
+        listed = orjson.loads((entry / _LISTING).read_bytes())
+        if listed["sha256"] != _digest(entry.name, listed["arrays"]):
+            return None
+        arrays = {}
+        for name, described in listed["arrays"].items():
+            if not _NAME.fullmatch(name):
+                return None  # a file elsewhere is no part of this entry
+            array = np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+            if _description(array) != described:
+                return None
+            arrays[name] = array
+    except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError):
         return None
+    return arrays
+
+
+def _description(array: NDArray[Any]) -> list[Any]:
+    return [array.dtype.str, list(array.shape)]
+
+
+def _digest(key: str, arrays: Any) -> str:
+    """Digest of a listing; the arrays have none, because they are mapped and not read."""
+    listed = orjson.dumps([key, arrays], option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(listed).hexdigest()
 
 
 def _store(entry: Path, arrays: Arrays) -> None:
@@ -70,7 +93,9 @@ def _store(entry: Path, arrays: Arrays) -> None:
                 np.save(file, array, allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
-        (partial / "entry.json").write_bytes(orjson.dumps([f"{name}.npy" for name in arrays]))
+        listed = {name: _description(array) for name, array in arrays.items()}
+        content = {"arrays": listed, "sha256": _digest(entry.name, listed)}
+        (partial / _LISTING).write_bytes(orjson.dumps(content))
         sync_folder(partial)
         if entry.exists() and _load(entry) is None:
             shutil.rmtree(entry, ignore_errors=True)

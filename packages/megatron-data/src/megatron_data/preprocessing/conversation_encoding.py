@@ -8,12 +8,12 @@ import numpy as np
 from ..errors import DataError
 from ..indexed.format import DTYPES, choose_dtype
 from ..sources.conversations import KEYS, ConversationRow, row_of
-from ..sources.protocol import Chunk, Fault, HoldsRows, Row, UnreadableError
+from ..sources.protocol import LARGEST_CHUNK, Chunk, Fault, HoldsRows, Row, UnreadableError
 from ..tokenizers.chat import ChatTemplate, Rendered
 from ..tokenizers.conversations import CountedTokens, LossOver, encode_rendered, render_row
 from ..tokenizers.huggingface import HuggingFaceTokenizer
 from .batches import together
-from .encoding import LARGEST_CHUNK, SMALLEST_CHUNK
+from .encoding import SMALLEST_CHUNK
 from .manifest import LOSS
 from .protocol import Encoded, EncodedChunk, Output
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..files import local_prefix
 from ..sources.conversations import KEYS
 from ..sources.opening import open_sources
+from ..sources.protocol import MAX_DOCUMENT_BYTES
 from ..tokenizers.chat import ChatTemplate
 from ..tokenizers.conversations import LossOver
 from ..tokenizers.huggingface import HuggingFaceTokenizer
@@ -51,7 +52,7 @@ def tokenize_conversations(
     over_length: OverLength = "truncate",
     workers: int = 1,
     on_error: OnError = "fail",
-    max_document_bytes: int | None = None,
+    max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
     chunk_bytes: int | None = None,
     progress: bool = False,
 ) -> ConversationReport:

@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..indexed.format import TokenType, choose_dtype
-from ..sources.protocol import Chunk, Document, Fault, Item
+from ..sources.protocol import LARGEST_CHUNK, Chunk, Document, Fault, Item
 from ..tokenizers.fast import FastTokenizer
 from ..tokenizers.protocol import Tokenizer
 from .batches import AT_ONCE, encode_or_name, together
 from .protocol import Encoded, EncodedChunk, Output
 from .sentences import SentenceSplitter
 
-SMALLEST_CHUNK, LARGEST_CHUNK = 1 << 20, 1 << 24
+SMALLEST_CHUNK = 1 << 20
 
 
 @runtime_checkable

@@ -101,7 +101,9 @@ def run_job(
             process writes the same output.
     """
     if encoder.longest is not None and encoder.longest < 1:
-        raise DataError(f"--max-document-bytes {encoder.longest}; give at least 1")
+        raise DataError(
+            f"--max-document-bytes {encoder.longest}; give at least 1 (in Python None for no limit)"
+        )
     started = perf_counter()
     total = sum(source.size for source in sources)
     least, most = encoder.chunk_bytes

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from ..errors import DataError
 from ..indexed.format import DTYPES
 from ..indexed.images import IMAGE_MODE, TEXT_MODE, image_kind, pack_image
-from ..sources.failures import MissingError
+from ..sources.failures import IrregularError, MissingError
+from ..sources.names import check_named, is_url
 from ..sources.protocol import Chunk, Fault, Item, UnreadableError
-from ..sources.storage import is_url, open_file, stat
+from ..sources.storage import open_file, stat
 from ..tokenizers.protocol import Tokenizer
 from .batches import encode_or_name, together
 from .protocol import Encoded, EncodedChunk, Output
@@ -70,10 +71,14 @@ class Images(NamedTuple):
         folder: below which the paths are that lines name; None for the folder of the file that
             names them.
         of_texts: the image of every text file, where those are given; None where lines name them.
+        allow_http: whether lines may name images on web servers.
+        longest: bytes that an image may have; None for no limit.
     """
 
     folder: str | None
     of_texts: Mapping[str, str] | None = None
+    allow_http: bool = False
+    longest: int | None = None
 
     def of(self, chunk: Chunk, item: Item) -> str:
         """The path or URL of an image.
@@ -90,11 +95,44 @@ class Images(NamedTuple):
         if not names[0]:
             raise UnreadableError("image", "the path of its image is empty")
         if is_url(names[0]):
-            return names[0]
+            try:
+                return check_named(names[0], self.allow_http)
+            except DataError as error:
+                raise UnreadableError("image", str(error)) from None
         folder = _folder_of(read_from) if self.folder is None else self.folder
         if is_url(folder) and not Path(names[0]).is_absolute():
             return f"{folder.rstrip('/')}/{names[0]}"
         return _possible(os.fspath(Path(folder) / names[0]))
+
+    def read(self, path: str) -> bytes:
+        """The bytes of an image file.
+
+        Raises:
+            UnreadableError: there is none, it is no image, or one of too many bytes.
+            DataError: a storage that cannot be reached, which is no fault of the line.
+        """
+        try:
+            size = stat(path).size
+            if self.longest is not None and size > self.longest:
+                raise UnreadableError(
+                    "image",
+                    f"{path} has {size:,} bytes, more than --max-image-bytes {self.longest:,}",
+                )
+            with open_file(path) as file:
+                # One more than there should be, but never all of a file that grows meanwhile.
+                data = file.read(size + 1)
+        except IsADirectoryError:
+            raise UnreadableError("image", f"{path} is a folder, not an image") from None
+        except (MissingError, FileNotFoundError, NotADirectoryError):
+            raise UnreadableError("image", f"there is no image {path}") from None
+        except IrregularError as error:
+            raise UnreadableError("image", str(error)) from None
+        if image_kind(data) is None:
+            begin = f"begins with {data[:8].hex(' ')}" if data else "is empty"
+            raise UnreadableError(
+                "image", f"{path} {begin}, which no JPEG, PNG, GIF, WebP, BMP or TIFF does"
+            )
+        return data
 
 
 class ImagePairEncoder:
@@ -133,6 +171,7 @@ class ImagePairEncoder:
             "end of document": self._ends.eod_id,
             "pad length": self._ends.length,
             "images": self._images.folder,
+            "max image bytes": self._images.longest,
             "max document bytes": self.longest,
         }
 
@@ -213,7 +252,7 @@ class ImagePairEncoder:
         self, chunk: Chunk, item: Item, ids: Sequence[int], tallies: Counter[str]
     ) -> _Pair | Fault:
         try:
-            image = _read_image(self._images.of(chunk, item))
+            image = self._images.read(self._images.of(chunk, item))
         except UnreadableError as error:
             return chunk.fault(item, error.kind, error.reason)
         text = self._ends.apply(ids)
@@ -241,25 +280,3 @@ def _possible(path: str) -> str:
 
 def _folder_of(path: str) -> str:
     return path.rpartition("/")[0] if is_url(path) else os.fspath(Path(path).parent)
-
-
-def _read_image(path: str) -> bytes:
-    """The bytes of an image file.
-
-    Raises:
-        UnreadableError: there is none, or it is no image.
-        DataError: a storage that cannot be reached, which is no fault of the line.
-    """
-    try:
-        with open_file(path) as file:
-            data = file.read()
-    except IsADirectoryError:
-        raise UnreadableError("image", f"{path} is a folder, not an image") from None
-    except (MissingError, FileNotFoundError, NotADirectoryError):
-        raise UnreadableError("image", f"there is no image {path}") from None
-    if image_kind(data) is None:
-        begin = f"begins with {data[:8].hex(' ')}" if data else "is empty"
-        raise UnreadableError(
-            "image", f"{path} {begin}, which no JPEG, PNG, GIF, WebP, BMP or TIFF does"
-        )
-    return data

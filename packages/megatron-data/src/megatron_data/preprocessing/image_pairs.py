@@ -8,6 +8,7 @@ from pathlib import Path
 from ..errors import DataError
 from ..files import local_prefix
 from ..sources.opening import find_sources
+from ..sources.protocol import MAX_DOCUMENT_BYTES
 from ..sources.storage import files_below, is_folder, relative
 from ..sources.streams import split_suffix
 from ..sources.text_files import TextFiles
@@ -49,7 +50,9 @@ def tokenize_image_pairs(
     pad_length: int | None = None,
     workers: int = 1,
     on_error: OnError = "fail",
-    max_document_bytes: int | None = None,
+    max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
+    max_image_bytes: int | None = MAX_DOCUMENT_BYTES,
+    allow_http: bool = False,
     chunk_bytes: int | None = None,
     progress: bool = False,
 ) -> ImagePairsReport:
@@ -82,6 +85,9 @@ def tokenize_image_pairs(
             `{output_prefix}.quarantine.jsonl`.
         max_document_bytes: a line, row or text file of more bytes is such a line; None for no
             limit.
+        max_image_bytes: the same of an image.
+        allow_http: let lines name images on web servers, to which this machine then connects.
+            Local files and object storage they may name in any case.
         chunk_bytes: bytes of the input in a chunk, whose images are in memory together; None for
             32 KiB.
         progress: show a bar on stderr.
@@ -92,6 +98,8 @@ def tokenize_image_pairs(
             belong together; `append_eod` with a tokenizer without that token, `pad_length` without
             `append_eod`; an output that is a URL or a folder.
     """
+    if max_image_bytes is not None and max_image_bytes < 1:
+        raise DataError(f"--max-image-bytes {max_image_bytes}; give at least 1")
     work = Work(workers, on_error, chunk_bytes, progress)
     ends = TextEnds.of(tokenizer, append_eod, pad_length)
     prefix = local_prefix(output_prefix)
@@ -99,14 +107,14 @@ def tokenize_image_pairs(
     keys: tuple[str, ...] = json_keys
     sources = find_sources(inputs, keys)
     texts = [source for source in sources if isinstance(source, TextFiles)]
-    images = Images(folder)
+    images = Images(folder, allow_http=allow_http, longest=max_image_bytes)
     if texts and len(texts) < len(sources):
         raise DataError(
             f"{texts[0].path} holds texts and other inputs hold lines or rows; give one kind at a "
             "time, and merge the datasets"
         )
     if texts:
-        images, keys = Images(folder, _images_of(texts, folder)), keys[:1]
+        images, keys = images._replace(of_texts=_images_of(texts, folder)), keys[:1]
     encoder = ImagePairEncoder(tokenizer, ends, images, keys, max_document_bytes)
     (made,), tallies = run_job(sources, prefix, encoder, work, "tokenize-images")
     return ImagePairsReport(

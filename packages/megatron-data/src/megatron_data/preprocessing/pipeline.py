@@ -9,6 +9,7 @@ from time import perf_counter
 from ..errors import DataError
 from ..files import local_prefix
 from ..sources.opening import open_parallel, open_sources
+from ..sources.protocol import MAX_DOCUMENT_BYTES
 from ..tokenizers.fast import FastTokenizer, MismatchError
 from ..tokenizers.protocol import Tokenizer
 from .encoding import TextEncoder
@@ -29,7 +30,7 @@ def preprocess(
     splitter: SentenceSplitter | None = None,
     workers: int = 1,
     on_error: OnError = "fail",
-    max_document_bytes: int | None = None,
+    max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
     chunk_bytes: int | None = None,
     progress: bool = False,
 ) -> list[Preprocessed]:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from ..errors import DataError
 from ..indexed.reader import IndexedDataset
 from ..sources.block_cache import StorageCache
 from ..sources.opening import reopen
-from ..sources.protocol import Fault, HoldsRows, Item, Row, Span
+from ..sources.protocol import MAX_DOCUMENT_BYTES, Fault, HoldsRows, Item, Row, Span
 from .manifest import damage_named, manifest_name, read_manifest, read_origins
 from .origins import Origin, Origins
 
@@ -49,6 +49,8 @@ def trace(
     *,
     document: int | None = None,
     storage: StorageCache | None = None,
+    allow_http: bool = False,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> Traced:
     """Find the source of a token or of a document of a dataset that was made here.
 
@@ -60,6 +62,10 @@ def trace(
         token: number of the token in the `.bin`, from 0.
         document: number of the document, from 0; instead of a token.
         storage: the cache for the index of a URL.
+        allow_http: read a source on a web server, where the manifest names one. Local files and
+            object storage are read in any case.
+        max_document_bytes: that a document of the source may have, if the manifest does not say
+            less; give as many as there were allowed when the dataset was made.
 
     Raises:
         DataError: no such token or document, or nothing is known of where the dataset came from.
@@ -79,7 +85,9 @@ def trace(
     with damage_named(prefix):
         origin = origins.of_document(number)
         source = manifest["sources"][origin.source]
-        found = _look_up(source, origin, number - origin.document + origin.skip)
+        wanted = number - origin.document + origin.skip
+        limits = _Limits(allow_http, max_document_bytes)
+        found = _look_up(source, origin, wanted, limits)
     return Traced(number, before, end - before, **found)
 
 
@@ -109,12 +117,25 @@ def _document_of(dataset: IndexedDataset, token: int | None) -> int:
     return int(np.searchsorted(dataset.document_indices, sequence, side="right")) - 1
 
 
-def _look_up(source: dict[str, Any], origin: Origin, wanted: int) -> dict[str, Any]:
+class _Limits(NamedTuple):
+    """What the user allows to be read; the arguments of `trace`."""
+
+    allow_http: bool
+    max_document_bytes: int
+
+    def longest(self, source: dict[str, Any]) -> int:
+        """Bytes that a document may have: what the manifest says, if that is less."""
+        said = source["max_document_bytes"]
+        return self.max_document_bytes if said is None else min(said, self.max_document_bytes)
+
+
+def _look_up(
+    source: dict[str, Any], origin: Origin, wanted: int, limits: _Limits
+) -> dict[str, Any]:
     """Read a part of a source anew, and find a document in it by how many come before it."""
-    path = source["path"]
+    path, longest = source["path"], limits.longest(source)
     try:
-        longest = source["max_document_bytes"]
-        chunk = reopen(source).chunk_at(origin.span, longest)
+        chunk = reopen(source, limits.allow_http).chunk_at(origin.span, longest)
     except (DataError, OSError) as error:
         return {"path": path, "span": origin.span, "unknown": str(error)}
     if not chunk.digest.startswith(origin.digest):

@@ -21,6 +21,10 @@ class MissingError(DataError):
     """There is nothing at a path or a URL."""
 
 
+class IrregularError(DataError):
+    """There is a device or a pipe at a path, not a file."""
+
+
 class BrokenOffError(DataError):
     """A storage that did not answer, or not to the end; it may if it is asked again."""
 

@@ -17,6 +17,7 @@ from .protocol import (
     Row,
     Span,
     UnreadableError,
+    check_reread,
     not_utf8,
     too_long,
 )
@@ -166,6 +167,7 @@ class JsonLines:
 
     def chunk_at(self, span: Span, longest: int | None = None) -> LinesChunk:
         """Read some lines anew."""
+        check_reread(span.size, longest)
         with Stream(self.path) as stream:
             stream.skip(span.offset)
             data = stream.read(span.size)

@@ -7,9 +7,10 @@ from typing import Any
 
 from ..errors import DataError
 from .json_lines import JsonLines
+from .names import check_named
 from .parallel_lines import ParallelLines
 from .parquet import Parquet
-from .protocol import Fault, Source
+from .protocol import MAX_DOCUMENT_BYTES, Fault, Source
 from .storage import expand, files_below, is_folder, stat
 from .streams import split_suffix
 from .text_files import TextFile, TextFiles
@@ -43,7 +44,11 @@ def open_sources(
         DataError: no input; one that is missing, or empty; text files with several keys, or where
             objects are wanted; a kind that needs an extra which is not installed.
     """
-    sources = find_sources(paths, keys, rows)
+    return _fitting(find_sources(paths, keys, rows), keys, rows)
+
+
+def _fitting(sources: list[Source], keys: Sequence[str], rows: bool) -> list[Source]:
+    """Sources that hold what is asked of them."""
     for source in sources:
         if isinstance(source, TextFiles) and rows:
             raise DataError(
@@ -96,34 +101,47 @@ def open_parallel(paths: Iterable[str | os.PathLike[str]], keys: Sequence[str]) 
     return ParallelLines(files)
 
 
-def reopen(record: dict[str, Any]) -> Source:
+def reopen(record: dict[str, Any], allow_http: bool = False) -> Source:
     """Open the source that a manifest has a record of.
 
+    Args:
+        record: of the source; its names are not patterns.
+        allow_http: whether they may be those of web servers.
+
     Raises:
-        DataError: it is not there any more, or is another kind of input now.
+        DataError: it is not there any more, or is another kind of input now, or has a name that
+            data may not give.
     """
-    path, keys = record["path"], record["json_keys"]
+    keys = record["json_keys"]
     if "parallel" in record:
-        return open_parallel((file["path"] for file in record["parallel"]), keys)
-    for opened in open_sources([path], keys, record.get("objects", False)):
+        files = [check_named(file["path"], allow_http) for file in record["parallel"]]
+        return open_parallel(files, keys)
+    path = check_named(record["path"], allow_http)
+    rows = record.get("objects", False)
+    for opened in _fitting(_sources_at(path, keys, rows), keys, rows):
         if opened.path == path and ("files" in record) == ("files" in opened.record()):
             return opened
     raise DataError(f"{path} is another kind of input now")
 
 
-def read_texts(paths: Sequence[str | os.PathLike[str]], key: str = "text") -> Iterator[str]:
+def read_texts(
+    paths: Sequence[str | os.PathLike[str]],
+    key: str = "text",
+    max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
+) -> Iterator[str]:
     """Every text of files and folders, in their order; see `preprocess` for what they may be.
 
     Args:
         paths: JSON lines, `.txt` and `.parquet` files, folders of them, patterns and URLs.
         key: JSON key or column that holds the text.
+        max_document_bytes: bytes that a document may have in its source; None for no limit.
 
     Raises:
         DataError: a missing or empty input, or one that cannot be read, with file and place.
     """
     for source in open_sources(paths, (key,)):
-        for chunk in source.chunks():
-            for item in chunk.items((key,), None):
+        for chunk in source.chunks(longest=max_document_bytes):
+            for item in chunk.items((key,), max_document_bytes):
                 if isinstance(item, Fault):
                     raise DataError(str(item))
                 yield from item.texts[0]

@@ -16,6 +16,7 @@ from .protocol import (
     Row,
     Span,
     UnreadableError,
+    check_reread,
     not_utf8,
     too_long,
 )
@@ -25,7 +26,6 @@ from .streams import Stream
 _NEWLINE = b"\n"
 _MARK = b"\xef\xbb\xbf"
 _STEP = 1 << 18
-_SKIPPED = 1 << 14
 
 
 class ParallelChunk(NamedTuple):
@@ -65,8 +65,8 @@ class ParallelChunk(NamedTuple):
                 try:
                     texts.append([_text(line, number, longest)])
                 except UnreadableError as error:
-                    place = f"{path}:{number}"
-                    yield Fault(place, error.kind, error.reason, path, number, None, len(line))
+                    place, size = f"{path}:{number}", None if error.kind == "long" else len(line)
+                    yield Fault(place, error.kind, error.reason, path, number, None, size)
                     break
             else:
                 yield Item(number, None, sum(map(len, row)), texts)
@@ -98,8 +98,8 @@ class ParallelLines:
     ) -> Iterator[ParallelChunk]:
         """Pieces of about `chunk_bytes` in all files together; a longer line makes a longer piece.
 
-        The lines of all files are counted before the first piece. A line of more than `longest`
-        bytes is named by the piece that holds it, which keeps it in memory until then.
+        The lines of all files are counted before the first piece. Of a line of more than `longest`
+        bytes the beginning stands in the piece, which names it.
 
         Raises:
             DataError: files of unequal numbers of lines, or one that is damaged: beyond the damage
@@ -107,10 +107,11 @@ class ParallelLines:
         """
         self._lines = self._count()
         with ExitStack() as stack:
-            files = [stack.enter_context(_File(path)) for path in self._paths]
+            files = [stack.enter_context(_File(path, longest)) for path in self._paths]
             line, before = 1, 0
             while line <= self._lines:
-                ahead = files[0].lines_within(max(chunk_bytes // len(files), 1))
+                share = max(chunk_bytes // len(files), 1)
+                ahead = min(file.lines_within(share) for file in files)
                 count = min(ahead, self._lines - line + 1)
                 data = tuple(file.take(count) for file in files)
                 stored = sum(file.stream.stored for file in files)
@@ -125,10 +126,9 @@ class ParallelLines:
         """Read some lines anew."""
         data = []
         for path in self._paths:
-            with _File(path) as file:
-                for start in range(1, span.first, _SKIPPED):
-                    file.take(min(_SKIPPED, span.first - start))
-                data.append(file.take(span.units))
+            with _File(path, longest) as file:
+                file.skip(span.first - 1)
+                data.append(file.take(span.units, reread=True))
         return ParallelChunk(self._paths, span.first, tuple(data), 0)
 
     def record(self) -> dict[str, Any]:
@@ -149,31 +149,56 @@ class ParallelLines:
 
 
 class _File:
-    """Lines of one file, taken by their number."""
+    """Lines of one file, taken by their number; of those that are too long, the beginning.
 
-    def __init__(self, path: str) -> None:
+    Args:
+        path: local path or URL.
+        longest: bytes that a line may have; of a longer one, one more is kept. None for no limit.
+    """
+
+    def __init__(self, path: str, longest: int | None) -> None:
         self.path = path
         self.stream = Stream(path)
+        self._longest = longest
+        self._open = 0  # bytes of the line that is being read
         self._rest = b""
+
+    def _read(self, size: int) -> bytes:
+        """The next bytes without those that are too many."""
+        data = self.stream.read(size)
+        if self._longest is None or self._open + len(data) <= self._longest:
+            last = data.rfind(_NEWLINE)
+            self._open = len(data) - last - 1 if last >= 0 else self._open + len(data)
+            return data
+        parts = []
+        for line in data.split(_NEWLINE):
+            parts.append(line[: max(self._longest + 1 - self._open, 0)])
+            before, self._open = self._open + len(line), 0
+        self._open = before
+        return _NEWLINE.join(parts)
 
     def lines_within(self, size: int) -> int:
         """How many lines end in the next `size` bytes; at least 1."""
         if len(self._rest) < size:
-            self._rest += self.stream.read(size - len(self._rest))
+            self._rest += self._read(size - len(self._rest))
         if self.stream.ended and len(self._rest) <= size:
             return max(len(_split(self._rest)), 1)
         return max(self._rest.count(_NEWLINE, 0, size), 1)
 
-    def take(self, count: int) -> bytes:
+    def take(self, count: int, reread: bool = False) -> bytes:
         """The next lines.
 
         Raises:
-            DataError: the file ends before; it had as many.
+            DataError: the file ends before; it had as many. Or `reread` and they are more than a
+                piece holds.
         """
-        parts, ends = [self._rest], self._rest.count(_NEWLINE)
+        parts, ends, size = [self._rest], self._rest.count(_NEWLINE), len(self._rest)
         while ends < count and not self.stream.ended:
-            parts.append(self.stream.read(_STEP))
+            parts.append(self._read(_STEP))
             ends += parts[-1].count(_NEWLINE)
+            size += len(parts[-1])
+            if reread:
+                check_reread(size, self._longest)
         data = b"".join(parts)
         if ends >= count:
             at = np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE[0])[count - 1] + 1
@@ -183,6 +208,15 @@ class _File:
             if len(_split(data)) != count:
                 raise DataError(f"{self.path} has fewer lines than it had; it was changed")
         return data
+
+    def skip(self, count: int) -> None:
+        """Pass over lines from the beginning of the file."""
+        while count > 0 and not self.stream.ended:
+            data = self._read(_STEP)
+            if (ends := data.count(_NEWLINE)) >= count:
+                at = np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE[0])[count - 1] + 1
+                self._rest = data[at:]
+            count -= ends
 
     def __enter__(self) -> Self:
         return self
@@ -215,7 +249,7 @@ def _split(data: bytes) -> list[bytes]:
 def _text(line: bytes, number: int, longest: int | None) -> str:
     """A line as text, without its end, and without the byte-order mark of the file."""
     if longest is not None and len(line) > longest:
-        raise too_long(len(line), longest)
+        raise too_long(None, longest)
     line = line.removesuffix(b"\r")
     try:
         return (line.removeprefix(_MARK) if number == 1 else line).decode()

@@ -8,8 +8,9 @@ import orjson
 
 from ..errors import DataError
 from .json_lines import text_of
+from .names import is_url
 from .protocol import CHUNK_BYTES, BrokenChunk, Fault, Item, Row, Span, UnreadableError, too_long
-from .storage import is_url, open_file, stat
+from .storage import open_file, stat
 from .streams import Stream
 
 _REREAD_ROWS = 1024

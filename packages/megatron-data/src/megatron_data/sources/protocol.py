@@ -3,8 +3,20 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+from ..errors import DataError
+
+LARGEST_CHUNK = 1 << 24
+"""Most bytes of whole documents that preprocessing reads together."""
+
 CHUNK_BYTES = 1 << 20
 """Size at which a source is cut into pieces; a longer document makes a longer piece."""
+
+MAX_DOCUMENT_BYTES = 32 << 20
+"""Bytes that a document may have in its source unless the user says otherwise.
+
+A tokenizer that cannot cut a text takes some 125 bytes of memory for each byte of it, which makes
+4 GiB; and a megabyte of a compressed file may hold a line of a gigabyte.
+"""
 
 Document: TypeAlias = list[str]
 """The sentences of a document; one string where nobody told sentences apart."""
@@ -173,7 +185,7 @@ class Source(Protocol):
         """Read one piece anew.
 
         Raises:
-            DataError: it is not there any more.
+            DataError: it is not there any more, or larger than pieces are.
         """
 
     def record(self) -> dict[str, Any]:
@@ -211,8 +223,24 @@ def not_utf8(wrong: UnicodeDecodeError) -> UnreadableError:
     return UnreadableError("encoding", f"{what}; convert the file")
 
 
-def too_long(size: int, longest: int) -> UnreadableError:
-    """Return the refusal of a document of more bytes than asked for."""
-    return UnreadableError(
-        "long", f"a document of {size:,} bytes, more than --max-document-bytes {longest:,}"
-    )
+def too_long(size: int | None, longest: int) -> UnreadableError:
+    """Return the refusal of a document of more bytes than asked for, so many if that is known."""
+    what = "a document of" if size is None else f"a document of {size:,} bytes,"
+    return UnreadableError("long", f"{what} more than --max-document-bytes {longest:,}")
+
+
+def check_reread(size: int, longest: int | None) -> None:
+    """Refuse to read a piece anew that is larger than any that sources are cut into.
+
+    Args:
+        size: bytes that a manifest says it has, or that were read of it.
+        longest: bytes that one document may have; None for no limit.
+
+    Raises:
+        DataError: it is.
+    """
+    if longest is not None and size > LARGEST_CHUNK + longest:
+        raise DataError(
+            f"a piece of {size:,} bytes or more, where documents have at most {longest:,} "
+            "(--max-document-bytes); give a larger limit to read it"
+        )

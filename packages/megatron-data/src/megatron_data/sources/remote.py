@@ -14,7 +14,8 @@ from typing import NamedTuple, Self, TypeVar
 
 from ..errors import DataError
 from .failures import BrokenOffError, MissingError, denied
-from .storage import is_url, read_range, stat
+from .names import is_url
+from .storage import read_range, stat
 
 _ATTEMPTS = 3
 _PAUSE = 0.5  # seconds before the second attempt, twice as long before the third

@@ -2,13 +2,14 @@
 
 import glob
 import os
+import stat as modes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ..errors import DataError
-from .failures import missing, told, told_file
+from .failures import IrregularError, missing, told, told_file
+from .names import check_scheme, is_url
 
 _MAGIC = frozenset("*?[")
 _VERSIONS = (
@@ -22,11 +23,6 @@ class Stat(NamedTuple):
 
     size: int
     version: str
-
-
-def is_url(path: str) -> bool:
-    """Whether fsspec opens this path."""
-    return "://" in path
 
 
 def expand(path: str) -> list[str]:
@@ -95,12 +91,15 @@ def open_file(path: str) -> BinaryIO:
 
     Raises:
         MissingError: nothing is at a URL; also while it is read.
+        IrregularError: a device or a pipe, which may never end.
         DataError: a storage that cannot be reached, or refuses; also while it is read.
         OSError: a file on the disk cannot be opened.
     """
     if not is_url(path):
-        return Path(path).open("rb")
+        return _open_regular(path)
     with _system(path) as (system, inner):
+        if path.startswith("file://"):
+            return _open_regular(inner)
         return told_file(system.open(inner, "rb"), path)
 
 
@@ -143,6 +142,19 @@ def _walk(folder: str) -> Iterator[str]:
         yield from (os.path.join(place, name) for name in names if not name.startswith("."))  # noqa: PTH118
 
 
+def _open_regular(path: str) -> BinaryIO:
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it
+    if not modes.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise IrregularError(f"{path} is a device or a pipe; give a regular file")
+    return file
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a pipe without waiting for its other end; regular files do not care."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def _refuse(error: OSError) -> None:
     raise error
 
@@ -156,6 +168,7 @@ def _system(url: str) -> Iterator[tuple[Any, str]]:
 
 def _file_system(url: str) -> tuple[Any, str]:
     """Return fsspec's file system of a URL, and the path in it."""
+    check_scheme(url)
     try:
         import fsspec
     except ImportError:

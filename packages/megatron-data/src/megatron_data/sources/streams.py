@@ -20,6 +20,7 @@ PACKED = (".gz", ".bz2", ".zst")
 """Suffixes of compressed files."""
 
 _STEP = 1 << 18
+_ZSTANDARD_STEP = 1 << 9  # a block of 128 KiB may take 4 bytes, so this makes 16 MiB at most
 
 
 def split_suffix(path: str) -> tuple[str, str]:
@@ -143,7 +144,9 @@ class _Zstandard(io.RawIOBase):
     def __init__(self, raw: io.RawIOBase, path: str) -> None:
         self._module = _zstandard(path)
         self._raw = raw
-        self._packed = self._ready = b""
+        self._packed = b""
+        self._begin = 0
+        self._ready = memoryview(b"")
         self._frame = self._module.ZstdDecompressor().decompressobj()
         self._inside = False
 
@@ -160,18 +163,23 @@ class _Zstandard(io.RawIOBase):
 
     def _fill(self) -> bool:
         """Unpack a little more; False at the end."""
-        self._packed = self._packed or self._raw.read(1 << 16) or b""
-        if not self._packed:
+        if self._begin >= len(self._packed):
+            self._packed, self._begin = self._raw.read(1 << 16) or b"", 0
+        some = self._packed[self._begin : self._begin + _ZSTANDARD_STEP]
+        if not some:
             if self._inside:
                 raise EOFError("the last frame is not whole")
             return False
+        self._ready = memoryview(b"")  # let go of the last before the next
         try:
-            self._ready = self._frame.decompress(self._packed)
+            self._ready = memoryview(self._frame.decompress(some))
         except self._module.ZstdError as error:
             raise EOFError(str(error)) from None
-        self._packed, self._inside = b"", True
+        self._begin += len(some)
+        self._inside = True
         if self._frame.eof:
-            self._packed, self._inside = self._frame.unused_data, False
+            self._begin -= len(self._frame.unused_data)
+            self._inside = False
             self._frame = self._module.ZstdDecompressor().decompressobj()
         return True
 

@@ -6,7 +6,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import DataError
-from .protocol import CHUNK_BYTES, Fault, Item, Row, Span, UnreadableError, too_long
+from .protocol import (
+    CHUNK_BYTES,
+    Fault,
+    Item,
+    Row,
+    Span,
+    UnreadableError,
+    check_reread,
+    too_long,
+)
 from .storage import relative, stat
 from .streams import Stream
 
@@ -110,9 +119,13 @@ class TextFiles:
         if len(files) != span.units:
             raise DataError(f"{self.path} has {len(self.files):,} files; there were more")
         content = []
+        size = 0
         for path in files:
             with Stream(path) as stream:
-                content.append((path, _content(stream, longest)))
+                data = _content(stream, longest)
+            size += 0 if isinstance(data, Fault) else len(data)
+            check_reread(size, longest)
+            content.append((path, data))
         return TextChunk(span.first, tuple(content), 0)
 
     def record(self) -> dict[str, Any]:
