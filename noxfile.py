@@ -211,11 +211,9 @@ def integration(session: nox.Session) -> None:
     # megatron-data's own session has no torch.
     with_torch = [f"packages/megatron-data/tests/test_{name}.py" for name in ("torch", "examples")]
     others = ["integration_tests", *with_torch, "--ignore=integration_tests/parity"]
-    by_the_clock = "integration_tests/test_start_up.py"
-    pytest(session, by_the_clock, slow=slow)
-    # Most of the time is programs that start, on one core each: two files at a time.
+    # Most of it runs on one core: two files at a time.
     at_once = () if slow else ("-n", "2", "--dist", "loadfile")
-    pytest(session, *at_once, *others, f"--ignore={by_the_clock}", slow=slow)
+    pytest(session, *at_once, *others, slow=slow)
 
 
 @job()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from megatron_parallel.testing import WorkerPool
+from megatron_train.metrics import peak, plot
 from preloaded import Preloaded
 
 # What the commands import on their way. None of it starts a thread, which `Preloaded` checks.
@@ -72,6 +73,16 @@ def run_command(
         return done
 
     return run
+
+
+@pytest.fixture
+def plain_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process measure no peak and draw no curve, which takes most of a short run.
+
+    The file of the plot is there, and empty. `whole` of test_pretrain.py has both.
+    """
+    monkeypatch.setattr(peak, "measured_peak", lambda *_: peak.Peak(1e11, "a constant"))
+    monkeypatch.setattr(plot, "plot_losses", lambda records, loss, path: path.write_bytes(b""))
 
 
 @pytest.fixture(scope="module")

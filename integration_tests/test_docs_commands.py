@@ -31,7 +31,7 @@ TIMEOUT = 240
 DATA = "--data-path book_text_document --tokenizer-model tokenizer"
 
 # What a page leaves out with dots.
-DOTS = {"torchrun ...": "torchrun --standalone --nproc-per-node 4", "pretrain gpt ...": DATA}
+DOTS = {"torchrun ...": "torchrun --standalone --nproc-per-node 2", "pretrain gpt ...": DATA}
 
 # The sizes left out with dots, where a line is only read and not run.
 SIZES = (
@@ -45,6 +45,7 @@ SMALLER = {
     "--max-position-embeddings 128 --micro-batch-size 2 --train-iters 2 --lr-warmup-iters 0 "
     "--eval-interval 2 --eval-iters 1 --no-progress",
     "--hybrid-context-parallel": "--micro-batch-size 1",
+    "-m megatron_train": "--pipeline-model-parallel-size 2",
     "--exit-interval": "--exit-interval 1",
     "--iteration": "--iteration 2",
     "megatron-infer serve": "--port 0",

@@ -303,6 +303,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.usefixtures("plain_runs")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_answered_in_one_line(prepared, mistake, capsys, monkeypatch):
     command, parts = MISTAKES[mistake]

@@ -17,7 +17,7 @@ TRAIN = f"pretrain gpt {DATA} {LENGTH} --no-progress --lr 1e-3"
 
 
 @pytest.fixture
-def train(corpus, capsys, monkeypatch):
+def train(corpus, capsys, monkeypatch, plain_runs):
     """Return a function that runs `pretrain gpt` in this process, and gives what was printed."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

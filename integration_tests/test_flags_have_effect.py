@@ -320,6 +320,8 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "logging.progress": ({}, {"--no-progress": ""}),
 }
 
+pytestmark = pytest.mark.usefixtures("plain_runs")
+
 VOLATILE = (
     (r"^ \[[^]]*\]", ""),
     (r"(elapsed time per iteration \(ms\)|tokens/s|MFU|TFLOP/s/GPU\)): [\d.]+", r"\1"),

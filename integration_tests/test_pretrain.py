@@ -39,7 +39,7 @@ def pretrain(corpus, run_command):
 
 
 @pytest.fixture
-def train(corpus, capsys, monkeypatch):
+def train(corpus, capsys, monkeypatch, plain_runs):
     """Return a function that does the same in this process, and gives what was printed."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -17,6 +17,7 @@ SMALL = (
 DATA = "--data-path train_text_document --tokenizer-model tokenizer --split 8,2,0"
 
 
+@pytest.mark.usefixtures("plain_runs")
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_trains(corpus, name, capsys, monkeypatch):
     threads = torch.get_num_threads()

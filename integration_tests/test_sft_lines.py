@@ -41,7 +41,7 @@ def talks(corpus):
 
 
 @pytest.fixture
-def train(talks, capsys, monkeypatch):
+def train(talks, capsys, monkeypatch, plain_runs):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.chdir(talks)
