@@ -2,13 +2,17 @@ import math
 
 import pytest
 import torch
+from megatron_parallel import Mesh
 from megatron_train.callbacks.callback import Callback
 from megatron_train.callbacks.evaluation import Evaluation
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.stopping import StopAt
+from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.peak import Peak
+
+from .conftest import BigramTask
 
 
 class Listener(Callback):
@@ -181,3 +185,47 @@ def test_a_stop_keeps_the_first_reason(make_trainer):
     stop = trainer.run()
     assert stop is not None and trainer.iteration == 1
     assert stop.reason.startswith("--exit-duration-in-mins")
+
+
+class Rewarded(BigramTask):
+    """The bigram task with a loss of the name of a field."""
+
+    losses = ("rewards",)
+
+    def denominators(self, batches):
+        return {"rewards": super().denominators(batches)["lm loss"]}
+
+    def loss(self, output, batch):
+        return {"rewards": super().loss(output, batch)["lm loss"]}
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_a_field_may_have_the_name_of_a_loss(make_trainer, make_steps, per_token):
+    def trained(field):
+        engine = StepEngine(Rewarded(), Mesh.single(), per_token=per_token)
+        batches = next(make_steps(2, 3)(0))
+        for batch in batches:
+            batch[field] = torch.tensor(4.0)
+        denominators = engine.denominators(batches)
+        sums = engine.run(batches, denominators, 1)
+        return denominators, sums, engine.evaluate(batches), engine.gradients()["weight"].clone()
+
+    *expected, gradient = trained("advantages")
+    *found, same = trained("rewards")
+    assert found == expected
+    assert torch.equal(same, gradient)
+
+
+def test_names_that_the_engine_gives_are_refused(make_steps):
+    class Taken(BigramTask):
+        def inputs(self, batch, stage, iteration):
+            return {**super().inputs(batch, stage, iteration), "inner": 3}
+
+    class Twice(BigramTask):
+        inner_losses = ("lm loss",)
+
+    engine = StepEngine(Taken(), Mesh.single())
+    with pytest.raises(TrainError, match="task Taken gives stage 0 an argument 'inner'"):
+        engine.run(next(make_steps(2, 3)(0)), {"lm loss": 1.0}, 1)
+    with pytest.raises(TrainError, match="'lm loss' is a loss and an inner loss"):
+        StepEngine(Twice(), Mesh.single())

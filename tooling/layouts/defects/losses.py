@@ -1,5 +1,6 @@
 """Defects of the loss: denominators, masks, and the samples themselves."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -7,7 +8,7 @@ from megatron_data import SequentialSampler
 from megatron_parallel import Mesh
 from megatron_parallel.pipeline import PipelineEngine
 from megatron_parallel.pipeline.objective import Objective
-from megatron_train import GPTTask
+from megatron_train import Batch, GPTTask
 from megatron_train.engine import StepEngine
 from torch import Tensor
 
@@ -28,7 +29,7 @@ def _average_of_micro_batches(mesh: Mesh, replace: Replace) -> None:
     true = Objective.add
 
     def wrong(self: Objective, output: Any, micro_batch: Any) -> Tensor:
-        share = float(micro_batch["loss_mask"].sum()) or 1.0
+        share = float(micro_batch.batch["loss_mask"].sum()) or 1.0
         return true(self, output, micro_batch) * next(iter(self._denominators.values())) / share / 4
 
     replace(Objective, "add", wrong)
@@ -57,10 +58,10 @@ def _first_micro_batch(mesh: Mesh, replace: Replace) -> None:
 def _mean_of_own_part(mesh: Mesh, replace: Replace) -> None:
     true = StepEngine._weighed
 
-    def wrong(self: StepEngine, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        weighed = true(self, batch)
+    def wrong(self: StepEngine, batch: Batch) -> Any:
         own = self.task.denominators([self.task.cut(batch)])
-        return {**weighed, **{name: weighed[name].new_tensor(2 * own[name] or 1.0) for name in own}}
+        divisors = {name: 2 * own[name] or 1.0 for name in own}
+        return dataclasses.replace(true(self, batch), divisors=divisors)
 
     replace(StepEngine, "_weighed", wrong)
 

@@ -31,6 +31,10 @@ from megatron_train.tasks.task import Batch
 Read = Callable[[Sequence[int]], Batch]
 """Reads samples by their numbers: fields `[b, s]` and `[b]`."""
 
+PLACES: Final = "places"
+EXTENT: Final = "extent"
+"""Fields that a row has beside those of samples."""
+
 _BY_TOKEN: Final = ("tokens", "labels", "loss_mask", "positions")
 
 
@@ -85,7 +89,7 @@ class DocumentPool:
         share = len(range(self._axis.index, len(numbers), self._axis.size))
         length = samples[some]["tokens"].shape[1]
         for count, batch in zip((share, *(0,) * len(rows)), rows, strict=False):
-            batch["extent"] = torch.tensor([count, count * length])
+            batch[EXTENT] = torch.tensor([count, count * length])
         return rows
 
     def _plan(self, lengths: Sequence[int]) -> PoolPlan:
@@ -130,7 +134,7 @@ class DocumentPool:
             whole = torch.cat([part[name] for part in parts], 1)
             value = -1 if name in ("document_ids", "sample_places") else 0
             batch[name] = torch.nn.functional.pad(whole, (0, length - whole.shape[1]), value=value)
-        batch["places"] = ContextSplit.per_document(batch["document_ids"], ranks).places
+        batch[PLACES] = ContextSplit.per_document(batch["document_ids"], ranks).places
         return batch
 
 

@@ -39,6 +39,8 @@ from megatron_parallel import (
 from megatron_parallel.pipeline import FullyShardedStages, StageGradients, default_schedule
 from torch import Tensor, nn
 
+from megatron_train.document_pool import EXTENT, PLACES
+from megatron_train.errors import TrainError
 from megatron_train.tasks.task import Batch, Task
 
 
@@ -57,6 +59,24 @@ class Extent:
     flops: float
 
 
+INNER, TURNS = "inner", "turns"
+"""Keyword arguments that the engine itself gives to stages."""
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """What this rank computes of a micro-batch.
+
+    Attributes:
+        batch: the task's fields, which only the task looks into.
+        divisors: what each loss is divided by for the mean of the whole micro-batch; empty where
+            every true token has the same weight.
+    """
+
+    batch: Batch
+    divisors: Mapping[str, float]
+
+
 class StepEngine:
     """Forward and backward passes of a step on one rank of a mesh.
 
@@ -65,11 +85,14 @@ class StepEngine:
         mesh: where this rank stands.
         data_parallel: how gradients are summed, and what each rank keeps.
         compile: whether to compile each stage with torch.compile.
-        schedule: of the pipeline; by default that of `default_schedule`.
+        schedule: of the pipeline. Defaults to that of `default_schedule`.
         per_token: whether every true token of a step has the same weight. Otherwise every
             micro-batch of every data-parallel rank has, however many true tokens are in it: the
             loss of a step is a mean of their means. Inner losses are per token either way, and so
             is every evaluation.
+
+    Raises:
+        TrainError: the task gives a name to a loss and to an inner loss.
 
     Attributes:
         parameters: this rank's parameters by global name, each of them once; whoever reads them
@@ -91,6 +114,11 @@ class StepEngine:
         per_token: bool = True,
     ) -> None:
         data_parallel = data_parallel or DataParallelConfig()
+        if twice := {*task.losses} & {*task.inner_losses}:
+            raise TrainError(
+                f"task {type(task).__name__}: {min(twice)!r} is a loss and an inner loss; give "
+                "them two names"
+            )
         self.task = task
         self.mesh = mesh
         self._per_token = per_token
@@ -142,7 +170,7 @@ class StepEngine:
     def true_tokens(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Return what each sum of `evaluate` is to be divided by."""
         if self.mesh.layout.hybrid_cp:  # rows, of which each of their ranks has an equal share
-            shared = [(len(batch["places"]), self.task.denominators([batch])) for batch in batches]
+            shared = [(len(batch[PLACES]), self.task.denominators([batch])) for batch in batches]
             counts = {name: sum(c[name] / ranks for ranks, c in shared) for name in shared[0][1]}
             return self._summed(counts, self._data, "token counts")
         # Of whole sequences, which all ranks of the context axis read.
@@ -151,7 +179,7 @@ class StepEngine:
     def extent(self, batches: Sequence[Batch]) -> Extent:
         """Return how large the global batch is that these are this rank's micro-batches of."""
         if self.mesh.layout.hybrid_cp:
-            samples, tokens = torch.stack([batch["extent"] for batch in batches]).sum(0).tolist()
+            samples, tokens = torch.stack([batch[EXTENT] for batch in batches]).sum(0).tolist()
             own = {"samples": samples, "tokens": tokens, "flops": self.task.flops(batches)}
             whole = self._summed(own, self._data, "extent of the batch")
             return Extent(int(whole["samples"]), int(whole["tokens"]), whole["flops"])
@@ -190,7 +218,8 @@ class StepEngine:
     def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Return each loss summed over the true tokens of all ranks; makes no gradients."""
         self._iteration = self._inner = None
-        sums = self._pipeline.evaluate([self._own(batch) for batch in batches])
+        own = [_MicroBatch(self._own(batch), {}) for batch in batches]
+        sums = self._pipeline.evaluate(own)
         return self._summed(sums, self._data, "loss sums")
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
@@ -229,34 +258,38 @@ class StepEngine:
             return Fusion(off="code that torch.compile makes (--compile) has no buffers to add to")
         return fuse_gradient_accumulation(self.task.stages, self._gradients.buffers)
 
-    def _inputs(self, batch: Batch, stage: int) -> Mapping[str, Any]:
-        given = dict(self.task.inputs(batch, stage, self._iteration))
+    def _inputs(self, micro_batch: _MicroBatch, stage: int) -> Mapping[str, Any]:
+        given = dict(self.task.inputs(micro_batch.batch, stage, self._iteration))
+        if taken := given.keys() & {INNER, TURNS}:
+            raise TrainError(
+                f"task {type(self.task).__name__} gives stage {stage} an argument {min(taken)!r}, "
+                "which the engine gives; choose another name"
+            )
         if self._iteration is None:  # an evaluation
             return given
         if self._inner is not None:
-            given["inner"] = self._inner
+            given[INNER] = self._inner
         if self._pipeline.turns is not None:
-            given["turns"] = self._pipeline.turns
+            given[TURNS] = self._pipeline.turns
         return given
 
-    def _passed(self, batch: Batch, stage: int) -> Passed | tuple[Passed, ...]:
-        return self.task.passed(batch, stage)
+    def _passed(self, micro_batch: _MicroBatch, stage: int) -> Passed | tuple[Passed, ...]:
+        return self.task.passed(micro_batch.batch, stage)
 
-    def _loss(self, output: Any, batch: Batch) -> dict[str, Tensor]:
+    def _loss(self, output: Any, micro_batch: _MicroBatch) -> dict[str, Tensor]:
         """Each loss of a micro-batch as a sum, or as its part of the micro-batch's mean."""
-        sums = self.task.loss(output, batch)
-        return {n: s / batch[n].to(s) if n in batch else s for n, s in sums.items()}
+        sums = self.task.loss(output, micro_batch.batch)
+        if not micro_batch.divisors:
+            return sums
+        return {name: value / micro_batch.divisors[name] for name, value in sums.items()}
 
-    def _weighed(self, batch: Batch) -> Batch:
+    def _weighed(self, batch: Batch) -> _MicroBatch:
         """`_own`, with what the mean of the whole micro-batch is divided by where it counts."""
         if self._per_token:
-            return self._own(batch)
-        own = dict(self._own(batch))
+            return _MicroBatch(self._own(batch), {})
         counts = self.task.denominators([batch])  # of whole sequences
-        for name in self.task.losses:
-            count = counts[name] or 1.0
-            own |= {name: torch.tensor(count, dtype=torch.float64, device=self.mesh.device)}
-        return own
+        divisors = {name: counts[name] or 1.0 for name in self.task.losses}
+        return _MicroBatch(self._own(batch), divisors)
 
     def _own(self, batch: Batch) -> Batch:
         """What this rank computes of a micro-batch, on its device."""

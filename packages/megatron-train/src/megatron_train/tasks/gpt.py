@@ -9,6 +9,8 @@ from megatron_parallel import Axis, DropoutKey, Passed, pool_group_name
 from megatron_parallel.context_parallel import ContextSplit
 from torch import Tensor, nn
 
+from megatron_train.document_pool import EXTENT, PLACES
+from megatron_train.errors import TrainError
 from megatron_train.tasks.task import Batch
 
 LOSS = "lm loss"
@@ -105,8 +107,12 @@ class GPTTask:
         What masks are made of stays whole: ``document_ids`` and ``sample_ids``.
         """
         tokens = batch["tokens"]
+        if PLACES in batch and not self._mesh.layout.hybrid_cp:
+            raise TrainError(
+                f"samples have a field {PLACES!r}, which context parallelism gives them; rename it"
+            )
         if self._mesh.layout.hybrid_cp:
-            split = ContextSplit(batch["places"])
+            split = ContextSplit(batch[PLACES])
         elif self._cut_per_document:
             split = ContextSplit.per_document(batch["document_ids"], self._cp.size)
         else:
@@ -114,7 +120,7 @@ class GPTTask:
         index = self._context(split.ranks).index
         by_place = batch.keys() & {"tokens", "labels", "loss_mask", "positions"}
         own = {name: split.take(batch[name], index) for name in by_place}
-        return {**batch, **own, "places": split.places}
+        return {**batch, **own, PLACES: split.places}
 
     def inputs(self, batch: Batch, stage: int, iteration: int | None) -> Mapping[str, Any]:
         """Return tokens for the first stage, labels for the last, mask and dropout for all."""
@@ -132,9 +138,9 @@ class GPTTask:
         if self._reset_attention_mask or pooled:
             given["mask"] = Mask(document_ids=batch["document_ids"])
         if self._cp.size > 1 or pooled:
-            given["split"] = ContextSplit(batch["places"])
+            given["split"] = ContextSplit(batch[PLACES])
         if pooled:
-            given["cp"] = self._context(len(batch["places"]))
+            given["cp"] = self._context(len(batch[PLACES]))
         if iteration is not None and (self._hidden_dropout or self._attention_dropout):
             given["dropout"] = self._dropout(batch, iteration)
         return given
@@ -172,7 +178,7 @@ class GPTTask:
         """Return the operations of a forward and backward pass over the batches."""
         config = self._stages[0].config
         if self._mesh.layout.hybrid_cp:
-            tokens = sum(int(batch["extent"][1]) for batch in batches)
+            tokens = sum(int(batch[EXTENT][1]) for batch in batches)
             return float(gpt_flops(config, self._sequence_length or 0, tokens))
         length = batches[0]["tokens"].shape[1]
         tokens = sum(batch["tokens"].numel() for batch in batches)
