@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from megatron_parallel import InnerLosses, LayoutError
+from megatron_parallel import (
+    InnerLosses,
+    LayoutError,
+    Mesh,
+    ParallelLayout,
+    all_reduce,
+    scatter_to_axis,
+)
+from megatron_parallel.testing import WorkerPool
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -11,8 +19,8 @@ F64 = torch.float64
 
 def layer(x: Tensor, weight: Tensor, inner: InnerLosses) -> Tensor:
     y = x * weight
-    y = inner.attach(y, "square", y.square().sum(), coefficient=0.5)
-    return inner.attach(y, "cube", (weight**3).sum(), coefficient=2.0)
+    y = inner.attach(y, "square", y.square().sum(), coefficient=0.5, replicated=())
+    return inner.attach(y, "cube", (weight**3).sum(), coefficient=2.0, replicated=())
 
 
 def test_gradients_are_those_of_the_whole_objective_over_micro_batches() -> None:
@@ -47,6 +55,32 @@ def test_a_recomputed_layer_counts_once(reentrant: bool) -> None:
 def test_values_stay_what_they_are_and_unknown_names_are_refused() -> None:
     inner = InnerLosses({"square": 1.0})
     x = torch.randn(3)
-    assert torch.equal(inner.attach(x, "square", x.sum(), 1.0), x)
+    assert torch.equal(inner.attach(x, "square", x.sum(), 1.0, replicated=()), x)
     with pytest.raises(LayoutError, match=r"no denominator for the inner loss 'z', only for \['s"):
-        inner.attach(x, "z", x.sum(), 1.0)
+        inner.attach(x, "z", x.sum(), 1.0, replicated=())
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["replicated", "cut"])
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_a_value_is_reported_once_however_ranks_share_it(
+    worker_pool: WorkerPool, axis: str, cut: bool
+) -> None:
+    """Four numbers, on both ranks of an axis as a whole or a half each; compared with one rank."""
+
+    def step(mesh: Mesh) -> tuple[Tensor, Tensor]:
+        ranks = mesh.axis(axis)
+        x = torch.arange(1.0, 5.0, dtype=F64).requires_grad_()
+        inner = InnerLosses({"square": 10.0})
+        part = scatter_to_axis(x, ranks) if cut else x
+        value = part.square().sum()
+        replicated = () if cut else (ranks,)
+        inner.attach(x, "square", value, 0.5, replicated=replicated).sum().backward()  # type: ignore[no-untyped-call]
+        found = torch.as_tensor(inner.sums["square"], dtype=F64).clone()
+        assert x.grad is not None
+        return all_reduce(found, mesh.axis("world")), x.grad
+
+    expected = step(Mesh.single())
+    assert expected[0].item() == 30.0
+    layout = ParallelLayout(tp=2, dp=1) if axis == "tp" else ParallelLayout(cp=2, dp=1)
+    for found in worker_pool.run_mesh(layout, step):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)

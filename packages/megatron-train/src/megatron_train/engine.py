@@ -211,7 +211,7 @@ class StepEngine:
         found = self._pipeline.run([self._weighed(batch) for batch in batches], outer)
         self._gradients.finish()
         sums = self._summed(found, self._data, "loss sums")
-        if self._inner is not None:  # every rank has other tokens, or other layers
+        if self._inner is not None:  # a value that several ranks have is counted on one of them
             sums |= self._summed(self._inner.sums, "world", "inner loss sums")
         return sums
 

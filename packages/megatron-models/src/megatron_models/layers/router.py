@@ -106,15 +106,16 @@ class RouterLosses:
             count: sequences of the micro-batch.
             inner: takes the losses; what it reports is their mean over layers.
         """
-        weights = routing.weights
+        weights = routing.weights  # of tokens that no other rank has: nothing is replicated
         if self.balance:
             if not self.by_sequence:
                 sequences, count = torch.zeros_like(sequences), 1
             value = load_balancing_loss(routing, sequences, count, self.axis) / self.layers
-            weights = inner.attach(weights, LOAD_BALANCING, value, self.balance * self.layers)
+            factor = self.balance * self.layers
+            weights = inner.attach(weights, LOAD_BALANCING, value, factor, replicated=())
         if self.z:
             value = z_loss(routing) / self.layers
-            weights = inner.attach(weights, Z_LOSS, value, self.z * self.layers)
+            weights = inner.attach(weights, Z_LOSS, value, self.z * self.layers, replicated=())
         return weights
 
 

@@ -40,7 +40,8 @@ class Task(Protocol):
     def inner_losses(self) -> Sequence[str]:
         """Names of the losses that layers have of their own (`megatron_parallel.InnerLosses`).
 
-        In a training step, stages are called with the keyword argument ``inner``, which takes them.
+        In a training step, stages are called with the keyword argument ``inner``, which takes them;
+        a layer names there the axes whose ranks all have the same value.
         """
 
     def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:

@@ -1,0 +1,58 @@
+"""Losses that arise inside a stage, as a step reports them on several ranks."""
+
+import pytest
+import torch
+from megatron_parallel import Mesh, ParallelLayout, Sharding, scatter_to_axis
+from megatron_train.engine import StepEngine
+from torch import nn
+
+SIZE = 8
+
+
+class Rows(nn.Embedding):
+    """Rows of a table, with a penalty on those that are looked up: of all, or of a rank's half."""
+
+    def __init__(self, mesh, cut):
+        super().__init__(SIZE, SIZE, dtype=torch.float64)
+        self.axis, self.cut = mesh.axis("tp"), cut
+        self.sharding = {"weight": Sharding((SIZE, SIZE))}
+        with torch.no_grad():
+            self.weight.copy_(torch.arange(SIZE * SIZE).view(SIZE, SIZE).sin())
+
+    def forward(self, tokens, inner=None):
+        x = super().forward(tokens).flatten(0, 1)
+        part = scatter_to_axis(x, self.axis) if self.cut else x
+        replicated = () if self.cut else (self.axis,)
+        return inner.attach(x, "size", part.square().sum(), 0.25, replicated=replicated)
+
+
+class Penalised:
+    """Sums of looked-up rows as the loss, and their penalty as an inner one."""
+
+    losses, inner_losses = ("sum",), ("size",)
+
+    def __init__(self, mesh, cut):
+        self.stages = (Rows(mesh, cut),)
+
+    def denominators(self, batches):
+        return dict.fromkeys(("sum", "size"), float(sum(b["tokens"].numel() for b in batches)))
+
+    def inputs(self, batch, stage, iteration):
+        return {"tokens": batch["tokens"]}
+
+    def loss(self, output, batch):
+        return {"sum": output.sum()}
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["replicated", "cut"])
+def test_an_inner_loss_on_tensor_parallel_ranks_is_reported_as_on_one_rank(worker_pool, cut):
+    def step(mesh):
+        engine = StepEngine(Penalised(mesh, cut), mesh)
+        batches = [{"tokens": torch.tensor([[1, 2, 5, 1]]) + shift} for shift in (0, 2)]
+        sums = engine.run(batches, engine.denominators(batches), 1)
+        return sums, engine.gradients()["weight"].clone()
+
+    sums, gradient = step(Mesh.single())
+    for found, theirs in worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), step):
+        assert found == pytest.approx(sums, rel=1e-15)
+        torch.testing.assert_close(theirs, gradient, rtol=1e-14, atol=0)
