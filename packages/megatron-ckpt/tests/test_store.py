@@ -12,6 +12,7 @@ from megatron_ckpt import (
     View,
     find_checkpoint,
 )
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 DTYPES = [
@@ -60,6 +61,13 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path, dtype):
     assert torch.equal(bits(back), bits(tensor))
     by_library = load_file(store.path(1) / "model-00000-of-00001.safetensors")["w"]
     assert by_library.dtype == dtype and torch.equal(bits(by_library), bits(tensor))
+
+
+def test_a_file_says_that_its_tensors_are_torchs(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(1, whole(simple()))
+    with safe_open(store.path(1) / "model-00000-of-00001.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # transformers reads no file without it
 
 
 def test_scalars_empty_transposed_and_device_views_are_stored_as_they_look(tmp_path):

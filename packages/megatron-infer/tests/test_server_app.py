@@ -219,6 +219,30 @@ def test_another_sites_name_for_this_machine_is_refused(client: FlaskClient) -> 
     assert "Host" in answer.get_json()["message"]
 
 
+def test_who_may_be_refused_by_name_is_documented(make_client: Callable[..., FlaskClient]) -> None:
+    for token, documented in ((None, True), (TOKEN, False)):
+        header = {"Authorization": f"Bearer {TOKEN}"}
+        document = make_client(token=token).get("/openapi.json", headers=header).get_json()
+        operations = [one for path in document["paths"].values() for one in path.values()]
+        assert {"403" in one["responses"] for one in operations} == {documented}
+
+
+def test_log_probabilities_are_documented_as_at_most_0(client: FlaskClient) -> None:
+    answer = {"text": [""], "segments": [[]], "tokens": [[]], "finish_reasons": ["stop"]}
+    check(client, "Answer", {**answer, "logprobs": [[-0.5, 0.0]]})
+    with pytest.raises(jsonschema.ValidationError):
+        check(client, "Answer", {**answer, "logprobs": [[0.5]]})
+
+
+def test_a_request_may_have_as_many_tokens_as_are_allowed(
+    make_client: Callable[..., FlaskClient],
+) -> None:
+    client = make_client(max_tokens=10)
+    assert put(client, prompts=["ab", "abcd"], tokens_to_generate=2)[0] == 200
+    status, answer = put(client, prompts=["ab", "abcde"], tokens_to_generate=2)
+    assert status == 400 and "come to 11 tokens, 10 are allowed" in answer["message"]
+
+
 def test_info_health_and_page_are_as_documented(client: FlaskClient) -> None:
     check(client, "Info", client.get("/info").get_json())
     check(client, "Health", client.get("/health").get_json())
