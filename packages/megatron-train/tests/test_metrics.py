@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron_train.errors import TrainError
 from megatron_train.metrics.lines import TrainingLine, evaluation_lines
-from megatron_train.metrics.peak import device_peak, measured_peak, table_peak
+from megatron_train.metrics.peak import Peak, device_peak, measured_peak, table_peak
 from megatron_train.metrics.plot import plot_losses, running_mean
 from megatron_train.metrics.records import Records, RecordWriter, read_records
 
@@ -81,6 +81,14 @@ def test_the_peak_of_a_cpu_is_measured():
     assert peak is not None and peak.flops_per_second > 1e6
     assert peak.source == "measured 64x64 fp32 matrix product"
     assert device_peak(torch.device("cpu"), torch.float32).source.startswith("measured 1024x1024")
+
+
+def test_a_measured_peak_is_that_of_the_fastest_of_five_products(monkeypatch):
+    times = iter([0.0, 4.0, 10.0, 12.0, 20.0, 20.5, 30.0, 31.0, 40.0, 43.0])
+    monkeypatch.setattr("megatron_train.metrics.peak.time.perf_counter", lambda: next(times))
+    peak = measured_peak(torch.device("cpu"), torch.float64, size=8)
+    assert peak == Peak(2 * 8**3 / 0.5, "measured 8x8 fp64 matrix product")
+    assert next(times, None) is None
 
 
 def step(iteration, loss):

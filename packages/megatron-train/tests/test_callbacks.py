@@ -1,0 +1,298 @@
+"""What the callbacks of a run write, print and show."""
+
+import io
+import json
+import math
+import os
+import signal
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron_train.callbacks import evaluation
+from megatron_train.callbacks.log_line import Interval, LogLine
+from megatron_train.callbacks.recording import Progress, Recorder, TensorBoard
+from megatron_train.callbacks.stopping import StopAt, StopOnSignal
+from megatron_train.metrics.console import Console
+from megatron_train.metrics.environment import environment
+from megatron_train.metrics.peak import Peak
+from megatron_train.metrics.records import read_records
+from megatron_train.trainer import StepReport, Stop
+
+REPORT = StepReport(
+    iteration=2,
+    consumed_samples=12,
+    sums={"lm loss": 30.0},
+    denominators={"lm loss": 10.0},
+    learning_rate=0.25,
+    grad_norm=1.5,
+    updated=True,
+    finite=True,
+    seconds=0.5,
+    samples=6,
+    tokens=48,
+    flops=4e12,
+)
+NAN = replace(
+    REPORT, sums={"lm loss": math.nan}, grad_norm=math.nan, updated=False, finite=False, seconds=1.5
+)
+
+
+class Screen(Console):
+    """A console that keeps its lines and what its bar was asked to show."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines, self.bar = [], []
+
+    def line(self, text):
+        self.lines.append(text)
+
+    def start_bar(self, total_tokens, done_tokens):
+        self.bar.append((total_tokens, done_tokens))
+
+    def advance(self, tokens, postfix):
+        self.bar.append((tokens, postfix))
+
+    def stop_bar(self):
+        self.bar.append("stopped")
+
+
+def at(iteration, train_iters=4, **more):
+    """A trainer that stands at a step; its evaluations give the given losses."""
+    return SimpleNamespace(
+        iteration=iteration,
+        train_iters=train_iters,
+        consumed_samples=6 * iteration,
+        stopped=None,
+        evaluate=lambda batches: {"lm loss": float(len(list(batches)))},
+        engine=SimpleNamespace(mesh=SimpleNamespace(rank=0, world_size=2)),
+        **more,
+    )
+
+
+def test_an_interval_starts_at_nothing_and_adds_every_step():
+    interval = Interval()
+    assert vars(interval) == {
+        **dict.fromkeys(("steps", "skipped", "nan", "tokens"), 0),
+        **dict.fromkeys(("seconds", "flops"), 0.0),
+        "sums": {},
+        "denominators": {},
+    }
+    for report in (REPORT, NAN, REPORT):
+        interval.add(report)
+    assert (interval.steps, interval.skipped, interval.nan) == (3, 1, 1)
+    assert (interval.seconds, interval.tokens, interval.flops) == (2.5, 144, 12e12)
+    assert interval.losses() == {"lm loss": 3.0}
+    alone = Interval()
+    alone.add(NAN)
+    assert math.isnan(alone.losses()["lm loss"])
+
+
+def test_a_log_line_gives_the_figures_of_its_interval_per_device():
+    console, told = Screen(), []
+    lines = LogLine(
+        console, 2, peak=Peak(8e12, ""), throughput=True, listeners=[lambda *a: told.append(a)]
+    )
+    lines.on_step(at(1), replace(REPORT, iteration=1))
+    assert not console.lines
+    lines.on_step(at(2), REPORT)
+    (line,) = console.lines
+    for text in (
+        *("iteration        2/       4", "consumed samples:           12", "(ms): 500.0"),
+        *("learning rate: 2.500000E-01", "global batch size:     6", "grad norm: 1.500"),
+        *("(TFLOP/s/GPU): 4.0", "tokens/s: 96.0", "MFU: 50.0 %", "lm loss: 3.000000E+00"),
+    ):
+        assert f"{text} |" in line
+    assert told == [(2, {"lm loss": 3.0})]
+    lines.on_step(at(3), replace(REPORT, iteration=3))
+    assert lines.state() == {
+        "skipped": 0,
+        "nan": 0,
+        "sums": {"lm loss": 30.0},
+        "denominators": {"lm loss": 10.0},
+    }
+
+
+def test_the_recorder_writes_steps_evaluations_and_events(tmp_path):
+    recorder = Recorder(tmp_path, {"seed": 7})
+    recorder.on_start(at(1))
+    recorder.on_step(at(2), REPORT)
+    recorder.on_step(at(3), replace(NAN, iteration=3))
+    recorder.logged(3, {"lm loss": math.inf})
+    recorder.evaluated(3, {"lm loss": 2.0})
+    recorder.tested(3, {"lm loss": 2.5})
+    trainer = at(3)
+    trainer.stopped = Stop("SIGTERM", 143)
+    recorder.on_end(trainer)
+    records = read_records(tmp_path / "metrics.jsonl")
+    assert records.train == [
+        {
+            "kind": "train",
+            "iteration": 2,
+            "consumed_samples": 12,
+            "lm loss": 3.0,
+            "learning_rate": 0.25,
+            "grad_norm": 1.5,
+            "updated": True,
+            "seconds": 0.5,
+            "tokens": 48,
+        },
+        {
+            "kind": "train",
+            "iteration": 3,
+            "consumed_samples": 12,
+            "lm loss": None,
+            "learning_rate": 0.25,
+            "grad_norm": None,
+            "updated": False,
+            "seconds": 1.5,
+            "tokens": 48,
+        },
+    ]
+    assert records.log == [{"kind": "log", "iteration": 3, "lm loss": None}]
+    assert records.validation == [{"kind": "validation", "iteration": 3, "lm loss": 2.0}]
+    assert records.events == [
+        {"kind": "event", "event": "start", "iteration": 1, "seed": 7},
+        {"kind": "event", "event": "test", "iteration": 3, "lm loss": 2.5},
+        {"kind": "event", "event": "end", "iteration": 3, "reason": "SIGTERM"},
+    ]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tensorboard_drops_what_the_run_does_again(tmp_path, monkeypatch):
+    made, scalars = [], {}
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            made.append((folder, purge_step))
+
+        def add_scalar(self, name, value, step):
+            scalars[name, step] = value
+
+        def close(self):
+            made.append("closed")
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", Writer)
+    board = TensorBoard(tmp_path, 2)
+    board.on_start(at(1))
+    board.on_step(at(2), REPORT)
+    board.on_step(at(3), replace(REPORT, iteration=3))
+    board.evaluated(3, {"lm loss": 100.0})
+    board.on_end(at(3))
+    assert made == [(tmp_path, 2), "closed"]
+    assert scalars == {
+        ("lm loss", 2): 3.0,
+        ("learning-rate", 2): 0.25,
+        ("grad-norm", 2): 1.5,
+        ("batch-size", 2): 6.0,
+        ("tokens-per-second", 2): 96.0,
+        ("lm loss validation", 3): 100.0,
+        ("lm loss validation ppl", 3): math.exp(20.0),
+    }
+
+
+def test_progress_counts_tokens_of_all_samples():
+    console = Screen()
+    progress = Progress(console, samples=24, tokens_per_sample=8)
+    progress.on_start(at(1))
+    progress.on_step(at(2), REPORT)
+    progress.on_end(at(2))
+    assert console.bar == [(192, 48), (48, "step 2, lm loss 3.000"), "stopped"]
+
+
+def test_a_bar_and_lines_are_for_one_rank_and_a_terminal(capsys):
+    out = io.StringIO()
+    console = Console(out)
+    console.start_bar(100, 10)
+    console.advance(5, "step 1")
+    assert console._bar.n == 10  # disabled, as stderr is not a terminal
+    console.stop_bar()
+    assert console._bar is None
+    console.line("one")
+    console.warn("two")
+    silent = Console(out, silent=True)
+    silent.line("three")
+    silent.warn("four")
+    assert out.getvalue() == "one\n"
+    assert capsys.readouterr().err == "megatron-train: warning: two\n"
+
+
+def test_the_bar_counts_thousands_of_tokens(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", terminal)
+    console = Console()
+    console.start_bar(100_000, 10_000)
+    console.advance(5_000, "step 1")
+    console._bar.refresh()
+    console.stop_bar()
+    last = terminal.getvalue().split("\r")[-2]
+    assert last.startswith("training:  15%") and "15.0k/100k" in last and "step 1" in last
+
+
+@pytest.mark.parametrize(("iteration", "due"), [(2, False), (3, True), (4, True)])
+def test_evaluations_come_at_intervals_and_at_the_end_and_the_test_at_the_end(iteration, due):
+    console, told = Screen(), []
+    report = replace(REPORT, iteration=iteration)
+    for kind, more in ((evaluation.Evaluation, (3,)), (evaluation.Test, ())):
+        callback = kind(console, lambda: ["batches"] * 5, *more, [lambda *a: told.append(a)])
+        callback.on_step(at(iteration), report)
+    count = due + (iteration == 4)
+    assert told == [(iteration, {"lm loss": 5.0})] * count
+    assert len(console.lines) == 3 * count
+    assert any("on test set" in line for line in console.lines) == (iteration == 4)
+
+
+def test_a_run_stops_at_multiples_of_steps_and_after_minutes(monkeypatch):
+    def stops(callback, iteration):
+        found = []
+        callback.on_step(SimpleNamespace(stop=found.append), replace(REPORT, iteration=iteration))
+        return [stop.reason for stop in found]
+
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    every, after = StopAt(3, None), StopAt(None, 1.5)
+    assert [bool(stops(every, n)) for n in range(1, 7)] == [False, False, True] * 2
+    now[0] += 89
+    assert stops(after, 1) == []
+    now[0] += 1
+    assert stops(after, 1) == ["--exit-duration-in-mins 1.5"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_first_signal_asks_and_a_second_ends(rank, make_trainer, capfd):
+    trainer = make_trainer()
+    trainer.engine.mesh = SimpleNamespace(rank=rank)
+    before = signal.getsignal(signal.SIGTERM)
+    with StopOnSignal(trainer):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert trainer.stopped == Stop("SIGTERM", 128 + signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+    said = "SIGTERM: stopping after this step; once more ends at once\n"
+    assert capfd.readouterr().err == (said if rank == 0 else "")
+
+
+def test_the_engine_runs_each_step_under_its_number(make_trainer):
+    trainer, numbers = make_trainer(train_iters=3), []
+    run = trainer.engine.run
+
+    def noting(batches, denominators, iteration):
+        numbers.append(iteration)
+        return run(batches, denominators, iteration)
+
+    trainer.engine.run = noting
+    trainer.run()
+    assert numbers == [1, 2, 3]
+    assert (trainer.iteration, trainer.consumed_samples) == (3, 18)
+
+
+def test_facts_of_a_run_are_plain_and_name_versions():
+    facts = environment(torch.device("cpu"))
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["torch"] == torch.__version__ and facts["megatron-train"]
+    assert facts["device"].endswith("threads")
