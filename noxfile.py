@@ -141,7 +141,7 @@ def tests(session: nox.Session) -> None:
 def full(session: nox.Session) -> None:
     """As `tests`, with everything whole that is sampled there."""
     TIMINGS.unlink(missing_ok=True)
-    for check in ("wheels", *CHECKS, "summary"):
+    for check in ("wheels", *CHECKS, "mutation", "summary"):
         session.notify(check, posargs=["--slow"] if takes_slow(check) else [])
 
 
@@ -236,6 +236,17 @@ def layouts(session: nox.Session) -> None:
 
 
 @job()
+def mutation(session: nox.Session) -> None:
+    """Plant small defects, run the tests that reach each: 90 % have to be caught; tables.
+
+    `-- --write docs/planted-defects.md` puts the tables into the documentation.
+    """
+    install(session, *EDITABLE, "cosmic-ray", "coverage")
+    env = {"PYTHONPATH": "tooling"}
+    session.run("python", "-m", "mutation", *session.posargs, env=env)
+
+
+@job()
 def parity(session: nox.Session) -> None:
     """Against transformers, megatron-core, gigatoken (`-- --strict` fails where one is missing)."""
     strict, slow = "--strict" in session.posargs, split_slow(session)
@@ -288,7 +299,8 @@ def typecheck(session: nox.Session) -> None:
 @job()
 def boundaries(session: nox.Session) -> None:
     """Who may import whom (import-linter, deptry), and that these checks can fail."""
-    install(session, *EDITABLE, "import-linter", "deptry")
+    # cosmic-ray and coverage are for the tests of tooling/mutation.
+    install(session, *EDITABLE, "import-linter", "deptry", "cosmic-ray", "coverage")
     session.run("lint-imports")
     for name in PACKAGES:
         session.run("python", "tooling/check_dependencies.py", name)

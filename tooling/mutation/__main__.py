@@ -1,0 +1,77 @@
+"""`nox -s mutation`: plant defects, run the tests that reach them, print the tables."""
+
+import argparse
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from layouts.output import publish
+
+from mutation import table, targets
+from mutation.outcomes import Outcomes, checked, run_trials
+from mutation.plan import plan
+from mutation.reach import Reach
+from mutation.scratch import Scratch
+from mutation.trial import Limit
+from mutation.warm import Workers
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".nox" / "mutation"
+SURVIVORS = Path(__file__).with_name("survivors.toml")
+WANTED = 90.0  # percent
+
+
+def main() -> int:
+    """Run everything; 0 if enough defects are caught."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--each", type=int, default=12, help="defects per area (12)")
+    parser.add_argument("--area", action="append", help="this area alone; may be repeated")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once (2)")
+    parser.add_argument("--limit", type=float, default=60.0, help="CPU seconds per defect (60)")
+    parser.add_argument(
+        "--stretch", type=float, default=1.0, help="seconds by the clock for a CPU second (1)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep outcomes of runs of the same files and tests"
+    )
+    parser.add_argument("--write", type=Path, help="page to put the tables into")
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    sources = targets.sources(ROOT)
+    areas = {name: sources[name] for name in arguments.area or sources}
+    chosen, left_out, possible = plan(ROOT, areas, arguments.each)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mutation-"))
+        copies = [Scratch(ROOT, Path(folder) / str(place)) for place in range(arguments.jobs)]
+        workers = Workers(copies)
+        stack.callback(workers.close)
+        reach = Reach(
+            ROOT, [name for names in sources.values() for name in names], FOLDER / "reach.json"
+        )
+        tests = [name for area in areas for name in targets.test_files(ROOT, area)]
+        reach.measure(list(dict.fromkeys(tests)), workers, say)
+        every = [planted for found in chosen.values() for planted in found]
+        limit = Limit(arguments.limit, arguments.stretch)
+        kept = Outcomes(FOLDER / "outcomes.json", resume=arguments.resume)
+        outcomes = run_trials(every, reach, workers, limit, kept, say)
+        outcomes = checked(outcomes, workers, say)
+    rows = {
+        area: [(one, outcomes[one.defect.rank]) for one in found] for area, found in chosen.items()
+    }
+    why = table.reasons(SURVIVORS)
+    text = table.tables(rows, why, left_out, possible)
+    text += f"\nMeasured in {(time.monotonic() - started) / 60:.0f} minutes.\n"
+    reached = table.percent([row for found in rows.values() for row in found])
+    failed = [] if reached >= WANTED else [f"{reached:.1f} % are caught; {WANTED} % are wanted"]
+    return publish("mutation", text, failed, arguments.write)
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Inside a run: pytest, with worker pools that start warm, too, and whose ranks are measured."""
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from coverage import Coverage
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+SERVERS = 2  # fork servers of pools that are kept ready
+
+
+def main(order: dict[str, Any]) -> None:
+    """Run pytest within a limit of CPU time for every process, under coverage if asked to."""
+    resource.setrlimit(resource.RLIMIT_CPU, (order["limit"], order["limit"] + 5))
+    measured = None
+    if order["coverage"]:
+        from coverage import Coverage
+
+        measured = Coverage(config_file=order["coverage"])
+        measured.start()
+    servers = [ReadyServer() for _ in range(SERVERS)]
+    try:
+        plugins: list[object] = [Pools(servers, measured is not None)]
+        if measured is not None:
+            plugins.append(tests := Tests(measured))
+        status = pytest.main(order["pytest"], plugins=plugins)
+    finally:
+        for server in servers:
+            server.end_if_unused()
+        if measured is not None:
+            measured.stop()
+            measured.save()
+            Path(order["coverage"]).with_name("seconds.json").write_text(json.dumps(tests.seconds))
+    sys.exit(int(status))
+
+
+class Tests:
+    """A pytest plugin: which test function runs what in this process, and its CPU time."""
+
+    def __init__(self, measured: "Coverage") -> None:
+        self.seconds: dict[str, float] = {}
+        self._measured = measured
+        self._name = ""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Function) -> Generator[None, object, object]:
+        """Name the function, without parameters, while it runs with its fixtures."""
+        name = self._name = item.nodeid.partition("[")[0]
+        self._measured.switch_context(name)
+        before = sum(os.times()[:4])
+        try:
+            return (yield)
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + sum(os.times()[:4]) - before
+            self._measured.switch_context("")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: "pytest.FixtureDef[object]"
+    ) -> Generator[None, object, object]:
+        """What makes a fixture for several tests is none of the first one's."""
+        if fixturedef.scope == "function":
+            return (yield)
+        self._measured.switch_context("")
+        try:
+            return (yield)
+        finally:
+            self._measured.switch_context(self._name)
+
+
+class ReadyServer:
+    """A forked process that waits to become the fork server of a `WorkerPool`.
+
+    It is forked before anything of ours is imported, as a new interpreter would be. It has the
+    methods of `Popen` that a pool uses.
+    """
+
+    def __init__(self) -> None:
+        self._status: int | None = None
+        self._taken = False
+        self._ours, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._ours.close()
+            self._serve(theirs)
+        theirs.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        status = 1
+        try:
+            os.setsid()
+            message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, maxfds=1)
+            if message:
+                become_server(message, descriptors[0])
+            status = 0
+        except BaseException:  # noqa: BLE001 - nothing may climb into the pytest that was forked
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        finally:
+            os._exit(status)
+
+    def become(self, theirs: socket.socket, message: bytes) -> None:
+        """Start serving on a socket."""
+        self._taken = True
+        socket.send_fds(self._ours, [message], [theirs.fileno()])
+
+    def poll(self) -> int | None:
+        """The exit status, if it has ended."""
+        if self._status is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                self._status = os.waitstatus_to_exitcode(status)
+        return self._status
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end; raises `subprocess.TimeoutExpired` as `Popen` does."""
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("fork server", timeout)
+            time.sleep(0.005)
+        return status
+
+    def kill(self) -> None:
+        """Kill it."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def end_if_unused(self) -> None:
+        """End it if no pool took it."""
+        if not self._taken:
+            self.kill()
+
+
+def become_server(message: bytes, descriptor: int) -> None:
+    """Be the fork server of a pool until its connection is closed."""
+
+    directory, preload, typecheck, path, environment = json.loads(message)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = path
+    from megatron_parallel.testing.server import main as serve
+
+    serve(descriptor, directory, preload, typecheck)
+
+
+class Pools:
+    """A pytest plugin: pools take a server that waits, and let their workers end by themselves.
+
+    A pool kills its workers, which leaves coverage no time to save what it has measured. Under
+    coverage it closes their connections, on which they end, and waits for them first.
+    """
+
+    def __init__(self, servers: Sequence[ReadyServer], measured: bool) -> None:
+        self._servers = list(servers)
+        self._measured = measured
+
+    def pytest_configure(self) -> None:
+        """Change pools in this process, where the copy has their package."""
+        if not Path("packages/megatron-parallel").exists():
+            return
+
+        from megatron_parallel.testing import pool
+
+        start, dismiss = pool._start_server, pool.WorkerPool._dismiss
+
+        def take(
+            theirs: socket.socket, directory: Path, preload: Sequence[str], typecheck: Sequence[str]
+        ) -> Any:
+            if not self._servers:
+                return start(theirs, directory, preload, typecheck)
+            server = self._servers.pop()
+            environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **dict.fromkeys(THREADS, "1")}
+            settings = [str(directory), list(preload), list(typecheck), sys.path, environment]
+            with theirs:
+                server.become(theirs, json.dumps(settings).encode())
+            return server
+
+        def gently(owner: Any, ranks: int) -> None:
+            crew = owner._crews.get(ranks, [])
+            for worker in crew:
+                worker.connection.close()
+            for worker in crew:
+                if worker.pid and owner._server.poll() is None:
+                    owner._status(worker)  # waits up to 5 s; sets pid to 0 if it has ended
+            dismiss(owner, ranks)
+
+        pool._start_server = take
+        if self._measured:
+            pool.WorkerPool._dismiss = gently  # type: ignore[method-assign]

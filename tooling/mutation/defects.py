@@ -1,0 +1,217 @@
+"""The defects that cosmic-ray can plant in a source file, but for those that change nothing."""
+
+import ast
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import parso
+from cosmic_ray.ast import Visitor
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.operators.operator import Operator
+from cosmic_ray.plugins import get_operator
+
+PAIRS = {
+    "ReplaceBinaryOperator": (
+        *("Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Mul", "Mod_FloorDiv", "Pow_Mul"),
+        *("RShift_LShift", "LShift_RShift", "BitOr_BitAnd", "BitAnd_BitOr", "BitXor_BitAnd"),
+    ),
+    "ReplaceComparisonOperator": (
+        *("Eq_NotEq", "NotEq_Eq", "Is_IsNot", "IsNot_Is"),
+        *("Lt_LtE", "Lt_GtE", "LtE_Lt", "LtE_Gt", "Gt_GtE", "Gt_LtE", "GtE_Gt", "GtE_Lt"),
+    ),
+    "ReplaceUnaryOperator": ("Delete_USub", "Delete_Invert", "Delete_Not"),
+}
+"""Replacements that give running code: `<<` for `+` would fail on the first float."""
+
+OPERATORS = (
+    *(f"{name}_{pair}" for name, pairs in PAIRS.items() for pair in pairs),
+    *("AddNot", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue"),
+    *("ReplaceAndWithOr", "ReplaceOrWithAnd"),
+    *("ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "ExceptionReplacer"),
+    *("NumberReplacer", "ZeroIterationForLoop"),
+)
+
+ANNOTATION = "in an annotation"
+MESSAGE = "in the text of an error"
+TYPING = "under TYPE_CHECKING"
+PARAMETERS = "the `*` of a parameter list, taken for a product"
+
+
+class DropStatement(Operator):
+    """Replace a call that stands alone, or an augmented assignment, by `pass`."""
+
+    def mutation_positions(self, node: Any) -> Iterator[tuple[Any, Any]]:
+        """The statement, if it is one of these."""
+        if node.type == "simple_stmt":
+            statement = node.children[0]
+            called = statement.type == "atom_expr" and statement.children[-1].type == "trailer"
+            added = statement.type == "expr_stmt" and "annassign" in statement.children[1].type
+            augmented = statement.type == "expr_stmt" and is_augmented(statement)
+            if (called and not added) or augmented:
+                yield (statement.start_pos, statement.end_pos)
+
+    def mutate(self, node: Any, index: int) -> Any:
+        """Put `pass` in its place."""
+        first = node.children[0].get_first_leaf()
+        node.children[0] = parso.python.tree.Keyword("pass", first.start_pos, first.prefix)
+        return node
+
+    @classmethod
+    def examples(cls) -> tuple[()]:
+        """None; cosmic-ray asks for the method."""
+        return ()
+
+
+def is_augmented(statement: Any) -> bool:
+    """Whether an expression statement is `x += y` or its like."""
+    sign = statement.children[1]
+    code: str = sign.get_code().strip()
+    return code.endswith("=") and code != "="
+
+
+def operators() -> Iterator[tuple[str, Operator]]:
+    """Every operator with its name."""
+    for name in OPERATORS:
+        yield name, get_operator(f"core/{name}")()
+    yield "DropStatement", DropStatement()
+
+
+@dataclass(frozen=True)
+class Defect:
+    """One small change of a source file.
+
+    Attributes:
+        source: The file, relative to the repository.
+        operator: Name of the operator of cosmic-ray, or `DropStatement`.
+        occurrence: Which of the operator's places in the file, from 0.
+        line: Where, from 1.
+        rank: A fixed random number, which changes of other lines leave as it is.
+    """
+
+    source: str
+    operator: str
+    occurrence: int
+    line: int
+    rank: str
+
+
+def defects(source: str, text: str) -> tuple[list[Defect], Counter[str]]:
+    """All defects of a source file, and how many were left out, by reason."""
+    found: list[Defect] = []
+    left_out: Counter[str] = Counter()
+    ignored = without_effect(text)
+    lines = text.splitlines()
+    tree = parso.parse(text)
+    for name, operator in operators():
+        places = Places(operator)
+        places.walk(tree)
+        same: Counter[str] = Counter()
+        for occurrence, (line, column, starred) in enumerate(places.found):
+            reason = next((why for why, *span in ignored if inside(line, column, span)), None)
+            reason = PARAMETERS if starred else reason
+            if reason:
+                left_out[reason] += 1
+                continue
+            words = f"{source}\0{name}\0{lines[line - 1].strip()}"
+            rank = hashlib.sha256(f"{words}\0{same[words]}".encode()).hexdigest()
+            same[words] += 1
+            found.append(Defect(source, name, occurrence, line, rank))
+    return found, left_out
+
+
+def plant(defect: Defect, text: str) -> str | None:
+    """The source text with a defect in it; None where that is no Python or nothing changes."""
+    name = defect.operator
+    operator = DropStatement() if name == "DropStatement" else get_operator(f"core/{name}")()
+    try:
+        changed = mutate_code(text, operator, defect.occurrence)
+        compile(changed, "defect", "exec", dont_inherit=True)
+    except (AttributeError, SyntaxError):  # cosmic-ray knows no `except module.Error`
+        return None
+    return None if changed == text else str(changed)
+
+
+class Places(Visitor):
+    """Where an operator can change a tree, in the order in which cosmic-ray counts."""
+
+    def __init__(self, operator: Operator) -> None:
+        self.operator = operator
+        self.found: list[tuple[int, int, bool]] = []
+
+    def visit(self, node: Any) -> Any:
+        """Note the places of one node, and whether it is a sign between parameters."""
+        for (line, column), _ in self.operator.mutation_positions(node):
+            parent = node.parent.type if node.parent else ""
+            self.found.append((line, column, parent in ("parameters", "param", "lambdef")))
+        return node
+
+
+Span = tuple[tuple[int, int], tuple[int, int]]
+
+
+def without_effect(text: str) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:
+    """Parts of a file where a change does nothing that a user of the code could notice."""
+    spans: list[tuple[str, tuple[int, int], tuple[int, int]]] = []
+
+    def add(reason: str, node: ast.AST | None) -> None:
+        if isinstance(node, (ast.expr, ast.stmt)):
+            end = (node.end_lineno or node.lineno, node.end_col_offset or 0)
+            spans.append((reason, (node.lineno, node.col_offset), end))
+
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.AnnAssign, ast.arg)):
+            add(ANNOTATION, node.annotation)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            add(ANNOTATION, node.returns)
+        elif isinstance(node, ast.Raise):
+            add(MESSAGE, node.exc)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            add(TYPING, node)
+        elif isinstance(node, ast.Assign) and is_type_alias(node):
+            add(ANNOTATION, node)
+    return spans
+
+
+def is_type_alias(node: ast.Assign) -> bool:
+    """Whether `A = X | Y` or `A = dict[X, Y]` names a type."""
+    return (
+        isinstance(node.targets[0], ast.Name)
+        and node.targets[0].id[:1].isupper()
+        and not node.targets[0].id.isupper()
+        and isinstance(node.value, (ast.BinOp, ast.Subscript))
+    )
+
+
+def inside(line: int, column: int, span: list[tuple[int, int]]) -> bool:
+    """Whether a place is in a span."""
+    start, end = span
+    return start <= (line, column) < end
+
+
+def difference(before: str, after: str) -> tuple[str, str]:
+    """The lines that differ, each side joined to one line."""
+    old, new = before.splitlines(), after.splitlines()
+    while old and new and old[0] == new[0]:
+        del old[0], new[0]
+    while old and new and old[-1] == new[-1]:
+        del old[-1], new[-1]
+    return " ".join(line.strip() for line in old), " ".join(line.strip() for line in new)
+
+
+def statement_lines(text: str, line: int) -> list[int]:
+    """The lines of the innermost statement at a line; of a compound one, its header's."""
+    best = (line, line)
+    smallest = None
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or 0):
+            continue
+        size = (node.end_lineno or node.lineno) - node.lineno
+        if smallest is None or size <= smallest:
+            smallest = size
+            body = getattr(node, "body", None)
+            last = body[0].lineno - 1 if body else node.end_lineno or node.lineno
+            best = (node.lineno, max(last, node.lineno))
+    return list(range(best[0], best[1] + 1))

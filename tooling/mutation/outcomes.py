@@ -1,0 +1,88 @@
+"""What became of every defect: run, kept, and checked against runs without a defect."""
+
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from mutation.plan import Planted
+from mutation.reach import Reach, digest_of
+from mutation.scratch import Scratch
+from mutation.trial import BROKEN, CAUGHT, SURVIVED, Limit, Outcome, by_folder, chosen_tests, trial
+from mutation.warm import Order, Run, Workers
+
+
+class Outcomes:
+    """Outcomes, kept in a file while a run goes on."""
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        self.path = path
+        read = resume and path.exists()
+        self.known: dict[str, dict[str, object]] = json.loads(path.read_text()) if read else {}
+
+    def get(self, key: str, state: str) -> Outcome | None:
+        """The outcome of the same defect, in the same code, under the same tests."""
+        row = self.known.get(key, {})
+        if row.get("state") != state:
+            return None
+        tests = row["tests"]
+        return Outcome(str(row["result"]), str(row["by"]), tuple(tests))  # type: ignore[arg-type]
+
+    def put(self, key: str, state: str, outcome: Outcome) -> None:
+        """Keep one."""
+        self.known[key] = {**asdict(outcome), "state": state}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.known, indent=1))
+
+
+def run_trials(
+    every: Sequence[Planted],
+    reach: Reach,
+    workers: Workers,
+    limit: Limit,
+    kept: Outcomes,
+    report: Callable[[str], None],
+) -> dict[str, Outcome]:
+    """The outcome of every defect, by its rank, which no other has."""
+    root = reach.root
+    outcomes: dict[str, Outcome] = {}
+
+    def one(planted: Planted, copy: Scratch) -> Generator[Order, Run, None]:
+        original = (copy.folder / planted.defect.source).read_text(encoding="utf-8")
+        tests = chosen_tests(reach, planted, original, limit)
+        files = dict.fromkeys(name.partition("::")[0] for name in tests)
+        digests = [digest_of(root / name)[:8] for name in (planted.defect.source, *files)]
+        state = " ".join([*digests, *tests])
+        outcome = kept.get(planted.defect.rank, state)
+        if outcome is None:
+            outcome = yield from trial(copy, planted, original, tests, limit)
+            kept.put(planted.defect.rank, state, outcome)
+        outcomes[planted.defect.rank] = outcome
+        report(f"{len(outcomes)}/{len(every)} {outcome.result}: {planted.key}\n    {outcome.by}")
+
+    workers.work(partial(one, planted) for planted in every)
+    return outcomes
+
+
+def checked(
+    outcomes: Mapping[str, Outcome], workers: Workers, report: Callable[[str], None]
+) -> dict[str, Outcome]:
+    """The same, but for those caught by a test that fails without the defect, too."""
+    catchers = {found.by for found in outcomes.values() if found.result == CAUGHT}
+    catchers = sorted(name for name in catchers if not name.startswith(BROKEN))
+    failing: set[str] = set()
+
+    def one(tests: list[str], copy: Scratch) -> Generator[Order, Run, None]:
+        run = yield Order(tests, 900.0, 3600.0)
+        failing.update(run.failed_tests if run.status in (0, 1) else tests)
+
+    workers.work(partial(one, group) for group in by_folder(catchers))
+    for name in failing:
+        report(f"fails without a defect, too: {name}")
+    return {
+        key: Outcome(SURVIVED, f"{found.by} fails without it, too", found.tests)
+        if found.by in failing
+        else found
+        for key, found in outcomes.items()
+    }

@@ -1,0 +1,74 @@
+"""Which defects are planted: the same number in every area, spread over its files and lines."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+from pathlib import Path
+
+from mutation.defects import Defect, defects, difference, plant
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A defect with the text that it makes.
+
+    Attributes:
+        defect: Where and what.
+        text: The whole source file with the defect.
+        before: The lines that change, joined to one, without indentation.
+        after: What they become.
+    """
+
+    defect: Defect
+    text: str
+    before: str
+    after: str
+
+    @property
+    def key(self) -> str:
+        """What names it in `survivors.toml`; holds no line number."""
+        return f"{self.defect.source}: {self.before} -> {self.after}"
+
+
+def plan(
+    root: Path, areas: Mapping[str, Sequence[str]], each: int
+) -> tuple[dict[str, list[Planted]], Counter[str], int]:
+    """Choose `each` defects per area, or one per file where it has more files.
+
+    At most one per line, taken from the files in turn. Which line and which defect comes first is
+    random but fixed: it depends on the text of the line, not on its number, so that a change
+    elsewhere does not choose anew.
+
+    Returns:
+        The defects by area, how many were left out by reason, and of how many they were chosen.
+    """
+    chosen: dict[str, list[Planted]] = {}
+    left_out: Counter[str] = Counter()
+    possible = 0
+    for area, sources in areas.items():
+        queues = []
+        for source in sources:
+            text = (root / source).read_text(encoding="utf-8")
+            found, skipped = defects(source, text)
+            left_out += skipped
+            possible += len(found)
+            if found:
+                queues.append(sorted(found, key=lambda defect: defect.rank))
+        queues.sort(key=lambda queue: queue[0].rank)
+        turns = zip_longest(*(one_per_line(root, queue) for queue in queues))
+        spread = (defect for turn in turns for defect in turn if defect is not None)
+        chosen[area] = list(islice(spread, max(each, len(queues))))
+    return chosen, left_out, possible
+
+
+def one_per_line(root: Path, ranked: Sequence[Defect]) -> Iterator[Planted]:
+    """At most one defect per line, in the given order."""
+    lines: set[int] = set()
+    for defect in ranked:
+        if defect.line not in lines:
+            text = (root / defect.source).read_text(encoding="utf-8")
+            changed = plant(defect, text)
+            if changed is not None:
+                lines.add(defect.line)
+                yield Planted(defect, changed, *difference(text, changed))

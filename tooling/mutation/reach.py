@@ -1,0 +1,140 @@
+"""Which test files reach which lines: every file once under coverage, ranks and programs included.
+
+What was measured is kept in a JSON file and measured again for test files that changed, or whose
+source files did.
+"""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from coverage import CoverageData
+
+from mutation.scratch import Scratch
+from mutation.warm import Order, Run, Workers
+
+LIMIT = 900.0  # CPU seconds for one test file under coverage
+PATIENCE = 3600.0  # seconds by the clock
+
+Record = dict[str, Any]
+"""Of one test file: its digest, whether it passed, CPU seconds of all and of each test function;
+of each source file the digest and, by line, the places of the tests that execute it."""
+OUTSIDE = -1
+"""The place of what runs outside test functions: ranks, started programs, imports."""
+
+
+class Reach:
+    """Records of test files, by name, of what they execute of some source files."""
+
+    def __init__(self, root: Path, sources: Sequence[str], kept: Path) -> None:
+        self.root = root
+        self.sources = sources
+        self.kept = kept
+        self.records: dict[str, Record] = json.loads(kept.read_text()) if kept.exists() else {}
+
+    def measure(
+        self, tests: Sequence[str], workers: Workers, report: Callable[[str], None]
+    ) -> None:
+        """Run each test file that has no record of the present code, one in each copy at a time."""
+
+        def one(name: str, copy: Scratch) -> Generator[Order, Run, None]:
+            record = yield from run_covered(copy, name, self.sources)
+            self.records[name] = record
+            self.kept.parent.mkdir(parents=True, exist_ok=True)
+            self.kept.write_text(json.dumps(self.records))
+            word = "" if record["passed"] else ": did not pass, left out"
+            report(f"{name} {record['seconds']:.0f} s{word}")
+
+        workers.work(partial(one, name) for name in tests if not self.fresh(name))
+
+    def fresh(self, name: str) -> bool:
+        """Whether the record of a test file is of the present code."""
+        record = self.records.get(name)
+        return record is not None and all(
+            digest == digest_of(self.root / source)
+            for source, digest in [
+                (name, record["digest"]),
+                *((source, found[0]) for source, found in record["sources"].items()),
+            ]
+        )
+
+    def reaching(self, source: str, lines: Sequence[int], limit: float) -> list[str]:
+        """Tests that execute one of the lines and together take at most `limit` CPU seconds.
+
+        The most promising come first: short ones, and those of files that execute much of the
+        source file (each file that imports a module executes its `def`s). What a file executes
+        outside its test functions (in ranks, started programs, or while it is imported) is
+        reached by the whole file; where that does not fit, by its shortest tests.
+        """
+        most = max((len(self.lines(name, source)) for name in self.records), default=0)
+        files = []
+        for name, record in self.records.items():
+            reached = self.lines(name, source)
+            places = {place for line in lines for place in reached.get(str(line), ())}
+            if record["passed"] and places:
+                files.append((record["seconds"] * (most / len(reached)) ** 2, name, places))
+        chosen = []
+        for _, name, places in sorted(files):
+            for seconds, test in self._parts(name, places, limit):
+                if seconds <= limit:
+                    limit -= seconds
+                    chosen.append(test)
+        return chosen
+
+    def _parts(self, name: str, places: set[int], limit: float) -> list[tuple[float, str]]:
+        """What to run of a test file, with CPU seconds: the whole, or some test functions."""
+        record = self.records[name]
+        if OUTSIDE in places and record["seconds"] <= limit:
+            return [(record["seconds"], name)]
+        named = list(enumerate(record["tests"].items()))
+        inside = places - {OUTSIDE}
+        return sorted(
+            (took, test) for place, (test, took) in named if place in inside or not inside
+        )
+
+    def lines(self, name: str, source: str) -> dict[str, list[int]]:
+        """Lines of a source file that a test file executes, each with the places of its tests."""
+        covered: dict[str, list[int]] = self.records[name]["sources"].get(source, ("", {}))[1]
+        return covered
+
+
+def run_covered(copy: Scratch, name: str, wanted: Sequence[str]) -> Generator[Order, Run, Record]:
+    """Run one test file under coverage of the wanted source files."""
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        settings = Path(folder) / "coveragerc"
+        included = "\n".join(f"    {copy.folder}/{source}" for source in wanted)
+        settings.write_text(
+            "[run]\npatch = subprocess, fork, _exit\n"
+            f"data_file = {folder}/data\ninclude =\n{included}\n"
+        )
+        run = yield Order([name], LIMIT, PATIENCE, coverage=settings)
+        took = Path(folder) / "seconds.json"
+        tests: dict[str, float] = json.loads(took.read_text()) if took.exists() else {}
+        places = {test: place for place, test in enumerate(tests)}
+        sources: dict[str, tuple[str, dict[str, list[int]]]] = {}
+        for path in Path(folder).glob("data*"):
+            data = CoverageData(str(path))
+            data.read()
+            for measured in data.measured_files():
+                source = Path(measured).relative_to(copy.folder).as_posix()
+                _, lines = sources.setdefault(source, (digest_of(copy.folder / source), {}))
+                for line, contexts in data.contexts_by_lineno(measured).items():
+                    found = {places.get(context, OUTSIDE) for context in contexts}
+                    lines[str(line)] = sorted(found.union(lines.get(str(line), ())))
+    return {
+        "digest": digest_of(copy.folder / name),
+        "seconds": run.seconds,
+        "passed": run.passed,
+        "tests": tests,
+        "sources": sources,
+        "output": "" if run.passed else run.output[-4000:],
+    }
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file; empty if there is none."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

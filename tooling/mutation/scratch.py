@@ -1,0 +1,47 @@
+"""A copy of the repository whose tests import the copied code."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+
+class Scratch:
+    """A copy in `folder` of what git tracks, or does not ignore, in `root`.
+
+    Changes go to the copy alone. Its packages come first on `PYTHONPATH`, so that tests, the
+    programs they start and the ranks of a pool import them in place of the installed ones.
+    """
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.folder = folder
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=root,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        for name in filter(None, listed.stdout.split("\0")):
+            if (root / name).is_file():  # a deleted file is still listed
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, folder / name)
+
+    def environment(self) -> dict[str, str]:
+        """Variables under which programs import the copied packages."""
+        packages = sorted(str(path) for path in self.folder.glob("packages/*/src"))
+        return {
+            "PYTHONPATH": os.pathsep.join(packages),
+            "OMP_NUM_THREADS": "1",  # as many runs as cores go on at once
+            "PYTHONDONTWRITEBYTECODE": "",  # or every program compiles all that it imports
+        }
+
+    def write(self, name: str, text: str) -> None:
+        """Replace a file, and forget the byte code made of it.
+
+        Byte code is matched by size and whole seconds alone.
+        """
+        path = self.folder / name
+        path.write_text(text, encoding="utf-8")
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
+            compiled.unlink()

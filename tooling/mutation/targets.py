@@ -1,0 +1,74 @@
+"""Which code gets defects, and which tests may find them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Area:
+    """A part of the code.
+
+    Attributes:
+        code: Patterns of its source files.
+        tests: Patterns of the test files, of those in `nox -s tests`, that are about it. Fewer
+            files take less time and catch less, never more.
+    """
+
+    code: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+def in_package(name: str, code: tuple[str, ...], tests: tuple[str, ...]) -> Area:
+    """An area of one package; the patterns are relative to its source and to its tests."""
+    package = f"packages/{name}"
+    source = f"{package}/src/{name.replace('-', '_')}"
+    return Area(
+        tuple(f"{source}/{pattern}" for pattern in code),
+        tuple(f"{package}/tests/test_{pattern}.py" for pattern in tests),
+    )
+
+
+_RUN = ("callbacks*", "trainer*", "parts_of_a_run*", "loss_scaling*", "metrics*", "report*")
+_GRADIENTS = ("data_parallel*", "gradient*", "parameter_buffers*", "partial_gradients*")
+
+AREAS = {
+    "trainer": in_package("megatron-train", ("trainer.py", "engine.py", "callbacks/*.py"), _RUN),
+    "metrics": in_package("megatron-train", ("metrics/*.py",), _RUN),
+    "samplers and orders": in_package(
+        "megatron-data",
+        ("samplers.py", "order/*.py"),
+        (
+            *("order*", "samplers*", "stateless*", "blend*", "packing*", "packed*", "elastic*"),
+            *("datasets*", "mix*", "sentences*", "masked*", "parallel*"),
+        ),
+    ),
+    "store": in_package("megatron-ckpt", ("store/*.py",), ("*",)),
+    "server": in_package("megatron-infer", ("server/*.py",), ("server*",)),
+    "tensor parallel": in_package(
+        "megatron-parallel",
+        ("tensor_parallel/*.py",),
+        ("tensor_parallel*", "cross_entropy*", "gradient_fusion*"),
+    ),
+    "data parallel": in_package("megatron-parallel", ("data_parallel/*.py",), _GRADIENTS),
+    "pipeline": in_package("megatron-parallel", ("pipeline/*.py",), ("pipeline*", "combined*")),
+    "expert parallel": in_package(
+        "megatron-parallel", ("expert_parallel/*.py",), ("expert*", "combined*")
+    ),
+    "context parallel": in_package("megatron-parallel", ("context_parallel/*.py",), ("context*",)),
+}
+
+
+def sources(root: Path) -> dict[str, list[str]]:
+    """The source files of every area, relative to `root`."""
+    return {name: matching(root, area.code) for name, area in AREAS.items()}
+
+
+def test_files(root: Path, name: str) -> list[str]:
+    """The test files of an area, relative to `root`."""
+    return matching(root, AREAS[name].tests)
+
+
+def matching(root: Path, patterns: tuple[str, ...]) -> list[str]:
+    """Files that match, in the order of the patterns, each once."""
+    paths = [path for pattern in patterns for path in sorted(root.glob(pattern))]
+    return list(dict.fromkeys(path.relative_to(root).as_posix() for path in paths))

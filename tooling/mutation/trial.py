@@ -1,0 +1,101 @@
+"""One defect planted in a copy, and the tests that reach it run."""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from mutation.defects import statement_lines
+from mutation.plan import Planted
+from mutation.reach import Reach
+from mutation.scratch import Scratch
+from mutation.warm import Order, Run
+
+BROKEN = "pytest itself"  # ended: by an import, a signal, an exit
+CAUGHT, TIMED_OUT, SURVIVED = "caught", "timed out", "survived"
+SHARE = 0.75  # of the limit: what the tests may take without a defect
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a defect may cost.
+
+    Attributes:
+        seconds: CPU time.
+        stretch: How much longer that takes by the clock; more than 1 on a busy machine.
+    """
+
+    seconds: float
+    stretch: float
+
+    def order(self, tests: Sequence[str], share: float = 1.0) -> Order:
+        """Run tests until one fails, within a share of the time."""
+        seconds = self.seconds * share
+        return Order(tests, seconds, seconds * self.stretch, ("-x",))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a defect.
+
+    Attributes:
+        result: `CAUGHT`, `TIMED_OUT` (an endless loop, say) or `SURVIVED`.
+        by: The first test that failed; the files that ran out of time; or why none failed.
+        tests: The test files, or single tests, that were chosen.
+    """
+
+    result: str
+    by: str
+    tests: tuple[str, ...]
+
+    @property
+    def seen(self) -> bool:
+        """Whether the tests noticed the defect."""
+        return self.result != SURVIVED
+
+
+def chosen_tests(reach: Reach, planted: Planted, original: str, limit: Limit) -> list[str]:
+    """Tests that reach a defect and together fit into the limit, the most promising first."""
+    lines = statement_lines(original, planted.defect.line)
+    return reach.reaching(planted.defect.source, lines, limit.seconds * SHARE)
+
+
+def trial(
+    copy: Scratch, planted: Planted, original: str, tests: Sequence[str], limit: Limit
+) -> Generator[Order, Run, Outcome]:
+    """Plant a defect in a copy and run tests until one fails; the copy is whole again afterwards.
+
+    Tests that run out of time count only where the same tests pass in half of it without the
+    defect.
+    """
+    ran = tuple(tests)
+    if not tests:
+        return Outcome(SURVIVED, "no test reaches it", ran)
+    groups = by_folder(tests)
+    copy.write(planted.defect.source, planted.text)
+    try:
+        late: list[str] = []
+        for group in groups:
+            run = yield limit.order(group)
+            if run.status is None:
+                late = group
+                break
+            if not run.passed:
+                failed = run.failed_tests
+                by = failed[0] if failed else f"{BROKEN} in {group[0].partition('::')[0]}"
+                return Outcome(CAUGHT, by, ran)
+    finally:
+        copy.write(planted.defect.source, original)
+    if late:
+        run = yield limit.order(late, 0.5)
+        if run.passed:
+            return Outcome(TIMED_OUT, ", ".join(late), ran)
+        return Outcome(SURVIVED, "its tests do not end in time without it either", ran)
+    return Outcome(SURVIVED, f"{len(tests)} test files or functions pass", ran)
+
+
+def by_folder(tests: Sequence[str]) -> list[list[str]]:
+    """Files of one folder together, which one pytest runs; else in the given order."""
+    groups: dict[PurePosixPath, list[str]] = {}
+    for name in tests:
+        groups.setdefault(PurePosixPath(name.partition("::")[0]).parent, []).append(name)
+    return list(groups.values())

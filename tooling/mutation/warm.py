@@ -1,0 +1,182 @@
+"""Runs of pytest in copies of the repository, forked from a process that has imported torch.
+
+Importing torch takes longer than most test files do.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from preloaded import Preloaded
+
+from mutation.scratch import Scratch
+
+MARKS = "not gpu and not slow"  # as `nox -s tests`
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+MODULES = (
+    *("pytest", "numpy", "torch", "torch.distributed.tensor", "torch.distributed.pipelining"),
+    *("torch.distributed.checkpoint", "torch.distributed.fsdp", "hypothesis", "jaxtyping"),
+    *("beartype", "cloudpickle", "safetensors.torch", "tokenizers", "flask", "coverage"),
+)
+"""What tests import, but for the packages under test."""
+START = (
+    "import json, sys; path, words = json.loads(sys.argv[1]); sys.path[:0] = path; "
+    "from mutation.child import main; main(words)"
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of pytest that has ended.
+
+    Attributes:
+        status: Exit status of pytest; None if it was ended for its time.
+        seconds: CPU time of pytest and of all it started and waited for.
+        output: Standard output and standard error.
+    """
+
+    status: int | None
+    seconds: float
+    output: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether all tests passed; 5 is pytest's "no tests were collected"."""
+        return self.status in (0, 5)
+
+    @property
+    def failed_tests(self) -> list[str]:
+        """Names of the tests that failed, in pytest's order."""
+        return FAILED.findall(self.output)
+
+
+@dataclass(frozen=True)
+class Order:
+    """A run that is wanted.
+
+    Attributes:
+        tests: Test files or single tests, relative to the copy.
+        limit: CPU seconds after which each of its processes is ended.
+        patience: Seconds, by the clock, after which all of them are.
+        options: More arguments for pytest.
+        coverage: Settings of coverage.py to run under, if any.
+    """
+
+    tests: Sequence[str]
+    limit: float
+    patience: float
+    options: tuple[str, ...] = ()
+    coverage: Path | None = None
+
+
+Job = Callable[[Scratch], Generator[Order, Run, Any]]
+"""Yields the runs it wants in a copy, one after another, and is sent how each ended."""
+
+
+class Workers:
+    """Runs the orders of jobs, in as many copies of the repository at once as there are."""
+
+    def __init__(self, copies: Sequence[Scratch], modules: Sequence[str] = MODULES) -> None:
+        self._copies = copies
+        self._preloaded = Preloaded(modules)
+
+    def close(self) -> None:
+        """End the process that forks."""
+        self._preloaded.close()
+
+    def work(self, jobs: Iterable[Job]) -> None:
+        """Do all jobs."""
+        waiting = iter(jobs)
+        busy: dict[int, tuple[Generator[Order, Run, Any], Going]] = {}
+        try:
+            while True:
+                for place, copy in enumerate(self._copies):
+                    while place not in busy and (job := next(waiting, None)) is not None:
+                        self._advance(busy, place, job(copy), None)
+                if not busy:
+                    return
+                time.sleep(0.05)
+                for place, (generator, going) in list(busy.items()):
+                    run = going.ended()
+                    if run is not None:
+                        del busy[place]
+                        self._advance(busy, place, generator, run)
+        finally:
+            for _, going in busy.values():
+                going.end()
+
+    def _advance(
+        self,
+        busy: "dict[int, tuple[Generator[Order, Run, Any], Going]]",
+        place: int,
+        job: Generator[Order, Run, Any],
+        run: Run | None,
+    ) -> None:
+        try:
+            order = next(job) if run is None else job.send(run)
+        except StopIteration:
+            return
+        busy[place] = job, self._start(self._copies[place], order)
+
+    def _start(self, copy: Scratch, order: Order) -> "Going":
+        environment = copy.environment()
+        path = [str(Path(__file__).parents[1]), *environment["PYTHONPATH"].split(os.pathsep)]
+        given = {
+            "limit": int(order.limit),
+            "coverage": str(order.coverage or ""),
+            "pytest": ["-q", "-m", MARKS, "-p", "no:cacheprovider", "--tb=line"],
+        }
+        given["pytest"] += [*order.options, *order.tests]
+        output = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the run has ended
+        process = self._preloaded.start(
+            [sys.executable, "-c", START, json.dumps([path, given])],
+            cwd=copy.folder,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        return Going(process, output, time.monotonic() + order.patience)
+
+
+@dataclass
+class Going:
+    """A run that goes on."""
+
+    process: "subprocess.Popen[Any]"
+    output: IO[bytes]
+    deadline: float
+
+    def ended(self) -> Run | None:
+        """The run, if it has ended or has no time left."""
+        late = time.monotonic() > self.deadline
+        if late:
+            self.end()
+        done, status, usage = os.wait4(self.process.pid, 0 if late else os.WNOHANG)
+        if not done:
+            return None
+        self.end()  # what it left running
+        code: int | None = os.waitstatus_to_exitcode(status)
+        self.process.returncode = code
+        if late or code == -signal.SIGXCPU:
+            code = None
+        with self.output as output:
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+        return Run(code, usage.ru_utime + usage.ru_stime, text)
+
+    def end(self) -> None:
+        """Kill pytest and its process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)

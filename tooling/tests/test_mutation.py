@@ -1,0 +1,175 @@
+"""tooling/mutation on a small repository: what is tested is caught, what is not survives."""
+
+import json
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from mutation import table
+from mutation.defects import defects, difference, plant
+from mutation.outcomes import Outcomes, checked, run_trials
+from mutation.plan import Planted, plan
+from mutation.reach import Reach
+from mutation.scratch import Scratch
+from mutation.trial import CAUGHT, SURVIVED, TIMED_OUT, Limit, Outcome
+from mutation.warm import Workers
+
+ROOT = Path(__file__).parents[2]
+SOURCE = "packages/toy/src/toy.py"
+TEST = "packages/toy/tests/test_toy.py"
+MODULE = '''"""Sums."""
+
+
+def tested(count: int | None) -> int:
+    """Return count + 1."""
+    return count + 1
+
+
+def untested(count):
+    return count + 2
+
+
+def unreached(count):
+    return count + 3
+
+
+def down(count):
+    while count > 0:
+        count -= 1
+    return count
+
+
+def checked(count):
+    if count < 0:
+        raise ValueError(f"{count + 1}")
+'''
+TESTS = """
+import subprocess
+import sys
+
+import toy
+
+
+def test_started_programs_have_the_copy():
+    code = "import toy; print(toy.tested(1), toy.untested(1))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split()[0] == "2"
+
+
+def test_down():
+    assert toy.down(3) == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with one package that holds `MODULE`, and the tests of it."""
+    root = tmp_path_factory.mktemp("repository")
+    for name, text in (
+        ("packages/toy/src/toy.py", MODULE),
+        ("packages/toy/tests/test_toy.py", TESTS),
+        ("pyproject.toml", '[tool.pytest.ini_options]\nmarkers = ["gpu", "slow"]\n'),
+        (".gitignore", "kept/\n__pycache__/\n"),
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    return root
+
+
+@pytest.fixture(scope="module")
+def planted(repository: Path) -> dict[str, Planted]:
+    """Some defects by the text of their line."""
+    text = (repository / SOURCE).read_text()
+    wanted = {
+        "return count + 1": "ReplaceBinaryOperator_Add_Sub",
+        "return count + 2": "ReplaceBinaryOperator_Add_Sub",
+        "return count + 3": "ReplaceBinaryOperator_Add_Sub",
+        "count -= 1": "DropStatement",
+    }
+    made = {}
+    for defect in defects(SOURCE, text)[0]:
+        line = text.splitlines()[defect.line - 1].strip()
+        if wanted.get(line) == defect.operator:
+            changed = plant(defect, text)
+            made[line] = Planted(defect, changed, *difference(text, changed))
+    return made
+
+
+def test_what_is_tested_is_caught_and_the_working_tree_is_left_alone(
+    repository: Path, planted: dict[str, Planted], tmp_path: Path
+) -> None:
+    def state() -> dict[str, bytes]:
+        paths = [path for path in repository.rglob("*") if path.is_file()]
+        return {str(path): path.read_bytes() for path in paths}
+
+    before, said = state(), []
+    copies = [Scratch(repository, tmp_path / str(number)) for number in range(2)]
+    workers = Workers(copies, ["pytest", "coverage"])
+    reach = Reach(repository, [SOURCE], tmp_path / "reach.json")
+    kept = Outcomes(tmp_path / "outcomes.json", resume=False)
+    try:
+        reach.measure([TEST], workers, said.append)
+        assert reach.records[TEST]["passed"], reach.records[TEST]["output"]
+        found = run_trials([*planted.values()], reach, workers, Limit(3, 60), kept, said.append)
+        assert checked(found, workers, said.append) == found
+    finally:
+        workers.close()
+    assert state() == before
+    outcomes = {line: found[one.defect.rank] for line, one in planted.items()}
+    assert {line: outcome.result for line, outcome in outcomes.items()} == {
+        "return count + 1": CAUGHT,  # by a program that a test starts
+        "return count + 2": SURVIVED,
+        "return count + 3": SURVIVED,
+        "count -= 1": TIMED_OUT,
+    }
+    assert outcomes["return count + 1"].by == f"{TEST}::test_started_programs_have_the_copy"
+    assert outcomes["return count + 3"].by == "no test reaches it"
+    again = Outcomes(tmp_path / "outcomes.json", resume=True)
+    assert set(again.known) == {one.defect.rank for one in planted.values()}
+
+
+def test_what_nobody_could_notice_is_left_out(repository: Path) -> None:
+    found, left_out = defects(SOURCE, (repository / SOURCE).read_text())
+    assert left_out == {"in an annotation": 1, "in the text of an error": 3}
+    assert {"ReplaceComparisonOperator_Lt_GtE", "AddNot"} <= {one.operator for one in found}
+
+
+def test_a_plan_is_spread_and_does_not_change_with_lines_above(tmp_path: Path) -> None:
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text(MODULE)
+    areas = {"one": ["a.py", "b.py"]}
+    chosen, _, possible = plan(tmp_path, areas, 6)
+    assert [one.defect.source for one in chosen["one"]].count("a.py") == 3
+    assert len({(one.defect.source, one.defect.line) for one in chosen["one"]}) == 6
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("# A comment.\n" + MODULE)
+    again, _, same = plan(tmp_path, areas, 6)
+    assert same == possible
+    assert [one.key for one in again["one"]] == [one.key for one in chosen["one"]]
+
+
+def test_survivors_are_listed_with_the_reason(planted: dict[str, Planted], tmp_path: Path) -> None:
+    one, two = planted["return count + 1"], planted["return count + 2"]
+    rows = [(one, Outcome(CAUGHT, f"{TEST}::test_x[a|b]", (TEST,)))]
+    rows.append((two, Outcome(SURVIVED, "all pass", (TEST,))))
+    reasons = tmp_path / "survivors.toml"
+    entry = {"source": SOURCE, "before": two.before, "after": two.after, "reason": "a toy"}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in entry.items()]
+    reasons.write_text("\n".join(["[[survivor]]", *lines]))
+    why = table.reasons(reasons)
+    text = table.tables({"sums": rows}, why, Counter({"in an annotation": 1}), 9)
+    assert "| sums | 1 | 2 | 1 |  |" in text and "50.0 %" in text
+    assert "| `toy.py` | `return count + 2` | `count + 2` → `count - 2` | a toy |" in text
+    assert (
+        "| `toy.py` | `return count + 1` | `count + 1` → `count - 1` | test_toy: `test_x` |" in text
+    )
+
+
+def test_reasons_name_survivors_by_what_stands_in_the_code_now() -> None:
+    for key in table.reasons(ROOT / "tooling/mutation/survivors.toml"):
+        source, _, change = key.partition(": ")
+        before = change.partition(" -> ")[0]
+        text = " ".join((ROOT / source).read_text().split())
+        assert " ".join(before.split()) in text, f"{key} is no longer in the code"
