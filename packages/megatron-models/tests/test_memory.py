@@ -1,5 +1,6 @@
 import pytest
 import torch
+from megatron_models.errors import ConfigError
 from megatron_models.gpt import GPT
 from megatron_models.memory import training_memory
 from megatron_models.parameters import parameter_count
@@ -54,14 +55,14 @@ def test_parameters_gradients_and_moments(small):
     count = parameter_count(config, padded=True)
     full, half = (training_memory(config, 8, 1, p) for p in ("float32", "bfloat16"))
     assert (full.parameters, full.gradients, full.optimizer) == (4 * count, 4 * count, 8 * count)
-    assert (half.parameters, half.gradients, half.optimizer) == (2 * count, 2 * count, 12 * count)
+    assert (half.parameters, half.gradients, half.optimizer) == (2 * count, 4 * count, 12 * count)
     assert full.total == 16 * count + full.activations
 
 
 def test_a_rank_of_several_holds_its_part(small):
     config = small(num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=96)
     whole = training_memory(config, 8, 1)
-    half = training_memory(config, 8, 1, tp=2, sequence_parallel=True)
+    half = training_memory(config, 8, 1, layout=ParallelLayout(tp=2, dp=1), sequence_parallel=True)
     model = GPT(config, Mesh(ParallelLayout(tp=2, dp=1), 1))
     assert half.parameters == 4 * sum(p.numel() for p in model.parameters())
     tokens = 8 * 8  # every rank keeps them
@@ -72,3 +73,25 @@ def test_a_rank_of_several_holds_its_part(small):
     again = Recompute(granularity="full", method="uniform", num_layers=2)
     kept = training_memory(config, 8, 1, layers=2, in_flight=2, recompute=again).activations
     assert kept == 2 * (8 * 64 * 4 + 8 * 8)
+
+
+def test_ranks_of_every_kind_hold_what_their_model_has(small):
+    """Elements of each rank's parameters, also of experts and of query groups fewer than ranks."""
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_layer_freq": "2"}
+    layouts = [
+        ParallelLayout(tp=2, dp=1),
+        ParallelLayout(dp=2, ep=2),
+        ParallelLayout(tp=2, dp=2, ep=2, etp=1),
+        ParallelLayout(tp=2, dp=1, etp=2),
+    ]
+    for changes in ({}, experts, experts | {"moe_shared_expert_intermediate_size": 16}):
+        config = small(num_query_groups=1, **changes)
+        for layout in layouts:
+            model = GPT(config, Mesh(layout, 1))
+            own = sum(p.numel() for p in model.parameters())
+            assert training_memory(config, 8, 1, layout=layout).parameters == 4 * own, layout
+
+
+def test_a_layout_without_a_number_of_data_parallel_ranks_is_refused(small):
+    with pytest.raises(ConfigError, match="no data-parallel size"):
+        training_memory(small(), 8, 1, layout=ParallelLayout(tp=2))
