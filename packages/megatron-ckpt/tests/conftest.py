@@ -168,14 +168,17 @@ def forge() -> Callable[..., None]:
 
 
 @pytest.fixture
-def no_hang() -> Iterator[None]:
-    """Fails a test that waits for a minute, as a pipe without a writer lets a reader wait."""
+def no_hang(folder: Path) -> Iterator[None]:
+    """Fails a test that waits for minutes, as a pipe without a writer lets a reader wait.
+
+    It begins after ``folder``, which imports most of torch.
+    """
 
     def stop(*_: object) -> None:
-        pytest.fail("a minute has passed")
+        pytest.fail("two minutes have passed")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(60)
+    signal.alarm(120)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)

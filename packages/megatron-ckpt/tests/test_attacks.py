@@ -170,3 +170,58 @@ def test_a_saved_folder_does_not_take_along_what_its_links_lead_to(tmp_path):
     (tmp_path / "tokenizer" / "vocab.txt").symlink_to(tmp_path / "secret")
     with pytest.raises(CheckpointError, match="lies outside the folder"):
         CheckpointStore(tmp_path / "run").save(1, {}, files={"tokenizer": tmp_path / "tokenizer"})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"start": -1}, r"pieces\[0\]: start is -1, not an integer from 0"),
+        ({"start": 10**9}, "start is 1000000000, past the end of"),
+        ({"start": 0.5}, "start is 0.5, not an integer"),
+        ({"offsets": [0, 1]}, "outside of shape"),
+        ({"lengths": [10**12, 2]}, "outside of shape"),
+        ({"lengths": [5]}, "of a tensor of shape"),
+        ({"lengths": [4, 2]}, "pieces have 8 elements"),
+        ({"offsets": None}, "offsets is None, not a list of integers"),
+    ],
+)
+def test_numbers_of_a_piece_are_checked_before_they_are_used(run, forge, change, words):
+    made = run / "iter_0000000"
+    forge(made, lambda content: content["tensors"]["word"]["pieces"][0].update(change))
+    with pytest.raises(CheckpointError, match=words):
+        Checkpoint(made)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c["tensors"]["word"].update(shape=[10**10, 10**9]), "larger than any tensor"),
+        (lambda c: c["tensors"]["word"].update(shape=[10**6, 10**6]), "pieces have 10 elements"),
+        (lambda c: c["tensors"]["word"].update(dtype="F4"), "dtype is 'F4', no dtype"),
+        (lambda c: c["files"]["state.json"].update(size=10**12), r"which are not 1 blocks"),
+        (lambda c: c["files"]["state.json"].update(blocks=[]), r"which are not 0 blocks"),
+        (
+            lambda c: c["tensors"].update({str(i): c["tensors"]["word"] for i in range(99)}),
+            "pieces take",
+        ),
+        (lambda c: c.update(iteration=True), "iteration is True, not an integer"),
+        (lambda c: c.update(model={"family": 3, "config": {}}), "model: family is 3, not text"),
+        (lambda c: c.pop("files"), "lacks 'files'"),
+    ],
+)
+def test_numbers_of_a_manifest_are_checked_against_each_other(run, forge, change, words):
+    made = run / "iter_0000000"
+    forge(made, change)
+    with pytest.raises(CheckpointError, match=words):
+        Checkpoint(made)
+
+
+def test_layers_are_counted_against_the_tensors(folder, run, forge, tmp_path):
+    words = "the configuration says 1000000000 layers, but the source has only "
+    forge(run / "iter_0000000", lambda c: c["model"]["config"].update(num_layers=10**9))
+    with pytest.raises(CheckpointError, match=words + "3 tensors"):
+        export_hf(run, tmp_path / "back")
+    config = json.loads((folder / "config.json").read_text()) | {"depth": 10**9}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=words + "5 tensors"):
+        import_hf(folder, tmp_path / "again")

@@ -237,3 +237,34 @@ def test_kill_9_at_random_instants_loses_nothing_that_was_reported_saved(tmp_pat
         assert found["n"] == found.iteration >= reported
         assert all((into[n][0].tensor == found["n"]).all() for n in NAMES)
         assert found.checkpoint.verify() == []
+
+
+def damage_manifest(folder):
+    path = folder / "MANIFEST.json"
+    path.write_bytes(path.read_bytes().replace(b"iteration", b"iteratiom", 1))
+
+
+def test_damaged_checkpoints_are_not_none_at_all(tmp_path):
+    store = CheckpointStore(tmp_path)
+    assert store.newest() is None
+    (tmp_path / "iter_0000003.tmp-0a").mkdir()  # never completed: there is no checkpoint yet
+    assert store.newest() is None and store.latest() is None
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    damage_manifest(store.path(2))
+    assert store.newest().iteration == 1
+    damage_manifest(store.path(1))
+    words = r"damaged checkpoints and no whole one: .*digest differs.* .and 1 more"
+    for choose in (store.newest, store.latest):
+        with pytest.raises(CorruptCheckpointError, match=words):
+            choose()
+    for path in (store.path(1), store.path(2)):
+        (path / "MANIFEST.json").unlink()
+    with pytest.raises(CorruptCheckpointError, match="no whole one"):
+        store.newest()
+
+
+def test_a_checkpoint_of_another_program_is_called_so_and_not_damaged(tmp_path):
+    (tmp_path / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="holds checkpoints of Megatron-LM"):
+        CheckpointStore(tmp_path).newest()

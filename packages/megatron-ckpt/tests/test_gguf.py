@@ -1,6 +1,7 @@
 """GGUF files made here, read with a made-up family that keeps Hugging Face's names."""
 
 import json
+import struct
 import sys
 import weakref
 from dataclasses import asdict, dataclass
@@ -351,3 +352,44 @@ def test_the_command_converts_a_file(tmp_path, capsys):
     path = write(tmp_path / "m.gguf")
     assert main(["convert", "--from-hf", str(path), str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.strip() == f"{tmp_path}/run/iter_0000000"
+
+
+def header(*, version=3, tensors=0, keys=0, rest=b""):
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + rest
+
+
+def key(name, kind):
+    return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind)
+
+
+def shape(*extents):
+    name = struct.pack("<Q", 1) + b"t" + struct.pack("<I", len(extents))
+    return name + struct.pack(f"<{len(extents)}Q", *extents) + struct.pack("<IQ", 0, 0)
+
+
+MANY = bytes(9**7)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (header(tensors=10**12), "declares 1000000000000 tensors, 0 bytes are left"),
+        (header(keys=2**63), "declares 9223372036854775808 metadata keys"),
+        (header(keys=1, rest=key(b"k", 9) + struct.pack("<IQ", 4, 10**12)), "elements of metadata"),
+        (header(keys=1, rest=key(b"k", 9) + struct.pack("<IQ", 8, 10**12)), "elements of metadata"),
+        (
+            header(keys=1, rest=key(b"k", 9) + struct.pack("<IQ", 0, 9**7) + bytes(9**7)),
+            "ends|more",
+        ),
+        (header(keys=1, rest=key(b"k", 8) + struct.pack("<Q", 2**40)), "has 1099511627776 bytes"),
+        (header(keys=1, rest=key(b"k", 9) + struct.pack("<IQIQ", 9, 1, 9, 1)), "type 9, which is"),
+        (header(tensors=1, rest=shape(2**40)), "has shape .1099511627776., more than"),
+        (header(tensors=1, rest=shape(*[2] * 9)), "has 9 dimensions, at most 4"),
+        (header(tensors=1)[:20], "ends within metadata count"),
+    ],
+)
+def test_counts_that_the_file_has_no_room_for_are_refused_at_once(tmp_path, content, words):
+    path = tmp_path / "small.gguf"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=words):
+        import_hf(path, tmp_path / "run")

@@ -3,7 +3,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_ckpt import CheckpointError, CheckpointStore, ModelRecord
+from megatron_ckpt import (
+    CheckpointError,
+    CheckpointStore,
+    CorruptCheckpointError,
+    ModelRecord,
+)
 from megatron_data import ByteTokenizer, NullTokenizer
 from megatron_infer import InferError, load_model
 from megatron_models import GPT, ConfigError
@@ -11,6 +16,12 @@ from megatron_parallel import LayoutError, Mesh, ParallelLayout, collect_shardin
 from megatron_parallel.testing import WorkerPool
 
 Save = Callable[..., GPT]
+KINDS_GPT2 = {
+    "num_attention_heads": 4,
+    "vocab_size": 257,
+    "max_position_embeddings": 48,
+    "make_vocab_size_divisible_by": 16,
+}
 
 
 @pytest.fixture
@@ -175,3 +186,37 @@ def test_what_is_missing_is_named(save: Save, tmp_path: Path) -> None:
         load_model(tmp_path / "run", iteration=4)
     with pytest.raises(CheckpointError, match="8"):
         load_model(tmp_path / "run", iteration=8)
+
+
+def test_a_flipped_bit_in_any_file_of_the_tokenizer_is_found(save: Save, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    save()
+    folder = CheckpointStore(tmp_path / "run").path(5) / "tokenizer"
+    for file in (folder / "chat_template.jinja", folder / "megatron_tokenizer.json"):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(CorruptCheckpointError, match=f"{file.name}: bytes 0 to .* changed"):
+            load_model(tmp_path / "run")
+        file.write_bytes(whole)
+    load_model(tmp_path / "run")
+
+
+def test_a_file_that_was_put_beside_the_tokenizer_is_not_read(save: Save, tmp_path: Path) -> None:
+    save()
+    folder = CheckpointStore(tmp_path / "run").path(5) / "tokenizer"
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(CorruptCheckpointError, match=r"chat_template.jinja is not in the manifest"):
+        load_model(tmp_path / "run")
+
+
+def test_a_model_record_takes_no_memory_that_its_tensors_do_not_have(
+    save: Save, tmp_path: Path
+) -> None:
+    config = {**KINDS_GPT2, "hidden_size": 4 << 20, "num_layers": 50_000}
+    save(config=config)
+    with pytest.raises(CheckpointError, match=r"no tensor|has shape"):
+        load_model(tmp_path / "run")
+    save(iteration=6, config={**config, "num_layers": 10**9})
+    with pytest.raises(ConfigError, match="num_layers is 1000000000, more than 100000"):
+        load_model(tmp_path / "run")

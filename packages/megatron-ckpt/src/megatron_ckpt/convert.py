@@ -90,8 +90,8 @@ def import_hf(
     kind = find_family(family) if family else detect_family(model.config.get("architectures") or ())
     config = _checked(model.where, kind.config_from_hf, model.config)
     tensors = model.open_tensors(kind.prefix)
-    rows = expand(kind.active_rows(config), config)
     meta = tensors.meta()
+    rows = expand(kind.active_rows(config), config, len(meta))
     check_source(rows, meta, ignored=kind.ignored)
     slabs, sizes = [], 0
     for row in rows:
@@ -153,7 +153,7 @@ def export_hf(
     kind, config = _model_of(opened, family)
     settings = _checked(opened.path, kind.config_to_hf, config)
     tensors = CheckpointTensors(opened)
-    rows = expand(kind.active_rows(config), config)
+    rows = expand(kind.active_rows(config), config, len(tensors))
     check_source(rows, tensors, inverse=True)
     groups = [_Group(row, tensors, dtype) for row in rows]
     meta = tensors.meta()

@@ -37,6 +37,9 @@ def load_model(
 ) -> LoadedModel:
     """Build the model of a checkpoint, fill it, and open its tokenizer.
 
+    All that is read is checked against the digests in the manifest: weights, tokenizer and chat
+    template.
+
     On a mesh of several ranks all of them call this together, and each gets its part: the
     checkpoint may have been saved by any layout. Only the bytes of that part are read.
 
@@ -68,6 +71,8 @@ def load_model(
         )
     config = GPTConfig.from_dict(checkpoint.model.config)
     tokenizer = _open_tokenizer(checkpoint, config)
+    shapes = parameter_shapes(config)
+    checkpoint.expect(shapes, groups=["model"])  # before memory is taken for what it says
     model = _empty_model(config, mesh, dtype)
     views = parameter_views(model, collect_shardings(model), mesh)
     total, done = _stored_bytes(checkpoint, views), 0
@@ -79,7 +84,7 @@ def load_model(
 
     checkpoint.load(
         views,
-        elsewhere=parameter_shapes(config),
+        elsewhere=shapes,
         groups=["model"],
         cast="floating",
         progress=count,
@@ -110,12 +115,12 @@ def _stored_bytes(checkpoint: Checkpoint, views: Mapping[str, Sequence[View]]) -
 
 
 def _open_tokenizer(checkpoint: Checkpoint, config: GPTConfig) -> Tokenizer:
-    folder = checkpoint.path / TOKENIZER_FOLDER
-    if not folder.is_dir():
+    if not any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in checkpoint.manifest.files):
         raise InferError(
             f"{checkpoint.path} holds no tokenizer; train with --tokenizer-model, which keeps it "
             "in every checkpoint"
         )
+    folder = checkpoint.verified_folder(TOKENIZER_FOLDER)
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise InferError(

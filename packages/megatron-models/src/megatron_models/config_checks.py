@@ -35,6 +35,11 @@ _POSITIVE = (
 )
 
 
+_LARGEST = 2**40
+_MOST = {"num_layers": 100_000, "num_experts": 100_000}
+"""A configuration may come from a damaged file: what is counted through has a bound."""
+
+
 def check_type(config: "GPTConfig", entry: "dataclasses.Field[Any]") -> None:
     """Refuse a value of another type; an integer given for a float becomes one."""
     value, kind = getattr(config, entry.name), entry.type
@@ -49,7 +54,7 @@ def check_type(config: "GPTConfig", entry: "dataclasses.Field[Any]") -> None:
             f"{', '.join(choices)}{hint}",
             vars(config),
         )
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 2**1000:
         object.__setattr__(config, entry.name, float(value))
         return
     if type(value) is not kind:
@@ -61,6 +66,12 @@ def check_type(config: "GPTConfig", entry: "dataclasses.Field[Any]") -> None:
 
 def check_range(config: "GPTConfig") -> None:
     """Refuse sizes and numbers outside their range."""
+    for entry in dataclasses.fields(config):
+        largest = _MOST.get(entry.name, _LARGEST)
+        if entry.type is int and getattr(config, entry.name) > largest:
+            raise ConfigError(
+                f"{{{entry.name}:name}} is {{{entry.name}:repr}}, more than {largest}", vars(config)
+            )
     for name in _POSITIVE:
         value = getattr(config, name)
         if value == 0 and name in FILLED:

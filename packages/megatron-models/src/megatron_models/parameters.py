@@ -41,8 +41,8 @@ def _shapes(config: GPTConfig) -> Iterator[tuple[str, Shape]]:
     yield "embedding.word.weight", vocab
     if config.position_embedding_type == "learned_absolute":
         yield "embedding.position.weight", (config.max_position_embeddings, config.hidden_size)
-    for index in range(config.num_layers):
-        for name, shape in _block_shapes(config, config.moe_layers[index]):
+    for index, experts in enumerate(config.moe_layers):
+        for name, shape in _block_shapes(config, experts):
             yield f"layers.{index}.{name}", shape
     yield from _norm("final_norm", config)
     if config.untie_embeddings_and_output_weights:

@@ -303,12 +303,12 @@ def _find(store: CheckpointStore, folder: Path, itself: bool, console: Console) 
     if itself:
         checkpoint = Checkpoint(folder)
         return _found(checkpoint)
-    newest, torn = store.survey()
-    if newest is None or newest.manifest is None:
-        if torn:
-            console.warn("; ".join(str(candidate.problem) for candidate in torn))
+    newest = store.newest()
+    if newest is None:
+        if unfinished := store.survey()[1]:
+            console.warn("; ".join(str(candidate.problem) for candidate in unfinished))
         return None
-    return _found(Checkpoint(newest.path, newest.manifest))
+    return _found(newest)
 
 
 def _found(checkpoint: Checkpoint) -> _Found:

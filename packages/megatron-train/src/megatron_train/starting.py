@@ -252,6 +252,9 @@ def _holds_one(folder: Path) -> bool:
 
 
 def _newest(folder: Path) -> Checkpoint | None:
-    """Return the newest complete checkpoint in a folder of checkpoints."""
-    found, _ = CheckpointStore(folder).survey()
-    return None if found is None else Checkpoint(found.path, found.manifest)
+    """Return the newest complete checkpoint in a folder of checkpoints, which may be missing.
+
+    Raises:
+        CheckpointError: all checkpoints in it are damaged, or another program's.
+    """
+    return CheckpointStore(folder).newest()

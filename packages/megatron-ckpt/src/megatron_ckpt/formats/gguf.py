@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_ckpt.errors import CheckpointError
+from megatron_ckpt.formats.gguf_header import check_header
 from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER, ModelSource
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class GGUFFile:
                 "pip install 'megatron-ckpt[gguf]'"
             ) from None
         self.path = path
+        check_header(path)
         # The reader takes slices beyond a torn file's end, which then fail in various ways.
         self._reader: Any = self._checked(lambda: GGUFReader(path))
         if self._reader.byte_order != "I":
@@ -169,8 +171,9 @@ class GGUFTensors:
         from megatron_ckpt.ops.interpreter import check_source
         from megatron_ckpt.ops.rows import expand
 
-        rows = expand(kind.rows(config), {**config, "num_layers": config["num_hidden_layers"]})
+        layered = {**config, "num_layers": config["num_hidden_layers"]}
         try:
+            rows = expand(kind.rows(config), layered, most=len(file.tensor_names))
             check_source(rows, file.tensor_names, ignored=kind.ignored)
         except CheckpointError as error:
             raise CheckpointError(f"{file.path}: {error}") from None

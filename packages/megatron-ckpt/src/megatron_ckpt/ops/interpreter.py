@@ -35,7 +35,7 @@ def apply(
         CheckpointError: before anything is yielded for bad rows and for missing or unused tensors,
             with the nearest name; later for a tensor of a shape an operation cannot take.
     """
-    expanded = expand(rows, config)
+    expanded = expand(rows, config, len(source))
     check_source(expanded, source, inverse=inverse, ignored=ignored)
     for row in expanded:
         if inverse:

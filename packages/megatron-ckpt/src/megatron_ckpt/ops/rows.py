@@ -1,6 +1,7 @@
 """Rows as data: checked, with the fields of a model put in, written out for its layers."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LAYER = "{i}"
+_FEW_LAYERS = 1000  # so many may be written out, to say which tensor is missing
+_MOST_NAMES = 2_000_000  # of a model; the largest published ones have some 50,000
 
 Step = tuple[str, Mapping[str, Any]]
 RowData = tuple[str, Sequence[str], Sequence[Step]]
@@ -53,20 +56,29 @@ class Row:
         return result
 
 
-def expand(rows: Sequence[RowData], config: object) -> list[Row]:
+def expand(rows: Sequence[RowData], config: object, most: int | None = None) -> list[Row]:
     """Check rows and write them out for a model.
 
     Args:
         rows: of a family; ``{i}`` stands for each layer number below the field ``num_layers``.
         config: of the model: fields as attributes or keys.
+        most: tensors that the source has. Each layer has one at least, so a configuration of many
+            more layers is refused before any row is written out.
 
     Raises:
-        CheckpointError: names the row and what is wrong with it, with the nearest known word.
+        CheckpointError: more layers than tensors, or names without end; or names the row and what
+            is wrong with it, with the nearest known word.
     """
-    expanded = []
+    expanded, count = [], 0
     for data in rows:
         row = _row(data, config)
-        layers = range(_field("$num_layers", config, row.ours)) if LAYER in row.ours else (0,)
+        layers = _layers(row.ours, config, most) if LAYER in row.ours else range(1)
+        count += len(layers) * len(row.theirs)
+        if count > _MOST_NAMES:
+            raise CheckpointError(
+                f"row {row.ours!r}: the configuration's layers and experts give more than "
+                f"{_MOST_NAMES} tensors"
+            )
         for i in layers:
             theirs = tuple(name.replace(LAYER, str(i)) for name in row.theirs)
             expanded.append(Row(row.ours.replace(LAYER, str(i)), theirs, row.ops))
@@ -75,9 +87,18 @@ def expand(rows: Sequence[RowData], config: object) -> list[Row]:
         ("theirs", [name for row in expanded for name in row.theirs]),
     ):
         if len(set(names)) < len(names):
-            twice = next(name for at, name in enumerate(names) if name in names[:at])
+            twice = max(Counter(names).items(), key=lambda entry: entry[1])[0]
             raise CheckpointError(f"two rows name {twice!r} ({side}): each tensor has one row")
     return expanded
+
+
+def _layers(ours: str, config: object, most: int | None) -> range:
+    count = _number("$num_layers", config, ours, 0)
+    if most is not None and count > max(most, _FEW_LAYERS):
+        raise CheckpointError(
+            f"the configuration says {count} layers, but the source has only {most} tensors"
+        )
+    return range(count)
 
 
 def _row(data: RowData, config: object) -> Row:

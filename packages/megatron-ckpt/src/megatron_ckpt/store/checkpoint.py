@@ -1,5 +1,6 @@
 """One complete checkpoint: a directory with a valid manifest, wherever it lies."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,33 @@ class Checkpoint:
             reader.read_into(content, 0)
         return bytes(content)
 
+    def verified_folder(self, name: str) -> Path:
+        """Return a folder of attached files, such as ``tokenizer``, after checking every digest.
+
+        For readers that want a folder rather than the bytes that `read_file` returns.
+
+        Raises:
+            CorruptCheckpointError: a file in it differs from the manifest, or is not listed there.
+            CheckpointError: the checkpoint has no such folder, or a link leads out of it.
+        """
+        listed = [file for file in self.manifest.files if file.startswith(f"{name}/")]
+        if not listed:
+            raise CheckpointError(f"{self.path} has no files in a folder {name!r}")
+        folder = self.path / name
+        for below, folders, files in os.walk(folder):
+            links = [each for each in folders if (Path(below) / each).is_symlink()]
+            for each in (*links, *files):
+                file = (Path(below) / each).relative_to(self.path).as_posix()
+                if file not in self.manifest.files:
+                    raise CorruptCheckpointError(
+                        f"{self.path / file} is not in the manifest, so it was not saved with the "
+                        "checkpoint: remove it"
+                    )
+        for file in listed:
+            with BlockReader(self.path, file, self.manifest.files[file]) as reader:
+                reader.check()
+        return folder
+
     def read(self, name: str) -> "Tensor":
         """Return a whole tensor in its stored dtype, on the CPU, checked."""
         import torch
@@ -104,6 +132,20 @@ class Checkpoint:
         view = View.whole(torch.empty(record.shape, dtype=torch_dtype(record.dtype)))
         fill_views(self.path, self.manifest, {name: [view]})
         return view.tensor
+
+    def expect(
+        self, shapes: Mapping[str, Sequence[int]], groups: Sequence[str] | None = None
+    ) -> None:
+        """Check names and global shapes of tensors before memory is taken for them.
+
+        Args:
+            shapes: by name, of all that is to be loaded.
+            groups: groups of the checkpoint whose tensors must all be among them; None is all.
+
+        Raises:
+            CheckpointError: names the first tensor that is missing, left over or of another shape.
+        """
+        check_names(self.manifest, {n: tuple(shape) for n, shape in shapes.items()}, groups)
 
     def load(
         self,

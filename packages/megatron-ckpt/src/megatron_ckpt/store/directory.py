@@ -32,6 +32,12 @@ class Candidate:
     manifest: Manifest | None
     problem: str | None
 
+    @property
+    def named(self) -> bool:
+        """Whether it has, or had, the final name of a checkpoint, which only complete ones get."""
+        match = _NAME.fullmatch(self.path.name)
+        return match is not None and match[2] != "tmp"
+
 
 def iteration_name(iteration: int) -> str:
     """Name of the directory of an iteration."""

@@ -154,10 +154,14 @@ class CheckpointStore:
                 damaged.append(path)
 
     def latest(self) -> int | None:
-        """Return the newest complete iteration, or None; torn ones are named in one warning."""
+        """Return the newest complete iteration, or None; torn ones are named in one warning.
+
+        Raises:
+            CorruptCheckpointError: all that were complete are damaged; see `newest`.
+        """
 
         def choose(_: list[None]) -> int | None:
-            newest, torn = self.survey()
+            newest, torn = self._newest()
             if torn:
                 then = f"iteration {newest.iteration} is used" if newest else "there is no other"
                 log.warning("%s; %s", "; ".join(str(c.problem) for c in torn), then)
@@ -165,6 +169,33 @@ class CheckpointStore:
 
         newest: int | None = exchange(self.coordinator, lambda: None, choose)
         return newest
+
+    def newest(self) -> Checkpoint | None:
+        """Return the newest complete checkpoint, or None where none was ever completed.
+
+        This rank looks for itself. Saves that were not completed count as none.
+
+        Raises:
+            CorruptCheckpointError: there is no complete checkpoint, but one that was complete and
+                is damaged: its directory has its final name, which only complete ones get. A run
+                that began anew here would write over what can perhaps be mended.
+            CheckpointError: the checkpoints are another program's.
+        """
+        return self._newest()[0]
+
+    def _newest(self) -> tuple[Checkpoint | None, list[Candidate]]:
+        newest, torn = self.survey()
+        if newest is not None:
+            return Checkpoint(newest.path, newest.manifest), torn
+        if damaged := [candidate for candidate in torn if candidate.named]:
+            if what := foreign_checkpoint(self.directory):
+                raise CheckpointError(f"{self.directory} {what}")
+            more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+            raise CorruptCheckpointError(
+                f"{self.directory} has damaged checkpoints and no whole one: "
+                f"{damaged[0].problem}{more}; restore them, move them away, or give another folder"
+            )
+        return None, torn
 
     def survey(self, without: Iterable[Path] = ()) -> tuple[Candidate | None, list[Candidate]]:
         """Return the newest complete checkpoint and what is torn before it.
