@@ -80,15 +80,43 @@ def test_requests_at_the_same_time_get_their_own_answers(server, run_folder) -> 
     assert [answer["text"][0] for _, answer in answers] == greedy(run_folder, prompts, 20) * 2
 
 
+def test_a_short_request_is_answered_beside_a_long_one(server) -> None:
+    with contextlib.closing(accepted(server, FOREVER)) as long:
+        fields = {"prompts": ["x"], "tokens_to_generate": 5}
+        assert server.ask("PUT", "/api", **fields)[0] == 200
+        assert long.readline().startswith(b"data: ")
+
+
+def test_50_clients_at_once_are_all_answered(server) -> None:
+    fields = {"prompts": ["x"], "tokens_to_generate": 5}
+    with ThreadPoolExecutor(50) as pool:
+        answers = list(pool.map(lambda _: server.ask("PUT", "/api", **fields), range(50)))
+    assert [status for status, _ in answers] == [200] * 50
+
+
 @pytest.mark.parametrize("method", ["PUT /api", "POST /api/stream"])
 def test_a_client_that_goes_away_stops_its_generation(server, method: str) -> None:
     body = json.dumps(FOREVER).encode()
     head = f"{method} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection((server.host, server.port)) as client:
-        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        time.sleep(1)  # the generation is under way
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):  # as many as a client may run at once
+            client = socket.create_connection((server.host, server.port))
+            stack.enter_context(client).sendall(
+                f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+            )
+        wait_for_requests(server, 3)
     status, _ = server.ask("PUT", "/api", prompts=["x"], tokens_to_generate=1)
     assert status == 200
+
+
+def wait_for_requests(server, count: int) -> None:
+    """Wait until the server has taken so many, of which the first three run."""
+    end = time.monotonic() + 60
+    ahead = -1
+    while ahead < count:
+        assert time.monotonic() < end, ahead
+        with contextlib.closing(accepted(server, {"prompts": ["x"]})) as events:
+            ahead = json.loads(events.readline().removeprefix(b"data: "))["ahead"]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +185,7 @@ def test_a_body_may_have_a_mebibyte(server, length: int) -> None:
 
 
 def test_sigterm_finishes_what_was_accepted(start) -> None:
-    server = start()
+    server = start("--grace-seconds", "600")
     streams = [
         accepted(server, {"prompts": ["Slowly"], "tokens_to_generate": 600}) for _ in range(2)
     ]
@@ -170,15 +198,15 @@ def test_sigterm_finishes_what_was_accepted(start) -> None:
 
 def test_ctrl_c_ends_at_once_and_tells_everybody(start) -> None:
     server = start("--max-tokens-per-request", "600000", "--quiet")
-    events = accepted(server, FOREVER)
+    events = [accepted(server, FOREVER) for _ in range(3)]
     with ThreadPoolExecutor() as pool:
         pending = pool.submit(server.ask, "PUT", "/api", prompts=["x"])
-        time.sleep(1)
+        wait_for_requests(server, 4)
         assert server.end(signal.SIGINT) == 130
         status, answer = pending.result()
     assert status == 503
     assert "stopped" in answer["message"]
-    assert b"event: failed" in events.read()
+    assert all(b"event: failed" in one.read() for one in events)
     assert server.log[1:] == ["megatron-infer: interrupted\n"]
 
 

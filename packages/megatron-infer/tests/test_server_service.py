@@ -8,9 +8,10 @@ import pytest
 import torch
 from megatron_data import ByteTokenizer
 from megatron_infer import GenerationService, InferError, ServerSettings
+from megatron_infer.engine.batch import Batch
 from megatron_infer.server.app import server_sent_events
 from megatron_infer.server.fields import GenerateRequest, RequestError
-from megatron_infer.server.service import Answer, Job, Piece
+from megatron_infer.server.job import Answer, Job, Piece
 from megatron_infer.server.settings import RANGES
 from megatron_models import GPT
 
@@ -34,7 +35,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     gate, forward = Gate(), GPT.forward
 
     def held(self: GPT, *args: object, **settings: object) -> torch.Tensor:
-        assert gate.passes.acquire(timeout=20)
+        assert gate.passes.acquire(timeout=60)
         gate.count += 1
         return forward(self, *args, **settings)
 
@@ -44,7 +45,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 @pytest.fixture
 def service(make_model: Callable[..., GPT], gate: Gate) -> Iterator[GenerationService]:
-    service = GenerationService(make_model(vocab_size=257), ByteTokenizer(), max_waiting=2)
+    service = GenerationService(
+        make_model(vocab_size=257), ByteTokenizer(), max_running=1, max_waiting=2
+    )
     yield service
     gate.let(200)
     service.close()
@@ -61,7 +64,7 @@ def result(job: Job) -> Answer:
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -132,6 +135,139 @@ def test_who_leaves_the_queue_makes_room(service: GenerationService, gate: Gate)
     assert gate.count == 15
 
 
+@pytest.fixture
+def shared(make_model: Callable[..., GPT], gate: Gate) -> Iterator[GenerationService]:
+    """A service as the command makes it: several requests take turns."""
+    service = GenerationService(make_model(vocab_size=257), ByteTokenizer())
+    yield service
+    for job in service._turns:
+        job.cancel()
+    gate.let(400)
+    service.close()
+
+
+def test_a_short_request_is_not_held_up_by_a_long_one(
+    shared: GenerationService, gate: Gate
+) -> None:
+    long = shared.submit(ask(tokens=47), "long")
+    gate.let(3)
+    wait_until(lambda: gate.count == 3)
+    short = shared.submit(ask(tokens=5), "short")
+    assert short.ahead == 0
+    gate.let(11)  # one is under way, then every second one
+    assert result(short).finish_reasons == ["length"]
+    assert not long.cancelled
+    assert shared.unfinished == 1
+    assert gate.count <= 15
+
+
+def test_a_client_with_many_long_requests_has_the_same_share(
+    shared: GenerationService, gate: Gate
+) -> None:
+    greedy = []
+    with pytest.raises(RequestError, match="68 requests came before"):
+        while True:
+            greedy.append(shared.submit(ask(tokens=40), "greedy"))
+    assert len(greedy) == 68
+    gate.let(5)
+    wait_until(lambda: gate.count == 5)
+    patient = shared.submit(ask(tokens=5), "patient")
+    gate.let(11)
+    assert result(patient).finish_reasons == ["length"]
+    assert gate.count <= 17
+    with pytest.raises(RequestError, match="other clients have a turn") as refused:
+        result(greedy[-1])
+    assert refused.value.status == 429
+    assert not any(job.cancelled for job in greedy[:-1])
+
+
+def test_50_clients_are_served_in_their_turn(
+    make_model: Callable[..., GPT], gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+    put = Job.put
+
+    def note(self: Job, event: object) -> None:
+        if isinstance(event, Answer):
+            ended.append(self.client)
+        put(self, event)
+
+    monkeypatch.setattr(Job, "put", note)
+    service = GenerationService(make_model(vocab_size=257), ByteTokenizer())
+    jobs = [service.submit(ask(tokens=2), f"{number:02}") for number in range(50)]
+    gate.let(100)
+    for job in jobs:
+        assert result(job).finish_reasons == ["length"]
+    service.close()
+    assert ended == sorted(ended)
+    assert gate.count == 100  # and no pass more
+
+
+def test_requests_that_take_turns_get_what_they_get_alone(
+    make_model: Callable[..., GPT],
+) -> None:
+    service = GenerationService(make_model(vocab_size=257), ByteTokenizer())
+    requests = [
+        GenerateRequest(("One", "Three"), tokens_to_generate=9, random_seed=5, logprobs=True),
+        GenerateRequest(("Two",), tokens_to_generate=20, top_k=1),
+        GenerateRequest(("Scored", "only"), tokens_to_generate=0, logprobs=True),
+        GenerateRequest(("Four",), tokens_to_generate=12, random_seed=2**53 - 1, top_p=0.8),
+    ]
+    alone = [result(service.submit(request)) for request in requests]
+    jobs = [service.submit(request, str(place)) for place, request in enumerate(requests * 3)]
+    assert [result(job) for job in jobs] == alone * 3
+    service.close()
+
+
+def test_a_request_that_fails_does_not_end_those_it_takes_turns_with(
+    shared: GenerationService, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = shared.submit(ask(tokens=8), "a")
+    gate.let(2)
+    wait_until(lambda: gate.count == 2)
+    real = Batch.step
+
+    def fail(self: Batch) -> None:
+        if len(self.tokens) == 2:
+            raise torch.OutOfMemoryError
+        real(self)
+
+    monkeypatch.setattr(Batch, "step", fail)
+    other = shared.submit(GenerateRequest(("a", "b"), tokens_to_generate=3), "b")
+    gate.let(8)
+    with pytest.raises(RequestError, match="out of memory") as failed:
+        result(other)
+    assert failed.value.status == 503
+    assert result(job).finish_reasons == ["length"]
+    assert gate.count == 8
+
+
+def test_a_prompt_that_is_refused_leaves_the_queue(shared: GenerationService, gate: Gate) -> None:
+    for _ in range(100):
+        with pytest.raises(RequestError, match="48 positions"):
+            shared.submit(ask(prompt="x" * 48, tokens=1))
+    assert shared.unfinished == 0
+
+
+def test_the_limit_counts_the_places_that_prompts_take_up(
+    make_model: Callable[..., GPT],
+) -> None:
+    service = GenerationService(
+        make_model(vocab_size=257), ByteTokenizer(), max_tokens_per_request=96
+    )
+    fits = GenerateRequest(("x" * 20, "y", "z"), tokens_to_generate=12, random_seed=1)
+    assert len(result(service.submit(fits)).tokens[0]) == 32
+    for over in (
+        GenerateRequest(("x" * 20, "y", "z"), tokens_to_generate=13),
+        GenerateRequest(("x" * 21, "y", "z"), tokens_to_generate=12),
+        GenerateRequest(("x" * 20, "y", "z", "z"), tokens_to_generate=12),
+    ):
+        with pytest.raises(RequestError, match="96 are allowed in a request") as refused:
+            service.submit(over)
+        assert refused.value.status == 400
+    service.close()
+
+
 def test_closing_with_grace_finishes_what_was_accepted(
     service: GenerationService, gate: Gate
 ) -> None:
@@ -144,7 +280,7 @@ def test_closing_with_grace_finishes_what_was_accepted(
     assert refused.value.status == 503
     gate.let(10)
     assert [result(job).finish_reasons for job in jobs] == [["length"], ["length"]]
-    closing.join(timeout=10)
+    closing.join(timeout=60)
     assert not closing.is_alive()
 
 
@@ -158,7 +294,7 @@ def test_closing_at_once_answers_everybody(service: GenerationService, gate: Gat
             result(job)
         assert ended.value.status == 503
     gate.let(5)
-    closing.join(timeout=10)
+    closing.join(timeout=60)
     assert not closing.is_alive()
 
 

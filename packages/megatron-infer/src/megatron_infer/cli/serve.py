@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
             loaded.model,
             loaded.tokenizer,
             max_tokens_per_request=settings.max_tokens_per_request,
+            max_running=settings.max_running,
             max_waiting=settings.max_waiting,
         )
         app = create_app(service, settings, describe(loaded))

@@ -9,6 +9,7 @@ All ranks of a model that is cut go through the same steps with the same tokens.
 stage runs its layers on what the stage before sends; the last one chooses, and tells all others.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from megatron_parallel import all_gather, broadcast, receive, send
 from torch import Tensor, nn
 
 from megatron_infer.engine.cache import SlotCache
+from megatron_infer.engine.checks import check_model, check_prompt
 from megatron_infer.errors import InferError
 from megatron_infer.params import SamplingParams
 from megatron_infer.sampling import Sampler
@@ -84,26 +86,15 @@ def generate_tokens(
             sequences.
         CollectiveError: another rank of the model died, or did not call this.
     """
-    _check_model(model)
-    settings = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    if len(settings) != len(prompts):
-        raise InferError(f"{len(prompts)} prompts came with settings for {len(settings)}")
-    for index, prompt in enumerate(prompts):
-        _check_prompt(model, index, prompt, new_tokens=1)
     if not prompts:
         return []
-    with _evaluating(model), torch.no_grad():
-        show = on_token or (lambda row, token: None)
-        batch = _Batch(model, prompts, settings, stop_tokens, show, log_probs)
-        batch.prefill()
-        while running := [row for row in range(len(prompts)) if row not in batch.ended]:
-            batch.advance(running, [batch.tokens[row][-1:] for row in running])
-    return [
-        Continuation(
-            tuple(tokens), batch.ended[row], tuple(batch.log_probs[row]) if log_probs else None
-        )
-        for row, tokens in enumerate(batch.tokens)
-    ]
+    batch = Batch(
+        model, prompts, params, stop_tokens=stop_tokens, on_token=on_token, log_probs=log_probs
+    )
+    with evaluating(model), torch.no_grad():
+        while not batch.complete:
+            batch.step()
+    return batch.continuations()
 
 
 def score_tokens(model: GPT, prompts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
@@ -122,33 +113,46 @@ def score_tokens(model: GPT, prompts: Sequence[Sequence[int]]) -> list[tuple[flo
             that is not in the model's vocabulary; a model that cannot generate.
         CollectiveError: another rank of the model died, or did not call this.
     """
-    _check_model(model)
-    for index, prompt in enumerate(prompts):
-        _check_prompt(model, index, prompt, new_tokens=0)
     if not prompts:
         return []
-    settings = [SamplingParams(max_new_tokens=1, temperature=0.0)] * len(prompts)
-    with _evaluating(model), torch.no_grad():
-        batch = _Batch(model, prompts, settings, frozenset(), lambda row, token: None, True)
-        batch.prefill()
-    return [
-        tuple(scores[: len(prompt) - 1])  # prefill has chosen one more token
-        for prompt, scores in zip(prompts, batch.log_probs, strict=True)
-    ]
+    batch = Batch.scoring(model, prompts)
+    with evaluating(model), torch.no_grad():
+        while not batch.complete:
+            batch.step()
+    return batch.scores()
 
 
-class _Batch:
-    """The state of one call: the cache, and what each sequence has got so far."""
+class Batch:
+    """Sequences that are decoded together, one forward pass at a time.
+
+    Several batches of one model may take turns: each has a cache of its own. `step` computes
+    gradients and drops activations out as the caller has it; wrap it in `evaluating` and
+    ``torch.no_grad()``.
+
+    Args:
+        model, prompts, params, stop_tokens, on_token, log_probs: as for `generate_tokens`.
+
+    Raises:
+        InferError: as `generate_tokens`.
+    """
 
     def __init__(
         self,
         model: GPT,
         prompts: Sequence[Sequence[int]],
-        settings: Sequence[SamplingParams],
-        stop_tokens: frozenset[int],
-        on_token: Callable[[int, int], object],
-        log_probs: bool,
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        stop_tokens: frozenset[int] = frozenset(),
+        on_token: Callable[[int, int], object] | None = None,
+        log_probs: bool = False,
+        only_score: bool = False,
     ) -> None:
+        check_model(model)
+        settings = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(settings) != len(prompts):
+            raise InferError(f"{len(prompts)} prompts came with settings for {len(settings)}")
+        for index, prompt in enumerate(prompts):
+            check_prompt(model, index, prompt, new_tokens=0 if only_score else 1)
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.log_probs: list[list[float]] = [[] for _ in prompts]
         self.ended: dict[int, FinishReason] = {}
@@ -156,10 +160,12 @@ class _Batch:
         self._prompts = prompts
         self._settings = settings
         self._stop_tokens = stop_tokens
-        self._on_token = on_token
+        self._on_token = on_token or (lambda row, token: None)
         self._scoring = log_probs
+        self._only_score = only_score
         self._sampler = Sampler(settings)
         self._cached = [0] * len(prompts)
+        self._to_prefill = _groups(prompts)
         self._positions = model.config.max_position_embeddings
         parameter = next(model.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
@@ -175,15 +181,43 @@ class _Batch:
             device=self._device,
         )
 
-    def prefill(self) -> None:
-        """Run the prompts through the model, those of similar lengths together."""
-        group: list[int] = []
-        for row in sorted(range(len(self._prompts)), key=lambda row: len(self._prompts[row])):
-            if group and (len(group) + 1) * len(self._prompts[row]) > PREFILL_TOKENS:
-                self.advance(group, [self._prompts[one] for one in group])
-                group = []
-            group.append(row)
-        self.advance(group, [self._prompts[one] for one in group])
+    @classmethod
+    def scoring(cls, model: GPT, prompts: Sequence[Sequence[int]]) -> "Batch":
+        """Return a batch that is complete once its prompts are scored, as for `score_tokens`."""
+        settings = SamplingParams(max_new_tokens=1, temperature=0.0)
+        return cls(model, prompts, settings, log_probs=True, only_score=True)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to do."""
+        return not self._to_prefill and (self._only_score or len(self.ended) == len(self._prompts))
+
+    def step(self) -> None:
+        """Run the model once: on the next prompts, or on the newest token of each that goes on."""
+        if self._to_prefill:
+            rows = self._to_prefill.popleft()
+            self.advance(rows, [self._prompts[row] for row in rows])
+        else:
+            rows = [row for row in range(len(self._prompts)) if row not in self.ended]
+            self.advance(rows, [self.tokens[row][-1:] for row in rows])
+
+    def continuations(self) -> list[Continuation]:
+        """Return what `generate_tokens` returns."""
+        return [
+            Continuation(
+                tuple(tokens),
+                self.ended[row],
+                tuple(self.log_probs[row]) if self._scoring else None,
+            )
+            for row, tokens in enumerate(self.tokens)
+        ]
+
+    def scores(self) -> list[tuple[float, ...]]:
+        """Return what `score_tokens` returns."""
+        return [
+            tuple(scores[: len(prompt) - 1])  # prefill has chosen one more token
+            for prompt, scores in zip(self._prompts, self.log_probs, strict=True)
+        ]
 
     def advance(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> None:
         """Feed each row its new tokens, and choose the one that follows."""
@@ -283,38 +317,18 @@ class _Batch:
             self.ended[row] = "positions"
 
 
-def _check_model(model: GPT) -> None:
-    if model.mesh.layout.vpp > 1:
-        raise InferError(
-            f"the model has vpp={model.mesh.layout.vpp} stages on each rank; save it and load it "
-            "into a mesh with vpp=1 to generate"
-        )
-    if model.sequence_parallel:
-        raise InferError(
-            "the model cuts sequences over tensor-parallel ranks, which a single new token cannot "
-            "be; build it with sequence_parallel=False to generate: its weights are the same"
-        )
-
-
-def _check_prompt(model: GPT, index: int, prompt: Sequence[int], *, new_tokens: int) -> None:
-    config = model.config
-    if not prompt:
-        raise InferError(f"prompt {index + 1} is empty: there is nothing to continue")
-    if len(prompt) + new_tokens > config.max_position_embeddings:
-        left = ", so none is left for a new token" if new_tokens else ""
-        raise InferError(
-            f"prompt {index + 1} has {len(prompt)} tokens and the model "
-            f"{config.max_position_embeddings} positions{left}; shorten the prompt"
-        )
-    if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-        raise InferError(
-            f"prompt {index + 1} has token {max(prompt)}, the model's vocabulary "
-            f"{config.vocab_size} tokens; is it another model's tokenizer?"
-        )
+def _groups(prompts: Sequence[Sequence[int]]) -> deque[list[int]]:
+    """Return rows whose prompts go through the model together, those of similar lengths."""
+    groups: deque[list[int]] = deque()
+    for row in sorted(range(len(prompts)), key=lambda row: len(prompts[row])):
+        if not groups or (len(groups[-1]) + 1) * len(prompts[row]) > PREFILL_TOKENS:
+            groups.append([])
+        groups[-1].append(row)
+    return groups
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model in eval mode, and every module back into its own mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()

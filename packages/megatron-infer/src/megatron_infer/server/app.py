@@ -11,9 +11,10 @@ from flask import Flask, Response, g, request
 from werkzeug.exceptions import HTTPException
 
 from megatron_infer.server.fields import GenerateRequest, RequestError, parse_request
-from megatron_infer.server.guard import check_sender
+from megatron_infer.server.guard import check_sender, client_of
+from megatron_infer.server.job import Answer, Job, Piece
 from megatron_infer.server.openapi import openapi_document
-from megatron_infer.server.service import Answer, GenerationService, Job, Piece
+from megatron_infer.server.service import GenerationService
 from megatron_infer.server.settings import ServerSettings
 
 log = logging.getLogger("megatron_infer.server")
@@ -62,7 +63,7 @@ def create_app(
 
     @app.put("/api")
     def generate() -> Response:
-        job = service.submit(_read_request(schema))
+        job = service.submit(_read_request(schema), client_of(request.remote_addr))
         for event in job.events(_client_is_gone()):
             if isinstance(event, Answer):
                 return _json(event.to_json())
@@ -70,7 +71,7 @@ def create_app(
 
     @app.post("/api/stream")
     def stream() -> Response:
-        job = service.submit(_read_request(schema))
+        job = service.submit(_read_request(schema), client_of(request.remote_addr))
         events = server_sent_events(job, _client_is_gone())
         return Response(events, mimetype="text/event-stream", headers={"X-Accel-Buffering": "no"})
 

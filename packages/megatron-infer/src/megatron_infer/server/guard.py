@@ -1,6 +1,7 @@
-"""Who may send a request: the token, and the Host header where there is none."""
+"""Who sends a request: the token, the Host header where there is none, and the address."""
 
 import hmac
+import ipaddress
 import re
 
 from megatron_infer.server.fields import RequestError
@@ -34,6 +35,22 @@ def check_sender(path: str, host: str, authorization: str, settings: ServerSetti
     # Constant time: how long it takes does not tell how much of a guess is right.
     if path not in OPEN_PATHS and not hmac.compare_digest(authorization.encode(), expected):
         raise RequestError(401, "send the header Authorization: Bearer TOKEN")
+
+
+def client_of(address: str | None) -> str:
+    """Return the name under which an address shares the model with others.
+
+    A network of IPv6 (the first 64 bits) is one client, because a single machine has all of it.
+    """
+    try:
+        found = ipaddress.ip_address((address or "").partition("%")[0])
+    except ValueError:
+        return ""
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            return str(found.ipv4_mapped)
+        return str(ipaddress.ip_network((int(found) >> 64 << 64, 64)))
+    return str(found)
 
 
 def _is_ours(host: str, settings: ServerSettings) -> bool:

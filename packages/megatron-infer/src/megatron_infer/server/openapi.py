@@ -175,8 +175,8 @@ def _events() -> dict[str, Any]:
             "schema": {
                 "type": "string",
                 "description": 'Server-sent events. First `waiting`: {"ahead": requests before '
-                'this one}. Then `text`: {"index": prompt, "text": what it has grown by}. Last '
-                "comes `done` with an Answer, or `failed` with a Refusal.",
+                'this one, 0 if it begins at once}. Then `text`: {"index": prompt, "text": what it '
+                "has grown by}. Last comes `done` with an Answer, or `failed` with a Refusal.",
             }
         }
     }

@@ -11,6 +11,7 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 RANGES = {
     "max_tokens_per_request": (2, 1 << 40),
     "max_body_bytes": (64, 1 << 30),
+    "max_running": (1, 256),
     "max_waiting": (0, 1024),
     "receive_seconds": (1, 3600),
     "grace_seconds": (0, 86400),
@@ -41,7 +42,7 @@ class ServerSettings:
     max_tokens_per_request: int = field(
         default=12000,
         metadata={
-            "help": "tokens of all prompts of a request and what is to be generated, together",
+            "help": "number of prompts times the longest prompt with what is to be generated",
             "flag": "--max-tokens-per-request",
         },
     )
@@ -49,10 +50,17 @@ class ServerSettings:
         default=1 << 20,
         metadata={"help": "length of a request's body", "flag": "--max-body-bytes"},
     )
-    max_waiting: int = field(
-        default=16,
+    max_running: int = field(
+        default=4,
         metadata={
-            "help": "requests that may wait for the one being answered; more get status 429",
+            "help": "requests that take turns, a forward pass each; each holds memory of its own",
+            "flag": "--max-running",
+        },
+    )
+    max_waiting: int = field(
+        default=64,
+        metadata={
+            "help": "requests that may wait while as many as possible run; more get status 429",
             "flag": "--max-waiting",
         },
     )
@@ -101,11 +109,11 @@ class ServerSettings:
 
     @property
     def threads(self) -> int:
-        """Connections handled at once: the request being answered, all that wait, and a few more.
+        """Connections handled at once: all requests that run or wait, and a few more.
 
         The few answer `/health`, pages and refusals while everything else is full.
         """
-        return 1 + self.max_waiting + 4
+        return self.max_running + self.max_waiting + 4
 
     @property
     def connections(self) -> int:
