@@ -237,10 +237,11 @@ def test_log_probabilities_are_documented_as_at_most_0(client: FlaskClient) -> N
 def test_a_request_may_have_as_many_tokens_as_are_allowed(
     make_client: Callable[..., FlaskClient],
 ) -> None:
-    client = make_client(max_tokens=10)
+    client = make_client(max_tokens=12)
     assert put(client, prompts=["ab", "abcd"], tokens_to_generate=2)[0] == 200
     status, answer = put(client, prompts=["ab", "abcde"], tokens_to_generate=2)
-    assert status == 400 and "come to 11 tokens, 10 are allowed" in answer["message"]
+    assert status == 400
+    assert "2 * (5 + 2) = 14 tokens, 12 are allowed" in answer["message"]
 
 
 def test_info_health_and_page_are_as_documented(client: FlaskClient) -> None:
