@@ -38,6 +38,9 @@ COMBINED = f"{EP2} --overlap-moe-expert-parallel-comm"
 TP2_EP2 = f"{TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 
 
+METRICS = "metrics.jsonl"
+
+
 def steps(folder: Path) -> dict[int, tuple[float, float]]:
     """Loss and gradient norm of every step."""
     records = read_records(folder / "metrics.jsonl").train
@@ -67,8 +70,13 @@ def test_a_run_moves_between_layouts(corpus, run_command, tmp_path, model, layou
     assert moved.keys() == one.keys() == set(range(1, iterations + 1))
     for step, (loss, norm) in one.items():
         assert moved[step] == pytest.approx((loss, norm), abs=1e-9), step
+    counts = [
+        [(r["consumed_samples"], r["tokens"]) for r in read_records(tmp_path / run / METRICS).train]
+        for run in ("one", "moved")
+    ]
+    assert counts[1] == counts[0] == [(8 * n, 8 * 32) for n in range(1, iterations + 1)]
     evaluations = [
-        [r["lm loss"] for r in read_records(tmp_path / run / "metrics.jsonl").validation]
+        [r["lm loss"] for r in read_records(tmp_path / run / METRICS).validation]
         for run in ("one", "moved")
     ]
     assert evaluations[1] == pytest.approx(evaluations[0], abs=1e-9)

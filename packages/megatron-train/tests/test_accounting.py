@@ -1,0 +1,299 @@
+"""Numbers that a run accounts for itself with, against numbers computed by hand."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron_optim import WeightDecaySchedule
+from megatron_parallel import Mesh, ParallelLayout
+from megatron_train.callbacks.log_line import LogLine
+from megatron_train.callbacks.recording import Recorder
+from megatron_train.engine import Extent, StepEngine
+from megatron_train.errors import TrainError
+from megatron_train.metrics.console import Console
+from megatron_train.metrics.peak import Peak
+from megatron_train.metrics.records import read_records
+from megatron_train.trainer import MAX_NAN_STEPS, StepReport
+
+from .conftest import BigramTask
+
+
+class Lines(Console):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def line(self, text):
+        self.lines.append(text)
+
+
+def report(iteration, **changes):
+    """A step of 4 samples and 40 tokens in half a second, by default."""
+    values = {
+        "iteration": iteration,
+        "consumed_samples": 4 * iteration,
+        "sums": {"lm loss": 60.0, "z loss": 3.0},
+        "denominators": {"lm loss": 30.0, "z loss": 40.0},
+        "learning_rate": 0.25,
+        "grad_norm": 1.5,
+        "updated": True,
+        "finite": True,
+        "seconds": 0.5,
+        "samples": 4,
+        "tokens": 40,
+        "flops": 8e12,
+    }
+    return StepReport(**{**values, **changes})
+
+
+def skipped(iteration, loss=math.nan):
+    return report(
+        iteration,
+        sums={"lm loss": loss, "z loss": 3.0},
+        updated=False,
+        finite=False,
+        grad_norm=loss,
+    )
+
+
+def spoil(steps, numbers):
+    """The same steps, of which those of these numbers, from 0, have no finite loss."""
+
+    def read(consumed):
+        for number, batches in enumerate(steps(consumed)):
+            if number in numbers:
+                batches[0]["loss_mask"][0, 0] = math.inf
+            yield batches
+
+    return read
+
+
+def by_hand(trainer, batches):
+    """Sum of losses over true tokens, and their number, by torch alone."""
+    total = count = 0.0
+    weight = trainer.task.stages[0].weight.detach()
+    for batch in batches:
+        logits, mask = weight[batch["tokens"]], batch["loss_mask"].bool()
+        chosen = torch.log_softmax(logits, -1).gather(-1, batch["labels"][..., None])[..., 0]
+        total, count = total - chosen[mask].sum().item(), count + mask.sum().item()
+    return total, count
+
+
+# -- evaluations -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_an_evaluation_is_the_mean_over_all_true_tokens_of_all_batches(
+    make_trainer, make_steps, per_token
+):
+    trainer = make_trainer()
+    trainer.engine = StepEngine(trainer.task, Mesh.single(), per_token=per_token)
+    steps = [next(make_steps(1, 2)(0)), next(make_steps(2, 3)(7)), next(make_steps(1, 1)(5))]
+    parts = [by_hand(trainer, batches) for batches in steps]
+    expected = sum(total for total, _ in parts) / sum(count for _, count in parts)
+    assert trainer.evaluate(steps)["lm loss"] == pytest.approx(expected, rel=1e-14)
+    means = [total / count for total, count in parts]
+    assert abs(expected - sum(means) / 3) > 1e-4  # a mean of means would be seen
+
+
+def test_an_evaluation_is_made_in_evaluation_mode_and_training_goes_on_in_its_own(
+    make_trainer, make_steps
+):
+    trainer, modes = make_trainer(), []
+    (stage,) = trainer.task.stages
+    stage.register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    trainer.evaluate([next(make_steps(2, 1)(0))])
+    trainer.step(trainer.steps(0))
+    assert modes == [False, True, True, True]
+
+
+def test_a_loss_that_no_token_counts_in_is_left_out_of_an_evaluation(make_trainer, make_steps):
+    trainer, batches = make_trainer(), next(make_steps(2, 3)(0))
+    assert trainer.evaluate([]) == {}
+    for batch in batches:
+        batch["loss_mask"].zero_()
+    assert trainer.evaluate([batches]) == {}
+
+
+# -- samples, schedules and steps that are not finite ----------------------------------------------
+
+
+def test_a_skipped_step_has_consumed_its_samples(make_trainer):
+    trainer = make_trainer(train_iters=3)
+    steps = spoil(trainer.steps, {1})(0)
+    reports = [trainer.step(steps) for _ in range(3)]
+    assert [r.updated for r in reports] == [True, False, True]
+    assert [r.consumed_samples for r in reports] == [6, 12, 18]
+    assert [r.learning_rate for r in reports] == [trainer.learning_rate.at(n) for n in (0, 6, 12)]
+    assert (trainer.iteration, trainer.consumed_samples) == (3, 18)
+    # The next step takes the samples behind those that were skipped.
+    assert torch.equal(next(steps)[0]["tokens"], next(make_trainer().steps(18))[0]["tokens"])
+
+
+def test_weight_decay_is_asked_for_the_samples_consumed_before_the_step(make_trainer, monkeypatch):
+    schedule = WeightDecaySchedule(start=0.0, end=1.0, samples=60, style="linear")
+    trainer, decays = make_trainer(weight_decay=schedule, train_iters=4), []
+    step = trainer.optimizer.step
+    monkeypatch.setattr(
+        trainer.optimizer, "step", lambda lr, decay: decays.append(decay) or step(lr, decay)
+    )
+    steps = spoil(trainer.steps, {1})(0)  # a skipped step counts
+    for _ in range(4):
+        trainer.step(steps)
+    assert decays == pytest.approx([0.0, 0.2, 0.3])
+
+
+def test_steps_that_are_not_finite_are_counted_over_a_resume(make_trainer):
+    first = make_trainer(train_iters=100)
+    bad = spoil(first.steps, range(1, 100))(0)
+    for _ in range(MAX_NAN_STEPS):
+        first.step(bad)  # one good, nine bad
+    state = json.loads(json.dumps(first.state()))
+    assert (state["iteration"], state["consumed_samples"], state["nan_steps"]) == (10, 60, 9)
+
+    second = make_trainer(train_iters=100)
+    second.load_state(state)
+    with pytest.raises(TrainError, match="no finite loss and gradient in 10 steps up to step 11"):
+        second.step(spoil(second.steps, {0})(60))
+    third = make_trainer(train_iters=100)
+    third.load_state(state)
+    third.step(third.steps(60))  # a finite step begins the count anew
+    bad = spoil(third.steps, range(100))(66)
+    for _ in range(MAX_NAN_STEPS - 1):
+        third.step(bad)
+    with pytest.raises(TrainError, match="up to step 21"):
+        third.step(bad)
+
+
+# -- several ranks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "copies"),
+    [
+        (ParallelLayout(dp=3), 3),
+        (ParallelLayout(tp=2, dp=2), 2),
+        (ParallelLayout(cp=2, dp=2), 2),
+        (ParallelLayout(cp=4), 1),
+        (ParallelLayout(tp=2, pp=2), 1),
+    ],
+)
+def test_the_extent_of_a_step_is_that_of_the_global_batch(make_steps, layout, copies):
+    """Ranks of an axis other than dp read the same whole samples."""
+    layout = layout.resolve(layout.tp * layout.cp * layout.pp * (layout.dp or 1))
+    engine = SimpleNamespace(mesh=Mesh(layout, 1), task=BigramTask())  # no group is used
+    extent = StepEngine.extent(engine, next(make_steps(2, 3)(0)))
+    assert extent == Extent(samples=6 * copies, tokens=36 * copies, flops=360.0 * copies)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_numbers_of_a_log_line(ranks):
+    """Tokens/s are those of the whole run, FLOP/s those of a GPU."""
+    console, heard = Lines(), []
+    peak = Peak(64e12, "")
+    callback = LogLine(
+        console, 4, peak=peak, throughput=True, listeners=[lambda *told: heard.append(told)]
+    )
+    mesh = SimpleNamespace(world_size=ranks)
+    trainer = SimpleNamespace(train_iters=8, engine=SimpleNamespace(mesh=mesh))
+    inexact = report(3, sums={"lm loss": 30.0, "z loss": 8.0}, seconds=1.5, tokens=20, flops=16e12)
+    clipped = report(4, updated=False, grad_norm=2.5, learning_rate=0.125, samples=6)
+    for one in (report(1), skipped(2), inexact, clipped):
+        callback.on_step(trainer, one)
+    (line,) = console.lines
+    # 3 s, 140 tokens and 40e12 operations in all; losses without those of step 2.
+    rate = 40 / 3 / ranks
+    assert line.partition("] ")[2] == (
+        "iteration        4/       8 | consumed samples:           16 |"
+        " elapsed time per iteration (ms): 750.0 |"
+        f" throughput per GPU (TFLOP/s/GPU): {rate:.1f} |"
+        " learning rate: 1.250000E-01 | global batch size:     6 |"
+        f" lm loss: {150 / 90:.6E} | z loss: {14 / 120:.6E} |"
+        " loss scale: 1.0 | grad norm: 2.500 |"
+        " number of skipped iterations:   2 | number of nan iterations:   1 |"
+        f" tokens/s: 46.7 | MFU: {100 * rate / 64:.1f} % |"
+    )
+    assert heard == [(4, {"lm loss": 150 / 90, "z loss": 14 / 120})]
+    for iteration in range(5, 9):  # nothing of the former interval counts
+        callback.on_step(trainer, report(iteration))
+    assert f"lm loss: {2:.6E}" in console.lines[1]
+    assert "skipped iterations:   0 | number of nan iterations:   0 |" in console.lines[1]
+
+
+# -- state and records -----------------------------------------------------------------------------
+
+
+def test_an_unfinished_interval_of_the_log_line_is_kept_without_its_times():
+    """Counts and sums go on after a resume; rates are those of the new process."""
+    trainer = SimpleNamespace(
+        train_iters=8, engine=SimpleNamespace(mesh=SimpleNamespace(world_size=1))
+    )
+    first, second = (LogLine(Lines(), 4, peak=None) for _ in range(2))
+    for one in (report(1, seconds=100.0), skipped(2), report(3, updated=False)):
+        first.on_step(trainer, one)
+    state = json.loads(json.dumps(first.state()))
+    assert state == {
+        "skipped": 2,
+        "nan": 1,
+        "sums": {"lm loss": 120.0, "z loss": 6.0},
+        "denominators": {"lm loss": 60.0, "z loss": 80.0},
+    }
+    second.load_state(state)
+    second.on_step(trainer, report(4, sums={"lm loss": 0.0, "z loss": 6.0}))
+    (line,) = second._console.lines
+    assert "(ms): 500.0 |" in line and "tokens/s: 80.0 |" in line
+    assert f"lm loss: {120 / 90:.6E} | z loss: {0.1:.6E}" in line
+    assert "skipped iterations:   2 | number of nan iterations:   1 |" in line
+
+
+def test_a_trainer_gives_each_callback_its_own_state_back(make_trainer):
+    def callbacks():
+        return [LogLine(Lines(), 100, peak=None), SimpleNamespace(name="", load_state=None)]
+
+    first, second = make_trainer(callbacks=callbacks()), make_trainer(callbacks=callbacks())
+    first.callbacks[0].on_step(first, report(1))
+    second.load_state(first.state())
+    assert first.state() == second.state()
+    assert list(first.state()["callbacks"]) == ["log_line"]
+    bare = make_trainer()
+    bare.load_state(first.state())  # a callback may have gone, or come
+    second.load_state({**first.state(), "callbacks": {}})
+    assert second.state() == first.state()
+
+
+def test_records_of_a_run_hold_its_numbers_exactly(tmp_path):
+    trainer = SimpleNamespace(iteration=2, stopped=None)
+    recorder = Recorder(tmp_path, {"layout": "1 rank"})
+    recorder.on_start(trainer)
+    recorder.on_step(trainer, report(3, sums={"lm loss": 1.0, "z loss": 3.0}))
+    recorder.on_step(trainer, skipped(4))
+    recorder.logged(4, {"lm loss": 0.1 + 0.2})
+    recorder.evaluated(4, {"lm loss": 2.5, "z loss": math.inf})
+    recorder.tested(4, {"lm loss": 3.5})
+    trainer.iteration = 4
+    recorder.on_end(trainer)
+    records = read_records(tmp_path / "metrics.jsonl")
+    step = {
+        "kind": "train",
+        "iteration": 3,
+        "consumed_samples": 12,
+        "lm loss": 1 / 30,
+        "z loss": 0.075,
+        "learning_rate": 0.25,
+        "grad_norm": 1.5,
+        "updated": True,
+        "seconds": 0.5,
+        "tokens": 40,
+    }
+    lost = {"iteration": 4, "consumed_samples": 16, "lm loss": None, "grad_norm": None}
+    assert records.train == [step, {**step, **lost, "updated": False}]
+    assert records.log == [{"kind": "log", "iteration": 4, "lm loss": 0.1 + 0.2}]
+    evaluated = {"kind": "validation", "iteration": 4, "lm loss": 2.5, "z loss": None}
+    assert records.validation == [evaluated]
+    assert records.events == [
+        {"kind": "event", "event": "start", "iteration": 2, "layout": "1 rank"},
+        {"kind": "event", "event": "test", "iteration": 4, "lm loss": 3.5},
+        {"kind": "event", "event": "end", "iteration": 4, "reason": "done"},
+    ]
