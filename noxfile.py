@@ -131,7 +131,7 @@ def build_wheels(session: nox.Session) -> None:
 
 @job(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All checks of a landing (at most 20 minutes on 2 cores); the table of times comes last."""
+    """All checks of a landing (at most 15 minutes on 2 cores); the table of times comes last."""
     TIMINGS.unlink(missing_ok=True)
     for check in ("wheels", *CHECKS, "summary"):
         session.notify(check)

@@ -30,7 +30,7 @@ except BaseException as error:
 def test_an_abort_inside_gloo_names_rank_axis_and_operation(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "rank.py").write_text(RANK)
-    verdict = launch([sys.executable, os.fspath(tmp_path / "rank.py")], [], 2, grace=10)
+    verdict = launch([sys.executable, os.fspath(tmp_path / "rank.py")], [], 2, grace=60)
     assert verdict.status == 134, verdict
     assert verdict.line.startswith("rank 0 was killed by SIGABRT (")
     assert "rank 1: " in verdict.line and "\n" not in verdict.line

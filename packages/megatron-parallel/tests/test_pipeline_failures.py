@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_parallel import LayoutError, Mesh, ParallelLayout
 from megatron_parallel.pipeline import Passed, PeerError, PipelineEngine
 from megatron_parallel.testing import Rank, WorkerError, WorkerPool
 from torch import Tensor, nn
+from waiting import HANG, Answers
 
 SECONDS = 2.0
 Batch = Tensor
@@ -52,7 +54,10 @@ def loss(output: Tensor, batch: Batch) -> dict[str, Tensor]:
 def step(
     rank: Rank, layout: ParallelLayout, trouble: Trouble = no_trouble, **options: Any
 ) -> tuple[str, str, float]:
-    """Run two steps on a mesh with a short time-out; returns what was raised and after how long."""
+    """Run two steps on a mesh with a short time-out; returns what was raised.
+
+    And after how many seconds, which are `SECONDS` at least where a rank froze.
+    """
     Mesh.bind(layout, timeout=timedelta(seconds=60)).close()  # all have imported what they need
     mesh = Mesh.bind(layout, timeout=timedelta(seconds=SECONDS))
     chunks = [Chunk(rank.rank, trouble) for _ in range(layout.vpp)]
@@ -136,26 +141,31 @@ def test_a_rank_that_raises_is_quoted_by_the_others(worker_pool: WorkerPool) -> 
     def run(rank: Rank) -> Any:
         return step(rank, ParallelLayout(pp=2, dp=1), trouble)
 
-    (kind0, line0, seconds), (kind1, line1, _) = worker_pool.run(run, ranks=2)
+    (kind0, line0, _), (kind1, line1, _) = worker_pool.run(run, ranks=2)
     assert (kind1, line1) == ("ValueError", "the layer\nis broken")
     assert kind0 == PeerError.__name__
     assert line0 == ("rank 1 raised ValueError: the layer is broken; rank 0 waited for rank 1")
-    assert seconds < SECONDS + 4
 
 
-def test_a_rank_that_freezes_is_named_within_the_time_out(worker_pool: WorkerPool) -> None:
+def test_a_rank_that_freezes_is_named_after_the_time_out(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    given = Answers(tmp_path)
+
     def trouble(rank: int, passes: int) -> None:
         if (rank, passes) == (1, 4):
-            time.sleep(SECONDS + 3)
+            given.wait_for([0])
 
     def run(rank: Rank) -> Any:
-        return step(rank, ParallelLayout(pp=2, dp=1), trouble)
+        answer = step(rank, ParallelLayout(pp=2, dp=1), trouble)
+        given.give(rank.rank)
+        return answer
 
-    (kind, line, seconds), (_, other, _) = worker_pool.run(run, ranks=2)
+    (kind, line, seconds), (_, other, _) = worker_pool.run(run, ranks=2, timeout=HANG)
     assert kind == "PeerError"
     assert line.startswith("rank 1 (stage 1 of 2) did not ")
     assert "on axis 'pp'" in line and "micro-batch" in line and "\n" not in line
-    assert SECONDS - 1 < seconds < SECONDS + 3
+    assert seconds > SECONDS - 1
     assert other == f"{line}; rank 1 waited for rank 0"  # when it is back
 
 
@@ -190,8 +200,7 @@ def test_all_ranks_of_a_pipeline_name_the_one_that_left(
         return step(rank, ParallelLayout(pp=4, dp=1), trouble)
 
     answers = worker_pool.run(run, ranks=4)
-    for rank, (kind, line, seconds) in enumerate(answers):
-        assert seconds < SECONDS + 3
+    for rank, (kind, line, _) in enumerate(answers):
         if rank == victim:
             assert kind == "Leaves"
         else:
@@ -219,20 +228,24 @@ FAMILIES = [
     ],
 )
 def test_a_frozen_rank_is_named_in_every_family_of_schedules(
-    worker_pool: WorkerPool, schedule: str, layout: ParallelLayout
+    worker_pool: WorkerPool, schedule: str, layout: ParallelLayout, tmp_path: Path
 ) -> None:
+    given = Answers(tmp_path)
+
     def trouble(rank: int, passes: int) -> None:
         if (rank, passes) == (1, 3):
-            time.sleep(SECONDS + 3)
+            given.wait_for([0])
 
     def run(rank: Rank) -> Any:
-        return step(rank, layout, trouble, schedule=schedule)
+        answer = step(rank, layout, trouble, schedule=schedule)
+        given.give(rank.rank)
+        return answer
 
-    (kind, line, seconds), (other_kind, other, _) = worker_pool.run(run, ranks=2)
+    (kind, line, seconds), (other_kind, other, _) = worker_pool.run(run, ranks=2, timeout=HANG)
     assert kind == other_kind == "PeerError"
     assert line.startswith("rank 1 (stage ") and f" of {2 * layout.vpp}) did not " in line
     assert "on axis 'pp'" in line and "micro-batch" in line and "\n" not in line
-    assert SECONDS - 1 < seconds < SECONDS + 5
+    assert seconds > SECONDS - 1
     assert "\n" not in other
 
 
@@ -245,14 +258,14 @@ def test_a_rank_that_dies_is_named_in_every_family_of_schedules(
             os._exit(7)
 
     def run(rank: Rank) -> Any:
-        kind, line, seconds = step(rank, layout, trouble, schedule=schedule)
-        raise RuntimeError(f"{kind} after {seconds < SECONDS + 4}: {line}")
+        kind, line, _ = step(rank, layout, trouble, schedule=schedule)
+        raise RuntimeError(f"{kind}: {line}")
 
     with pytest.raises(WorkerError) as failed:
         worker_pool.run(run, ranks=2)
     summaries = {failure.rank: failure.summary for failure in failed.value.failures}
     assert summaries[1] == "exited with status 7"
-    assert "PeerError after True: rank 1 (stage " in summaries[0]
+    assert "PeerError: rank 1 (stage " in summaries[0]
 
 
 def test_stages_of_a_v_that_disagree_on_shapes_are_named(worker_pool: WorkerPool) -> None:

@@ -119,10 +119,8 @@ def test_a_rank_that_dies_is_named_with_its_status(worker_pool: WorkerPool) -> N
 
 
 def test_a_rank_that_hangs_is_shown_where_it_was(worker_pool: WorkerPool) -> None:
-    started = time.monotonic()
     with pytest.raises(WorkerError, match="did not finish within 1 s") as caught:
-        worker_pool.run(hang_on, 1, timeout=1)
-    assert time.monotonic() - started < 10
+        worker_pool.run(hang_on, 1, timeout=1)  # the rank would sleep for ten minutes
     hung = {failure.rank: failure for failure in caught.value.failures}
     assert "in hang_on" in hung[1].traceback and "in barrier" in hung[0].traceback
 
@@ -152,8 +150,11 @@ def test_the_pool_recovers_with_fresh_workers(worker_pool: WorkerPool) -> None:
 
 
 def test_a_worker_lost_between_calls_is_replaced_with_a_warning(worker_pool: WorkerPool) -> None:
-    os.kill(worker_pool.run(process_id)[1], signal.SIGKILL)
-    time.sleep(0.1)
+    killed = worker_pool.run(process_id)[1]
+    os.kill(killed, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while is_running(killed) and time.monotonic() < deadline:
+        time.sleep(0.01)
     with pytest.warns(UserWarning, match="rank 1 died of signal 9"):
         assert worker_pool.run(sum_over_ranks, 1.0)[0].total == 3.0
 
@@ -193,7 +194,7 @@ def test_busy_workers_end_with_a_killed_parent(tmp_path) -> None:
     *pids, folder = ended.stdout.split()
     directory = Path(folder)
     left = [int(pid) for pid in pids]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (left or directory.exists()) and time.monotonic() < deadline:
         left = [pid for pid in left if is_running(pid)]
         time.sleep(0.05)

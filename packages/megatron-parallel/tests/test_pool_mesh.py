@@ -1,6 +1,5 @@
 """Meshes in the worker pool: bound once per layout, and refused where ranks disagree."""
 
-import time
 from datetime import timedelta
 
 import pytest
@@ -12,13 +11,12 @@ def describe(mesh: Mesh) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
     return mesh.rank, mesh.axis("tp").ranks, mesh.axis("dp").ranks, id(mesh)
 
 
-def bind(rank: Rank, layouts: list[ParallelLayout], seconds: float) -> tuple[str, float]:
-    started = time.monotonic()
+def bind(rank: Rank, layouts: list[ParallelLayout], seconds: float) -> str:
     try:
         Mesh.bind(layouts[rank.rank], timeout=timedelta(seconds=seconds))
     except (LayoutError, CollectiveError) as error:
-        return str(error), time.monotonic() - started
-    return "", 0.0
+        return str(error)
+    return ""
 
 
 def test_a_mesh_is_bound_once_per_layout(worker_pool: WorkerPool) -> None:
@@ -41,21 +39,21 @@ def test_a_layout_that_does_not_fit_fails_every_rank(worker_pool: WorkerPool) ->
 
 def test_layouts_that_differ_are_named_on_every_rank(worker_pool: WorkerPool) -> None:
     layouts = [ParallelLayout(tp=2), ParallelLayout(tp=2), ParallelLayout(pp=2)]
-    answers = worker_pool.run(bind, layouts, 5.0, ranks=3, timeout=20)
-    assert len({message for message, _ in answers}) == 1
-    message = answers[0][0]
+    # They do not wait for the time-out of the mesh: the pool's is shorter.
+    answers = worker_pool.run(bind, layouts, 600.0, ranks=3, timeout=120)
+    assert len(set(answers)) == 1
+    message = answers[0]
     assert "ranks disagree on layout" in message and "ranks 0-1: " in message
     assert "rank 2: " in message and "pp 2" in message
-    assert max(seconds for _, seconds in answers) < 5
 
 
 def test_a_rank_that_never_binds_is_named_on_the_others(worker_pool: WorkerPool) -> None:
-    def absent(rank: Rank) -> tuple[str, float]:
-        return bind(rank, [ParallelLayout()] * 3, 0.5) if rank.rank != 1 else ("", 0.0)
+    def absent(rank: Rank) -> str:
+        return bind(rank, [ParallelLayout()] * 3, 0.5) if rank.rank != 1 else ""
 
-    answers = worker_pool.run(absent, ranks=3, timeout=20)
+    answers = worker_pool.run(absent, ranks=3, timeout=120)
     for number in (0, 2):
-        assert answers[number][0] == (
+        assert answers[number] == (
             "rank 1 did not join the comparison of layout and configuration on axis 'world' "
             "(ranks 0-2) within 0.5 s: dead, frozen or late, see its own output"
         )

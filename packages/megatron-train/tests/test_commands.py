@@ -1,7 +1,6 @@
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 from megatron_train.cli import main
@@ -20,7 +19,7 @@ COMMANDS = [
 ]
 
 
-def test_help_of_every_command_is_fast_and_without_torch():
+def test_help_of_every_command_is_without_torch():
     script = (
         "import sys; from megatron_train.cli import main\n"
         f"for words in {COMMANDS!r}:\n"
@@ -28,10 +27,8 @@ def test_help_of_every_command_is_fast_and_without_torch():
         "    except SystemExit as stop: assert stop.code == 0, stop.code\n"
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
-    start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - start < 2
     shown = " ".join(done.stdout.split())
     for part in ("--num-layers", "--lr-warmup-fraction", "default 969,30,1"):
         assert part in shown

@@ -118,7 +118,7 @@ def test_a_rank_of_torchrun_that_fails_leaves_at_once_with_one_line(raised, stat
         f"main({RUN.split()!r})"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == status
     assert done.stderr.endswith(said) and (done.stderr == said or "Traceback" in done.stderr)

@@ -104,8 +104,10 @@ def test_every_recipe_names_only_what_differs_from_the_default():
     """What a recipe repeats of the defaults says nothing; a published value may be repeated."""
     published = {"clip_grad", "weight_decay", "eval_interval", "log_interval"}
     published |= {"max_position_embeddings", "seq_length", "split"}
+    options = run_options()
     for name in recipe_names():
-        for option in run_options():
-            given = recipe_values(name, run_options()).given.get(option.key)
+        values = recipe_values(name, options).given
+        for option in options:
+            given = values.get(option.key)
             if given is not None and option.name not in published:
                 assert given.value != option.default, f"{name}: {option.key}"
