@@ -16,7 +16,10 @@ from megatron_infer import (
     create_app,
     generate,
 )
+from megatron_infer.server import app
 from megatron_infer.server.app import PAGE
+from megatron_infer.server.fields import GenerateRequest, RequestError
+from megatron_infer.server.job import Job, Piece
 from megatron_models import GPT
 
 TOKEN = "correct-horse-battery-staple"
@@ -266,6 +269,104 @@ def test_the_documents_example_works(client: FlaskClient) -> None:
     document = client.get("/openapi.json").get_json()
     body = document["paths"]["/api"]["put"]["requestBody"]["content"]["application/json"]
     assert put(client, **body["example"])[0] == 200
+
+
+def test_nearly_the_token_opens_nothing(make_client: Callable[..., FlaskClient]) -> None:
+    client = make_client(token=TOKEN, host="0.0.0.0")
+    good = f"Bearer {TOKEN}"
+    assert client.get("/info", headers={"Authorization": good}).status_code == 200
+    for sent in (f"{good}X", f"{good} X", good[:-1], f"{good}, {good}", good.upper(), TOKEN):
+        assert client.get("/info", headers={"Authorization": sent}).status_code == 401
+    twice = client.get("/info", headers=[("Authorization", good), ("Authorization", good)])
+    assert twice.status_code == 401
+
+
+def test_a_full_queue_says_when_to_come_again(
+    client: FlaskClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise RequestError(429, "68 requests came before; try again later")
+
+    monkeypatch.setattr(GenerationService, "submit", full)
+    for answer in (
+        client.put("/api", json={"prompts": ["x"]}),
+        client.post("/api/stream", json={"prompts": ["x"]}),
+    ):
+        assert (answer.status_code, answer.headers["Retry-After"]) == (429, "5")
+        assert "68 requests" in answer.get_json()["message"]
+    assert "Retry-After" not in client.get("/no").headers
+
+
+def test_addresses_are_told_apart(client: FlaskClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    clients = []
+    submit = GenerationService.submit
+
+    def note(self: GenerationService, request: GenerateRequest, client: str) -> Job:
+        clients.append(client)
+        return submit(self, request, client)
+
+    monkeypatch.setattr(GenerationService, "submit", note)
+    body = {"prompts": ["x"], "tokens_to_generate": 1}
+    for address in ("10.0.0.1", "2001:db8::1"):
+        environ = {"REMOTE_ADDR": address}
+        assert client.put("/api", json=body, environ_base=environ).status_code == 200
+        answer = client.post("/api/stream", json=body, environ_base=environ)
+        assert "event: done" in answer.get_data(as_text=True)
+    assert clients == ["10.0.0.1", "10.0.0.1", "2001:db8::/64", "2001:db8::/64"]
+
+
+def test_a_server_that_stops_says_so(model: GPT) -> None:
+    service = GenerationService(model, ByteTokenizer())
+    client = create_app(service, ServerSettings(), INFO).test_client()
+    assert client.get("/health").status_code == 200
+    service.close()
+    answer = client.get("/health")
+    assert (answer.status_code, answer.get_json()) == (503, {"status": "stopping"})
+    assert put(client, prompts=["x"])[0] == 503
+    assert client.get("/info").status_code == 200
+
+
+def test_prompts_begin_with_the_tokenizers_token(
+    client: FlaskClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "bos_id", 7, raising=False)
+    fields = {"prompts": ["", "ab"], "tokens_to_generate": 2, "top_k": 1}
+    status, answer = put(client, **fields, add_BOS=True)
+    assert status == 200
+    assert [one[:-2] for one in answer["tokens"]] == [[7], [7, 97, 98]]
+    assert put(client, **fields)[0] == 400
+    fields["prompts"] = ["b"]
+    assert put(client, **fields)[1]["tokens"][0][0] == 98
+
+
+def test_what_is_not_seeded_is_drawn_anew_and_the_smallest_mass_is_greedy(
+    client: FlaskClient,
+) -> None:
+    fields = {"prompts": ["The"], "tokens_to_generate": 30}
+    one, two = (put(client, **fields)[1]["tokens"] for _ in range(2))
+    assert one != two
+    greedy = put(client, **fields, top_k=1)[1]["tokens"]
+    assert put(client, **fields, top_p=1e-9)[1]["tokens"] == greedy
+    assert put(client, **fields, temperature=1e-9)[1]["tokens"] == greedy
+    assert (
+        put(client, **fields, top_p=1.0, random_seed=4)[1]
+        == put(client, **fields, random_seed=4)[1]
+    )
+
+
+def test_a_quiet_stream_is_kept_open_with_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(GenerateRequest(("x",)), "")
+    monkeypatch.setattr(app, "QUIET_SECONDS", 0.0)
+    stream = app.server_sent_events(job, lambda: False)
+    assert next(stream).startswith("event: waiting")
+    assert next(stream) == next(stream) == ": still here\n\n"
+    monkeypatch.setattr(app, "QUIET_SECONDS", 1e9)
+    job.put(Piece(0, "é"))
+    assert next(stream) == 'event: text\ndata: {"index": 0, "text": "\\u00e9"}\n\n'
+    job.put(RequestError(503, "the server stopped"))
+    assert next(stream) == 'event: failed\ndata: {"message": "the server stopped"}\n\n'
+    assert list(stream) == []
+    assert job.cancelled
 
 
 def check(client: FlaskClient, schema: str, value: Any) -> None:
