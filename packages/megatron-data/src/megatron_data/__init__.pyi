@@ -99,6 +99,7 @@ from .sources.opening import read_texts as read_texts
 from .tokenizers.chat import ChatTemplate as ChatTemplate
 from .tokenizers.chat import Message as Message
 from .tokenizers.chat import Rendered as Rendered
+from .tokenizers.chat import TemplateLimits as TemplateLimits
 from .tokenizers.conversations import CountedTokens as CountedTokens
 from .tokenizers.fast import FastTokenizer as FastTokenizer
 from .tokenizers.fast import fast_tokenizer as fast_tokenizer

@@ -1,10 +1,12 @@
 """`megatron-data tokenize-conversations`."""
 
 import argparse
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .._command import Parser
+from ..tokenizers.chat import TemplateLimits
 from ..wording import counted
 from .options import add_tokenizer_options, tokenizer_of
 from .work import add_work_options, say_continued, say_skipped
@@ -53,6 +55,14 @@ def add_parser(commands: Any) -> None:
         metavar="HOW",
         help="what becomes of a longer one: truncate or drop",
     )
+    for limit in fields(TemplateLimits):
+        parser.add_argument(
+            limit.metadata["flag"],
+            type=int,
+            default=limit.default,
+            metavar="N",
+            help=limit.metadata["help"],
+        )
     add_work_options(
         parser,
         "a line that holds no conversation, or of which the template refuses a message,",
@@ -71,7 +81,9 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         arguments.input,
         arguments.output_prefix,
         tokenizer.reference,
-        tokenizer.template,
+        tokenizer.template.with_limits(
+            TemplateLimits(arguments.max_template_steps, arguments.max_template_characters)
+        ),
         loss=arguments.loss,
         max_tokens=arguments.max_tokens,
         over_length=arguments.over_length,

@@ -1,6 +1,7 @@
 """From the conversations of a chunk to tokens, and to a mask of those that the loss counts."""
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -87,6 +88,7 @@ class ConversationEncoder:
             "tokenizer": self.tokenizer.fingerprint,
             "end of document": self.tokenizer.eod_id,
             "conversations": self._made_by,
+            "template limits": asdict(self.template.limits),
             "token type": str(self.outputs[0].dtype),
             "max document bytes": self.longest,
         }

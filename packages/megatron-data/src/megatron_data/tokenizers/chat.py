@@ -4,8 +4,10 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import orjson
 
@@ -14,11 +16,59 @@ from ..files import read_json, read_text
 from .huggingface import CONFIG_FILE
 from .prompt_formats import OWN, PROMPT_FORMATS
 
+if TYPE_CHECKING:
+    from .template_limits import Budget
+
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": "user", "content": "…"}`, and whatever else a template asks for."""
 
 TEMPLATE_FILE = "chat_template.jinja"
 
+
+@dataclass(frozen=True)
+class TemplateLimits:
+    """How much a chat template may do for one conversation.
+
+    Steps are counted and not time, so that every machine refuses the same conversations. An
+    element of a list is one or more, a filter 8, a call 32, and 64 characters that are read or
+    made are one.
+
+    Attributes:
+        steps: of all that one conversation takes; 20 million take some 10 seconds.
+        characters: of every text that is made on the way, and of the whole.
+
+    Raises:
+        DataError: one of them is below 1.
+    """
+
+    steps: int = field(
+        default=20_000_000,
+        metadata={
+            "help": "steps that the template may take for a conversation",
+            "flag": "--max-template-steps",
+        },
+    )
+    characters: int = field(
+        default=1 << 25,
+        metadata={
+            "help": "characters that a text may have which the template makes",
+            "flag": "--max-template-characters",
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.characters) < 1:
+            raise DataError(
+                f"a template of {self.steps} steps and {self.characters} characters; give at "
+                "least 1 of each"
+            )
+
+
+# What a template may make Python stumble over; a text of any size is refused before it is made.
+_STUMBLES = (
+    *(TypeError, AttributeError, LookupError, ValueError, ArithmeticError),
+    *(RecursionError, MemoryError),
+)
 _MARKED = re.compile(r"\{%[-+]?\s*generation\b")
 
 
@@ -47,29 +97,44 @@ class ChatTemplate:
             the same text; templates of Llama 3 then take their own fixed date.
         variables: what it may use besides `messages`, `tools` and `add_generation_prompt`: special
             tokens such as `bos_token`, or a date.
+        limits: how much it may do for one conversation.
 
     Raises:
         DataError: the extra is not installed, or this is no template.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, Any] | None = None,
+        limits: TemplateLimits | None = None,
+    ) -> None:
         try:
             import jinja2
 
-            from . import sandbox
+            from . import sandbox, template_limits
         except ImportError:
             raise DataError(
                 "chat templates need jinja2; pip install 'megatron-data[chat]'"
             ) from None
         self.source = source
         self.variables = dict(variables or {})
+        self.limits = limits or TemplateLimits()
         self._mistake = jinja2.TemplateError
         self._begin, self._end = sandbox.BEGIN, sandbox.END
         self._marked = _MARKED.search(source) is not None
+        self._budget = template_limits.Budget
         try:
-            self._template = sandbox.compiled(source)
+            self._template = sandbox.SandboxedTemplate(source, self._whole_budget())
         except jinja2.TemplateSyntaxError as error:
-            raise DataError(f"not a chat template: line {error.lineno}: {error.message}") from None
+            what = " ".join(str(error.message).split())
+            raise DataError(f"not a chat template: line {error.lineno}: {what:.300}") from None
+        # Python's own compiler refuses what is nested too deeply, and numbers of too many digits.
+        except (
+            *(jinja2.TemplateError, SyntaxError, ValueError, OverflowError),
+            *(RecursionError, MemoryError),
+        ) as error:
+            raise DataError(f"not a chat template: {_told(error)}") from None
 
     @classmethod
     def named(cls, prompt_format: str) -> Self:
@@ -169,15 +234,16 @@ class ChatTemplate:
             DataError: the template refuses the messages, or it cannot be told what an assistant
                 says.
         """
-        text = self._text(messages, tools, add_generation_prompt)
+        left = self._whole_budget()
+        text = self._text(left, messages, tools, add_generation_prompt)
         if self._marked:
             return self._without_marks(text)
         answers = []
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            before = self._text(messages[:number], tools, add_generation_prompt=True)
-            after = self._text(messages[: number + 1], tools)
+            before = self._text(left, messages[:number], tools, add_generation_prompt=True)
+            after = self._text(left, messages[: number + 1], tools)
             if not (after.startswith(before) and text.startswith(after)):
                 raise DataError(
                     f"the chat template writes message {number + 1} differently when it stands "
@@ -187,14 +253,19 @@ class ChatTemplate:
             answers.append((len(before), len(after)))
         return Rendered(text, answers)
 
+    def _whole_budget(self) -> "Budget":
+        return self._budget(self.limits.steps, self.limits.characters)
+
     def _text(
         self,
+        left: "Budget",
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool = False,
     ) -> str:
         try:
             return self._template.render(
+                left,
                 self.variables,
                 messages=messages,
                 tools=tools,
@@ -202,9 +273,11 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
             )
         except self._mistake as error:
-            raise DataError(f"the chat template refuses the messages: {error}") from None
-        except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
-            raise DataError(f"the chat template cannot render the messages: {error}") from None
+            raise DataError(f"the chat template refuses the messages: {_told(error)}") from None
+        except _STUMBLES as error:
+            raise DataError(
+                f"the chat template cannot render the messages: {_told(error)}"
+            ) from None
 
     def _without_marks(self, text: str) -> Rendered:
         """Take the marks of `{% generation %}` blocks out."""
@@ -219,5 +292,16 @@ class ChatTemplate:
             length += len(part)
         return Rendered("".join(plain), answers)
 
-    def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str, dict[str, Any]]]:
-        return type(self), (self.source, self.variables)
+    def with_limits(self, limits: TemplateLimits) -> Self:
+        """This template, allowed to do more or less."""
+        made = copy(self)
+        made.limits = limits
+        return made
+
+    def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[Any, ...]]:
+        return type(self), (self.source, self.variables, self.limits)
+
+
+def _told(error: BaseException) -> str:
+    """What an error says, in one line that is not too long."""
+    return f"{' '.join(str(error).split()) or type(error).__name__:.500}"

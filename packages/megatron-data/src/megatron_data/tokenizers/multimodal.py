@@ -43,7 +43,7 @@ class ImageTemplate(ChatTemplate):
         system: bool = True,
         system_message: str | None = None,
     ) -> None:
-        super().__init__(template.source, template.variables)
+        super().__init__(template.source, template.variables, template.limits)
         self.image_tag = image_tag
         self.system = system
         self.system_message = system_message
@@ -89,7 +89,7 @@ class ImageTemplate(ChatTemplate):
         return {**message, "content": tagged(content, self.image_tag)}
 
     def __reduce__(self) -> tuple[type["ImageTemplate"], tuple[Any, ...]]:
-        plain = ChatTemplate(self.source, self.variables)
+        plain = ChatTemplate(self.source, self.variables, self.limits)
         return type(self), (plain, self.image_tag, self.system, self.system_message)
 
 

@@ -1,17 +1,68 @@
 """The sandbox in which chat templates are rendered; imported only where jinja2 is installed."""
 
-import json
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import TemplateError, nodes, pass_context
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+from .template_filters import limited_filters, limited_tests, to_json
+from .template_limits import CALL, Budget, check_binary, check_format, check_method
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Put around what `{% generation %}` blocks write: code points that no text may hold."""
 
+LONGEST_SOURCE = 1 << 18
+"""Characters that a template may have."""
+
 _PARTS = ("text", "image", "image_url", "video", "audio")
+_BUILT_IN = (str, bytes, int, float, list, tuple, dict, set, frozenset, range)
+
+# Names of filters that no template can spell.
+_ITERATED, _COMPARED, _SOUGHT, _JOINED = " iterated", " compared", " sought", " joined"
+_NODES, _CHARACTERS = 32, 64  # of a body, that make a step
+
+
+class SandboxedTemplate:
+    """A template with what Hugging Face transformers gives templates, but the time of day.
+
+    Args:
+        source: the template.
+        budget: what its compilation may do.
+
+    Raises:
+        TemplateError: it is none.
+    """
+
+    def __init__(self, source: str, budget: Budget) -> None:
+        if len(source) > LONGEST_SOURCE:
+            raise TemplateError(f"it has more than {LONGEST_SOURCE:,} characters")
+        self._environment = _Environment()
+        with self._environment.spending(budget):
+            tree = self._environment.parse(source)
+            counting = _Counting().visit(tree)
+            counting.set_environment(self._environment)
+            code = self._environment.compile(counting)
+        self._template = self._environment.template_class.from_code(
+            self._environment, code, self._environment.make_globals(None)
+        )
+
+    def render(self, budget: Budget, variables: Mapping[str, Any], **more: Any) -> str:
+        """The text of some variables.
+
+        Raises:
+            TemplateError: the template refuses them, or does more than it may.
+        """
+        with self._environment.spending(budget):
+            return self._template.render(variables, **more)
 
 
 class _Generation(Extension):
@@ -26,33 +77,184 @@ class _Generation(Extension):
         return nodes.Scope([marks[0], *body, marks[1]]).set_lineno(line)
 
 
-def compiled(source: str) -> Template:
-    """A template with what Hugging Face transformers gives templates, but the time of day.
+class _Environment(ImmutableSandboxedEnvironment):
+    """Counts whatever may take long or make much, in the budget of the thread that renders."""
 
-    Raises:
-        TemplateError: it is none.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, "jinja2.ext.loopcontrols"],
-        finalize=_written,
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    return environment.from_string(source)
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
-
-def _written(value: Any) -> Any:
-    """What is written of a value; null, or a list of parts, would be Python's words."""
-    if value is None:
-        raise TemplateError("it writes null as text, such as the content of a message without any")
-    if isinstance(value, list) and any(map(_is_part, value)):
-        raise TemplateError(
-            "it writes a content of several parts as Python writes lists; give contents that are "
-            "strings, or a template that reads parts"
+    def __init__(self) -> None:
+        self._active = threading.local()
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, "jinja2.ext.loopcontrols"],
+            finalize=self._written,
         )
-    return value
+        self.filters["tojson"] = lambda *given, **options: to_json(self.left(), *given, **options)
+        filters: dict[str, Any] = dict(self.filters)
+        tests: dict[str, Any] = dict(self.tests)
+        self.filters: Any = limited_filters(filters, self.left)
+        self.tests: Any = limited_tests(tests, self.left)
+        self.filters[_ITERATED] = pass_context(partial(self._iterated))
+        self.filters[_COMPARED] = pass_context(partial(self._compared))
+        self.filters[_SOUGHT] = pass_context(partial(self._compared, sought=True))
+        self.filters[_JOINED] = pass_context(partial(self._joined))
+        del self.globals["lipsum"]  # draws words
+        self.globals["raise_exception"] = _refuse
+
+    @contextmanager
+    def spending(self, budget: Budget) -> Iterator[None]:
+        """Count against a budget in this thread."""
+        before = getattr(self._active, "budget", None)
+        self._active.budget = budget
+        try:
+            yield
+        finally:
+            self._active.budget = before
+
+    def left(self) -> Budget:
+        """What the template that this thread renders may still do."""
+        budget: Budget = self._active.budget
+        return budget
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Apply an operator to two values."""
+        check_binary(self.left(), operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """Call what a template calls; the names are Jinja's, so that no argument has them."""
+        budget = __self.left()
+        budget.spend(CALL)
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(__obj, types.BuiltinMethodType) and isinstance(owner, _BUILT_IN):
+            if __obj.__name__ == "join" and args:
+                args = (budget.listed(args[0]), *args[1:])
+            check_method(budget, owner, __obj.__name__, args)
+        made = super().call(__context, __obj, *args, **kwargs)
+        if isinstance(made, str | list | tuple):
+            budget.spend(len(made) // _CHARACTERS)
+        return made
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """`str.format` of the sandbox, whose widths are bounded."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def bounded(*arguments: Any, **options: Any) -> str:
+            check_format(self.left(), str(value.__self__), (*arguments, *options.values()))
+            return wrapped(*arguments, **options)
+
+        return bounded
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """The text of what a template, a macro or a block writes."""
+        budget, kept, size = self.left(), [], 0
+        for part in parts:
+            size += len(part)
+            if size > budget.characters:
+                budget.make(size)
+            kept.append(part)
+        budget.make(size)
+        return "".join(kept)
+
+    def _written(self, value: Any) -> Any:
+        """What is written of a value; null, or a list of parts, would be Python's words."""
+        if value is None:
+            raise TemplateError(
+                "it writes null as text, such as the content of a message without any"
+            )
+        if isinstance(value, list) and any(map(_is_part, value)):
+            raise TemplateError(
+                "it writes a content of several parts as Python writes lists; give contents that "
+                "are strings, or a template that reads parts"
+            )
+        self.left().read(value)
+        return value
+
+    def _iterated(self, context: Context, value: Any, weight: int) -> Any:
+        self.left().length(value, weight)
+        return value if hasattr(value, "__len__") else self._each(value, weight)
+
+    def _each(self, values: Any, weight: int) -> Iterator[Any]:
+        budget = self.left()
+        for value in values:
+            budget.spend(weight)
+            yield value
+
+    def _compared(self, context: Context, value: Any, sought: bool = False) -> Any:
+        if isinstance(value, str):
+            self.left().spend(1 + len(value) // _CHARACTERS)
+        elif not (value is None or isinstance(value, int | float) or (sought and _is_map(value))):
+            self.left().read(value)
+        return value
+
+    def _joined(self, context: Context, parts: list[Any]) -> str:
+        budget = self.left()
+        budget.make(sum(map(budget.read, parts)))
+        return "".join(map(str, parts))
+
+
+class _Counting(NodeTransformer):
+    """Makes a template count loops, macros, comparisons, slices and what `~` joins."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+        weight = _weight(node)
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, _ITERATED, weight)
+        if node.recursive:
+            node.body.insert(0, _charge(weight, node.lineno))
+        return node
+
+    def _charged(self, node: Any) -> nodes.Node:
+        weight = _weight(node)
+        self.generic_visit(node)
+        node.body.insert(0, _charge(weight, node.lineno))
+        return node  # type: ignore[no-any-return]
+
+    visit_Macro = visit_CallBlock = visit_Block = _charged  # noqa: N815
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice):
+            node.node = _filtered(node.node, _ITERATED, 1)
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.expr = _filtered(node.expr, _COMPARED)
+        for operand in node.ops:
+            name = _SOUGHT if operand.op in ("in", "notin") else _COMPARED
+            operand.expr = _filtered(operand.expr, name)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        parts = nodes.List(node.nodes, lineno=node.lineno)
+        return _filtered(parts, _JOINED)
+
+
+def _filtered(node: Any, name: str, *arguments: int) -> nodes.Expr:
+    if isinstance(node, nodes.Const) and name in (_COMPARED, _SOUGHT):
+        return node
+    given = [nodes.Const(argument, lineno=node.lineno) for argument in arguments]
+    return nodes.Filter(node, name, given, [], None, None, lineno=node.lineno)
+
+
+def _charge(weight: int, line: int) -> nodes.Node:
+    none = nodes.Tuple([], "load", lineno=line)
+    return nodes.ExprStmt(_filtered(none, _ITERATED, weight), lineno=line)
+
+
+def _weight(body: nodes.Node) -> int:
+    """Steps that running a body once takes, besides those that it counts itself."""
+    size = characters = 0
+    for node in body.find_all(nodes.Node):
+        size += 1
+        if isinstance(node, nodes.TemplateData):
+            characters += len(node.data)
+    return 1 + size // _NODES + characters // _CHARACTERS
 
 
 def _is_part(value: Any) -> bool:
@@ -60,9 +262,8 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, dict) and value.get("type") in _PARTS
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    """JSON as it is; Jinja's own filter escapes what is special in HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _is_map(value: Any) -> bool:
+    return isinstance(value, Mapping)
 
 
 def _refuse(reason: str) -> NoReturn:

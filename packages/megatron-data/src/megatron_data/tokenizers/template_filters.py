@@ -1,0 +1,170 @@
+"""The filters of chat templates, which count what they are about to make."""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+from jinja2 import TemplateError
+
+from .template_limits import (
+    FILTER,
+    Budget,
+    TemplateLimitError,
+    check_format,
+    joined_size,
+    replaced_size,
+)
+
+REMOVED = (
+    *("batch", "center", "pprint", "random", "slice", "striptags", "urlize", "wordwrap", "xmlattr"),
+)
+"""Jinja's filters that no chat template needs, and whose results are drawn or have any size."""
+
+_SHALLOW = frozenset(
+    (
+        *("abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last"),
+        *("length", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr"),
+    )
+)
+_GATHERING = frozenset(("join", "sum", "unique", "sort", "groupby", "min", "max"))
+_COMPARING_TESTS = frozenset(
+    (
+        *("!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in"),
+        *("le", "lessthan", "lower", "lt", "ne", "upper"),
+    )
+)
+_MOST_DIGITS = 100
+_MOST_INDENT = 100
+
+
+def limited_filters(
+    filters: Mapping[str, Callable[..., Any]], budget: Callable[[], Budget]
+) -> dict[str, Callable[..., Any]]:
+    """Filters that count what they do.
+
+    Args:
+        filters: of Jinja.
+        budget: returns what the template that is rendered may do.
+    """
+    return {
+        name: _limited(name, function, budget)
+        for name, function in filters.items()
+        if name not in REMOVED
+    }
+
+
+def limited_tests(
+    tests: Mapping[str, Callable[..., Any]], budget: Callable[[], Budget]
+) -> dict[str, Callable[..., Any]]:
+    """Tests, of which those that compare values count what that takes."""
+    return {
+        name: _limited(name, function, budget) if name in _COMPARING_TESTS else function
+        for name, function in tests.items()
+    }
+
+
+def _limited(
+    name: str, function: Callable[..., Any], budget: Callable[[], Budget]
+) -> Callable[..., Any]:
+    passed = int(hasattr(function, "jinja_pass_arg"))  # the context, or what is of it
+    check = _CHECKS.get(name)
+
+    @wraps(function)
+    def limited(*arguments: Any, **options: Any) -> Any:
+        left = budget()
+        left.spend(FILTER)
+        own, given = arguments[:passed], arguments[passed:]
+        if name in _SHALLOW:
+            left.length(given[0] if given else ())
+        elif name in _GATHERING and given:
+            given = (_counted(left, given[0]), *given[1:])
+        if name not in _SHALLOW:
+            for value in (*given, *options.values()):
+                left.read(value)
+        if check is not None:
+            check(left, given, options)
+        made = function(*own, *given, **options)
+        if isinstance(made, str):
+            left.make(len(made))
+        elif isinstance(made, list | tuple):
+            left.length(made)
+        return made
+
+    return limited
+
+
+def _counted(budget: Budget, values: Any) -> Any:
+    """A generator as a list; what else can be iterated over is read whole in any case."""
+    if isinstance(values, str | bytes | Mapping | list | tuple):
+        return values
+    try:
+        return budget.listed(values)
+    except TypeError:
+        return values  # the filter says what is wrong with it
+
+
+def _check_replace(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    if len(given) >= 3:
+        budget.make(replaced_size(*(_text(value) for value in given[:3])))
+
+
+def _check_indent(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    width = given[1] if len(given) > 1 else options.get("width", 4)
+    size = len(width) if isinstance(width, str) else int(width)
+    text = _text(given[0])
+    budget.make(len(text) + (text.count("\n") + 2) * max(size, 0))
+
+
+def _check_format(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    check_format(budget, _text(given[0]), (*given[1:], *options.values()))
+
+
+def _check_join(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    between = given[1] if len(given) > 1 else options.get("d", "")
+    budget.make(joined_size(budget, _text(between), given[0]))
+
+
+def _check_round(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    precision = given[1] if len(given) > 1 else options.get("precision", 0)
+    if abs(precision) > _MOST_DIGITS:
+        raise TemplateLimitError(f"a precision of {precision!r:.20} digits is not supported")
+
+
+def _check_sum(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    start = given[2] if len(given) > 2 else options.get("start", 0)
+    if not isinstance(start, int | float):
+        raise TemplateLimitError("only numbers are summed")
+
+
+_CHECKS: Mapping[str, Callable[[Budget, tuple[Any, ...], Mapping[str, Any]], None]] = {
+    "replace": _check_replace,
+    "indent": _check_indent,
+    "format": _check_format,
+    "join": _check_join,
+    "round": _check_round,
+    "sum": _check_sum,
+}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else str(value)
+
+
+def to_json(
+    budget: Budget, value: Any, indent: int | None = None, ensure_ascii: bool = False
+) -> str:
+    """JSON as it is; Jinja's own filter escapes what is special in HTML."""
+    budget.read(value)
+    if indent is None:
+        return json.dumps(value, ensure_ascii=ensure_ascii)
+    if not 0 <= int(indent) <= _MOST_INDENT:
+        raise TemplateError(f"tojson(indent={indent!r:.20}); give at most {_MOST_INDENT}")
+    parts, size = [], 0
+    for part in json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent).iterencode(value):
+        size += len(part)
+        budget.spend(1)
+        if size > budget.characters:
+            budget.make(size)
+        parts.append(part)
+    return "".join(parts)

@@ -1,0 +1,189 @@
+"""How much a chat template may do: a count of steps, and the size of the texts that it makes.
+
+A template comes with a tokenizer, whoever made that. The steps are counted, not the time, so that
+the same conversation is refused on every machine, and weighed by what they take. Before text is
+made, its size is known.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+CALL, FILTER = 32, 8
+"""Steps of a call, such as a macro's, and of a filter, besides what they read and make."""
+
+_CHARACTERS = 64  # of a step
+_ELEMENT = 2  # steps of an element of a list that is made
+_BITS = 20_000  # of an integer
+_WIDTHS = re.compile(r"\d+")
+_NESTED = re.compile(r"\{[^{}]*\{|%[-#0 +\d.]*\*")
+
+
+class TemplateLimitError(TemplateError):
+    """A template does more than it may."""
+
+
+@dataclass
+class Budget:
+    """What is left to a template while it renders one conversation.
+
+    Attributes:
+        steps: that may still be made.
+        characters: that a text may have.
+    """
+
+    steps: int
+    characters: int
+
+    def spend(self, steps: int) -> None:
+        """Count steps.
+
+        Raises:
+            TemplateLimitError: there are none left.
+        """
+        self.steps -= steps
+        if self.steps < 0:
+            raise TemplateLimitError(
+                "it takes more steps than it may (--max-template-steps, TemplateLimits.steps)"
+            )
+
+    def make(self, characters: int) -> None:
+        """Count a text that is about to be made.
+
+        Raises:
+            TemplateLimitError: it is too long.
+        """
+        if characters > self.characters:
+            raise TemplateLimitError(
+                f"it makes a text of more than {self.characters:,} characters "
+                "(--max-template-characters, TemplateLimits.characters)"
+            )
+        self.spend(1 + max(characters, 0) // _CHARACTERS)
+
+    def read(self, value: Any) -> int:
+        """Count what looking at a whole value takes; returns its characters as a text, about."""
+        if isinstance(value, str | bytes):
+            self.make(len(value))
+            return len(value)
+        waiting, size = [value], 0
+        while waiting:
+            each = waiting.pop()
+            self.spend(1)
+            if isinstance(each, str | bytes):
+                size += len(each)
+            elif isinstance(each, Mapping):
+                waiting += each.keys()
+                waiting += each.values()
+                self.spend(2 * len(each))
+            elif isinstance(each, list | tuple | set | frozenset):
+                waiting += each
+                self.spend(len(each))
+            elif isinstance(each, range):
+                size += 8 * len(each)
+            size += 8
+            if size > self.characters:
+                self.make(size)
+        self.spend(size // _CHARACTERS)
+        return size
+
+    def listed(self, values: Any) -> list[Any]:
+        """Elements of whatever can be iterated over, counted as they come."""
+        found = []
+        for value in values:
+            self.spend(1)
+            found.append(value)
+        return found
+
+    def length(self, value: Any, weight: int = 1) -> None:
+        """Count the elements of a value that has a length."""
+        try:
+            count = len(value)
+        except TypeError:
+            count = 1
+        self.spend(weight * (1 + count))
+
+
+def check_binary(budget: Budget, operator: str, left: Any, right: Any) -> None:
+    """Count what an operator is about to make of two values.
+
+    Raises:
+        TemplateLimitError: too much.
+    """
+    budget.spend(1)
+    if operator == "%" and isinstance(left, str | bytes):
+        check_format(budget, str(left), [right])
+    elif operator == "*":
+        for repeated, times in ((left, right), (right, left)):
+            if isinstance(repeated, str | bytes) and isinstance(times, int):
+                budget.make(len(repeated) * times)
+            elif isinstance(repeated, list | tuple) and isinstance(times, int):
+                budget.spend(_ELEMENT * max(len(repeated) * times, 0))
+        if isinstance(left, int) and isinstance(right, int):
+            _check_bits(left.bit_length() + right.bit_length())
+    elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+        _check_bits(max(left.bit_length(), 1) * abs(right))
+    elif operator == "+" and isinstance(left, str | bytes) and isinstance(right, str | bytes):
+        budget.make(len(left) + len(right))
+    elif operator == "+" and isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        budget.spend(_ELEMENT * (len(left) + len(right)))
+
+
+def check_format(budget: Budget, text: str, values: Iterable[Any]) -> None:
+    """Count what formatting a text is about to make.
+
+    Raises:
+        TemplateLimitError: too much, or a width that is a value.
+    """
+    if _NESTED.search(text):
+        raise TemplateLimitError(f"a width that is a value in {text!r:.60} is not supported")
+    if any(len(digits) > 5 for digits in _WIDTHS.findall(text)):
+        raise TemplateLimitError(f"a number of more than 5 digits in {text!r:.60} is not supported")
+    width = max(map(int, _WIDTHS.findall(text)), default=0)
+    longest = sum(map(budget.read, values))
+    budget.make(len(text) + (text.count("{") + text.count("%")) * (width + longest))
+
+
+def check_method(budget: Budget, value: Any, name: str, arguments: tuple[Any, ...]) -> None:
+    """Count what a method of a built-in type is about to make.
+
+    Raises:
+        TemplateLimitError: too much, or a method whose result has any size.
+    """
+    if name in ("expandtabs", "translate", "maketrans", "to_bytes", "fromkeys"):
+        raise TemplateLimitError(f"the method {name} is not supported")
+    if not isinstance(value, str | bytes):
+        if name in ("index", "count"):  # which compare
+            budget.read(value)
+        elif name != "get":
+            budget.length(value)
+        return
+    size = 3 * len(value)
+    match name, arguments:
+        case "center" | "ljust" | "rjust" | "zfill", (int(width), *_):
+            size = max(size, width)
+        case "replace", (str() | bytes() as old, str() | bytes() as new, *_):
+            size = replaced_size(value, old, new)
+        case "join", (parts, *_):
+            size = joined_size(budget, value, parts)
+    budget.make(size)
+
+
+def replaced_size(value: Any, old: Any, new: Any) -> int:
+    """Characters of a text in which one part takes the place of another."""
+    try:
+        return int(len(value) + value.count(old) * max(len(new) - len(old), 0))
+    except TypeError:
+        return len(value)
+
+
+def joined_size(budget: Budget, between: Any, parts: Any) -> int:
+    """Characters of parts that are joined."""
+    return budget.read(parts) + len(between) * len(parts)
+
+
+def _check_bits(bits: int) -> None:
+    if bits > _BITS:
+        raise TemplateLimitError(f"an integer of more than {_BITS:,} bits is not supported")
