@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_ckpt import Checkpoint, CheckpointError, CheckpointStore, View, export_hf, import_hf
+from megatron_ckpt.families import find_family
 from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers")
@@ -133,7 +134,7 @@ def test_files_of_the_headless_gpt2_and_its_buffers_are_read(tmp_path):
     file = tmp_path / "theirs" / "model.safetensors"
     theirs = load_file(file)
     headless = {name.removeprefix("transformer."): tensor for name, tensor in theirs.items()}
-    headless["h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
+    headless["h.0.attn.bias"] = torch.ones(1, 1, 24, 24).tril()
     save_file(headless, file, {"format": "pt"})
     import_hf(tmp_path / "theirs", tmp_path / "run")
     assert_equal(theirs, tensors(export_hf(tmp_path / "run", tmp_path / "back")))
@@ -220,3 +221,28 @@ def test_a_model_trained_here_stops_where_its_documents_end(tmp_path):
     assert loaded.config.eos_token_id == tokenizer.eod_id
     assert loaded.generation_config.eos_token_id == tokenizer.eod_id
     assert loaded.config.bos_token_id is None
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Llama", "Mixtral"])
+def test_default_configurations_of_transformers_are_taken(kind):
+    config = getattr(transformers, f"{kind}Config")()
+    values = json.loads(config.to_json_string(use_diff=False))
+    family = find_family(kind.lower())
+    assert family.config_from_hf(values).hidden_size == config.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("kind", "embedding"), [("GPT2", "transformer.wte"), ("Llama", "model.embed_tokens")]
+)
+def test_a_head_that_the_configuration_calls_tied_is_compared(tmp_path, kind, embedding):
+    settings = {"GPT2": GPT2, "Llama": LLAMA}[kind]
+    write_model(kind, settings | {"tie_word_embeddings": True}, tmp_path / "theirs")
+    path = tmp_path / "theirs" / "model.safetensors"
+    held = load_file(path)
+    held["lm_head.weight"] = held[f"{embedding}.weight"].clone()
+    save_file(held, path, {"format": "pt"})
+    import_hf(tmp_path / "theirs", tmp_path / "run")
+    held["lm_head.weight"][3, 5] += 1
+    save_file(held, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' differs from .* ties them"):
+        import_hf(tmp_path / "theirs", tmp_path / "other")

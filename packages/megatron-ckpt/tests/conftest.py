@@ -188,6 +188,8 @@ def no_hang(folder: Path) -> Iterator[None]:
 class ToyConfig:
     num_layers: int
     vocab: int = 5
+    base: float = 100.0
+    dim: int = 8
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -196,7 +198,12 @@ class ToyConfig:
 TOY = SimpleNamespace(
     name="toy",
     architectures=("ToyModel",),
-    ignored=("old.{i}",),
+    ignored=(
+        ("old.{i}", "causal_mask", {}),
+        ("low", "at_most", {"value": -1e4}),
+        ("turns", "rotary_frequencies", {"base": "$base", "dim": "$dim"}),
+        ("head", "same_as", {"other": "net.word", "rows": "$vocab"}),
+    ),
     prefix="net.",
     active_rows=lambda config: [
         ("word", ["net.word"], [("slice_rows", {"rows": "$vocab"})]),

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("toy")
 def test_there_and_back(folder, tmp_path):
     checkpoint = Checkpoint(import_hf(folder, tmp_path / "run", iteration=4))
     assert checkpoint.iteration == 4 and checkpoint.model.family == "toy"
-    assert checkpoint.model.config == {"num_layers": 2, "vocab": 5}
+    assert checkpoint.model.config == {"num_layers": 2, "vocab": 5, "base": 100.0, "dim": 8}
     back = export_hf(tmp_path / "run", tmp_path / "back")
     before, after = load_file(folder / "model.safetensors"), load_file(back / "model.safetensors")
     assert sorted(before) == sorted(after)

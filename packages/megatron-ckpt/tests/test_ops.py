@@ -177,7 +177,11 @@ def test_missing_and_unused_tensors_are_named_with_the_nearest_before_anything_i
     source = theirs() | {"h.1.proj_bias": torch.ones(1), "x": torch.ones(1)}
     with pytest.raises(CheckpointError, match=r"uses tensor 'h.1.proj_bias' and 1 more .*'h.1.pr"):
         next(apply(ROWS, CONFIG, source))
-    assert next(apply(ROWS, CONFIG, source, ignored=["h.{i}.proj_bias", "x"]))
+    ignored = [(name, "at_most", {"value": 1.0}) for name in ("h.{i}.proj_bias", "x")]
+    assert next(apply(ROWS, CONFIG, source, ignored=ignored))
+    source["x"] += 1
+    with pytest.raises(CheckpointError, match="tensor 'x' is not one number of 1 or less"):
+        next(apply(ROWS, CONFIG, source, ignored=ignored))
     with pytest.raises(CheckpointError, match="no tensor 'embedding' and 4 more"):
         next(apply(ROWS, CONFIG, {}, inverse=True))
 

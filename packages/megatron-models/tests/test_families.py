@@ -4,6 +4,7 @@ from importlib.metadata import entry_points
 import pytest
 from megatron_models.errors import ConfigError
 from megatron_models.families import gpt2, llama, mixtral
+from megatron_models.families.neutral import NEUTRAL
 from megatron_models.parameters import parameter_shapes
 
 OPERATIONS = {
@@ -178,3 +179,54 @@ def test_names_of_experts_are_written_out(small):
     assert rows["layers.{i}.mlp.experts.up.weight"] == tuple(
         f"{block}{e}.{part}.weight" for e in range(3) for part in ("w1", "w3")
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "words"),
+    [
+        (llama, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        (llama, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = {'quant"),
+        (llama, {"residual_multiplier": 0.22}, "residual_multiplier = 0.22"),
+        (llama, {"embedding_multiplier": 12.0}, "embedding_multiplier = 12.0"),
+        (llama, {"attention_multiplier": 0.0078}, "attention_multiplier = 0.0078"),
+        (llama, {"logits_scaling": 8.0}, "logits_scaling = 8.0"),
+        (llama, {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        (llama, {"sliding_window": 4096}, "sliding_window = 4096"),
+        (llama, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = ['full"),
+        (llama, {"pretraining_tp": 2}, "pretraining_tp = 2"),
+        (llama, {"attention_bias": True}, "attention_bias = True and mlp_bias = False"),
+        (llama, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "type 'yarn'"),
+        (llama, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        (
+            llama,
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 2}},
+            "mscale = 2",
+        ),
+        (llama, {"rope_parameters": {"rope_theta": 1e4}}, "rope_theta is 500000.0 and 10000.0"),
+        (llama, {"rope_scaling": [3]}, "rotary settings are [[3]], not one map"),
+        (mixtral, {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        (mixtral, {"mlp_bias": True}, "mlp_bias = True"),
+        (mixtral, {"routed_scaling_factor": 2.5}, "routed_scaling_factor = 2.5"),
+        (mixtral, {"residual_multiplier": 0.5}, "residual_multiplier = 0.5"),
+        (gpt2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        (gpt2, {"rope_scaling": {"factor": 2.0}}, "rope_scaling = {'factor': 2.0}"),
+        (gpt2, {"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}"),
+    ],
+)
+def test_settings_that_change_the_computation_are_refused(family, values, words):
+    base = {llama: LLAMA, mixtral: MIXTRAL, gpt2: GPT2}[family]
+    if "rope_parameters" in values:
+        base = {**base, "rope_scaling": None}
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        family.FAMILY.config_from_hf({**base, **values})
+
+
+@pytest.mark.parametrize("family", [gpt2, llama, mixtral])
+def test_settings_that_change_nothing_are_taken(family):
+    base = {llama: LLAMA, mixtral: MIXTRAL, gpt2: GPT2}[family]
+    plain = family.FAMILY.config_from_hf(base)
+    for key, choices in NEUTRAL.items():
+        for value in choices:
+            assert family.FAMILY.config_from_hf({**base, key: value}) == plain
+    more = {"layer_types": ["full_attention"] * 3, "reorder_and_upcast_attn": True}
+    assert family.FAMILY.config_from_hf({**base, **more}) == plain

@@ -19,6 +19,7 @@ from megatron_ckpt.formats.special_tokens import (
     TOKENIZER_FILE,
     special_token_ids,
 )
+from megatron_ckpt.ops.ignored import check_ignored
 from megatron_ckpt.ops.interpreter import check_source
 from megatron_ckpt.ops.rows import Row, expand
 from megatron_ckpt.paths import check_name
@@ -92,7 +93,8 @@ def import_hf(
     tensors = model.open_tensors(kind.prefix)
     meta = tensors.meta()
     rows = expand(kind.active_rows(config), config, len(meta))
-    check_source(rows, meta, ignored=kind.ignored)
+    check_source(rows, meta, ignored=[entry[0] for entry in kind.ignored])
+    check_ignored(rows, config, tensors, kind.ignored)
     slabs, sizes = [], 0
     for row in rows:
         made = _cast(row.forward([meta[name] for name in row.theirs]), dtype)

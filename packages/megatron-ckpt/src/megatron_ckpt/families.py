@@ -5,6 +5,7 @@ from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 from megatron_ckpt.errors import CheckpointError, did_you_mean
+from megatron_ckpt.ops.ignored import Ignored
 from megatron_ckpt.ops.rows import RowData
 
 GROUP = "megatron.families"
@@ -22,8 +23,8 @@ class Family(Protocol):
         """Values of ``architectures`` in a ``config.json`` of the family."""
 
     @property
-    def ignored(self) -> Sequence[str]:
-        """Patterns of foreign tensors that may be there without a row."""
+    def ignored(self) -> Sequence[Ignored]:
+        """Foreign tensors that may be there without a row, with what they must hold."""
 
     @property
     def prefix(self) -> str:

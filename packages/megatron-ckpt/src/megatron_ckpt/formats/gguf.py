@@ -180,8 +180,8 @@ class GGUFTensors:
         self._file = file
         self._rows: dict[str, Row] = {row.ours: row for row in rows}
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
 
     def __getitem__(self, name: str) -> "Tensor":
         row = self._rows[name]

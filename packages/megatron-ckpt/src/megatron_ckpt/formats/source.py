@@ -1,6 +1,6 @@
 """What an import reads from, whatever the format: a configuration, tensors, files to keep."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,8 +20,8 @@ class TensorSource(Protocol):
     def __getitem__(self, name: str) -> "Tensor":
         """Read a tensor."""
 
-    def __contains__(self, name: object) -> bool:
-        """Whether there is such a tensor."""
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names."""
 
     def meta(self) -> "dict[str, Tensor]":
         """Return tensors of the same names, shapes and dtypes without content."""

@@ -1,11 +1,11 @@
 """Running the rows of a family over all tensors of a model, one of ours at a time."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_ckpt.errors import CheckpointError, did_you_mean
-from megatron_ckpt.ops.rows import LAYER, Row, RowData, expand
+from megatron_ckpt.ops.ignored import Ignored, check_ignored, matches
+from megatron_ckpt.ops.rows import Row, RowData, expand
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +17,7 @@ def apply(
     source: Mapping[str, "Tensor"],
     *,
     inverse: bool = False,
-    ignored: Sequence[str] = (),
+    ignored: Sequence[Ignored] = (),
 ) -> Iterator[tuple[str, "Tensor"]]:
     """Yield ``(name, tensor)`` of ours made from theirs, or with ``inverse`` of theirs from ours.
 
@@ -29,14 +29,17 @@ def apply(
         config: the model's configuration, fields as attributes or keys.
         source: tensors by name.
         inverse: from ours to theirs.
-        ignored: patterns of foreign names that may be there without a row.
+        ignored: foreign tensors that may be there without a row, with what they must hold.
 
     Raises:
-        CheckpointError: before anything is yielded for bad rows and for missing or unused tensors,
-            with the nearest name; later for a tensor of a shape an operation cannot take.
+        CheckpointError: before anything is yielded for bad rows, for missing or unused tensors,
+            with the nearest name, and for ignored ones that hold something; later for a tensor of a
+            shape an operation cannot take.
     """
     expanded = expand(rows, config, len(source))
-    check_source(expanded, source, inverse=inverse, ignored=ignored)
+    check_source(expanded, source, inverse=inverse, ignored=[entry[0] for entry in ignored])
+    if not inverse:
+        check_ignored(expanded, config, source, ignored)
     for row in expanded:
         if inverse:
             yield from zip(row.theirs, row.inverse(source[row.ours]), strict=True)
@@ -57,7 +60,7 @@ def check_source(
     unused = [
         name
         for name in sorted(there - needed.keys())
-        if not any(_matches(pattern, name) for pattern in ignored)
+        if not any(matches(pattern, name) for pattern in ignored)
     ]
     missing = [name for name in needed if name not in there]
     if missing:
@@ -68,7 +71,3 @@ def check_source(
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         hint = did_you_mean(unused[0], needed)
         raise CheckpointError(f"no row uses tensor {unused[0]!r}{more} of the source{hint}")
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return re.fullmatch(re.escape(pattern).replace(re.escape(LAYER), r"\d+"), name) is not None

@@ -150,7 +150,7 @@ def _op(ours: str, name: str, arguments: Mapping[str, Any], config: object) -> O
 
 
 def _number(value: object, config: object, ours: str, lowest: int) -> int:
-    number = _field(value, config, ours) if isinstance(value, str) else value
+    number = field_of(value, config, ours) if isinstance(value, str) else value
     if (
         isinstance(number, bool)
         or not isinstance(number, int)
@@ -161,11 +161,11 @@ def _number(value: object, config: object, ours: str, lowest: int) -> int:
     return number
 
 
-def _field(value: str, config: object, ours: str) -> int:
+def field_of(value: str, config: object, ours: str) -> Any:
+    """Return the field of a configuration that ``"$field"`` names; ``ours`` is for messages."""
     name = value.removeprefix("$")
     known = list(config) if isinstance(config, Mapping) else dir(config)
     if name == value or name not in known:
         hint = did_you_mean(name, (word for word in known if not word.startswith("_")))
         raise CheckpointError(f"row {ours!r}: the model configuration has no {value!r}{hint}")
-    number: int = config[name] if isinstance(config, Mapping) else getattr(config, name)
-    return number
+    return config[name] if isinstance(config, Mapping) else getattr(config, name)

@@ -1,14 +1,19 @@
 """What a family of published models is, as plain data that a checkpoint converter can interpret."""
 
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_models.config import GPTConfig
 from megatron_models.errors import ConfigError
+from megatron_models.families.neutral import NEUTRAL
 
 Operation = tuple[str, Mapping[str, Any]]
 """A reversible operation and its arguments; ``"$field"`` stands for a configuration field."""
+
+Ignored = tuple[str, str, Mapping[str, Any]]
+"""Pattern of foreign names, a check that megatron-ckpt knows, and its arguments."""
 
 EXPERT = "{e}"
 
@@ -30,8 +35,9 @@ class Family:
         rows: one row for every parameter a model of the family can have.
         conditions: for parameters that only some models have, the boolean configuration field or
             property that says whether this one does. All others are always there.
-        ignored: foreign tensors that may be passed over where no active row claims them: buffers,
-            and the copy of a tied weight.
+        ignored: foreign tensors that are passed over where no active row claims them, once they are
+            found to say nothing: buffers that follow from the configuration, and the copy of a tied
+            weight.
         prefix: the start of foreign names that files written from the headless class leave out.
         config_to_hf: makes the content of ``config.json``; raises ConfigError if the family cannot
             express the model.
@@ -47,7 +53,7 @@ class Family:
     config_to_hf: Callable[[GPTConfig], dict[str, Any]]
     config_from_hf: Callable[[Mapping[str, Any]], GPTConfig]
     conditions: Mapping[str, str]
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[Ignored, ...] = ()
     prefix: str = ""
     config_from_json: Callable[[Mapping[str, Any]], GPTConfig] = GPTConfig.from_dict
 
@@ -81,15 +87,24 @@ def refuse_unless(
 
     Args:
         values: content of ``config.json``.
-        allowed: for each key the values that may stand there; an absent key is always fine.
+        allowed: for each key the values that may stand there; an absent key is always fine. They
+            come before those of `NEUTRAL`, which holds for every family.
         family: name used in the message.
     """
-    for key, choices in allowed.items():
+    for key, choices in {**NEUTRAL, **allowed}.items():
         if key in values and values[key] not in choices:
             raise ConfigError(
-                f"{family} models with {key} = {values[key]!r} are not supported, only "
+                f"{family} models with {key} = {reprlib.repr(values[key])} are not supported, only "
                 + " or ".join(map(repr, choices))
             )
+    kinds = values.get("layer_types")
+    if kinds is not None and (
+        not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
+    ):
+        raise ConfigError(
+            f"{family} models with layer_types = {reprlib.repr(kinds)} are not supported, only "
+            "'full_attention' in every layer"
+        )
 
 
 def require(config: GPTConfig, wanted: Mapping[str, Any], family: str) -> None:

@@ -50,7 +50,11 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "activation_function": (*_TANH, "gelu"),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
+    "position_embedding_type": (None, "absolute"),
+    "rope_theta": (None,),
+    "rope_scaling": (None, {}),
+    "rope_parameters": (None, {}),
+    "multi_query": (None, False),
 }
 
 
@@ -113,9 +117,9 @@ FAMILY = Family(
     config_from_hf=config_from_hf,
     conditions={"output.weight": "untie_embeddings_and_output_weights"},
     ignored=(
-        "lm_head.weight",
-        "transformer.h.{i}.attn.bias",
-        "transformer.h.{i}.attn.masked_bias",
+        ("lm_head.weight", "same_as", {"other": "transformer.wte.weight", "rows": "$vocab_size"}),
+        (f"{_BLOCK}.attn.bias", "causal_mask", {}),
+        (f"{_BLOCK}.attn.masked_bias", "at_most", {"value": -1e4}),
     ),
     prefix="transformer.",
 )

@@ -4,6 +4,7 @@ Touvron et al., 2023 and the Llama 3 report. Hugging Face stores rotary channels
 we do, so no row permutes them.
 """
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -45,9 +46,38 @@ _ROWS: tuple[Row, ...] = (
 _ALLOWED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "pretraining_tp": (1,)}
 
 
+_ROPE_KEYS = {
+    *("rope_type", "type", "rope_theta", "factor"),
+    *("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the rotary settings after refusing those that are not read."""
+    given = [values[key] for key in ("rope_parameters", "rope_scaling") if values.get(key)]
+    if any(not isinstance(each, Mapping) for each in given) or given[1:] not in ([], given[:1]):
+        raise ConfigError(
+            f"rotary settings are {reprlib.repr(given)}, not one map: give rope_parameters or "
+            "rope_scaling"
+        )
+    settings: Mapping[str, Any] = given[0] if given else {}
+    base = values.get("rope_theta")
+    if base is not None and settings.get("rope_theta", base) != base:
+        raise ConfigError(
+            f"rope_theta is {base!r} and {settings['rope_theta']!r} in the rotary settings"
+        )
+    for key, value in settings.items():
+        neutral = value is None or (key == "partial_rotary_factor" and value == 1)
+        if key not in _ROPE_KEYS and not neutral:
+            raise ConfigError(
+                f"rotary settings with {key} = {reprlib.repr(value)} are not supported"
+            )
+    return settings
+
+
 def _rope_from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
     """Read the rotary settings, in the spelling of transformers 4 or 5."""
-    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    scaling = _rope_parameters(values)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     base = scaling.get("rope_theta") or values.get("rope_theta") or 10000.0
     settings: dict[str, Any] = {"rotary_base": base}
@@ -160,6 +190,17 @@ FAMILY = Family(
         "layers.{i}.mlp.up.bias": "add_bias_linear",
         "layers.{i}.mlp.down.bias": "add_bias_linear",
     },
-    ignored=("lm_head.weight", "model.layers.{i}.self_attn.rotary_emb.inv_freq"),
+    ignored=(
+        (
+            "lm_head.weight",
+            "same_as",
+            {"other": "model.embed_tokens.weight", "rows": "$vocab_size"},
+        ),
+        (
+            f"{_BLOCK}.self_attn.rotary_emb.inv_freq",
+            "rotary_frequencies",
+            {"base": "$rotary_base", "dim": "$rotary_dim"},
+        ),
+    ),
     prefix="model.",
 )

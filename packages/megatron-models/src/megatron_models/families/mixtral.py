@@ -44,8 +44,20 @@ _ROWS = (
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "sliding_window": (None,),
-    "attention_bias": (False,),
-    "router_jitter_noise": (0.0, 0),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    "router_jitter_noise": (None, 0.0, 0),
+    "norm_topk_prob": (None, True),
+    "scoring_func": (None, "softmax"),
+    "topk_method": (None, "greedy"),
+    "n_group": (None, 1),
+    "routed_scaling_factor": (None, 1, 1.0),
+    "n_shared_experts": (None, 0),
+    "num_shared_experts": (None, 0),
+    "first_k_dense_replace": (None, 0),
+    "moe_layer_freq": (None, 1),
+    "decoder_sparse_step": (None, 1),
+    "mlp_only_layers": (None, []),
 }
 
 

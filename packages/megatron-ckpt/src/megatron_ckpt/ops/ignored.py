@@ -1,0 +1,131 @@
+"""Foreign tensors that no row uses: each must be shown to say nothing before it is passed over.
+
+A family lists them as ``(pattern, check, arguments)``, plain data as the operations of a row are;
+``"$field"`` stands for a field of the model configuration.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_ckpt.errors import CheckpointError, did_you_mean
+from megatron_ckpt.ops.rows import LAYER, Row, field_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Ignored = tuple[str, str, Mapping[str, Any]]
+"""Pattern of names, how a tensor of that name is checked, and arguments of the check."""
+
+
+class _Tensors(Protocol):
+    def __getitem__(self, name: str) -> "Tensor": ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+
+_ROWS = 4096  # of two matrices compared at once
+
+
+def check_ignored(
+    rows: Iterable[Row], config: object, source: _Tensors, ignored: Sequence[Ignored]
+) -> None:
+    """Check every tensor of ``source`` that no row uses and a pattern of ``ignored`` names.
+
+    One tensor is read at a time, and for `same_as` the one it is compared with.
+
+    Raises:
+        CheckpointError: a tensor that is not what a model of this configuration derives by itself.
+    """
+    used = {name for row in rows for name in row.theirs}
+    for name in sorted(set(source) - used):
+        for pattern, kind, arguments in ignored:
+            if matches(pattern, name):
+                if kind not in CHECKS:
+                    raise CheckpointError(
+                        f"ignored {pattern!r}: unknown check {kind!r}{did_you_mean(kind, CHECKS)}"
+                    )
+                filled = {
+                    key: field_of(value, config, pattern) if _is_field(value) else value
+                    for key, value in arguments.items()
+                }
+                CHECKS[kind](name, source, **filled)
+                break
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a name fits a pattern, in which ``{i}`` stands for the number of a layer."""
+    return re.fullmatch(re.escape(pattern).replace(re.escape(LAYER), r"\d+"), name) is not None
+
+
+def _is_field(value: object) -> bool:
+    return isinstance(value, str) and value.startswith("$")
+
+
+def _same_as(name: str, source: _Tensors, *, other: str, rows: int) -> None:
+    """The first ``rows`` rows of both are equal: the copy of a tied weight."""
+    import torch
+
+    ours, theirs = source[name], source[other]
+    equal = ours.shape[1:] == theirs.shape[1:] and min(len(ours), len(theirs)) >= rows
+    for start in range(0, rows if equal else 0, _ROWS):
+        stop = min(start + _ROWS, rows)
+        equal = equal and torch.equal(ours[start:stop].double(), theirs[start:stop].double())
+    if not equal:
+        raise CheckpointError(
+            f"tensor {name!r} differs from {other!r}, but the configuration ties them: "
+            'if the model has both, its config.json needs "tie_word_embeddings": false'
+        )
+
+
+def _causal_mask(name: str, source: _Tensors) -> None:
+    """A buffer ``[..., s, s]`` of ones up to the diagonal and zeros behind it."""
+    import torch
+
+    mask = source[name]
+    square = mask.ndim >= 2 and mask.numel() == mask.shape[-1] ** 2 and mask.shape[-1] > 0
+    if square:
+        mask = mask.reshape(mask.shape[-1], -1)
+        square = mask.shape[0] == mask.shape[1] and torch.equal(mask, torch.ones_like(mask).tril())
+    if not square:
+        raise CheckpointError(
+            f"tensor {name!r} is no causal mask: this model attends in another way, which is not "
+            "supported"
+        )
+
+
+def _at_most(name: str, source: _Tensors, *, value: float) -> None:
+    """One number that is ``value`` or less: what masked scores are set to."""
+    tensor = source[name]
+    if tensor.numel() != 1 or not float(tensor.reshape(())) <= value:
+        raise CheckpointError(
+            f"tensor {name!r} is not one number of {value:g} or less, as a score that is masked out"
+        )
+
+
+def _rotary_frequencies(name: str, source: _Tensors, *, base: float, dim: int) -> None:
+    """``base ** (-2 j / dim)`` for the pair ``j``, before any scaling, to the dtype's precision."""
+    import torch
+
+    found = source[name]
+    equal = found.is_floating_point() and found.ndim == 1 and 2 * len(found) == dim
+    if equal:
+        wanted = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        tolerance = max(2 * torch.finfo(found.dtype).eps, 1e-5)
+        equal = torch.allclose(found.double(), wanted, rtol=tolerance, atol=0.0)
+    if not equal:
+        raise CheckpointError(
+            f"tensor {name!r} differs from the rotary frequencies that the configuration gives "
+            f"(base {base:g}, {dim} channels): its rotary settings are not supported"
+        )
+
+
+CHECKS: Mapping[str, Callable[..., None]] = MappingProxyType(
+    {
+        "same_as": _same_as,
+        "causal_mask": _causal_mask,
+        "at_most": _at_most,
+        "rotary_frequencies": _rotary_frequencies,
+    }
+)
