@@ -334,6 +334,36 @@ def test_gradients_of_bf16_parameters_are_added_up_in_fp32(worker_pool: WorkerPo
             assert left is None
 
 
+def second_step(mesh: Mesh, dtype: torch.dtype, *, sharded: bool) -> dict[str, Tensor]:
+    """Gradients of a step that reaches `a` alone, after one that reached `a` and `b`."""
+    weights = {name: nn.Parameter(torch.ones(64, dtype=dtype)) for name in "ab"}
+    config = DataParallelConfig(use_distributed_optimizer=sharded)
+    buffers = GradientBuffers(weights, dict.fromkeys(weights, Sharding((64,))), mesh, config)
+    for reached in ("ab", "a"):
+        buffers.begin(last=True)
+        torch.stack([weights[name].sum() for name in reached]).sum().backward()  # type: ignore[no-untyped-call]
+        buffers.finish()
+        found = {name: gradient.clone() for name, gradient in buffers.gradients().items()}
+        buffers.zero()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gradient_that_the_second_step_does_not_reach_is_zero(
+    worker_pool: WorkerPool, single: Mesh, dtype: torch.dtype
+) -> None:
+    def steps(mesh: Mesh) -> list[dict[str, Tensor]]:
+        return [second_step(mesh, dtype, sharded=sharded) for sharded in (False, True)]
+
+    alone = steps(single)
+    for ranks, of_rank in [(1, [alone]), (2, worker_pool.run_mesh(ParallelLayout(dp=2), steps))]:
+        whole = [both[0] for both in of_rank]
+        shards = [{n: g for both in of_rank for n, g in both[1].items()}]
+        for found in (*whole, *shards):
+            assert found.keys() == {"a", "b"}
+            assert found["a"].eq(ranks).all() and not found["b"].any()
+
+
 def test_split_backward_passes_of_bf16_parameters_are_absorbed(single: Mesh) -> None:
     weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     buffers = GradientBuffers({"w": weight}, {"w": Sharding((3,))}, single)

@@ -10,11 +10,13 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron_parallel.testing import Rank, WorkerError, WorkerPool
+from megatron_parallel.testing import pool as pool_module
 
 
 @dataclass
@@ -159,15 +161,29 @@ def test_a_worker_lost_between_calls_is_replaced_with_a_warning(worker_pool: Wor
         assert worker_pool.run(sum_over_ranks, 1.0)[0].total == 3.0
 
 
-def test_a_pooled_call_takes_milliseconds(worker_pool: WorkerPool, record_property) -> None:
-    worker_pool.run(sum_over_ranks, 1.0)
-    times = []
-    for _ in range(20):
-        started = time.perf_counter()
-        worker_pool.run(sum_over_ranks, 1.0)
-        times.append(1e3 * (time.perf_counter() - started))
-    record_property("milliseconds", times)
-    print(f"two ranks, one all-reduce: median {sorted(times)[10]:.1f} ms")
+def test_a_pooled_call_is_one_message_to_each_worker_and_one_back(
+    worker_pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process is started, nothing is asked of the fork server, no group is made."""
+    processes = worker_pool.run(process_id)
+    told: list[str] = []
+
+    def count(name: str) -> None:
+        true = getattr(pool_module.wire, name)
+
+        def counted(*arguments: Any) -> Any:
+            told.append(name)
+            return true(*arguments)
+
+        monkeypatch.setattr(pool_module.wire, name, counted)
+
+    count("send")
+    count("receive")
+    monkeypatch.setattr(worker_pool, "_ask", None)
+    monkeypatch.setattr(worker_pool, "_start_crew", None)
+    for _ in range(3):
+        assert worker_pool.run(process_id) == processes
+    assert told == 3 * ["send", "send", "receive", "receive"]
 
 
 @pytest.mark.parametrize("ranks", [0, 9])
