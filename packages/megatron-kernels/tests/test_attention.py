@@ -55,7 +55,9 @@ def test_equal_to_arithmetic_by_hand(mask: Mask, backend: str) -> None:
     torch.testing.assert_close(attention(q, k, v, mask, 0.3, backend=backend), expected)
 
 
-def test_dropout_multiplies_the_weights_of_every_head_and_is_differentiated() -> None:
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_dropout_multiplies_the_weights_of_every_head_and_is_differentiated(fast: bool) -> None:
+    """``fast`` compares one random direction of the derivative, as gradcheck does, not all."""
     q, k, v = inputs()
     factors = torch.rand(2, 4, 7, 7, dtype=F64).round() * 1.25
 
@@ -69,7 +71,9 @@ def test_dropout_multiplies_the_weights_of_every_head_and_is_differentiated() ->
     expected = by_hand(*(x.detach() for x in (q, k, v)), mask, 0.3, factors=factors)
     torch.testing.assert_close(out.detach(), expected)
     assert torch.autograd.gradcheck(
-        lambda *tensors: attention(*tensors, mask, dropout=lambda p: p * factors), (q, k, v)
+        lambda *tensors: attention(*tensors, mask, dropout=lambda p: p * factors),
+        (q, k, v),
+        fast_mode=fast,
     )
 
 
