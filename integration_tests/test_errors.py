@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from megatron_data import ByteTokenizer, IndexedDatasetBuilder
+from megatron_data import ByteTokenizer, IndexedDatasetBuilder, NullTokenizer, preprocess
 
 SIZES = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16"
 LENGTH = "--micro-batch-size 2 --train-iters 3 --eval-iters 0 --no-progress"
@@ -36,6 +36,9 @@ def prepared(tmp_path_factory):
             builder.add_item([(start + i) % 250 for i in range(60)])
             builder.end_document()
         builder.finalize()
+    (folder / "numbers.jsonl").write_text('{"text": "1 2 3 4 5 6 7 8 9"}\n' * 40)
+    for size in (256, 200):
+        preprocess([folder / "numbers.jsonl"], folder / f"null{size}", NullTokenizer(size))
     (folder / "empty.jsonl").write_text("")
     lines = [json.dumps({"text": "fine"}), json.dumps({"text": "fine"})]
     (folder / "broken.jsonl").write_text("\n".join([*lines, '{"text": "torn']) + "\n")
@@ -72,6 +75,7 @@ def prepared(tmp_path_factory):
 
 DATA = "--data-path good --tokenizer-model bytes"
 TRAIN = f"megatron-train pretrain gpt {SIZES} {LENGTH}"
+MISMATCH = "--allow-tokenizer-mismatch"
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
 PREPROCESS = "megatron-data preprocess --tokenizer-model bytes --output-prefix out"
 
@@ -103,6 +107,20 @@ MISTAKES = {
     "tokens beyond the vocabulary": (
         f"{TRAIN} --data-path good --vocab-size 20",
         ["the vocabulary has 20", "tokenizer"],
+    ),
+    "a corpus of another tokenizer": (
+        f"{TRAIN} --data-path null256_text_document --tokenizer-model bytes",
+        ["null256_text_document was made with tokenizer null:256, not with bytes:257", MISMATCH],
+    ),
+    "another tokenizer in one source of a blend": (
+        f"{TRAIN} --data-path 0.5 null256_text_document 0.5 null200_text_document "
+        "--tokenizer-type NullTokenizer --vocab-size 256",
+        ["null200_text_document was made with tokenizer null:200, not with null:256", MISMATCH],
+    ),
+    "splits of two tokenizers": (
+        f"{TRAIN} --train-data-path null256_text_document --valid-data-path null200_text_document "
+        "--vocab-size 257",
+        ["null:200", "null256_text_document with null:256", MISMATCH],
     ),
     "heads that do not divide": (
         f"{TRAIN} {DATA} --num-attention-heads 3",

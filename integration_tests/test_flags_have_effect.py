@@ -20,7 +20,13 @@ from typing import Any
 import megatron_parallel.recompute.again as again
 import pytest
 import torch
-from megatron_data import ByteTokenizer, IndexedDatasetBuilder, train_bpe
+from megatron_data import (
+    ByteTokenizer,
+    IndexedDatasetBuilder,
+    NullTokenizer,
+    preprocess,
+    train_bpe,
+)
 from megatron_data.indexed.pair import FileTokens
 from megatron_parallel import GradientBuffers, Mesh
 from megatron_parallel.recompute import HostMemory
@@ -174,6 +180,10 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "data.tokenizer_prompt_format": (IMAGES, {"--tokenizer-prompt-format": "nemotron5"}),
     "data.image_tag_type": (IMAGES, {"--image-tag-type": "nvlm"}),
     "data.force_system_message": (IMAGES, {"--force-system-message": ""}),
+    "data.allow_tokenizer_mismatch": (
+        {"--data-path": "foreign_text_document"},
+        {"--allow-tokenizer-mismatch": ""},
+    ),
     "data.reset_position_ids": ({}, {"--reset-position-ids": ""}),
     "data.reset_attention_mask": ({}, {"--reset-attention-mask": ""}),
     "data.eod_mask_loss": ({}, {"--eod-mask-loss": ""}),
@@ -345,6 +355,8 @@ def prepared(tmp_path_factory):
                 builder.add_item([*((start + step * i) % 250 for i in range(9)), 256])
                 builder.end_document()
             builder.finalize()
+    (folder / "foreign.jsonl").write_text('{"text": "1 2 3 4 5 6 7 8 9"}\n' * 60)
+    preprocess([folder / "foreign.jsonl"], folder / "foreign", NullTokenizer(250))
     train_bpe(["you see the image there"], 300).save(folder / "chat")
     turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "see"}]
     rows = [{"messages": [{**turn, "content": turn["content"] + str(n)} for turn in turns]}

@@ -87,6 +87,7 @@ def test_the_command_counts_what_it_skips_and_succeeds(
     shown = capsys.readouterr().out
     assert "6 skipped (1 not UTF-8, 2 not a JSON object, 1 without the key, " in shown
     assert not list(tmp_path.glob("*quarantine*"))
+    command.append("--overwrite")
     assert main([*command, "--on-error", "quarantine", "--max-document-bytes", "99"]) == 0
     assert f"; see {tmp_path}/o.quarantine.jsonl" in capsys.readouterr().out
     corpus.write_bytes(b"\n".join(GOOD))

@@ -335,7 +335,7 @@ def test_the_command(
     with IndexedDataset("t_conversation") as texts:
         said = tokenizer.decode(texts.get(0).tolist())
     assert ("<SPECIAL_11>" in said) == (choice == "format")
-    assert main([*command.split(), "--max-tokens", "3"]) == 1
+    assert main([*command.split(), "--max-tokens", "3", "--overwrite"]) == 1
     assert "of which a token counts in the loss" in capsys.readouterr().err
 
 

@@ -42,8 +42,10 @@ from .datasets.sft import SFTDataset as SFTDataset
 from .datasets.split import parse_split as parse_split
 from .datasets.t5 import T5Dataset as T5Dataset
 from .datasets.t5 import T5DatasetConfig as T5DatasetConfig
+from .datasets.tokenizer_check import check_tokenizer as check_tokenizer
 from .errors import DataError as DataError
 from .errors import EmptySplitError as EmptySplitError
+from .errors import TokenizerMismatchError as TokenizerMismatchError
 from .indexed.builder import IndexedDatasetBuilder as IndexedDatasetBuilder
 from .indexed.format import choose_dtype as choose_dtype
 from .indexed.images import pack_image as pack_image

@@ -8,6 +8,10 @@ class DataError(ValueError):
     """
 
 
+class TokenizerMismatchError(DataError):
+    """A dataset that another tokenizer made than the one it is to be used with."""
+
+
 class EmptySplitError(DataError):
     """A split that holds no token.
 

@@ -21,8 +21,10 @@ from megatron_data import (
     SFTTokenizer,
     StorageCache,
     Tokenizer,
+    TokenizerMismatchError,
     build_gpt_datasets,
     build_sft_datasets,
+    check_tokenizer,
     conversation_tokenizer,
     read_data_path_changes,
 )
@@ -53,7 +55,8 @@ class GPTBatches:
 
     Raises:
         DataError: a corpus that is missing, damaged or too small for one sample.
-        TrainError: a split that leaves nothing to train or to validate on.
+        TrainError: a split that leaves nothing to train or to validate on, or a corpus that another
+            tokenizer made.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class GPTBatches:
             if data.test_data_path:
                 raise
             self.untested = error.what
+        _refuse_other_tokenizers(config, tokenizer, data.data_path or by_split)
 
     @property
     def tests(self) -> bool:
@@ -169,10 +173,9 @@ def _builder(
     )
     if data.sft:
         return partial(build, tokenizer=of_conversations(config, tokenizer))
-    changes = read_data_path_changes(data.data_path_changes) if data.data_path_changes else ()
     return partial(
         build,
-        data_path_changes=changes,
+        data_path_changes=_changes(config),
         eod_id=tokenizer.eod_id if tokenizer else None,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
@@ -180,6 +183,25 @@ def _builder(
         infill=_infill(config, tokenizer),
         cache=data.data_cache_path,
     )
+
+
+def _changes(config: RunConfig) -> Sequence[tuple[int, str | Sequence[str]]]:
+    path = config.data.data_path_changes
+    return read_data_path_changes(path) if path else ()
+
+
+def _refuse_other_tokenizers(
+    config: RunConfig, tokenizer: Tokenizer | None, data_path: Any
+) -> None:
+    """Compare the tokenizers of all corpora with the run's, or with one another."""
+    if config.data.allow_tokenizer_mismatch:
+        return
+    try:
+        check_tokenizer(data_path, tokenizer, data_path_changes=_changes(config))
+    except TokenizerMismatchError as error:
+        raise TrainError(
+            f"{error}, or give --allow-tokenizer-mismatch if both have the same tokens"
+        ) from None
 
 
 def of_conversations(config: RunConfig, tokenizer: Tokenizer | None) -> SFTTokenizer | None:

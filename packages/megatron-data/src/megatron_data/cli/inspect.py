@@ -40,10 +40,10 @@ def add_parser(commands: Any) -> None:
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
     """Print the summary and the documents."""
-    from ..errors import DataError
     from ..files import AtomicFile
     from ..indexed.reader import IndexedDataset
     from ..inspection import document_text, draw_histogram, draw_svg, summarize
+    from ..preprocessing.fingerprints import compare_fingerprints, fingerprint_in
     from ..preprocessing.manifest import read_manifest
 
     for option in ("documents", "tokens"):
@@ -54,12 +54,8 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         tokenizer = tokenizer_of(parser, arguments)
     manifest = read_manifest(arguments.prefix)
     recorded = (manifest or {}).get("tokenizer", {})
-    fingerprint = recorded.get("fingerprint")
-    if tokenizer and fingerprint not in (None, tokenizer.fingerprint):
-        raise DataError(
-            f"{arguments.prefix} was made with tokenizer {fingerprint}, not with "
-            f"{tokenizer.fingerprint}; give the options that it was made with"
-        )
+    if tokenizer:
+        compare_fingerprints({arguments.prefix: fingerprint_in(manifest)}, tokenizer)
     values = (manifest or {}).get("values")
     if values is not None:
         tokenizer = None  # a mask holds no text

@@ -5,7 +5,7 @@ from typing import Any
 
 from .._command import Parser
 from ..wording import counted
-from .options import PREFIX_HELP, add_storage_option, storage_of
+from .options import PREFIX_HELP, add_overwrite_option, add_storage_option, storage_of
 
 
 def add_parser(commands: Any) -> None:
@@ -19,13 +19,17 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("prefix", metavar="PREFIX", nargs="+", help=PREFIX_HELP)
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path and name")
     add_storage_option(parser)
+    add_overwrite_option(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge and say what came out."""
+    from ..preprocessing.existing import refuse_existing
     from ..preprocessing.joining import merge
 
+    if not arguments.overwrite:
+        refuse_existing([arguments.output_prefix])
     counts = merge(arguments.prefix, arguments.output_prefix, storage_of(arguments))
     size = f"{counted(counts.documents, 'document')}, {counted(counts.tokens, 'token')}"
     print(f"{arguments.output_prefix}: {size}")

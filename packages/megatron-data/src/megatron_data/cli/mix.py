@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._command import Parser
 from ..wording import counted
-from .options import add_storage_option, storage_of
+from .options import add_overwrite_option, add_storage_option, storage_of
 from .tables import table
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def add_parser(commands: Any) -> None:
         "--output", metavar="FILE", help="write the blend as a file for --data-args-path"
     )
     add_storage_option(parser)
+    add_overwrite_option(parser)
     parser.set_defaults(run=partial(run, parser))
 
 
@@ -59,7 +60,10 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     """Print the table and write the file."""
     from ..datasets.mixing import mix
     from ..datasets.paths import write_data_args
+    from ..preprocessing.existing import refuse_file
 
+    if arguments.output is not None and not arguments.overwrite:
+        refuse_file(arguments.output)
     blend = _blend(parser, arguments)
     length, split, storage = arguments.seq_length, arguments.split, storage_of(arguments)
     samples = arguments.samples

@@ -91,6 +91,15 @@ _ALSO = {"tokenizer_special_tokens": ("--special-tokens",)}
 """Other spellings of Megatron's."""
 
 
+def add_overwrite_option(parser: "Parser | argparse._ArgumentGroup") -> None:
+    """`--overwrite`, without which an older output is refused."""
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace an older output of the same name, which is refused otherwise",
+    )
+
+
 def add_tokenizer_options(parser: Parser, kinds: Iterable[str] = TOKENIZER_KINDS) -> None:
     """`--tokenizer-type` and what the kinds are made from."""
     kinds = (*kinds,)

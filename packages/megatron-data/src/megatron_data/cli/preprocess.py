@@ -94,6 +94,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         on_error=arguments.on_error,
         max_document_bytes=arguments.max_document_bytes,
         progress=True,
+        overwrite=arguments.overwrite,
     )
     first = finished[0]
     say_continued(first)

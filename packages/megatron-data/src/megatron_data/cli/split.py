@@ -6,7 +6,7 @@ from typing import Any
 
 from .._command import Parser
 from ..wording import counted
-from .options import PREFIX_HELP, add_storage_option, storage_of
+from .options import PREFIX_HELP, add_overwrite_option, add_storage_option, storage_of
 
 
 def add_parser(commands: Any) -> None:
@@ -31,16 +31,20 @@ def add_parser(commands: Any) -> None:
         "--output-prefixes", nargs="+", required=True, metavar="PREFIX", help="paths and names"
     )
     add_storage_option(parser)
+    add_overwrite_option(parser)
     parser.set_defaults(run=partial(run, parser))
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
     """Split and say what came out."""
+    from ..preprocessing.existing import refuse_existing
     from ..preprocessing.joining import split
 
     if (arguments.shares is None) == (arguments.documents is None):
         parser.error("--shares or --documents is needed, one of the two")
     outputs = arguments.output_prefixes
+    if not arguments.overwrite:
+        refuse_existing(outputs)
     made = split(
         arguments.prefix,
         outputs,

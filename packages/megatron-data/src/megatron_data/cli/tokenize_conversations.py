@@ -91,6 +91,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         on_error=arguments.on_error,
         max_document_bytes=arguments.max_document_bytes,
         progress=True,
+        overwrite=arguments.overwrite,
     )
     say_continued(report.made)
     print(

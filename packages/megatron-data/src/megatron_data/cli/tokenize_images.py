@@ -90,6 +90,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         max_image_bytes=arguments.max_image_bytes,
         allow_http=arguments.allow_http,
         progress=True,
+        overwrite=arguments.overwrite,
     )
     say_continued(report.made)
     print(

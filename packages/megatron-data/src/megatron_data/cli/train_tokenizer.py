@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .._command import Parser
-from .options import INPUT_HELP
+from .options import INPUT_HELP, add_overwrite_option
 from .work import add_max_document_bytes
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def add_parser(commands: Any) -> None:
     )
     add_max_document_bytes(parser, "bytes that a document may have")
     parser.add_argument("--output", required=True, metavar="FOLDER", help="folder to write")
+    add_overwrite_option(parser)
     parser.set_defaults(run=partial(run, parser))
 
 
@@ -63,8 +64,10 @@ _TAKES = {
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
     """Train and save."""
     from ..files import local_folder
+    from ..preprocessing.existing import refuse_file
     from ..sources.opening import read_texts
     from ..tokenizers import training
+    from ..tokenizers.plain import PLAIN_FILE
 
     names = ("special_tokens", "min_frequency", "cased")
     given = {name: value for name in names if (value := getattr(arguments, name))}
@@ -73,6 +76,8 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     if given.pop("cased", False):
         given["lower_case"] = False
     output = local_folder(arguments.output)  # learning takes long, so this is asked before it
+    if not arguments.overwrite:
+        refuse_file(output)
     kinds: dict[str, Callable[..., HuggingFaceTokenizer]] = {
         "bpe": training.train_bpe,
         "unigram": training.train_unigram,
@@ -84,6 +89,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         progress=sys.stderr.isatty(),
         **given,
     )
+    (output / PLAIN_FILE).unlink(missing_ok=True)  # of an older tokenizer of another kind
     tokenizer.save(output)
     size = tokenizer.vocab_size
     less = "" if size == arguments.vocab_size else f" (the text has no more than {size:,})"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from .._command import Parser
 from ..sources.protocol import MAX_DOCUMENT_BYTES
 from ..wording import counted
+from .options import add_overwrite_option
 
 if TYPE_CHECKING:
     from ..preprocessing.engine import Preprocessed
@@ -16,7 +17,7 @@ ON_ERROR = ("fail", "skip", "quarantine")
 def add_work_options(
     parser: Parser, one: str, longer: str, workers: str
 ) -> "argparse._ArgumentGroup":
-    """`--workers`, `--on-error` and `--max-document-bytes`.
+    """`--workers`, `--on-error`, `--max-document-bytes` and `--overwrite`.
 
     Args:
         parser: of a command.
@@ -35,6 +36,7 @@ def add_work_options(
         "place and the reason to PREFIX.quarantine.jsonl",
     )
     add_max_document_bytes(group, f"{longer} is one that cannot be read")
+    add_overwrite_option(group)
     return group
 
 

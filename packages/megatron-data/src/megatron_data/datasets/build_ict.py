@@ -10,6 +10,7 @@ import numpy as np
 from ..errors import DataError
 from ..indexed.reader import IndexedDataset
 from ..order.sentences import block_map
+from ..preprocessing.fingerprints import compare_fingerprints, recorded_fingerprints
 from ..sources.block_cache import StorageCache
 from .build import DataPath, Datasets, build_splits
 from .build_sentences import MapBuilder
@@ -52,6 +53,7 @@ class _BlockBuilder(MapBuilder):
             return None
         if name not in self.titles:
             raise DataError(f"no titles for {name}; name those of every dataset, or none")
+        compare_fingerprints(recorded_fingerprints([name, self.titles[name]]))
         titles = self.source(self.titles[name])
         if titles.documents != source.documents:
             raise DataError(

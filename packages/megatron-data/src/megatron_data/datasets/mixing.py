@@ -6,6 +6,7 @@ from typing import NamedTuple
 from ..errors import DataError
 from ..indexed.reader import IndexedDataset
 from ..order.history import BlendHistory, Change
+from ..preprocessing.fingerprints import compare_fingerprints, recorded_fingerprints
 from ..sources.block_cache import StorageCache
 from .paths import Blend
 from .split import Interval, parse_split, tokens_in
@@ -94,6 +95,7 @@ def mix(
         storage: the cache for the indices of prefixes that are URLs.
 
     Raises:
+        TokenizerMismatchError: different tokenizers made two of the sources.
         DataError: a source that is missing, damaged or empty, or weights that are not positive.
     """
     if num_samples < 1 or sequence_length < 1:
@@ -101,6 +103,7 @@ def mix(
             f"{num_samples} samples of {sequence_length} tokens; give at least 1 of each"
         )
     interval = _training(split)
+    compare_fingerprints(recorded_fingerprints(blend.prefixes))
     sizes = {prefix: _size(prefix, interval, storage) for prefix in blend.prefixes}
     weights: dict[str, float] = {}
     given = blend.weights or [sizes[prefix][1] for prefix in blend.prefixes]

@@ -55,6 +55,7 @@ def tokenize_conversations(
     max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
     chunk_bytes: int | None = None,
     progress: bool = False,
+    overwrite: bool = True,
 ) -> ConversationReport:
     """Write `{output_prefix}_conversation` and `{output_prefix}_conversation_loss`, two datasets.
 
@@ -86,6 +87,8 @@ def tokenize_conversations(
         max_document_bytes: a line or row of more bytes is such a line; None for no limit.
         chunk_bytes: bytes of the input in a chunk; None for 1 to 16 MiB, by the size of the input.
         progress: show a bar on stderr.
+        overwrite: replace older datasets of these names; otherwise they are refused, unless a run
+            of the same work that was ended is continued.
 
     Returns:
         What became of the conversations.
@@ -95,7 +98,7 @@ def tokenize_conversations(
             template refuses, or nothing for the loss to count.
     """
     prefix = local_prefix(output_prefix)
-    work = Work(workers, on_error, chunk_bytes, progress)
+    work = Work(workers, on_error, chunk_bytes, progress, overwrite)
     encoder = ConversationEncoder(
         tokenizer, template, loss, max_tokens, over_length, max_document_bytes
     )

@@ -11,8 +11,9 @@ from tqdm import tqdm
 from ..errors import DataError
 from ..sources.protocol import Source
 from .assembly import assemble, quarantine_path
+from .existing import refuse_existing
 from .manifest import Counts, Skipped, describe, write_manifest
-from .parts import Done, PartWriter, Record, Task, WorkFolder, of_vocabulary
+from .parts import Done, PartWriter, Record, Task, WorkFolder, of_vocabulary, was_begun
 from .pool import ordered_map
 from .protocol import ChunkEncoder
 
@@ -59,6 +60,7 @@ class Work:
     on_error: OnError = "fail"
     chunk_bytes: int | None = None
     progress: bool = False
+    overwrite: bool = True
 
     def __post_init__(self) -> None:
         if self.on_error not in get_args(OnError):
@@ -98,7 +100,8 @@ def run_job(
 
     Raises:
         DataError: a document that cannot be made, unless those are left out; none at all; another
-            process writes the same output.
+            process writes the same output; a dataset of one of these names that is not to be
+            replaced and that no ended run of this work was to replace.
     """
     if encoder.longest is not None and encoder.longest < 1:
         raise DataError(
@@ -108,8 +111,11 @@ def run_job(
     total = sum(source.size for source in sources)
     least, most = encoder.chunk_bytes
     size = work.chunk_bytes or min(max(total // _CHUNKS, least), most)
+    job = _job(encoder, size)
+    if not work.overwrite and not was_begun(prefix, job):
+        refuse_existing(prefix + output.suffix for output in encoder.outputs)
     with ExitStack() as stack:
-        folder = stack.enter_context(WorkFolder(prefix, _job(encoder, size)))
+        folder = stack.enter_context(WorkFolder(prefix, job))
         bar = stack.enter_context(_Bar(total, title, work.progress))
         chunks = _Chunks(folder, sources, size, encoder, work.on_error != "fail", bar)
         writer = PartWriter(encoder, folder.path, work.on_error != "fail")

@@ -55,6 +55,7 @@ def tokenize_image_pairs(
     allow_http: bool = False,
     chunk_bytes: int | None = None,
     progress: bool = False,
+    overwrite: bool = True,
 ) -> ImagePairsReport:
     """Write `{output_prefix}_image_text`, a multimodal dataset of texts beside their images.
 
@@ -91,6 +92,8 @@ def tokenize_image_pairs(
         chunk_bytes: bytes of the input in a chunk, whose images are in memory together; None for
             32 KiB.
         progress: show a bar on stderr.
+        overwrite: replace older datasets of these names; otherwise they are refused, unless a run
+            of the same work that was ended is continued.
 
     Raises:
         DataError: a line that cannot be read, an image that is missing, or a file that is none
@@ -100,7 +103,7 @@ def tokenize_image_pairs(
     """
     if max_image_bytes is not None and max_image_bytes < 1:
         raise DataError(f"--max-image-bytes {max_image_bytes}; give at least 1")
-    work = Work(workers, on_error, chunk_bytes, progress)
+    work = Work(workers, on_error, chunk_bytes, progress, overwrite)
     ends = TextEnds.of(tokenizer, append_eod, pad_length)
     prefix = local_prefix(output_prefix)
     folder = None if image_folder is None else os.fspath(image_folder)

@@ -14,6 +14,7 @@ from ..indexed.builder import IndexedDatasetBuilder
 from ..indexed.reader import IndexedDataset
 from ..sources.block_cache import StorageCache
 from ..wording import counted
+from .fingerprints import compare_fingerprints, fingerprint_in
 from .manifest import (
     Counts,
     count,
@@ -58,7 +59,8 @@ def merge(
             f"{output} would take the place of one of the datasets; name another output"
         )
     manifests = [read_manifest(name) for name in names]
-    _agree(names, manifests)
+    made = {name: fingerprint_in(found) for name, found in zip(names, manifests, strict=True)}
+    compare_fingerprints(made)
     with IndexedDataset(names[0], storage) as first:
         dtype, multimodal = first.dtype, first.sequence_modes is not None
     with IndexedDatasetBuilder(output, dtype, multimodal) as builder:
@@ -161,21 +163,6 @@ def _ends(
             f"part {empty[0] + 1} of {total:,} documents is empty; give it a larger share"
         )
     return ends
-
-
-def _agree(names: Sequence[str], manifests: Sequence[dict[str, Any] | None]) -> None:
-    """Refuse datasets that different tokenizers made."""
-    first: tuple[str, Any] | None = None
-    for name, manifest in zip(names, manifests, strict=True):
-        if manifest is None:
-            continue
-        fingerprint = manifest["tokenizer"].get("fingerprint")
-        first = first or (name, fingerprint)
-        if fingerprint != first[1]:
-            raise DataError(
-                f"{name} was made with tokenizer {fingerprint}, {first[0]} with {first[1]}; "
-                "preprocess one of them again"
-            )
 
 
 def _counts(prefix: str) -> Counts:

@@ -163,8 +163,7 @@ class WorkFolder:
     """
 
     def __init__(self, output_prefix: str, job: dict[str, Any]) -> None:
-        place = Path(output_prefix)
-        self.path = place.parent / f".{place.name}.parts"
+        self.path = _folder_of(output_prefix)
         self._output = output_prefix
         self._lock = self._take()
         self._finished = False
@@ -275,6 +274,16 @@ class WorkFolder:
                     self.path.rmdir()
         finally:
             os.close(self._lock)
+
+
+def was_begun(output_prefix: str, job: dict[str, Any]) -> bool:
+    """Whether an ended run of the same job left its folder, so that it can go on."""
+    return _job_of(_folder_of(output_prefix) / JOB) == job
+
+
+def _folder_of(output_prefix: str) -> Path:
+    place = Path(output_prefix)
+    return place.parent / f".{place.name}.parts"
 
 
 def part_path(folder: Path, number: int) -> Path:

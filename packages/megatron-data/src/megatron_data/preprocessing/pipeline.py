@@ -33,6 +33,7 @@ def preprocess(
     max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
     chunk_bytes: int | None = None,
     progress: bool = False,
+    overwrite: bool = True,
 ) -> list[Preprocessed]:
     """Tokenize text into `{output_prefix}_{key}_document.bin`, `.idx` and `.meta.json`.
 
@@ -73,6 +74,8 @@ def preprocess(
             texts of the row) is such a document, and is not kept in memory; None for no limit.
         chunk_bytes: bytes of text in a chunk; None for 1 to 16 MiB, by the size of the input.
         progress: show a bar on stderr with MB/s, tokens/s and the time left.
+        overwrite: replace older datasets of these names; otherwise they are refused, unless a run
+            of the same work that was ended is continued.
 
     Returns:
         One `Preprocessed` per key.
@@ -86,7 +89,7 @@ def preprocess(
     prefix = local_prefix(output_prefix)
     if len(set(json_keys)) < len(json_keys):
         raise DataError(f"--json-keys {' '.join(json_keys)}: name every key once")
-    work = Work(workers, on_error, chunk_bytes, progress)
+    work = Work(workers, on_error, chunk_bytes, progress, overwrite)
 
     def run(chosen: Tokenizer) -> list[Preprocessed]:
         encoder = TextEncoder(chosen, tuple(json_keys), append_eod, max_document_bytes, splitter)

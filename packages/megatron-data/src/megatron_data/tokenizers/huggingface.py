@@ -60,6 +60,7 @@ class HuggingFaceTokenizer:
         self._definition = bytes(definition, "utf-8") if isinstance(definition, str) else definition
         canonical = orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
         self._fingerprint = f"sha256:{hashlib.sha256(canonical).hexdigest()}"
+        self._base_fingerprint = self._fingerprint
         self._vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self._special_tokens = dict(special_tokens or {})
         self._ids = {role: self._special_id(role) for role in ROLES}
@@ -134,6 +135,11 @@ class HuggingFaceTokenizer:
         """SHA-256 of the definition, keys sorted, without truncation and padding."""
         return self._fingerprint
 
+    @property
+    def base_fingerprint(self) -> str:
+        """Fingerprint of the tokenizer whose `with_special_tokens` made this one, or its own."""
+        return self._base_fingerprint
+
     def with_special_tokens(self, names: Sequence[str]) -> "HuggingFaceTokenizer":
         """This tokenizer with more tokens that are kept whole, such as those of FIM.
 
@@ -146,7 +152,9 @@ class HuggingFaceTokenizer:
             raise DataError(f"special tokens {list(names)}: one of them is empty; leave it out")
         tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in names])
-        return HuggingFaceTokenizer(tokenizer.to_str(), self._special_tokens)
+        extended = HuggingFaceTokenizer(tokenizer.to_str(), self._special_tokens)
+        extended._base_fingerprint = self._base_fingerprint
+        return extended
 
     def token_id(self, token: str) -> int | None:
         """Number of a token as the vocabulary spells it, or None."""

@@ -47,3 +47,12 @@ class Tokenizer(Protocol):
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the files from which `load_tokenizer(folder)` makes an equal tokenizer."""
+
+
+@runtime_checkable
+class ExtendedTokenizer(Protocol):
+    """A tokenizer that may be another one with special tokens added."""
+
+    @property
+    def base_fingerprint(self) -> str:
+        """The other's fingerprint; its own where no token was added."""

@@ -46,6 +46,11 @@ class WrappedTokenizer:
         """As the reference."""
         return self.reference.fingerprint
 
+    @property
+    def base_fingerprint(self) -> str:
+        """As the reference."""
+        return self.reference.base_fingerprint
+
     def token_id(self, token: str) -> int | None:
         """As the reference."""
         return self.reference.token_id(token)

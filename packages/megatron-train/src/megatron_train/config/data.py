@@ -120,6 +120,11 @@ class DataConfig:
     force_system_message: bool = setting(
         False, "let a MultimodalTokenizer begin every conversation with Qwen's system message"
     )
+    allow_tokenizer_mismatch: bool = setting(
+        False,
+        "train on corpora whose manifest names another tokenizer, which is refused otherwise: for "
+        "a tokenizer that was saved anew by other software, with the same tokens (our name)",
+    )
     reset_position_ids: bool = setting(False, "restart positions after each document")
     reset_attention_mask: bool = setting(False, "attend within a document only")
     eod_mask_loss: bool = setting(False, "no loss where the input is the end-of-document token")
