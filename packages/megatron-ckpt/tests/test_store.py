@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ from megatron_ckpt import (
     CheckpointError,
     CheckpointStore,
     CorruptCheckpointError,
+    DirectoryInUseError,
     ModelRecord,
     View,
     find_checkpoint,
+    run_lock,
 )
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -68,6 +71,22 @@ def test_a_file_says_that_its_tensors_are_torchs(tmp_path):
     store.save(1, whole(simple()))
     with safe_open(store.path(1) / "model-00000-of-00001.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}  # transformers reads no file without it
+
+
+def test_a_run_holds_its_folder_until_it_ends(tmp_path):
+    folder = tmp_path / "runs" / "first"
+    for _ in range(2):  # the folder is made, and taken again
+        with run_lock(folder, "train  --lr 1"):
+            second = run_lock(str(folder), patience=0.0)
+            with (
+                pytest.raises(DirectoryInUseError, match="in use by another run") as refused,
+                second,
+            ):
+                pass
+            CheckpointStore(folder).save(1, whole(simple()), replace=True)  # no lock of saves
+    assert refused.value.directory == folder
+    assert refused.value.holder.startswith(f"pid {os.getpid()} on ")
+    assert refused.value.holder.endswith(" UTC: train --lr 1")
 
 
 def test_scalars_empty_transposed_and_device_views_are_stored_as_they_look(tmp_path):

@@ -222,6 +222,12 @@ def test_another_sites_name_for_this_machine_is_refused(client: FlaskClient) -> 
     assert "Host" in answer.get_json()["message"]
 
 
+def test_the_address_is_the_documented_one_which_only_this_machine_reaches() -> None:
+    settings = ServerSettings()
+    assert (settings.host, settings.port) == ("127.0.0.1", 5000)
+    assert settings.only_this_machine and settings.token is None
+
+
 def test_who_may_be_refused_by_name_is_documented(make_client: Callable[..., FlaskClient]) -> None:
     for token, documented in ((None, True), (TOKEN, False)):
         header = {"Authorization": f"Bearer {TOKEN}"}
