@@ -14,7 +14,7 @@ from mutation.outcomes import Outcomes, checked, run_trials
 from mutation.plan import plan
 from mutation.reach import Reach
 from mutation.scratch import Scratch
-from mutation.trial import Limit
+from mutation.trial import Limit, Outcome
 from mutation.warm import Workers
 
 ROOT = Path(__file__).parents[2]
@@ -39,23 +39,26 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="page to put the tables into")
     arguments = parser.parse_args()
     started = time.monotonic()
-    sources = targets.sources(ROOT)
-    areas = {name: sources[name] for name in arguments.area or sources}
-    chosen, left_out, possible = plan(ROOT, areas, arguments.each)
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mutation-"))
-        copies = [Scratch(ROOT, Path(folder) / str(place)) for place in range(arguments.jobs)]
-        workers = Workers(copies)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mutation-")))
+        whole = Scratch.of(ROOT, folder / "whole")  # whatever is edited meanwhile
+        copies = [whole.again(folder / str(place)) for place in range(arguments.jobs)]
+        sources = targets.sources(whole.folder)
+        areas = {name: sources[name] for name in arguments.area or sources}
+        chosen, left_out, possible = plan(whole.folder, areas, arguments.each)
+        workers = Workers(copies, slack=min(arguments.stretch, 5.0))
         stack.callback(workers.close)
         reach = Reach(
             ROOT, [name for names in sources.values() for name in names], FOLDER / "reach.json"
         )
-        tests = [name for area in areas for name in targets.test_files(ROOT, area)]
-        reach.measure(list(dict.fromkeys(tests)), workers, say)
-        every = [planted for found in chosen.values() for planted in found]
         limit = Limit(arguments.limit, arguments.stretch)
         kept = Outcomes(FOLDER / "outcomes.json", resume=arguments.resume)
-        outcomes = run_trials(every, reach, workers, limit, kept, say)
+        outcomes: dict[str, Outcome] = {}
+        for area, found in chosen.items():
+            tests = targets.test_files(whole.folder, area)
+            say(f"{area}: {len(found)} defects, {len(tests)} test files")
+            reach.measure(tests, workers, say)
+            outcomes |= run_trials(found, tests, reach, workers, limit, kept, say)
         outcomes = checked(outcomes, workers, say)
     rows = {
         area: [(one, outcomes[one.defect.rank]) for one in found] for area, found in chosen.items()

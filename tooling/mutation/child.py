@@ -32,7 +32,7 @@ def main(order: dict[str, Any]) -> None:
         measured.start()
     servers = [ReadyServer() for _ in range(SERVERS)]
     try:
-        plugins: list[object] = [Pools(servers, measured is not None)]
+        plugins: list[object] = [Pools(servers, order["slack"], measured is not None)]
         if measured is not None:
             plugins.append(tests := Tests(measured))
         status = pytest.main(order["pytest"], plugins=plugins)
@@ -158,12 +158,15 @@ def become_server(message: bytes, descriptor: int) -> None:
 class Pools:
     """A pytest plugin: pools take a server that waits, and let their workers end by themselves.
 
+    Their time-outs are longer by a factor, for busy machines.
+
     A pool kills its workers, which leaves coverage no time to save what it has measured. Under
     coverage it closes their connections, on which they end, and waits for them first.
     """
 
-    def __init__(self, servers: Sequence[ReadyServer], measured: bool) -> None:
+    def __init__(self, servers: Sequence[ReadyServer], slack: float, measured: bool) -> None:
         self._servers = list(servers)
+        self._slack = slack
         self._measured = measured
 
     def pytest_configure(self) -> None:
@@ -174,6 +177,7 @@ class Pools:
         from megatron_parallel.testing import pool
 
         start, dismiss = pool._start_server, pool.WorkerPool._dismiss
+        make = pool.WorkerPool.__init__
 
         def take(
             theirs: socket.socket, directory: Path, preload: Sequence[str], typecheck: Sequence[str]
@@ -187,6 +191,11 @@ class Pools:
                 server.become(theirs, json.dumps(settings).encode())
             return server
 
+        def patient(owner: Any, *arguments: Any, **options: Any) -> None:
+            make(owner, *arguments, **options)
+            owner.timeout *= self._slack
+            owner._collective_timeout *= self._slack
+
         def gently(owner: Any, ranks: int) -> None:
             crew = owner._crews.get(ranks, [])
             for worker in crew:
@@ -197,5 +206,6 @@ class Pools:
             dismiss(owner, ranks)
 
         pool._start_server = take
+        pool.WorkerPool.__init__ = patient  # type: ignore[method-assign]
         if self._measured:
             pool.WorkerPool._dismiss = gently  # type: ignore[method-assign]

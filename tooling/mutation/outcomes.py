@@ -38,21 +38,22 @@ class Outcomes:
 
 def run_trials(
     every: Sequence[Planted],
+    files: Sequence[str],
     reach: Reach,
     workers: Workers,
     limit: Limit,
     kept: Outcomes,
     report: Callable[[str], None],
 ) -> dict[str, Outcome]:
-    """The outcome of every defect, by its rank, which no other has."""
+    """The outcome of every defect, by its rank, which no other has; of the files some tests run."""
     root = reach.root
     outcomes: dict[str, Outcome] = {}
 
     def one(planted: Planted, copy: Scratch) -> Generator[Order, Run, None]:
         original = (copy.folder / planted.defect.source).read_text(encoding="utf-8")
-        tests = chosen_tests(reach, planted, original, limit)
-        files = dict.fromkeys(name.partition("::")[0] for name in tests)
-        digests = [digest_of(root / name)[:8] for name in (planted.defect.source, *files)]
+        tests = chosen_tests(reach, files, planted, original, limit)
+        used = dict.fromkeys(name.partition("::")[0] for name in tests)
+        digests = [digest_of(root / name)[:8] for name in (planted.defect.source, *used)]
         state = " ".join([*digests, *tests])
         outcome = kept.get(planted.defect.rank, state)
         if outcome is None:

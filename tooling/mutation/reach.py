@@ -62,27 +62,29 @@ class Reach:
             ]
         )
 
-    def reaching(self, source: str, lines: Sequence[int], limit: float) -> list[str]:
-        """Tests that execute one of the lines and together take at most `limit` CPU seconds.
+    def reaching(
+        self, names: Sequence[str], source: str, lines: Sequence[int], limit: float
+    ) -> dict[str, float]:
+        """Tests of these files that execute one of the lines, with CPU seconds: at most `limit`.
 
         The most promising come first: short ones, and those of files that execute much of the
         source file (each file that imports a module executes its `def`s). What a file executes
         outside its test functions (in ranks, started programs, or while it is imported) is
         reached by the whole file; where that does not fit, by its shortest tests.
         """
-        most = max((len(self.lines(name, source)) for name in self.records), default=0)
+        most = max((len(self.lines(name, source)) for name in names), default=0)
         files = []
-        for name, record in self.records.items():
-            reached = self.lines(name, source)
+        for name in names:
+            record, reached = self.records[name], self.lines(name, source)
             places = {place for line in lines for place in reached.get(str(line), ())}
             if record["passed"] and places:
                 files.append((record["seconds"] * (most / len(reached)) ** 2, name, places))
-        chosen = []
+        chosen: dict[str, float] = {}
         for _, name, places in sorted(files):
             for seconds, test in self._parts(name, places, limit):
                 if seconds <= limit:
                     limit -= seconds
-                    chosen.append(test)
+                    chosen[test] = seconds
         return chosen
 
     def _parts(self, name: str, places: set[int], limit: float) -> list[tuple[float, str]]:

@@ -7,14 +7,18 @@ from pathlib import Path
 
 
 class Scratch:
-    """A copy in `folder` of what git tracks, or does not ignore, in `root`.
+    """A copy in `folder` of what git tracks, or does not ignore, in a repository.
 
     Changes go to the copy alone. Its packages come first on `PYTHONPATH`, so that tests, the
     programs they start and the ranks of a pool import them in place of the installed ones.
     """
 
-    def __init__(self, root: Path, folder: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    @classmethod
+    def of(cls, root: Path, folder: Path) -> "Scratch":
+        """Copy a repository."""
         listed = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=root,
@@ -26,6 +30,12 @@ class Scratch:
             if (root / name).is_file():  # a deleted file is still listed
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / name, folder / name)
+        return cls(folder)
+
+    def again(self, folder: Path) -> "Scratch":
+        """Copy the copy."""
+        shutil.copytree(self.folder, folder)
+        return Scratch(folder)
 
     def environment(self) -> dict[str, str]:
         """Variables under which programs import the copied packages."""

@@ -18,17 +18,25 @@ class Area:
     tests: tuple[str, ...]
 
 
-def in_package(name: str, code: tuple[str, ...], tests: tuple[str, ...]) -> Area:
-    """An area of one package; the patterns are relative to its source and to its tests."""
+def in_package(
+    name: str, code: tuple[str, ...], tests: tuple[str, ...], integration: tuple[str, ...] = ()
+) -> Area:
+    """An area of one package; patterns are relative to its source, its tests, and all packages'."""
     package = f"packages/{name}"
     source = f"{package}/src/{name.replace('-', '_')}"
     return Area(
         tuple(f"{source}/{pattern}" for pattern in code),
-        tuple(f"{package}/tests/test_{pattern}.py" for pattern in tests),
+        (
+            *(f"{package}/tests/test_{pattern}.py" for pattern in tests),
+            *(f"integration_tests/{pattern}.py" for pattern in integration),
+        ),
     )
 
 
-_RUN = ("callbacks*", "trainer*", "parts_of_a_run*", "loss_scaling*", "metrics*", "report*")
+_RUN = (
+    *("callbacks*", "trainer*", "accounting*", "inner_losses*", "loss_scaling*", "metrics*"),
+    *("parts_of_a_run*", "report*"),
+)
 _GRADIENTS = ("data_parallel*", "gradient*", "parameter_buffers*", "partial_gradients*")
 
 AREAS = {
@@ -39,11 +47,16 @@ AREAS = {
         ("samplers.py", "order/*.py"),
         (
             *("order*", "samplers*", "stateless*", "blend*", "packing*", "packed*", "elastic*"),
-            *("datasets*", "mix*", "sentences*", "masked*", "parallel*"),
+            *("datasets*", "mix*", "sentences*", "masked*", "sft*", "conversation_lines*"),
         ),
     ),
     "store": in_package("megatron-ckpt", ("store/*.py",), ("*",)),
-    "server": in_package("megatron-infer", ("server/*.py",), ("server*",)),
+    "server": in_package(
+        "megatron-infer",
+        ("server/*.py",),
+        ("server*", "cli*"),
+        integration=("test_serve/test_serve_command",),
+    ),
     "tensor parallel": in_package(
         "megatron-parallel",
         ("tensor_parallel/*.py",),

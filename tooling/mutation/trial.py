@@ -1,6 +1,6 @@
 """One defect planted in a copy, and the tests that reach it run."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -27,9 +27,12 @@ class Limit:
     seconds: float
     stretch: float
 
-    def order(self, tests: Sequence[str], share: float = 1.0) -> Order:
-        """Run tests until one fails, within a share of the time."""
-        seconds = self.seconds * share
+    def order(self, tests: Sequence[str], expected: float, share: float = 1.0) -> Order:
+        """Run tests until one fails, within a share of the time.
+
+        What runs four times as long as it did without a defect has no end.
+        """
+        seconds = min(self.seconds, 10 + 4 * expected) * share
         return Order(tests, seconds, seconds * self.stretch, ("-x",))
 
 
@@ -53,14 +56,16 @@ class Outcome:
         return self.result != SURVIVED
 
 
-def chosen_tests(reach: Reach, planted: Planted, original: str, limit: Limit) -> list[str]:
-    """Tests that reach a defect and together fit into the limit, the most promising first."""
+def chosen_tests(
+    reach: Reach, files: Sequence[str], planted: Planted, original: str, limit: Limit
+) -> dict[str, float]:
+    """Tests of the files that reach a defect and together fit into the limit, with CPU seconds."""
     lines = statement_lines(original, planted.defect.line)
-    return reach.reaching(planted.defect.source, lines, limit.seconds * SHARE)
+    return reach.reaching(files, planted.defect.source, lines, limit.seconds * SHARE)
 
 
 def trial(
-    copy: Scratch, planted: Planted, original: str, tests: Sequence[str], limit: Limit
+    copy: Scratch, planted: Planted, original: str, tests: Mapping[str, float], limit: Limit
 ) -> Generator[Order, Run, Outcome]:
     """Plant a defect in a copy and run tests until one fails; the copy is whole again afterwards.
 
@@ -68,6 +73,7 @@ def trial(
     defect.
     """
     ran = tuple(tests)
+    expected = sum(tests.values())
     if not tests:
         return Outcome(SURVIVED, "no test reaches it", ran)
     groups = by_folder(tests)
@@ -75,7 +81,7 @@ def trial(
     try:
         late: list[str] = []
         for group in groups:
-            run = yield limit.order(group)
+            run = yield limit.order(group, expected)
             if run.status is None:
                 late = group
                 break
@@ -86,14 +92,14 @@ def trial(
     finally:
         copy.write(planted.defect.source, original)
     if late:
-        run = yield limit.order(late, 0.5)
+        run = yield limit.order(late, expected, 0.5)
         if run.passed:
             return Outcome(TIMED_OUT, ", ".join(late), ran)
         return Outcome(SURVIVED, "its tests do not end in time without it either", ran)
     return Outcome(SURVIVED, f"{len(tests)} test files or functions pass", ran)
 
 
-def by_folder(tests: Sequence[str]) -> list[list[str]]:
+def by_folder(tests: Iterable[str]) -> list[list[str]]:
     """Files of one folder together, which one pytest runs; else in the given order."""
     groups: dict[PurePosixPath, list[str]] = {}
     for name in tests:

@@ -84,10 +84,19 @@ Job = Callable[[Scratch], Generator[Order, Run, Any]]
 
 
 class Workers:
-    """Runs the orders of jobs, in as many copies of the repository at once as there are."""
+    """Runs the orders of jobs, in as many copies of the repository at once as there are.
 
-    def __init__(self, copies: Sequence[Scratch], modules: Sequence[str] = MODULES) -> None:
+    Args:
+        copies: Where.
+        slack: By what to multiply the time-outs of worker pools.
+        modules: What to import before the runs are forked.
+    """
+
+    def __init__(
+        self, copies: Sequence[Scratch], slack: float, modules: Sequence[str] = MODULES
+    ) -> None:
         self._copies = copies
+        self._slack = slack
         self._preloaded = Preloaded(modules)
 
     def close(self) -> None:
@@ -133,6 +142,7 @@ class Workers:
         path = [str(Path(__file__).parents[1]), *environment["PYTHONPATH"].split(os.pathsep)]
         given = {
             "limit": int(order.limit),
+            "slack": self._slack,
             "coverage": str(order.coverage or ""),
             "pytest": ["-q", "-m", MARKS, "-p", "no:cacheprovider", "--tb=line"],
         }

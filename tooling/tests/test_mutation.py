@@ -105,14 +105,16 @@ def test_what_is_tested_is_caught_and_the_working_tree_is_left_alone(
         return {str(path): path.read_bytes() for path in paths}
 
     before, said = state(), []
-    copies = [Scratch(repository, tmp_path / str(number)) for number in range(2)]
-    workers = Workers(copies, ["pytest", "coverage"])
-    reach = Reach(repository, [SOURCE], tmp_path / "reach.json")
+    whole = Scratch.of(repository, tmp_path / "whole")
+    copies = [whole.again(tmp_path / str(number)) for number in range(2)]
+    workers = Workers(copies, slack=1.0, modules=["pytest", "coverage"])
+    reach = Reach(whole.folder, [SOURCE], tmp_path / "reach.json")
     kept = Outcomes(tmp_path / "outcomes.json", resume=False)
     try:
         reach.measure([TEST], workers, said.append)
         assert reach.records[TEST]["passed"], reach.records[TEST]["output"]
-        found = run_trials([*planted.values()], reach, workers, Limit(3, 60), kept, said.append)
+        every = [*planted.values()]
+        found = run_trials(every, [TEST], reach, workers, Limit(3, 60), kept, said.append)
         assert checked(found, workers, said.append) == found
     finally:
         workers.close()
