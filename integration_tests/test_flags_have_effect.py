@@ -6,8 +6,8 @@ every step, evaluations, what is printed, which files appear, and a few calls th
 trace on one rank (`Probes`). What merely repeats the configuration is left out: the printed list
 of settings, the line about the model, `config.yaml`.
 
-Flags of parallel layouts change a run of one rank only by being refused there; what they do on
-several ranks is shown in test_pretrain_on_ranks.py and test_layouts.py.
+A run with the flag has to succeed: being refused is no effect, but for the flags whose effect it
+is (`REFUSALS`). What one rank refuses is tried on several in test_flags_on_ranks.py.
 """
 
 import json
@@ -17,9 +17,11 @@ from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import megatron_parallel.recompute.again as again
 import pytest
 import torch
+from flags_on_ranks import LAYERS_PER_VIRTUAL_STAGE, ON_RANKS, Words, command
 from megatron_data import (
     ByteTokenizer,
     IndexedDatasetBuilder,
@@ -32,12 +34,9 @@ from megatron_parallel import GradientBuffers, Mesh
 from megatron_parallel.recompute import HostMemory
 from megatron_train import StepEngine, Trainer, pretrain
 from megatron_train.cli import main
-from megatron_train.config.flags import ALIASES, LAYERS_PER_VIRTUAL_STAGE
+from megatron_train.config.flags import ALIASES
 from megatron_train.config.run import run_options
 from megatron_train.metrics.console import Console
-
-Words = dict[str, str | None]
-"""Flags and their values; an empty value is a switch, None takes a flag of the base away."""
 
 BASE: Words = {
     "--num-layers": "2",
@@ -167,10 +166,10 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "data.valid_data_path": (BY_SPLIT, {"--valid-data-path": "other"}),
     "data.test_data_path": (BY_SPLIT, {"--test-data-path": "other"}),
     "data.split": ({}, {"--split": "3,6,1"}),
-    "data.tokenizer_type": ({}, {"--tokenizer-type": "HuggingFaceTokenizer"}),
+    "data.tokenizer_type": (BERT, {"--tokenizer-type": "BertWordPieceLowerCase"}),
     "data.tokenizer_model": ({"--vocab-size": "257"}, {"--tokenizer-model": None}),
     "data.vocab_file": (GPT2, {"--vocab-file": "another"}),
-    "data.merge_file": (GPT2, {"--merge-file": "another"}),
+    "data.merge_file": (GPT2, {"--merge-file": "no-merges"}),
     "data.vocab_extra_ids": (BERT, {"--vocab-extra-ids": "200"}),
     "data.tiktoken_pattern": (TIKTOKEN, {"--tiktoken-pattern": "v1"}),
     "data.tiktoken_num_special_tokens": (TIKTOKEN, {"--tiktoken-num-special-tokens": "200"}),
@@ -194,10 +193,9 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "data.data_cache_path": (COMPAT, {"--data-cache-path": "cache"}),
     "data.mmap_bin_files": ({}, {"--no-mmap-bin-files": ""}),
     "data.object_storage_cache_path": (
-        {"--data-path": "local://text"},
+        {"--data-path": "memory://text"},
         {"--object-storage-cache-path": "storage"},
     ),
-    "data.broadcast_batches": ({}, {"--broadcast-batches": ""}),
     "fim.rate": (FIM, {"--fim-rate": "1"}),
     "fim.spm_rate": (FIM, {"--fim-spm-rate": "1"}),
     "fim.split_sample": (FIM, {"--fim-split-sample": "#"}),
@@ -221,12 +219,8 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "training.compile": ({}, {"--compile": ""}),
     "training.deterministic_mode": ({}, {"--deterministic-mode": ""}),
     "training.device": ({}, {"--device": "cuda"}),
-    "training.sequence_parallel": ({}, {"--sequence-parallel": ""}),
-    "training.cp_comm_type": ({}, {"--cp-comm-type": "a2a"}),
-    "training.context_parallel_split": ({}, {"--context-parallel-split": "per_document"}),
     "training.max_seqlen_per_dp_cp_rank": (POOL, {ROOM: "32"}),
     "training.moe_token_dispatcher_type": (EXPERTS, {"--moe-token-dispatcher-type": "alltoall"}),
-    "training.tp_comm_overlap": ({}, {"--tp-comm-overlap": ""}),
     "training.hidden_dropout": ({}, {"--hidden-dropout": "0.3"}),
     "training.attention_dropout": ({}, {"--attention-dropout": "0.3"}),
     "training.distributed_timeout_minutes": ({}, {"--distributed-timeout-minutes": "1"}),
@@ -255,33 +249,13 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {**SAMPLES, "--lr-decay-style": "WSD", "--lr-wsd-decay-samples": "8"},
         {"--lr-wsd-decay-samples": "16"},
     ),
-    "layout.tp": ({}, {"--tensor-model-parallel-size": "2"}),
-    "layout.cp": ({}, {"--context-parallel-size": "2"}),
-    "layout.ep": ({}, {"--expert-model-parallel-size": "2"}),
-    "layout.pp": ({}, {"--pipeline-model-parallel-size": "2"}),
-    "layout.vpp": ({}, {"--num-virtual-stages-per-pipeline-rank": "2"}),
-    "layout.etp": ({}, {"--expert-tensor-parallel-size": "2"}),
-    "layout.hierarchical_cp": ({}, {"--hierarchical-context-parallel-sizes": "2 2"}),
     "layout.hybrid_cp": ({**POOL, "--hybrid-context-parallel": None, ROOM: None}, POOL),
-    "layout.dp_outer": ({}, {"--num-distributed-optimizer-instances": "2"}),
-    "pipeline.schedule": ({}, {"--pipeline-schedule": "gpipe"}),
-    "pipeline.first": ({}, {"--decoder-first-pipeline-num-layers": "1"}),
-    "pipeline.last": ({}, {"--decoder-last-pipeline-num-layers": "1"}),
-    "pipeline.count_embedding": ({}, {"--account-for-embedding-in-pipeline-split": ""}),
-    "pipeline.count_loss": ({}, {"--account-for-loss-in-pipeline-split": ""}),
-    "pipeline.overlap_experts": (EXPERTS, {"--overlap-moe-expert-parallel-comm": ""}),
-    "pipeline.stages": ({}, {"--pipeline-model-parallel-layout": "Et|tL"}),
     "data_parallel.use_distributed_optimizer": ({}, SHARDED),
     "data_parallel.overlap_grad_reduce": (
         {**SHARDED, "--bf16": ""},
         {"--no-overlap-grad-reduce": ""},
     ),
     "data_parallel.overlap_param_gather": (SHARDED, {"--overlap-param-gather": ""}),
-    "data_parallel.use_torch_fsdp2": ({}, {"--use-torch-fsdp2": ""}),
-    "data_parallel.torch_fsdp2_no_reshard_after_forward": (
-        {},
-        {"--torch-fsdp2-no-reshard-after-forward": ""},
-    ),
     "data_parallel.accumulate_allreduce_grads_in_fp32": (
         {"--bf16": ""},
         {"--no-accumulate-allreduce-grads-in-fp32": ""},
@@ -300,7 +274,6 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "recompute.method": (FULL, {"--recompute-method": "block"}),
     "recompute.num_layers": (FULL, {"--recompute-num-layers": "2"}),
     "recompute.modules": (SELECTIVE, {"--recompute-modules": "core_attn mlp"}),
-    "recompute.distribute_saved_activations": (FULL, {"--distribute-saved-activations": ""}),
     "recompute.cpu_offloading_num_layers": ({}, {"--cpu-offloading-num-layers": "1"}),
     "evaluation.eval_interval": ({}, {"--eval-interval": "2"}),
     "evaluation.eval_iters": ({}, {"--eval-iters": "2"}),
@@ -330,6 +303,11 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "logging.progress": ({}, {"--no-progress": ""}),
 }
 
+REFUSALS = {"checkpoint.exit_on_missing_checkpoint": "--load nowhere has no complete checkpoint"}
+"""Flags whose effect is that a run is refused, and with which words."""
+if not torch.cuda.is_available():
+    REFUSALS["training.device"] = "--device cuda: torch sees no GPU here"
+
 pytestmark = pytest.mark.usefixtures("plain_runs")
 
 VOLATILE = (
@@ -357,6 +335,8 @@ def prepared(tmp_path_factory):
             builder.finalize()
     (folder / "foreign.jsonl").write_text('{"text": "1 2 3 4 5 6 7 8 9"}\n' * 60)
     preprocess([folder / "foreign.jsonl"], folder / "foreign", NullTokenizer(250))
+    for name in ("text.bin", "text.idx"):
+        fsspec.filesystem("memory").pipe(f"/{name}", (folder / name).read_bytes())
     train_bpe(["you see the image there"], 300).save(folder / "chat")
     turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "see"}]
     rows = [{"messages": [{**turn, "content": turn["content"] + str(n)} for turn in turns]}
@@ -367,6 +347,7 @@ def prepared(tmp_path_factory):
     tokens = {chr(256 + n): n for n in range(256)} | {"<|endoftext|>": 256}
     (folder / "vocab").write_text(json.dumps(tokens | {chr(256) * 2: 257}))
     (folder / "merges").write_text(f"{chr(256)} {chr(256)}\n")
+    (folder / "no-merges").write_text("#version: 0.2\n")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *tokens]
     (folder / "words").write_text("\n".join(words))
     ranks = [{"rank": n, "token_bytes": b64encode(bytes([n])).decode()} for n in range(256)]
@@ -383,11 +364,6 @@ def prepared(tmp_path_factory):
 def unchanged():
     """Observations of the contexts, by their words."""
     return {}
-
-
-def command(words: Words) -> list[str]:
-    parts = (f"{flag} {value}" for flag, value in words.items() if value is not None)
-    return ["pretrain", "gpt", *" ".join(parts).split()]
 
 
 class Probes:
@@ -514,9 +490,14 @@ def measured(line: str) -> dict[str, Any]:
 
 
 def test_every_option_is_tried():
-    assert list(EFFECTS) == [option.key for option in run_options()]
+    options = [option.key for option in run_options()]
+    elsewhere = ON_RANKS.keys() - {LAYERS_PER_VIRTUAL_STAGE}
+    assert list(EFFECTS) == [key for key in options if key not in elsewhere]
+    assert elsewhere <= set(options)
     flags = {option.key: (option.flag, option.opposite) for option in run_options()}
-    for key, (_, change) in EFFECTS.items():
+    changes = {key: change for key, (_, change) in EFFECTS.items()}
+    changes |= {key: ON_RANKS[key].change for key in elsewhere}
+    for key, change in changes.items():
         assert set(flags[key]) & set(change), key
 
 
@@ -536,27 +517,16 @@ def test_a_flag_changes_the_run(key, prepared, unchanged, tmp_path, capsys):
         unchanged[known] = observe(before, prepared, tmp_path / "without", capsys)
     after = observe({**before, **change}, prepared, tmp_path / "with", capsys)
     assert after != unchanged[known]
-    refused = (
-        "layout.",
-        "pipeline.",  # on one rank there is none
-        "recompute.distribute",
-        "training.context_parallel_split",
-        "training.cp_comm_type",
-        "data_parallel.use_torch",
-        "data_parallel.torch",
-        "training.sequence_parallel",
-        "training.tp_comm_overlap",
-        "training.device",
-        "data.merge_file",
-        "data.broadcast_batches",
-    )
-    expected = ("data.tokenizer_type", "checkpoint.exit_on_missing_checkpoint")
-    if not key.startswith((*refused, *expected)):
+    if key in REFUSALS:
+        assert after["status"] == 1 and REFUSALS[key] in after["errors"]
+    else:
         assert after["status"] == 0, after["errors"]
 
 
-@pytest.mark.parametrize("flag", [*ALIASES, LAYERS_PER_VIRTUAL_STAGE])
+@pytest.mark.parametrize("flag", ALIASES)
 def test_an_alias_changes_the_run(flag, prepared, tmp_path, capsys):
-    value = "1" if flag == LAYERS_PER_VIRTUAL_STAGE else ""
-    without = observe(BASE, prepared, tmp_path / "without", capsys)
-    assert observe({**BASE, flag: value}, prepared, tmp_path / "with", capsys) != without
+    context = {"--bf16": ""} if flag == "--grad-reduce-in-bf16" else {}
+    without = observe({**BASE, **context}, prepared, tmp_path / "without", capsys)
+    after = observe({**BASE, **context, flag: ""}, prepared, tmp_path / "with", capsys)
+    assert after != without
+    assert after["status"] == 0, after["errors"]

@@ -267,8 +267,9 @@ def test_records_of_a_run_hold_its_numbers_exactly(tmp_path):
     trainer = SimpleNamespace(iteration=2, stopped=None)
     recorder = Recorder(tmp_path, {"layout": "1 rank"})
     recorder.on_start(trainer)
-    recorder.on_step(trainer, report(3, sums={"lm loss": 1.0, "z loss": 3.0}))
+    recorder.on_step(trainer, report(3, sums={"lm loss": 1.0, "z loss": 3.0}, updated=False))
     recorder.on_step(trainer, skipped(4))
+    recorder.on_step(trainer, report(5))
     recorder.logged(4, {"lm loss": 0.1 + 0.2})
     recorder.evaluated(4, {"lm loss": 2.5, "z loss": math.inf})
     recorder.tested(4, {"lm loss": 3.5})
@@ -283,12 +284,13 @@ def test_records_of_a_run_hold_its_numbers_exactly(tmp_path):
         "z loss": 0.075,
         "learning_rate": 0.25,
         "grad_norm": 1.5,
-        "updated": True,
+        "updated": False,
         "seconds": 0.5,
         "tokens": 40,
     }
     lost = {"iteration": 4, "consumed_samples": 16, "lm loss": None, "grad_norm": None}
-    assert records.train == [step, {**step, **lost, "updated": False}]
+    last = {"iteration": 5, "consumed_samples": 20, "lm loss": 2.0, "updated": True}
+    assert records.train == [step, {**step, **lost}, {**step, **last}]
     assert records.log == [{"kind": "log", "iteration": 4, "lm loss": 0.1 + 0.2}]
     evaluated = {"kind": "validation", "iteration": 4, "lm loss": 2.5, "z loss": None}
     assert records.validation == [evaluated]

@@ -1,0 +1,121 @@
+"""Every flag that one rank refuses changes a run of several: what they hold, read and send.
+
+Losses are left out of what is compared, since a layout changes them by rounding, and so is what
+merely repeats the configuration.
+"""
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flags_on_ranks import BASE, ON_RANKS, UNEVEN, Words, command
+from megatron_data import ByteTokenizer, IndexedDatasetBuilder
+from megatron_parallel import Mesh, ParallelLayout
+from megatron_parallel.testing import WorkerPool
+from megatron_train import GPTTask, StepEngine, TrainError, pretrain
+from megatron_train.cli import main
+from megatron_train.cli.main import build_parser
+from megatron_train.config.resolve import resolve
+from megatron_train.metrics import peak
+
+SAMPLE = {"layout.pp", "training.cp_comm_type", "training.sequence_parallel"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus and a tokenizer."""
+    place = tmp_path_factory.mktemp("flags")
+    ByteTokenizer().save(place / "bytes")
+    with IndexedDatasetBuilder(str(place / "text"), "uint16") as builder:
+        for start in range(20):
+            builder.add_item([*((start + i) % 250 for i in range(9)), 256])
+            builder.end_document()
+        builder.finalize()
+    return place
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    """What is seen of runs, by their words."""
+    return {}
+
+
+def resolved(words: Words, ranks: int, folder: Path) -> ParallelLayout:
+    """The layout of a run; raises what is refused."""
+    with contextlib.chdir(folder):
+        config, _ = resolve(build_parser().parse_args(command(words)), ranks)
+    return config.layout
+
+
+def observe(mesh: Mesh, words: Words, folder: Path) -> dict[str, Any]:
+    """Run the command as one rank and return what it held, read, sent and printed."""
+    found: dict[str, Any] = {"read": []}
+    inputs, run = GPTTask.inputs, StepEngine.run
+
+    def read(task: GPTTask, batch: Any, *rest: Any) -> Any:
+        found["read"].append(batch["tokens"].tolist())
+        return inputs(task, batch, *rest)
+
+    def ran(engine: StepEngine, *rest: Any) -> Any:
+        sums = run(engine, *rest)
+        found["held"] = {name: tuple(p.shape) for name, p in engine.parameters.items()}
+        found["order"] = [str(action) for action in engine._pipeline.trace]
+        return sums
+
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(printed):
+        patch.chdir(folder)
+        patch.setenv("WORLD_SIZE", str(mesh.world_size))
+        patch.delenv("RANK", raising=False)  # a rank that fails would end the worker
+        patch.setattr(pretrain, "join", lambda config, device: mesh)
+        patch.setattr(Mesh, "close", lambda mesh: None)  # the pool keeps it
+        patch.setattr(peak, "measured_peak", lambda *_: None)
+        patch.setattr(GPTTask, "inputs", read)
+        patch.setattr(StepEngine, "run", ran)
+        with mesh.counting() as traffic, contextlib.redirect_stdout(io.StringIO()):
+            found["status"] = main(command(words))
+    found["errors"] = printed.getvalue()
+    found["sent"] = {(r.axis, r.operation): (r.calls, r.nbytes) for r in traffic.records}
+    return found
+
+
+def run_on_ranks(pool: WorkerPool, words: Words, ranks: int, folder: Path) -> list[dict[str, Any]]:
+    return pool.run_mesh(resolved(words, ranks, folder), observe, words, folder)
+
+
+@pytest.mark.parametrize("key", ON_RANKS)
+def test_a_set_up_takes_the_flag_that_one_rank_refuses(key, folder):
+    ranks, context, change = ON_RANKS[key]
+    words = {**BASE, **context, **change}
+    resolved(words, ranks, folder)
+    with pytest.raises(TrainError):
+        resolved(words, 1, folder)
+    if context != UNEVEN:
+        resolved({**BASE, **context}, ranks, folder)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [pytest.param(key, marks=() if key in SAMPLE else pytest.mark.slow) for key in ON_RANKS],
+)
+def test_a_flag_changes_the_run_of_several_ranks(key, worker_pool, folder, seen):
+    ranks, context, change = ON_RANKS[key]
+    after = run_on_ranks(worker_pool, {**BASE, **context, **change}, ranks, folder)
+    assert [one["status"] for one in after] == [0] * ranks, after[0]["errors"]
+    if context == UNEVEN:
+        with pytest.raises(TrainError, match="3 layers"):
+            resolved({**BASE, **context}, ranks, folder)
+        return
+    known = f"{ranks} {context}"
+    if known not in seen:
+        seen[known] = run_on_ranks(worker_pool, {**BASE, **context}, ranks, folder)
+        assert [one["status"] for one in seen[known]] == [0] * ranks, seen[known][0]["errors"]
+    assert after != seen[known]
+
+
+@pytest.mark.slow
+def test_an_equal_run_is_seen_as_equal(worker_pool, folder):
+    first, second = (run_on_ranks(worker_pool, BASE, 2, folder) for _ in range(2))
+    assert first == second
