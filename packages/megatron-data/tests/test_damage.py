@@ -17,13 +17,16 @@ from megatron_data import (
     DataError,
     IndexedDataset,
     IndexedDatasetBuilder,
+    build_gpt_datasets,
     merge,
     preprocess,
+    read_texts,
     trace,
     verify,
 )
 from megatron_data import files as files_module
 from megatron_data.cli import main
+from megatron_data.datasets.builders import OrderName
 from megatron_data.indexed.format import HEADER, MAGIC
 
 
@@ -263,3 +266,70 @@ def test_tokens_that_are_not_there_are_never_made_up(tmp_path: Path) -> None:
     os.truncate(tmp_path / "d.bin", 150)
     with pytest.raises(DataError, match=r"describes 200 bytes, the \.bin has 150"):
         IndexedDataset(tmp_path / "d")
+
+
+@pytest.mark.parametrize("order", ["stateless", "packed", "compat"])
+@pytest.mark.parametrize("what", ["length", "two lengths", "pointer", "document"])
+def test_training_refuses_an_index_that_is_damaged_in_its_middle(
+    what: str, order: OrderName, write_dataset: Callable[..., str]
+) -> None:
+    prefix = write_dataset([[number] * 9 for number in range(100)])
+    lengths, pointers = HEADER.size, HEADER.size + 4 * 100
+    bounds = pointers + 8 * 100
+    place, data, message = {
+        "length": (
+            lengths + 4 * 50,
+            struct.pack("<i", -9),
+            r"sequence 50 has length -9 \(docu",
+        ),
+        "two lengths": (
+            lengths + 4 * 50,
+            struct.pack("<2i", 8, 10),
+            r"the pointer of sequence 51 is not the sum of .* \(document 51\)",
+        ),
+        "pointer": (pointers + 8 * 50, struct.pack("<q", 0), r"the pointer of sequence 50 is not"),
+        "document": (bounds + 8 * 50, struct.pack("<q", 99), "document 50 ends before it begins"),
+    }[what]
+    altered(Path(f"{prefix}.idx"), place, data)
+    IndexedDataset(prefix)  # which reads its ends alone
+    with pytest.raises(DataError, match=rf"d\.idx is damaged: {message}.*; copy it again"):
+        build_gpt_datasets(prefix, "1,0,0", (20, 0, 0), 16, order=order)
+
+
+def test_flipped_bits_of_parquet_are_found_by_page_checksums(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None is read as other text; without checksums a warning and the manifest say so."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"text": [f"text {number} of many" for number in range(900)]})
+    path = tmp_path / "a.parquet"
+    parquet.write_table(table, path, row_group_size=300, write_page_checksum=True)
+    whole, metadata = path.read_bytes(), parquet.read_metadata(path)
+    wanted, found = list(read_texts([path])), 0
+    random = np.random.default_rng(0)
+    for group in range(3):
+        column = metadata.row_group(group).column(0)
+        begin, size = column.dictionary_page_offset, column.total_compressed_size
+        for place in random.integers(begin + 40, begin + size, 20).tolist():
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << int(random.integers(8))
+            path.write_bytes(damaged)
+            try:
+                texts = list(read_texts([path]))
+            except DataError as error:
+                found += 1
+                assert f"a.parquet, row 1: row group {group} is damaged" in str(error)
+                assert "\n" not in str(error)
+            else:  # in the header of a page
+                assert texts == wanted
+    assert found > 50
+    made = []
+    for checksums in (True, False):
+        parquet.write_table(table, path, write_page_checksum=checksums)
+        assert list(read_texts([path])) == wanted
+        (dataset,) = preprocess([path], tmp_path / f"o{checksums}", ByteTokenizer())
+        manifest = json.loads(Path(f"{dataset.prefix}.meta.json").read_text())
+        assert manifest["sources"][0]["page_checksums"] is checksums
+        made.append([line for line in caplog.messages if "no page checksums" in line])
+    assert made[0] == []
+    assert len(made[1]) == 1 and made[1][0].startswith(f"{path}: no page checksums")

@@ -72,13 +72,15 @@ class Builder(ABC):
     _opened: dict[str, IndexedDataset] = field(default_factory=dict, init=False)
 
     def source(self, prefix: str) -> IndexedDataset:
-        """Return the dataset at a prefix.
+        """Return the dataset at a prefix, its index checked once from end to end.
 
         Raises:
-            DataError: there is none, or it holds images.
+            DataError: there is none, its index is damaged, or it holds images.
         """
         if prefix not in self._opened:
-            dataset = self._opened[prefix] = IndexedDataset(prefix, self.storage, self.mapped)
+            dataset = IndexedDataset(prefix, self.storage, self.mapped)
+            dataset.check()
+            self._opened[prefix] = dataset
             if dataset.sequence_modes is not None:
                 raise DataError(
                     f"{prefix} holds images beside its texts, whose bytes are no tokens; give a "

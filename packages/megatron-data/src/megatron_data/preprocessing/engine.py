@@ -1,6 +1,7 @@
 """The work of all preprocessing: chunks over processes, parts, datasets with their manifests."""
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
@@ -21,6 +22,8 @@ OnError: TypeAlias = Literal["fail", "skip", "quarantine"]
 """What becomes of a document that cannot be read or tokenized."""
 
 _CHUNKS = 1024
+
+_log = logging.getLogger("megatron_data")
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ def run_job(
             )
             write_manifest(name, description, written=written, counts=counts, origins=origins)
         folder.finish()
+    _warn_of_missing_checksums(sources)
     read = sum(source.record()["bytes"] for source in sources)
     seconds = perf_counter() - started
     first = None if made.first_fault is None else str(made.first_fault)
@@ -144,6 +148,20 @@ def run_job(
         for name, _, counts, _ in made.datasets
     ]
     return Finished(finished, made.tallies)
+
+
+def _warn_of_missing_checksums(sources: Sequence[Source]) -> None:
+    """Name the Parquet files in which damage is not noticed, in one line."""
+    records = (source.record() for source in sources)
+    lacking = [record["path"] for record in records if record.get("page_checksums") is False]
+    if lacking:
+        more = f" and {len(lacking) - 1:,} more" if len(lacking) > 1 else ""
+        _log.warning(
+            "%s%s: no page checksums, so damage may be read as other text; let the writer add "
+            "them (pyarrow: write_page_checksum=True)",
+            lacking[0],
+            more,
+        )
 
 
 def _job(encoder: ChunkEncoder, chunk_bytes: int) -> dict[str, object]:

@@ -9,6 +9,7 @@ import orjson
 from ..errors import DataError
 from .json_lines import text_of
 from .names import is_url
+from .parquet_checksums import has_page_checksums
 from .protocol import CHUNK_BYTES, BrokenChunk, Fault, Item, Row, Span, UnreadableError, too_long
 from .storage import open_file, stat
 from .streams import Stream
@@ -95,6 +96,7 @@ class Parquet:
         self._optional = optional
         self.size, self.version = stat(path)
         self._rows = 0
+        self._page_checksums: bool | None = None
         self._sha256: str | None = None
         _pyarrow(path)
 
@@ -106,8 +108,9 @@ class Parquet:
         row = 1
         with open_file(self.path) as raw:
             try:
-                file = arrow.parquet.ParquetFile(raw)
+                file = arrow.parquet.ParquetFile(raw, page_checksum_verification=True)
                 columns = self._columns(file.schema_arrow.names)
+                self._page_checksums = has_page_checksums(raw, file.metadata, columns)
                 rows = file.metadata.num_rows
                 at_once = _rows_at_once(file.metadata, chunk_bytes)
                 for batch in file.iter_batches(at_once, columns=columns):
@@ -117,8 +120,7 @@ class Parquet:
             except (arrow.ArrowException, OSError) as error:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise
-                reason = f"it is no Parquet file, or damaged from here on ({error}); copy it again"
-                yield self._broken(row, "damaged", reason)
+                yield self._broken(row, "damaged", self._damage(arrow, row, error))
             except UnreadableError as error:
                 yield self._broken(row, error.kind, error.reason)
         self._rows = row - 1
@@ -146,6 +148,19 @@ class Parquet:
             "--json-key",
         )
 
+    def _damage(self, arrow: Any, row: int, error: Exception) -> str:
+        """Say which row group cannot be read, of those from a row on."""
+        try:
+            with open_file(self.path) as raw:
+                file = arrow.parquet.ParquetFile(raw, page_checksum_verification=True)
+                columns = self._columns(file.schema_arrow.names)
+                group = _first_damaged(arrow, file, columns, row)
+        except (arrow.ArrowException, OSError, UnreadableError):
+            group = None
+        if group is None:
+            return f"it is no Parquet file, or damaged from here on ({error}); copy it again"
+        return f"row group {group} is damaged ({error}); copy the file again"
+
     def _broken(self, row: int, kind: str, reason: str) -> BrokenChunk:
         fault = Fault(f"{self.path}, row {row}", kind, " ".join(reason.split()), self.path, row)
         return BrokenChunk(fault, 0, Span(0, 0, row, 1))
@@ -157,7 +172,7 @@ class Parquet:
         seen, batches = 0, []
         with open_file(self.path) as raw:
             try:
-                file = arrow.parquet.ParquetFile(raw)
+                file = arrow.parquet.ParquetFile(raw, page_checksum_verification=True)
                 columns = self._columns(file.schema_arrow.names)
                 for batch in file.iter_batches(_REREAD_ROWS, columns=columns):
                     start = max(span.first - 1 - seen, 0)
@@ -173,9 +188,29 @@ class Parquet:
         return RowsChunk(self.path, span.first, arrow.Table.from_batches(batches), 0)
 
     def record(self) -> dict[str, Any]:
-        """Return size, rows and digest; of a URL, the version that its storage gives."""
+        """Return size, rows, digest (of a URL the version), and whether pages have one."""
         proof = {"version": self.version} if is_url(self.path) else {"sha256": self._sha256}
-        return {"path": self.path, "bytes": self.size, "rows": self._rows, **proof}
+        return {
+            "path": self.path,
+            "bytes": self.size,
+            "rows": self._rows,
+            **proof,
+            "page_checksums": self._page_checksums,
+        }
+
+
+def _first_damaged(arrow: Any, file: Any, columns: Sequence[str], row: int) -> int | None:
+    """The first row group that cannot be read, from that of a row (from 1) on."""
+    end = 0
+    for group in range(file.num_row_groups):
+        end += file.metadata.row_group(group).num_rows
+        if end < row:
+            continue
+        try:
+            file.read_row_group(group, columns=list(columns))
+        except (arrow.ArrowException, OSError):
+            return group
+    return None
 
 
 def _rows_at_once(metadata: Any, chunk_bytes: int) -> int:
