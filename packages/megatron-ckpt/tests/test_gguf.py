@@ -1,5 +1,6 @@
 """GGUF files made here, read with a made-up family that keeps Hugging Face's names."""
 
+import contextlib
 import json
 import struct
 import sys
@@ -12,6 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from fuzzing import fuzz, mutate_bytes
 from megatron_ckpt import Checkpoint, CheckpointError, import_hf
 from megatron_ckpt.cli import main
 
@@ -393,3 +395,27 @@ def test_counts_that_the_file_has_no_room_for_are_refused_at_once(tmp_path, cont
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=words):
         import_hf(path, tmp_path / "run")
+
+
+class PlannedError(Exception):
+    """An import got as far as the first tensor to write."""
+
+
+def test_damaged_headers_are_read_or_refused(tmp_path, fuzz_count):
+    path = write(tmp_path / "m.gguf", more={"tokenizer.chat_template": "{{ messages }}"})
+    whole = path.read_bytes()
+    end = len(whole) - sum(weight.nbytes for weight in tensors().values())
+
+    def mutate(rng, content):
+        return mutate_bytes(rng, content[:end]) + content[end:]
+
+    def stop(_):
+        raise PlannedError
+
+    def read(content):
+        path.unlink()  # the former file may still be mapped
+        path.write_bytes(content)
+        with contextlib.suppress(PlannedError):
+            import_hf(path, tmp_path / "run", announce=stop)
+
+    fuzz(read, [whole], CheckpointError, count=fuzz_count, mutate=mutate)

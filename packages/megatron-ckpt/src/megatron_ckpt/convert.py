@@ -19,6 +19,7 @@ from megatron_ckpt.formats.special_tokens import (
     TOKENIZER_FILE,
     special_token_ids,
 )
+from megatron_ckpt.json_input import Fields, parse_object
 from megatron_ckpt.ops.ignored import check_ignored
 from megatron_ckpt.ops.interpreter import check_source
 from megatron_ckpt.ops.rows import Row, expand
@@ -88,7 +89,8 @@ def import_hf(
             is left behind.
     """
     model = open_source(source)
-    kind = find_family(family) if family else detect_family(model.config.get("architectures") or ())
+    names = _architectures(model.config, model.where)
+    kind = find_family(family) if family else detect_family(names)
     config = _checked(model.where, kind.config_from_hf, model.config)
     tensors = model.open_tensors(kind.prefix)
     meta = tensors.meta()
@@ -241,8 +243,9 @@ def _write_settings(
     theirs: dict[str, Any] = {}
     original = f"{HUGGINGFACE}/{CONFIG}"
     if original in checkpoint.manifest.files:
-        theirs = json.loads(checkpoint.read_file(original))
-        if not set(theirs.get("architectures") or ()) & set(family.architectures):
+        where = checkpoint.path / original
+        theirs = parse_object(checkpoint.read_file(original), where)
+        if not set(_architectures(theirs, where)) & set(family.architectures):
             theirs = {}
     dtypes = [entry.dtype for group in groups for entry in group]
     theirs.pop("dtype", None)
@@ -280,6 +283,12 @@ def _model_of(checkpoint: Checkpoint, family: str | None) -> tuple[Family, Any]:
         )
     kind = find_family(name)
     return kind, _checked(checkpoint.path, kind.config_from_json, record.config)
+
+
+def _architectures(config: Mapping[str, Any], where: Path) -> tuple[str, ...]:
+    """Return the names of Hugging Face classes in a ``config.json``."""
+    content = {"architectures": config.get("architectures") or []}
+    return Fields(content, str(where)).texts("architectures")
 
 
 def _checked(where: Path, read: Callable[[Any], Any], values: Any) -> Any:

@@ -12,6 +12,12 @@ class CorruptCheckpointError(CheckpointError):
     """A checkpoint is torn or its bytes changed: files missing, short, or of another digest."""
 
 
+def brief(message: object) -> str:
+    """Return what comes from a file or another library as one line of at most 300 characters."""
+    text = " ".join(str(message).split())
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``" (nearest: 'x')"`` for the known name closest to ``name``, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
-from megatron_ckpt.errors import CheckpointError, did_you_mean
+from megatron_ckpt.errors import CheckpointError, brief, did_you_mean
 from megatron_ckpt.ops.ignored import Ignored
 from megatron_ckpt.ops.rows import RowData
 
@@ -50,7 +50,9 @@ def find_family(name: str) -> Family:
     """Return the family registered under ``name``."""
     known = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in known:
-        raise CheckpointError(f"no family {name!r}{did_you_mean(name, known)}; {_installed(known)}")
+        raise CheckpointError(
+            f"no family {brief(repr(name))}{did_you_mean(name, known)}; {_installed(known)}"
+        )
     family: Family = known[name].load()
     return family
 
@@ -62,10 +64,8 @@ def detect_family(architectures: Sequence[str]) -> Family:
         family: Family = entry.load()
         if set(architectures) & set(family.architectures):
             return family
-    raise CheckpointError(
-        f"no family reads {' or '.join(architectures) or 'a config.json without architectures'}; "
-        f"{_installed(known)}"
-    )
+    wanted = brief(" or ".join(architectures)) or "a config.json without architectures"
+    raise CheckpointError(f"no family reads {wanted}; {_installed(known)}")
 
 
 def _installed(known: Mapping[str, object]) -> str:

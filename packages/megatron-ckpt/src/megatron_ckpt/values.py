@@ -6,12 +6,11 @@ finite, and dictionaries whose own keys are not plain strings or begin with ``$`
 """
 
 import base64
-import binascii
 import json
 import math
 from typing import TypeAlias
 
-from megatron_ckpt.errors import CheckpointError
+from megatron_ckpt.errors import CheckpointError, brief
 
 Plain: TypeAlias = (
     "bool | int | float | str | bytes | list[Plain] | tuple[Plain, ...] | dict[Plain, Plain] | None"
@@ -70,8 +69,15 @@ def dumps(value: object, where: str) -> str:
 
 
 def loads(text: str | bytes) -> Plain:
-    """Undo `dumps`."""
+    """Undo `dumps`.
+
+    Raises:
+        CheckpointError: no JSON, nested too deeply to be read, or marks that `encode` does not
+            write.
+    """
     try:
         return decode(json.loads(text))
-    except (ValueError, binascii.Error) as error:
-        raise CheckpointError(f"stored values are not readable: {error}") from error
+    except RecursionError:
+        raise CheckpointError("stored values are nested too deeply to be read") from None
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"stored values are not readable: {brief(error)}") from error

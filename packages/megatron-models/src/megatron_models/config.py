@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import json
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -355,7 +356,7 @@ class GPTConfig:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"unknown model configuration key {key!r}{hint}")
+                raise ConfigError(f"unknown model configuration key {reprlib.repr(key)}{hint}")
         needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
         if missing := [name for name in needed if name not in values]:
             raise ConfigError(f"the model configuration lacks {', '.join(missing)}")
@@ -368,8 +369,10 @@ class GPTConfig:
             return cls.from_dict(text)
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise ConfigError(f"the model configuration is not JSON: {error}") from None
+        except RecursionError:
+            raise ConfigError("the model configuration is nested too deeply to be read") from None
         if not isinstance(values, dict):
             raise ConfigError(
                 f"the model configuration is a JSON {type(values).__name__}, not a map"

@@ -26,11 +26,12 @@ def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     Raises:
         PatternError: anything else, or a list of another length.
     """
+    shown = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
     try:
         value = _value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last of Python's parser
         raise PatternError(
-            f"{text!r} is no pattern of layers: give a number, or lists of ones and zeros like "
+            f"{shown!r} is no pattern of layers: give a number, or lists of ones and zeros like "
             "([0]*2+[1])*4"
         ) from None
     if isinstance(value, int):
@@ -39,11 +40,12 @@ def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
         return tuple(layer % value == 0 for layer in range(num_layers))
     if len(value) != num_layers:
         raise PatternError(
-            f"the pattern {text} is of {len(value)} layers, the model has {num_layers}"
+            f"the pattern {shown} is of {len(value)} layers, the model has {num_layers}"
         )
     return tuple(bool(each) for each in value)
 
 
+_LONGEST_SHOWN = 200
 _LONGEST = 100_000
 
 

@@ -32,6 +32,13 @@ class FieldError(ValueError):
         )
 
 
+_LONGEST_VALUE = 200  # characters; values from a damaged file may have any number
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."
+
+
 class _Field:
     """What a field of a configuration is in the message of an error."""
 
@@ -43,9 +50,9 @@ class _Field:
         if form == "name":
             return name
         if form == "repr":
-            return repr(self._value)
+            return _short(repr(self._value))
         between = "=" if form == "=" and self._spelt is None else " "
-        return f"{name}{between}{self._value}"
+        return f"{name}{between}{_short(str(self._value))}"
 
 
 class LayoutError(FieldError):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_ckpt.errors import CheckpointError
+from megatron_ckpt.errors import CheckpointError, brief
 from megatron_ckpt.formats.gguf_header import check_header
 from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER, ModelSource
 
@@ -160,7 +160,7 @@ class GGUFFile:
             return read()
         except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
             raise CheckpointError(
-                f"{self.path} is damaged, or no GGUF file of version 2 or 3: {error}"
+                f"{self.path} is damaged, or no GGUF file of version 2 or 3: {brief(error)}"
             ) from error
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ckpt.dtypes import torch_dtype
-from megatron_ckpt.errors import CheckpointError
+from megatron_ckpt.errors import CheckpointError, brief
 from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER, ModelSource
 from megatron_ckpt.json_input import Fields, parse_object
 from megatron_ckpt.paths import check_name, locate, read_whole
@@ -87,7 +87,7 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
             try:
                 handle: Any = safe_open(locate(folder, file), framework="pt")
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{folder / file} cannot be read: {error}") from error
+                raise CheckpointError(f"{folder / file} cannot be read: {brief(error)}") from error
             for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
                 self._handles[name] = (handle, name)
         if prefix and not any(name.startswith(prefix) for name in self._handles):

@@ -1,8 +1,9 @@
 """Numbers of special tokens, from a tokenizer's files, for readers that ask a model for them."""
 
-import json
 from collections.abc import Mapping
 from typing import Any, Final
+
+from megatron_ckpt.json_input import parse_object
 
 ROLES: Final = ("bos", "eos", "pad")
 TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -16,20 +17,26 @@ def special_token_ids(files: Mapping[str, bytes]) -> dict[str, int | None]:
 
     Args:
         files: content of `tokenizer.json` and `tokenizer_config.json`, as far as there are any.
+
+    Raises:
+        CheckpointError: a file is no JSON object. Entries of another form say nothing.
     """
-    config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
-    numbers = _vocabulary(json.loads(files.get(TOKENIZER_FILE, b"{}")))
+    config = parse_object(files.get(TOKENIZER_CONFIG, b"{}"), TOKENIZER_CONFIG)
+    numbers = _vocabulary(parse_object(files.get(TOKENIZER_FILE, b"{}"), TOKENIZER_FILE))
     names = {role: _content(config.get(f"{role}_token")) for role in ROLES}
     names["eos"] = names["eos"] or _content(config.get("eod_token"))
     return {f"{role}_token_id": numbers.get(name or "") for role, name in names.items()}
 
 
 def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
     found = dict(vocabulary) if isinstance(vocabulary, dict) else {}
-    for token in tokenizer.get("added_tokens") or ():
-        found[token["content"]] = token["id"]
-    return found
+    added = tokenizer.get("added_tokens")
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, dict) and isinstance(token.get("content"), str):
+            found[token["content"]] = token.get("id")
+    return {text: number for text, number in found.items() if type(number) is int}
 
 
 def _content(token: Any) -> str | None:

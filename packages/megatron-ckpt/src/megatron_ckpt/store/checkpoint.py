@@ -69,7 +69,10 @@ class Checkpoint:
 
     def values(self) -> LoadedState:
         """Return the plain values, without any tensor."""
-        content = loads(self.read_file(STATE))
+        try:
+            content = loads(self.read_file(STATE))
+        except CheckpointError as error:
+            raise CorruptCheckpointError(f"{self.path / STATE}: {error}") from error
         if not isinstance(content, dict):
             raise CorruptCheckpointError(f"{self.path / STATE} is not a JSON object")
         return LoadedState({str(name): value for name, value in content.items()}, self)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import reprlib
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -140,15 +141,19 @@ def _check_format(top: Fields) -> None:
     name, number = top.need("format"), top.need("format_version")
     if (name, number) != (FORMAT, FORMAT_VERSION):
         raise CheckpointError(
-            f"{top.where} has format {name} {number}, this megatron-ckpt reads {FORMAT} "
-            f"{FORMAT_VERSION}: use a newer one"
+            f"{top.where} has format {_short(name)} {_short(number)}, this megatron-ckpt reads "
+            f"{FORMAT} {FORMAT_VERSION}: use a newer one"
         )
     algorithm, size = top.need("algorithm"), top.need("block_size")
     if (algorithm, size) != (ALGORITHM, BLOCK_SIZE):
         raise CheckpointError(
-            f"{top.where} digests {size}-byte blocks with {algorithm}, this megatron-ckpt "
-            f"{BLOCK_SIZE}-byte blocks with {ALGORITHM}: use a newer one"
+            f"{top.where} digests {_short(size)}-byte blocks with {_short(algorithm)}, this "
+            f"megatron-ckpt {BLOCK_SIZE}-byte blocks with {ALGORITHM}: use a newer one"
         )
+
+
+def _short(value: object) -> str:
+    return value if isinstance(value, str) and len(value) < 40 else reprlib.repr(value)
 
 
 def _file(record: Fields) -> FileRecord:

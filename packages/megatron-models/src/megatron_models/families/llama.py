@@ -64,7 +64,8 @@ def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
     base = values.get("rope_theta")
     if base is not None and settings.get("rope_theta", base) != base:
         raise ConfigError(
-            f"rope_theta is {base!r} and {settings['rope_theta']!r} in the rotary settings"
+            f"rope_theta is {reprlib.repr(base)} and {reprlib.repr(settings['rope_theta'])} in the "
+            "rotary settings"
         )
     for key, value in settings.items():
         neutral = value is None or (key == "partial_rotary_factor" and value == 1)
@@ -85,7 +86,7 @@ def _rope_from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
         return settings
     if kind not in ("linear", "llama3"):
         raise ConfigError(
-            f"rotary scaling of type {kind!r} is not supported, only linear and llama3"
+            f"rotary scaling of type {reprlib.repr(kind)} is not supported, only linear and llama3"
         )
     settings["rope_scaling_type"] = cast(RopeScalingType, kind)
     settings["rope_scaling_factor"] = need(scaling, "factor", "rope_scaling")
