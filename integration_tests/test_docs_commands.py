@@ -396,19 +396,30 @@ def run_as_processes() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def reader(
-    request: pytest.FixtureRequest,
+def reader_of(
     shelf: Path,
     run_as_processes: set[str],
     preloaded: Preloaded,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Reader]:
-    """The reader of the page that is asked for."""
-    folder = tmp_path_factory.mktemp("page")
-    lay_out(request.param, shelf, folder)
-    going = Reader(request.param, folder, run_as_processes, preloaded)
-    yield going
-    going.close()
+) -> Iterator[Callable[[Path], Reader]]:
+    """Return the reader of a page, one for all its commands.
+
+    A fixture with a parameter would be made anew for every test, and run all commands before it.
+    """
+    going: dict[Path, Reader] = {}
+
+    def find(page: Path) -> Reader:
+        if page not in going:
+            for other in going.values():
+                other.close()
+            folder = tmp_path_factory.mktemp("page")
+            lay_out(page, shelf, folder)
+            going[page] = Reader(page, folder, run_as_processes, preloaded)
+        return going[page]
+
+    yield find
+    for reader in going.values():
+        reader.close()
 
 
 CASES = [(page, number) for page in PAGES for number, _ in enumerate(commands(page))]
@@ -422,7 +433,7 @@ FIRST = {
 
 
 @pytest.mark.parametrize(
-    ("reader", "number"),
+    ("page", "number"),
     [
         pytest.param(
             page,
@@ -432,9 +443,11 @@ FIRST = {
         )
         for page, number in CASES
     ],
-    indirect=["reader"],
 )
-def test_a_command_of_the_documentation_runs(reader: Reader, number: int) -> None:
+def test_a_command_of_the_documentation_runs(
+    page: Path, number: int, reader_of: Callable[[Path], Reader]
+) -> None:
+    reader = reader_of(page)
     wrong = reader.result(number)
     assert not wrong, wrong
     text = reader.commands[number].text
