@@ -1,6 +1,8 @@
 """Conversion with a made-up family, and the command; real families are tested with transformers."""
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
 import weakref
@@ -62,6 +64,20 @@ def test_a_row_is_read_when_its_turn_comes_and_let_go_before_the_next(
     alive.clear()
     export_hf(tmp_path / "run", tmp_path / "back")
     assert sorted(alive) == [("layers.0.w", 0), ("layers.1.w", 0), ("word", 0)]
+
+
+def test_an_export_clears_what_a_killed_one_left_and_nothing_else(folder, tmp_path):
+    import_hf(folder, tmp_path / "run")
+    dead, living = "back.tmp-00112233aabb", "back.tmp-00112233aabc"
+    for name in (dead, living, "back.tmp-mine", f"other{dead}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    held = os.open(tmp_path / living, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)  # as an export that is still at work
+    export_hf(tmp_path / "run", tmp_path / "back")
+    left = sorted(path.name for path in tmp_path.glob("*.tmp-*"))
+    assert left == [living, "back.tmp-mine", f"other{dead}"]
+    os.close(held)
 
 
 def test_a_failed_export_leaves_no_folder(folder, tmp_path, disk):

@@ -79,6 +79,7 @@ def test_death_at_every_call_leaves_one_whole_checkpoint(
         assert loaded(folder) == 8
         rest = [p.name for p in folder.iterdir() if "-" in p.name and p.suffix != ".txt"]
         assert not [name for name in rest if name.startswith("iter_")], rehearsal.log[at]
+        assert not list(folder.glob("*.tmp-*")), rehearsal.log[at]
         shutil.rmtree(folder)
     assert seen == allowed
 

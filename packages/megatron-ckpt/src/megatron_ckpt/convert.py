@@ -1,8 +1,6 @@
 """Models between Hugging Face's format and ours, tensor by tensor."""
 
 import json
-import shutil
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,7 @@ from megatron_ckpt.ops.rows import Row, expand
 from megatron_ckpt.paths import check_name
 from megatron_ckpt.store.blocks import write_file
 from megatron_ckpt.store.checkpoint import Checkpoint, CheckpointTensors
-from megatron_ckpt.store.durable import rename, sync_tree
+from megatron_ckpt.store.durable import new_folder
 from megatron_ckpt.store.manifest import ModelRecord
 from megatron_ckpt.store.store import find_checkpoint, save_slabs
 from megatron_ckpt.store.tensorfile import TensorEntry, write_tensor_file
@@ -166,18 +164,9 @@ def export_hf(
     planned.sort(key=lambda entries: -item_size(entries[0].dtype))
     every = [entry for entries in planned for entry in entries]
     announce(Total(len(every), sum(entry.nbytes for entry in every)))
-    temporary = target.with_name(f"{target.name}.tmp-{uuid.uuid4().hex[:12]}")
-    temporary.mkdir(parents=True)
-    try:
+    with new_folder(target) as temporary:
         _write_weights(temporary, planned, max_shard_bytes, progress)
         _write_settings(temporary, opened, kind, settings, planned)
-        sync_tree(temporary)
-        if target.exists():
-            target.rmdir()
-        rename(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return target
 
 

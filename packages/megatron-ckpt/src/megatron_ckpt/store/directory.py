@@ -123,6 +123,8 @@ def discard(path: Path) -> None:
 
 def tidy(directory: Path) -> None:
     """Clear what killed saves left. The caller holds the writer lock."""
+    for path in directory.glob(f"{POINTER}.tmp-[0-9]*"):  # written under the lock alone
+        path.unlink()
     for iteration, kind, path in entries(directory):
         if kind in ("tmp", "trash"):
             shutil.rmtree(path)

@@ -1,6 +1,10 @@
 """File operations that reach the disk. All bytes of a checkpoint are written through here."""
 
+import fcntl
 import os
+import re
+import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +51,55 @@ def replace_file(path: Path, data: bytes) -> None:
         write_all(descriptor, data)
     temporary.replace(path)
     sync_directory(path.parent)
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside ``target`` that gets its name at the end, all synced.
+
+    After an error it is removed. One that a killed process left is removed by the next call for the
+    same ``target``: a folder that is still being written is held by a lock that dies with its
+    holder.
+
+    Args:
+        target: may be missing, or an empty folder.
+    """
+    ours = re.compile(re.escape(target.name) + r"\.tmp-[0-9a-f]{12}")
+    beside = target.parent.iterdir() if target.parent.is_dir() else ()
+    for leftover in [path for path in beside if ours.fullmatch(path.name)]:
+        descriptor = _lock_folder(leftover)
+        if descriptor is not None:
+            shutil.rmtree(leftover, ignore_errors=True)
+            os.close(descriptor)
+    temporary = target.with_name(f"{target.name}.tmp-{uuid.uuid4().hex[:12]}")
+    temporary.mkdir(parents=True)
+    held = _lock_folder(temporary)
+    try:
+        yield temporary
+        sync_tree(temporary)
+        if target.exists():
+            target.rmdir()
+        rename(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        if held is not None:
+            os.close(held)
+
+
+def _lock_folder(folder: Path) -> int | None:
+    """Return a descriptor that holds the lock of a folder, None where another process does."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None  # gone meanwhile, or no folder of ours
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def rename(source: Path, target: Path) -> None:
