@@ -23,6 +23,7 @@ DENSE = GPTConfig(
 EXPERTS = GPTConfig(**{**asdict(DENSE), "num_experts": 4, "moe_ffn_hidden_size": 128})
 SHARDED = DataParallelConfig(use_distributed_optimizer=True)
 FSDP = DataParallelConfig(use_torch_fsdp2=True)
+SLOW = pytest.mark.slow
 IN_BF16 = DataParallelConfig(accumulate_allreduce_grads_in_fp32=False)
 
 
@@ -72,16 +73,18 @@ def held(mesh: Mesh, config: GPTConfig, data_parallel: DataParallelConfig, dtype
     ("config", "layout", "data_parallel", "dtype"),
     [
         pytest.param(DENSE, {"dp": 2}, DataParallelConfig(), "bfloat16", id="dp2"),
-        pytest.param(DENSE, {"dp": 2}, IN_BF16, "bfloat16", id="dp2-bf16-sums"),
+        pytest.param(DENSE, {"dp": 2}, IN_BF16, "bfloat16", id="dp2-bf16-sums", marks=SLOW),
         pytest.param(DENSE, {"dp": 2}, SHARDED, "bfloat16", id="dp2-sharded"),
-        pytest.param(DENSE, {"dp": 2}, SHARDED, "float32", id="dp2-sharded-fp32"),
+        pytest.param(DENSE, {"dp": 2}, SHARDED, "float32", id="dp2-sharded-fp32", marks=SLOW),
         pytest.param(DENSE, {"dp": 2}, FSDP, "bfloat16", id="dp2-fsdp"),
         pytest.param(DENSE, {"tp": 2, "dp": 1}, SHARDED, "bfloat16", id="tp2"),
         pytest.param(DENSE, {"pp": 2, "dp": 1}, DataParallelConfig(), "bfloat16", id="pp2"),
-        pytest.param(DENSE, {"cp": 2, "dp": 1}, SHARDED, "bfloat16", id="cp2-sharded"),
-        pytest.param(EXPERTS, {"dp": 2, "ep": 2}, DataParallelConfig(), "bfloat16", id="ep2"),
+        pytest.param(DENSE, {"cp": 2, "dp": 1}, SHARDED, "bfloat16", id="cp2-sharded", marks=SLOW),
+        pytest.param(
+            EXPERTS, {"dp": 2, "ep": 2}, DataParallelConfig(), "bfloat16", id="ep2", marks=SLOW
+        ),
         pytest.param(EXPERTS, {"dp": 2, "ep": 2}, SHARDED, "bfloat16", id="ep2-sharded"),
-        pytest.param(EXPERTS, {"dp": 2}, SHARDED, "bfloat16", id="experts-dp2-sharded"),
+        pytest.param(EXPERTS, {"dp": 2}, SHARDED, "bfloat16", id="experts-dp2-sharded", marks=SLOW),
     ],
 )
 def test_what_a_rank_holds_is_what_the_formula_says(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_parallel import CollectiveError, LayoutError, Mesh, ParallelLayout, all_reduce
+from megatron_parallel.rendezvous import loopback_address
 from megatron_parallel.testing import Rank, WorkerPool
 
 
@@ -46,6 +47,22 @@ def test_ranks_that_do_not_start_are_one_line_within_the_time_out(
     line = str(caught.value)
     assert line.startswith(f"rank 0 did not meet the others of 2 at 127.0.0.1:{port} within 1 s")
     assert "\n" not in line and not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("127.8.9.10", "127.8.9.10"),
+        ("::1", "::1"),
+        ("localhost", "127.0.0.1"),
+        ("10.0.0.7", None),
+        ("0.0.0.0", None),
+        ("localhost.example.org", None),
+    ],
+)
+def test_only_addresses_of_this_machine_are_loopback(host: str, address: str | None) -> None:
+    assert loopback_address(host) == address
 
 
 def test_a_rank_without_groups_knows_its_place_and_cannot_communicate() -> None:

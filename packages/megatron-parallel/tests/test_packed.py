@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from megatron_parallel import Mesh, ParallelLayout, broadcast_tensors
-from megatron_parallel.packed import all_gather_texts
+from megatron_parallel import Mesh, ParallelLayout, all_gather_texts, broadcast_tensors
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor
 

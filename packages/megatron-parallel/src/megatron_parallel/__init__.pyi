@@ -42,6 +42,7 @@ from .mesh import GridMesh as GridMesh
 from .mesh import Mesh as Mesh
 from .mesh import bind_grids as bind_grids
 from .mesh import bind_meshes as bind_meshes
+from .packed import all_gather_texts as all_gather_texts
 from .packed import broadcast_tensors as broadcast_tensors
 from .pipeline.contract import Passed as Passed
 from .pipeline.engine import PipelineEngine as PipelineEngine
