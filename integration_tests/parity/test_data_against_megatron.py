@@ -224,6 +224,16 @@ def test_sample_index_equals_the_compiled_helper(case: int) -> None:
     assert ours.dtype == theirs.dtype
 
 
+def test_sample_index_beyond_32_bits_equals_the_compiled_helper() -> None:
+    lengths = np.array([10, 2**31 - 1, 10, 5, 2**31 - 1, 10, 2**31 - 1, 7], np.int32)
+    documents = np.array([4, 0, 6, 3, 1, 2, 5, 7], np.int32)
+    ours = build_sample_index(lengths, documents, sequence_length=1 << 22)
+    tokens = int(lengths.sum(dtype=np.int64))
+    theirs = helpers.build_sample_idx(lengths, documents, 1 << 22, 1, tokens, True, True)
+    np.testing.assert_array_equal(ours, theirs)
+    assert ours.dtype == theirs.dtype
+
+
 @pytest.mark.parametrize("case", range(10))
 def test_blends_equal_the_compiled_helper(case: int) -> None:
     random = np.random.default_rng(case)
