@@ -72,6 +72,16 @@ def test_a_piece_lies_in_a_file_of_the_manifest(run, forge, capsys, file):
     refused_by_every_reader(run, capsys, "tensors 'word': pieces[0]: file is ")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), "\ud800", {"\ud800": 1}], ids=ascii)
+def test_a_manifest_holds_nothing_that_cannot_be_written_again(run, forge, value):
+    forge(
+        run / "iter_0000000",
+        lambda content: content.update(model={"family": None, "config": {"x": value}}),
+    )
+    with pytest.raises(CheckpointError, match="no save writes that"):
+        _ = find_checkpoint(run).digest
+
+
 @pytest.mark.parametrize("name", ["tokenizer/tokenizer.json", "MANIFEST.json", "tokenizer"])
 def test_links_out_of_a_checkpoint_are_not_followed(run, capsys, tmp_path, name):
     path = run / "iter_0000000" / name

@@ -127,7 +127,7 @@ class Manifest:
         }
         tensors = {name: _tensor(record, files) for name, record in top.items("tensors")}
         _check_room(str(where), files, tensors)
-        return cls(
+        made = cls(
             iteration=top.integer("iteration"),
             world_size=top.integer("world_size", 1),
             files=files,
@@ -135,6 +135,14 @@ class Manifest:
             model=None if top.need("model") is None else _model(top.inner("model")),
             versions={name: str(value) for name, value in top.inner("versions").content.items()},
         )
+        try:
+            made._blank()
+        except (ValueError, RecursionError):
+            raise CorruptCheckpointError(
+                f"{where} holds NaN, half of a surrogate pair, or is nested too deeply: no save "
+                "writes that"
+            ) from None
+        return made
 
 
 def _check_format(top: Fields) -> None:
