@@ -345,6 +345,22 @@ def test_prompts_begin_with_the_tokenizers_token(
     assert put(client, **fields)[1]["tokens"][0][0] == 98
 
 
+@pytest.mark.parametrize("name", ["eod_id", "eos_id"])
+def test_a_document_that_ends_stops_its_prompt_alone(
+    client: FlaskClient, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    fields = {"prompts": ["x", "yz"], "tokens_to_generate": 12, "top_k": 1, "logprobs": True}
+    _, free = put(client, **fields)
+    first, second = free["tokens"]
+    end = next(token for token in first[1:] if token not in second[2:])
+    length = 1 + first[1:].index(end)
+    monkeypatch.setattr(ByteTokenizer, name, end, raising=False)
+    _, stopped = put(client, **fields)
+    assert stopped["tokens"] == [first[:length], second]
+    assert stopped["finish_reasons"] == ["stop", "length"]
+    assert stopped["logprobs"][0] == free["logprobs"][0][: length - 1]
+
+
 def test_what_is_not_seeded_is_drawn_anew_and_the_smallest_mass_is_greedy(
     client: FlaskClient,
 ) -> None:

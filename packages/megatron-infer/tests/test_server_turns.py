@@ -127,6 +127,16 @@ def test_a_newcomer_takes_the_newest_place_of_the_largest_share() -> None:
     assert b1 in turns.running
 
 
+def test_no_place_changes_hands_where_that_only_turns_shares_around() -> None:
+    turns = Turns(max_running=2, max_waiting=1)
+    fill(turns, "aab")
+    turns.start()
+    with pytest.raises(queue.Full):  # b would have 2, and a the 1 that b has now
+        turns.add(make("b"))
+    (loser,) = turns.waiting
+    assert turns.add(make("c")) is loser
+
+
 def test_what_runs_is_never_taken_away() -> None:
     turns = Turns(max_running=3, max_waiting=0)
     fill(turns, "aab")
