@@ -31,6 +31,8 @@ PACKAGES = tuple(
     for name in ("parallel", "kernels", "models", "data", "optim", "ckpt", "infer", "train")
 )
 EDITABLE = tuple(part for name in PACKAGES for part in ("-e", f"packages/{name}[test]"))
+TWO_AT_ONCE = ("megatron-parallel", "megatron-models", "megatron-data", "megatron-infer")
+"""Packages whose tests take long enough for two processes to pay."""
 WHEELS = ROOT / "dist"
 TIMINGS = ROOT / ".nox" / "timings.json"
 
@@ -108,10 +110,15 @@ def install(session: nox.Session, *what: str) -> None:
     session.install("-q", *CONSTRAINTS, *what)
 
 
-def pytest(session: nox.Session, *args: str, slow: bool = False) -> None:
-    """Run pytest without what needs a GPU and, unless asked, what is slow."""
+def pytest(session: nox.Session, *args: str, slow: bool = False, at_once: bool = False) -> None:
+    """Run pytest without what needs a GPU and, unless asked, what is slow.
+
+    ``at_once``: two files at a time, by pytest-xdist, of one thread each: most tests have one.
+    """
     marks = "not gpu" if slow else "not gpu and not slow"
-    session.env.setdefault("OMP_NUM_THREADS", "2")
+    session.env.setdefault("OMP_NUM_THREADS", "1" if at_once else "2")
+    if at_once:
+        args = ("-n", "2", "--dist", "loadfile", *args)
     session.run(
         "python", "-m", "pytest", "-q", "-m", marks, "--durations=5", *args, *session.posargs
     )
@@ -197,9 +204,11 @@ def unit(session: nox.Session, package: str) -> None:
     places = [str(WHEELS), *filter(None, session.env.get("UV_FIND_LINKS", "").split(","))]
     links = [part for place in places for part in ("--find-links", place)]
     anew = [part for name in PACKAGES for part in ("--reinstall-package", name)]
-    install(session, *links, *anew, f"{package}[test] @ {wheel.as_uri()}")
+    xdist = ("pytest-xdist",) if package in TWO_AT_ONCE else ()
+    install(session, *links, *anew, *xdist, f"{package}[test] @ {wheel.as_uri()}")
     session.run("python", "tooling/check_isolation.py", package)
-    pytest(session, f"packages/{package}/tests", slow=slow)
+    at_once = package in TWO_AT_ONCE and not slow
+    pytest(session, f"packages/{package}/tests", slow=slow, at_once=at_once)
 
 
 @job()
@@ -211,9 +220,7 @@ def integration(session: nox.Session) -> None:
     # megatron-data's own session has no torch.
     with_torch = [f"packages/megatron-data/tests/test_{name}.py" for name in ("torch", "examples")]
     others = ["integration_tests", *with_torch, "--ignore=integration_tests/parity"]
-    # Most of it runs on one core: two files at a time.
-    at_once = () if slow else ("-n", "2", "--dist", "loadfile")
-    pytest(session, *at_once, *others, slow=slow)
+    pytest(session, *others, slow=slow, at_once=not slow)
 
 
 @job()

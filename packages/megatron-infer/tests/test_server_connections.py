@@ -57,7 +57,8 @@ class Running:
     def in_loop(self, call: Callable[[], object]) -> None:
         """Run something in the thread that waits for the sockets, after what is ready now."""
         done = threading.Event()
-        self.server.trigger.pull_trigger(lambda: (call(), done.set()))
+        with contextlib.suppress(OSError):  # it was awake, and has closed its trigger already
+            self.server.trigger.pull_trigger(lambda: (call(), done.set()))
         assert done.wait(PATIENCE)
 
     def later(self, seconds: float) -> None:
