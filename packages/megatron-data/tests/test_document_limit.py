@@ -61,7 +61,10 @@ def peak() -> Iterator[Callable[[], int]]:
     tracemalloc.stop()
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2", ".zst"])
+@pytest.mark.parametrize(
+    "suffix",
+    [".gz", *(pytest.param(each, marks=pytest.mark.slow) for each in ("", ".bz2", ".zst"))],
+)
 def test_a_long_line_is_refused_by_default(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(packed_by(suffix)(GOOD + LONG + b"\n" + GOOD))

@@ -146,8 +146,19 @@ def parse_per_split(
     for split in SPLITS:
         value = content.get(split)
         words = value.split() if isinstance(value, str) else value
+        if words is not None and not _are_words(words):
+            raise DataError(
+                f"{where}: {split} is {value!r:.100}; give a text or a list of texts, such as "
+                '["0.7", "a", "0.3", "b"]'
+            )
         blends[split] = parse_data_path(words) if words else None
     return blends
+
+
+def _are_words(words: object) -> bool:
+    if isinstance(words, Blend):
+        return True
+    return isinstance(words, list | tuple) and all(isinstance(word, str) for word in words)
 
 
 def _number(word: str) -> float | None:

@@ -154,7 +154,9 @@ def damage_named(prefix: str | os.PathLike[str]) -> Iterator[None]:
     """Say that the manifest is damaged where something is not in it, or not of its kind."""
     try:
         yield
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except DataError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise DataError(
             f"{manifest_name(prefix)} is damaged ({error}); preprocess the text again"
         ) from None

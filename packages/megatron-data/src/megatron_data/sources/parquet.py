@@ -42,16 +42,17 @@ class RowsChunk(NamedTuple):
         """SHA-256 of the values."""
         digest = hashlib.sha256()
         for column in self.table.columns:
-            for value in column.to_pylist():
+            for value in _values(column):
                 digest.update(repr(value).encode(errors="backslashreplace") + b"\0")
         return digest.hexdigest()
 
     def items(self, keys: Sequence[str], longest: int | None = None) -> Iterator[Item | Fault]:
         """The text of every row under each key."""
-        rows: list[dict[str, Any]] = self.table.to_pylist()
-        for number, row in enumerate(rows, start=self.row):
+        for number, row in enumerate(_values(self.table), start=self.row):
             item = Item(number, None, 0, [])
             try:
+                if isinstance(row, UnicodeDecodeError):
+                    raise _not_utf8(row)
                 texts = [text_of(row, key) for key in keys]
                 size = sum(len(part.encode()) for text in texts for part in text)
                 if longest is not None and size > longest:
@@ -63,8 +64,12 @@ class RowsChunk(NamedTuple):
 
     def rows(self, longest: int | None = None) -> Iterator[Row | Fault]:
         """Every row; what is null in it, also in its lists and structs, is left out."""
-        rows: list[dict[str, Any]] = self.table.to_pylist()
-        for number, values in enumerate(map(_without_null, rows), start=self.row):
+        for number, row in enumerate(_values(self.table), start=self.row):
+            if isinstance(row, UnicodeDecodeError):
+                error = _not_utf8(row)
+                yield self.fault(Row(number, None, 0, {}), error.kind, error.reason)
+                continue
+            values = _without_null(row)
             size = len(orjson.dumps(values, default=repr))
             if longest is not None and size > longest:
                 error = too_long(size, longest)
@@ -211,6 +216,25 @@ def _first_damaged(arrow: Any, file: Any, columns: Sequence[str], row: int) -> i
         except (arrow.ArrowException, OSError):
             return group
     return None
+
+
+def _values(rows: Any) -> list[Any]:
+    """The rows of a table or a column, an error in place of one with text that is not UTF-8."""
+    try:
+        found: list[Any] = rows.to_pylist()
+    except UnicodeDecodeError:
+        found = []
+        for number in range(len(rows)):
+            try:
+                found += rows.slice(number, 1).to_pylist()
+            except UnicodeDecodeError as wrong:
+                found.append(wrong)
+    return found
+
+
+def _not_utf8(wrong: UnicodeDecodeError) -> UnreadableError:
+    what = f"byte {wrong.start} of a text, 0x{wrong.object[wrong.start]:02x}, is not UTF-8"
+    return UnreadableError("encoding", f"{what}; convert the column, or declare it as binary")
 
 
 def _rows_at_once(metadata: Any, chunk_bytes: int) -> int:

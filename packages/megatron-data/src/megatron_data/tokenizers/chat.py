@@ -170,7 +170,7 @@ class ChatTemplate:
             raise DataError(f"{path / CONFIG_FILE} is not a JSON object; copy it again")
         source = config.get("chat_template")
         if isinstance(source, list):  # several by name
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+            source = _default_of(source)
         if (path / TEMPLATE_FILE).is_file():
             source = read_text(path / TEMPLATE_FILE)
         if not isinstance(source, str):
@@ -300,6 +300,15 @@ class ChatTemplate:
 
     def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[Any, ...]]:
         return type(self), (self.source, self.variables, self.limits)
+
+
+def _default_of(templates: list[Any]) -> Any:
+    """The template named default of a list of several."""
+    for entry in templates:
+        match entry:
+            case {"name": "default", "template": source}:
+                return source
+    return None
 
 
 def _told(error: BaseException) -> str:

@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from ..errors import DataError
 from ..files import read_text
 from .huggingface import HuggingFaceTokenizer
@@ -33,7 +35,7 @@ def gpt2_tokenizer(
 def _definition(vocab_file: Path, merge_file: Path) -> str:
     """The `tokenizer.json` of the two files."""
     try:
-        vocabulary: Any = json.loads(_text(vocab_file))
+        vocabulary: Any = orjson.loads(_text(vocab_file))
     except ValueError as error:
         raise DataError(f"{vocab_file} is not JSON: {error}") from error
     if not isinstance(vocabulary, dict) or not all(type(n) is int for n in vocabulary.values()):

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self, TypeAlias
@@ -22,6 +23,7 @@ CONFIG_FILE = "tokenizer_config.json"
 PIECE = 1 << 18
 """Characters of the pieces that a longer text is encoded in."""
 PIECES_AT_ONCE = 16
+_UNFIT = "the tokenizer cannot encode this text"
 ROLES = ("eod", "bos", "eos", "pad")
 
 # Names by which published tokenizers are known to mark the end of a document, most specific
@@ -48,15 +50,12 @@ class HuggingFaceTokenizer:
     def __init__(
         self, definition: bytes | str, special_tokens: Mapping[str, str] | None = None
     ) -> None:
-        try:
+        with _refusals("this is not the definition of a tokenizer"):
             content: dict[str, Any] = orjson.loads(definition)
             content.pop("truncation", None)
             content.pop("padding", None)
             self._tokenizer = tokenizers.Tokenizer.from_str(orjson.dumps(content).decode())
-        # The library raises plain Exception for a definition it does not understand.
-        except Exception as error:  # noqa: BLE001
-            raise DataError(f"this is not the definition of a tokenizer: {error}") from None
-        self._places = places_to_cut(content)
+            self._places = places_to_cut(content)
         self._definition = bytes(definition, "utf-8") if isinstance(definition, str) else definition
         canonical = orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
         self._fingerprint = f"sha256:{hashlib.sha256(canonical).hexdigest()}"
@@ -166,7 +165,8 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token numbers of a text. A special token spelled out in the text becomes that token."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _refusals(_UNFIT):
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -180,7 +180,8 @@ class HuggingFaceTokenizer:
 
     def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[Place]]]:
         """Tokens of texts, and for each the first character it stands for and the one behind."""
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        with _refusals(_UNFIT):
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def pieces(self, text: str) -> Iterator[str]:
@@ -190,7 +191,8 @@ class HuggingFaceTokenizer:
         return pieces(text, PIECE, self._places)
 
     def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _refusals(_UNFIT):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def _encode_long(self, text: str) -> list[int]:
@@ -202,7 +204,8 @@ class HuggingFaceTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token numbers, special tokens spelled out."""
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        with _refusals("these are no tokens of this tokenizer"):
+            return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write `tokenizer.json` as it was read, and the special tokens beside it."""
@@ -215,6 +218,21 @@ class HuggingFaceTokenizer:
 
     def __reduce__(self) -> tuple[type["HuggingFaceTokenizer"], tuple[bytes, dict[str, str]]]:
         return type(self), (self._definition, self._special_tokens)
+
+
+@contextmanager
+def _refusals(what: str) -> Iterator[None]:
+    """Raise what the library refuses, or panics at, as `DataError`.
+
+    It raises plain Exception; a panic of Rust is an exception of pyo3 that is no `Exception`, and
+    whose class has no module to import it from.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise DataError(f"{what}: {error}") from None
+        raise
 
 
 def _configured_roles(path: Path) -> dict[str, str]:

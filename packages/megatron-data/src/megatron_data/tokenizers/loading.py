@@ -43,6 +43,17 @@ def load_tokenizer(
             )
         return HuggingFaceTokenizer.load(path, special_tokens)
     content: Any = read_json(plain)
+    try:
+        return _saved(folder, content)
+    except DataError:
+        raise
+    # Options of other names and kinds than `save` writes.
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+        raise DataError(f"{plain} is damaged ({error}); save the tokenizer again") from None
+
+
+def _saved(folder: Path, content: Any) -> Tokenizer:
+    """The tokenizer of a folder that `save` wrote, by what its `PLAIN_FILE` holds."""
     options: dict[str, Any] = content.get("options", {}) if isinstance(content, dict) else {}
     match content:
         case {"type": "SentencePieceTokenizer"}:
@@ -57,7 +68,9 @@ def load_tokenizer(
             return NullTokenizer(vocab_size)
         case {"type": "NullMultimodalTokenizer", "vocab_size": int(vocab_size)}:
             return NullMultimodalTokenizer(vocab_size)
-    raise DataError(f"{plain} describes no tokenizer of this package: {content}")
+    raise DataError(
+        f"{folder / PLAIN_FILE} describes no tokenizer of this package: {content!r:.300}"
+    )
 
 
 def _of_conversations(
@@ -68,6 +81,8 @@ def _of_conversations(
     template = template_of(PromptFormat(), reference, folder)
     template = ChatTemplate(template.source, saved.get("variables", template.variables))
     pad_token = saved.get("pad_token")
+    if pad_token is not None and not isinstance(pad_token, str):
+        raise DataError(f"{folder / PLAIN_FILE}: pad_token is {pad_token!r:.60}, not a string")
     if kind == "SFTTokenizer":
         return SFTTokenizer(reference, template, pad_token)
     return MultimodalTokenizer(reference, ImageTemplate(template, **options), pad_token)

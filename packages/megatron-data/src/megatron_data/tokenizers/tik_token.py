@@ -221,7 +221,9 @@ def _tokens(content: bytes) -> list[bytes]:
             case {"rank": int(rank), "token_bytes": str(text)} if rank == number:
                 pass
             case _:
-                raise DataError(f"entry {number} has not rank {number} and token_bytes: {entry}")
+                raise DataError(
+                    f"entry {number} has not rank {number} and token_bytes: {entry!r:.200}"
+                )
         try:
             token = b64decode(text, validate=True)
         except Base64Error:
