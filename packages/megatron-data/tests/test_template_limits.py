@@ -170,5 +170,6 @@ def test_a_conversation_beyond_the_limits_is_left_out(
     assert "a.jsonl:2: " in (told := capsys.readouterr().err)
     assert "more than 500 characters (--max-template-characters" in told
     assert main([*words, "--max-template-characters", "5000"]) == 0
-    assert main([*words, "--max-template-steps", "5", "--max-template-characters", "5000"]) == 1
+    words += ["--overwrite", "--max-template-steps", "5"]
+    assert main([*words, "--max-template-characters", "5000"]) == 1
     assert "more steps than it may (--max-template-steps" in capsys.readouterr().err
