@@ -167,7 +167,7 @@ def test_the_address_with_the_most_connections_makes_room() -> None:
         patient = stack.enter_context(server.connect())  # the oldest of all
         for _ in range(server.settings.connections + 10):
             stack.enter_context(attack()).sendall(b"G")
-        server.in_loop(lambda: None)
+        assert server.ask(HEALTH)[0] == 200  # all that came before it are accepted by now
         patient.sendall(HEALTH)
         assert read(patient)[0] == 200
 
@@ -187,6 +187,21 @@ def test_a_request_has_to_arrive_in_time_whatever_its_pace(server: Running) -> N
             status, answer = read(client)
             assert (status, message(answer)) == (408, "the request was not complete after 1000 s")
         assert read(silent) == read(kept) == (0, b"")
+
+
+def test_the_time_of_a_request_begins_with_it_and_not_with_its_connection(server: Running) -> None:
+    with server.connect() as client:
+        wait_until(lambda: len(server.channels()) == 1)
+        (channel,) = server.channels()
+        channel.creation_time -= 900
+        client.sendall(HEALTH[:9])
+        wait_until(lambda: channel.request is not None)
+        server.later(800)
+        client.sendall(HEALTH[9:].replace(b"close", b"keep-alive"))
+        assert read(client)[0] == 200
+        wait_until(lambda: channel.waiting_since > channel.creation_time + 900)
+        server.later(800)
+        assert is_open(client)
 
 
 def test_the_rest_of_a_request_that_came_during_an_answer_has_its_own_time() -> None:
