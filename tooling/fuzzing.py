@@ -15,6 +15,7 @@ processor time, so neither limit depends on what else the machine does.
 """
 
 import contextlib
+import copy
 import faulthandler
 import json
 import random
@@ -214,7 +215,7 @@ def _replace_one(rng: random.Random, document: object) -> object:
     """Change one value of a document, at any depth; returns the document."""
     places = list(_places(document))
     if not places:
-        return rng.choice(_VALUES)
+        return copy.deepcopy(rng.choice(_VALUES))
     holder, key = rng.choice(places)
     kind = rng.randrange(8)
     if kind == 0:
@@ -222,7 +223,7 @@ def _replace_one(rng: random.Random, document: object) -> object:
     elif kind == 1 and isinstance(holder, dict):
         holder[str(key) + rng.choice(("x", "\0", "/../x"))] = holder.pop(key)
     elif kind == 2 and isinstance(holder, list):
-        holder.insert(0, holder[key])
+        holder.insert(0, copy.deepcopy(holder[key]))
     elif kind == 3:
         holder[key] = [holder[key]]
     elif kind == 4 and type(holder[key]) is int:
@@ -231,7 +232,7 @@ def _replace_one(rng: random.Random, document: object) -> object:
         other, name = rng.choice(places)
         holder[key] = json.loads(json.dumps(other[name])) if name in _keys(other) else None
     else:
-        holder[key] = rng.choice(_VALUES)
+        holder[key] = copy.deepcopy(rng.choice(_VALUES))  # later changes are made in it
     return document
 
 

@@ -33,6 +33,7 @@ from megatron_train.callbacks.callback import Callback
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.run_record import KINDS, LOSS_FIELDS, RunRecord, changes_since, differing
+from megatron_train.stored import stored
 from megatron_train.trainer import StepReport, Trainer
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -126,7 +127,7 @@ class Saver(Callback):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take back what the run began with."""
-        self._origin = state["origin"]
+        self._origin = stored(state, "origin", str)
 
     def _save(self, trainer: Trainer) -> None:
         if trainer.iteration == self._saved:
@@ -216,13 +217,19 @@ def restore(
     state: Any
     if optimizer:
         state = store.load(iteration, views_of(trainer))
-        trainer.optimizer.load_scalars(state["optimizer"])
     else:
         state = store.load(iteration, _weights_of(trainer), groups=["model"], cast="floating")
         trainer.optimizer.refresh_main_parameters()
-    trainer.load_state(state["trainer"])
-    _compare(state.get("run"), run, trainer, state.checkpoint.path, allowed, console)
-    return Kept(state.checkpoint.path, trainer.iteration)
+    path = state.checkpoint.path
+    try:
+        if optimizer:
+            saved, names = stored(state, "optimizer", dict), trainer.optimizer.scalars()
+            trainer.optimizer.load_scalars({name: stored(saved, name, int) for name in names})
+        trainer.load_state(stored(state, "trainer", dict))
+    except TrainError as error:
+        raise TrainError(f"{path}: {error}; load another checkpoint") from None
+    _compare(state.get("run"), run, trainer, path, allowed, console)
+    return Kept(path, trainer.iteration)
 
 
 def _compare(

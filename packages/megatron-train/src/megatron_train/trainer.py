@@ -18,6 +18,7 @@ from megatron_parallel import all_reduce
 
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
+from megatron_train.stored import stored
 from megatron_train.tasks.task import Batch, Task
 
 if TYPE_CHECKING:
@@ -208,13 +209,18 @@ class Trainer:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned."""
-        self.iteration = state["iteration"]
-        self.consumed_samples = state["consumed_samples"]
-        self._nan_steps = state["nan_steps"]
+        """Continue from what `state` returned.
+
+        Raises:
+            TrainError: a value is missing or of another type.
+        """
+        self.iteration = stored(state, "iteration", int)
+        self.consumed_samples = stored(state, "consumed_samples", int)
+        self._nan_steps = stored(state, "nan_steps", int)
+        kept = stored(state, "callbacks", Mapping)  # type: ignore[type-abstract]
         for callback in self.callbacks:
-            if callback.name in state["callbacks"]:
-                callback.load_state(state["callbacks"][callback.name])
+            if callback.name in kept:
+                callback.load_state(kept[callback.name])
 
     # -- parts of a step -----------------------------------------------------------------------
 

@@ -7,9 +7,11 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from megatron_train.callbacks.callback import Callback, Listener
+from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.lines import TrainingLine
 from megatron_train.metrics.peak import Peak
+from megatron_train.stored import stored
 
 if TYPE_CHECKING:
     from megatron_train.trainer import StepReport, Trainer
@@ -112,4 +114,18 @@ class LogLine(Callback):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue an unfinished interval."""
-        self._interval = Interval(**state)
+        sums, denominators = (
+            {name: stored(kept, name, float) for name in kept}
+            for kept in (stored(state, "sums", dict), stored(state, "denominators", dict))
+        )
+        if sums.keys() != denominators.keys():
+            raise TrainError(
+                f"the saved state is damaged: sums of {sorted(sums)}, but denominators of "
+                f"{sorted(denominators)}"
+            )
+        self._interval = Interval(
+            skipped=stored(state, "skipped", int),
+            nan=stored(state, "nan", int),
+            sums=sums,
+            denominators=denominators,
+        )

@@ -10,9 +10,38 @@ from megatron_train._command import nearest
 from megatron_train.config.options import Option
 from megatron_train.config.values import Given, Values
 from megatron_train.errors import TrainError
+from megatron_train.stored import shown
 
 _ABOUT = "about"
 """Key of a file that is not a section: a text for its readers."""
+
+
+_MOST_BYTES = 1 << 20
+_LONGEST_REASON = 400
+_DEEPEST = 20
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain values from YAML; a key given twice and deep nesting are errors."""
+
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise yaml.YAMLError(f"it is nested deeper than {_DEEPEST} levels")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                line = key.start_mark.line + 1
+                raise yaml.YAMLError(f"line {line}: the key {shown(key.value)} is given twice")
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep)
 
 
 def read_file(path: Path, options: Sequence[Option]) -> Values:
@@ -22,8 +51,15 @@ def read_file(path: Path, options: Sequence[Option]) -> Values:
         TrainError: the file is not YAML, is not made of sections, or holds a section, key or value
             that does not exist; the message names the file, the place and the nearest key.
     """
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise TrainError(
+            f"{path} has more than the {_MOST_BYTES} bytes that a file of settings may have; give "
+            "a file of settings"
+        )
     try:
-        text = path.read_text(encoding="utf-8")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise TrainError(f"{path} is not YAML: {error}") from error
     return parse_settings(text, str(path), options)
@@ -46,9 +82,10 @@ def about(text: str) -> str:
 
 def _load(text: str, name: str) -> dict[Any, Any]:
     try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise TrainError(f"{name} is not YAML: {' '.join(str(error).split())}") from error
+        document = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no such date, too many digits
+        reason = " ".join(str(error).split())[:_LONGEST_REASON]
+        raise TrainError(f"{name} is not YAML: {reason}") from error
     if document is None:
         return {}
     if not isinstance(document, dict):
@@ -67,20 +104,20 @@ def _read_section(
         home = [key for key in known if key.endswith("." + section)]
         near = f"; did you mean {home[0]}?" if home else nearest(section, sections)
         raise TrainError(
-            f"{path}: unknown section {section!r}{near} (known: {', '.join(sections)})"
+            f"{path}: unknown section {shown(section)}{near} (known: {', '.join(sections)})"
         )
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise TrainError(
-            f"{path}: section {section!r} must hold `key: value` lines, got {content!r}"
+            f"{path}: section {shown(section)} must hold `key: value` lines, got {shown(content)}"
         )
     given: dict[str, Given] = {}
     for name, value in content.items():
         key = f"{section}.{name}"
         if key not in known:
             raise TrainError(
-                f"{path}: unknown key {key}{_nearest_key(key, str(name), list(known))}"
+                f"{path}: unknown key {shown(key)[1:-1]}{_nearest_key(key, str(name), list(known))}"
             )
         given[key] = Given(known[key].coerce(value, f"{path}: {key}"), f"{path}: {key}")
     return given

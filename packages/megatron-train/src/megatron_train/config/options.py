@@ -6,6 +6,7 @@ from the records here, so a setting is described in exactly one place.
 """
 
 import dataclasses
+import os
 import types
 import typing
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, Literal, Union
 
 from megatron_train._command import nearest
 from megatron_train.errors import TrainError
+from megatron_train.stored import LARGEST, shown
 
 _SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "switch"}
 _DERIVED = {
@@ -102,10 +104,10 @@ class Option:
     def _coerce_one(self, value: Any, origin: str) -> Any:
         result = _read(self.kind, value)
         if result is None:
-            raise TrainError(f"{origin} needs {self._wanted()}, got {value!r}")
+            raise TrainError(f"{origin} needs {self._wanted()}, got {shown(value)}")
         if self.choices and result not in self.choices:
             near = nearest(str(result), map(str, self.choices))
-            raise TrainError(f"{origin} needs {self._wanted()}, got {value!r}{near}")
+            raise TrainError(f"{origin} needs {self._wanted()}, got {shown(value)}{near}")
         return result
 
     def _wanted(self) -> str:
@@ -201,13 +203,22 @@ def _read(kind: str, value: Any) -> Any:
     if isinstance(value, bool):
         return None
     if kind == "text":
-        return value if isinstance(value, str) and value else None
+        return value if isinstance(value, str) and value and _can_be_a_path(value) else None
     if not isinstance(value, int | float | str):
         return None
     try:
         number = float(value)
         if kind == "number":
             return number
-        return int(value) if isinstance(value, str) or number == int(number) else None
+        whole = int(value) if isinstance(value, str) or number == int(number) else None
+        return whole if whole is not None and abs(whole) <= LARGEST else None
     except (ValueError, OverflowError):
         return None
+
+
+def _can_be_a_path(text: str) -> bool:
+    """Whether the system takes a text for a name; arguments that are no UTF-8 count."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False

@@ -16,8 +16,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from megatron_train.errors import TrainError
+from megatron_train.stored import LARGEST, shown
 
 FILE_NAME = "metrics.jsonl"
+_MOST = 1e100
+"""Largest number of a record: beyond it, arithmetic on several of them may overflow."""
 _KINDS = ("train", "validation", "event", "log")
 
 
@@ -66,18 +69,42 @@ def read_records(path: Path) -> Records:
         TrainError: a line other than an unfinished last one is not a record.
     """
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines[:-1], start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             record = json.loads(line)
-            kind, iteration = record["kind"], record["iteration"]
-            found[kind].append(record)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, RecursionError) as error:
             raise TrainError(f"{path}, line {number}: not a metrics record") from error
-        if kind == "event" and record["event"] == "start":
+        if (wrong := _complaint_about(record)) is not None:
+            raise TrainError(f"{path}, line {number}: not a metrics record: {wrong}")
+        found[record["kind"]].append(record)
+        if record.get("event") == "start":
+            iteration = record["iteration"]
             for name in ("train", "log", "validation"):
                 found[name] = [r for r in found[name] if r["iteration"] <= iteration]
     return Records(*(found[kind] for kind in _KINDS))
+
+
+def _complaint_about(record: Any) -> str | None:
+    """What is wrong with a record, None if nothing is."""
+    if not isinstance(record, dict) or record.get("kind") not in _KINDS:
+        return f"no object with a known 'kind' but {shown(record)}"
+    iteration = record.get("iteration")
+    if type(iteration) is not int or not 0 <= iteration <= LARGEST:
+        return f"'iteration' is {shown(iteration)}"
+    event = record["kind"] == "event"
+    if event and not isinstance(record.get("event"), str):
+        return f"'event' is {shown(record.get('event'))}"
+    for name, value in record.items():
+        if isinstance(value, str) and (event or name == "kind"):
+            continue
+        if value is not None and not _is_number(value):
+            return f"{shown(name)} is {shown(value)}"
+    return None
+
+
+def _is_number(value: object) -> bool:
+    """Whether a value is a number that charts can be drawn of."""
+    return isinstance(value, int | float) and abs(value) <= _MOST
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -36,10 +36,12 @@ def write_report(run: Path, output: Path) -> None:
     if not metrics.is_file():
         raise TrainError(f"{run} has no {FILE_NAME}: give the folder of --save of a run")
     configuration = run / CONFIG_FILE
-    text = configuration.read_text(encoding="utf-8") if configuration.is_file() else ""
+    text = ""
+    if configuration.is_file():
+        text = configuration.read_text(encoding="utf-8", errors="replace")
     page = render(run.resolve().name, read_records(metrics), text)
     temporary = output.with_name(f".{output.name}.tmp")
-    temporary.write_text(page, encoding="utf-8")
+    temporary.write_text(page, encoding="utf-8", errors="replace")
     temporary.replace(output)
 
 
@@ -74,9 +76,10 @@ def state(records: Records) -> str:
     final = records.events[-1] if records.events else {}
     if final.get("event") != "end":
         return f"Running or killed; the last recorded step is {last}."
-    if final["reason"] == "done":
+    reason = final.get("reason")
+    if reason == "done":
         return f"Done after step {last}."
-    return f"Stopped after step {last}: {final['reason']}."
+    return f"Stopped after step {last}: {reason}."
 
 
 def curve(records: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
@@ -97,7 +100,7 @@ def _loss_chart(records: Records, loss: str, marks: Sequence[float]) -> str:
 
 
 def _throughput_chart(records: Records, marks: Sequence[float]) -> str:
-    points = [(float(r["iteration"]), r["tokens"] / r["seconds"]) for r in records.train]
+    points = [(float(r["iteration"]), rate) for r in records.train if (rate := _rate(r))]
     smooth = running_mean([value for _, value in points], len(points) // 50)
     lines = [
         Line("tokens/s", points, "faint"),
@@ -111,29 +114,40 @@ def _tiles(records: Records, losses: Sequence[str]) -> str:
     if not train:
         return ""
     facts.append(("steps", f"{train[-1]['iteration']:,}"))
-    facts.append(("tokens", number(float(sum(record["tokens"] for record in train)))))
+    facts.append(("tokens", number(_total(train, "tokens"))))
     for loss in losses:
         if records.log:
             line = records.log[-1]
             over = f"{loss} of the log line of step {line['iteration']:,}, over its interval"
-            facts.append((over, _value(line[loss])))
+            facts.append((over, _value(line.get(loss))))
         facts.append((f"{loss} of step {train[-1]['iteration']:,} alone", _value(train[-1][loss])))
         validation = curve(records.validation, loss)
         if validation:
             step, best = min(validation, key=lambda point: point[1])
             facts.append((f"best validation {loss}, step {step:g}", f"{best:.4f}"))
-    rates = [record["tokens"] / record["seconds"] for record in train]
-    facts.append(("tokens/s, median of steps", number(median(rates))))
-    seconds = round(sum(record["seconds"] for record in train))
+    if rates := [rate for record in train if (rate := _rate(record))]:
+        facts.append(("tokens/s, median of steps", number(median(rates))))
+    seconds = min(round(_total(train, "seconds")), timedelta.max // timedelta(seconds=1))
     facts.append(("in steps", str(timedelta(seconds=seconds))))
-    skipped = sum(not record["updated"] for record in train)
+    skipped = sum(record.get("updated") is False for record in train)
     if skipped:
         facts.append(("skipped steps", f"{skipped:,}"))
     return "".join(f"<div><b>{escape(v)}</b><span>{escape(k)}</span></div>" for k, v in facts)
 
 
+def _rate(record: Mapping[str, Any]) -> float | None:
+    """Tokens per second of a step; None where it is not recorded."""
+    tokens, seconds = record.get("tokens"), record.get("seconds")
+    return None if tokens is None or not seconds or seconds < 0 else tokens / seconds
+
+
+def _total(records: Sequence[Mapping[str, Any]], key: str) -> float:
+    """Sum over the records that have the key; 0 at least."""
+    return max(0.0, float(sum(record.get(key) or 0 for record in records)))
+
+
 def _value(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
+    return f"{value:.4f}" if isinstance(value, int | float) else "not finite"
 
 
 def _events(events: Sequence[Mapping[str, Any]]) -> str:

@@ -1,0 +1,46 @@
+"""Values that a file gave back, checked before they are used or shown."""
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
+
+from megatron_train.errors import TrainError
+
+Value = TypeVar("Value")
+
+LARGEST: Final = 2**63 - 1
+"""Largest whole number that counters and settings may have, which tensors hold."""
+
+
+def stored(state: object, name: str, kind: type[Value]) -> Value:
+    """Return the value ``name`` of a saved state.
+
+    Args:
+        state: a mapping, if it is not damaged.
+        name: of the value.
+        kind: its type. A whole number must not be negative, and is a number as well.
+
+    Raises:
+        TrainError: there is no such value, or it is of another type.
+    """
+    if not isinstance(state, Mapping):
+        raise TrainError(f"the saved state is damaged: {shown(state)} holds no {name!r}")
+    if name not in state:
+        raise TrainError(f"the saved state is damaged: it has no {name!r}")
+    value: Any = state[name]
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    right = whole and 0 <= value <= LARGEST if kind is int else isinstance(value, kind)
+    if not right:
+        raise TrainError(f"the saved state is damaged: {name!r} is {shown(value)}")
+    return value  # type: ignore[no-any-return]
+
+
+def shown(value: object) -> str:
+    """Return ``value`` as in Python, in one line and cut where it is long or deep."""
+    short = reprlib.Repr()
+    short.maxstring, short.maxlong, short.maxother = 80, 40, 80
+    short.maxlevel = short.maxlist = short.maxdict = 3
+    try:
+        return short.repr(value)
+    except ValueError:  # whole numbers of more than 4300 digits have no text
+        return "a number of thousands of digits"
