@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+from dataclasses import is_dataclass
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatron_ckpt import (
     find_checkpoint,
     run_lock,
 )
+from megatron_ckpt.store import manifest, writer
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -87,6 +89,12 @@ def test_a_run_holds_its_folder_until_it_ends(tmp_path):
     assert refused.value.directory == folder
     assert refused.value.holder.startswith(f"pid {os.getpid()} on ")
     assert refused.value.holder.endswith(" UTC: train --lr 1")
+
+
+@pytest.mark.parametrize("module", [manifest, writer])
+def test_records_and_plans_cannot_be_changed(module):
+    made = [c for c in vars(module).values() if is_dataclass(c) and c.__module__ == module.__name__]
+    assert made and all(one.__dataclass_params__.frozen for one in made)
 
 
 def test_scalars_empty_transposed_and_device_views_are_stored_as_they_look(tmp_path):

@@ -115,6 +115,15 @@ def test_a_causal_ring_computes_half_of_the_pairs_and_needs_no_mask_for_most() -
                 assert sizes == [2 * 8 * 8] and blocks[0].mask.everything
 
 
+def test_no_mask_is_needed_inside_one_document_and_padding_is_left_out() -> None:
+    split = ContextSplit.zigzag(64, 4)
+    for number in (0, 1, -1):
+        ids = torch.full((1, 64), number)
+        plan = plan_ring(SequenceMask(ids), split, 0)
+        whole = [block.mask.everything for blocks in plan.blocks[1:] for block in blocks]
+        assert whole == ([] if number < 0 else [True] * 3)
+
+
 def test_documents_far_apart_are_left_out() -> None:
     ids = documents([1024] * 4, 4096)
     split = ContextSplit.zigzag(4096, 2)

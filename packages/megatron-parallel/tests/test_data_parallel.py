@@ -491,6 +491,15 @@ class _Watch(torch.autograd.Function):
         return grad, None, None
 
 
+def test_gradients_of_experts_are_summed_over_ranks_with_the_same_experts() -> None:
+    weights = {name: nn.Parameter(torch.ones(2, 4)) for name in ("dense", "experts")}
+    shardings = {"dense": Sharding((2, 4)), "experts": Sharding((2, 4), experts=True)}
+    mesh = Mesh(ParallelLayout(dp=4, ep=2), 0, groups={(0, 1, 2, 3): object(), (0, 2): object()})
+    buffers = GradientBuffers(weights, shardings, mesh)
+    ranks = {name: b.route.inner.ranks for b in buffers.buckets for name in b.parameters}
+    assert ranks == {"dense": (0, 1, 2, 3), "experts": (0, 2)}
+
+
 def test_sums_are_there_before_the_backward_pass_has_ended(worker_pool: WorkerPool) -> None:
     def overlapping(mesh: Mesh) -> tuple[list[bool], list[tuple[str, ...]]]:
         layers = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(3))).double()

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 from unittest import mock
 
 import megatron_parallel.expert_parallel.exchange as exchange
@@ -226,6 +227,12 @@ def test_rows_arrive_in_the_order_of_the_axis(worker_pool: WorkerPool) -> None:
     for theirs, rows in ranks:
         expected = list(itertools.chain(*([s] * int(c.sum()) for s, c in enumerate(theirs))))
         assert rows.flatten().tolist() == expected
+
+
+def test_a_route_that_was_checked_cannot_be_changed(single: Mesh) -> None:
+    route = Route(single.axis("ep"), (1,), (1,), "rows")
+    with pytest.raises(FrozenInstanceError):
+        route.send = (2, 2)  # type: ignore[misc]
 
 
 def test_what_cannot_be_is_refused_in_one_line(single: Mesh) -> None:

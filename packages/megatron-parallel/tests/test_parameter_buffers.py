@@ -146,6 +146,18 @@ def test_sums_start_in_the_backward_pass_and_weights_arrive_just_before_they_are
     assert [gather.parameters for gather in shards.gathers()] == [(name,) for name in weights]
 
 
+def test_weights_keep_their_values_when_they_move_into_buffers() -> None:
+    torch.manual_seed(3)
+    model = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64)
+    before = model.weight.detach().clone()
+    mesh = Mesh(ParallelLayout(dp=2), 0, groups={(0, 1): object()})
+    table = {"weight": Sharding((WIDTH, WIDTH))}
+    buffers = GradientBuffers(model.named_parameters(), table, mesh, SHARDED)
+    (part,) = ParameterBuffers(model, buffers, table).parts().values()
+    assert torch.equal(model.weight, before)
+    assert torch.equal(part, before.flatten()[: len(part)]) and 0 < len(part) < before.numel()
+
+
 def test_without_overlap_weights_are_there_when_gather_returns() -> None:
     model, buffers, shards, events = played(SHARDED)
     with slow_collectives(model, events):

@@ -241,6 +241,19 @@ def test_one_stage_is_a_plain_loop_with_the_same_results(
     assert steps[1][2] == planned_actions(schedule, 1, 0, 3)
 
 
+def test_one_stage_announces_each_backward_pass_and_the_last_as_such(single: Mesh) -> None:
+    told: list[Backward] = []
+
+    def around(backward: Backward) -> contextlib.AbstractContextManager[None]:
+        told.append(backward)
+        return contextlib.nullcontext()
+
+    batches = make_batches(3)
+    engine = build(single, (range(3),), False, schedule="1f1b", around_backward=around)
+    engine.run(batches, denominators(batches))
+    assert told == [Backward(0, number, number == 2) for number in range(3)]
+
+
 def test_evaluation_is_forward_only_and_leaves_no_trace_in_training(
     worker_pool: WorkerPool,
 ) -> None:

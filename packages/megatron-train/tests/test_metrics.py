@@ -67,6 +67,7 @@ def test_evaluation_lines_are_ruled():
         ("NVIDIA B200", torch.bfloat16, 2250),
         ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
         ("NVIDIA L40S", torch.bfloat16, 362),
+        ("NVIDIA L40S", torch.float32, 91.6),
         ("NVIDIA RTX A4000", torch.bfloat16, None),
         ("NVIDIA H100 80GB HBM3", torch.float64, None),
     ],
