@@ -52,9 +52,9 @@ class Reach:
         workers.work(partial(one, name) for name in tests if not self.fresh(name))
 
     def fresh(self, name: str) -> bool:
-        """Whether the record of a test file is of the present code."""
+        """Whether the record of a test file is of the present code, and of a run that passed."""
         record = self.records.get(name)
-        return record is not None and all(
+        return bool(record and record["passed"]) and all(
             digest == digest_of(self.root / source)
             for source, digest in [
                 (name, record["digest"]),

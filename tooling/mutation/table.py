@@ -81,8 +81,8 @@ def catcher(outcome: Outcome) -> str:
     if outcome.result == SURVIVED:
         return "**nothing**"
     if outcome.result == TIMED_OUT:
-        names = ", ".join(PurePosixPath(name).stem for name in outcome.by.split(", "))
-        return f"{names}, which no longer ends"
+        files = {PurePosixPath(name.partition("::")[0]).stem for name in outcome.by.split(", ")}
+        return f"{', '.join(sorted(files))}: no end"
     if outcome.by.startswith(BROKEN):
         return f"{PurePosixPath(outcome.by).stem}, where pytest itself ends"
     path, _, test = outcome.by.partition("::")

@@ -22,7 +22,7 @@ from preloaded import Preloaded
 from mutation.scratch import Scratch
 
 MARKS = "not gpu and not slow"  # as `nox -s tests`
-FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) ([\w./-]+\.py(?:::.+?)?)(?: - .*)?$", re.MULTILINE)
 MODULES = (
     *("pytest", "numpy", "torch", "torch.distributed.tensor", "torch.distributed.pipelining"),
     *("torch.distributed.checkpoint", "torch.distributed.fsdp", "hypothesis", "jaxtyping"),
