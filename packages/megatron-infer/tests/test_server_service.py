@@ -340,3 +340,13 @@ def test_addresses_of_this_machine_need_no_token() -> None:
         assert ServerSettings(host=host).only_this_machine
     assert ServerSettings(host="0.0.0.0", token="x" * 16).token == "x" * 16
     assert "x" * 16 not in repr(ServerSettings(token="x" * 16))
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_settings_reach_both_ends_of_their_range_and_no_further(name: str) -> None:
+    least, most = RANGES[name]
+    for value in (least, most):
+        assert getattr(ServerSettings(**{name: value}), name) == value
+    for value in (least - 1, most + 1):
+        with pytest.raises(InferError, match=f"it must lie in {least} to {most}"):
+            ServerSettings(**{name: value})
