@@ -191,7 +191,7 @@ MISTAKES = {
     ),
     "nothing but torn checkpoints": (
         f"{TRAIN} {DATA} --load torn --exit-on-missing-checkpoint",
-        ["--load torn"],
+        ["torn/iter_0000003", "damaged checkpoints"],
     ),
     "a model cut over too few ranks": (
         f"{TRAIN} {DATA} --nproc-per-node 3 --tensor-model-parallel-size 2",
