@@ -13,8 +13,8 @@ import orjson
 
 from ..errors import DataError
 from ..files import read_json, read_text
-from .huggingface import CONFIG_FILE
 from .prompt_formats import OWN, PROMPT_FORMATS
+from .protocol import CONFIG_FILE
 
 if TYPE_CHECKING:
     from .template_limits import Budget

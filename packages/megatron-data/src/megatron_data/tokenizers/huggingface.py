@@ -15,11 +15,11 @@ from tokenizers import AddedToken
 from ..errors import DataError
 from ..files import AtomicFile, read_json, write_json
 from .pieces import pieces, places_to_cut
+from .protocol import CONFIG_FILE
 
 Place: TypeAlias = tuple[int, int]
 
 TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILE = "tokenizer_config.json"
 PIECE = 1 << 18
 """Characters of the pieces that a longer text is encoded in."""
 PIECES_AT_ONCE = 16

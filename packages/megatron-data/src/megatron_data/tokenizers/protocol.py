@@ -4,6 +4,9 @@ import os
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+CONFIG_FILE = "tokenizer_config.json"
+"""Beside `tokenizer.json`: which tokens have a role, and a chat template."""
+
 
 @runtime_checkable
 class Tokenizer(Protocol):
