@@ -88,7 +88,10 @@ def test_training_ends_after_its_step_with_a_checkpoint_that_loads(
             break
     out, err = interrupt(process)
     assert process.returncode == 130
-    assert err.strip() == "SIGINT: stopping after this step; once more ends at once"
+    # The corpus was made here and has no manifest, of which the first line warns.
+    assert err.strip().splitlines()[1:] == [
+        "SIGINT: stopping after this step; once more ends at once"
+    ]
     (step,) = re.findall(r"^stopped after step (\d+) of 100000: SIGINT", out, re.MULTILINE)
     assert find_checkpoint(place / "run").iteration == int(step)
     assert [path.name for path in (place / "run").glob("iter_*")] == [f"iter_{int(step):07}"]
