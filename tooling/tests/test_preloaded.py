@@ -90,6 +90,15 @@ def test_a_module_a_script_and_a_console_script_run(preloaded: Preloaded, tmp_pa
         assert (forked.returncode, forked.stdout) == (started.returncode, started.stdout)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """This process obeys SIGINT, also where a shell has started it in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_it_can_be_signalled_with_its_session(preloaded: Preloaded) -> None:
     code = "import time; print('up', flush=True); time.sleep(600)"
     process = preloaded.start(
