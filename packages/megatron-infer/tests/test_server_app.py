@@ -1,5 +1,7 @@
 """The routes, on a tiny model, without a socket."""
 
+import dataclasses
+import errno
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +19,7 @@ from megatron_infer import (
     generate,
 )
 from megatron_infer.server import app
+from megatron_infer.server.address import _reason
 from megatron_infer.server.app import PAGE
 from megatron_infer.server.fields import GenerateRequest, RequestError
 from megatron_infer.server.job import Job, Piece
@@ -222,10 +225,26 @@ def test_another_sites_name_for_this_machine_is_refused(client: FlaskClient) -> 
     assert "Host" in answer.get_json()["message"]
 
 
-def test_the_address_is_the_documented_one_which_only_this_machine_reaches() -> None:
+def test_limits_and_address_are_the_documented_ones() -> None:
     settings = ServerSettings()
-    assert (settings.host, settings.port) == ("127.0.0.1", 5000)
-    assert settings.only_this_machine and settings.token is None
+    assert dataclasses.asdict(settings) == {
+        "host": "127.0.0.1",
+        "port": 5000,
+        "token": None,
+        "grace_seconds": 10,
+        "max_tokens_per_request": 12000,
+        "max_body_bytes": 1048576,
+        "max_running": 4,
+        "max_waiting": 64,
+        "receive_seconds": 30,
+    }
+    assert settings.only_this_machine
+
+
+def test_why_an_address_cannot_be_had_is_what_the_system_says() -> None:
+    assert _reason(OSError(errno.EIO, "Input/output error")) == "Input/output error"
+    assert _reason(OSError("odd")) == "odd"
+    assert _reason(OSError(errno.EADDRINUSE, "in use")).startswith("the port is in use; give")
 
 
 def test_who_may_be_refused_by_name_is_documented(make_client: Callable[..., FlaskClient]) -> None:

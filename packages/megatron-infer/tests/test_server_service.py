@@ -135,6 +135,12 @@ def test_who_leaves_the_queue_makes_room(service: GenerationService, gate: Gate)
     assert gate.count == 15
 
 
+def test_a_closed_service_has_no_thread(make_model: Callable[..., GPT]) -> None:
+    service = GenerationService(make_model(vocab_size=257), ByteTokenizer())
+    service.close()
+    assert not service._thread.is_alive()
+
+
 @pytest.fixture
 def shared(make_model: Callable[..., GPT], gate: Gate) -> Iterator[GenerationService]:
     """A service as the command makes it: several requests take turns."""

@@ -22,6 +22,7 @@ from megatron_parallel import (
     Sharding,
 )
 from megatron_parallel.data_parallel.bucket import Bucket
+from megatron_parallel.data_parallel.fully_sharded import _further
 from megatron_parallel.testing import WorkerError, WorkerPool
 from torch import Tensor, nn
 from torch.nn import functional
@@ -489,6 +490,13 @@ class _Watch(torch.autograd.Function):
             time.sleep(0.001)
         ctx.seen.append(time.perf_counter())
         return grad, None, None
+
+
+def test_fully_sharded_gradients_of_tied_weights_are_summed_over_their_stages() -> None:
+    for partial in (None, "tp"):
+        one = () if partial is None else (partial,)
+        assert _further(Sharding((4, 2), partial=partial)) == one
+        assert _further(Sharding((4, 2), partial=partial, tied=True)) == (*one, "embedding")
 
 
 def test_gradients_of_experts_are_summed_over_ranks_with_the_same_experts() -> None:

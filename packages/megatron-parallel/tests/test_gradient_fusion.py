@@ -22,6 +22,7 @@ from megatron_parallel import (
     initialize_parameters,
 )
 from megatron_parallel.data_parallel import ProductOp
+from megatron_parallel.data_parallel import fusion as fusion_module
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -293,3 +294,23 @@ def test_a_copy_of_a_layer_leaves_gradients_to_autograd(single: Mesh) -> None:
     assert model.up.accumulate is not None
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert again.up.accumulate is None
+
+
+@pytest.mark.parametrize(("ignores", "refusal"), [(None, None), (True, "has wrong products")])
+def test_a_product_that_does_not_add_up_is_refused(
+    monkeypatch: pytest.MonkeyPatch, ignores: bool | None, refusal: str | None
+) -> None:
+    calls = []
+
+    def product(into: Tensor, dy: Tensor, x: Tensor, *, first: bool) -> None:
+        calls.append(first)
+        made = dy.t().to(into.dtype) @ x.to(into.dtype)
+        if first if ignores is None else ignores:
+            into.copy_(made)
+        else:
+            into.add_(made)
+
+    monkeypatch.setattr(fusion_module, "add_product", product)
+    found = fusion_module.product_refusal(torch.bfloat16, torch.float32, torch.device("cpu"))
+    assert calls == [True, False]
+    assert found is None if refusal is None else found is not None and refusal in found
