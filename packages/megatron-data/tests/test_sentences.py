@@ -134,7 +134,10 @@ def test_the_commands_of_megatrons_readme(
         "my-bert_text_sentence.meta.json",
     ]
     before = Path("my-bert_text_sentence.bin").read_bytes()
-    assert main(f"{command} --json-keys title text --workers 2 --keep-newlines".split()) == 0
+    assert (
+        main(f"{command} --json-keys title text --workers 2 --keep-newlines --overwrite".split())
+        == 0
+    )
     assert "my-bert_title_sentence: 5 documents" in capsys.readouterr().out
     assert Path("my-bert_text_sentence.bin").read_bytes() == before
     with IndexedDataset("my-bert_text_sentence") as texts:
