@@ -206,3 +206,12 @@ def test_a_checkpoint_with_a_damaged_part_of_its_state_is_refused(make_trainer, 
     make_trainer(callbacks=[saver, StopAt(1, None)]).run()
     with pytest.raises(TrainError, match=r"iter_0000001.* is damaged"):
         restore(make_trainer(), tmp_path, {}, Console(silent=True))
+
+
+def test_a_checkpoint_with_a_flat_record_is_continued(make_trainer, tmp_path, capsys):
+    flat = {"data": ["corpus"], "seq_length": 6, "seed": 1, "order": "stateless", "split": None}
+    saver = Saver(CheckpointStore(tmp_path), flat, None, None, None, Console(silent=True))
+    make_trainer(callbacks=[saver, StopAt(1, None)]).run()
+    run = {"data": {"seq_length": 6}, "seed": {"seed": 1}}
+    assert restore(make_trainer(), tmp_path, run, Console())
+    assert "does not say its data, which cannot be compared" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from megatron_optim import OptimizerConfig
 from megatron_train import CheckpointConfig, DataConfig, RunConfig, ScheduleConfig, TrainingConfig
 from megatron_train.config.sections import LoggingConfig
 from megatron_train.errors import TrainError
-from megatron_train.run_record import changes_since, run_record
+from megatron_train.run_record import changes_since, run_record, upgraded
 
 PATH = Path("iter_0000002")
 FIELDS = {
@@ -142,3 +142,20 @@ def test_a_record_that_is_none_is_refused_in_one_line():
     for damaged in (5, None, ["a"], "text"):
         with pytest.raises(TrainError, match="iter_0000002 is damaged: its record of the run has"):
             changes_since({"data": damaged}, record(), PATH, 8, ())
+
+
+def test_of_a_flat_record_the_seed_alone_is_compared():
+    flat = {"data": ["corpus"], "split": None, "seq_length": 9, "seed": 1234, "order": "packed"}
+    assert upgraded(record()) == record()
+    assert upgraded({**flat, "seed": "x"}) == {}
+    assert changes_since(upgraded(flat), record(), PATH, 8, ()) == {}
+    with pytest.raises(TrainError, match="comes from --seed 1234, and this run has --seed 5"):
+        changes_since(upgraded(flat), record({"training.seed": 5}), PATH, 8, ())
+
+
+@pytest.mark.parametrize("kind", ["data", "objective", "optimizer"])
+def test_keys_that_one_version_records_are_not_compared(kind):
+    old, new = record(), record()
+    new[kind]["added"] = 1
+    assert changes_since(old, new, PATH, 8, ()) == {}
+    assert changes_since(new, old, PATH, 8, ()) == {}

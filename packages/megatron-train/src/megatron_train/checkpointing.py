@@ -32,7 +32,14 @@ from megatron_parallel import Mesh, naming_failures
 from megatron_train.callbacks.callback import Callback
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
-from megatron_train.run_record import KINDS, LOSS_FIELDS, RunRecord, changes_since, differing
+from megatron_train.run_record import (
+    KINDS,
+    LOSS_FIELDS,
+    RunRecord,
+    changes_since,
+    differing,
+    upgraded,
+)
 from megatron_train.stored import stored
 from megatron_train.trainer import StepReport, Trainer
 
@@ -243,6 +250,7 @@ def _compare(
     """Refuse another run than that of the checkpoint, and warn of what is allowed to differ."""
     if not isinstance(there, Mapping):
         raise TrainError(f"{path} is damaged: its record of the run is {there!r}")
+    there = upgraded(there)
     changes = changes_since(there, here, path, trainer.consumed_samples, allowed)
     if unknown := [kind for kind in KINDS if kind in here and kind not in there]:
         console.warn(f"{path} does not say its {', '.join(unknown)}, which cannot be compared")

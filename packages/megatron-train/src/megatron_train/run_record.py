@@ -81,6 +81,7 @@ def _data(config: RunConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "reset_attention_mask": data.reset_attention_mask,
         "sft": data.sft,
         "fim": asdict(config.fim) if data.fim_data else None,
+        "written": None,
     }
     if writer := of_conversations(config, tokenizer):
         given = data.tokenizer_settings
@@ -111,6 +112,18 @@ def _fingerprint(prefix: str) -> str | None:
     return None if digest.digest() == hashlib.sha256().digest() else digest.hexdigest()[:16]
 
 
+def upgraded(record: RunRecord) -> RunRecord:
+    """Return a record in its present form.
+
+    Records once were flat (`{"data": ["corpus"], "seed": 1, "seq_length": 8, …}`). Of such a one
+    only the seed is kept: its other parts count as not recorded.
+    """
+    if "seq_length" not in record or isinstance(record.get("data"), Mapping):
+        return record
+    seed = record.get("seed")
+    return {"seed": {"seed": seed}} if type(seed) is int else {}
+
+
 def changes_since(
     there: RunRecord,
     here: RunRecord,
@@ -120,8 +133,10 @@ def changes_since(
 ) -> dict[str, str]:
     """Return in what a run differs from the record in a checkpoint, by kind, with both values.
 
+    Keys that only one of the records has are not compared: versions differ in what they record.
+
     Args:
-        there: the record of the checkpoint.
+        there: the record of the checkpoint, as `upgraded` returns it.
         here: the record of the run that continues.
         path: of the checkpoint.
         consumed_samples: by the checkpoint; changes of the data from later samples on may differ.
@@ -137,7 +152,9 @@ def changes_since(
         before, now = _part(there, kind, path), dict(here[kind])
         if kind == "data":
             _leave_out_what_may_differ(before, now, consumed_samples)
-        if changed := differing(before, now):
+        shared = before.keys() & now.keys()
+        before = {key: value for key, value in before.items() if key in shared}
+        if changed := differing(before, {key: now[key] for key in before}):
             found[kind] = changed
     for kind in KINDS:
         if kind in found and kind not in allowed:
