@@ -70,13 +70,16 @@ def test_losses_are_those_of_tokenized_conversations_and_a_run_goes_on(talks, tr
     )
     assert losses(talks, "parts") == losses(talks, "lines")
     once = "--data-path talks.jsonl --load lines --train-iters 7 --split 8,1,1"
-    told = train(f"{once} --sft-tokenizer-prompt-format identity")
-    assert "there, {'sft_tokenizer_prompt_format': 'identity', 'template': 'sha256:" in told
+    identity = "--sft-tokenizer-prompt-format identity"
+    changed = "there, {'sft_tokenizer_prompt_format': 'identity', 'template': 'sha256:"
+    refused = train(f"{once} {identity}", status=1)
+    assert changed in refused and "--allow-changed-run data" in refused
+    assert changed in train(f"{once} {identity} --allow-changed-run data")
     template = talks / "tokenizer" / "chat_template.jinja"
     before = template.read_text()
     assert "written" not in train(once)
     template.write_text(before.replace("{{", "{{ '' ~", 1))
-    assert "written {'template': 'sha256:" in train(once)
+    assert "written {'template': 'sha256:" in train(once, status=1)
     template.write_text(before)
 
 

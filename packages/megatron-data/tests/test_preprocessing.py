@@ -269,6 +269,37 @@ def test_a_worker_that_dies_is_an_error() -> None:
         list(ordered_map(_die, range(3), workers=0))
 
 
+def _shared_memory(number: int) -> list[str]:
+    """What of this process and its parent has a name in shared memory, and stays if all die."""
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (os.getpid(), os.getppid())]
+    lines = [line for text in maps for line in text.splitlines() if "/dev/shm/" in line]
+    return [line for line in lines if not line.endswith("(deleted)")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_pool_leaves_nothing_in_shared_memory_however_it_ends() -> None:
+    assert list(ordered_map(_shared_memory, range(3), workers=2)) == [[], [], []]
+
+
+def _fail(number: int) -> int:
+    raise DataError(f"item {number}")
+
+
+def test_an_error_of_the_function_comes_back_with_its_place() -> None:
+    with pytest.raises(DataError, match="item 0") as caught:
+        list(ordered_map(_fail, range(3), workers=2))
+    assert "in _fail" in "".join(caught.value.__notes__)
+
+
+def _unsendable(number: int) -> object:
+    return lambda: number
+
+
+def test_an_answer_that_cannot_be_pickled_says_so() -> None:
+    with pytest.raises(DataError, match="answer cannot be sent"):
+        list(ordered_map(_unsendable, range(3), workers=2))
+
+
 def test_a_text_that_cannot_be_tokenized_names_its_line() -> None:
     from megatron_data.preprocessing.encoding import TextEncoder
 

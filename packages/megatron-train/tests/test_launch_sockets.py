@@ -1,4 +1,4 @@
-"""Who can reach the ranks of a local launch: they listen on the loopback interface alone."""
+"""What the ranks of a local launch share with others: no network, and no names in memory."""
 
 import ipaddress
 import json
@@ -29,7 +29,9 @@ def listening():
 
 with Mesh.bind(ParallelLayout(tp=2, dp=1)) as mesh:
     all_reduce(torch.ones(1), mesh.axis("tp"))
-    found = list(listening())
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    shared = [line for line in maps if "/dev/shm/" in line and not line.endswith("(deleted)")]
+    found = {"listening": list(listening()), "shared": shared}
     all_reduce(torch.ones(1), mesh.axis("tp"))
 Path(sys.argv[3], os.environ["RANK"]).write_text(json.dumps(found))
 """
@@ -49,6 +51,8 @@ def test_the_ranks_of_a_local_launch_listen_on_loopback_alone(tmp_path, monkeypa
     verdict = launch([sys.executable, "-c", RANK], [str(tmp_path)], 2)
     assert verdict.status == 0, verdict
     by_rank = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
-    assert min(map(len, by_rank)) > 0 and len(by_rank[0]) > len(by_rank[1])  # 0 has the store
-    everywhere = [address(one) for one in (*by_rank[0], *by_rank[1])]
+    sockets = [found["listening"] for found in by_rank]
+    assert min(map(len, sockets)) > 0 and len(sockets[0]) > len(sockets[1])  # 0 has the store
+    everywhere = [address(one) for one in (*sockets[0], *sockets[1])]
     assert [str(one) for one in everywhere if not one.is_loopback] == []
+    assert [found["shared"] for found in by_rank] == [[], []]  # would stay if ranks were killed

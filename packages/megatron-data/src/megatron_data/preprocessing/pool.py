@@ -1,16 +1,22 @@
-"""Mapping over processes: results in the order of the input, a bounded number in flight."""
+"""Mapping over processes: results in the order of the input, a bounded number in flight.
+
+Each process has a pipe to this one and a thread that waits at it. The queues of the standard
+library's pools would need semaphores with names in shared memory, which stay there when all
+processes of a run are killed; nothing here has a name.
+"""
 
 import os
+import queue
 import signal
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context, parent_process
-from multiprocessing.connection import wait
-from typing import Any, Generic, TypeVar
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
 
 from ..errors import DataError
 
@@ -20,18 +26,26 @@ R = TypeVar("R")
 _IN_FLIGHT_PER_WORKER = 3
 
 
-class _Task(Generic[T, R]):
-    """The mapped function of a worker process; sent once, not with every item."""
-
-    function: Callable[[Any], Any]
-
-
-def _start(function: Callable[[Any], Any]) -> None:
+def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
+    """Answer items with ``(True, result)`` or ``(False, exception)`` until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one thread
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _Task.function = function
+    while True:
+        try:
+            item = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = True, function(item)
+        except Exception as error:  # noqa: BLE001 - raised in the parent
+            error.add_note(f"in a worker process:\n{traceback.format_exc()}")
+            answer = False, error
+        try:
+            pipe.send(answer)
+        except Exception as error:  # noqa: BLE001 - of any kind: what cannot be pickled says so
+            pipe.send((False, DataError(f"a worker's answer cannot be sent: {error}")))
 
 
 def _end_with_parent() -> None:
@@ -42,8 +56,32 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _call(item: Any) -> Any:
-    return _Task.function(item)
+class _Worker:
+    """A process that maps one item at a time."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        with theirs:
+            self._process = context.Process(target=_serve, args=(theirs, function), daemon=True)
+            self._process.start()
+
+    def __call__(self, item: Any) -> Any:
+        try:
+            self._pipe.send(item)
+            done, answer = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            raise DataError(
+                "a worker process died (killed, or out of memory); use fewer workers"
+            ) from None
+        if not done:
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """Let the process end, and wait until it has."""
+        self._pipe.close()
+        self._process.join()
 
 
 @contextmanager
@@ -89,19 +127,28 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) ->
     if workers == 1:
         yield from map(function, items)
         return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start, (function,))
-    waiting: deque[Future[R]] = deque()
-    try:
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+
+    def call(item: T) -> R:
+        worker = idle.get()  # there are as many threads as workers
+        try:
+            result: R = worker(item)
+        finally:
+            idle.put(worker)
+        return result
+
+    with ExitStack() as stack:
+        for _ in range(workers):
+            with _interrupts_held():
+                worker = _Worker(function)
+            stack.callback(worker.close)
+            idle.put(worker)
+        threads = ThreadPoolExecutor(workers)
+        stack.callback(threads.shutdown, cancel_futures=True)  # what is under way ends first
+        waiting: deque[Future[R]] = deque()
         for item in items:
-            with _interrupts_held():  # a submission may start a worker
-                waiting.append(pool.submit(_call, item))
+            waiting.append(threads.submit(call, item))
             if len(waiting) >= _IN_FLIGHT_PER_WORKER * workers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    except BrokenProcessPool:
-        raise DataError(
-            "a worker process died (killed, or out of memory); use fewer workers"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
