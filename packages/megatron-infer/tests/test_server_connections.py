@@ -130,7 +130,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 PUT = b"PUT /api HTTP/1.1\r\nHost: localhost\r\n"
 
 
-def test_more_half_open_connections_than_there_are_places_hold_nobody_off() -> None:
+def test_more_half_open_connections_than_there_are_places_do_not_block_others() -> None:
     server = Running(max_waiting=0)
     with contextlib.ExitStack() as stack:
         stack.callback(server.end)
@@ -224,13 +224,72 @@ def test_a_client_that_does_not_read_its_answer_is_given_up(server: Running) -> 
         client.sendall(b"GET /much HTTP/1.1\r\nHost: localhost\r\n\r\n")
 
         def unread() -> bool:
-            return any(one.total_outbufs_len and not one.requests for one in server.channels())
+            return any(one.total_outbufs_len and not one.answering for one in server.channels())
 
         wait_until(unread)
         server.later(800)
         assert unread()
         server.later(1001)
         assert not unread()
+
+
+def test_a_connection_with_an_unsent_answer_does_not_make_room(server: Running) -> None:
+    with contextlib.ExitStack() as stack:
+        wait_until(lambda: not server.channels())  # those of other tests
+        client = stack.enter_context(server.connect())
+        client.sendall(b"GET /much HTTP/1.1\r\nHost: localhost\r\n\r\n")
+
+        def unread() -> list[Any]:
+            found = [one for one in server.channels() if one.total_outbufs_len]
+            return [one for one in found if not one.answering]
+
+        wait_until(lambda: bool(unread()))
+        (channel,) = unread()
+        idle = stack.enter_context(server.connect())  # younger
+        wait_until(lambda: len(server.channels()) > 1)
+        server.in_loop(server.server._make_room)
+        assert read(idle) == (0, b"")
+        server.in_loop(server.server._make_room)
+        assert server.channels() == [channel]
+        status, answer = read(client)
+        assert (status, len(answer.partition(b"\r\n\r\n")[2])) == (200, 8 << 20)
+
+
+def test_a_connection_is_not_idle_before_the_end_of_its_answer_is_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = Running()
+    popped, go_on = threading.Event(), threading.Event()
+    wake = server.server.pull_trigger
+
+    def wake_and_wait() -> None:
+        wake()
+        if not channel.requests:  # waitress has taken the request off
+            popped.set()
+            go_on.wait(PATIENCE)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.end)
+        stack.callback(go_on.set)
+        client = stack.enter_context(server.connect())
+        wait_until(lambda: len(server.channels()) == 1)
+        (channel,) = server.channels()
+        channel.creation_time -= 5000  # as if the answer had taken longer than receive_seconds
+        monkeypatch.setattr(server.server, "pull_trigger", wake_and_wait)
+        client.sendall(HEALTH.replace(b"close", b"keep-alive"))
+        assert read(client)[0] == 200
+        assert popped.wait(PATIENCE)
+        wait_until(lambda: not channel.total_outbufs_len)
+        channel._begun -= 5000
+        server.in_loop(lambda: channel.check_time(time.time()))
+        server.in_loop(server.server._make_room)
+        assert not channel.will_close
+        assert server.channels() == [channel]
+        go_on.set()
+        wait_until(lambda: not channel.answering)
+        server.in_loop(lambda: channel.check_time(time.time()))
+        client.sendall(HEALTH)
+        assert read(client)[0] == 200
 
 
 @pytest.mark.parametrize("length", [b"Content-Length: 4000", b"Transfer-Encoding: chunked"])

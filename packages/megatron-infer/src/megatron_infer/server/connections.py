@@ -111,7 +111,7 @@ class _ErrorTask(ErrorTask):
 
     def execute(self) -> None:
         error: Any = getattr(self.request, "error")  # noqa: B009
-        # 501 is for transfer codings that nobody knows: the client's mistake like the others.
+        # 501 is for unknown transfer codings: the client's mistake like the others.
         status, reason = (400, "Bad Request") if error.code == 501 else (error.code, error.reason)
         settings: ServerSettings = self.channel.adj.settings
         message = {
@@ -147,12 +147,22 @@ class _Channel(HTTPChannel):
 
     _begun = 0.0  # when the request that is not complete yet began to arrive
     _served = 0.0  # when the last answer was complete
+    _in_service = 0  # threads in `service`: two for a moment between pipelined requests
     _linger_until = 0.0
 
     @property
     def lingers(self) -> bool:
         """Whether all that is left to do is to drop what the client still sends."""
         return bool(self._linger_until)
+
+    @property
+    def answering(self) -> bool:
+        """Whether a request is being answered.
+
+        A thread takes its request off `requests` before it sets `_served`, so `_in_service` is
+        read after `requests`.
+        """
+        return bool(self.requests or self._in_service)
 
     @property
     def waiting_since(self) -> float:
@@ -168,8 +178,14 @@ class _Channel(HTTPChannel):
 
     def service(self) -> None:
         """Answer one request; called in a thread of its own."""
-        super().service()
-        self._served = time.time()
+        with self.requests_lock:
+            self._in_service += 1
+        try:
+            super().service()
+        finally:
+            self._served = time.time()
+            with self.requests_lock:
+                self._in_service -= 1
 
     def check_time(self, now: float) -> None:
         """Give up on a client that does not send its request, or take its answer, in time."""
@@ -177,7 +193,7 @@ class _Channel(HTTPChannel):
         if self.lingers:
             if now > self._linger_until:
                 self.drop()
-        elif self.requests:  # being answered
+        elif self.answering:
             return
         elif self.total_outbufs_len:
             if self.last_activity < latest:
@@ -254,7 +270,11 @@ class _Server(TcpWSGIServer):
             channel.check_time(now)
 
     def _make_room(self) -> None:
-        waiting = [one for one in self.active_channels.values() if not one.requests]
+        waiting = [
+            one
+            for one in self.active_channels.values()
+            if not one.answering and (one.lingers or not one.total_outbufs_len)
+        ]
         if waiting:
             held = Counter(one.addr[0] for one in waiting)
             min(waiting, key=lambda one: (-held[one.addr[0]], one.waiting_since)).drop()
