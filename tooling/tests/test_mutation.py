@@ -132,7 +132,7 @@ def test_what_is_tested_is_caught_and_the_working_tree_is_left_alone(
     assert set(again.known) == {one.defect.rank for one in planted.values()}
 
 
-def test_what_nobody_could_notice_is_left_out(repository: Path) -> None:
+def test_defects_without_an_effect_are_left_out(repository: Path) -> None:
     found, left_out = defects(SOURCE, (repository / SOURCE).read_text())
     assert left_out == {"in an annotation": 1, "in the text of an error": 3}
     assert {"ReplaceComparisonOperator_Lt_GtE", "AddNot"} <= {one.operator for one in found}

@@ -1,4 +1,4 @@
-"""A program that is forked cannot be told from one that was started."""
+"""A forked program behaves like one that was started."""
 
 import os
 import signal

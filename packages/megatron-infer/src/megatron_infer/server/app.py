@@ -67,7 +67,7 @@ def create_app(
         for event in job.events(_client_is_gone()):
             if isinstance(event, Answer):
                 return _json(event.to_json())
-        return _json({"message": "the client went away"}, 503)  # nobody reads it
+        return _json({"message": "the client went away"}, 503)  # not read
 
     @app.post("/api/stream")
     def stream() -> Response:

@@ -86,14 +86,14 @@ class Job:
             self.cancel()
 
     def cancel(self) -> None:
-        """Say that nobody waits any more; the generation ends with its next token."""
+        """Mark the answer as no longer wanted; the generation ends with its next token."""
         self._cancelled.set()
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody waits any more."""
+        """Whether `cancel` was called."""
         return self._cancelled.is_set()
 
     def put(self, event: Piece | Answer | RequestError) -> None:
-        """Hand an event to whoever waits."""
+        """Hand an event to the reader of the job."""
         self._events.put(event)
