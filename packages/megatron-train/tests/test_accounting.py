@@ -265,7 +265,7 @@ def test_a_trainer_gives_each_callback_its_own_state_back(make_trainer):
 
 def test_records_of_a_run_hold_its_numbers_exactly(tmp_path):
     trainer = SimpleNamespace(iteration=2, stopped=None)
-    recorder = Recorder(tmp_path, {"layout": "1 rank"})
+    recorder = Recorder(tmp_path, {"layout": "1 rank"}, Console())
     recorder.on_start(trainer)
     recorder.on_step(trainer, report(3, sums={"lm loss": 1.0, "z loss": 3.0}, updated=False))
     recorder.on_step(trainer, skipped(4))

@@ -117,7 +117,7 @@ def test_a_log_line_gives_the_figures_of_its_interval_per_device():
 
 
 def test_the_recorder_writes_steps_evaluations_and_events(tmp_path):
-    recorder = Recorder(tmp_path, {"seed": 7})
+    recorder = Recorder(tmp_path, {"seed": 7}, Console())
     recorder.on_start(at(1))
     recorder.on_step(at(2), REPORT)
     recorder.on_step(at(3), replace(NAN, iteration=3))

@@ -6,6 +6,7 @@ import pytest
 from fuzzing import fuzz, mutate_bytes, mutate_json
 from megatron_ckpt import CheckpointStore
 from megatron_train.callbacks.log_line import LogLine
+from megatron_train.callbacks.recording import Recorder
 from megatron_train.callbacks.stopping import StopAt
 from megatron_train.checkpointing import Saver, restore
 from megatron_train.config.files import parse_settings, read_file
@@ -215,3 +216,14 @@ def test_a_checkpoint_with_a_flat_record_is_continued(make_trainer, tmp_path, ca
     run = {"data": {"seq_length": 6}, "seed": {"seed": 1}}
     assert restore(make_trainer(), tmp_path, run, Console())
     assert "does not say its data, which cannot be compared" in capsys.readouterr().err
+
+
+def test_a_run_with_damaged_metrics_ends_with_its_checkpoint(make_trainer, tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text("damaged\n")
+    silent = Console(silent=True)
+    saver = Saver(CheckpointStore(tmp_path), {}, None, None, None, silent)
+    trainer = make_trainer(callbacks=[Recorder(tmp_path, {}, Console()), saver, StopAt(1, None)])
+    trainer.run()
+    assert saver.newest is not None and saver.newest.iteration == 1
+    error = capsys.readouterr().err
+    assert "loss.png is not drawn: " in error and "metrics.jsonl, line 1: not a" in error

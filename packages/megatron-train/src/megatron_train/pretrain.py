@@ -292,7 +292,7 @@ class _Run:
         recorder = None
         if config.checkpoint.save is not None:
             facts = {**self.facts, "layout": layout_in_words(config)}
-            recorder = Recorder(Path(config.checkpoint.save), facts)
+            recorder = Recorder(Path(config.checkpoint.save), facts, self.console)
         callbacks.append(
             LogLine(
                 self.console,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_train.callbacks.callback import Callback
+from megatron_train.errors import TrainError
 from megatron_train.metrics import plot, records
 from megatron_train.metrics.console import Console
 
@@ -15,9 +16,16 @@ if TYPE_CHECKING:
 
 
 class Recorder(Callback):
-    """Append steps and evaluations to ``folder/metrics.jsonl``; draw ``folder/loss.png``."""
+    """Append steps and evaluations to ``folder/metrics.jsonl``; draw ``folder/loss.png``.
 
-    def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
+    Args:
+        folder: of the run.
+        facts: what the event ``start`` records beside the step.
+        console: where a plot that cannot be drawn is reported.
+    """
+
+    def __init__(self, folder: Path, facts: dict[str, Any], console: Console) -> None:
+        self._console = console
         self._folder = folder
         self._facts = facts
         self._losses: list[str] = []
@@ -64,8 +72,11 @@ class Recorder(Callback):
         self._event("end", trainer, reason=reason)
         self._writer.close()
         if self._losses:
-            done = records.read_records(self._folder / records.FILE_NAME)
-            plot.plot_losses(done, self._losses[0], self._folder / plot.FILE_NAME)
+            try:
+                done = records.read_records(self._folder / records.FILE_NAME)
+                plot.plot_losses(done, self._losses[0], self._folder / plot.FILE_NAME)
+            except (TrainError, OSError) as error:  # the other ranks go on, to the last save
+                self._console.warn(f"{self._folder / plot.FILE_NAME} is not drawn: {error}")
 
     def _event(self, name: str, trainer: "Trainer", **more: Any) -> None:
         record = {"kind": "event", "event": name, "iteration": trainer.iteration, **more}
