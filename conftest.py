@@ -1,6 +1,21 @@
 """What holds for every test of the repository."""
 
+from importlib.util import find_spec
+
 import pytest
+
+
+def pytest_configure() -> None:
+    """Give Hypothesis no deadline: no test is bounded by the clock."""
+    if find_spec("hypothesis") is None:  # not every package's tests have it
+        return
+    from hypothesis import HealthCheck, settings
+
+    slow = [HealthCheck.too_slow]
+    settings.register_profile(
+        "clockless", settings.default, deadline=None, suppress_health_check=slow
+    )
+    settings.load_profile("clockless")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
