@@ -4,7 +4,8 @@ import json
 
 import pytest
 from fuzzing import fuzz, mutate_bytes, mutate_json
-from megatron_ckpt import CheckpointStore
+from megatron_ckpt import CheckpointStore, SingleProcess
+from megatron_train import checkpointing
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import Recorder
 from megatron_train.callbacks.stopping import StopAt
@@ -227,3 +228,21 @@ def test_a_run_with_damaged_metrics_ends_with_its_checkpoint(make_trainer, tmp_p
     assert saver.newest is not None and saver.newest.iteration == 1
     error = capsys.readouterr().err
     assert "loss.png is not drawn: " in error and "metrics.jsonl, line 1: not a" in error
+
+
+def test_all_ranks_hear_of_a_state_that_one_refuses(make_trainer, tmp_path, monkeypatch):
+    heard = []
+
+    class Heard(SingleProcess):
+        def broadcast(self, text):
+            heard.append(text)
+            return text
+
+    saver = Saver(CheckpointStore(tmp_path), {}, None, None, None, Console(silent=True))
+    trainer = make_trainer(callbacks=[saver, StopAt(1, None)])
+    monkeypatch.setattr(saver, "state", lambda: {"origin": 5})
+    trainer.run()
+    monkeypatch.setattr(checkpointing, "coordinator_of", lambda _: Heard())
+    with pytest.raises(TrainError, match="'origin' is 5; load another checkpoint"):
+        restore(make_trainer(callbacks=[saver]), tmp_path, {}, Console(silent=True))
+    assert "'origin' is 5; load another checkpoint" in heard[-1]

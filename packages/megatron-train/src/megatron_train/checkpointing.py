@@ -228,13 +228,18 @@ def restore(
         state = store.load(iteration, _weights_of(trainer), groups=["model"], cast="floating")
         trainer.optimizer.refresh_main_parameters()
     path = state.checkpoint.path
-    try:
-        if optimizer:
-            saved, names = stored(state, "optimizer", dict), trainer.optimizer.scalars()
-            trainer.optimizer.load_scalars({name: stored(saved, name, int) for name in names})
-        trainer.load_state(stored(state, "trainer", dict))
-    except TrainError as error:
-        raise TrainError(f"{path}: {error}; load another checkpoint") from None
+
+    def take() -> None:
+        try:
+            if optimizer:
+                saved, names = stored(state, "optimizer", dict), trainer.optimizer.scalars()
+                trainer.optimizer.load_scalars({name: stored(saved, name, int) for name in names})
+            trainer.load_state(stored(state, "trainer", dict))
+        except TrainError as error:
+            raise TrainError(f"{path}: {error}; load another checkpoint") from None
+
+    # Rank 0 has callbacks that the others lack, so it alone may find their state damaged.
+    exchange(store.coordinator, take, lambda _: None)
     _compare(state.get("run"), run, trainer, path, allowed, console)
     return Kept(path, trainer.iteration)
 

@@ -84,8 +84,9 @@ def pretrain_gpt(
         run = _Run(config, console, mesh, dtype, batches, tokenizer, facts, start, record)
         trainer.callbacks = run.callbacks()
         continued = start.take(trainer, config, record, console)
-        if config.checkpoint.save is not None and not console.silent:
-            write_config(config, Path(config.checkpoint.save) / CONFIG_FILE)
+        if config.checkpoint.save is not None:
+            path = Path(config.checkpoint.save) / CONFIG_FILE
+            exchange(coordinator, lambda: None, lambda _: write_config(config, path))
         kept = partial(what_is_kept, trainer, config.checkpoint, start, continued)
         stop = _train(trainer, console, kept)
     mesh.close()  # only here: after an error, ranks that still wait would be waited for
