@@ -1,4 +1,4 @@
-"""What a chat template may do is bounded: time, memory and size, whoever wrote it."""
+"""What a chat template may do is bounded: time, memory and size."""
 
 import json
 import pickle
@@ -58,6 +58,12 @@ LARGE = {
     "% with a width": "{{ '%*d' % (10**9, 1) }}",
     "format": "{{ '{:1000000000}'.format(1) }}",
     "format with a width": "{{ '{:{}}'.format(1, 10**9) }}",
+    "% with a key": "{{ '%(a)1000000000d' % {'a': 1} }}",
+    "% with a key in brackets": "{{ '%(a(b))1000000000d' % {'a(b)': 1} }}",
+    "% behind a %": "{{ '%l%%1000000000d' % 1 }}",
+    "format behind a bracket": "{{ '{a[}]:1000000000}'.format(a={'}': 1}) }}",
+    "format, other digits": "{{ '{:\u0661\u0660\u0660\u0660\u0660\u0660\u0660\u0660}'.format(1) }}",
+    "format before a mistake": "{{ '{:1000000000}{'.format(1) }}",
     "a filter that formats": "{{ '%1000000000d' | format(1) }}",
     "center": "{{ 'a'.center(10**9) }}",
     "ljust": "{{ 'a'.ljust(10**9) }}",
@@ -123,6 +129,28 @@ def test_what_is_below_the_limits_is_rendered() -> None:
     assert text("{{ none is none }}{{ undefined_thing is defined }}{{ 3.14 | round(1) }}") == (
         "TrueFalse3.1"
     )
+
+
+def test_numbers_and_brackets_outside_specifications_are_text() -> None:
+    def text(source: str) -> str:
+        return ChatTemplate(source, limits=LIMITS).render(CHAT[:1]).text
+
+    assert text("""{{ '{{"name": "{}"}}'.format('x') }}""") == '{"name": "x"}'
+    assert text("{{ 'limit 1000000: {:3}'.format(1) }}") == "limit 1000000:   1"
+    assert text("{{ 'limit 1000000: %(100000 a)3d%%1000000' % {'100000 a': 1} }}") == (
+        "limit 1000000:   1%1000000"
+    )
+
+
+def test_only_methods_that_lengthen_a_text_count_more_than_it() -> None:
+    assert TemplateLimits().characters == 1 << 26  # twice the longest document
+    text = [{"role": "user", "content": "x" * 600}]
+    limits = TemplateLimits(characters=1000)
+    for method in ("split('y')[-1]", "strip()", "lstrip()", "startswith('y')", "replace('y', 'z')"):
+        ChatTemplate(f"{{{{ messages[0].content.{method} }}}}", limits=limits).render(text)
+    for method in ("upper", "lower", "title", "swapcase", "casefold", "capitalize"):
+        with pytest.raises(DataError, match="more than 1,000 characters"):
+            ChatTemplate(f"{{{{ messages[0].content.{method}() }}}}", limits=limits).render(text)
 
 
 def test_a_conversation_has_one_budget() -> None:

@@ -49,7 +49,7 @@ class TemplateLimits:
         },
     )
     characters: int = field(
-        default=1 << 25,
+        default=1 << 26,
         metadata={
             "help": "characters that a text may have which the template makes",
             "flag": "--max-template-characters",

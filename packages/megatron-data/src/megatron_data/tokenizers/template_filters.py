@@ -11,7 +11,7 @@ from .template_limits import (
     FILTER,
     Budget,
     TemplateLimitError,
-    check_format,
+    check_percent,
     joined_size,
     replaced_size,
 )
@@ -117,7 +117,7 @@ def _check_indent(budget: Budget, given: tuple[Any, ...], options: Mapping[str, 
 
 
 def _check_format(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    check_format(budget, _text(given[0]), (*given[1:], *options.values()))
+    check_percent(budget, _text(given[0]), (*given[1:], *options.values()))
 
 
 def _check_join(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:

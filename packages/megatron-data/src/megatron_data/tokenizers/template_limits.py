@@ -1,13 +1,14 @@
 """How much a chat template may do: a count of steps, and the size of the texts that it makes.
 
-A template comes with a tokenizer, whoever made that. The steps are counted, not the time, so that
+A template comes with a tokenizer and is not trusted. The steps are counted, not the time, so that
 the same conversation is refused on every machine, and weighed by what they take. Before text is
 made, its size is known.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from string import Formatter
 from typing import Any
 
 from jinja2 import TemplateError
@@ -19,7 +20,13 @@ _CHARACTERS = 64  # of a step
 _ELEMENT = 2  # steps of an element of a list that is made
 _BITS = 20_000  # of an integer
 _WIDTHS = re.compile(r"\d+")
-_NESTED = re.compile(r"\{[^{}]*\{|%[-#0 +\d.]*\*")
+# A specification of `%`, as Python reads it: key, flags, width, precision, length, conversion.
+_PERCENT = re.compile(
+    r"%(?:\([^()]*\))?[-#0 +]*((?:\*|[0-9]*)(?:\.(?:\*|[0-9]*))?)[hlL]?.?", re.DOTALL
+)
+_NESTED_KEY = re.compile(r"%\([^()]*\(")
+_LONGER = ("capitalize", "casefold", "decode", "encode", "lower", "swapcase", "title", "upper")
+_GROWTH = 3  # characters that one may become in another case
 
 
 class TemplateLimitError(TemplateError):
@@ -114,7 +121,7 @@ def check_binary(budget: Budget, operator: str, left: Any, right: Any) -> None:
     """
     budget.spend(1)
     if operator == "%" and isinstance(left, str | bytes):
-        check_format(budget, str(left), [right])
+        check_percent(budget, str(left), [right])
     elif operator == "*":
         for repeated, times in ((left, right), (right, left)):
             if isinstance(repeated, str | bytes) and isinstance(times, int):
@@ -132,18 +139,42 @@ def check_binary(budget: Budget, operator: str, left: Any, right: Any) -> None:
 
 
 def check_format(budget: Budget, text: str, values: Iterable[Any]) -> None:
-    """Count what formatting a text is about to make.
+    """Count what `str.format` is about to make of a text.
+
+    Raises:
+        TemplateLimitError: too much, or a width that is a value.
+        ValueError: the text has no such format.
+    """
+    parsed = [(field, spec or "") for _, field, spec, _ in Formatter().parse(text)]
+    specifications = [spec for field, spec in parsed if field is not None]
+    nested = any("{" in spec for spec in specifications)
+    _check_widths(budget, text, specifications, values, nested)
+
+
+def check_percent(budget: Budget, text: str, values: Iterable[Any]) -> None:
+    """Count what the operator `%` is about to make of a text.
 
     Raises:
         TemplateLimitError: too much, or a width that is a value.
     """
-    if _NESTED.search(text):
+    if _NESTED_KEY.search(text):
+        raise TemplateLimitError(f"a key with brackets in {text!r:.60} is not supported")
+    specifications = _PERCENT.findall(text)
+    nested = any("*" in spec for spec in specifications)
+    _check_widths(budget, text, specifications, values, nested)
+
+
+def _check_widths(
+    budget: Budget, text: str, specifications: Sequence[str], values: Iterable[Any], nested: bool
+) -> None:
+    if nested:
         raise TemplateLimitError(f"a width that is a value in {text!r:.60} is not supported")
-    if any(len(digits) > 5 for digits in _WIDTHS.findall(text)):
+    widths = [digits for spec in specifications for digits in _WIDTHS.findall(spec)]
+    if any(len(digits) > 5 for digits in widths):
         raise TemplateLimitError(f"a number of more than 5 digits in {text!r:.60} is not supported")
-    width = max(map(int, _WIDTHS.findall(text)), default=0)
     longest = sum(map(budget.read, values))
-    budget.make(len(text) + (text.count("{") + text.count("%")) * (width + longest))
+    width = max(map(int, widths), default=0)
+    budget.make(len(text) + len(specifications) * (width + longest))
 
 
 def check_method(budget: Budget, value: Any, name: str, arguments: tuple[Any, ...]) -> None:
@@ -160,7 +191,7 @@ def check_method(budget: Budget, value: Any, name: str, arguments: tuple[Any, ..
         elif name != "get":
             budget.length(value)
         return
-    size = 3 * len(value)
+    size = (_GROWTH if name in _LONGER else 1) * len(value)
     match name, arguments:
         case "center" | "ljust" | "rjust" | "zfill", (int(width), *_):
             size = max(size, width)
