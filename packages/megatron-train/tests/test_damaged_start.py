@@ -1,8 +1,13 @@
 """A folder whose checkpoints are all damaged is no folder without checkpoints."""
 
+from types import SimpleNamespace
+
 import pytest
 from megatron_ckpt import CheckpointStore, CorruptCheckpointError, SingleProcess
+from megatron_train import starting
 from megatron_train.config.checkpoint import CheckpointConfig
+from megatron_train.errors import TrainError
+from megatron_train.metrics.console import Console
 from megatron_train.starting import Start
 
 
@@ -32,3 +37,34 @@ def test_what_was_never_completed_is_passed_over(tmp_path):
     (tmp_path / "iter_0000002.tmp-0a").mkdir()
     config = CheckpointConfig(save=str(tmp_path), load=str(tmp_path))
     assert Start.find(config, SingleProcess()).folder == tmp_path
+
+
+@pytest.mark.parametrize(
+    "state",
+    [5, {"callbacks": 5}, {"callbacks": {"saver": 5}}, {"callbacks": {"saver": {"origin": 5}}}],
+)
+def test_a_damaged_state_in_the_folder_is_refused_in_one_line(tmp_path, state):
+    CheckpointStore(tmp_path / "other").save(1, {"trainer": {}})
+    CheckpointStore(tmp_path / "run").save(1, {"trainer": state})
+    config = CheckpointConfig(
+        save=str(tmp_path / "run"), pretrained_checkpoint=str(tmp_path / "other")
+    )
+    with pytest.raises(
+        TrainError, match=r"iter_0000001: the saved state is damaged: .* is 5; give"
+    ):
+        Start.find(config, SingleProcess())
+
+
+def test_a_run_begun_with_weights_may_go_on_with_another_seed_and_data(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(starting, "restore", lambda *_, **more: seen.append(more))
+    checkpoint = CheckpointConfig(
+        pretrained_checkpoint="other",
+        save=str(tmp_path),
+        no_load_rng=True,
+        allow_changed_run=("data",),
+    )
+    config = SimpleNamespace(checkpoint=checkpoint)
+    start = Start(tmp_path, origin="other", note="is continued")
+    start.take(None, config, {}, Console(silent=True))
+    assert seen == [{"optimizer": True, "allowed": {"data", "seed"}}]

@@ -30,6 +30,7 @@ from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.run_record import RunRecord
+from megatron_train.stored import stored
 from megatron_train.trainer import Trainer
 
 
@@ -119,9 +120,9 @@ class Start:
             )
             return None
         checkpoint = config.checkpoint
-        own = self.note == "" and checkpoint.load is not None  # flags are about --load alone
+        own = self.note == "" and checkpoint.load is not None  # --no-load-optim is of --load alone
         allowed: set[str] = {*(checkpoint.allow_changed_run or ())}
-        if own and checkpoint.no_load_rng:
+        if checkpoint.no_load_rng:
             allowed.add("seed")
         found = restore(
             trainer,
@@ -192,14 +193,30 @@ def _find(config: CheckpointConfig) -> Start:
     origin = str(source.resolve())
     if held is None:
         return Start(source, weights_only=True, origin=origin)
-    began = held.values().get("trainer", {}).get("callbacks", {}).get(Saver.name, {})
-    if began.get("origin") != origin:
+    if _origin_of(held) != origin:
         raise TrainError(_held(config, held, f"which did not begin with the weights of {source}"))
     note = (
         f"--save {config.save} holds this run at step {held.iteration}: it is continued, not begun "
         f"again with the weights of {source}"
     )
     return Start(Path(str(config.save)), origin=origin, note=note)
+
+
+def _origin_of(held: Checkpoint) -> str | None:
+    """Return whose weights the run of a checkpoint began with; None where it does not say.
+
+    Raises:
+        TrainError: its saved state is damaged.
+    """
+    state: Any = held.values()
+    try:
+        for name in ("trainer", "callbacks", Saver.name):
+            if name not in state:
+                return None
+            state = stored(state, name, dict)
+        return stored(state, "origin", str) if "origin" in state else None
+    except TrainError as error:
+        raise TrainError(f"{held.path}: {error}; give another --save folder") from None
 
 
 def _refuse_missing(load: Path, config: CheckpointConfig) -> None:

@@ -62,15 +62,10 @@ class CheckpointConfig:
                     raise TrainError(
                         f"{flag_of(name)} needs --save, the folder to write checkpoints to"
                     )
-        for name in (
-            "exit_on_missing_checkpoint",
-            "no_load_optim",
-            "no_load_rng",
-            "allow_changed_run",
-        ):
+        for name in ("exit_on_missing_checkpoint", "no_load_optim"):
             if getattr(self, name) and self.load is None:
                 raise TrainError(f"{flag_of(name)} needs --load")
-        for name in ("finetune", "use_checkpoint_args"):
+        for name in ("finetune", "use_checkpoint_args", "no_load_rng", "allow_changed_run"):
             if getattr(self, name) and self.load is None and self.pretrained_checkpoint is None:
                 raise TrainError(
                     f"{flag_of(name)} needs --load, or --pretrained-checkpoint, to take it from"
