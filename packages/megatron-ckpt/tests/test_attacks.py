@@ -15,6 +15,7 @@ from megatron_ckpt import (
     export_hf,
     find_checkpoint,
     import_hf,
+    paths,
 )
 from megatron_ckpt.cli import main
 from megatron_ckpt.store.blocks import digest
@@ -88,6 +89,23 @@ def test_links_out_of_a_checkpoint_are_not_followed(run, capsys, tmp_path, name)
     shutil.move(path, tmp_path / "moved")
     path.symlink_to(tmp_path / "moved")
     refused_by_every_reader(run, capsys, "lies outside the folder")
+
+
+def test_a_link_that_takes_the_place_of_a_checked_file_is_not_followed(tmp_path, monkeypatch):
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    locate = paths.locate
+
+    def swapped(folder, name):
+        real = locate(folder, name)
+        real.unlink()
+        real.symlink_to(tmp_path / "secret")
+        return real
+
+    monkeypatch.setattr(paths, "locate", swapped)
+    with pytest.raises(OSError, match="symbolic links"):
+        paths.read_whole(tmp_path / "folder", "file")
 
 
 def test_links_inside_a_checkpoint_and_to_it_are_followed(run, tmp_path):

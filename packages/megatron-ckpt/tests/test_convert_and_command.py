@@ -11,6 +11,7 @@ import pytest
 import torch
 from megatron_ckpt import Checkpoint, CheckpointError, export_hf, import_hf
 from megatron_ckpt.cli import main
+from megatron_ckpt.store import durable
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.usefixtures("toy")
@@ -64,6 +65,33 @@ def test_a_row_is_read_when_its_turn_comes_and_let_go_before_the_next(
     alive.clear()
     export_hf(tmp_path / "run", tmp_path / "back")
     assert sorted(alive) == [("layers.0.w", 0), ("layers.1.w", 0), ("word", 0)]
+
+
+def test_a_folder_that_another_export_removes_before_it_is_locked_is_made_again(
+    tmp_path, monkeypatch
+):
+    lock, losses = durable._lock_folder, []
+
+    def late(folder):
+        held = lock(folder)
+        if len(losses) < 2:  # the other export had the lock, and removed the folder
+            losses.append(folder)
+            folder.rmdir()
+            if len(losses) == 1:
+                os.close(held)
+                return None
+        return held
+
+    monkeypatch.setattr(durable, "_lock_folder", late)
+    with durable.new_folder(tmp_path / "back") as folder:
+        (folder / "file").touch()
+        assert folder not in losses and lock(folder) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["back"]
+
+    monkeypatch.setattr(durable, "_lock_folder", lambda folder: None)  # no locks on this disk
+    with durable.new_folder(tmp_path / "more"):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "more"]
 
 
 def test_an_export_clears_what_a_killed_one_left_and_nothing_else(folder, tmp_path):

@@ -1,4 +1,5 @@
 import json
+from functools import partial
 from importlib.resources import files
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron_ckpt import CheckpointError, apply
 from megatron_ckpt.ops.definitions import OPS
+from megatron_ckpt.ops.ignored import CHECKS
 from megatron_ckpt.ops.rows import Row, expand
 
 SCHEMA = json.loads(files("megatron_ckpt.ops").joinpath("schema.json").read_text())
@@ -184,6 +186,17 @@ def test_missing_and_unused_tensors_are_named_with_the_nearest_before_anything_i
         next(apply(ROWS, CONFIG, source, ignored=ignored))
     with pytest.raises(CheckpointError, match="no tensor 'embedding' and 4 more"):
         next(apply(ROWS, CONFIG, {}, inverse=True))
+
+
+def test_rotary_frequencies_below_the_normal_numbers_of_float16_are_equal():
+    frequencies = 1e6 ** -(torch.arange(0, 128, 2).double() / 128)
+    check = partial(CHECKS["rotary_frequencies"], base=1e6, dim=128)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        check("inv_freq", {"inv_freq": frequencies.to(dtype)})
+    wrong = frequencies.half()
+    wrong[-1] += 2e-7
+    with pytest.raises(CheckpointError, match="differs from the rotary frequencies"):
+        check("inv_freq", {"inv_freq": wrong})
 
 
 def test_a_tensor_of_another_shape_is_named_with_the_row_and_the_operation():

@@ -7,6 +7,7 @@ import textwrap
 import pytest
 import torch
 from megatron_ckpt import CheckpointError, CheckpointStore, CorruptCheckpointError, View
+from megatron_ckpt.coordinator import exchange
 from safetensors.torch import load_file
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
@@ -155,6 +156,17 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_ranks_together(on_ranks, tmp
     assert caplog.text.count("passed over") == 1
     for error in on_ranks(2, lambda ranks: load(ranks, 2)):
         assert isinstance(error, CorruptCheckpointError)
+
+
+def test_a_text_that_rank_0_cannot_read_fails_on_all_ranks_alike(on_ranks):
+    def garbled(coordinator):
+        gather = coordinator.gather
+        coordinator.gather = lambda text: gather(text if coordinator.rank != 1 else "{")
+        return exchange(coordinator, lambda: None, lambda values: values)
+
+    outcomes = on_ranks(3, garbled)
+    assert all(isinstance(outcome, CheckpointError) for outcome in outcomes)
+    assert str(outcomes[2]).startswith("rank 0: stored values are not readable")
 
 
 def test_ranks_that_fail_for_different_reasons_raise_alike_and_do_not_part(on_ranks, tmp_path):

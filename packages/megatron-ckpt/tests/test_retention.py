@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_ckpt import CheckpointError, CheckpointStore, Retention, View
+from megatron_ckpt.store import transaction
 
 STATE = {"w": [View.whole(torch.ones(2))]}
 RULES = st.builds(Retention, st.none() | st.integers(1, 5), st.none() | st.integers(1, 7))
@@ -44,6 +45,14 @@ def test_the_checkpoint_just_saved_stays_although_newer_ones_exist(tmp_path):
     store.save(50, STATE)
     store.save(20, STATE, retention=Retention(latest=1))
     assert store.path(20).exists() and store.path(50).exists()
+
+
+def test_a_rule_that_keeps_all_reads_no_checkpoint(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(transaction, "scan", lambda folder: read.append(folder) or [])
+    for number, rule in enumerate((None, Retention(), Retention(every=2), Retention(latest=2))):
+        CheckpointStore(tmp_path).save(number, STATE, retention=rule)
+        assert read == ([tmp_path] if number == 3 else [])
 
 
 def test_rules_that_would_remove_everything_are_refused():

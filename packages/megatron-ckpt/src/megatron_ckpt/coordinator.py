@@ -140,9 +140,9 @@ def exchange(
     gathered = coordinator.gather(outcome)
     verdict = ""
     if gathered is not None:
-        outcomes: list[Any] = [loads(text) for text in gathered]
-        failed = [(rank, *problem) for rank, (_, problem) in enumerate(outcomes) if problem]
-        try:
+        try:  # whatever fails here, the other ranks wait for the verdict
+            outcomes: list[Any] = [loads(text) for text in gathered]
+            failed = [(rank, *problem) for rank, (_, problem) in enumerate(outcomes) if problem]
             agreed = None if failed else lead([value for value, _ in outcomes])
             verdict = dumps((agreed, failed[0] if failed else None), _WHAT)
         except Exception as error:  # noqa: BLE001 - as above

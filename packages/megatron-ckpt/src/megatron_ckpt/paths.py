@@ -79,18 +79,24 @@ def file_size(folder: Path, name: str) -> int:
 
 def open_file(folder: Path, name: str) -> int:
     """Open a file of ``folder`` for reading and return its descriptor; raises as `locate` does."""
-    return open_regular(locate(folder, name))
+    # All links are resolved; one that takes the file's place meanwhile was not checked.
+    return open_regular(locate(folder, name), follow=False)
 
 
-def open_regular(path: Path) -> int:
+def open_regular(path: Path, *, follow: bool = True) -> int:
     """Open a regular file for reading and return its descriptor.
+
+    Args:
+        path: of the file.
+        follow: whether ``path`` may be a link.
 
     Raises:
         CheckpointError: no regular file.
         OSError: the file cannot be opened.
     """
     # Without O_NONBLOCK opening a pipe waits for somebody to write into it.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
     try:
         _check_regular(path, os.fstat(descriptor).st_mode)
     except CheckpointError:

@@ -112,8 +112,11 @@ def _rotary_frequencies(name: str, source: _Tensors, *, base: float, dim: int) -
     equal = found.is_floating_point() and found.ndim == 1 and 2 * len(found) == dim
     if equal:
         wanted = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-        tolerance = max(2 * torch.finfo(found.dtype).eps, 1e-5)
-        equal = torch.allclose(found.double(), wanted, rtol=tolerance, atol=0.0)
+        precision = torch.finfo(found.dtype)
+        tolerance = max(2 * precision.eps, 1e-5)
+        # The step between subnormal numbers, which low frequencies are in float16.
+        step = precision.smallest_normal * precision.eps
+        equal = torch.allclose(found.double(), wanted, rtol=tolerance, atol=step)
     if not equal:
         raise CheckpointError(
             f"tensor {name!r} differs from the rotary frequencies that the configuration gives "

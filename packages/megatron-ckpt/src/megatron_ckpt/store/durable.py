@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_ATTEMPTS = 8  # to make a folder that no other process takes for a leftover
+
 
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
@@ -71,9 +73,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         if descriptor is not None:
             shutil.rmtree(leftover, ignore_errors=True)
             os.close(descriptor)
-    temporary = target.with_name(f"{target.name}.tmp-{uuid.uuid4().hex[:12]}")
-    temporary.mkdir(parents=True)
-    held = _lock_folder(temporary)
+    temporary, held = _make_locked(target)
     try:
         yield temporary
         sync_tree(temporary)
@@ -86,6 +86,25 @@ def new_folder(target: Path) -> Iterator[Path]:
     finally:
         if held is not None:
             os.close(held)
+
+
+def _make_locked(target: Path) -> tuple[Path, int | None]:
+    """Make a temporary folder; return it and a descriptor that holds its lock.
+
+    Another call may take a folder for a leftover before its lock is held; then the next is made.
+    The descriptor is None on a file system without locks, where no call removes leftovers.
+    """
+    for attempt in range(1, _ATTEMPTS + 1):
+        temporary = target.with_name(f"{target.name}.tmp-{uuid.uuid4().hex[:12]}")
+        temporary.mkdir(parents=True)
+        held = _lock_folder(temporary)
+        if held is not None:
+            if temporary.exists() and os.path.samestat(os.fstat(held), temporary.lstat()):
+                return temporary, held
+            os.close(held)
+        if attempt < _ATTEMPTS:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return temporary, None
 
 
 def _lock_folder(folder: Path) -> int | None:

@@ -114,8 +114,8 @@ class Transaction:
         return inspect(self.iteration, self.final).manifest is None
 
     def _retain(self) -> None:
-        if self.retention is None:
-            return
+        if self.retention is None or self.retention.latest is None:
+            return  # all are kept: no manifest needs to be read
         complete = {c.iteration: c.path for c in scan(self.directory) if c.manifest}
         for iteration in self.retention.superfluous(complete):
             if iteration != self.iteration:
