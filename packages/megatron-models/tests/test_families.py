@@ -2,6 +2,7 @@ import re
 from importlib.metadata import entry_points
 
 import pytest
+import torch
 from megatron_models.errors import ConfigError
 from megatron_models.families import gpt2, llama, mixtral
 from megatron_models.families.neutral import NEUTRAL
@@ -122,6 +123,26 @@ def test_configuration_round_trip(family, theirs):
     back = family.config_to_hf(config)
     assert {key: back[key] for key in theirs} == theirs
     assert family.config_from_hf(back) == config
+
+
+def test_rotary_settings_in_both_spellings_may_differ_in_where_the_base_stands():
+    older = LLAMA["rope_scaling"]
+    for both in (
+        {"rope_parameters": older | {"rope_theta": 5e5}, "rope_scaling": older},
+        {"rope_parameters": older, "rope_scaling": older | {"rope_theta": 5e5}},
+    ):
+        bare = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+        assert llama.config_from_hf(bare | both) == llama.config_from_hf(LLAMA)
+        with pytest.raises(ConfigError, match=r"rope_theta is 10000.0 and 500000.0"):
+            llama.config_from_hf(LLAMA | both | {"rope_theta": 1e4})
+        with pytest.raises(ConfigError, match="not one map"):
+            llama.config_from_hf(bare | both | {"rope_scaling": older | {"factor": 2.0}})
+
+
+def test_a_mask_value_in_low_precision_is_read():
+    bound = {kind: arguments for _, kind, arguments in gpt2.FAMILY.ignored}["at_most"]
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert float(torch.tensor(-1e4, dtype=dtype)) <= bound["value"]
 
 
 def test_rope_parameters_of_transformers_5_are_read_too():

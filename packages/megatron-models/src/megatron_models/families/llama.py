@@ -55,18 +55,23 @@ _ROPE_KEYS = {
 def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the rotary settings after refusing those that are not read."""
     given = [values[key] for key in ("rope_parameters", "rope_scaling") if values.get(key)]
-    if any(not isinstance(each, Mapping) for each in given) or given[1:] not in ([], given[:1]):
+    maps = [each for each in given if isinstance(each, Mapping)]
+    bare = [{key: each[key] for key in each if key != "rope_theta"} for each in maps]
+    if len(maps) < len(given) or any(each != bare[0] for each in bare):
         raise ConfigError(
             f"rotary settings are {reprlib.repr(given)}, not one map: give rope_parameters or "
             "rope_scaling"
         )
-    settings: Mapping[str, Any] = given[0] if given else {}
-    base = values.get("rope_theta")
-    if base is not None and settings.get("rope_theta", base) != base:
+    bases = [each["rope_theta"] for each in (values, *maps) if each.get("rope_theta") is not None]
+    others = [base for base in bases if base != bases[0]]
+    if others:
         raise ConfigError(
-            f"rope_theta is {reprlib.repr(base)} and {reprlib.repr(settings['rope_theta'])} in the "
+            f"rope_theta is {reprlib.repr(bases[0])} and {reprlib.repr(others[0])} in the "
             "rotary settings"
         )
+    settings = bare[0] if bare else {}
+    if bases:
+        settings["rope_theta"] = bases[0]
     for key, value in settings.items():
         neutral = value is None or (key == "partial_rotary_factor" and value == 1)
         if key not in _ROPE_KEYS and not neutral:
