@@ -50,6 +50,48 @@ def test_ranks_that_do_not_start_are_one_line_within_the_time_out(
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MASTER_PORT", "70000"),
+        ("MASTER_PORT", "http"),
+        ("MASTER_PORT", "9" * 5000),
+        ("RANK", "1"),
+        ("RANK", "-1"),
+        ("WORLD_SIZE", ""),
+        ("WORLD_SIZE", "0"),
+    ],
+)
+def test_variables_that_are_no_numbers_that_fit_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for each, text in (variables | {name: value}).items():
+        monkeypatch.setenv(each, text)
+    with pytest.raises(
+        LayoutError, match=rf"variable {name} is '.*': give a whole number"
+    ) as caught:
+        Mesh.bind(ParallelLayout())
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
+
+
+def test_jobs_of_one_process_follow_each_other_on_one_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    meshes = []
+    for _ in range(2):
+        with Mesh.bind(ParallelLayout()) as mesh:
+            meshes.append(mesh)  # kept, with whatever it holds
+    with socket.create_server(("127.0.0.1", int(port))), pytest.raises(CollectiveError) as caught:
+        Mesh.bind(ParallelLayout())
+    assert str(caught.value).startswith(f"rank 0 cannot listen on 127.0.0.1:{port} (MASTER_ADDR")
+
+
+@pytest.mark.parametrize(
     ("host", "address"),
     [
         ("127.0.0.1", "127.0.0.1"),

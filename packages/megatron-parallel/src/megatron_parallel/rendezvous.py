@@ -7,6 +7,7 @@ then rank 0 hands torch a socket that is bound to that address.
 
 import ipaddress
 import os
+import reprlib
 import socket
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ from megatron_parallel import _compat
 from megatron_parallel.errors import CollectiveError, LayoutError, backend_text
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_DIGITS = 10  # of the largest number below
 
 
 def init_default_group(device: torch.device, timeout: timedelta) -> None:
@@ -26,7 +28,7 @@ def init_default_group(device: torch.device, timeout: timedelta) -> None:
     job keeps its store itself; torchrun's agent keeps its own, which listens on every interface.
 
     Raises:
-        LayoutError: variables are missing from the environment.
+        LayoutError: variables are missing from the environment, or no numbers that fit.
         CollectiveError: not all ranks came within ``timeout``, or the port is taken.
     """
     absent = [name for name in _NEEDED if name not in os.environ]
@@ -35,8 +37,9 @@ def init_default_group(device: torch.device, timeout: timedelta) -> None:
             f"no process group and no {', '.join(absent)} in the environment: "
             "start the ranks with torchrun"
         )
-    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    size = _number("WORLD_SIZE", 1, 2**31 - 1)
+    rank = _number("RANK", 0, size - 1)
+    host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0, 2**16 - 1)
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = None if agent else loopback_address(host)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -44,21 +47,28 @@ def init_default_group(device: torch.device, timeout: timedelta) -> None:
         if address is None:
             dist.init_process_group(backend, timeout=timeout)
             return
-        store = _loopback_store(address, int(port), int(rank), int(size), timeout)
-        dist.init_process_group(
-            backend, store=store, rank=int(rank), world_size=int(size), timeout=timeout
-        )
+        store = _loopback_store(address, port, rank, size, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    except CollectiveError:  # says already what is wrong
+        raise
     except RuntimeError as error:
         raise CollectiveError(
             f"rank {rank} did not meet the others of {size} at {host}:{port} within "
             f"{timeout.total_seconds():g} s: one did not start, or the address is wrong "
             f"({backend_text(error)})"
         ) from error
-    except OSError as error:
-        raise CollectiveError(
-            f"rank {rank} cannot listen on {host}:{port} (MASTER_ADDR:MASTER_PORT) for the others: "
-            f"{error.strerror}"
-        ) from error
+
+
+def _number(name: str, lowest: int, highest: int) -> int:
+    """Return the environment variable ``name`` as a number."""
+    text = os.environ[name].strip()
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= _DIGITS else -1
+    if not lowest <= number <= highest:
+        raise LayoutError(
+            f"the environment variable {name} is {reprlib.repr(text)}: give a whole number from "
+            f"{lowest} to {highest}"
+        )
+    return number
 
 
 def loopback_address(host: str) -> str | None:
@@ -78,6 +88,13 @@ def _loopback_store(
     if rank != 0:
         return _compat.tcp_store(address, port, size, timeout)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, port), family=family, backlog=size + 128) as server:
+    try:
+        server = socket.create_server((address, port), family=family, backlog=size + 128)
+    except OSError as error:
+        raise CollectiveError(
+            f"rank {rank} cannot listen on {address}:{port} (MASTER_ADDR:MASTER_PORT) for the "
+            f"others: {error.strerror}"
+        ) from error
+    with server:
         port = server.getsockname()[1]
         return _compat.tcp_store(address, port, size, timeout, server.detach())

@@ -35,14 +35,14 @@ def describe_not_finite(found: Sequence[NotFinite], mesh: Mesh) -> str:
     world = mesh.axis("world")
     texts = all_gather_texts(json.dumps(found), world, device=mesh.device, purpose=_PURPOSE)
     by_rank = zip(world.ranks, map(json.loads, texts), strict=True)
-    told = [(NotFinite(*item), rank) for rank, items in by_rank for item in items]
-    if not told:
+    items = [(NotFinite(*item), rank) for rank, each in by_rank for item in each]
+    if not items:
         return ""
-    first = told[0][0]
+    first = items[0][0]
     what = "NaN" if first.nan else "infinite"
-    alike = [(item, rank) for item, rank in told if item[:2] == first[:2]]
+    alike = [(item, rank) for item, rank in items if item[:2] == first[:2]]
     makers = sorted({rank for item, rank in alike if item.own})
-    others = len({item.parameter for item, _ in told}) - 1
+    others = len({item.parameter for item, _ in items}) - 1
     line = f"the gradient of {first.parameter!r} ({first.where}) is {what}"
     if makers and world.size > 1:
         line += f", and so it was on {rank_list(makers)} before it was summed"
