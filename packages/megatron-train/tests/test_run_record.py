@@ -159,3 +159,38 @@ def test_keys_that_one_version_records_are_not_compared(kind):
     new[kind]["added"] = 1
     assert changes_since(old, new, PATH, 8, ()) == {}
     assert changes_since(new, old, PATH, 8, ()) == {}
+
+
+def test_a_corpus_beside_one_at_a_url_may_be_moved():
+    there = record({"data.data_path": ("2", "a", "1", "s3://bucket/c")})
+    moved = record({"data.data_path": ("2", "moved/a", "1", "s3://bucket/c")})
+    assert changes_since(there, moved, PATH, 8, ()) == {}
+    with pytest.raises(TrainError, match="other data: data "):
+        other = record({"data.data_path": ("2", "moved/a", "1", "s3://bucket/d")})
+        changes_since(there, other, PATH, 8, ())
+
+
+def test_data_that_takes_the_place_is_known_by_its_content():
+    def changed(words):
+        Path("changes").write_text(json.dumps([{"from_sample": 4, "data_path": words}]))
+        return record({"data.data_path_changes": "changes"})
+
+    there = changed("a")
+    assert changes_since(there, changed("moved/a"), PATH, 8, ()) == {}
+    old = json.loads(json.dumps(there))
+    del old["data"]["changes"][0][2]  # older records had the paths alone
+    assert changes_since(old, there, PATH, 8, ()) == {}
+    for words in ("b", ["2", "a"]):
+        with pytest.raises(TrainError, match="other data: changes "):
+            changes_since(there, changed(words), PATH, 8, ())
+    Path("a.bin").write_bytes(b"abe")
+    with pytest.raises(TrainError, match="changes "):
+        changes_since({"data": there["data"]}, changed("a"), PATH, 8, ())
+
+
+@pytest.mark.parametrize("damaged", [5, [5], [["4", [["a"], None]]], [[4, 5]], [[4, [5, None]]]])
+def test_a_damaged_change_of_data_is_refused_in_one_line(damaged):
+    there = record()
+    there["data"]["changes"] = damaged
+    with pytest.raises(TrainError, match=r"^iter_0000002 is damaged: its record .* change of data"):
+        changes_since(there, record(), PATH, 8, ())

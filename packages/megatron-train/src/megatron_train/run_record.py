@@ -7,17 +7,18 @@ may differ. The rates of the optimizer (`optimizer`) are, for a warning.
 """
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_data import Tokenizer, parse_data_path, read_data_path_changes
+from megatron_data import Blend, Tokenizer, parse_data_path, read_data_path_changes
 
 from megatron_train.batches import of_conversations
 from megatron_train.config.data import CONVERSATION_OPTIONS
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
+from megatron_train.stored import shown
 
 KINDS: Final = ("data", "tokenizer", "seed", "objective")
 """What makes a run this run, beside its model, whose configuration a checkpoint has anyway."""
@@ -90,8 +91,13 @@ def _data(config: RunConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
         found["written"] = named | {"template": writer.template.fingerprint[:19]}
     if data.data_path_changes:
         changes = read_data_path_changes(data.data_path_changes)
-        found["changes"] = [[first, list(parse_data_path(words))] for first, words in changes]
+        found["changes"] = [_change(first, parse_data_path(words)) for first, words in changes]
     return found
+
+
+def _change(first: int, blend: Blend) -> list[Any]:
+    """Record that ``blend`` takes the place of the data from sample ``first`` on."""
+    return [first, list(blend), [_fingerprint(prefix) for prefix in blend.prefixes]]
 
 
 def _fingerprint(prefix: str) -> str | None:
@@ -151,7 +157,7 @@ def changes_since(
             continue
         before, now = _part(there, kind, path), dict(here[kind])
         if kind == "data":
-            _leave_out_what_may_differ(before, now, consumed_samples)
+            _leave_out_what_may_differ(before, now, path, consumed_samples)
         shared = before.keys() & now.keys()
         before = {key: value for key, value in before.items() if key in shared}
         if changed := differing(before, {key: now[key] for key in before}):
@@ -170,18 +176,68 @@ def _part(record: RunRecord, kind: str, path: Path) -> dict[str, Any]:
 
 
 def _leave_out_what_may_differ(
-    before: dict[str, Any], now: dict[str, Any], consumed_samples: int
+    before: dict[str, Any], now: dict[str, Any], path: Path, consumed_samples: int
 ) -> None:
     """Drop the paths of equal corpora, and the changes of data that lie ahead."""
-    if before.get("content") == now.get("content") and None not in (now.get("content") or [None]):
+    known = _sources(now)
+    if known is not None and _sources(before) == known:
         for part in (before, now):
             part.pop("data", None)
-    if before.get("data") != now.get("data"):  # then the paths say it better
+            part.pop("content", None)
+    elif before.get("data") != now.get("data"):  # then the paths say it better
         before.pop("content", None)
         now.pop("content", None)
     for part in (before, now):
-        changes = part.get("changes") or ()
-        part["changes"] = [change for change in changes if change[0] < consumed_samples]
+        part["changes"] = _changes_before(consumed_samples, part.get("changes") or [], path)
+    if len(before["changes"]) == len(now["changes"]) and all(
+        map(_same_change, before["changes"], now["changes"])
+    ):
+        before["changes"] = now["changes"]
+
+
+def _sources(data: Mapping[str, Any]) -> list[Any] | None:
+    """Return what each corpus of a blend is known by: its content, or its path without one."""
+    paths, content = data.get("data"), data.get("content")
+    if not (isinstance(paths, list) and isinstance(content, list) and len(paths) == len(content)):
+        return None
+    return [known or path for path, known in zip(paths, content, strict=True)]
+
+
+def _changes_before(consumed_samples: int, changes: Any, path: Path) -> list[Any]:
+    """Return the changes of data that are not ahead; those of older records have no content.
+
+    Raises:
+        TrainError: the record is damaged.
+    """
+    found = []
+    for change in changes if isinstance(changes, list) else [changes]:
+        match change:
+            case [int(first), [list() | tuple(), _], *content] if len(content) <= 1:
+                if first < consumed_samples:
+                    found.append(change)
+            case _:
+                raise TrainError(
+                    f"{path} is damaged: its record of the run has the change of data "
+                    f"{shown(change)}"
+                )
+    return found
+
+
+def _same_change(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    """Whether two changes of data mean the same, wherever their corpora lie."""
+    (first, (paths, weights), *content), (then, (others, theirs), *their_content) = before, now
+    if first != then or _listed(weights) != _listed(theirs):
+        return False
+    if not content or not their_content:
+        return list(paths) == list(others)
+    known = _sources({"data": list(paths), "content": content[0]})
+    return known is not None and known == _sources(
+        {"data": list(others), "content": their_content[0]}
+    )
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _refusal(kind: str, changed: str, there: RunRecord, here: RunRecord, path: Path) -> str:
