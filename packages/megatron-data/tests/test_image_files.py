@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from megatron_data import (
@@ -21,6 +22,9 @@ from megatron_data import (
     verify,
 )
 from megatron_data.cli import main
+from megatron_data.preprocessing import image_encoding
+from megatron_data.preprocessing.image_encoding import Images
+from megatron_data.sources.protocol import UnreadableError
 
 PAIRS = 120
 
@@ -191,6 +195,36 @@ def test_images_may_lie_in_object_storage(tmp_path: Path) -> None:
     with IndexedDataset(report.prefix) as made:
         assert [unpack_image(made[n]) for n in (1, 17)] == [b"GIF89a new", image(8)]
     storage.rm("/whales", recursive=True)
+
+
+def test_the_bytes_that_are_read_are_limited_where_a_server_says_no_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/unsized/a.gif", content := image(1) + b"x" * (3 << 20))
+    whole = type(memory).info
+
+    def unsized(self: Any, path: str, **options: Any) -> dict[str, Any]:
+        return {**whole(self, path, **options), "size": None}
+
+    monkeypatch.setattr(type(memory), "info", unsized)
+    url = "memory://unsized/a.gif"
+    for limit in (None, len(content)):
+        assert Images(None, longest=limit).read(url) == content
+    with pytest.raises(UnreadableError, match=r"at least .* bytes, more than --max-image-bytes"):
+        Images(None, longest=len(content) - 1).read(url)
+    memory.rm("/unsized", recursive=True)
+
+
+def test_an_image_that_grows_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.gif"
+    path.write_bytes(content := image(1) + b"x" * 999)
+    small = image_encoding.stat(str(path))._replace(size=30)
+    monkeypatch.setattr(image_encoding, "stat", lambda _: small)
+    assert Images(None).read(str(path)) == content
+    with pytest.raises(UnreadableError, match="more than --max-image-bytes 99"):
+        Images(None, longest=99).read(str(path))
 
 
 def test_tokens_of_texts_and_beginnings_of_images_are_verified(lines: Path, tmp_path: Path) -> None:

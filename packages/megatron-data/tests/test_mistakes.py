@@ -3,10 +3,14 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from megatron_data import load_tokenizer, train_bpe
+from megatron_data import ChatTemplate, load_tokenizer, train_bpe
 from megatron_data.cli import main
+from megatron_data.order.cache import load_or_build
+from megatron_data.tokenizers import huggingface
 
 Capture = pytest.CaptureFixture[str]
 
@@ -182,3 +186,22 @@ def test_trace_tells_a_dataset_without_manifest(place: Path, capsys: Capture) ->
     Path("d_text_document.meta.json").unlink()
     assert main(["trace", "d_text_document", "1"]) == 1
     assert "d_text_document has no manifest d_text_document.meta.json" in capsys.readouterr().err
+
+
+def test_a_lack_of_memory_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing of the document, so skipping it would lose what can be read."""
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise MemoryError
+
+    with pytest.raises(MemoryError), huggingface._refusals("what"):
+        fail()
+    load_or_build(tmp_path, "key", lambda: {"a": np.zeros(2)})
+    monkeypatch.setattr(np, "load", fail)
+    with pytest.raises(MemoryError):
+        load_or_build(tmp_path, "key", lambda: {"a": np.zeros(2)})
+    pytest.importorskip("jinja2", reason="chat templates are an extra of this package")
+    template = ChatTemplate("{{ messages }}")
+    monkeypatch.setattr(template._template, "render", fail)
+    with pytest.raises(MemoryError):
+        template.render([{"role": "user", "content": ""}])

@@ -68,6 +68,8 @@ def _load(entry: Path) -> Arrays | None:
             if _description(array) != described:
                 return None
             arrays[name] = array
+    except MemoryError:
+        raise
     # numpy parses the header of a file as Python, which fails in many ways.
     except Exception:  # noqa: BLE001
         return None

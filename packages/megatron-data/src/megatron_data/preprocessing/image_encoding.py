@@ -24,6 +24,7 @@ from .protocol import Encoded, EncodedChunk, Output
 
 _CHUNK = 1 << 15
 _DTYPE = DTYPES[4]
+_STEP = 1 << 20
 _PATH_MAX, _NAME_MAX = 4096, 255  # bytes, on Linux
 _Pair: TypeAlias = tuple[NDArray[np.int32], NDArray[np.int32]]
 
@@ -112,15 +113,10 @@ class Images(NamedTuple):
             DataError: a storage that cannot be reached, which is no fault of the line.
         """
         try:
-            size = stat(path).size
-            if self.longest is not None and size > self.longest:
-                raise UnreadableError(
-                    "image",
-                    f"{path} has {size:,} bytes, more than --max-image-bytes {self.longest:,}",
-                )
-            with open_file(path) as file:
-                # One more than there should be, but never all of a file that grows meanwhile.
-                data = file.read(size + 1)
+            if not is_url(path):
+                size = stat(path).size
+                self._check_size(path, size, f"{size:,}")
+            data = self._read_within(path)
         except IsADirectoryError:
             raise UnreadableError("image", f"{path} is a folder, not an image") from None
         except (MissingError, FileNotFoundError, NotADirectoryError):
@@ -133,6 +129,21 @@ class Images(NamedTuple):
                 "image", f"{path} {begin}, which no JPEG, PNG, GIF, WebP, BMP or TIFF does"
             )
         return data
+
+    def _read_within(self, path: str) -> bytes:
+        """Read a file until it is too long; a web server may not say how long it is."""
+        parts, size = [], 0
+        with open_file(path) as file:
+            while data := file.read(_STEP):
+                parts.append(data)
+                size += len(data)
+                self._check_size(path, size, f"at least {size:,}")
+        return b"".join(parts)
+
+    def _check_size(self, path: str, size: int, shown: str) -> None:
+        if self.longest is not None and size > self.longest:
+            limit = f"--max-image-bytes {self.longest:,}"
+            raise UnreadableError("image", f"{path} has {shown} bytes, more than {limit}")
 
 
 class ImagePairEncoder:

@@ -65,9 +65,14 @@ class TemplateLimits:
 
 
 # What a template may make Python stumble over; a text of any size is refused before it is made.
+# A lack of memory is the machine's, and no reason to refuse a conversation.
 _STUMBLES = (
-    *(TypeError, AttributeError, LookupError, ValueError, ArithmeticError),
-    *(RecursionError, MemoryError),
+    TypeError,
+    AttributeError,
+    LookupError,
+    ValueError,
+    ArithmeticError,
+    RecursionError,
 )
 _MARKED = re.compile(r"\{%[-+]?\s*generation\b")
 
@@ -129,7 +134,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             what = " ".join(str(error.message).split())
             raise DataError(f"not a chat template: line {error.lineno}: {what:.300}") from None
-        # Python's own compiler refuses what is nested too deeply, and numbers of too many digits.
+        # Python's own compiler refuses what is nested too deeply, where its parser's stack ends
+        # with MemoryError, and numbers of too many digits.
         except (
             *(jinja2.TemplateError, SyntaxError, ValueError, OverflowError),
             *(RecursionError, MemoryError),

@@ -229,6 +229,8 @@ def _refusals(what: str) -> Iterator[None]:
     """
     try:
         yield
+    except MemoryError:  # says nothing of the text
+        raise
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise DataError(f"{what}: {error}") from None
