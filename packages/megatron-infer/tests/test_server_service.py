@@ -304,6 +304,35 @@ def test_closing_at_once_answers_everybody(service: GenerationService, gate: Gat
     assert not closing.is_alive()
 
 
+def test_the_model_is_in_eval_mode_once_for_all_passes(
+    make_model: Callable[..., GPT], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(vocab_size=257).train()
+    model.final_norm.eval()
+    modes: list[tuple[bool, bool]] = []
+    walks: list[GPT] = []
+    forward, put_in_eval = GPT.forward, GPT.eval
+
+    def noted(self: GPT, *args: object, **settings: object) -> torch.Tensor:
+        modes.append((self.training, torch.is_grad_enabled()))
+        return forward(self, *args, **settings)
+
+    def counted(self: GPT) -> GPT:
+        walks.append(self)
+        return put_in_eval(self)
+
+    monkeypatch.setattr(GPT, "forward", noted)
+    monkeypatch.setattr(GPT, "eval", counted)
+    service = GenerationService(model, ByteTokenizer())
+    for _ in range(2):
+        result(service.submit(ask(tokens=3)))
+    service.close(grace_seconds=60.0)
+    assert modes == [(False, False)] * 6
+    assert len(walks) == 1
+    assert model.training and model.layers["0"].training
+    assert not model.final_norm.training
+
+
 def test_a_prompt_that_the_tokenizer_refuses_is_the_clients_mistake(
     make_model: Callable[..., GPT],
 ) -> None:

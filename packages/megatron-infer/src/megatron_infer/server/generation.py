@@ -1,11 +1,10 @@
 """The work of one request, in forward passes."""
 
-import torch
 from megatron_data import Tokenizer
 from megatron_models import GPT
 
 from megatron_infer.detokenize import TextStream
-from megatron_infer.engine.batch import Batch, evaluating
+from megatron_infer.engine.batch import Batch
 from megatron_infer.engine.generate import stop_tokens
 from megatron_infer.params import SamplingParams
 from megatron_infer.server.fields import GenerateRequest
@@ -43,9 +42,11 @@ class Generation:
             )
 
     def step(self) -> Answer | None:
-        """Run the model once; returns the answer if that was the last time."""
-        with evaluating(self._model), torch.no_grad():
-            self._batch.step()
+        """Run the model once; returns the answer if that was the last time.
+
+        The caller puts the model in eval mode and disables gradients.
+        """
+        self._batch.step()
         if not self._batch.complete:
             return None
         if self._job.request.tokens_to_generate == 0:

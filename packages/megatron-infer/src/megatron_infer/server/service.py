@@ -13,6 +13,7 @@ import torch
 from megatron_data import DataError, Tokenizer
 from megatron_models import GPT
 
+from megatron_infer.engine.batch import evaluating
 from megatron_infer.errors import InferError
 from megatron_infer.server.fields import GenerateRequest, RequestError
 from megatron_infer.server.generation import Generation
@@ -26,7 +27,7 @@ class GenerationService:
     """A model, its tokenizer, and the thread in which the model runs.
 
     Args:
-        model: a whole GPT on any device.
+        model: a whole GPT on any device; in eval mode until the service is closed.
         tokenizer: of the model.
         max_tokens_per_request: number of prompts times the longest prompt and continuation.
         max_running: requests that take turns; each of them holds its cache.
@@ -161,14 +162,15 @@ class GenerationService:
 
     def _work(self) -> None:
         """Answer requests until the service is closed."""
-        while (job := self._next()) is not None:
-            outcome = self._step(job)
-            if outcome is not None:
-                self._generations.pop(job, None)
-                with self._changed:
-                    self._turns.remove(job)
-                    job.put(outcome)
-                    self._changed.notify_all()
+        with evaluating(self._model), torch.no_grad():
+            while (job := self._next()) is not None:
+                outcome = self._step(job)
+                if outcome is not None:
+                    self._generations.pop(job, None)
+                    with self._changed:
+                        self._turns.remove(job)
+                        job.put(outcome)
+                        self._changed.notify_all()
 
     def _next(self) -> Job | None:
         """Wait for a request whose turn it is; None once the service is closed."""
