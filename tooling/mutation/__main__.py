@@ -49,7 +49,9 @@ def main() -> int:
         workers = Workers(copies, slack=min(arguments.stretch, 5.0))
         stack.callback(workers.close)
         reach = Reach(
-            ROOT, [name for names in sources.values() for name in names], FOLDER / "reach.json"
+            whole.folder,
+            [name for names in sources.values() for name in names],
+            FOLDER / "reach.json",
         )
         limit = Limit(arguments.limit, arguments.stretch)
         kept = Outcomes(FOLDER / "outcomes.json", resume=arguments.resume)
