@@ -1,6 +1,7 @@
 """Corpora that another tokenizer made are refused, and so are outputs that exist."""
 
 import logging
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -160,3 +161,14 @@ def test_an_ended_run_that_was_to_replace_goes_on_without_being_asked_again(
     assert (made.continued, made.counts.documents) == (3, 4)
     with pytest.raises(DataError, match="exists; name another output"):
         preprocess(*given, chunk_bytes=18, overwrite=False)
+
+
+def test_an_extended_tokenizer_keeps_what_it_extends(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    extended = tokenizer.with_special_tokens(["<more>"])
+    assert extended.fingerprint != extended.base_fingerprint == tokenizer.fingerprint
+    extended.save(tmp_path)
+    for again in (pickle.loads(pickle.dumps(extended)), HuggingFaceTokenizer.load(tmp_path)):
+        assert again.fingerprint == extended.fingerprint
+        assert again.base_fingerprint == tokenizer.fingerprint

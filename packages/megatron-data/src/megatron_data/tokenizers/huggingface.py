@@ -25,6 +25,7 @@ PIECE = 1 << 18
 PIECES_AT_ONCE = 16
 _UNFIT = "the tokenizer cannot encode this text"
 ROLES = ("eod", "bos", "eos", "pad")
+_BASE = "megatron_base_fingerprint"  # in tokenizer_config.json, of an extended tokenizer
 
 # Names by which published tokenizers are known to mark the end of a document, most specific
 # first; used only where neither the caller nor tokenizer_config.json names a token.
@@ -95,9 +96,13 @@ class HuggingFaceTokenizer:
             )
         roles = _configured_roles(file.with_name(CONFIG_FILE)) | dict(special_tokens or {})
         try:
-            return cls(file.read_bytes(), roles)
+            loaded = cls(file.read_bytes(), roles)
         except DataError as error:
             raise DataError(f"{file}: {error}") from None
+        loaded._base_fingerprint = _configured_base(file.with_name(CONFIG_FILE)) or (
+            loaded._fingerprint
+        )
+        return loaded
 
     @property
     def vocab_size(self) -> int:
@@ -214,10 +219,13 @@ class HuggingFaceTokenizer:
             file.write(self._definition)
         config = {"tokenizer_class": "PreTrainedTokenizerFast"}
         config |= {f"{role}_token": token for role, token in self._special_tokens.items()}
+        if self._base_fingerprint != self._fingerprint:
+            config[_BASE] = self._base_fingerprint
         write_json(folder / CONFIG_FILE, config)
 
-    def __reduce__(self) -> tuple[type["HuggingFaceTokenizer"], tuple[bytes, dict[str, str]]]:
-        return type(self), (self._definition, self._special_tokens)
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {"_base_fingerprint": self._base_fingerprint}
+        return type(self), (self._definition, self._special_tokens), state
 
 
 @contextmanager
@@ -235,6 +243,13 @@ def _refusals(what: str) -> Iterator[None]:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise DataError(f"{what}: {error}") from None
         raise
+
+
+def _configured_base(path: Path) -> str | None:
+    """Fingerprint of the tokenizer that a saved one extends, if the configuration has it."""
+    config = read_json(path) if path.is_file() else {}
+    found = config.get(_BASE)
+    return found if isinstance(found, str) else None
 
 
 def _configured_roles(path: Path) -> dict[str, str]:
