@@ -1,7 +1,7 @@
 """Which schemes a name may have: one that a user typed, and one that came with data.
 
-A manifest names the sources of its dataset, and a line of JSON names its image. Whoever made them
-may be a stranger, so such a name opens local files and object storage only: nothing that connects
+A manifest names the sources of its dataset, and a line of JSON names its image. A stranger may
+have made them, so such a name opens local files and object storage only: nothing that connects
 to a host which the name chooses, and no scheme that reads further names out of what it opens.
 """
 
