@@ -76,6 +76,7 @@ LARGE = {
     "join, a filter": "{{ range(9999) | map('string') | join('x' * 9999) }}",
     "indent": "{{ '\n\n' | indent(10**9, true) }}",
     "JSON": "{{ [1] | tojson(indent=10**9) }}",
+    "JSON with separators": "{{ range(999) | list | tojson(separators=('a' * 9999, '')) }}",
     "bytes of a number": "{{ (5).to_bytes(10**9, 'big') }}",
     "sum": "{{ ([[1] * 99] * 9999) | sum(start=[]) }}",
     "round": "{{ 1.5 | round(10**9, 'ceil') }}",
@@ -121,6 +122,10 @@ def test_what_is_below_the_limits_is_rendered() -> None:
     assert text("{{ tools | tojson }}{{ tools | tojson(indent=1) }}") == (
         '[{"a": [1, "é"]}]' + json.dumps([{"a": [1, "é"]}], indent=1, ensure_ascii=False)
     )
+    assert text("{{ {'b': [1], 'a': 1} | tojson(separators=(',', ':'), sort_keys=true) }}") == (
+        '{"a":1,"b":[1]}'
+    )
+    assert text("{{ {'b': 1, 'a': 1} | tojson(sort_keys=true) }}") == '{"a": 1, "b": 1}'
     assert text("{{ '{:>4}|%s'.format(7) % 'x' }}{{ 'ab'.join(['1', '2']) }}") == "   7|x1ab2"
     assert text("{{ ['b', 'a'] | sort | join(', ') }}{{ 'x\ny' | indent(2) }}") == "a, bx\n  y"
     assert text("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}") == "1"

@@ -152,16 +152,27 @@ def _text(value: Any) -> str:
 
 
 def to_json(
-    budget: Budget, value: Any, indent: int | None = None, ensure_ascii: bool = False
+    budget: Budget,
+    value: Any,
+    indent: int | None = None,
+    ensure_ascii: bool = False,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
-    """JSON as it is; Jinja's own filter escapes what is special in HTML."""
+    """JSON with the options of transformers' filter.
+
+    Jinja's own filter escapes what is special in HTML.
+    """
     budget.read(value)
-    if indent is None:
-        return json.dumps(value, ensure_ascii=ensure_ascii)
-    if not 0 <= int(indent) <= _MOST_INDENT:
+    if indent is None and separators is None:
+        return json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
+    if indent is not None and not 0 <= int(indent) <= _MOST_INDENT:
         raise TemplateError(f"tojson(indent={indent!r:.20}); give at most {_MOST_INDENT}")
     parts, size = [], 0
-    for part in json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent).iterencode(value):
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+    for part in encoder.iterencode(value):
         size += len(part)
         budget.spend(1)
         if size > budget.characters:
