@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -137,6 +137,8 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) ->
             idle.put(worker)
         return result
 
+    # Started with the first process, it would unblock the signals that are held for that one.
+    resource_tracker.ensure_running()
     with ExitStack() as stack:
         for _ in range(workers):
             with _interrupts_held():
