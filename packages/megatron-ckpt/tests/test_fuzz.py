@@ -48,7 +48,7 @@ def test_damaged_manifests(saved, fuzz_count):
 
 
 def test_forged_manifests(saved, fuzz_count):
-    """Whoever forges a manifest gives it the digest that belongs to it."""
+    """A forger of a manifest gives it the digest that belongs to it."""
     path = saved / "MANIFEST.json"
 
     def read(content):

@@ -80,7 +80,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         if target.exists():
             target.rmdir()
         rename(temporary, target)
-    except BaseException:
+    except BaseException:  # also Ctrl-C: nothing half-written stays
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     finally:

@@ -71,7 +71,7 @@ def _load(entry: Path) -> Arrays | None:
     except MemoryError:
         raise
     # numpy parses the header of a file as Python, which fails in many ways.
-    except Exception:  # noqa: BLE001
+    except Exception:  # noqa: BLE001 - a damaged entry, of any kind, is made anew
         return None
     return arrays
 

@@ -98,7 +98,7 @@ class GenerationService:
         # The place is taken first: so many requests are encoded at once and no more.
         try:
             tokens = self._encode(request)
-        except BaseException:
+        except BaseException:  # whatever it is, the place in the queue is given back
             job.cancel()
             raise
         finally:

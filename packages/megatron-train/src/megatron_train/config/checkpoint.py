@@ -39,12 +39,12 @@ class CheckpointConfig:
     )
     no_load_rng: bool = setting(
         False,
-        "continue from --load with another --seed, which is all the random state there is; "
+        "continue a run with another --seed, which is all the random state there is; "
         "refused without this flag",
     )
     allow_changed_run: tuple[Literal["data", "tokenizer", "objective"], ...] | None = setting(
         None,
-        "continue from --load although the run has other data, another tokenizer or another "
+        "continue a run although it has other data, another tokenizer or another "
         "objective than the checkpoint's, which is refused otherwise (our name)",
     )
     use_checkpoint_args: bool = setting(
