@@ -139,6 +139,11 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "model.activation": ({}, {"--activation": "gelu_tanh"}),
     "model.add_bias_linear": ({}, {"--disable-bias-linear": ""}),
     "model.add_qkv_bias": ({"--disable-bias-linear": ""}, {"--add-qkv-bias": ""}),
+    "model.add_attention_out_bias": (
+        {"--disable-bias-linear": ""},
+        {"--add-attention-out-bias": ""},
+    ),
+    "model.add_mlp_bias": ({"--disable-bias-linear": ""}, {"--add-mlp-bias": ""}),
     "model.untie_embeddings_and_output_weights": (
         {},
         {"--untie-embeddings-and-output-weights": ""},

@@ -40,6 +40,8 @@ CASES = {
     "llama": ("Llama", LLAMA),
     "llama-tied": ("Llama", LLAMA | {"tie_word_embeddings": True}),
     "llama-biases": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "llama-attention-bias": ("Llama", LLAMA | {"attention_bias": True}),
+    "llama-mlp-bias": ("Llama", LLAMA | {"mlp_bias": True}),
     "llama3-rope": ("Llama", LLAMA | {"rope_parameters": SCALING}),
 }
 

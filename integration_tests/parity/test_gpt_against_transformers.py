@@ -48,6 +48,8 @@ CASES = {
         llama.FAMILY,
         LLAMA | {"num_key_value_heads": 3, "rope_parameters": SCALED},
     ),
+    "llama-attention-bias": (llama.FAMILY, LLAMA | {"attention_bias": True}),
+    "llama-mlp-bias": (llama.FAMILY, LLAMA | {"mlp_bias": True}),
     "llama-tied-biases": (
         llama.FAMILY,
         LLAMA | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},

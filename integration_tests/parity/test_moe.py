@@ -140,8 +140,12 @@ def test_losses_of_the_router_equal_megatrons(topk: int) -> None:
     torch.testing.assert_close(by_sequence, torch.stack(each).mean())
 
 
-@pytest.fixture(scope="module")
-def mixtral() -> object:
+@pytest.fixture(
+    scope="module",
+    params=[{}, {"num_experts_per_tok": 1, "sliding_window": 4096}],
+    ids=["", "one expert, long window"],
+)
+def mixtral(request: pytest.FixtureRequest) -> object:
     """A small Mixtral with random weights."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
@@ -155,6 +159,7 @@ def mixtral() -> object:
         max_position_embeddings=32,
         vocab_size=101,
         experts_implementation="eager",
+        **request.param,
     )
     model = transformers.MixtralForCausalLM(settings).eval()
     with torch.no_grad():

@@ -18,6 +18,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2-exact-gelu": {},
     "untied": {"activation": "gelu_tanh", "untie_embeddings_and_output_weights": True},
     "qkv-bias-only": {"add_bias_linear": False, "add_qkv_bias": True, "num_query_groups": 2},
+    "attention-out-bias-only": {"add_bias_linear": False, "add_attention_out_bias": True},
+    "mlp-bias-only": {"add_bias_linear": False, "add_mlp_bias": True},
     "multi-query-wide": {"normalization": "RMSNorm", "num_query_groups": 1, "kv_channels": 10},
     "llama": {
         "position_embedding_type": "rope",

@@ -1,11 +1,12 @@
 import re
+from dataclasses import replace
 from importlib.metadata import entry_points
 
 import pytest
 import torch
 from megatron_models.errors import ConfigError
 from megatron_models.families import gpt2, llama, mixtral
-from megatron_models.families.neutral import NEUTRAL
+from megatron_models.families.neutral import NEUTRAL, WINDOWS
 from megatron_models.parameters import parameter_shapes
 
 OPERATIONS = {
@@ -70,8 +71,11 @@ CASES = [
     (llama.FAMILY, LLAMA),
     (llama.FAMILY, LLAMA | {"tie_word_embeddings": True, "rope_scaling": None}),
     (llama.FAMILY, LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    (llama.FAMILY, LLAMA | {"attention_bias": True}),
+    (llama.FAMILY, LLAMA | {"mlp_bias": True}),
     (llama.FAMILY, LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     (mixtral.FAMILY, MIXTRAL),
+    (mixtral.FAMILY, MIXTRAL | {"num_experts_per_tok": 1}),
 ]
 
 
@@ -159,11 +163,10 @@ def test_rope_parameters_of_transformers_5_are_read_too():
         (gpt2.FAMILY, {"activation_function": "relu"}, "relu"),
         (gpt2.FAMILY, {"n_layer": None}, "n_layer"),
         (llama.FAMILY, {"hidden_act": "gelu"}, "hidden_act"),
-        (llama.FAMILY, {"attention_bias": True}, "attention_bias"),
         (llama.FAMILY, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         (llama.FAMILY, {"rope_scaling": {"rope_type": "llama3"}}, "factor"),
         (llama.FAMILY, {"num_key_value_heads": 3}, "num_query_groups 3"),
-        (mixtral.FAMILY, {"sliding_window": 4096}, "sliding_window"),
+        (mixtral.FAMILY, {"sliding_window": 15}, "sliding_window = 15"),
         (mixtral.FAMILY, {"num_local_experts": None}, "num_local_experts"),
     ],
 )
@@ -212,10 +215,13 @@ def test_names_of_experts_are_written_out(small):
         (llama, {"attention_multiplier": 0.0078}, "attention_multiplier = 0.0078"),
         (llama, {"logits_scaling": 8.0}, "logits_scaling = 8.0"),
         (llama, {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
-        (llama, {"sliding_window": 4096}, "sliding_window = 4096"),
+        (llama, {"sliding_window": 15}, "only None or at least max_position_embeddings = 16"),
+        (llama, {"sliding_window": "16"}, "sliding_window = '16'"),
+        (llama, {"attention_chunk_size": 8}, "attention_chunk_size = 8"),
+        (llama, {"use_sliding_window": True}, "use_sliding_window = True and no sliding_window"),
+        (gpt2, {"sliding_window": 15}, "only None or at least n_positions = 16"),
         (llama, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = ['full"),
         (llama, {"pretraining_tp": 2}, "pretraining_tp = 2"),
-        (llama, {"attention_bias": True}, "attention_bias = True and mlp_bias = False"),
         (llama, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "type 'yarn'"),
         (llama, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         (
@@ -251,3 +257,27 @@ def test_settings_that_change_nothing_are_taken(family):
             assert family.FAMILY.config_from_hf({**base, key: value}) == plain
     more = {"layer_types": ["full_attention"] * 3, "reorder_and_upcast_attn": True}
     assert family.FAMILY.config_from_hf({**base, **more}) == plain
+
+
+@pytest.mark.parametrize("family", [gpt2, llama, mixtral])
+def test_a_window_as_long_as_the_positions_is_taken(family):
+    base = {llama: LLAMA, mixtral: MIXTRAL, gpt2: GPT2}[family]
+    plain = family.FAMILY.config_from_hf(base)
+    for name, kind in WINDOWS.items():
+        for window in (16, 4096):
+            more = {name: window, "layer_types": ["full_attention", kind, kind]}
+            assert family.FAMILY.config_from_hf({**base, **more}) == plain
+    both = {"sliding_window": 16, "use_sliding_window": True}
+    assert family.FAMILY.config_from_hf({**base, **both}) == plain
+
+
+def test_settings_of_mixtral_that_only_training_uses_are_taken():
+    theirs = MIXTRAL | {"router_jitter_noise": 0.1, "router_aux_loss_coef": 0.02}
+    assert mixtral.config_from_hf(theirs) == mixtral.config_from_hf(MIXTRAL)
+
+
+@pytest.mark.parametrize("given", ["add_qkv_bias", "add_attention_out_bias"])
+def test_a_llama_has_biases_on_both_sides_of_attention_or_on_none(given):
+    config = replace(llama.config_from_hf(LLAMA), **{given: True})
+    with pytest.raises(ConfigError, match="has_qkv_bias"):
+        llama.config_to_hf(config)

@@ -174,7 +174,7 @@ def _experts(config: GPTConfig, size: int) -> int:
     hidden, choices = config.hidden_size, config.moe_router_topk
     parts = 4 if config.gated else 2
     row = hidden * (size + _FP32) + config.moe_ffn_hidden_size * parts * size
-    biases = 2 * _INDEX if config.add_bias_linear else 0
+    biases = 2 * _INDEX if config.has_mlp_bias else 0
     exact = hidden * _FP32 if size != _FP32 else 0
     shared = config.moe_shared_expert_intermediate_size * parts * size
     return choices * (row + 3 * _INDEX + _FP32 + biases) + exact + shared

@@ -174,6 +174,20 @@ class GPTConfig:
             "--add-qkv-bias", "a bias in the QKV projection even without add_bias_linear"
         ),
     )
+    add_attention_out_bias: bool = field(
+        default=False,
+        metadata=_flag(
+            "--add-attention-out-bias",
+            "a bias in the output projection of attention even without add_bias_linear (our name)",
+        ),
+    )
+    add_mlp_bias: bool = field(
+        default=False,
+        metadata=_flag(
+            "--add-mlp-bias",
+            "biases in feed-forward layers and experts even without add_bias_linear (our name)",
+        ),
+    )
     untie_embeddings_and_output_weights: bool = field(
         default=False,
         metadata=_flag(
@@ -314,6 +328,16 @@ class GPTConfig:
     def has_qkv_bias(self) -> bool:
         """Whether the QKV projection has a bias."""
         return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def has_attention_out_bias(self) -> bool:
+        """Whether the output projection of attention has a bias."""
+        return self.add_bias_linear or self.add_attention_out_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Whether feed-forward layers and experts have biases."""
+        return self.add_bias_linear or self.add_mlp_bias
 
     @property
     def gated(self) -> bool:

@@ -132,12 +132,6 @@ def _check_experts(config: "GPTConfig") -> None:
         return
     if not 1 <= config.moe_router_topk <= config.num_experts:
         raise ConfigError("{moe_router_topk} must lie between 1 and {num_experts}", vars(config))
-    if config.moe_router_topk == 1 and not config.moe_router_pre_softmax:
-        raise ConfigError(
-            "with {moe_router_topk} the router learns nothing unless softmax comes before the "
-            "choice: set {moe_router_pre_softmax:name}",
-            vars(config),
-        )
     if config.moe_aux_loss_coeff and config.moe_router_load_balancing_type == "none":
         raise ConfigError(
             "{moe_aux_loss_coeff} has no effect with {moe_router_load_balancing_type}; change one "

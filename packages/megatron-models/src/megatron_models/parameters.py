@@ -52,12 +52,11 @@ def _shapes(config: GPTConfig) -> Iterator[tuple[str, Shape]]:
 def _block_shapes(config: GPTConfig, experts: bool) -> Iterator[tuple[str, Shape]]:
     hidden = config.hidden_size
     qkv = (config.num_query_groups, (config.heads_per_group + 2) * config.kv_channels)
-    bias = config.add_bias_linear
     yield from _norm("attention_norm", config)
     yield from _linear("attention.qkv", qkv, hidden, config.has_qkv_bias)
     if config.softmax_type == "learnable":
         yield "attention.sinks.weight", (config.num_attention_heads,)
-    yield from _linear("attention.out", (hidden,), config.query_size, bias)
+    yield from _linear("attention.out", (hidden,), config.query_size, config.has_attention_out_bias)
     yield from _norm("mlp_norm", config)
     if experts:
         yield from _expert_shapes(config)
@@ -75,8 +74,8 @@ def _expert_shapes(config: GPTConfig) -> Iterator[tuple[str, Shape]]:
 
 def _feed_forward(name: str, config: GPTConfig, width: int) -> Iterator[tuple[str, Shape]]:
     up = (2, width) if config.gated else (width,)
-    yield from _linear(f"{name}.up", up, config.hidden_size, config.add_bias_linear)
-    yield from _linear(f"{name}.down", (config.hidden_size,), width, config.add_bias_linear)
+    yield from _linear(f"{name}.up", up, config.hidden_size, config.has_mlp_bias)
+    yield from _linear(f"{name}.down", (config.hidden_size,), width, config.has_mlp_bias)
 
 
 def _linear(name: str, rows: Shape, columns: int, bias: bool) -> Iterator[tuple[str, Shape]]:

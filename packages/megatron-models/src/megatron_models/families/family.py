@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_models.config import GPTConfig
 from megatron_models.errors import ConfigError
-from megatron_models.families.neutral import NEUTRAL
+from megatron_models.families.neutral import NEUTRAL, WINDOWS
 
 Operation = tuple[str, Mapping[str, Any]]
 """A reversible operation and its arguments; ``"$field"`` stands for a configuration field."""
@@ -97,13 +97,38 @@ def refuse_unless(
                 f"{family} models with {key} = {reprlib.repr(values[key])} are not supported, only "
                 + " or ".join(map(repr, choices))
             )
+    _refuse_windows(values, family)
+
+
+def _refuse_windows(values: Mapping[str, Any], family: str) -> None:
+    """Refuse windows that hide any of the positions, in all layers or in some.
+
+    A window as long as the positions hides nothing, as no longer sequence is taken.
+    """
+    key = "n_positions" if "n_positions" in values else "max_position_embeddings"
+    positions, whole = values.get(key), ["full_attention"]
+    for name, kind in WINDOWS.items():
+        window = values.get(name)
+        if window is None:
+            continue
+        if type(window) is not int or type(positions) is not int or window < positions:
+            raise ConfigError(
+                f"{family} models with {name} = {reprlib.repr(window)} are not supported, only "
+                f"None or at least {key} = {reprlib.repr(positions)}"
+            )
+        whole.append(kind)
+    if values.get("use_sliding_window") and "sliding_attention" not in whole:
+        raise ConfigError(
+            f"{family} models with use_sliding_window = "
+            f"{reprlib.repr(values['use_sliding_window'])} and no sliding_window are not supported"
+        )
     kinds = values.get("layer_types")
     if kinds is not None and (
-        not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
+        not isinstance(kinds, list) or any(kind not in whole for kind in kinds)
     ):
         raise ConfigError(
             f"{family} models with layer_types = {reprlib.repr(kinds)} are not supported, only "
-            "'full_attention' in every layer"
+            f"{' or '.join(map(repr, whole))} in every layer"
         )
 
 

@@ -43,7 +43,7 @@ _ROWS: tuple[Row, ...] = (
     ("output.weight", ("lm_head.weight",), (_VOCAB,)),
 )
 
-_ALLOWED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "pretraining_tp": (1,)}
+_ALLOWED: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "pretraining_tp": (1,)}
 
 
 _ROPE_KEYS = {
@@ -121,12 +121,8 @@ def _rope_to_hf(config: GPTConfig) -> dict[str, Any]:
 def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
     """Read the content of a Llama ``config.json``."""
     refuse_unless(values, _ALLOWED, "Llama")
-    biases = (bool(values.get("attention_bias")), bool(values.get("mlp_bias")))
-    if biases[0] != biases[1]:
-        raise ConfigError(
-            "Llama models with attention_bias = {} and mlp_bias = {} are not supported, only with "
-            "both or neither".format(*biases)
-        )
+    attention, mlp = bool(values.get("attention_bias")), bool(values.get("mlp_bias"))
+    everywhere = attention and mlp
     return GPTConfig(
         num_layers=need(values, "num_hidden_layers", "Llama"),
         hidden_size=need(values, "hidden_size", "Llama"),
@@ -140,7 +136,10 @@ def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
         normalization="RMSNorm",
         norm_epsilon=values.get("rms_norm_eps", 1e-6),
         activation="swiglu",
-        add_bias_linear=biases[0],
+        add_bias_linear=everywhere,
+        add_qkv_bias=attention and not everywhere,
+        add_attention_out_bias=attention and not everywhere,
+        add_mlp_bias=mlp and not everywhere,
         untie_embeddings_and_output_weights=not values.get("tie_word_embeddings", False),
         init_method_std=values.get("initializer_range", 0.02),
         **_rope_from_hf(values),
@@ -157,7 +156,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
         "activation": "swiglu",
         "rotary_percent": 1.0,
         "rotary_interleaved": False,
-        "has_qkv_bias": config.add_bias_linear,
+        "has_qkv_bias": config.has_attention_out_bias,
     }
     require(config, wanted, "Llama")
     return {
@@ -173,8 +172,8 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.norm_epsilon,
         "hidden_act": "silu",
-        "attention_bias": config.add_bias_linear,
-        "mlp_bias": config.add_bias_linear,
+        "attention_bias": config.has_qkv_bias,
+        "mlp_bias": config.has_mlp_bias,
         "attention_dropout": 0.0,
         "initializer_range": config.init_method_std,
         "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
@@ -192,9 +191,9 @@ FAMILY = Family(
     conditions={
         "output.weight": "untie_embeddings_and_output_weights",
         "layers.{i}.attention.qkv.bias": "has_qkv_bias",
-        "layers.{i}.attention.out.bias": "add_bias_linear",
-        "layers.{i}.mlp.up.bias": "add_bias_linear",
-        "layers.{i}.mlp.down.bias": "add_bias_linear",
+        "layers.{i}.attention.out.bias": "has_attention_out_bias",
+        "layers.{i}.mlp.up.bias": "has_mlp_bias",
+        "layers.{i}.mlp.down.bias": "has_mlp_bias",
     },
     ignored=(
         (

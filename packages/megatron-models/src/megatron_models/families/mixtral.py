@@ -1,7 +1,8 @@
 """Mixtral: Llama's attention, and a mixture of SwiGLU experts in every layer (Jiang et al., 2024).
 
 Files hold each expert's three matrices by themselves: ``w1`` is the gate, ``w3`` up, ``w2`` down.
-Softmax over all experts, renormalised over the chosen ones, is softmax over the chosen logits.
+Softmax over all experts, renormalised over the chosen ones, is softmax over the chosen logits; of
+one chosen expert it is 1.
 """
 
 from collections.abc import Mapping
@@ -42,11 +43,9 @@ _ROWS = (
 )
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "sliding_window": (None,),
+    "hidden_act": ("silu", "swish"),
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
-    "router_jitter_noise": (None, 0.0, 0),
     "norm_topk_prob": (None, True),
     "scoring_func": (None, "softmax"),
     "topk_method": (None, "greedy"),
@@ -62,7 +61,10 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
 
 
 def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
-    """Read the content of a Mixtral ``config.json``; weights of its losses are training's."""
+    """Read the content of a Mixtral ``config.json``.
+
+    What only training uses is not part of the model: weights of its losses, and router noise.
+    """
     refuse_unless(values, _ALLOWED, "Mixtral")
     dense = llama.config_from_hf({**values, "attention_bias": False, "mlp_bias": False})
     experts = {
@@ -79,7 +81,9 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
         "moe_layers": (True,) * config.num_layers,
         "moe_shared_expert_intermediate_size": 0,
         "moe_router_pre_softmax": False,
-        "add_bias_linear": False,
+        "has_qkv_bias": False,
+        "has_attention_out_bias": False,
+        "has_mlp_bias": False,
     }
     require(config, wanted, "Mixtral")
     plain = {name: value for name, value in config.to_dict().items() if not name.startswith("moe_")}

@@ -39,9 +39,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attn_temperature_tuning": _OFF,
     "clip_qkv": _NONE,
     # Other attention.
-    "sliding_window": _NONE,
-    "use_sliding_window": _OFF,
-    "attention_chunk_size": _NONE,
     "is_causal": (None, True),
     "add_cross_attention": _OFF,
     "is_encoder_decoder": _OFF,
@@ -69,4 +66,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "head_bias": _OFF,
     "qkv_bias": _OFF,
     "use_bias": _OFF,
+}
+
+#: Fields that limit how far a token sees -> the name that ``layer_types`` has for such layers.
+WINDOWS: Mapping[str, str] = {
+    "sliding_window": "sliding_attention",
+    "attention_chunk_size": "chunked_attention",
 }

@@ -64,7 +64,7 @@ class Attention(nn.Module):
             config.query_size,
             config.hidden_size,
             mesh,
-            bias=config.add_bias_linear,
+            bias=config.has_attention_out_bias,
             sequence_parallel=sequence_parallel,
             init=Init(scale=config.output_std),
             dtype=dtype,

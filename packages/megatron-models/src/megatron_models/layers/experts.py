@@ -43,7 +43,7 @@ class Experts(nn.Module):
                 outputs,
                 mesh,
                 cut=cut,
-                bias=config.add_bias_linear,
+                bias=config.has_mlp_bias,
                 init=Init(scale=std),
                 dtype=dtype,
                 device=device,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from megatron_models import GPTConfig
 from megatron_parallel import ParallelLayout
 
+from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.sections import TrainingConfig
 from megatron_train.errors import TrainError
 
@@ -34,7 +35,7 @@ def check_experts(model: GPTConfig, layout: ParallelLayout, training: TrainingCo
     degree = layout.expert_tp
     flag = "--tensor-model-parallel-size" if layout.etp is None else "--expert-tensor-parallel-size"
     sizes = {"--moe-ffn-hidden-size": model.moe_ffn_hidden_size}
-    if model.add_bias_linear:
+    if model.has_mlp_bias:
         sizes["--hidden-size"] = model.hidden_size  # the bias of an expert is cut, too
     for name, size in sizes.items():
         if size % degree:
@@ -48,6 +49,25 @@ def check_experts(model: GPTConfig, layout: ParallelLayout, training: TrainingCo
             f"--moe-shared-expert-intermediate-size {shared} into {layout.tp} equal parts; change "
             "one of them"
         )
+
+
+def check_router(model: GPTConfig, checkpoint: CheckpointConfig) -> None:
+    """Refuse to begin with a router that the loss does not reach.
+
+    The weight of one expert is 1 where softmax is over the chosen ones. Published models are like
+    that, so weights that are there already may be trained on.
+
+    Raises:
+        TrainError: in one line, with the flags.
+    """
+    if not model.num_experts or model.moe_router_topk > 1 or model.moe_router_pre_softmax:
+        return
+    if checkpoint.finetune or checkpoint.pretrained_checkpoint is not None:
+        return
+    raise TrainError(
+        "--moe-router-topk 1 gives the router no gradient of the loss, as the weight of the only "
+        "expert is always 1; add --moe-router-pre-softmax (--finetune takes such a model as it is)"
+    )
 
 
 def check_expert_overlap(run: "RunConfig") -> None:

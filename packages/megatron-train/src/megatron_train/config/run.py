@@ -27,7 +27,7 @@ from megatron_train.config.batch_size import BatchSizeSchedule
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.context import check_context_parallel
 from megatron_train.config.data import DataConfig
-from megatron_train.config.experts import check_expert_overlap, check_experts
+from megatron_train.config.experts import check_expert_overlap, check_experts, check_router
 from megatron_train.config.options import Option, options_of
 from megatron_train.config.sections import (
     EvaluationConfig,
@@ -165,6 +165,7 @@ class RunConfig:
         self._check_recompute()
         check_context_parallel(self)
         check_experts(self.model, layout, training)
+        check_router(self.model, self.checkpoint)
         check_expert_overlap(self)
         self._check_pipeline()
 
