@@ -61,7 +61,7 @@ GIVEN = {
     "docs/packages/megatron-ckpt.md": "runs/book gpt2",
     "docs/packages/megatron-data.md": "texts more talks tales captions whale titles "
     "pictures my-corpus bert-vocab gpt2-vocab gpt2-merges",
-    "docs/packages/megatron-infer.md": "runs/book",
+    "docs/packages/megatron-infer.md": "runs/book gpt2",
     "docs/packages/megatron-train.md": "tokenizer book_text_document talks "
     "letters_text_document=book_text_document runs/base=runs/book run.yaml",
     "packages/megatron-ckpt/README.md": "runs/toy=runs/book gpt2-folder=gpt2",

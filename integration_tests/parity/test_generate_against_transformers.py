@@ -4,6 +4,7 @@ A random model is written by transformers with a tokenizer beside it, imported a
 loaded from the checkpoint alone. Both compute in float64, so every token has to be equal.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from megatron_ckpt import CheckpointStore, DistributedCoordinator, ModelRecord, import_hf
 from megatron_infer import LoadedModel, SamplingParams, generate, generate_tokens, load_model
+from megatron_infer.cli import main
 from megatron_parallel import Mesh, ParallelLayout, collect_shardings, parameter_views
 from megatron_parallel.testing import WorkerPool
 
@@ -99,6 +101,81 @@ def test_text_is_what_their_tokenizer_decodes(
         prompt = tokenizer(completion.prompt)["input_ids"]
         tokens = their_greedy(theirs, prompt, 20)
         assert completion.text == tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_folder_of_theirs_generates_as_it_lies(family: str, tmp_path: Path) -> None:
+    theirs = random_model(family)
+    theirs.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    ours = load_model(tmp_path, dtype=torch.float64)
+    assert ours.name == tmp_path.name
+    prompts = ours.tokenizer.encode_batch(PROMPTS)
+    results = generate_tokens(ours.model, prompts, SamplingParams(30, temperature=0.0))
+    assert [one.tokens for one in results] == [their_greedy(theirs, p, 30) for p in prompts]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_the_command_takes_a_folder_of_theirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = random_model("llama")
+    theirs.save_pretrained(tmp_path)
+    common = ["generate", "--load", str(tmp_path), "--dtype", "float64", "--temperature", "0"]
+    prompt = [5, 7, 9]
+    continued = their_greedy(theirs, prompt, 20)
+    # No tokenizer is there: ids in, ids out, until the token that ends a text in its settings.
+    assert main([*common, "--max-new-tokens", "20", "--prompt-tokens", "5 7 9"]) == 0
+    assert capsys.readouterr().out == " ".join(map(str, (*prompt, *continued))) + "\n"
+    stopping = next(i for i, token in enumerate(continued) if token not in continued[:i] and i > 2)
+    settings = json.dumps({"eos_token_id": [continued[stopping], 300]})
+    (tmp_path / "generation_config.json").write_text(settings)
+    assert main([*common, "--max-new-tokens", "20", "--prompt-tokens", "5 7 9"]) == 0
+    shown = " ".join(map(str, (*prompt, *continued[:stopping])))
+    assert capsys.readouterr().out == shown + "\n"
+    assert main([*common, "--prompt", "Call"]) == 1
+    assert "holds no tokenizer" in capsys.readouterr().err
+    write_tokenizer(tmp_path)
+    assert main([*common, "--max-new-tokens", "8", "--prompt", "Call"]) == 0
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json")
+    )
+    expected = their_greedy(theirs, tokenizer("Call")["input_ids"], 8)
+    text = tokenizer.decode(expected, clean_up_tokenization_spaces=False)
+    assert capsys.readouterr().out == f"Call{text}\n"
+
+
+def test_a_checkpoint_without_a_tokenizer_continues_token_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = random_model("gpt2")
+    theirs.save_pretrained(tmp_path / "theirs")
+    import_hf(tmp_path / "theirs", tmp_path / "ours")
+    words = ["--load", str(tmp_path / "ours"), "--dtype", "float64", "--temperature", "0"]
+    assert main(["generate", *words, "--max-new-tokens", "20", "--prompt-tokens", "5 7 9"]) == 0
+    expected = (5, 7, 9, *their_greedy(theirs, [5, 7, 9], 20))
+    assert capsys.readouterr().out == " ".join(map(str, expected)) + "\n"
+
+
+def continue_from(mesh: Mesh, source: Path) -> list[tuple[int, ...]]:
+    """Load this rank's part of a model of theirs and continue the prompts with it."""
+    loaded = load_model(source, mesh=mesh, dtype=torch.float64)
+    prompts = loaded.tokenizer.encode_batch(PROMPTS)
+    params = SamplingParams(max_new_tokens=30, temperature=0.0)
+    return [one.tokens for one in generate_tokens(loaded.model, prompts, params)]
+
+
+def test_ranks_take_their_parts_of_a_folder_of_theirs(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    theirs = random_model("llama")
+    theirs.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    prompts = load_model(tmp_path).tokenizer.encode_batch(PROMPTS)
+    expected = [their_greedy(theirs, prompt, 30) for prompt in prompts]
+    found = worker_pool.run_mesh(ParallelLayout(tp=2, pp=2, dp=1), continue_from, tmp_path)
+    assert found == [expected] * 4
 
 
 def cut_and_save(mesh: Mesh, source: Path, target: Path) -> list[tuple[int, ...]]:

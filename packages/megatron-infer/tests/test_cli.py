@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron_ckpt import CheckpointStore, ModelRecord
 from megatron_data import ByteTokenizer
-from megatron_infer import SamplingParams, generate
+from megatron_infer import SamplingParams, generate, generate_tokens
 from megatron_infer.cli import main
 from megatron_models import GPT
 from megatron_parallel import Mesh, collect_shardings, parameter_views
@@ -54,6 +54,70 @@ def test_several_prompts_are_printed_in_order(run: str, capsys: pytest.CaptureFi
     first, second = capsys.readouterr().out.split("--- 2 ---\n")
     assert first.startswith("--- 1 ---\nOne")
     assert second.startswith("Two")
+
+
+@pytest.fixture
+def bare(model: GPT, tmp_path: Path) -> str:
+    """A run's folder with one checkpoint, which has no tokenizer."""
+    CheckpointStore(tmp_path / "bare").save(
+        3,
+        parameter_views(model, collect_shardings(model), Mesh.single()),
+        model=ModelRecord("gpt2", model.config.to_dict()),
+    )
+    return str(tmp_path / "bare")
+
+
+def test_token_ids_are_continued_without_a_tokenizer(
+    bare: str, model: GPT, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["generate", "--load", bare, "--max-new-tokens", "6", "--temperature", "0"]
+    params = SamplingParams(max_new_tokens=6, temperature=0.0)
+    first, second = generate_tokens(model, [[67, 97, 108], [5]], params)
+    assert main([*common, "--prompt-tokens", "67 97,108"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == " ".join(map(str, (67, 97, 108, *first.tokens))) + "\n"
+    assert "6 tokens in" in shown.err
+    assert main([*common, "--prompt-tokens", "67 97 108", "--prompt-tokens", "5"]) == 0
+    assert capsys.readouterr().out == (
+        "--- 1 ---\n" + " ".join(map(str, (67, 97, 108, *first.tokens))) + "\n"
+        "--- 2 ---\n" + " ".join(map(str, (5, *second.tokens))) + "\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [["--tokenizer-model", "{folder}"], ["--tokenizer-type", "ByteTokenizer"]]
+)
+def test_a_tokenizer_may_be_given_by_flags(
+    bare: str, model: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    ByteTokenizer().save(tmp_path / "elsewhere")
+    given = [word.format(folder=tmp_path / "elsewhere") for word in words]
+    common = ["--prompt", "Call", "--max-new-tokens", "5", "--temperature", "0"]
+    assert main(["generate", "--load", bare, *common, *given]) == 0
+    params = SamplingParams(max_new_tokens=5, temperature=0.0)
+    expected = generate(model, ByteTokenizer(), ["Call"], params)[0]
+    assert capsys.readouterr().out == f"Call{expected.text}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["--prompt", "x"], "holds no tokenizer; give one by --tokenizer-model"),
+        (["--prompt-tokens", "1 x"], "--prompt-tokens needs token ids such as '1 15 7', not 'x'"),
+        (["--prompt-tokens", "1 -2"], "not '-2'"),
+        (["--prompt-tokens", " "], "prompt 1 is empty"),
+        (["--prompt-tokens", "300"], "vocabulary 257"),
+        (["--prompt", "x", "--tokenizer-type", "Llama2Tokenizer"], "--tokenizer-model; give both"),
+        (["--prompt", "x", "--vocab-file", "v.json"], "--merge-file"),
+        (["--prompt", "x", "--tokenizer-model", "absent.json"], "absent.json"),
+    ],
+)
+def test_what_is_missing_for_a_bare_checkpoint_is_one_line(
+    bare: str, capsys: pytest.CaptureFixture[str], arguments: list[str], names: str
+) -> None:
+    assert main(["generate", "--load", bare, *arguments]) == 1
+    shown = capsys.readouterr().err.strip()
+    assert names in shown and "\n" not in shown
 
 
 def test_a_prompt_may_come_from_a_file_or_standard_input(

@@ -173,7 +173,7 @@ def test_what_is_missing_is_named(save: Save, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nothing-here"):
         load_model(tmp_path / "nothing-here")
     save(iteration=1, tokenizer=None)
-    with pytest.raises(InferError, match="no tokenizer"):
+    with pytest.raises(InferError, match=r"no tokenizer; give one by --tokenizer-model .*=None"):
         load_model(tmp_path / "run")
     save(iteration=2, record=False)
     with pytest.raises(InferError, match="which model"):
@@ -220,3 +220,24 @@ def test_a_model_record_takes_no_memory_that_its_tensors_do_not_have(
     save(iteration=6, config={**config, "num_layers": 10**9})
     with pytest.raises(ConfigError, match="num_layers is 1000000000, more than 100000"):
         load_model(tmp_path / "run")
+
+
+def test_a_checkpoint_without_a_tokenizer_takes_token_ids(save: Save, tmp_path: Path) -> None:
+    model = save(tokenizer=None)
+    loaded = load_model(tmp_path / "run", tokenizer=None)
+    assert loaded.tokenizer is None
+    tokens = torch.tensor([[84, 104, 101, 32]])
+    assert torch.equal(loaded.model(tokens), model(tokens))
+    assert loaded.stop_tokens == frozenset()
+
+
+def test_a_tokenizer_that_is_given_takes_the_place_of_the_stored_one(
+    save: Save, tmp_path: Path
+) -> None:
+    save(tokenizer=NullTokenizer(100))
+    given = ByteTokenizer()
+    loaded = load_model(tmp_path / "run", tokenizer=given)
+    assert loaded.tokenizer is given
+    assert loaded.stop_tokens == {given.eod_id}
+    with pytest.raises(InferError, match=r"1001 tokens, the model 257"):
+        load_model(tmp_path / "run", tokenizer=NullTokenizer(1000))

@@ -7,25 +7,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ckpt.coordinator import SingleProcess
-from megatron_ckpt.dtypes import DTYPES, dtype_name, item_size
+from megatron_ckpt.dtypes import DTYPES, dtype_name, is_floating, item_size
 from megatron_ckpt.errors import CheckpointError
-from megatron_ckpt.families import Family, detect_family, find_family
+from megatron_ckpt.families import Family, find_family
+from megatron_ckpt.foreign_model import ForeignModel, architectures, checked
 from megatron_ckpt.formats.huggingface import CONFIG, GENERATION, INDEX, WEIGHTS
-from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER, open_source
+from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER
 from megatron_ckpt.formats.special_tokens import (
     TOKENIZER_CONFIG,
     TOKENIZER_FILE,
     special_token_ids,
 )
-from megatron_ckpt.json_input import Fields, parse_object
-from megatron_ckpt.ops.ignored import check_ignored
+from megatron_ckpt.json_input import parse_object
 from megatron_ckpt.ops.interpreter import check_source
 from megatron_ckpt.ops.rows import Row, expand
 from megatron_ckpt.paths import check_name
 from megatron_ckpt.store.blocks import write_file
 from megatron_ckpt.store.checkpoint import Checkpoint, CheckpointTensors
 from megatron_ckpt.store.durable import new_folder
-from megatron_ckpt.store.manifest import ModelRecord
 from megatron_ckpt.store.store import find_checkpoint, save_slabs
 from megatron_ckpt.store.tensorfile import TensorEntry, write_tensor_file
 from megatron_ckpt.store.transaction import Transaction
@@ -86,32 +85,25 @@ def import_hf(
         CheckpointError: a family, configuration or tensor that does not fit; nothing
             is left behind.
     """
-    model = open_source(source)
-    names = _architectures(model.config, model.where)
-    kind = find_family(family) if family else detect_family(names)
-    config = _checked(model.where, kind.config_from_hf, model.config)
-    tensors = model.open_tensors(kind.prefix)
-    meta = tensors.meta()
-    rows = expand(kind.active_rows(config), config, len(meta))
-    check_source(rows, meta, ignored=[entry[0] for entry in kind.ignored])
-    check_ignored(rows, config, tensors, kind.ignored)
+    model = ForeignModel(source, family=family)
     slabs, sizes = [], 0
-    for row in rows:
-        made = _cast(row.forward([meta[name] for name in row.theirs]), dtype)
-        sizes += made.nbytes
-        shape, box = tuple(made.shape), Box((0,) * made.ndim, tuple(made.shape))
+    for name, tensor in model.tensors.items():
+        stored, shape = tensor.dtype, tensor.shape
+        if dtype is not None and is_floating(stored):
+            stored = dtype_name(dtype)
+        box = Box((0,) * len(shape), shape)
+        sizes += box.volume * item_size(stored)
 
-        def produce(row: Row = row) -> "Tensor":
-            return _cast(row.forward([tensors[name] for name in row.theirs]), dtype)
+        def produce(name: str = name) -> "Tensor":
+            return _cast(model.read(name), dtype)
 
-        slabs.append(Slab(row.ours, MODEL, dtype_name(made.dtype), shape, box, 0, produce))
+        slabs.append(Slab(name, MODEL, stored, shape, box, 0, produce))
     announce(Total(len(slabs), sizes))
-    record = ModelRecord(kind.name, json.loads(config.to_json()))
     transaction = Transaction(
         Path(directory),
         iteration,
-        model=record,
-        files=dict(model.files),
+        model=model.model,
+        files=model.files,
         retention=None,
         replace=False,
     )
@@ -153,7 +145,7 @@ def export_hf(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not empty: give another folder")
     kind, config = _model_of(opened, family)
-    settings = _checked(opened.path, kind.config_to_hf, config)
+    settings = checked(opened.path, kind.config_to_hf, config)
     tensors = CheckpointTensors(opened)
     rows = expand(kind.active_rows(config), config, len(tensors))
     check_source(rows, tensors, inverse=True)
@@ -234,7 +226,7 @@ def _write_settings(
     if original in checkpoint.manifest.files:
         where = checkpoint.path / original
         theirs = parse_object(checkpoint.read_file(original), where)
-        if not set(_architectures(theirs, where)) & set(family.architectures):
+        if not set(architectures(theirs, where)) & set(family.architectures):
             theirs = {}
     dtypes = [entry.dtype for group in groups for entry in group]
     theirs.pop("dtype", None)
@@ -271,20 +263,7 @@ def _model_of(checkpoint: Checkpoint, family: str | None) -> tuple[Family, Any]:
             f"{checkpoint.path} does not say of which family its model is: it cannot be exported"
         )
     kind = find_family(name)
-    return kind, _checked(checkpoint.path, kind.config_from_json, record.config)
-
-
-def _architectures(config: Mapping[str, Any], where: Path) -> tuple[str, ...]:
-    """Return the names of Hugging Face classes in a ``config.json``."""
-    content = {"architectures": config.get("architectures") or []}
-    return Fields(content, str(where)).texts("architectures")
-
-
-def _checked(where: Path, read: Callable[[Any], Any], values: Any) -> Any:
-    try:
-        return read(values)
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from error
+    return kind, checked(checkpoint.path, kind.config_from_json, record.config)
 
 
 def _cast(tensor: "Tensor", dtype: "torch.dtype | None") -> "Tensor":

@@ -1,95 +1,175 @@
-"""A model and its tokenizer from a checkpoint alone.
+"""A model and its tokenizer from a checkpoint alone, or from a model of Hugging Face.
 
 A checkpoint of megatron-train holds what is needed: the model's configuration in its manifest, the
-weights, and the tokenizer's files in the folder ``tokenizer``.
+weights, and the tokenizer's files in the folder ``tokenizer``. A Hugging Face folder or a GGUF file
+holds the same in its own format, which megatron-ckpt reads without writing a checkpoint.
 """
 
+import json
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
-from megatron_ckpt import Checkpoint, find_checkpoint
-from megatron_data import Tokenizer, load_tokenizer
+from megatron_ckpt import Checkpoint, ForeignModel, find_checkpoint, is_foreign_model
+from megatron_data import DataError, Tokenizer, load_tokenizer
 from megatron_models import GPT, GPTConfig, parameter_shapes
 from megatron_parallel import Mesh, View, collect_shardings, parameter_views
 
+from megatron_infer.engine.generate import stop_tokens
 from megatron_infer.errors import InferError
 
 TOKENIZER_FOLDER = "tokenizer"
+_SETTINGS = ("huggingface/generation_config.json", "huggingface/config.json")
+
+Source = Checkpoint | ForeignModel
+Stored = Literal["stored"]
+AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer | None)
 
 
-class LoadedModel(NamedTuple):
-    """What a checkpoint holds for generation; of a model cut over ranks, this rank's part."""
+@dataclass(frozen=True)
+class LoadedModel(Generic[AnyTokenizer]):
+    """What a checkpoint holds for generation.
+
+    Attributes:
+        model: the model; of one that is cut over ranks, this rank's part.
+        tokenizer: the checkpoint's, or the one given to `load_model`, or None.
+        checkpoint: where both come from.
+    """
 
     model: GPT
-    tokenizer: Tokenizer
-    checkpoint: Checkpoint
+    tokenizer: AnyTokenizer
+    checkpoint: Source
+
+    @property
+    def name(self) -> str:
+        """Name for people: the run and the iteration, or the folder of a Hugging Face model."""
+        if isinstance(self.checkpoint, ForeignModel):
+            return self.checkpoint.path.resolve().name
+        return f"{self.checkpoint.path.parent.name}, iteration {self.checkpoint.iteration}"
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """Tokens that end a text: the tokenizer's, or without one those of the model's settings.
+
+        Settings are the ``eos_token_id`` of ``generation_config.json`` or ``config.json``, where
+        the model comes from Hugging Face.
+        """
+        if self.tokenizer is not None:
+            return stop_tokens(self.tokenizer)
+        return _ends_in_settings(self.checkpoint)
+
+
+@overload
+def load_model(
+    path: str | Path,
+    *,
+    tokenizer: Tokenizer | Stored = ...,
+    iteration: int | None = ...,
+    mesh: Mesh | None = ...,
+    dtype: torch.dtype = ...,
+    progress: Callable[[int, int], object] = ...,
+) -> LoadedModel[Tokenizer]: ...
+
+
+@overload
+def load_model(
+    path: str | Path,
+    *,
+    tokenizer: None,
+    iteration: int | None = ...,
+    mesh: Mesh | None = ...,
+    dtype: torch.dtype = ...,
+    progress: Callable[[int, int], object] = ...,
+) -> LoadedModel[None]: ...
 
 
 def load_model(
     path: str | Path,
     *,
+    tokenizer: Tokenizer | Stored | None = "stored",
     iteration: int | None = None,
     mesh: Mesh | None = None,
     dtype: torch.dtype = torch.float32,
     progress: Callable[[int, int], object] = lambda done, total: None,
-) -> LoadedModel:
+) -> LoadedModel[Any]:
     """Build the model of a checkpoint, fill it, and open its tokenizer.
 
-    All that is read is checked against the digests in the manifest: weights, tokenizer and chat
-    template.
+    All that is read of a checkpoint is checked against the digests in its manifest: weights,
+    tokenizer and chat template. A Hugging Face folder has no digests.
 
     On a mesh of several ranks all of them call this together, and each gets its part: the
-    checkpoint may have been saved by any layout. Only the bytes of that part are read.
+    checkpoint may have been saved by any layout. Only the bytes of that part are read; of a Hugging
+    Face folder whole tensors are, one at a time.
 
     Args:
-        path: a checkpoint, or a run's folder, of which the newest complete checkpoint is taken.
+        path: a checkpoint; a run's folder, of which the newest complete checkpoint is taken; a
+            Hugging Face folder with ``config.json`` and safetensors; or a GGUF file.
+        tokenizer: of the model. ``"stored"`` is the one that lies beside the weights; None is for
+            a model that only takes token ids (`generate_tokens`).
         iteration: another checkpoint of the run.
         mesh: where the model goes and how it is cut; a single process on the CPU by default.
         dtype: of the model's parameters, whatever the checkpoint's floating-point type.
         progress: called with the bytes of weights this rank has read so far, and all it will.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
-        InferError: the checkpoint does not say which model it holds, or has no tokenizer, or that
-            of another model; or the mesh has several stages on each rank.
+        CheckpointError: there is no such checkpoint or model, or it is damaged.
+        InferError: the checkpoint does not say which model it holds, has no tokenizer, or that of
+            another model; or the mesh has several stages on each rank.
         LayoutError: the model cannot be cut that way, or ranks found different checkpoints.
     """
-    checkpoint = find_checkpoint(path, iteration)
+    source = _open(path, iteration)
     mesh = mesh or Mesh.single()
     if mesh.layout.vpp > 1:
         raise InferError(
             f"a mesh with vpp={mesh.layout.vpp} has several stages on each rank; load the "
             "checkpoint into a mesh with vpp=1, as every checkpoint can be"
         )
-    found = f"iteration {checkpoint.iteration} with digest {checkpoint.digest}"
-    mesh.agree("the checkpoint to load", {"checkpoint": found})
-    if checkpoint.model is None:
+    mesh.agree("the checkpoint to load", {"checkpoint": _identity(source)})
+    if source.model is None:
         raise InferError(
-            f"{checkpoint.path} does not say which model it holds; save it with a model record"
+            f"{source.path} does not say which model it holds; save it with a model record"
         )
-    config = GPTConfig.from_dict(checkpoint.model.config)
-    tokenizer = _open_tokenizer(checkpoint, config)
+    config = GPTConfig.from_dict(source.model.config)
+    if tokenizer == "stored":
+        tokenizer = _open_tokenizer(source)
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise InferError(
+            f"the tokenizer of {source.path} has {tokenizer.vocab_size} tokens, the model "
+            f"{config.vocab_size}: they do not belong together"
+        )
     shapes = parameter_shapes(config)
-    checkpoint.expect(shapes, groups=["model"])  # before memory is taken for what it says
+    source.expect(shapes, groups=["model"])  # before memory is taken for what it says
     model = _empty_model(config, mesh, dtype)
     views = parameter_views(model, collect_shardings(model), mesh)
-    total, done = _stored_bytes(checkpoint, views), 0
+    total, done = _stored_bytes(source, views), 0
 
     def count(read: int) -> None:
         nonlocal done
         done += read
         progress(done, total)
 
-    checkpoint.load(
-        views,
-        elsewhere=shapes,
-        groups=["model"],
-        cast="floating",
-        progress=count,
-    )
-    return LoadedModel(model.eval(), tokenizer, checkpoint)
+    source.fill(views, cast="floating", progress=count)
+    return LoadedModel(model.eval(), tokenizer, source)
+
+
+def _open(path: str | Path, iteration: int | None) -> Source:
+    if not is_foreign_model(path):
+        return find_checkpoint(path, iteration)
+    if iteration is not None:
+        raise InferError(
+            f"{path} is a single model, without iterations; leave out iteration {iteration}"
+        )
+    return ForeignModel(path)
+
+
+def _identity(source: Source) -> str:
+    """Return what has to be equal on all ranks."""
+    if isinstance(source, ForeignModel):
+        return f"{source.path.name} with digest {source.digest}"
+    return f"iteration {source.iteration} with digest {source.digest}"
 
 
 def _empty_model(config: GPTConfig, mesh: Mesh, dtype: torch.dtype) -> GPT:
@@ -104,27 +184,55 @@ def _empty_model(config: GPTConfig, mesh: Mesh, dtype: torch.dtype) -> GPT:
     return model
 
 
-def _stored_bytes(checkpoint: Checkpoint, views: Mapping[str, Sequence[View]]) -> int:
-    """Return how much of the checkpoint the views take, in the checkpoint's dtypes."""
+def _stored_bytes(source: Source, views: Mapping[str, Sequence[View]]) -> int:
+    """Return how much of the weights the views take, in the stored dtypes."""
     return sum(
-        view.tensor.numel() * checkpoint.tensors[name].item_size
+        view.tensor.numel() * source.tensors[name].item_size
         for name, held in views.items()
         for view in held
-        if name in checkpoint.tensors  # `Checkpoint.load` says so if one is not
+        if name in source.tensors
     )
 
 
-def _open_tokenizer(checkpoint: Checkpoint, config: GPTConfig) -> Tokenizer:
-    if not any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in checkpoint.manifest.files):
+def _files(source: Source) -> Sequence[str]:
+    """Return the names of the files beside the weights, as a checkpoint has them."""
+    return list(source.files if isinstance(source, ForeignModel) else source.manifest.files)
+
+
+def _open_tokenizer(source: Source) -> Tokenizer:
+    names = [name for name in _files(source) if name.startswith(f"{TOKENIZER_FOLDER}/")]
+    if not names:
         raise InferError(
-            f"{checkpoint.path} holds no tokenizer; train with --tokenizer-model, which keeps it "
-            "in every checkpoint"
+            f"{source.path} holds no tokenizer; give one by --tokenizer-model (in Python "
+            "tokenizer=...), or token ids by generate --prompt-tokens (tokenizer=None)"
         )
-    folder = checkpoint.verified_folder(TOKENIZER_FOLDER)
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.vocab_size > config.vocab_size:
-        raise InferError(
-            f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, the model "
-            f"{config.vocab_size}: they do not belong together"
-        )
-    return tokenizer
+    if isinstance(source, Checkpoint):
+        return load_tokenizer(source.verified_folder(TOKENIZER_FOLDER))
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            (Path(folder) / Path(name).name).write_bytes(source.read_file(name))
+        try:
+            return load_tokenizer(folder)
+        except DataError as error:
+            told = str(error).replace(folder, str(source.path))
+            raise InferError(
+                f"{told}; another tokenizer can be given by --tokenizer-model and --tokenizer-type "
+                "(in Python tokenizer=...)"
+            ) from None
+
+
+def _ends_in_settings(source: Source) -> frozenset[int]:
+    """Return the first ``eos_token_id`` in the Hugging Face settings, a number or several."""
+    held = _files(source)
+    for name in _SETTINGS:
+        if name not in held:
+            continue
+        try:
+            found = json.loads(source.read_file(name))
+        except (ValueError, RecursionError):
+            raise InferError(f"{name} of {source.path} is not JSON") from None
+        ends = found.get("eos_token_id") if isinstance(found, dict) else None
+        ends = ends if isinstance(ends, list) else [ends]
+        if numbers := frozenset(end for end in ends if type(end) is int):
+            return numbers
+    return frozenset()

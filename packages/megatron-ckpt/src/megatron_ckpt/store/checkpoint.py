@@ -148,7 +148,7 @@ class Checkpoint:
         Raises:
             CheckpointError: names the first tensor that is missing, left over or of another shape.
         """
-        check_names(self.manifest, {n: tuple(shape) for n, shape in shapes.items()}, groups)
+        check_names(self.tensors, {n: tuple(shape) for n, shape in shapes.items()}, groups)
 
     def load(
         self,
@@ -167,7 +167,7 @@ class Checkpoint:
         """
         wanted = {name: tuple(shape) for name, shape in (elsewhere or {}).items()}
         wanted |= {name: tuple(views[0].global_shape) for name, views in into.items() if views}
-        check_names(self.manifest, wanted, groups)
+        check_names(self.tensors, wanted, groups)
         self.fill(into, cast=cast, verify=verify, progress=progress)
         return self.values()
 
@@ -180,7 +180,7 @@ class Checkpoint:
         progress: Callable[[int], object] = lambda count: None,
     ) -> None:
         """Fill the views in place; tensors of the checkpoint that are not named stay unread."""
-        check_views(self.manifest, into, cast)
+        check_views(self.tensors, into, cast)
         fill_views(self.path, self.manifest, into, verify=verify, progress=progress)
 
     def verify(self, progress: Callable[[int], object] = lambda count: None) -> list[str]:

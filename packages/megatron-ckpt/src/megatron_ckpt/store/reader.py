@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from megatron_ckpt.dtypes import dtype_name, is_floating, item_size, torch_dtype
 from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError, did_you_mean
@@ -29,19 +29,36 @@ class _Copy(NamedTuple):
     target: "Tensor"
 
 
+class Stored(Protocol):
+    """What is known of a tensor before it is read."""
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype in safetensors."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape."""
+
+    @property
+    def group(self) -> str:
+        """``model`` or ``optim``."""
+
+
 def check_names(
-    manifest: Manifest, wanted: Mapping[str, Sequence[int]], groups: Sequence[str] | None
+    stored: Mapping[str, Stored],
+    wanted: Mapping[str, Sequence[int]],
+    groups: Sequence[str] | None,
 ) -> None:
     """Refuse names and shapes that differ between a checkpoint and what is to be loaded.
 
     Args:
-        manifest: of the checkpoint.
+        stored: tensors of the checkpoint.
         wanted: global shape by name, over all ranks.
         groups: groups of the checkpoint whose tensors must all be wanted; None is all of them.
     """
-    stored = manifest.tensors
     for name, shape in wanted.items():
-        _check_shape(manifest, name, shape)
+        _check_shape(stored, name, shape)
     for name, record in stored.items():
         if name not in wanted and (groups is None or record.group in groups):
             raise CheckpointError(
@@ -50,32 +67,33 @@ def check_names(
             )
 
 
-def _check_shape(manifest: Manifest, name: str, shape: Sequence[int]) -> None:
-    if name not in manifest.tensors:
+def _check_shape(stored: Mapping[str, Stored], name: str, shape: Sequence[int]) -> None:
+    if name not in stored:
         raise CheckpointError(
-            f"the checkpoint has no tensor {name!r}{did_you_mean(name, manifest.tensors)}: it "
+            f"the checkpoint has no tensor {name!r}{did_you_mean(name, stored)}: it "
             "holds another model"
         )
-    stored = manifest.tensors[name].shape
-    if tuple(shape) != stored:
+    there = stored[name].shape
+    if tuple(shape) != there:
         raise CheckpointError(
-            f"tensor {name!r} has shape {stored} in the checkpoint, {tuple(shape)} in the model"
+            f"tensor {name!r} has shape {there} in the checkpoint, {tuple(shape)} in the model"
         )
 
 
-def check_views(manifest: Manifest, into: Mapping[str, Sequence[ViewLike]], cast: Cast) -> None:
+def check_views(
+    stored: Mapping[str, Stored], into: Mapping[str, Sequence[ViewLike]], cast: Cast
+) -> None:
     """Check boxes and dtypes of all views before the first of them is written to."""
     for name, views in into.items():
         for view in views:
-            _check_shape(manifest, name, view.global_shape)
+            _check_shape(stored, name, view.global_shape)
             box_of(name, view)
-            stored = manifest.tensors[name].dtype
-            dtype = dtype_name(view.tensor.dtype)
-            floating = is_floating(dtype) and is_floating(stored)
-            if dtype != stored and not (cast == "floating" and floating):
+            kept, dtype = stored[name].dtype, dtype_name(view.tensor.dtype)
+            floating = is_floating(dtype) and is_floating(kept)
+            if dtype != kept and not (cast == "floating" and floating):
                 hint = ": load with cast='floating' to convert it" if floating else ""
                 raise CheckpointError(
-                    f"tensor {name!r} is stored as {stored}, the model has {dtype}{hint}"
+                    f"tensor {name!r} is stored as {kept}, the model has {dtype}{hint}"
                 )
 
 

@@ -138,7 +138,7 @@ class CheckpointStore:
         def choose(ranks: list[dict[str, tuple[int, ...]]]) -> tuple[str, bytes]:
             path, manifest = self._choose(iteration, damaged)
             wanted = {name: shape for rank in ranks for name, shape in rank.items()}
-            check_names(manifest, wanted, groups)
+            check_names(manifest.tensors, wanted, groups)
             return str(path), manifest.to_bytes()
 
         while True:

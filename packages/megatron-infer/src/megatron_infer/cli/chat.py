@@ -113,7 +113,9 @@ def choose_format(name: str, tokenizer: "Tokenizer") -> Format:
 class Conversation:
     """What was said so far, in tokens, and the model that goes on with it."""
 
-    def __init__(self, loaded: "LoadedModel", chosen: Format, params: "SamplingParams") -> None:
+    def __init__(
+        self, loaded: "LoadedModel[Tokenizer]", chosen: Format, params: "SamplingParams"
+    ) -> None:
         self._loaded = loaded
         self._format = chosen
         self._params = params

@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,16 @@ from megatron_infer.cli.options import (
     add_model_options,
     add_sampling_options,
     load,
+    load_for_tokens,
     sampling_params,
 )
 from megatron_infer.errors import InferError
 
 if TYPE_CHECKING:
+    from megatron_infer.engine.batch import Continuation
     from megatron_infer.engine.generate import Completion
     from megatron_infer.load import LoadedModel
+    from megatron_infer.params import SamplingParams
 
 ENDINGS = {
     "stop": "the document ended",
@@ -44,12 +48,21 @@ def add_parser(commands: Any) -> None:
     sources.add_argument(
         "--prompt-file", type=Path, metavar="FILE", help="file with one text; - is standard input"
     )
+    sources.add_argument(
+        "--prompt-tokens",
+        action="append",
+        metavar="IDS",
+        help="token ids to continue, such as '1 15 7'; token ids are printed too, and no tokenizer "
+        "is needed; may be repeated",
+    )
     add_sampling_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Continue the prompts and print them."""
     params = sampling_params(arguments)
+    if arguments.prompt_tokens:
+        return _continue_tokens(arguments, params)
     prompts = arguments.prompt or [_read(arguments.prompt_file)]
     loaded = load(arguments)
 
@@ -70,6 +83,44 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _continue_tokens(arguments: argparse.Namespace, params: "SamplingParams") -> int:
+    """Continue prompts of token ids and print all ids, those of one prompt as they come."""
+    prompts = [_ids(text) for text in arguments.prompt_tokens]
+    loaded = load_for_tokens(arguments)
+
+    from megatron_infer.engine.batch import generate_tokens
+
+    def show(_: int, token: int) -> None:
+        _print(f" {token}")
+
+    single = len(prompts) == 1
+    started = time.perf_counter()
+    if single:
+        _print(" ".join(map(str, prompts[0])))
+    found = generate_tokens(
+        loaded.model,
+        prompts,
+        params,
+        stop_tokens=loaded.stop_tokens,
+        on_token=show if single else None,
+    )
+    if single:
+        _print("\n")
+    else:
+        for number, (prompt, one) in enumerate(zip(prompts, found, strict=True), start=1):
+            _print(f"--- {number} ---\n{' '.join(map(str, (*prompt, *one.tokens)))}\n")
+    _summarize(loaded, found, time.perf_counter() - started)
+    return 0
+
+
+def _ids(text: str) -> list[int]:
+    words = text.replace(",", " ").split()
+    for word in words:
+        if not (word.isascii() and word.isdecimal()):
+            raise InferError(f"--prompt-tokens needs token ids such as '1 15 7', not {word!r}")
+    return [int(word) for word in words]
+
+
 def _read(path: Path) -> str:
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
@@ -84,7 +135,11 @@ def _print(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _summarize(loaded: "LoadedModel", completions: "list[Completion]", seconds: float) -> None:
+def _summarize(
+    loaded: "LoadedModel[Any]",
+    completions: "Sequence[Completion | Continuation]",
+    seconds: float,
+) -> None:
     tokens = sum(len(one.tokens) for one in completions)
     endings = dict.fromkeys(ENDINGS[one.finish_reason] for one in completions)
     print(

@@ -3,13 +3,26 @@
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_infer.errors import InferError
 from megatron_infer.params import SamplingParams
 
 if TYPE_CHECKING:
+    from megatron_data import Tokenizer
+
     from megatron_infer.load import LoadedModel
+
+_TOKENIZER_TYPES = (
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+    "ByteTokenizer",
+)
+"""Kinds that turn a prompt into tokens and tokens into text, by Megatron's names."""
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -20,9 +33,24 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="PATH",
-        help="a run's folder, of which the newest complete checkpoint is taken, or a checkpoint",
+        help="a run's folder, of which the newest complete checkpoint is taken, a checkpoint, a "
+        "Hugging Face folder, or a GGUF file",
     )
     model.add_argument("--iteration", type=int, metavar="N", help="another checkpoint of the run")
+    model.add_argument(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="tokenizer file or folder; by default the one that lies beside the weights",
+    )
+    model.add_argument(
+        "--tokenizer-type",
+        choices=_TOKENIZER_TYPES,
+        metavar="TYPE",
+        help="kind of tokenizer, where the file does not say: one of "
+        + ", ".join(_TOKENIZER_TYPES),
+    )
+    model.add_argument("--vocab-file", metavar="FILE", help="vocab.json of a GPT2BPETokenizer")
+    model.add_argument("--merge-file", metavar="FILE", help="merges.txt of a GPT2BPETokenizer")
     model.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -57,7 +85,36 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**{name: getattr(arguments, name) for name in names})
 
 
-def load(arguments: argparse.Namespace) -> "LoadedModel":
+def given_tokenizer(arguments: argparse.Namespace) -> "Tokenizer | None":
+    """Return the tokenizer that the model options name; None if they name none."""
+    names = ("tokenizer_model", "vocab_file", "merge_file")
+    options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if not options and arguments.tokenizer_type != "ByteTokenizer":
+        if arguments.tokenizer_type is not None:
+            raise InferError(
+                f"--tokenizer-type {arguments.tokenizer_type} says how to read --tokenizer-model; "
+                "give both, or leave it out"
+            )
+        return None
+
+    from megatron_data import make_tokenizer
+
+    return make_tokenizer(arguments.tokenizer_type, **options)
+
+
+def load(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer]":
+    """Load the model and the tokenizer that the model options name."""
+    loaded: LoadedModel[Tokenizer] = _load(arguments, given_tokenizer(arguments) or "stored")
+    return loaded
+
+
+def load_for_tokens(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer | None]":
+    """Load the model for prompts of token ids; its tokenizer is the one given, if any."""
+    loaded: LoadedModel[Tokenizer | None] = _load(arguments, given_tokenizer(arguments))
+    return loaded
+
+
+def _load(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     """Load the model that the model options name, with a progress bar on a terminal."""
     import torch
     from megatron_parallel import Mesh
@@ -79,6 +136,7 @@ def load(arguments: argparse.Namespace) -> "LoadedModel":
 
         return load_model(
             arguments.load,
+            tokenizer=tokenizer,
             iteration=arguments.iteration,
             mesh=Mesh.single(device),
             dtype=getattr(torch, arguments.dtype),

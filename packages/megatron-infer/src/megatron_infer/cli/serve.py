@@ -77,14 +77,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def describe(loaded: "LoadedModel") -> dict[str, Any]:
+def describe(loaded: "LoadedModel[Any]") -> dict[str, Any]:
     """Return what `/info` tells of a model; no path of this machine is in it."""
     from megatron_models import parameter_count
 
     config = loaded.model.config
     parameter = next(loaded.model.parameters())
     return {
-        "model": f"{loaded.checkpoint.path.parent.name}, iteration {loaded.checkpoint.iteration}",
+        "model": loaded.name,
         "parameters": parameter_count(config),
         "positions": config.max_position_embeddings,
         "vocabulary": config.vocab_size,
@@ -116,7 +116,7 @@ def _log_to_stderr(level: int) -> None:
     logger.propagate = False
 
 
-def _announce(url: str, loaded: "LoadedModel") -> None:
+def _announce(url: str, loaded: "LoadedModel[Any]") -> None:
     print(
         f"megatron-infer: serving {loaded.checkpoint.path} on {loaded.model.mesh.device} at {url} "
         "(Ctrl-C stops)",

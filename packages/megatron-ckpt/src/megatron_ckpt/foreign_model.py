@@ -1,0 +1,155 @@
+"""A model in Hugging Face's format or in a GGUF file, read as ours without writing a checkpoint."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ckpt.dtypes import dtype_name, item_size
+from megatron_ckpt.errors import CheckpointError, did_you_mean
+from megatron_ckpt.families import detect_family, find_family
+from megatron_ckpt.formats.huggingface import CONFIG
+from megatron_ckpt.formats.source import open_source
+from megatron_ckpt.json_input import Fields
+from megatron_ckpt.ops.ignored import check_ignored
+from megatron_ckpt.ops.interpreter import check_source
+from megatron_ckpt.ops.rows import expand
+from megatron_ckpt.paths import read_whole
+from megatron_ckpt.store.blocks import digest
+from megatron_ckpt.store.manifest import MANIFEST, ModelRecord
+from megatron_ckpt.store.reader import Cast, check_names, check_views
+from megatron_ckpt.store.writer import MODEL
+from megatron_ckpt.views import Box, ViewLike
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def is_foreign_model(path: str | Path) -> bool:
+    """Whether a path is a file (GGUF) or a folder with ``config.json``, and no checkpoint."""
+    path = Path(path)
+    return path.is_file() or ((path / CONFIG).is_file() and not (path / MANIFEST).exists())
+
+
+@dataclass(frozen=True)
+class ForeignTensor:
+    """What one of our tensors will be: safetensors dtype and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    group: str = MODEL
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of an element."""
+        return item_size(self.dtype)
+
+
+class ForeignModel:
+    """A Hugging Face folder, or a GGUF file, with its tensors under our names.
+
+    Opening reads the configuration and the names, shapes and dtypes of all tensors. A tensor is
+    read and converted when it is asked for, so memory holds those of one row of the family.
+
+    Args:
+        path: folder with ``config.json`` and safetensors, or a GGUF file.
+        family: name of the family; found by ``architectures`` if not given.
+
+    Attributes:
+        path: as given.
+        model: family, and the model configuration made of theirs.
+        tensors: dtype and global shape of every tensor of ours.
+        files: what a checkpoint keeps of it, by name there: ``tokenizer/...``, ``huggingface/...``.
+        digest: of configuration and tensors, without their content.
+
+    Raises:
+        CheckpointError: no such model, or a family, configuration or tensor that does not fit.
+    """
+
+    def __init__(self, path: str | Path, *, family: str | None = None) -> None:
+        self.path = Path(path)
+        source = open_source(path)
+        names = architectures(source.config, source.where)
+        kind = find_family(family) if family else detect_family(names)
+        config = checked(source.where, kind.config_from_hf, source.config)
+        self._tensors = source.open_tensors(kind.prefix)
+        meta = self._tensors.meta()
+        rows = expand(kind.active_rows(config), config, len(meta))
+        check_source(rows, meta, ignored=[entry[0] for entry in kind.ignored])
+        check_ignored(rows, config, self._tensors, kind.ignored)
+        self._rows = {row.ours: row for row in rows}
+        made = {row.ours: row.forward([meta[name] for name in row.theirs]) for row in rows}
+        self.tensors: Mapping[str, ForeignTensor] = {
+            name: ForeignTensor(dtype_name(tensor.dtype), tuple(tensor.shape))
+            for name, tensor in made.items()
+        }
+        self.model = ModelRecord(kind.name, json.loads(config.to_json()))
+        self.files = dict(source.files)
+        shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
+        content = json.dumps([kind.name, self.model.config, shapes], sort_keys=True)
+        self.digest = digest(content.encode())
+
+    def read(self, name: str) -> "Tensor":
+        """Read and convert a whole tensor of ours, in the dtype that is stored."""
+        if name not in self._rows:
+            raise CheckpointError(
+                f"{self.path} has no tensor {name!r}{did_you_mean(name, self._rows)}"
+            )
+        row = self._rows[name]
+        return row.forward([self._tensors[theirs] for theirs in row.theirs])
+
+    def read_file(self, name: str) -> bytes:
+        """Return the content of one of `files`."""
+        if name not in self.files:
+            raise CheckpointError(
+                f"{self.path} has no file {name!r}{did_you_mean(name, self.files)}"
+            )
+        held = self.files[name]
+        return held if isinstance(held, bytes) else read_whole(held.parent, held.name)
+
+    def expect(
+        self, shapes: Mapping[str, Sequence[int]], groups: Sequence[str] | None = None
+    ) -> None:
+        """Check names and global shapes before memory is taken; see `Checkpoint.expect`."""
+        wanted = {name: tuple(shape) for name, shape in shapes.items()}
+        check_names(self.tensors, wanted, groups)
+
+    def fill(
+        self,
+        into: Mapping[str, Sequence[ViewLike]],
+        *,
+        cast: Cast = "refuse",
+        progress: Callable[[int], object] = lambda count: None,
+    ) -> None:
+        """Fill the views in place; tensors that are not named stay unread.
+
+        Args:
+            into: views by our global name.
+            cast: whether other floating-point dtypes are converted.
+            progress: called with the bytes of each view filled.
+        """
+        check_views(self.tensors, into, cast)
+        for name, views in into.items():
+            if not views:
+                continue
+            whole = self.read(name)
+            everything = Box((0,) * whole.ndim, tuple(whole.shape))
+            for view in views:
+                box = Box(tuple(view.offsets), tuple(view.lengths))
+                view.tensor.detach().copy_(whole[box.within(everything)])
+                progress(box.volume * self.tensors[name].item_size)
+
+
+def architectures(config: Mapping[str, Any], where: Path) -> tuple[str, ...]:
+    """Return the names of Hugging Face classes in a ``config.json``."""
+    content = {"architectures": config.get("architectures") or []}
+    return Fields(content, str(where)).texts("architectures")
+
+
+def checked(where: Path, read: Callable[[Any], Any], values: Any) -> Any:
+    """Return ``read(values)``; what it refuses becomes a `CheckpointError` that names ``where``."""
+    try:
+        return read(values)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from error
