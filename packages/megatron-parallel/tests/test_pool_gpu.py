@@ -22,6 +22,6 @@ def test_ranks_sum_over_nccl(device_pool: WorkerPool) -> None:
 
 
 def test_one_device_is_a_pool_too() -> None:
-    with WorkerPool(1, backend="cpu:gloo,cuda:nccl", device="cuda") as pool:
+    with WorkerPool(1, device="cuda") as pool:
         total, device = pool.run(sum_on_device, ranks=1, timeout=120)[0]
     assert device == "cuda:0" and total.tolist() == [1.0] * 3

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
+    from megatron_parallel.collective_failure import naming_failures
     from megatron_parallel.pipeline.order import Action
 
 Store = _distributed_c10d.Store  # torch.distributed has this, but its type stubs hide it
@@ -119,7 +120,7 @@ def fully_shard(
     reduce_dtype: torch.dtype | None,
     keep_gathered: bool,
     started: Callable[[str, Tensor], None],
-    naming: Callable[[str, Tensor], AbstractContextManager[None]],
+    naming: "Callable[[str, Tensor], naming_failures]",
 ) -> ShardedStage:
     """Cut the parameters of `module` over `inner`; gradients are sums, over `outer` too.
 
@@ -135,7 +136,7 @@ def fully_shard(
     class NamedWork(dist.Work):
         """torch waits for it long after the call, elsewhere."""
 
-        def __init__(self, work: dist.Work, named: AbstractContextManager[None]) -> None:
+        def __init__(self, work: dist.Work, named: "naming_failures") -> None:
             super().__init__()
             self._work, self._named = work, named
 
@@ -157,7 +158,7 @@ def fully_shard(
         ) -> dist.Work | None:
             started("all_gather", input_tensor)
             named = naming("all_gather", input_tensor)
-            with named:
+            with named.starting() if async_op else named:
                 work: dist.Work | None = _all_gather(
                     output_tensor, input_tensor, group=group, async_op=async_op
                 )
@@ -174,7 +175,7 @@ def fully_shard(
         ) -> dist.Work | None:
             started("reduce_scatter", input_tensor)
             named = naming("reduce_scatter", input_tensor)
-            with named:
+            with named.starting() if async_op else named:
                 work: dist.Work | None = _reduce_scatter(
                     output_tensor, input_tensor, op, group=group, async_op=async_op
                 )
@@ -229,6 +230,25 @@ def tcp_store(
 def default_store() -> Store:
     """The key-value store the default process group was built on."""
     return distributed_c10d._get_default_store()
+
+
+def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Give up what is under way on these groups and the default one, from any thread."""
+    whole = [*groups, *([dist.group.WORLD] if dist.is_initialized() and dist.group.WORLD else [])]
+    nccl: Any = None
+    if dist.is_nccl_available():
+        found = [group._get_backend(torch.device("cuda")) for group in whole if _has_nccl(group)]
+        nccl = next(iter(found), None)
+    if nccl is not None:  # in one NCCL group, else aborts of several communicators may deadlock
+        nccl._group_start()
+    for group in whole:
+        group.abort()
+    if nccl is not None:
+        nccl._group_end()
+
+
+def _has_nccl(group: dist.ProcessGroup) -> bool:
+    return "nccl" in dist.get_backend_config(group)
 
 
 def new_groups(

@@ -8,12 +8,15 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from torch.distributed import DistStoreError
 
 from megatron_parallel.errors import CollectiveError, LayoutError, backend_text, rank_list
 from megatron_parallel.store import BoundedStore, StoreError
+
+_EQUAL: Final = "equal"
+_OWN: Final = "own"
 
 
 def agree(
@@ -25,6 +28,7 @@ def agree(
     ranks: Sequence[int],
     timeout: timedelta,
     axis: str = "world",
+    own: Mapping[str, str | None] | None = None,
 ) -> None:
     """Return once all `ranks` have given equal `values`; otherwise raise on every one of them.
 
@@ -32,13 +36,16 @@ def agree(
     store serves O(number of ranks) requests. May be called again with the same `topic`, which says
     in words what is compared: calls are counted in the store, per rank.
 
+    `own` are values by name that no two ranks may share; None is shared by any number.
+
     Raises:
-        LayoutError: Values differ; the line names them and the ranks.
+        LayoutError: Values differ, or two ranks share one; the line names them and the ranks.
         CollectiveError: A rank has not come within `timeout`, or the store is gone.
     """
     where = f"the comparison of {topic} on axis {axis!r} ({rank_list(ranks)})"
+    given = {_EQUAL: values, _OWN: own or {}}
     try:
-        verdict = _verdict(store, f"agree/{topic}/{axis}/{ranks[0]}", values, rank, ranks, timeout)
+        verdict = _verdict(store, f"agree/{topic}/{axis}/{ranks[0]}", given, rank, ranks, timeout)
     except RuntimeError as error:  # every failure of a store is one
         state = "frozen" if isinstance(error, StoreError) else "gone"
         cause = backend_text(error)
@@ -62,14 +69,14 @@ class _Verdict(NamedTuple):
 def _verdict(
     store: BoundedStore,
     topic: str,
-    values: Mapping[str, str],
+    given: Mapping[str, Mapping[str, str | None]],
     rank: int,
     ranks: Sequence[int],
     timeout: timedelta,
 ) -> _Verdict:
     turn = store.add(f"{topic}/turns/{rank}", 1)
     base = f"{topic}/{turn}"
-    store.set(f"{base}/{rank}", json.dumps(dict(values)))
+    store.set(f"{base}/{rank}", json.dumps({kind: dict(values) for kind, values in given.items()}))
     deadline = time.monotonic() + timeout.total_seconds()
     if rank == ranks[0]:
         verdict = _judge(store, base, ranks, deadline)
@@ -83,25 +90,42 @@ def _verdict(
 
 
 def _judge(store: BoundedStore, base: str, ranks: Sequence[int], deadline: float) -> _Verdict:
-    answers: list[dict[str, str]] = []
+    answers: dict[int, dict[str, dict[str, str | None]]] = {}
     missing = []
     for rank in ranks:
         text = _read(store, f"{base}/{rank}", deadline)
         if text is None:
             missing.append(rank)
-        answers.append({} if text is None else json.loads(text))
+        else:
+            answers[rank] = json.loads(text)
     if missing:
         return _Verdict(missing, "")
-    keys = dict.fromkeys(key for answer in answers for key in answer)
     differences = []
-    for key in keys:
-        by_value: dict[str, list[int]] = {}
-        for rank, answer in zip(ranks, answers, strict=True):
-            by_value.setdefault(answer.get(key, "not given"), []).append(rank)
-        if len(by_value) > 1:
-            sides = [f"{rank_list(side)}: {value}" for value, side in by_value.items()]
-            differences.append(f"ranks disagree on {key}: " + "; ".join(sides))
+    for key, sides in _ranks_by_value(answers, _EQUAL).items():
+        if len(sides) > 1:
+            texts = [f"{rank_list(side)}: {value}" for value, side in sides.items()]
+            differences.append(f"ranks disagree on {key}: " + "; ".join(texts))
+    for key, sides in _ranks_by_value(answers, _OWN).items():
+        texts = [
+            f"{rank_list(side)} share {value}"
+            for value, side in sides.items()
+            if value is not None and len(side) > 1
+        ]
+        if texts:
+            differences.append(f"every rank needs a {key} of its own: " + "; ".join(texts))
     return _Verdict([], " | ".join(differences))
+
+
+def _ranks_by_value(
+    answers: Mapping[int, Mapping[str, Mapping[str, str | None]]], kind: str
+) -> dict[str, dict[str | None, list[int]]]:
+    """For each key that any rank gave, the ranks with each value of it."""
+    absent = "not given" if kind == _EQUAL else None
+    found: dict[str, dict[str | None, list[int]]] = {}
+    for key in dict.fromkeys(key for answer in answers.values() for key in answer[kind]):
+        for rank, answer in answers.items():
+            found.setdefault(key, {}).setdefault(answer[kind].get(key, absent), []).append(rank)
+    return found
 
 
 def _read(store: BoundedStore, key: str, deadline: float) -> str | None:

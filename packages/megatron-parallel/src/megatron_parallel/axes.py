@@ -10,11 +10,13 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from megatron_parallel import _compat
 from megatron_parallel.agreement import agree
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.job import Groups, Job
 from megatron_parallel.store import default_store
 from megatron_parallel.traffic import Ledger, Traffic
+from megatron_parallel.watchdog import Watchdog, marking
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +25,7 @@ class Axis:
 
     `ranks` are its members' global ranks, ascending, and `index` this rank's place among them.
     `group` is None when `size` is 1: collectives over such an axis do nothing. All axes of a mesh
-    share its `ledger`, and `mesh` tells it from other meshes of the job.
+    share its `ledger` and its `watchdog`, and `mesh` tells it from other meshes of the job.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Axis:
     size: int
     ledger: Ledger = field(default_factory=Ledger, repr=False)
     mesh: str = field(default="", repr=False)
+    watchdog: Watchdog | None = field(default=None, repr=False)
 
     @property
     def bound(self) -> dist.ProcessGroup:
@@ -82,15 +85,26 @@ class BoundAxes:
         self._job = job
         self._closed = False
         self._ledger = Ledger()
+        self._watchdog = self._watch()
         self._axes: dict[str, Axis] = {}
         number = str(0 if job is None else job.number)
         for name, ranks in members.items():
             if ranks:
                 group = self._groups.get(ranks)
                 index = ranks.index(rank)
-                self._axes[name] = Axis(name, ranks, index, group, len(ranks), self._ledger, number)
+                self._axes[name] = Axis(
+                    name, ranks, index, group, len(ranks), self._ledger, number, self._watchdog
+                )
         if job is not None:
             job.enter()
+
+    def _watch(self) -> Watchdog | None:
+        """Start waiting for collectives, on devices whose host does not wait for them itself."""
+        mark = marking(self.device)
+        if mark is None or not self._groups:
+            return None
+        groups = list(self._groups.values())
+        return Watchdog(mark, lambda: _compat.abort_groups(groups), self.timeout.total_seconds())
 
     def axis(self, name: str) -> Axis:
         """This rank's axis of that name; raises `LayoutError` if it is in no such group."""
@@ -139,6 +153,8 @@ class BoundAxes:
         if self._closed:
             return
         self._closed = True
+        if self._watchdog is not None:
+            self._watchdog.close()
         if not dist.is_initialized():  # whoever made the default group has ended it
             return
         for group in self._groups.values():

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_parallel.axes import Axis
@@ -34,7 +35,7 @@ class naming_failures:  # noqa: N801 - a context manager, named like those of co
         match: What ranks that belong together have in common, by default operation and payload.
     """
 
-    __slots__ = ("axis", "match", "operation", "payload", "ranks")
+    __slots__ = ("_queues", "axis", "described", "match", "operation", "ranks")
 
     def __init__(
         self,
@@ -47,12 +48,26 @@ class naming_failures:  # noqa: N801 - a context manager, named like those of co
     ) -> None:
         self.axis = axis
         self.operation = operation
-        self.payload = payload
+        self.described = operation if payload is None else f"{operation} {_text(payload)}"
         self.ranks = ranks
         self.match = match
+        self._queues = True
+
+    @property
+    def axis_name(self) -> str:
+        """Name of the axis."""
+        return self.axis.name
+
+    def starting(self) -> "naming_failures":
+        """Return the same for a block that starts what a later block waits for."""
+        start = naming_failures(self.axis, self.operation, ranks=self.ranks, match=self.match)
+        start.described = self.described
+        start._queues = False
+        return start
 
     def __enter__(self) -> None:
-        return None
+        if self.axis.watchdog is not None and not torch.compiler.is_compiling():
+            self.axis.watchdog.check()
 
     def __exit__(
         self,
@@ -60,15 +75,29 @@ class naming_failures:  # noqa: N801 - a context manager, named like those of co
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        watchdog = None if torch.compiler.is_compiling() else self.axis.watchdog
         # DistBackendError, DistNetworkError and Gloo's own are RuntimeErrors
         if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
-            raise CollectiveError(self._explain(error)) from error
+            if watchdog is not None:  # after an abort the backend says no more than that
+                watchdog.check()
+            raise CollectiveError(self.explain(backend_text(error))) from error
+        if kind is None and watchdog is not None and self._queues:
+            watchdog.queued(self)
 
-    def _explain(self, error: RuntimeError) -> str:
+    def reported(self) -> bool:
+        """Return whether a rank of the mesh has reported a failure of a collective."""
+        try:
+            return default_store(GRACE).check([_any(self.axis)])
+        except RuntimeError:  # the store is gone, and with it the rank that keeps it
+            return True
+
+    def explain(self, cause: str) -> str:
+        """Return one line: which ranks are missing, on which axis, in which operation, and `cause`.
+
+        Reports in the store what this rank was doing, and reads the reports of the others.
+        """
         axis, ranks = self.axis, self.axis.ranks if self.ranks is None else self.ranks
-        what = self.operation if self.payload is None else f"{self.operation} {_text(self.payload)}"
-        where = f"{what} on axis {axis.name!r} ({rank_list(axis.ranks)})"
-        cause = backend_text(error)
+        where = f"{self.described} on axis {axis.name!r} ({rank_list(axis.ranks)})"
         own = _Report(doing=where, match=self.match or where)
         me = axis.ranks[axis.index]
         try:
@@ -120,6 +149,12 @@ def _reports(store: BoundedStore, axis: Axis, ranks: Sequence[int]) -> dict[int,
 
 def _post(store: BoundedStore, axis: Axis, rank: int, report: _Report) -> None:
     store.set(_key(axis, rank), json.dumps(report))
+    store.set(_any(axis), "")
+
+
+def _any(axis: Axis) -> str:
+    """The key that is there once a rank of the mesh has reported."""
+    return f"collective-failed/{axis.mesh}/any"
 
 
 def _key(axis: Axis, rank: int) -> str:

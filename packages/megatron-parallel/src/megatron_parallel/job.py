@@ -1,6 +1,5 @@
 """Joining a job of several ranks: its default group, what all must agree on, and new groups."""
 
-import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 
@@ -9,9 +8,11 @@ import torch.distributed as dist
 
 from megatron_parallel import _compat
 from megatron_parallel.agreement import agree
+from megatron_parallel.devices import device_identity, local_device
 from megatron_parallel.errors import CollectiveError, LayoutError, backend_text
 from megatron_parallel.rendezvous import init_default_group
 from megatron_parallel.store import default_store
+from megatron_parallel.watchdog import backend_timeout
 
 Groups = dict[tuple[int, ...], dist.ProcessGroup]
 
@@ -20,10 +21,12 @@ class Job:
     """This process among those that torchrun, or whoever made the default group, started.
 
     Uses the default process group if there is one, else creates it from torchrun's variables.
-    Before anything else all ranks compare `notes` through the store.
+    Before anything else all ranks compare `notes` through the store, and on GPUs that each has one
+    of its own.
 
     Raises:
-        LayoutError: The notes of the ranks differ, or there is no group and no torchrun.
+        LayoutError: The notes of the ranks differ, two have one GPU, this rank has none, or there
+            is no group and no torchrun.
         CollectiveError: A rank does not come within `timeout`.
     """
 
@@ -37,7 +40,7 @@ class Job:
         if self._owned:
             init_default_group(self.device, timeout)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._agree(topic, notes)
+        self._agree(topic, notes, {"CUDA device": device_identity(self.device)})
         self.number = default_store().add(f"mesh/{self.rank}", 1)  # equal on all ranks
 
     def create_groups(self, wanted: Iterable[tuple[int, ...]]) -> Groups:
@@ -48,7 +51,7 @@ class Job:
         """
         sets = list(dict.fromkeys(ranks for ranks in wanted if len(ranks) > 1))
         try:
-            groups = _compat.new_groups(sets, self.timeout)
+            groups = _compat.new_groups(sets, backend_timeout(self.device, self.timeout))
         except RuntimeError as error:
             self.leave()
             raise CollectiveError(
@@ -58,7 +61,9 @@ class Job:
         self._agree("process groups", {"number of groups": str(len(sets))})
         return groups
 
-    def _agree(self, topic: str, notes: Mapping[str, str]) -> None:
+    def _agree(
+        self, topic: str, notes: Mapping[str, str], own: Mapping[str, str | None] | None = None
+    ) -> None:
         """As `agree`; a rank that disagrees, or is left alone, leaves the job."""
         try:
             agree(
@@ -68,6 +73,7 @@ class Job:
                 rank=self.rank,
                 ranks=range(self.world_size),
                 timeout=self.timeout,
+                own=own,
             )
         except (LayoutError, CollectiveError):
             self.leave()
@@ -82,14 +88,3 @@ class Job:
         self._members -= 1
         if self._members <= 0 and self._owned and dist.is_initialized():
             dist.destroy_process_group()
-
-
-def local_device(device: str | torch.device) -> torch.device:
-    """The device itself, or of several GPUs the one that is this rank's; it is made current."""
-    where = torch.device(device)
-    if where.type != "cuda":
-        return where
-    if str(where) == "cuda":  # no index given
-        where = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(where)
-    return where

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_parallel.axes import BoundAxes
+from megatron_parallel.devices import local_device
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.grid import Grid
 from megatron_parallel.group_names import canonical_group_name
-from megatron_parallel.job import Groups, Job, local_device
+from megatron_parallel.job import Groups, Job
 from megatron_parallel.layout import ParallelLayout
 
 DEFAULT_TIMEOUT: Final = timedelta(minutes=10)

@@ -7,7 +7,6 @@ then rank 0 hands torch a socket that is bound to that address.
 
 import ipaddress
 import os
-import reprlib
 import socket
 from datetime import timedelta
 
@@ -15,10 +14,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_parallel import _compat
+from megatron_parallel.devices import backend_of
 from megatron_parallel.errors import CollectiveError, LayoutError, backend_text
+from megatron_parallel.launcher import environment_number
+from megatron_parallel.watchdog import backend_timeout
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_DIGITS = 10  # of the largest number below
 
 
 def init_default_group(device: torch.device, timeout: timedelta) -> None:
@@ -37,38 +38,27 @@ def init_default_group(device: torch.device, timeout: timedelta) -> None:
             f"no process group and no {', '.join(absent)} in the environment: "
             "start the ranks with torchrun"
         )
-    size = _number("WORLD_SIZE", 1, 2**31 - 1)
-    rank = _number("RANK", 0, size - 1)
-    host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0, 2**16 - 1)
+    size = environment_number("WORLD_SIZE", 1, 2**31 - 1)
+    rank = environment_number("RANK", 0, size - 1)
+    host, port = os.environ["MASTER_ADDR"], environment_number("MASTER_PORT", 0, 2**16 - 1)
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = None if agent else loopback_address(host)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = backend_of(device.type)
+    longest = backend_timeout(device, timeout)
     try:
         if address is None:
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(backend, timeout=longest)
             return
         store = _loopback_store(address, port, rank, size, timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=longest)
     except CollectiveError:  # says already what is wrong
         raise
     except RuntimeError as error:
         raise CollectiveError(
             f"rank {rank} did not meet the others of {size} at {host}:{port} within "
-            f"{timeout.total_seconds():g} s: one did not start, or the address is wrong "
+            f"{longest.total_seconds():g} s: one did not start, or the address is wrong "
             f"({backend_text(error)})"
         ) from error
-
-
-def _number(name: str, lowest: int, highest: int) -> int:
-    """Return the environment variable ``name`` as a number."""
-    text = os.environ[name].strip()
-    number = int(text) if text.isascii() and text.isdigit() and len(text) <= _DIGITS else -1
-    if not lowest <= number <= highest:
-        raise LayoutError(
-            f"the environment variable {name} is {reprlib.repr(text)}: give a whole number from "
-            f"{lowest} to {highest}"
-        )
-    return number
 
 
 def loopback_address(host: str) -> str | None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_parallel.axes import Axis
 from megatron_parallel.collective_failure import naming_failures
+from megatron_parallel.stall import Stall
 
 
 @runtime_checkable
@@ -29,10 +30,10 @@ class Started:
         operation: What `Traffic` calls it.
         nbytes: Bytes handed in.
         since: When it started (`time.perf_counter`).
-        waited: Seconds that somebody waited for it.
+        stall: How long the device waited for it.
     """
 
-    __slots__ = ("_naming", "_result", "_work", "axis", "nbytes", "operation", "since", "waited")
+    __slots__ = ("_naming", "_result", "_work", "axis", "nbytes", "operation", "since", "stall")
 
     def __init__(
         self,
@@ -56,14 +57,19 @@ class Started:
         """
         axis.count(operation, payload)
         self.axis, self.operation, self.nbytes = axis, operation, payload.nbytes
-        self.waited = 0.0
+        self.stall = Stall(payload.device)
         self._result = result
         self._naming = (
             naming_failures(axis, told) if told else naming_failures(axis, operation, payload)
         )
         self.since = time.perf_counter()
-        with self._naming:
+        with self._naming.starting():
             self._work = collective()
+
+    @property
+    def waited(self) -> float:
+        """Seconds that the device waited; on CUDA devices, reading them waits for the stream."""
+        return self.stall.seconds
 
     @property
     def done(self) -> bool:
@@ -72,8 +78,6 @@ class Started:
 
     def wait(self) -> Tensor:
         """The result, once it is there; a rank that is missing is a `CollectiveError`."""
-        since = time.perf_counter()
-        with self._naming:
+        with self._naming, self.stall.waiting():
             self._work.wait()
-        self.waited += time.perf_counter() - since
         return self._result

@@ -159,7 +159,7 @@ class _Message:
             match=f"exchange of {what} on axis {axis.name!r}",
         )
         group, tag = axis.bound, int(homeward)
-        with self._failures:
+        with self._failures.starting():
             self._works = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, sent, after, group, tag),

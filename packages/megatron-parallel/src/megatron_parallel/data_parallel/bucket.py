@@ -21,6 +21,7 @@ from megatron_parallel.data_parallel.reduction import (
     sum_whole,
 )
 from megatron_parallel.errors import LayoutError
+from megatron_parallel.stall import Stall
 from megatron_parallel.started import Started
 
 PURPOSE: Final = "gradients"
@@ -36,7 +37,7 @@ class Reduction(NamedTuple):
         parameters: Names of the parameters in the bucket, in backward order.
         nbytes: Bytes handed in.
         launched: When it started (`time.perf_counter`).
-        waited: Seconds that somebody waited for it: communication that nothing hid.
+        stall: How long the device waited for it: communication that nothing hid.
     """
 
     axis: str
@@ -44,7 +45,12 @@ class Reduction(NamedTuple):
     parameters: tuple[str, ...]
     nbytes: int
     launched: float
-    waited: float
+    stall: Stall
+
+    @property
+    def waited(self) -> float:
+        """Seconds of `stall`; on CUDA devices reading them waits for the stream."""
+        return self.stall.seconds
 
     @classmethod
     def of(cls, started: Started, parameters: Iterable[str]) -> "Reduction":
@@ -55,7 +61,7 @@ class Reduction(NamedTuple):
             tuple(parameters),
             started.nbytes,
             started.since,
-            started.waited,
+            started.stall,
         )
 
 

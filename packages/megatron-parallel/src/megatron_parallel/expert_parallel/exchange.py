@@ -170,7 +170,7 @@ def _launch(rows: Tensor, route: Route) -> _Message:
         (sum(route.receive), *rows.shape[1:]), dtype=rows.dtype, device=rows.device
     )
     route.axis.count(_operation(route), sent)
-    with _naming(route, sent):
+    with _naming(route, sent).starting():
         work = dist.all_to_all_single(
             received,
             sent,

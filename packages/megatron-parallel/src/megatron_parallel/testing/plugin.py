@@ -30,7 +30,6 @@ class _Pools:
         if key not in self.pools:
             self.pools[key] = WorkerPool(
                 ranks,
-                backend="gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl",
                 device=device,
                 typecheck=typecheck,
                 # Rewritten asserts refer to pytest; the others take seconds to import.

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from megatron_parallel.devices import backend_of
 from megatron_parallel.testing import server, wire
 from megatron_parallel.testing import worker as worker_module
 from megatron_parallel.testing.failures import Failure, WorkerError
@@ -69,7 +70,8 @@ class WorkerPool:
         max_ranks: The most ranks one call may ask for.
         timeout: Seconds a call may take unless it says otherwise.
         collective_timeout: Seconds after which a waiting collective fails.
-        backend: Backend of the process group, ``gloo`` or for example ``cpu:gloo,cuda:nccl``.
+        backend: Backend of the process group. Defaults to that of `Mesh.bind`: NCCL on CUDA
+            devices, which refuses tensors on the CPU, and Gloo elsewhere.
         device: Device type of the ranks; rank ``i`` gets device ``i`` of it (``cpu`` is shared).
         typecheck: Packages whose jaxtyping annotations beartype checks inside the workers.
         preload: Modules to import once, before workers are forked. By default what torch's own
@@ -82,7 +84,7 @@ class WorkerPool:
         *,
         timeout: float = 30.0,
         collective_timeout: float = 20.0,
-        backend: str = "gloo",
+        backend: str | None = None,
         device: str = "cpu",
         typecheck: Sequence[str] = (),
         preload: Sequence[str] = ("torch.distributed.tensor",),
@@ -93,7 +95,7 @@ class WorkerPool:
         self.timeout = timeout
         self.typecheck = tuple(typecheck)
         self._collective_timeout = collective_timeout
-        self._backend = backend
+        self.backend = backend or backend_of(device)
         self._device = device
         self._directory = Path(tempfile.mkdtemp(prefix="megatron-pool-"))
         self._generation = 0
@@ -206,7 +208,7 @@ class WorkerPool:
             Setup(
                 rank=worker.rank,
                 size=ranks,
-                backend=self._backend,
+                backend=self.backend,
                 device=self._device,
                 rendezvous=f"{stem}.store",
                 trace=str(worker.trace),

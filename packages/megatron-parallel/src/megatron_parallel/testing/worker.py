@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_parallel.devices import own_device
 from megatron_parallel.testing import wire
 
 if TYPE_CHECKING:
@@ -118,9 +119,9 @@ def serve(connection: socket.socket) -> None:
 def _join(setup: Setup) -> Rank:
     torch.set_num_threads(1)
     device = torch.device(setup.device)
-    if device.type != "cpu":
-        device = torch.device(device.type, setup.rank)
-        torch.get_device_module(device).set_device(device)
+    if device.type == "cuda":
+        device = own_device(device, setup.rank, torch.cuda.device_count())
+        torch.cuda.set_device(device)
     timeout = timedelta(seconds=setup.collective_timeout)
     dist.init_process_group(
         setup.backend,
@@ -147,7 +148,7 @@ def _answer(call: Call, rank: Rank) -> Outcome:
         return _outcome_of(error)
     try:
         if rank.size > 1:
-            dist.barrier()
+            dist.barrier()  # with NCCL on the current device, which `_join` has set
     except Exception as error:  # noqa: BLE001 - told to the pool
         return _outcome_of(error, "returned, but the barrier behind it failed: ")
     return Outcome(result)

@@ -1,0 +1,219 @@
+"""Lost ranks on a backend whose `wait` never raises: named within the mesh's time-out all the same.
+
+The backend is `queued_backend`'s: real processes and Gloo's collectives, without its waits.
+"""
+
+import os
+import re
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_parallel import CollectiveError, Mesh, ParallelLayout, all_reduce, broadcast, receive
+from megatron_parallel.data_parallel.reduction import Messages
+from megatron_parallel.testing import Rank, WorkerError, WorkerPool
+from megatron_parallel.testing import pool as pool_module
+from megatron_parallel.watchdog import MARGIN, Watchdog, backend_timeout
+from queued_backend import QueueingDevice, queueing
+from waiting import HANG, Answers, wait_until
+
+SECONDS = 3.0
+TP = ParallelLayout(tp=2, dp=1)
+Act = Callable[[Mesh], object]
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape, dtype=torch.float64)
+
+
+def started(mesh: Mesh) -> None:
+    Messages("gradients", "bucket 1").all_reduce(ones(2), mesh.axis("tp")).wait()
+
+
+CASES: dict[str, tuple[Act, str]] = {
+    "all_reduce": (
+        lambda mesh: all_reduce(ones(4, 2), mesh.axis("tp"), purpose="token losses"),
+        r"all_reduce of token losses \[4, 2\] float64 on axis 'tp'",
+    ),
+    "broadcast": (
+        lambda mesh: broadcast(ones(3), mesh.axis("tp"), source=1),
+        r"broadcast \[3\] float64 on axis 'tp'",
+    ),
+    "receive": (
+        lambda mesh: receive(ones(2), mesh.axis("tp"), 1),
+        r"receive from rank 1 \[2\] float64 on axis 'tp'",
+    ),
+    "started before": (started, r"all_reduce of bucket 1 on axis 'tp'"),
+}
+
+
+def attempt(device: QueueingDevice, mesh: Mesh, act: Act) -> None:
+    """Do what a step does: queue a collective, go on, read a value, go on to the next one."""
+    all_reduce(ones(5), mesh.axis("tp"), purpose="greetings")
+    device.read()
+    act(mesh)
+    device.read()
+    all_reduce(ones(1), mesh.axis("tp"), purpose="what comes later")
+
+
+def lose_rank_1(rank: Rank, name: str, how: str, answers: Answers) -> None:
+    def act(mesh: Mesh) -> None:
+        if rank.rank == 1:
+            if how == "exits":
+                os._exit(7)
+            answers.wait_for([0])
+        CASES[name][0](mesh)
+
+    with queueing() as device:
+        mesh = Mesh.bind(TP, timeout=timedelta(seconds=SECONDS))
+        assert device.group_timeouts == [mesh.timeout + MARGIN]
+        try:
+            attempt(device, mesh, act)
+        finally:
+            answers.give(rank.rank)
+
+
+@pytest.fixture
+def patient(worker_pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> WorkerPool:
+    """The pool, which leaves all ranks the time to say what they miss when one has ended."""
+    monkeypatch.setattr(pool_module, "_GRACE", HANG)
+    return worker_pool
+
+
+def lines_of(pool: WorkerPool, *call: object, ranks: int = 2) -> dict[int, str]:
+    """What each rank of a call that fails said."""
+    with pytest.raises(WorkerError) as failed:
+        pool.run(*call, ranks=ranks, timeout=HANG)
+    return {failure.rank: failure.summary for failure in failed.value.failures}
+
+
+SAMPLE = {("started before", "exits")}
+TRIALS = [
+    pytest.param(name, how, marks=() if (name, how) in SAMPLE else pytest.mark.slow)
+    for name in CASES
+    for how in ("exits", "freezes")
+]
+
+
+@pytest.mark.parametrize(("name", "how"), TRIALS)
+def test_a_lost_rank_is_named_by_axis_and_operation(
+    patient: WorkerPool, name: str, how: str, tmp_path: Path
+) -> None:
+    said = lines_of(patient, lose_rank_1, name, how, Answers(tmp_path))
+    line = said[0].partition("CollectiveError: ")[2]
+    if how == "exits":
+        assert said[1] == "exited with status 7"
+    expected = (
+        rf"rank 1 did not join {CASES[name][1]} \(ranks 0-1\): dead, frozen or late, see its own "
+        r"output \(not completed after [\d.]+ s, the last completed was all_reduce of greetings "
+        r"\[5\] float64\)"
+    )
+    assert re.fullmatch(expected, line), said
+
+
+def test_ranks_that_wait_for_one_that_waits_name_the_one_that_is_lost(
+    patient: WorkerPool, tmp_path: Path
+) -> None:
+    """Rank 1 is lost, rank 0 waits for it on tp, rank 2 for rank 0 on dp, rank 3 for rank 1."""
+
+    def run(rank: Rank, answers: Answers) -> None:
+        with queueing() as device:
+            mesh = Mesh.bind(ParallelLayout(tp=2, dp=2), timeout=timedelta(seconds=8))
+            if rank.rank == 1:
+                answers.wait_for([0, 2, 3])
+            try:
+                attempt(device, mesh, lambda mesh: all_reduce(ones(4), mesh.axis("dp")))
+            finally:
+                answers.give(rank.rank)
+
+    said = lines_of(patient, run, Answers(tmp_path), ranks=4)
+    lost = "rank 1 did not join all_reduce of greetings [5] float64 on axis 'tp' (ranks 0-1)"
+    assert lost in said[0]
+    assert "rank 1 did not join all_reduce [4] float64 on axis 'dp' (ranks 1, 3)" in said[3]
+    where = "all_reduce [4] float64 on axis 'dp' (ranks 0, 2)"
+    assert f"{where} failed because rank 0 gave up: {lost}" in said[2]
+
+
+@pytest.mark.slow
+def test_ranks_that_do_different_things_are_told_so(patient: WorkerPool) -> None:
+    def run(rank: Rank) -> None:
+        with queueing() as device:
+            mesh = Mesh.bind(TP, timeout=timedelta(seconds=SECONDS))
+            own = "all_reduce" if rank.rank == 0 else "broadcast"
+            attempt(device, mesh, CASES[own][0])
+
+    for line in lines_of(patient, run).values():
+        assert (
+            "ranks do not do the same: "
+            "rank 0: all_reduce of token losses [4, 2] float64 on axis 'tp' (ranks 0-1); "
+            "rank 1: broadcast [3] float64 on axis 'tp' (ranks 0-1)"
+        ) in line
+
+
+class Operation:
+    """A collective that is explained without a store."""
+
+    axis_name = "tp"
+
+    def __init__(self, described: str) -> None:
+        self.described = described
+
+    def reported(self) -> bool:
+        return False
+
+    def explain(self, cause: str) -> str:
+        return f"rank 1 did not join {self.described} ({cause})"
+
+
+class Reached:
+    """A marker that is reached when it is said to be."""
+
+    def __init__(self, reached: bool = False) -> None:
+        self.reached = reached
+
+    def query(self) -> bool:
+        return self.reached
+
+
+def test_what_is_complete_raises_nothing_and_is_the_last_that_is_named() -> None:
+    markers = iter([Reached(True), Reached(True), Reached()])
+    aborted = threading.Event()
+    dog = Watchdog(lambda: next(markers), aborted.set, 0.2)
+    for name in ("first", "second"):
+        dog.queued(Operation(name))
+    wait_until(lambda: dog.last("tp") == "second")
+    dog.check()
+    assert not aborted.is_set() and dog.last("dp") is None
+    dog.queued(Operation("third"))
+    wait_until(aborted.is_set)
+    with pytest.raises(CollectiveError, match=r"join third \(.* the last completed was second\)"):
+        dog.check()
+
+
+def test_a_host_that_an_abort_does_not_release_is_ended_with_the_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr("megatron_parallel.watchdog.MARGIN", timedelta(seconds=0.01))
+    monkeypatch.setattr(os, "_exit", ends.append)
+    dog = Watchdog(Reached, lambda: None, 0.02)
+    dog.queued(Operation("all_reduce"))
+    wait_until(lambda: ends)
+    assert ends == [1]
+    assert capsys.readouterr().err.startswith("rank 1 did not join all_reduce (not completed")
+
+
+def test_a_closed_watchdog_ends_nothing() -> None:
+    dog = Watchdog(Reached, lambda: None, 0.02)
+    dog.close()
+    dog.queued(Operation("all_reduce"))
+    dog.check()
+
+
+def test_groups_outlast_their_mesh_where_the_backend_only_queues() -> None:
+    minute = timedelta(minutes=1)
+    assert backend_timeout(torch.device("cpu"), minute) == minute
+    assert backend_timeout(torch.device("cuda:1"), minute) == minute + MARGIN
