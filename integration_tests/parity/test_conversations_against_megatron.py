@@ -107,7 +107,9 @@ def test_prompt_formats_with_images(folder_of, prompt_format, image_tag):
     theirs = of_images.MegatronMultimodalTokenizer(str(folder), prompt_format, names, image_tag)
     if prompt_format == "nemotron6-moe":  # its targets cannot be asked for
         theirs._prompt_config.assistant_prefix_len = 3
-    ours = MultimodalTokenizer.load(folder, prompt_format, image_tag, special_tokens=names)
+    ours = MultimodalTokenizer.load(
+        folder, prompt_format, special_tokens=names, image_tag=image_tag
+    )
     for conversation in CONVERSATIONS:
         compare(ours, theirs, conversation)
     text = "Hi <image> there"

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron_data import (
     verify,
 )
 from megatron_data.cli import main
+from megatron_data.preprocessing.manifest import read_manifest
 
 pytest.importorskip("jinja2")
 
@@ -281,6 +283,39 @@ def test_no_option_is_taken_for_another(
     with pytest.raises(DataError, match=message):
         tokenize_conversations([talks], tmp_path / "o", tokenizer, TEMPLATE, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["talks.jsonl"]
+
+
+def test_the_day_of_a_template_that_writes_it_stands_in_the_manifest(
+    tokenizer: HuggingFaceTokenizer, talks: Path, tmp_path: Path
+) -> None:
+    """A run that is continued on another day does its chunks again, so all have one date."""
+    template = ChatTemplate("{{ strftime_now('%d') }}" + TEMPLATE.source, TEMPLATE.variables)
+    options: dict[str, Any] = {"chunk_bytes": 4000}
+    then = template.at(datetime(1999, 12, 31))
+    first = tokenize_conversations([talks], tmp_path / "o", tokenizer, then, **options)
+    manifest = read_manifest(first.made.prefix)
+    assert manifest is not None
+    assert manifest["conversations"]["time"] == "1999-12-31T00:00:00"
+    with IndexedDataset(first.made.prefix) as made:
+        assert tokenizer.decode(made.get(0).tolist()).startswith("31")
+    broken = talks.with_name("broken.jsonl")
+    broken.write_text(talks.read_text() + "{}\n")
+    for day in (31, 30):
+        with pytest.raises(DataError, match="no conversation"):
+            tokenize_conversations(
+                [broken], tmp_path / "p", tokenizer, template.at(datetime(1999, 12, day)), **options
+            )
+    broken.write_text(talks.read_text())
+    again = template.at(datetime(1999, 12, 30))
+    made = tokenize_conversations([broken], tmp_path / "p", tokenizer, again, **options).made
+    assert made.continued
+    with IndexedDataset(made.prefix) as dataset:
+        texts = [tokenizer.decode(dataset.get(number).tolist()) for number in range(len(dataset))]
+    assert all(text.startswith("30") for text in texts)
+    now = tokenize_conversations([talks], tmp_path / "q", tokenizer, template).made.prefix
+    manifest = read_manifest(now)
+    assert manifest is not None
+    assert manifest["conversations"]["time"].endswith("T00:00:00")
 
 
 def test_null_is_never_written_as_a_word(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:

@@ -89,7 +89,10 @@ def test_conversations_with_images(
     folder: Path, prompt_format: str, text: str, said: list[str]
 ) -> None:
     tokenizer = MultimodalTokenizer.load(
-        folder, prompt_format, "internvl", force_system_message=prompt_format == "qwen2p5"
+        folder,
+        prompt_format,
+        image_tag="internvl",
+        force_system_message=prompt_format == "qwen2p5",
     )
     talk = copy.deepcopy(TALK)
     for _ in range(2):  # what was given stays as it was: a second time is as the first
@@ -107,7 +110,9 @@ def test_conversations_with_images(
 
 
 def test_tags_are_put_around_images_in_texts(folder: Path) -> None:
-    plain, tagged = (MultimodalTokenizer.load(folder, "chatml", tag) for tag in ("", "nvlm"))
+    plain, tagged = (
+        MultimodalTokenizer.load(folder, "chatml", image_tag=tag) for tag in ("", "nvlm")
+    )
     text = "the <image> whale"
     assert plain.decode(plain.encode(text)) == text
     assert tagged.decode(tagged.encode(text)) == "the <Image><image></Image> whale"
@@ -124,7 +129,7 @@ def test_texts_with_images_are_preprocessed(folder: Path, tmp_path: Path, monkey
     words = f"--input t.jsonl --output-prefix t --tokenizer-model {folder} --image-tag-type nvlm"
     words += " --tokenizer-prompt-format chatml"  # which says what kind of tokenizer it is
     assert main(["preprocess", *words.split(), "--workers", "2"]) == 0
-    tokenizer = MultimodalTokenizer.load(folder, "chatml", "nvlm")
+    tokenizer = MultimodalTokenizer.load(folder, "chatml", image_tag="nvlm")
     with IndexedDataset("t_text_document") as dataset:
         assert [dataset.get(n).tolist() for n in range(3)] == [*map(tokenizer.encode, texts)]
 
@@ -209,6 +214,25 @@ def test_numbers_for_text(tmp_path: Path) -> None:
         NullMultimodalTokenizer(9).token_id("7 8")
 
 
+def test_a_template_of_ones_own_goes_with_images_too(folder: Path, tmp_path: Path) -> None:
+    """`load` of the two classes has one signature: what opens the one opens the other."""
+    file = tmp_path / "own.jinja"
+    file.write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ bos_token }}"
+    )
+    kinds: tuple[type[SFTTokenizer], ...] = (SFTTokenizer, MultimodalTokenizer)
+    texts = [
+        kind.load(folder, None, file, ["<image>"]).template.render(TALK[:1]).text for kind in kinds
+    ]
+    assert texts[0] == texts[1] == f"<{TALK[0]['role']}>{TALK[0]['content']}<s>"
+    tagged = MultimodalTokenizer.load(folder, chat_template=file, image_tag="nvlm")
+    said = [{"role": "user", "content": "<image>"}]
+    assert tagged.template.render(said).text == "<user><Image><image></Image><s>"
+    for given in ({}, {"prompt_format": "chatml", "chat_template": file}):
+        with pytest.raises(DataError, match="--tokenizer-prompt-format and --chat-template: give"):
+            MultimodalTokenizer.load(folder, **given)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -255,7 +279,7 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     ):
         assert main([*command.split(), "--output-prefix", name, *options.split()]) == 0
     tokenizer = MultimodalTokenizer.load(
-        folder, "mistral", "nvlm", special_tokens=["<image>", "<Image>"]
+        folder, "mistral", image_tag="nvlm", special_tokens=["<image>", "<Image>"]
     )
     with IndexedDataset("images_conversation") as dataset:
         expected = tokenizer.tokenize_conversation(TALK)

@@ -130,7 +130,9 @@ def test_an_image_that_was_changed_since_is_read_again(lines: Path, tmp_path: Pa
         assert unpack_image(made[1]) == b"GIF89anew"
 
 
-def test_what_is_left_out_is_written_down_and_the_rest_traced(lines: Path, tmp_path: Path) -> None:
+def test_what_is_left_out_is_written_down_and_the_rest_traced(
+    lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number in (3, 40):
         (lines.parent / "i" / f"{number:03}.gif").write_text("<html>404</html>")
     rows = lines.read_text().splitlines(keepends=True)
@@ -152,8 +154,14 @@ def test_what_is_left_out_is_written_down_and_the_rest_traced(lines: Path, tmp_p
     with IndexedDataset(report.prefix) as made:
         place = int(made.sequence_lengths[: 2 * 60 + 1].sum())  # where its image begins
     assert trace(report.prefix, place).number == kept[60]
-    split(report.prefix, [tmp_path / "a", tmp_path / "b"], shares=(1, 2))
-    merge([report.prefix, report.prefix], tmp_path / "twice")
+    halves = split(report.prefix, [tmp_path / "a", tmp_path / "b"], shares=(1, 2))
+    both = merge([report.prefix, report.prefix], tmp_path / "twice")
+    images = sum(pack_image(image(number - 1)).nbytes for number in kept)
+    for counts, times in ((report.made.counts, 1), (both, 2), (verify(report.prefix).counts, 1)):
+        assert (counts.tokens, counts.images) == (times * report.tokens, times * len(kept))
+        assert counts.image_bytes == times * images
+    assert sum(half.tokens for half in halves) == report.tokens
+    assert sum(half.images for half in halves) == len(kept)
     once, twice, part = (
         json.loads(Path(f"{prefix}.meta.json").read_text()).get("tallies")
         for prefix in (report.prefix, tmp_path / "twice", tmp_path / "a")
@@ -162,6 +170,17 @@ def test_what_is_left_out_is_written_down_and_the_rest_traced(lines: Path, tmp_p
     assert twice == {name: 2 * count for name, count in once.items()}
     merge([tmp_path / "b", tmp_path / "a"], tmp_path / "m")
     assert verify(tmp_path / "m").manifest
+    capsys.readouterr()
+    assert main(["verify", report.prefix]) == 0
+    assert f"{report.tokens} tokens, {len(kept)} images ({images:,} b" in capsys.readouterr().out
+    manifest = Path(f"{report.prefix}.meta.json")
+    content = json.loads(manifest.read_text())
+    assert content["counts"]["image_bytes"] == images
+    numbers = report.tokens + images // 4
+    older = {"documents": len(kept), "empty_documents": 0, "sequences": 2 * len(kept)}
+    manifest.write_text(json.dumps(content | {"counts": older | {"tokens": numbers}}))
+    assert verify(report.prefix).counts.tokens == report.tokens, "an older manifest"
+    assert trace(report.prefix, place).number == kept[60]
     assert trace(tmp_path / "m", document=0).number == kept[round(len(kept) / 3)]
 
 

@@ -91,7 +91,18 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (f"{BYTES} .", 1, "'.' is a folder"),
         (f"{BYTES} o --json-keys text text", 1, "--json-keys text text: name every key once"),
-        (f"{BYTES} o --max-document-bytes 0", 1, "--max-document-bytes 0; give at least 1"),
+        (f"{BYTES} o --max-document-bytes 0", 2, "--max-document-bytes 0; give at least 1"),
+        (f"{BYTES} o --workers 0", 2, "--workers 0; give at least 1; see megatron-data preprocess"),
+        (f"{BYTES} o --workers none", 2, "--workers needs an integer, got 'none'"),
+        (
+            "split d_text_document --shares 1 nan --output-prefixes x y",
+            2,
+            "--shares nan; give more",
+        ),
+        ("split d_text_document --documents 1 0 --output-prefixes x y", 2, "--documents 0; give"),
+        ("mix d_text_document --epochs 0", 2, "--epochs 0.0; give more than 0"),
+        ("trace d_text_document --document -1", 2, "--document -1; give at least 0"),
+        (f"{BYTES} file:///tmp/o", 1, "give the path /tmp/o"),
         (
             "train-tokenizer --input a.jsonl --vocab-size 300 --json-key body --output t",
             1,
@@ -118,6 +129,20 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             1,
             "bert-base does not exist; give a tokenizer.json or its folder (nothing is downloaded)",
         ),
+        *(
+            (
+                f"preprocess --input a.jsonl {option} http://host/t --output-prefix o",
+                1,
+                "http://host/t is a URL, and tokenizers are read from local disks only; copy",
+            )
+            for option in (
+                "--tokenizer-model",
+                "--tokenizer-type Llama2Tokenizer --tokenizer-model",
+                "--tokenizer-type BertWordPieceCase --vocab-file",
+                "--merge-file list.json --vocab-file",
+                "--tokenizer-model tokenizer --chat-template",
+            )
+        ),
         (
             "preprocess --input a.jsonl --tokenizer-type GPT2BPETokenizer --tokenizer-model "
             "tokenizer --output-prefix o",
@@ -138,18 +163,18 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (f"{CHATS} --chat-template packed.gz", 1, "packed.gz is not UTF-8 text (byte 1)"),
         (f"{CHATS} --chat-template open.jinja", 1, "open.jinja: not a chat template: line 1"),
-        (f"{CHATS} --sft-tokenizer-prompt-format identity --max-tokens 1", 1, "at least 2"),
-        ("inspect d_text_document --documents -1", 2, "--documents -1; give 0 or more"),
-        ("inspect d_text_document --tokens -1", 2, "--tokens -1; give 0 or more"),
+        (f"{CHATS} --sft-tokenizer-prompt-format identity --max-tokens 1", 2, "at least 2"),
+        ("inspect d_text_document --documents -1", 2, "--documents -1; give at least 0"),
+        ("inspect d_text_document --tokens -1", 2, "--tokens -1; give at least 0"),
         ("inspect d_text_document --plot s3://bucket/x.svg", 1, "s3://bucket/x.svg is a URL"),
         ("split d_text_document --shares 1 1 --output-prefixes x texts/", 1, "is a folder; add"),
         ("merge d_text_document --output-prefix memory://x", 1, "memory://x is a URL"),
         ("mix --data-args-path packed.gz", 1, "packed.gz is not UTF-8 text (byte 1)"),
-        ("mix memory://bucket/d", 1, "name a folder for what is read of it"),
+        ("mix memory://bucket/d", 1, "memory://bucket/d is a URL; name a folder"),
         (
             "bench --input a.jsonl --tokenizer-type ByteTokenizer --seq-length 0",
-            1,
-            "samples of 0 tokens; each must be at least 1",
+            2,
+            "--seq-length 0; give at least 1",
         ),
         ("trace nowhere 1", 1, "no dataset at nowhere"),
     ],
@@ -202,6 +227,10 @@ def test_a_lack_of_memory_is_no_refusal(tmp_path: Path, monkeypatch: pytest.Monk
         load_or_build(tmp_path, "key", lambda: {"a": np.zeros(2)})
     pytest.importorskip("jinja2", reason="chat templates are an extra of this package")
     template = ChatTemplate("{{ messages }}")
-    monkeypatch.setattr(template._template, "render", fail)
+    with monkeypatch.context() as patched:
+        patched.setattr(template._template, "render", fail)
+        with pytest.raises(MemoryError):
+            template.render([{"role": "user", "content": ""}])
+    monkeypatch.setattr("jinja2.Environment.compile", fail)
     with pytest.raises(MemoryError):
-        template.render([{"role": "user", "content": ""}])
+        ChatTemplate("{{ messages }}")

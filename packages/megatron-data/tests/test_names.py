@@ -20,6 +20,7 @@ from megatron_data import (
 )
 from megatron_data.cli import main
 from megatron_data.order.cache import load_or_build
+from megatron_data.sources import opening
 
 pytest.importorskip("fsspec", reason="URLs are an extra of this package")
 
@@ -93,6 +94,33 @@ def test_a_source_in_a_manifest_is_a_name_and_no_pattern(
 ) -> None:
     found = trace(dataset(f"{tmp_path}/*.jsonl"), document=0)
     assert "no input file or folder at" in str(found.unknown)
+
+
+def test_a_folder_in_a_manifest_is_listed_no_further_than_its_files(
+    dataset: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data that names the root does not have the disk walked."""
+    visited = []
+    walk = os.walk
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        for each in walk(*arguments, **options):
+            visited.append(each)
+            yield each
+
+    monkeypatch.setattr(os, "walk", counting)
+    for number in range(40):
+        (tmp_path / "deep" / str(number)).mkdir(parents=True)
+        (tmp_path / "deep" / str(number) / "a.txt").write_text("1 2")
+    monkeypatch.setattr(opening, "_OTHERS", 10)
+    found = trace(dataset(f"{tmp_path}/deep"), document=0)
+    assert found.unknown == f"{tmp_path}/deep is a folder; the source was a file"
+    assert not visited
+    for place in (f"{tmp_path}/deep", f"file://{tmp_path}/deep"):
+        found = trace(dataset(place, files=3), document=0)
+        assert found.unknown == f"{place} holds more than 16 files and folders"
+        assert len(visited) < 3
+    assert "has changed" in str(trace(dataset(f"{tmp_path}/deep", files=40), document=0).unknown)
 
 
 @pytest.mark.parametrize("name", [5, None, "", "a\0b", "\ud800", ["a"]])

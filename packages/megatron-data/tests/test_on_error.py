@@ -90,6 +90,11 @@ def test_the_command_counts_what_it_skips_and_succeeds(
     command.append("--overwrite")
     assert main([*command, "--on-error", "quarantine", "--max-document-bytes", "99"]) == 0
     assert f"; see {tmp_path}/o.quarantine.jsonl" in capsys.readouterr().out
+    assert main([*command, "--on-error", "skip"]) == 0
+    assert "6 skipped" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*quarantine*")), "it is not of these datasets"
+    assert main([*command, "--on-error", "quarantine"]) == 0
+    capsys.readouterr()
     corpus.write_bytes(b"\n".join(GOOD))
     assert main([*command, "--on-error", "quarantine"]) == 0
     assert "skipped" not in capsys.readouterr().out

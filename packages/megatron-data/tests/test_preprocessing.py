@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 from megatron_data import (
     ByteTokenizer,
+    Counts,
     DataError,
     HuggingFaceTokenizer,
     IndexedDataset,
+    IndexedDatasetBuilder,
     NullTokenizer,
     preprocess,
     read_texts,
     verify,
 )
+from megatron_data.preprocessing.manifest import write_manifest
 from megatron_data.preprocessing.pool import _interrupts_held, ordered_map
 from megatron_data.sources.json_lines import JsonLines, LinesChunk
 from megatron_data.sources.protocol import Item
@@ -196,6 +199,14 @@ def test_verify_finds_a_flipped_bit_a_swapped_file_and_a_token_too_large(
     manifest.write_text(json.dumps(content | {"tokenizer": {"vocab_size": 50}}))
     with pytest.raises(DataError, match="the vocabulary has 50"):
         verify(prefix)
+    with IndexedDatasetBuilder(tmp_path / "n", "int32") as builder:
+        builder.add_document([1, -7, 3], [3])
+        written = builder.finalize()
+    counts = Counts(1, 0, 1, 3)
+    described = {"tokenizer": content["tokenizer"], "sources": [], "dtype": "int32"}
+    write_manifest(str(tmp_path / "n"), described, written=written, counts=counts, origins=None)
+    with pytest.raises(DataError, match=r"n\.bin holds token -7, the vocabulary has 257"):
+        verify(tmp_path / "n")
     manifest.write_text("{")
     with pytest.raises(DataError, match=r"meta\.json is not JSON"):
         verify(prefix)

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ from megatron_data import (
     ChatTemplate,
     DataError,
     HuggingFaceTokenizer,
+    ImageTemplate,
     IndexedDataset,
     IndexedDatasetBuilder,
+    Rendered,
+    TemplateLimits,
     build_sft_datasets,
     tokenize_conversations,
 )
 from megatron_data.cli import main
+from megatron_data.tokenizers import chat
 
 pytest.importorskip("jinja2")
 
@@ -97,6 +102,40 @@ def test_what_cannot_be_told_is_an_error(
 ) -> None:
     with pytest.raises(DataError, match=message):
         ChatTemplate(source).render(messages)
+
+
+def test_the_time_is_one_for_a_conversation_and_may_be_fixed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the clock says between two of its parts; transformers has the same function."""
+    ticks = iter(range(99))
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> "Clock":
+            return cls(2026, 1, 2, 3, 4, next(ticks))
+
+    monkeypatch.setattr(chat, "datetime", Clock)
+    source = "{{ strftime_now('%Y-%m-%d %S') }}{% for m in messages %}|{{ m.content }}{% endfor %}"
+    template = ChatTemplate(source)
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert template.render(said) == Rendered("2026-01-02 00|a|b", [(15, 17)])
+    assert template.render(said).text.startswith("2026-01-02 01|")
+    fixed = pickle.loads(pickle.dumps(template.at(datetime(1999, 12, 31))))
+    assert fixed.render(said).text.startswith("1999-12-31 00|")
+    assert ImageTemplate(fixed).render(said).text.startswith("1999-12-31 00|")
+    assert (template.tells_time, ChatTemplate("{{ messages }}").tells_time) == (True, False)
+    long = ChatTemplate("{{ strftime_now('%A' * 999) }}", limits=TemplateLimits(characters=9999))
+    with pytest.raises(DataError, match="a text of more than 9,999 characters"):
+        long.render(said)
+
+
+def test_a_turn_that_is_written_otherwise_later_is_no_error_where_all_counts() -> None:
+    given = [*CHAT[:2], {**CHAT[2], "thought": "?"}, *CHAT[3:]]
+    template = ChatTemplate(FORGETFUL)
+    assert template.render(given, answers=False).answers == []
+    with pytest.raises(DataError, match="writes message 3 differently"):
+        template.render(given)
 
 
 def test_a_tokenizers_folder_holds_its_template(tmp_path: Path) -> None:

@@ -223,6 +223,22 @@ def test_what_cannot_be_opened_is_named(
         StorageCache("x", 10, 5)
 
 
+def test_a_file_url_is_a_path_unless_there_is_a_cache_for_it(
+    write_dataset: Write, tmp_path: Path
+) -> None:
+    prefix = write_dataset(DOCUMENTS)
+    with IndexedDataset(f"file://{prefix}") as near:
+        assert near.tokens.tolist() == IndexedDataset(prefix).tokens.tolist()
+        assert isinstance(pickle.loads(pickle.dumps(near)).tokens, np.ndarray)
+    with pytest.raises(DataError, match=rf"^no dataset at {prefix}x: {prefix}x\.idx and"):
+        IndexedDataset(f"file://{prefix}x")
+    with pytest.raises(DataError, match=r"^memory://d is a URL; name a folder on a local disk"):
+        IndexedDataset("memory://d")
+    with IndexedDataset(f"file://{prefix}", cache(tmp_path)) as far:
+        assert far.document(7).tolist() == DOCUMENTS[7]
+    assert blocks(tmp_path)
+
+
 def test_several_processes_share_a_cache(write_dataset: Write, tmp_path: Path) -> None:
     """With room for a few blocks, so that each removes what the others have just read."""
     prefix = write_dataset(DOCUMENTS)

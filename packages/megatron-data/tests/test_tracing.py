@@ -132,7 +132,9 @@ def test_what_cannot_be_traced_is_refused(lines: Path, tmp_path: Path) -> None:
         trace(prefix, 0)
 
 
-def test_joined_and_cut_datasets_keep_what_is_known(lines: Path, tmp_path: Path) -> None:
+def test_joined_and_cut_datasets_keep_what_is_known(
+    lines: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     other = tmp_path / "b.jsonl"
     other.write_text('{"text": "5 5"}\n{"text": "6"}\n')
     first, second = made([lines], tmp_path / "a"), made([other], tmp_path / "b")
@@ -157,6 +159,9 @@ def test_joined_and_cut_datasets_keep_what_is_known(lines: Path, tmp_path: Path)
         assert (tmp_path / f"again.{suffix}").read_bytes() == whole
     holds(str(tmp_path / "again"), both)
     halves = split(tmp_path / "m", names[:2], shares=(0.25, 0.75))
+    assert not caplog.records
+    split(tmp_path / "m", names[:2], shares=(1, 3))
+    assert caplog.messages == ["the shares sum to 4, not to 1; they are taken as 25.00%, 75.00%"]
     assert [half.documents for half in halves] == [14, 41]
     holds(str(names[1]), both[14:])
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 import orjson
 
 from .errors import DataError
-from .sources.names import is_url
+from .sources.names import is_local, is_url, without_scheme
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -36,11 +36,27 @@ def local_path(path: str | os.PathLike[str]) -> str:
     """
     name = os.fspath(path)
     if is_url(name):
+        inner = without_scheme(name)
+        instead = f"the path {inner}" if is_local(name) else "a path, and copy the files from there"
         raise DataError(
-            f"{name} is a URL, and files are written to local disks only; give a path, and copy "
-            "the files from there"
+            f"{name} is a URL, and files are written to local disks only; give {instead}"
         )
     return name
+
+
+def tokenizer_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a tokenizer's file or folder, also of one given as a `file://` URL.
+
+    Raises:
+        DataError: another URL.
+    """
+    name = without_scheme(os.fspath(path))
+    if is_url(name):
+        raise DataError(
+            f"{name} is a URL, and tokenizers are read from local disks only; copy the files here "
+            "and give their path"
+        )
+    return Path(name)
 
 
 def local_prefix(prefix: str | os.PathLike[str]) -> str:

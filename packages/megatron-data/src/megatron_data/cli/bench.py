@@ -7,6 +7,7 @@ from typing import Any
 
 from .._command import Parser
 from ..wording import counted
+from .bounds import Bounded
 from .options import INPUT_HELP, add_tokenizer_options, tokenizer_of
 from .tables import table
 from .work import add_max_document_bytes
@@ -32,16 +33,32 @@ def add_parser(commands: Any) -> None:
         "--json-key", default="text", metavar="KEY", help="key or column that holds the text"
     )
     parser.add_argument(
-        "--megabytes", type=float, default=16, metavar="N", help="of the input, unpacked, to take"
+        "--megabytes",
+        type=float,
+        action=Bounded,
+        above=0,
+        default=16,
+        metavar="N",
+        help="of the input, unpacked, to take",
     )
     parser.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="processes of the whole preprocess"
+        "--workers",
+        type=int,
+        action=Bounded,
+        default=1,
+        metavar="N",
+        help="processes of the whole preprocess",
     )
     parser.add_argument(
         "--fast", action="store_true", help="measure gigatoken (the extra fast), too"
     )
     parser.add_argument(
-        "--seq-length", type=int, default=1024, metavar="N", help="tokens of a sample"
+        "--seq-length",
+        type=int,
+        action=Bounded,
+        default=1024,
+        metavar="N",
+        help="tokens of a sample",
     )
     parser.add_argument(
         "--folder",

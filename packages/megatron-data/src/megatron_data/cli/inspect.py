@@ -7,6 +7,7 @@ from typing import Any
 
 from .._command import Parser
 from ..wording import counted
+from .bounds import Bounded
 from .options import (
     PREFIX_HELP,
     add_storage_option,
@@ -26,9 +27,23 @@ def add_parser(commands: Any) -> None:
         "vocabulary it uses, and its first documents (as text, given the tokenizer).",
     )
     parser.add_argument("prefix", metavar="PREFIX", help=PREFIX_HELP)
-    parser.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show")
     parser.add_argument(
-        "--tokens", type=int, default=60, metavar="N", help="tokens to show of each document"
+        "--documents",
+        type=int,
+        action=Bounded,
+        least=0,
+        default=3,
+        metavar="N",
+        help="documents to show",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        action=Bounded,
+        least=0,
+        default=60,
+        metavar="N",
+        help="tokens to show of each document",
     )
     parser.add_argument(
         "--plot", metavar="FILE", help="draw the histogram of document lengths into an SVG file"
@@ -46,9 +61,6 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     from ..preprocessing.fingerprints import compare_fingerprints, fingerprint_in
     from ..preprocessing.manifest import read_manifest
 
-    for option in ("documents", "tokens"):
-        if (number := getattr(arguments, option)) < 0:
-            parser.error(f"--{option} {number}; give 0 or more")
     tokenizer = None
     if names_tokenizer(arguments):
         tokenizer = tokenizer_of(parser, arguments)
@@ -62,11 +74,13 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     with IndexedDataset(arguments.prefix, storage_of(arguments)) as dataset:
         summary = summarize(dataset)
         counts = summary.counts
+        size = f"{counted(counts.images, 'image')} ({counts.image_bytes:,} bytes), "
+        pictures = size if counts.images else ""
         empty = f" ({counts.empty_documents:,} empty)" if counts.empty_documents else ""
         print(
             f"{arguments.prefix}: {counted(counts.documents, 'document')}{empty}, "
             f"{counted(counts.sequences, 'sequence')}, {counted(counts.tokens, 'token')}, "
-            f"{dataset.dtype}"
+            f"{pictures}{dataset.dtype}"
         )
         print("\ndocument lengths in tokens")
         encoding = (sys.stdout.encoding or "").lower()

@@ -4,7 +4,6 @@ import argparse
 from typing import Any
 
 from .._command import Parser
-from ..wording import counted
 from .options import PREFIX_HELP, add_overwrite_option, add_storage_option, storage_of
 
 
@@ -31,6 +30,5 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.overwrite:
         refuse_existing([arguments.output_prefix])
     counts = merge(arguments.prefix, arguments.output_prefix, storage_of(arguments))
-    size = f"{counted(counts.documents, 'document')}, {counted(counts.tokens, 'token')}"
-    print(f"{arguments.output_prefix}: {size}")
+    print(f"{arguments.output_prefix}: {counts.summary}")
     return 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._command import Parser
 from ..wording import counted
+from .bounds import Bounded
 from .options import add_overwrite_option, add_storage_option, storage_of
 from .tables import table
 
@@ -32,19 +33,34 @@ def add_parser(commands: Any) -> None:
         "--data-args-path", metavar="FILE", help="file that holds such a list, in place of it"
     )
     parser.add_argument(
-        "--epochs", type=float, nargs="+", metavar="X", help="how often each prefix is read"
+        "--epochs",
+        type=float,
+        action=Bounded,
+        above=0,
+        nargs="+",
+        metavar="X",
+        help="how often each prefix is read",
     )
     parser.add_argument(
-        "--tokens", type=float, nargs="+", metavar="N", help="tokens to read of each prefix (2e9)"
+        "--tokens",
+        type=float,
+        action=Bounded,
+        above=0,
+        nargs="+",
+        metavar="N",
+        help="tokens to read of each prefix (2e9)",
     )
     parser.add_argument(
         "--samples",
         type=int,
+        action=Bounded,
         metavar="N",
         help="samples of the run; unset: those that --epochs or --tokens come to, else one epoch "
         "of all sources together",
     )
-    parser.add_argument("--seq-length", type=int, default=1024, metavar="N", help="of a sample")
+    parser.add_argument(
+        "--seq-length", type=int, action=Bounded, default=1024, metavar="N", help="of a sample"
+    )
     parser.add_argument(
         "--split", metavar="TEXT", help="--split of the run, which trains on the first share"
     )

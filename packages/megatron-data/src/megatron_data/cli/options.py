@@ -15,6 +15,7 @@ from ..tokenizers.kinds import (
 )
 from ..tokenizers.prompt_formats import MULTIMODAL_PROMPT_FORMATS, PROMPT_FORMATS
 from ..tokenizers.protocol import Tokenizer
+from .bounds import Bounded
 
 INPUT_HELP = (
     "JSON lines; text files, whose names end in .txt and each of which is a document; .parquet "
@@ -25,7 +26,7 @@ INPUT_HELP = (
 PREFIX_HELP = "path or URL of a .bin/.idx pair without suffix"
 
 _PATHS = {"metavar": "PATH"}
-_COUNT: dict[str, Any] = {"type": int, "metavar": "N"}
+_COUNT: dict[str, Any] = {"type": int, "action": Bounded, "metavar": "N"}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "tokenizer_model": {
         **_PATHS,
@@ -39,6 +40,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "merge_file": {**_PATHS, "help": "GPT2BPETokenizer: merges.txt"},
     "vocab_extra_ids": {
         **_COUNT,
+        "least": 0,
         "help": "BertWordPieceLowerCase, …Case and SentencePieceTokenizer: sentinels for T5",
     },
     "vocab_size": {
@@ -52,6 +54,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "tiktoken_num_special_tokens": {
         **_COUNT,
+        "least": 0,
         "help": "TikTokenizer: numbers that special tokens take; unset: 1000",
     },
     "tokenizer_special_tokens": {

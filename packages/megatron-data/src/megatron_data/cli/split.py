@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from .._command import Parser
-from ..wording import counted
+from .bounds import Bounded
 from .options import PREFIX_HELP, add_overwrite_option, add_storage_option, storage_of
 
 
@@ -18,11 +18,19 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("prefix", metavar="PREFIX", help=PREFIX_HELP)
     parser.add_argument(
-        "--shares", type=float, nargs="+", metavar="X", help="of the documents, one for each output"
+        "--shares",
+        type=float,
+        action=Bounded,
+        above=0,
+        nargs="+",
+        metavar="X",
+        help="of the documents, one for each output; others than those that sum to 1 are divided "
+        "by their sum, which a warning says",
     )
     parser.add_argument(
         "--documents",
         type=int,
+        action=Bounded,
         nargs="+",
         metavar="N",
         help="numbers of documents, instead of shares, one for each output",
@@ -53,7 +61,5 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         storage=storage_of(arguments),
     )
     for output, counts in zip(outputs, made, strict=True):
-        print(
-            f"{output}: {counted(counts.documents, 'document')}, {counted(counts.tokens, 'token')}"
-        )
+        print(f"{output}: {counts.summary}")
     return 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .._command import Parser
 from ..tokenizers.chat import TemplateLimits
 from ..wording import counted
+from .bounds import Bounded
 from .options import add_tokenizer_options, tokenizer_of
 from .work import add_work_options, say_continued, say_skipped
 
@@ -46,7 +47,12 @@ def add_parser(commands: Any) -> None:
         help="assistant counts what assistants say, all every token",
     )
     parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="tokens of a conversation; unset: no limit"
+        "--max-tokens",
+        type=int,
+        action=Bounded,
+        least=2,
+        metavar="N",
+        help="tokens of a conversation; unset: no limit",
     )
     parser.add_argument(
         "--over-length",
@@ -59,6 +65,7 @@ def add_parser(commands: Any) -> None:
         parser.add_argument(
             limit.metadata["flag"],
             type=int,
+            action=Bounded,
             default=limit.default,
             metavar="N",
             help=limit.metadata["help"],

@@ -7,6 +7,7 @@ from typing import Any
 from .._command import Parser
 from ..sources.protocol import MAX_DOCUMENT_BYTES
 from ..wording import counted
+from .bounds import Bounded
 from .options import add_allow_http, add_tokenizer_options, tokenizer_of
 from .work import add_work_options, say_continued, say_skipped
 
@@ -54,6 +55,7 @@ def add_parser(commands: Any) -> None:
     work.add_argument(
         "--max-image-bytes",
         type=int,
+        action=Bounded,
         default=MAX_DOCUMENT_BYTES,
         metavar="N",
         help="a larger image is one that cannot be read",
@@ -65,6 +67,7 @@ def add_parser(commands: Any) -> None:
     work.add_argument(
         "--pad-length",
         type=int,
+        action=Bounded,
         metavar="N",
         help="cut every text to N tokens, or fill it up with end-of-document tokens, for which it "
         "needs --append-eod; unset: leave it as it is",

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from .._command import Parser
+from .bounds import Bounded
 from .options import PREFIX_HELP, add_allow_http, add_storage_option, storage_of
 from .work import add_max_document_bytes
 
@@ -22,7 +23,12 @@ def add_parser(commands: Any) -> None:
         "token", type=int, nargs="?", metavar="TOKEN", help="number in the .bin, from 0"
     )
     parser.add_argument(
-        "--document", type=int, metavar="N", help="number of a document, from 0, instead of a token"
+        "--document",
+        type=int,
+        action=Bounded,
+        least=0,
+        metavar="N",
+        help="number of a document, from 0, instead of a token",
     )
     add_allow_http(parser, "read a source on a web server, where the manifest names one")
     add_max_document_bytes(

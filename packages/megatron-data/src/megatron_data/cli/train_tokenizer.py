@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .._command import Parser
+from .bounds import Bounded
 from .options import INPUT_HELP, add_overwrite_option
 from .work import add_max_document_bytes
 
@@ -25,7 +26,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--json-key", default="text", metavar="KEY", help="key of JSON lines that holds the text"
     )
-    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="largest size")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        action=Bounded,
+        required=True,
+        metavar="N",
+        help="largest size",
+    )
     parser.add_argument(
         "--kind",
         choices=("bpe", "unigram", "wordpiece"),
@@ -45,6 +53,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--min-frequency",
         type=int,
+        action=Bounded,
         metavar="N",
         help="bpe and wordpiece: occurrences a merge needs; unset: 2",
     )

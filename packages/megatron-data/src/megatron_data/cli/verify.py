@@ -4,7 +4,6 @@ import argparse
 from typing import Any
 
 from .._command import Parser
-from ..wording import counted
 from .options import PREFIX_HELP, add_storage_option, storage_of
 
 
@@ -29,8 +28,5 @@ def run(arguments: argparse.Namespace) -> int:
     for prefix in arguments.prefix:
         found = verify(prefix, storage)
         compared = "digests match the manifest" if found.manifest else "no manifest: structure only"
-        print(
-            f"{prefix}: in order, {counted(found.counts.documents, 'document')}, "
-            f"{counted(found.counts.tokens, 'token')} ({compared})"
-        )
+        print(f"{prefix}: in order, {found.counts.summary} ({compared})")
     return 0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from .._command import Parser
 from ..sources.protocol import MAX_DOCUMENT_BYTES
 from ..wording import counted
+from .bounds import Bounded
 from .options import add_overwrite_option
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ def add_work_options(
         workers: what is said of one process.
     """
     group = parser.add_argument_group("work")
-    group.add_argument("--workers", type=int, default=1, metavar="N", help=f"processes{workers}")
+    group.add_argument(
+        "--workers", type=int, action=Bounded, default=1, metavar="N", help=f"processes{workers}"
+    )
     group.add_argument(
         "--on-error",
         choices=ON_ERROR,
@@ -48,7 +51,12 @@ def add_max_document_bytes(group: "Parser | argparse._ArgumentGroup", what: str)
         what: becomes of a longer document.
     """
     group.add_argument(
-        "--max-document-bytes", type=int, default=MAX_DOCUMENT_BYTES, metavar="N", help=what
+        "--max-document-bytes",
+        type=int,
+        action=Bounded,
+        default=MAX_DOCUMENT_BYTES,
+        metavar="N",
+        help=what,
     )
 
 

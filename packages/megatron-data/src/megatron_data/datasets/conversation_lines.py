@@ -14,7 +14,7 @@ from ..order.spans import check_order
 from ..recent import Recent
 from ..sources.conversations import read_row
 from ..sources.json_lines import NEWLINE
-from ..sources.names import is_url
+from ..sources.names import is_url, without_scheme
 from ..sources.protocol import MAX_DOCUMENT_BYTES, too_long
 from ..sources.streams import split_suffix
 from ..tokenizers.conversations import CountedTokens, LossOver, encode_rows
@@ -67,7 +67,7 @@ class ConversationLines:
         loss: LossOver = "assistant",
         max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path = without_scheme(os.fspath(path))
         self.tokenizer = tokenizer
         self._loss: LossOver = loss
         self._longest = max_document_bytes
@@ -80,6 +80,13 @@ class ConversationLines:
             raise DataError(f"{self.path} does not exist, or is no file")
         if tokenizer.eod_id is None:
             raise DataError("conversations end with the end-of-document token; there is none")
+        if tokenizer.template.tells_time and tokenizer.template.now is None:
+            _log.warning(
+                "%s: the chat template writes the time (strftime_now), so samples change with the "
+                "day on which they are read; fix it with ChatTemplate.at, or run megatron-data "
+                "tokenize-conversations",
+                self.path,
+            )
         self._stat = _stat_of(Path(self.path).stat())
         self._lines = _find_lines(self.path)
         if not len(self):

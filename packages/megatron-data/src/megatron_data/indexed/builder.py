@@ -12,6 +12,7 @@ from ..errors import DataError
 from ..files import AtomicFile, local_prefix
 from ..sources.block_cache import StorageCache
 from .format import LARGEST_LENGTH, Header, TokenType, bin_path, idx_path
+from .images import images_among
 from .reader import IndexedDataset
 
 
@@ -37,13 +38,25 @@ class WrittenFile(NamedTuple):
 
 
 class WrittenDataset(NamedTuple):
-    """What `IndexedDatasetBuilder.finalize` wrote."""
+    """What `IndexedDatasetBuilder.finalize` wrote.
+
+    Attributes:
+        bin: the tokens.
+        idx: the index.
+        documents: how many.
+        sequences: how many, images included.
+        tokens: of all texts.
+        images: sequences that are images.
+        image_bytes: of the `.bin`, which these take.
+    """
 
     bin: WrittenFile
     idx: WrittenFile
     documents: int
     sequences: int
     tokens: int
+    images: int
+    image_bytes: int
 
 
 class IndexedDatasetBuilder:
@@ -190,12 +203,17 @@ class IndexedDatasetBuilder:
             # An older index must never be seen beside the new tokens.
             idx_path(self.prefix).unlink(missing_ok=True)
             self._bin.commit()
+        images = image_numbers = 0
+        if self._modes is not None:
+            images, image_numbers = images_among(lengths, np.frombuffer(self._modes, np.int8))
         return WrittenDataset(
             WrittenFile.of(self._bin),
             WrittenFile.of(index),
             documents=len(self._bounds) - 1,
             sequences=len(self._lengths),
-            tokens=self.tokens,
+            tokens=self.tokens - image_numbers,
+            images=images,
+            image_bytes=image_numbers * self.dtype.itemsize,
         )
 
     def discard(self) -> None:

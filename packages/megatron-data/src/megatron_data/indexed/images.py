@@ -63,6 +63,17 @@ def unpack_image(sequence: NDArray[np.integer]) -> bytes:
     return data[: len(data) - int(sequence[0])]
 
 
+def images_among(lengths: NDArray[np.int32], modes: NDArray[np.int8]) -> tuple[int, int]:
+    """Return how many sequences are images, and how many numbers those have together.
+
+    Args:
+        lengths: of the sequences, `[S]`.
+        modes: of the sequences, `[S]`.
+    """
+    images = modes != TEXT_MODE
+    return int(np.count_nonzero(images)), int(lengths[images].sum(dtype=np.int64))
+
+
 def in_text(dataset: IndexedDataset, begin: int, end: int) -> NDArray[np.bool_]:
     """Which of the tokens from `begin` to `end` stand in text; all where there are no modes.
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..errors import DataError
 from ..sources.block_cache import Blocks, StorageCache
 from ..sources.failures import MissingError
-from ..sources.names import is_url
+from ..sources.names import is_local, is_url, without_scheme
 from ..sources.remote import RemoteFile
 from ..sources.storage import exists
 from .format import TokenType, bin_path, idx_path
@@ -183,14 +183,18 @@ def open_pair(prefix: str, storage: StorageCache | None, mapped: bool) -> Pair:
 
     Args:
         prefix: path or URL without `.bin` or `.idx`.
-        storage: the cache for a URL.
+        storage: the cache for a URL. Without one a `file://` URL is opened as the path it names.
         mapped: whether a local `.bin` is mapped into memory.
 
     Raises:
         DataError: a file is missing, or cannot be read; a URL without a cache.
     """
-    if is_url(prefix):
-        return _remote(prefix, storage)
+    if is_local(prefix) and (storage is None or not is_url(prefix)):
+        return _local(without_scheme(prefix), mapped)
+    return _remote(prefix, storage)
+
+
+def _local(prefix: str, mapped: bool) -> Pair:
     index, data = _existing_pair(prefix)
     size = data.stat().st_size
 
@@ -203,7 +207,7 @@ def open_pair(prefix: str, storage: StorageCache | None, mapped: bool) -> Pair:
 def _remote(prefix: str, storage: StorageCache | None) -> Pair:
     if storage is None:
         raise DataError(
-            f"{prefix} lies in object storage; name a folder for what is read of it, by "
+            f"{prefix} is a URL; name a folder on a local disk for what is read of it, by "
             "--object-storage-cache-path FOLDER or, in Python, storage=StorageCache(FOLDER)"
         )
     names = [f"{prefix}.idx", f"{prefix}.bin"]

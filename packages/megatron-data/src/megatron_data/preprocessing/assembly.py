@@ -82,7 +82,7 @@ def assemble(
     chunks: int,
     prefix: str,
     outputs: Sequence[Output],
-    quarantine: Path | None,
+    quarantined: bool,
     sources: str,
 ) -> Assembly:
     """Copy all parts, in order, into a `.bin/.idx` pair for each output.
@@ -92,7 +92,8 @@ def assemble(
         chunks: how many parts there are.
         prefix: what the names of all pairs begin with.
         outputs: the datasets.
-        quarantine: file that takes the faults, if there are any.
+        quarantined: whether the faults are written to the file of `quarantine_path`, if there are
+            any. An older file of that name goes with the older datasets.
         sources: what the inputs are called.
 
     Raises:
@@ -108,7 +109,8 @@ def assemble(
         ]
         origins = [Origins() for _ in outputs]
         empty = [0] * len(outputs)
-        refused = stack.enter_context(AtomicFile(quarantine)) if quarantine else None
+        quarantine = quarantine_path(prefix)
+        refused = stack.enter_context(AtomicFile(quarantine)) if quarantined else None
         for number in range(chunks):
             record, parts = folder.read(number, outputs)
             for place, part in enumerate(parts):
@@ -126,13 +128,20 @@ def assemble(
                     f"no document with {output.lacking} in {sources}{made.left_out(output)}"
                 )
         _remove_older([builder.prefix for builder in builders])
+        quarantine.unlink(missing_ok=True)
         for builder, origin, without_token in zip(builders, origins, empty, strict=True):
             written = builder.finalize()
-            counts = Counts(written.documents, without_token, written.sequences, written.tokens)
+            counts = Counts(
+                written.documents,
+                without_token,
+                written.sequences,
+                written.tokens,
+                written.images,
+                written.image_bytes,
+            )
             made.datasets.append(Assembled(builder.prefix, written, counts, origin))
         if refused is not None and not made.faults:
             refused.discard()
-            refused.path.unlink(missing_ok=True)  # of an older run
     return made
 
 

@@ -100,8 +100,10 @@ class ConversationEncoder:
 
     @property
     def _made_by(self) -> dict[str, Any]:
+        now = self.template.now if self.template.tells_time else None
         return {
             "template": self.template.fingerprint,
+            **({} if now is None else {"time": now.isoformat()}),
             "loss": self.loss,
             "max_tokens": self.max_tokens,
             "over_length": self.over_length,
@@ -146,7 +148,7 @@ class ConversationEncoder:
     def _rendered(self, item: Row) -> tuple[ConversationRow, list[Rendered]]:
         row = row_of("", item.values)
         try:
-            return row, render_row(row, self.template)
+            return row, render_row(row, self.template, self.loss)
         except DataError as error:
             raise UnreadableError("template", str(error)) from None
 

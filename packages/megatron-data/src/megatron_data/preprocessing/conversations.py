@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date, datetime, time
 
 from ..files import local_prefix
 from ..sources.conversations import KEYS
@@ -75,7 +76,9 @@ def tokenize_conversations(
             patterns and URLs, as in `preprocess`.
         output_prefix: path and name.
         tokenizer: of the text.
-        template: from messages to text.
+        template: from messages to text. The time that its `strftime_now` writes is the beginning of
+            today unless it has a fixed one, and stands in the manifest. A run that is continued on
+            another day does its chunks again.
         loss: "assistant" counts what assistants say, the end of their turn included; "all" counts
             every token but the first (Megatron's prompt format `default`).
         max_tokens: tokens a conversation may have, such as a sample's; None for no limit.
@@ -98,6 +101,8 @@ def tokenize_conversations(
             template refuses, or nothing for the loss to count.
     """
     prefix = local_prefix(output_prefix)
+    if template.tells_time and template.now is None:
+        template = template.at(datetime.combine(date.today(), time.min))
     work = Work(workers, on_error, chunk_bytes, progress, overwrite)
     encoder = ConversationEncoder(
         tokenizer, template, loss, max_tokens, over_length, max_document_bytes

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from ..errors import DataError
 from ..sources.protocol import Source
-from .assembly import assemble, quarantine_path
+from .assembly import assemble
 from .existing import refuse_existing
 from .manifest import Counts, Skipped, describe, write_manifest
 from .parts import Done, PartWriter, Record, Task, WorkFolder, of_vocabulary, was_begun
@@ -129,7 +129,7 @@ def run_job(
             chunks.count,
             prefix,
             encoder.outputs,
-            quarantine_path(prefix) if work.on_error == "quarantine" else None,
+            work.on_error == "quarantine",
             ", ".join(source.path for source in sources),
         )
         skipped = Skipped(made.faults.total(), dict(sorted(made.faults.items())))

@@ -4,6 +4,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from .manifest import (
     write_manifest,
 )
 from .origins import Origins
+
+_ROUNDING = 1e-6  # of shares that are meant to sum to 1, such as three of 0.3333333
 
 _log = logging.getLogger("megatron_data")
 
@@ -103,7 +106,8 @@ def split(
     Args:
         prefix: path of the pair without suffix, or a URL that fsspec opens.
         output_prefixes: paths of the pairs to write.
-        shares: of the documents, one for each output; they are taken by their sum.
+        shares: of the documents, one for each output. Those that do not sum to 1 are divided by
+            their sum, and a warning says what they become.
         documents: numbers of documents, one for each output, all in all the dataset's.
         storage: the cache for the index of a URL; its tokens are streamed past it.
 
@@ -151,8 +155,8 @@ def _ends(
         raise DataError(
             f"{counted(len(given), 'part')} for {counted(outputs, 'output')}; give one for each"
         )
-    if min(given) <= 0:
-        raise DataError(f"a part of {min(given)}; every part needs at least one document")
+    if wrong := [each for each in given if not 0 < each < inf]:
+        raise DataError(f"a part of {wrong[0]}; every part needs at least one document")
     if documents is not None and sum(documents) != total:
         raise DataError(f"parts of {sum(documents):,} documents, the dataset has {total:,}")
     cumulated = np.cumsum(given)
@@ -162,6 +166,9 @@ def _ends(
         raise DataError(
             f"part {empty[0] + 1} of {total:,} documents is empty; give it a larger share"
         )
+    if shares is not None and abs(sum(shares) - 1) > _ROUNDING:
+        taken = ", ".join(f"{share / sum(shares):.2%}" for share in shares)
+        _log.warning("the shares sum to %g, not to 1; they are taken as %s", sum(shares), taken)
     return ends
 
 

@@ -10,13 +10,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from .._version import __version__
 from ..errors import DataError
 from ..files import BLOCK_BYTES, parse_json, write_json
 from ..indexed.builder import WrittenDataset
+from ..indexed.images import images_among
 from ..indexed.reader import IndexedDataset
 from ..sources.protocol import Source
 from ..sources.remote import read_if_there
+from ..wording import counted
 from .origins import Origins
 from .protocol import ChunkEncoder
 
@@ -30,12 +34,38 @@ _PARTS: dict[str, type] = {"counts": dict, "tokenizer": dict, "sources": list, "
 
 @dataclass(frozen=True)
 class Counts:
-    """What a dataset holds."""
+    """What a dataset holds.
+
+    Attributes:
+        documents: how many.
+        empty_documents: those without a sequence.
+        sequences: texts, or their sentences, and images.
+        tokens: of all texts.
+        images: sequences of a multimodal dataset that are no text.
+        image_bytes: of the `.bin`, which they take.
+    """
 
     documents: int
     empty_documents: int
     sequences: int
     tokens: int
+    images: int = 0
+    image_bytes: int = 0
+
+    @property
+    def summary(self) -> str:
+        """Documents, tokens and images in words: `2 documents, 1,000 tokens`."""
+        parts = [counted(self.documents, "document"), counted(self.tokens, "token")]
+        if self.images:
+            parts.append(f"{counted(self.images, 'image')} ({self.image_bytes:,} bytes)")
+        return ", ".join(parts)
+
+    def to_json(self) -> dict[str, int]:
+        """Return what a manifest holds of it: of texts alone nothing about images."""
+        named = asdict(self)
+        if not self.images:
+            del named["images"], named["image_bytes"]
+        return named
 
 
 def manifest_name(prefix: str | os.PathLike[str]) -> str:
@@ -100,7 +130,7 @@ def write_manifest(
         "format": FORMAT,
         "writer": f"megatron-data {__version__}",
         **description,
-        "counts": asdict(counts),
+        "counts": counts.to_json(),
         "block_bytes": BLOCK_BYTES,
         "files": {
             name: {"bytes": file.bytes, "sha256": file.sha256, "blocks": file.blocks}
@@ -122,9 +152,11 @@ def read_origins(prefix: str, manifest: dict[str, Any]) -> Origins | None:
         return None
     with damage_named(prefix):
         counts = manifest["counts"]
-        documents, tokens = counts["documents"], counts["tokens"]
+        numbers = counts["tokens"]
+        if image_bytes := counts.get("image_bytes", 0):
+            numbers += image_bytes // np.dtype(manifest["dtype"]).itemsize
     try:
-        return Origins.from_json(manifest["chunks"], documents, tokens)
+        return Origins.from_json(manifest["chunks"], counts["documents"], numbers)
     except DataError as error:
         raise DataError(f"{manifest_name(prefix)}: {error}") from None
 
@@ -183,11 +215,16 @@ def check_mask(prefix: str | os.PathLike[str]) -> None:
 
 
 def count(dataset: IndexedDataset) -> Counts:
-    """Documents, sequences and tokens of a dataset."""
-    bounds = dataset.document_indices
+    """Documents, sequences, tokens and images of a dataset, by its index."""
+    bounds, modes = dataset.document_indices, dataset.sequence_modes
+    images = image_numbers = 0
+    if modes is not None:
+        images, image_numbers = images_among(dataset.sequence_lengths, modes)
     return Counts(
         documents=dataset.documents,
         empty_documents=int((bounds[1:] == bounds[:-1]).sum()),
         sequences=len(dataset),
-        tokens=dataset.token_count,
+        tokens=dataset.token_count - image_numbers,
+        images=images,
+        image_bytes=image_numbers * dataset.dtype.itemsize,
     )

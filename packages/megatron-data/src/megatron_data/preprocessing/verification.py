@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,27 +56,34 @@ def verify(prefix: str | os.PathLike[str], storage: StorageCache | None = None) 
             values = manifest.get("values")
             limit = int(manifest["tokenizer"]["vocab_size"] if values is None else values)
             data, index = (_recorded(prefix, name, manifest["files"]) for name in ("bin", "idx"))
-        _check_size(data, counts.tokens * dataset.dtype.itemsize)
+        _check_size(data, dataset.token_count * dataset.dtype.itemsize)
         tokens = _Tokens(dataset)
         _check_content(data, tokens.read())
         _check_size(index, stat(index.path).size)
         _check_content(index, read_blocks(index.path))
-    if manifest["counts"] != asdict(counts):
-        raise DataError(f"{prefix} holds {counts}, its manifest says {manifest['counts']}")
-    if tokens.highest >= limit:
-        known = "the vocabulary has" if values is None else "values are below"
-        raise DataError(f"{prefix}.bin holds token {tokens.highest}, {known} {limit}")
+        _check_counts(prefix, manifest["counts"], counts, dataset.token_count)
+    for found in (tokens.lowest, tokens.highest):
+        if not 0 <= found < limit:
+            known = f"the vocabulary has {limit}" if values is None else f"values are below {limit}"
+            raise DataError(f"{prefix}.bin holds token {found}, {known}")
     if manifest.get("conversations"):
         check_mask(prefix.removesuffix(LOSS))
     return Verified(counts, manifest=True)
 
 
+def _check_counts(prefix: str, recorded: dict[str, Any], counts: Counts, numbers: int) -> None:
+    """Compare counts; older manifests count the numbers that images are made of as tokens."""
+    found = counts if "images" in recorded else replace(counts, tokens=numbers, images=0)
+    if recorded != found.to_json():
+        raise DataError(f"{prefix} holds {found.to_json()}, its manifest says {recorded}")
+
+
 class _Tokens:
-    """A `.bin` that is read once for its bytes and the highest token of its texts."""
+    """A `.bin` that is read once for its bytes and the bounds of the tokens of its texts."""
 
     def __init__(self, dataset: IndexedDataset) -> None:
         self._dataset = dataset
-        self.highest = -1
+        self.lowest = self.highest = 0
 
     def read(self) -> Iterator[memoryview]:
         begin = 0
@@ -85,7 +92,9 @@ class _Tokens:
             if self._dataset.sequence_modes is not None:
                 self._check_images(tokens, begin, self._dataset.sequence_modes)
                 texts = tokens[in_text(self._dataset, begin, end)]
-            self.highest = max(self.highest, int(texts.max()) if len(texts) else -1)
+            if len(texts):
+                self.lowest = min(self.lowest, int(texts.min()))
+                self.highest = max(self.highest, int(texts.max()))
             begin = end
             yield tokens.data.cast("B")
 

@@ -16,9 +16,22 @@ SCHEMES = (*STORAGE_SCHEMES, *HTTP_SCHEMES)
 """Schemes that are opened at all."""
 
 
+_FILE = "file://"
+
+
 def is_url(path: str) -> bool:
     """Whether fsspec opens this path."""
     return "://" in path
+
+
+def is_local(path: str) -> bool:
+    """Whether this is a path, or the `file://` URL of one."""
+    return not is_url(path) or path.startswith(_FILE)
+
+
+def without_scheme(path: str) -> str:
+    """Return the path that a `file://` URL names; any other path or URL as it is."""
+    return path.removeprefix(_FILE)
 
 
 def check_scheme(url: str) -> None:

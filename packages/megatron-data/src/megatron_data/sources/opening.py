@@ -19,6 +19,9 @@ TEXT = ".txt"
 LINES = ".jsonl"
 TABLE = ".parquet"
 
+_OTHERS = 10_000  # files and folders beside the texts of a folder that a manifest names
+_MOST = 1 << 22
+
 _log = logging.getLogger("megatron_data")
 
 
@@ -105,7 +108,8 @@ def reopen(record: dict[str, Any], allow_http: bool = False) -> Source:
     """Open the source that a manifest has a record of.
 
     Args:
-        record: of the source; its names are not patterns.
+        record: of the source; its names are not patterns. A folder is listed only as far as its
+            number of files there goes: data that names the root does not have the disk walked.
         allow_http: whether they may be those of web servers.
 
     Raises:
@@ -118,7 +122,12 @@ def reopen(record: dict[str, Any], allow_http: bool = False) -> Source:
         return open_parallel(files, keys)
     path = check_named(record["path"], allow_http)
     rows = record.get("objects", False)
-    for opened in _fitting(_sources_at(path, keys, rows), keys, rows):
+    most = None
+    if is_folder(path):
+        if "files" not in record:
+            raise DataError(f"{path} is a folder; the source was a file")
+        most = min(2 * int(record["files"]), _MOST) + _OTHERS
+    for opened in _fitting(_sources_at(path, keys, rows, most), keys, rows):
         if opened.path == path and ("files" in record) == ("files" in opened.record()):
             return opened
     raise DataError(f"{path} is another kind of input now")
@@ -147,9 +156,11 @@ def read_texts(
                 yield from item.texts[0]
 
 
-def _sources_at(path: str, keys: Sequence[str], rows: bool) -> list[Source]:
+def _sources_at(
+    path: str, keys: Sequence[str], rows: bool, most: int | None = None
+) -> list[Source]:
     if is_folder(path):
-        return _sources_in(path, keys, rows)
+        return _sources_in(path, keys, rows, most)
     if not stat(path).size:
         raise DataError(f"{path} is empty; a corpus has one JSON object on every line, or is text")
     kind, packed = split_suffix(path)
@@ -158,8 +169,8 @@ def _sources_at(path: str, keys: Sequence[str], rows: bool) -> list[Source]:
     return [TextFile(path) if kind == TEXT else JsonLines(path)]
 
 
-def _sources_in(folder: str, keys: Sequence[str], rows: bool) -> list[Source]:
-    files = files_below(folder)
+def _sources_in(folder: str, keys: Sequence[str], rows: bool, most: int | None) -> list[Source]:
+    files = files_below(folder, most)
     kinds = {path: _kind(path) for path in files}
     texts = [path for path in files if kinds[path] == TEXT]
     tables = [path for path in files if kinds[path] in (LINES, TABLE)]

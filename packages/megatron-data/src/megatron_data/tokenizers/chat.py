@@ -6,13 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import orjson
 
 from ..errors import DataError
-from ..files import read_json, read_text
+from ..files import read_json, read_text, tokenizer_path
 from .prompt_formats import OWN, PROMPT_FORMATS
 from .protocol import CONFIG_FILE
 
@@ -74,6 +75,7 @@ _STUMBLES = (
     ArithmeticError,
     RecursionError,
 )
+_CLOCK = re.compile(r"\bstrftime_now\b")
 _MARKED = re.compile(r"\{%[-+]?\s*generation\b")
 
 
@@ -98,11 +100,12 @@ class ChatTemplate:
     because the template writes a turn differently once another follows, it is an error.
 
     Args:
-        source: the template. `strftime_now` is not defined, so that the same messages always give
-            the same text; templates of Llama 3 then take their own fixed date.
+        source: the template. As in Hugging Face transformers, `strftime_now(format)` writes the
+            local time in it, and templates of Llama 3.1 and later do so with the date.
         variables: what it may use besides `messages`, `tools` and `add_generation_prompt`: special
             tokens such as `bos_token`, or a date.
         limits: how much it may do for one conversation.
+        now: the time that `strftime_now` writes; None for that of each rendering.
 
     Raises:
         DataError: the extra is not installed, or this is no template.
@@ -113,6 +116,7 @@ class ChatTemplate:
         source: str,
         variables: Mapping[str, Any] | None = None,
         limits: TemplateLimits | None = None,
+        now: datetime | None = None,
     ) -> None:
         try:
             import jinja2
@@ -125,6 +129,7 @@ class ChatTemplate:
         self.source = source
         self.variables = dict(variables or {})
         self.limits = limits or TemplateLimits()
+        self.now = now
         self._mistake = jinja2.TemplateError
         self._begin, self._end = sandbox.BEGIN, sandbox.END
         self._marked = _MARKED.search(source) is not None
@@ -134,11 +139,9 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             what = " ".join(str(error.message).split())
             raise DataError(f"not a chat template: line {error.lineno}: {what:.300}") from None
-        # Python's own compiler refuses what is nested too deeply, where its parser's stack ends
-        # with MemoryError, and numbers of too many digits.
+        # Python's own compiler refuses what is nested too deeply, and numbers of too many digits.
         except (
-            *(jinja2.TemplateError, SyntaxError, ValueError, OverflowError),
-            *(RecursionError, MemoryError),
+            *(jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError),
         ) as error:
             raise DataError(f"not a chat template: {_told(error)}") from None
 
@@ -166,7 +169,7 @@ class ChatTemplate:
         Raises:
             DataError: there is none.
         """
-        path = Path(path)
+        path = tokenizer_path(path)
         if path.is_file():
             return cls._from_file(path, read_text(path), {})
         if not path.is_dir():
@@ -228,6 +231,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
+        answers: bool = True,
     ) -> Rendered:
         """A conversation as text, and what of it an assistant says.
 
@@ -235,16 +239,22 @@ class ChatTemplate:
             messages: the conversation.
             tools: what the template may tell the assistant of.
             add_generation_prompt: end with what stands before an answer, if the template has that.
+            answers: find what an assistant says; otherwise the text is all, and templates that
+                write a turn differently once another follows are no error.
 
         Raises:
             DataError: the template refuses the messages, or it cannot be told what an assistant
                 says.
         """
         left = self._whole_budget()
+        # One time for all that is rendered of a conversation, whose parts are compared.
+        left.now = self.now or datetime.now()
         text = self._text(left, messages, tools, add_generation_prompt)
         if self._marked:
             return self._without_marks(text)
-        answers = []
+        if not answers:
+            return Rendered(text, [])
+        said = []
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
@@ -256,8 +266,8 @@ class ChatTemplate:
                     "alone, so what the assistant says in it cannot be told; put {% generation %} "
                     "and {% endgeneration %} around that in the template"
                 )
-            answers.append((len(before), len(after)))
-        return Rendered(text, answers)
+            said.append((len(before), len(after)))
+        return Rendered(text, said)
 
     def _whole_budget(self) -> "Budget":
         return self._budget(self.limits.steps, self.limits.characters)
@@ -298,14 +308,25 @@ class ChatTemplate:
             length += len(part)
         return Rendered("".join(plain), answers)
 
+    @property
+    def tells_time(self) -> bool:
+        """Whether the template names `strftime_now`."""
+        return _CLOCK.search(self.source) is not None
+
     def with_limits(self, limits: TemplateLimits) -> Self:
         """This template, allowed to do more or less."""
         made = copy(self)
         made.limits = limits
         return made
 
+    def at(self, now: datetime) -> Self:
+        """This template with a fixed time for `strftime_now`."""
+        made = copy(self)
+        made.now = now
+        return made
+
     def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[Any, ...]]:
-        return type(self), (self.source, self.variables, self.limits)
+        return type(self), (self.source, self.variables, self.limits, self.now)
 
 
 def _default_of(templates: list[Any]) -> Any:

@@ -49,19 +49,20 @@ def encode_rows(
     rendered = []
     for row in rows:
         try:
-            rendered.append(render_row(row, template))
+            rendered.append(render_row(row, template, loss))
         except DataError as error:
             raise DataError(f"{row.place}: {error}") from None
     return encode_rendered(rows, rendered, tokenizer, loss)
 
 
-def render_row(row: ConversationRow, template: ChatTemplate) -> list[Rendered]:
-    """The text of every conversation of a row.
+def render_row(row: ConversationRow, template: ChatTemplate, loss: LossOver) -> list[Rendered]:
+    """The text of every conversation of a row, and what counts in it if not all does.
 
     Raises:
         DataError: the template refuses messages.
     """
-    return [template.render(messages, row.tools) for messages in row.conversations]
+    said = loss != "all"
+    return [template.render(messages, row.tools, answers=said) for messages in row.conversations]
 
 
 def encode_rendered(

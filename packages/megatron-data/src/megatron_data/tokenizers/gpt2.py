@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from ..errors import DataError
-from ..files import read_text
+from ..files import read_text, tokenizer_path
 from .huggingface import HuggingFaceTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -28,7 +28,7 @@ def gpt2_tokenizer(
     Raises:
         DataError: a file that is missing or not what it should be; the message names it.
     """
-    definition = _definition(Path(vocab_file), Path(merge_file))
+    definition = _definition(tokenizer_path(vocab_file), tokenizer_path(merge_file))
     return HuggingFaceTokenizer(definition, {"eod": END_OF_TEXT, "eos": END_OF_TEXT})
 
 

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from ..errors import DataError
-from ..files import AtomicFile, read_json, write_json
+from ..files import AtomicFile, read_json, tokenizer_path, write_json
 from .pieces import pieces, places_to_cut
 from .protocol import CONFIG_FILE
 
@@ -87,7 +87,7 @@ class HuggingFaceTokenizer:
         Raises:
             DataError: no such file, or not a tokenizer; the message names the path.
         """
-        path = Path(path)
+        path = tokenizer_path(path)
         file = path / TOKENIZER_FILE if path.is_dir() else path
         if not file.is_file():
             raise DataError(

@@ -181,9 +181,9 @@ def _of_conversations(kind: str, given: Mapping[str, Any]) -> "Tokenizer":
     return multimodal.MultimodalTokenizer.load(
         given["tokenizer_model"],
         given["tokenizer_prompt_format"],
-        given.get("image_tag_type", ""),
-        given.get("force_system_message", False),
-        (multimodal.IMAGE_TOKEN,) if names is None else names,
+        special_tokens=(multimodal.IMAGE_TOKEN,) if names is None else names,
+        image_tag=given.get("image_tag_type", ""),
+        force_system_message=given.get("force_system_message", False),
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
-from ..files import read_json
+from ..files import read_json, tokenizer_path
 from .chat import ChatTemplate
 from .huggingface import HuggingFaceTokenizer
 from .multimodal import ImageTemplate, MultimodalTokenizer, NullMultimodalTokenizer
@@ -32,7 +32,7 @@ def load_tokenizer(
     Raises:
         DataError: nothing there, or nothing that is a tokenizer.
     """
-    folder = Path(path)
+    folder = tokenizer_path(path)
     plain = folder / PLAIN_FILE
     if not plain.is_file():
         if folder.is_file() and folder.suffix == ".model":

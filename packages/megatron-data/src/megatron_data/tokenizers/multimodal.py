@@ -9,8 +9,8 @@ from ..errors import DataError
 from .chat import ChatTemplate, Message, Rendered
 from .huggingface import HuggingFaceTokenizer
 from .plain import NullTokenizer
-from .prompt_formats import MULTIMODAL_PROMPT_FORMATS
-from .sft import SFTTokenizer, find_format, template_of, with_tokens
+from .prompt_formats import MULTIMODAL_PROMPT_FORMATS, PromptFormat
+from .sft import SFTTokenizer, find_format, template_of, with_tokens, with_variables
 
 IMAGE_TOKEN = "<image>"
 """What stands for an image in a text."""
@@ -43,7 +43,7 @@ class ImageTemplate(ChatTemplate):
         system: bool = True,
         system_message: str | None = None,
     ) -> None:
-        super().__init__(template.source, template.variables, template.limits)
+        super().__init__(template.source, template.variables, template.limits, template.now)
         self.image_tag = image_tag
         self.system = system
         self.system_message = system_message
@@ -58,6 +58,7 @@ class ImageTemplate(ChatTemplate):
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
+        answers: bool = True,
     ) -> Rendered:
         """A conversation as text, images between tags; the messages stay as they are.
 
@@ -74,7 +75,7 @@ class ImageTemplate(ChatTemplate):
             prepared = [first, *prepared[begun:]]
         elif not self.system:
             prepared = prepared[begun:]
-        return super().render(prepared, tools, add_generation_prompt)
+        return super().render(prepared, tools, add_generation_prompt, answers)
 
     def _prepared(self, number: int, message: Message) -> Message:
         content = message.get("content")
@@ -89,7 +90,7 @@ class ImageTemplate(ChatTemplate):
         return {**message, "content": tagged(content, self.image_tag)}
 
     def __reduce__(self) -> tuple[type["ImageTemplate"], tuple[Any, ...]]:
-        plain = ChatTemplate(self.source, self.variables, self.limits)
+        plain = ChatTemplate(self.source, self.variables, self.limits, self.now)
         return type(self), (plain, self.image_tag, self.system, self.system_message)
 
 
@@ -118,38 +119,55 @@ class MultimodalTokenizer(SFTTokenizer):
         super().__init__(reference, template, pad_token)
 
     @classmethod
-    def load(  # type: ignore[override]
+    def load(
         cls,
         path: str | os.PathLike[str],
-        prompt_format: str,
+        prompt_format: str | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
+        special_tokens: Sequence[str] = (IMAGE_TOKEN,),
+        *,
         image_tag: ImageTag = "",
         force_system_message: bool = False,
-        special_tokens: Sequence[str] = (IMAGE_TOKEN,),
     ) -> Self:
         """Read a `tokenizer.json` or its folder, and say how conversations are written.
 
         Args:
             path: file or folder.
-            prompt_format: one of `MULTIMODAL_PROMPT_FORMATS`.
+            prompt_format: one of `MULTIMODAL_PROMPT_FORMATS`; unlike `SFTTokenizer` it has no
+                default, in Megatron neither.
+            chat_template: file of another template, in place of a format. A first system message
+                has its turn then, and no token fills batches but the reference's.
+            special_tokens: tokens that are kept whole.
             image_tag: what stands around images: "nvlm" `<Image>`, "internvl" `<img>`.
             force_system_message: let every conversation begin with the format's system message.
-            special_tokens: tokens that are kept whole.
 
         Raises:
-            DataError: no tokenizer, no such format or tag, no template, or a format without a
-                system message that was to be forced.
+            DataError: no tokenizer, no such format or tag, no template, a format and a template,
+                or a format without a system message that was to be forced.
         """
-        wanted = find_format(MULTIMODAL_PROMPT_FORMATS, prompt_format)
+        if (prompt_format is None) == (chat_template is None):
+            raise DataError(
+                "--tokenizer-prompt-format and --chat-template: give one of them to a "
+                "MultimodalTokenizer"
+            )
+        wanted = PromptFormat()
+        if prompt_format is not None:
+            wanted = find_format(MULTIMODAL_PROMPT_FORMATS, prompt_format)
         if image_tag not in get_args(ImageTag):
             raise DataError(f"image tag {image_tag!r}; give one of nvlm, internvl, or none")
         if force_system_message and wanted.system_message is None:
+            which = chat_template if prompt_format is None else f"the prompt format {prompt_format}"
             raise DataError(
-                f"--force-system-message: the prompt format {prompt_format} has no system message "
-                "to force; qwen2p0 and qwen2p5 have"
+                f"--force-system-message: {which} has no system message to force; qwen2p0 and "
+                "qwen2p5 have"
             )
         reference = with_tokens(path, special_tokens)
+        if chat_template is None:
+            plain = template_of(wanted, reference, path)
+        else:
+            plain = with_variables(ChatTemplate.load(chat_template), reference)
         template = ImageTemplate(
-            template_of(wanted, reference, path),
+            plain,
             image_tag,
             wanted.system,
             wanted.system_message if force_system_message else None,

@@ -28,11 +28,13 @@ _BUILT_IN = (str, bytes, int, float, list, tuple, dict, set, frozenset, range)
 
 # Names of filters that no template can spell.
 _ITERATED, _COMPARED, _SOUGHT, _JOINED = " iterated", " compared", " sought", " joined"
+_STRFTIME = 256  # characters that Python makes of one of a format at most
+_DEEPEST = 100  # nodes of a template in one another; Python compiles some 200 brackets
 _NODES, _CHARACTERS = 32, 64  # of a body, that make a step
 
 
 class SandboxedTemplate:
-    """A template with what Hugging Face transformers gives templates, but the time of day.
+    """A template with what Hugging Face transformers gives templates.
 
     Args:
         source: the template.
@@ -49,6 +51,7 @@ class SandboxedTemplate:
         with self._environment.spending(budget):
             tree = self._environment.parse(source)
             counting = _Counting().visit(tree)
+            _check_depth(counting)
             counting.set_environment(self._environment)
             code = self._environment.compile(counting)
         self._template = self._environment.template_class.from_code(
@@ -101,6 +104,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters[_JOINED] = pass_context(partial(self._joined))
         del self.globals["lipsum"]  # draws words
         self.globals["raise_exception"] = _refuse
+        self.globals["strftime_now"] = self._strftime_now
 
     @contextmanager
     def spending(self, budget: Budget) -> Iterator[None]:
@@ -158,6 +162,11 @@ class _Environment(ImmutableSandboxedEnvironment):
             kept.append(part)
         budget.make(size)
         return "".join(kept)
+
+    def _strftime_now(self, format: str) -> str:  # noqa: A002 - the name that templates use
+        budget = self.left()
+        budget.make(_STRFTIME * len(format))
+        return budget.now.strftime(format)
 
     def _written(self, value: Any) -> Any:
         """What is written of a value; null, or a list of parts, would be Python's words."""
@@ -255,6 +264,19 @@ def _weight(body: nodes.Node) -> int:
         if isinstance(node, nodes.TemplateData):
             characters += len(node.data)
     return 1 + size // _NODES + characters // _CHARACTERS
+
+
+def _check_depth(tree: nodes.Node) -> None:
+    """Refuse what is nested more deeply than the stack of Python's parser holds.
+
+    The parser raises MemoryError then, which a real lack of memory raises as well.
+    """
+    level, depth = [tree], 0
+    while level:
+        depth += 1
+        if depth > _DEEPEST:
+            raise TemplateError(f"it is nested more than {_DEEPEST} levels deep")
+        level = [child for node in level for child in node.iter_child_nodes()]
 
 
 def _is_part(value: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import orjson
 
 from ..errors import DataError
-from ..files import AtomicFile, write_json
+from ..files import AtomicFile, tokenizer_path, write_json
 from .plain import PLAIN_FILE
 from .threads import may_use_threads
 
@@ -107,7 +107,7 @@ class SentencePieceTokenizer:
         Raises:
             DataError: no such file, or not a model; the message names the path.
         """
-        path = Path(path)
+        path = tokenizer_path(path)
         if not path.is_file():
             raise DataError(f"no tokenizer file {path}")
         try:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from ..errors import DataError
-from ..files import AtomicFile, write_json
+from ..files import AtomicFile, tokenizer_path, write_json
 from .chat import TEMPLATE_FILE, ChatTemplate, Message
 from .conversations import CountedTokens, LossOver, counted_tokens
 from .huggingface import ROLES, HuggingFaceTokenizer
@@ -71,7 +71,7 @@ class SFTTokenizer(WrappedTokenizer):
             return cls(reference, template_of(wanted, reference, path), wanted.pad_token)
         if prompt_format is not None:
             raise DataError("--chat-template and --sft-tokenizer-prompt-format: give one of them")
-        return cls(reference, _with_tokens_of(reference, ChatTemplate.load(chat_template)))
+        return cls(reference, with_variables(ChatTemplate.load(chat_template), reference))
 
     @property
     def pad_id(self) -> int | None:
@@ -101,7 +101,7 @@ class SFTTokenizer(WrappedTokenizer):
         Raises:
             DataError: the template refuses the messages.
         """
-        rendered = self.template.render(messages, tools, add_generation_prompt)
+        rendered = self.template.render(messages, tools, add_generation_prompt, loss != "all")
         (encoded,) = self.reference.encode_with_places([rendered.text])
         return counted_tokens(rendered.answers, *encoded, loss)
 
@@ -166,16 +166,17 @@ def template_of(
     Raises:
         DataError: there is none.
     """
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    place = tokenizer_path(path)
+    folder = place if place.is_dir() else place.parent
     if wanted.template is None:
         template = ChatTemplate.load(folder)
     else:
         template = ChatTemplate(wanted.template)
-    return _with_tokens_of(reference, template)
+    return with_variables(template, reference)
 
 
-def _with_tokens_of(reference: HuggingFaceTokenizer, template: ChatTemplate) -> ChatTemplate:
-    """A template that may name special tokens, such as `bos_token`."""
+def with_variables(template: ChatTemplate, reference: HuggingFaceTokenizer) -> ChatTemplate:
+    """A template that may name a tokenizer's special tokens, such as `bos_token`."""
     numbers = {f"{role}_token": getattr(reference, f"{role}_id") for role in ROLES}
     tokens = {name: reference.token(n) for name, n in numbers.items() if n is not None}
     return ChatTemplate(template.source, tokens | template.variables)

@@ -8,6 +8,7 @@ made, its size is known.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from string import Formatter
 from typing import Any
 
@@ -40,10 +41,12 @@ class Budget:
     Attributes:
         steps: that may still be made.
         characters: that a text may have.
+        now: the time that is told to the template.
     """
 
     steps: int
     characters: int
+    now: datetime = datetime.min
 
     def spend(self, steps: int) -> None:
         """Count steps.

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeAlias
 import orjson
 
 from ..errors import DataError
-from ..files import AtomicFile, write_json
+from ..files import AtomicFile, tokenizer_path, write_json
 from .plain import PLAIN_FILE
 from .threads import may_use_threads
 
@@ -97,7 +97,7 @@ class TikTokenizer:
         Raises:
             DataError: no such file, or not a vocabulary; the message names the path.
         """
-        path = Path(path)
+        path = tokenizer_path(path)
         if not path.is_file():
             raise DataError(f"no tokenizer file {path}")
         try:

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from ..errors import DataError
-from ..files import read_text
+from ..files import read_text, tokenizer_path
 from .huggingface import HuggingFaceTokenizer
 
 UNKNOWN, BEGIN, END = "[UNK]", "[BOS]", "[EOS]"
@@ -34,7 +34,7 @@ def bert_tokenizer(
     Raises:
         DataError: a file that is missing, has a line twice, or lacks a special token.
     """
-    vocabulary = _vocabulary(Path(vocab_file))
+    vocabulary = _vocabulary(tokenizer_path(vocab_file))
     if extra_ids < 0:
         raise DataError(f"{extra_ids} extra ids; give at least 0")
     tokenizer = wordpiece(
