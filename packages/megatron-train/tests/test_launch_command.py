@@ -1,14 +1,19 @@
 """`--nproc-per-node`: what the parent refuses by itself, and what exceptions come to."""
 
+import json
+import os
+import re
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from megatron_train.cli import main
 from megatron_train.cli.failure import report_of
 from megatron_train.cli.pretrain import ranks_to_start
 from megatron_train.errors import TrainError, UsageError
+from megatron_train.launch.error_file import write_error_file
 
 SIZES = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --vocab-size 9"
 RUN = f"pretrain gpt {SIZES} --micro-batch-size 2 --train-iters 3 --lr 1e-3 --eval-iters 0"
@@ -122,3 +127,50 @@ def test_a_rank_of_torchrun_that_fails_leaves_at_once_with_one_line(raised, stat
     )
     assert done.returncode == status
     assert done.stderr.endswith(said) and (done.stderr == said or "Traceback" in done.stderr)
+
+
+def test_a_rank_writes_its_line_to_the_file_of_torchrun(tmp_path, monkeypatch):
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    assert main(f"{RUN} --num-attention-heads 3".split()) == 1
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
+    assert failure.message["message"].startswith("megatron-train: error: ")
+    assert "--num-attention-heads" in failure.message["message"]
+    assert abs(failure.timestamp - time.time()) < 600
+
+
+def test_the_file_of_torchrun_has_the_traceback_of_a_bug_and_no_interrupt(tmp_path):
+    file = tmp_path / "error.json"
+    there = {"TORCHELASTIC_ERROR_FILE": str(file)}
+    write_error_file(report_of(KeyboardInterrupt()), there)
+    write_error_file(report_of(TrainError("bad")), {})
+    assert not file.exists()
+    try:
+        raise ZeroDivisionError("a bug")
+    except ZeroDivisionError as error:
+        write_error_file(report_of(error), there)
+    shown = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
+    first, *rest = shown.splitlines()
+    assert first == "megatron-train: error: ZeroDivisionError: a bug"
+    assert rest[0].startswith("Traceback") and rest[-1] == "ZeroDivisionError: a bug"
+    write_error_file(report_of(TrainError("bad")), {"TORCHELASTIC_ERROR_FILE": str(tmp_path)})
+
+
+def test_the_summary_of_torchrun_has_the_line_of_the_failed_rank(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        environment.pop(name, None)
+    words = ["--standalone", "--nproc-per-node", "2", "-m", "megatron_train", *RUN.split()]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, "--num-attention-heads", "3"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    summary = done.stderr.partition("Root Cause (first observed failure)")[2]
+    assert re.search(r"traceback : megatron-train: error: .*--num-attention-heads 3", summary)

@@ -11,6 +11,7 @@ from megatron_train.cli import config, layout, pretrain, recipes, schedule
 from megatron_train.cli import report as report_page
 from megatron_train.cli.failure import report_of
 from megatron_train.config.flags import Parser
+from megatron_train.launch.error_file import write_error_file
 from megatron_train.launch.link import Report
 
 PROG = "megatron-train"
@@ -36,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 is success, 1 an error, 2 a usage error, 130 and 143 a stop by SIGINT and SIGTERM, 141 a
     reader of the output that has gone, 128 and the number of a signal that killed a rank. One rank
     of several (torchrun) does not return after an error: the process ends, because what is left of
-    its communication could hang at exit.
+    its communication could hang at exit. What went wrong is written to the file that torchrun
+    quotes in its summary, too.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     several = "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1"
@@ -51,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = broken_pipe()
     except (Exception, KeyboardInterrupt) as error:
         report = report_of(error)
+        write_error_file(report)
         if report.kind == "bug" and not several:
             raise
         status = _tell(report, several)
