@@ -10,6 +10,7 @@ import torch
 from megatron_kernels import Mask
 from megatron_models import GPT, Dropout, GPTConfig
 from megatron_models.activations import Keeping, layer_activations, stack_activations
+from megatron_models.expert_activations import ExpertRanks
 from megatron_models.layers.context import Context
 from megatron_models.layers.dropout import StageDropout
 from megatron_models.layers.stack import run_layers
@@ -39,10 +40,12 @@ def counted(
     dropout: bool,
     mesh: Mesh | None = None,
     sequence_parallel: bool = False,
+    dispatcher: str = "allgather",
 ) -> dict[str, int]:
     """Bytes by module of a stack of layers, without what all of them share."""
     mesh = mesh or Mesh.single()
-    model = GPT(config, mesh, dtype=dtype, recompute=plan, sequence_parallel=sequence_parallel)
+    options = {"sequence_parallel": sequence_parallel, "dispatcher": dispatcher}
+    model = GPT(config, mesh, dtype=dtype, recompute=plan, **options)
     key = DropoutKey.for_batch(seed=1, iteration=1, samples=torch.arange(B), positions=S)
     cut = model.tp if sequence_parallel else None
     drop = StageDropout.of(Dropout(key, 0.1, 0.1), cut) if dropout else None
@@ -180,3 +183,85 @@ def keeping_too_much(mesh: Mesh, run: Any) -> int:
 
     with mock.patch.object(layers, "column_parallel_linear", wrong):
         return sum(counted(*run, mesh, True).values())
+
+
+MOE = {"num_experts": 4, "moe_ffn_hidden_size": 20, "moe_router_topk": 2}
+GATED = {"activation": "swiglu", "add_bias_linear": False}
+EXPERTS = [MOE, {**MOE, **GATED, "moe_shared_expert_intermediate_size": 8}, {**MOE, **GATED}]
+EXPERT_PLANS = [Recompute(), Recompute(granularity="selective", modules=("moe",))]
+
+
+def by_part(found: dict[str, int]) -> dict[str, int]:
+    """Bytes of the one layer's feed-forward part, as the formula names its terms."""
+    parts: dict[str, int] = {}
+    for name, count in found.items():
+        name = name.removeprefix("layers.0.")
+        if name.startswith("mlp") and not name.startswith("mlp_norm"):
+            part = ".".join(name.split(".")[:2])
+            parts[part] = parts.get(part, 0) + count
+    return parts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_experts_on_one_rank_keep_what_the_formula_says(small, dtype):
+    for changes in EXPERTS:
+        for plan in EXPERT_PLANS:
+            config = small(num_layers=1, **changes)
+            found = sum(counted(config, dtype, plan, False).values())
+            assert found == stack_activations(
+                config, S, B, of_cpu(config, dtype, False), recompute=plan
+            ), (changes, plan)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(tp=2, dp=1),
+        ParallelLayout(tp=2, ep=2, etp=1, dp=1),
+        pytest.param(ParallelLayout(dp=2, ep=2), marks=pytest.mark.slow),
+        pytest.param(ParallelLayout(tp=4, ep=2, etp=2, dp=1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_experts_on_ranks_keep_what_the_formula_says(worker_pool, small, layout):
+    """In the mean over ranks, as it depends on the routing how many rows each of them gets."""
+    runs = [
+        (small(num_layers=1, **changes), dtype, plan, sequence_parallel, dispatcher)
+        for changes in EXPERTS
+        for dtype in (torch.float32, torch.bfloat16)
+        for plan in EXPERT_PLANS
+        for sequence_parallel in ((False, True) if layout.tp > 1 else (False,))
+        for dispatcher in ("allgather", "alltoall")
+    ]
+    ranks = worker_pool.run_mesh(layout, experts_on_a_rank, runs)
+    for run, found in zip(runs, zip(*ranks, strict=True), strict=True):
+        config, dtype, plan, sequence_parallel, dispatcher = run
+        terms = layer_activations(
+            config,
+            S,
+            B,
+            of_cpu(config, dtype, False),
+            tp=layout.tp,
+            sequence_parallel=sequence_parallel,
+            recompute=plan,
+            experts=ExpertRanks(layout.ep, layout.expert_tp, dispatcher),
+        )
+        kept = sum(sum(one.values()) for one in found)
+        assert kept == len(found) * sum(terms.values()), run
+        if layout.ep > 1 or plan is not EXPERT_PLANS[0]:
+            continue
+        for one in found:  # then no rank differs, in any part
+            parts = by_part(one)
+            assert parts["mlp"] == terms["mlp"], run
+            assert parts["mlp.experts"] == terms["mlp.experts"], run
+            # The input of the layer is kept by the router or by the shared expert.
+            rest = parts["mlp.router"] + parts.get("mlp.shared", 0)
+            told = terms["mlp.router"] + terms["mlp.shared"] + terms.get("mlp.up", 0)
+            assert rest == told, run
+
+
+def experts_on_a_rank(mesh: Mesh, runs: list[Any]) -> list[dict[str, int]]:
+    return [
+        counted(config, dtype, plan, False, mesh, cut, dispatcher)
+        for config, dtype, plan, cut, dispatcher in runs
+    ]

@@ -8,6 +8,7 @@ from .config import GPTConfig as GPTConfig
 from .encoder_decoder import EncoderDecoder as EncoderDecoder
 from .encoder_decoder_config import EncoderDecoderConfig as EncoderDecoderConfig
 from .errors import ConfigError as ConfigError
+from .expert_activations import ExpertRanks as ExpertRanks
 from .families.family import Family as Family
 from .flops import gpt_flops as gpt_flops
 from .flops import tokens_per_pair as tokens_per_pair

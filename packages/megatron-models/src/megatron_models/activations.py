@@ -11,15 +11,15 @@ selective and `2 s b h` with full recomputation.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from megatron_parallel import Recompute
 
 from megatron_models.config import GPTConfig
-from megatron_models.errors import ConfigError
-
-_FP32: Final = 4
-_INDEX: Final = 8
+from megatron_models.expert_activations import (
+    ExpertRanks,
+    expert_activations,
+    reads_stream,
+)
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ def layer_activations(
     tp: int = 1,
     sequence_parallel: bool = False,
     recompute: Recompute | None = None,
+    experts: ExpertRanks | None = None,
 ) -> Terms:
     """Return what one layer keeps of one micro-batch on one rank, by the part that keeps it.
 
@@ -121,9 +122,9 @@ def layer_activations(
         tp: `t`, ranks over which heads and feed-forward layer are cut.
         sequence_parallel: whether what lies between is cut along the sequence over them.
         recompute: of parts of a layer.
-
-    Raises:
-        ConfigError: a layer with experts on several ranks, where it depends on the routing.
+        experts: how experts are cut; by default all of them are on every rank, cut like the
+            feed-forward layer. Where some are on other ranks, what a rank keeps depends on the
+            routing: this is the mean over ranks.
     """
     plan = recompute or Recompute()
     tokens = sequence_length * micro_batch_size
@@ -141,9 +142,11 @@ def layer_activations(
         core += config.num_attention_heads // tp * sequence_length * keeping.key_number
     read = {"mlp.up": 0 if norm_again else stream * size}
     if config.moe_layers[layer]:
-        if tp > 1:
-            raise ConfigError("what experts on several tensor-parallel ranks keep has no formula")
-        inside = {} if plan.does("moe") else {"mlp": tokens * _experts(config, size)}
+        inside: Terms = {}
+        if not plan.does("moe"):
+            inside = expert_activations(config, tokens, size, tp, experts or ExpertRanks())
+            if not reads_stream(config, size):
+                read = {}
     else:
         inside = {} if plan.does("mlp") else _feed_forward(config, tokens // tp, size)
     return {
@@ -163,21 +166,6 @@ def _feed_forward(config: GPTConfig, tokens: int, size: int) -> Terms:
     """Input and output of the activation; SwiGLU also keeps the activated gate."""
     width = tokens * config.ffn_hidden_size * size
     return {"mlp": width * (3 if config.gated else 1), "mlp.down": width}
-
-
-def _experts(config: GPTConfig, size: int) -> int:
-    """A token of a layer with experts, routed without losses: a row for each of its choices.
-
-    The router works on a float32 copy where the input is none. Answers are kept in float32 to
-    weight them. Of each choice its expert, weight, place, and way back.
-    """
-    hidden, choices = config.hidden_size, config.moe_router_topk
-    parts = 4 if config.gated else 2
-    row = hidden * (size + _FP32) + config.moe_ffn_hidden_size * parts * size
-    biases = 2 * _INDEX if config.has_mlp_bias else 0
-    exact = hidden * _FP32 if size != _FP32 else 0
-    shared = config.moe_shared_expert_intermediate_size * parts * size
-    return choices * (row + 3 * _INDEX + _FP32 + biases) + exact + shared
 
 
 def _query_key_value(config: GPTConfig, tokens: int, tp: int, keep: Keeping, written: bool) -> int:
@@ -207,6 +195,7 @@ def stack_activations(
     tp: int = 1,
     sequence_parallel: bool = False,
     recompute: Recompute | None = None,
+    experts: ExpertRanks | None = None,
 ) -> int:
     """Return what the layers of one stage keep of one micro-batch, in bytes on the device.
 
@@ -229,6 +218,7 @@ def stack_activations(
             tp=tp,
             sequence_parallel=sequence_parallel,
             recompute=plan,
+            experts=experts,
         )
         return sum(terms.values())
 

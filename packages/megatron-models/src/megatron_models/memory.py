@@ -15,6 +15,7 @@ from megatron_parallel import DataParallelConfig, ParallelLayout, Recompute
 from megatron_models.activations import Keeping, stack_activations
 from megatron_models.config import GPTConfig
 from megatron_models.errors import ConfigError
+from megatron_models.expert_activations import ExpertRanks
 from megatron_models.parameters import parameter_shapes
 
 Precision = Literal["float32", "bfloat16"]
@@ -59,6 +60,7 @@ def training_memory(
     layers: int | None = None,
     in_flight: int = 1,
     recompute: Recompute | None = None,
+    dispatcher: str = "allgather",
 ) -> TrainingMemory:
     """Return the bytes that training with AdamW holds on one rank, with fused kernels.
 
@@ -81,6 +83,7 @@ def training_memory(
         in_flight: micro-batches whose activations are kept at once: `pp` on the first stage of
             1F1B with enough of them.
         recompute: what is computed again; by default nothing.
+        dispatcher: how tokens get to their experts, ``allgather`` or ``alltoall``.
 
     Raises:
         ConfigError: the sequence is longer than the model's positions, or ``layout`` does not say
@@ -104,6 +107,7 @@ def training_memory(
         tp=tp,
         sequence_parallel=sequence_parallel,
         recompute=recompute,
+        experts=ExpertRanks(layout.ep, layout.expert_tp, dispatcher),
     )
     tokens = sequence_length * micro_batch_size
     ends = 8 * tokens  # the tokens of the embedding
