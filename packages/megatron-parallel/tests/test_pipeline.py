@@ -485,32 +485,38 @@ def with_average_of_averages(mesh: Mesh) -> Any:
 
 
 def with_scaled_gradients(mesh: Mesh) -> Any:
-    from megatron_parallel import _compat
+    from megatron_parallel._compat import pipelining
 
-    run_schedule = _compat.run_schedule
+    run_schedule = pipelining.run_schedule
 
     def scaled(schedule: Any, stages: Any, *args: Any, **options: Any) -> None:
         run_schedule(schedule, stages, *args, **options)
         for stage in stages:
             stage.scale_grads(3)
 
-    _compat.run_schedule = scaled
+    pipelining.run_schedule = scaled
     try:
         return train(mesh, split_layers(4, 2), [3], False, "1f1b")
     finally:
-        _compat.run_schedule = run_schedule
+        pipelining.run_schedule = run_schedule
 
 
 def with_swapped_gradients(mesh: Mesh) -> Any:
     """The gradient of one micro-batch is used for another."""
     from megatron_parallel.pipeline.stage import Stage
 
-    retrieve = Stage._retrieve_recv_grads
-    Stage._retrieve_recv_grads = lambda self, i: retrieve(self, 0)  # type: ignore[method-assign]
+    send = Stage.get_bwd_send_ops
+    kept: list[Any] = []
+
+    def first(self: Stage, number: int) -> Any:
+        kept.append(send(self, number))
+        return kept[0]
+
+    Stage.get_bwd_send_ops = first  # type: ignore[method-assign]
     try:
         return train(mesh, split_layers(4, 2), [3], False, "gpipe")
     finally:
-        del Stage._retrieve_recv_grads
+        Stage.get_bwd_send_ops = send  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_parallel import LayoutError, Mesh, ParallelLayout
+from megatron_parallel import Mesh, ParallelLayout
 from megatron_parallel.pipeline import Passed, PipelineEngine, stage_parameters
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
@@ -118,8 +118,6 @@ LAYOUTS = [
     ("gpipe", ParallelLayout(pp=4, dp=1)),
     ("interleaved-1f1b", ParallelLayout(pp=2, vpp=2, dp=1)),
     ("looped-bfs", ParallelLayout(pp=2, vpp=2, dp=1)),
-]
-SPLIT = [
     ("zero-bubble", ParallelLayout(pp=2, vpp=2, dp=1)),
     ("zb-v", ParallelLayout(pp=2, vpp=2, dp=1, placement="v")),
     ("dualpipe-v", ParallelLayout(pp=2, vpp=2, dp=1, placement="v")),
@@ -146,17 +144,3 @@ def test_stages_pass_several_tensors(
                 assert (gradient - wanted).abs().max() <= 1e-12 * wanted.abs().max(), name
             names |= set(gradients)
         assert names == {name for name, _ in whole.named_parameters()}
-
-
-@pytest.mark.parametrize(("schedule", "layout"), SPLIT, ids=[name for name, _ in SPLIT])
-def test_split_backward_passes_refuse_several_gradients(
-    worker_pool: WorkerPool, schedule: str, layout: ParallelLayout
-) -> None:
-    def refused(mesh: Mesh) -> str:
-        with pytest.raises(LayoutError) as caught:
-            train(mesh, schedule)
-        return str(caught.value)
-
-    for line in worker_pool.run_mesh(layout, refused):
-        assert line.startswith(f"{schedule} splits backward passes")
-        assert "stage 2 passes on 2" in line and "\n" not in line

@@ -36,7 +36,6 @@ class PipelineEngine:
             `mesh.layout.stages(rank)`. The first stage is called with keyword arguments only,
             others with what the stage before passed on, then keyword arguments. A stage returns
             the tensor, or tuple of tensors, it passes on; the last one returns any value.
-            Under schedules that split backward passes only one of them may be floating-point.
         loss: `loss(output, micro_batch)`, called on the last stage, returns the sums by name.
         inputs: `inputs(micro_batch, stage)` gives a stage's keyword arguments.
         passed: `passed(micro_batch, stage)` gives shape and dtype of what `stage` passes on; every

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.layout import stages_of
-from megatron_parallel.pipeline.rules import check_micro_batches, schedule_kind
+from megatron_parallel.pipeline.rules import check_micro_batches, order_taken, schedule_kind
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -70,7 +70,8 @@ def _alone(schedule: str, pp: int, rank: int, micro_batches: int, vpp: int) -> l
         return [a for i in range(micro_batches) for a in (Action("F", 0, i), Action("B", 0, i))]
     stages = stages_of(schedule_kind(schedule).placement, pp, vpp, rank)
     if schedule in ("gpipe", "1f1b"):
-        ahead = micro_batches if schedule == "gpipe" else min(micro_batches, pp - rank)
+        gpipe = order_taken(schedule, pp, micro_batches) == "gpipe"
+        ahead = micro_batches if gpipe else pp - rank
         return _one_chunk(rank, micro_batches, ahead)
     if schedule == "looped-bfs":
         return _breadth_first(stages, micro_batches)

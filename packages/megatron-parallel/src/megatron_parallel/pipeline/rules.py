@@ -88,6 +88,16 @@ def check_schedule(schedule: str, vpp: int, placement: Placement | None = None) 
         )
 
 
+def order_taken(schedule: str, pp: int, micro_batches: int) -> str:
+    """The schedule in whose order a step runs: 1F1B with fewer micro-batches than stages is GPipe.
+
+    There 1F1B has no steady state. Its first ranks then send and receive apart what its last ranks
+    do at once, and torch takes different NCCL communicators for these two: the step would hang.
+    GPipe does the same passes of each rank in the same order of micro-batches.
+    """
+    return "gpipe" if schedule == "1f1b" and micro_batches < pp else schedule
+
+
 def check_micro_batches(schedule: str, pp: int, vpp: int, micro_batches: int) -> None:
     """Raise `LayoutError`, naming the numbers, if the schedule cannot run that many micro-batches.
 

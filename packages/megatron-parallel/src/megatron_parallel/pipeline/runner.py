@@ -12,8 +12,8 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from megatron_parallel import _compat
-from megatron_parallel._compat import PairedPass
+from megatron_parallel._compat import pipelining
+from megatron_parallel._compat.pipelining import PairedPass
 from megatron_parallel.collectives import all_gather
 from megatron_parallel.errors import CollectiveError, LayoutError
 from megatron_parallel.mesh import Mesh
@@ -21,7 +21,6 @@ from megatron_parallel.pipeline.contract import AroundBackward, Inputs, Passed, 
 from megatron_parallel.pipeline.failure import PeerError, Watch
 from megatron_parallel.pipeline.objective import Objective
 from megatron_parallel.pipeline.order import Action, evaluated_actions, planned_actions
-from megatron_parallel.pipeline.rules import schedule_kind
 from megatron_parallel.pipeline.schedules import (
     build_forward_schedule,
     build_schedule,
@@ -78,12 +77,10 @@ class StageRunner:
         try:
             with watch.computing():
                 borders = self._borders(micro_batches)
-                if backward:
-                    self._check_split(borders)
             self._agree(len(micro_batches), borders, backward)
             prepared = self._prepare(len(micro_batches), borders, backward)
             watch.begin(prepared.plan if receives_ahead(prepared.schedule) else ())
-            _compat.run_schedule(
+            pipelining.run_schedule(
                 prepared.schedule, prepared.stages, micro_batches, backward=backward
             )
             broadcast_from_last_stage(self._objective.totals, self._mesh, purpose="loss sums")
@@ -112,19 +109,6 @@ class StageRunner:
                         f"{_text(found)} for micro-batch {i}"
                     )
         return first
-
-    def _check_split(self, borders: list[tuple[Passed, ...]]) -> None:
-        """Refuse what torch's split backward pass cannot: it frees the graph after one root."""
-        if not schedule_kind(self._schedule).splits_backward:
-            return
-        for stage, passed in enumerate(borders):
-            graded = [one for one in passed if one.dtype.is_floating_point]
-            if len(graded) > 1:
-                raise LayoutError(
-                    f"{self._schedule} splits backward passes, which stages that pass on one "
-                    f"tensor with a gradient can do, but stage {stage} passes on {len(graded)}: "
-                    f"{_text(graded)}; choose a schedule that does not, such as 1f1b"
-                )
 
     def _agree(self, count: int, borders: list[tuple[Passed, ...]], backward: bool) -> None:
         """Raise `LayoutError` on all ranks of the pipeline unless they are about to do the same.
@@ -166,14 +150,13 @@ class StageRunner:
         return self._prepared[key]
 
     def _stage(self, index: int, chunk: nn.Module, borders: list[tuple[Passed, ...]]) -> Stage:
-        last_output = (Passed((), torch.float32),)  # a stand-in: it is not passed on
         return Stage(
             chunk,
             StageSpec(
                 index=index,
                 count=self._count,
                 received=borders[index - 1] if index else (),
-                passed=borders[index] if index < len(borders) else last_output,
+                passed=borders[index] if index < len(borders) else (),
             ),
             self._mesh,
             inputs=self._inputs,

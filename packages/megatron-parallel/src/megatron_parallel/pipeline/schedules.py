@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from torch import Tensor
 from torch.distributed.pipelining import (
+    Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -14,11 +15,12 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from megatron_parallel import _compat
+from megatron_parallel._compat.pipelining import PairedPass, schedule_of_turns
 from megatron_parallel.pipeline.order import planned_turns
-from megatron_parallel.pipeline.rules import schedule_kind
+from megatron_parallel.pipeline.rules import order_taken, schedule_kind
 from megatron_parallel.pipeline.stage import Stage
 
+_OF_ONE: Final[dict[str, Callable[..., Any]]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _OF_CHUNKS: Final[dict[str, Callable[..., Any]]] = {
     "interleaved-1f1b": ScheduleInterleaved1F1B,
     "looped-bfs": ScheduleLoopedBFS,
@@ -28,7 +30,7 @@ _OF_CHUNKS: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
-RunPair = Callable[[_compat.PairedPass, _compat.PairedPass], None]
+RunPair = Callable[[PairedPass, PairedPass], None]
 """Runs a forward and a backward pass of two micro-batches that take turns."""
 
 
@@ -46,11 +48,10 @@ def build_schedule(
     if run_pair is not None and schedule_kind(name).pairs:
         pp, vpp = stages[0].group_size, len(stages)
         plans = [planned_turns(name, pp, rank, micro_batches, vpp) for rank in range(pp)]
-        return _compat.schedule_of_turns(stages, micro_batches, loss, plans, run_pair)
-    if name == "1f1b":
-        return _compat.schedule_1f1b(stages[0], micro_batches, loss)
-    if name == "gpipe":
-        return ScheduleGPipe(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
+        return schedule_of_turns(stages, micro_batches, loss, plans, run_pair)
+    order = order_taken(name, stages[0].group_size, micro_batches)
+    if (single := _OF_ONE.get(order)) is not None:
+        return single(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
     return _OF_CHUNKS[name](list(stages), micro_batches, loss_fn=loss, scale_grads=False)
 
 

@@ -1,35 +1,34 @@
-"""One stage of a pipeline: torch's `PipelineStage` with a signal around every backward pass.
+"""One stage of a pipeline: what torch's schedules call, pass by pass and message by message.
 
-What of torch's stage is replaced, and why:
+Everything that computes or communicates is our own; torch's stage only has the place for it. So
+the versions of torch differ in `_compat.pipelining.BareStage` alone, and
 
-- `backward_one_chunk`, `backward_weight_one_chunk`: gradient buffers learn from the *schedule* that
-  a backward pass adds to the gradients and whether it is the stage's last. Counting hooks on
-  parameters would be wrong: a split backward pass adds to `.grad` without calling them.
-- `perform_reduce_grad`: gradients are never scaled; the loss is already divided by its denominator.
-- `forward_one_chunk`: takes the inputs of a stage from the micro-batch, and refuses an output that
-  is not what the next stage has made room for, which on Gloo would be an abort or silent zeros.
-- `get_*_ops`: only note for whom this rank waits, and count what is sent and received.
-- `get_local_bwd_output`, `set_local_bwd_input`: in an evaluation, two stages of a rank that follow
-  one another (at the bottom of a V) have no gradient to hand over; torch raises there.
-
-Stages are built with static metadata, so that the first step runs no hidden forward pass.
+- gradient buffers learn from the *schedule* that a backward pass adds to the gradients and whether
+  it is the stage's last. Counting hooks on parameters would be wrong: a split backward pass adds to
+  `.grad` without calling them.
+- a stage takes its inputs from the micro-batch, and refuses an output that is not what the next
+  stage has made room for, which on Gloo would be an abort or silent zeros.
+- tensors of a micro-batch are received into memory of its own, which lives no longer than it is
+  needed: torch keeps room for all micro-batches of a step.
+- gradients are never scaled; the loss is already divided by its denominator.
+- the watch is told for whom this rank waits, and traffic is counted.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
+from megatron_parallel._compat.pipelining import BareStage
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.pipeline.contract import AroundBackward, Backward, Inputs, Passed
 from megatron_parallel.pipeline.failure import Watch
-from megatron_parallel.pipeline.order import Action, Kind
+from megatron_parallel.pipeline.order import Action
+from megatron_parallel.pipeline.split_backward import SplitBackward
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,39 @@ class StageSpec:
     passed: tuple[Passed, ...]
 
 
-class Stage(PipelineStage):
+@dataclass
+class _MicroBatch:
+    """The tensors of one micro-batch in this stage, from one step of its way to the next.
+
+    Attributes:
+        received: From the stage before; leaves of the graph of autograd.
+        passed: To the stage after.
+        returned: Gradients of `passed`, in the same order; None for what has none.
+        gradients: Of `received`, in the same order; None for what has none.
+        weights: What is left of a split backward pass.
+    """
+
+    received: tuple[Tensor, ...] = ()
+    passed: tuple[Tensor, ...] = ()
+    returned: tuple[Tensor | None, ...] = ()
+    gradients: tuple[Tensor | None, ...] = ()
+    weights: "SplitBackward | _Roots | None" = None
+
+
+@dataclass(frozen=True)
+class _Roots:
+    """What a backward pass starts from: tensors that need gradients, and their gradients."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
+
+    def backward(self) -> None:
+        """Run the whole pass."""
+        if self.tensors:
+            torch.autograd.backward(self.tensors, self.gradients)
+
+
+class Stage(BareStage):
     """A chunk of the model at its place in the pipeline, for micro-batches of one shape."""
 
     def __init__(
@@ -55,20 +86,21 @@ class Stage(PipelineStage):
         around_backward: AroundBackward,
         watch: Watch,
     ) -> None:
-        super().__init__(
-            chunk,
-            spec.index,
-            spec.count,
-            mesh.device,
-            input_args=_examples(spec.received),
-            output_args=_examples(spec.passed),
-            group=mesh.axis("pp").bound,
-        )
-        self._axis = mesh.axis("pp")
+        axis = mesh.axis("pp")
+        super().__init__(chunk, spec.index, spec.count, mesh.device, group=axis.bound)
+        self._axis = axis
+        self._rank_of = mesh.layout.stage_holder
         self._spec = spec
         self._inputs = inputs
         self._around_backward = around_backward
         self._watch = watch
+        self._tensors: dict[int, _MicroBatch] = {}
+
+    def clear_runtime_states(self) -> None:
+        """Forget all micro-batches: a step begins or has ended."""
+        self._tensors.clear()
+
+    # -- passes --------------------------------------------------------------------------------
 
     def forward_one_chunk(
         self,
@@ -80,35 +112,35 @@ class Stage(PipelineStage):
         """Forward pass of one micro-batch, which is the keyword argument `micro_batch`."""
         micro_batch = (kwargs or {})["micro_batch"]
         with self._watch.computing(Action("F", self.stage_index, fwd_chunk_id)):
-            own = dict(self._inputs(micro_batch, self.stage_index))
-            with _unwrapped_errors():
-                output = super().forward_one_chunk(fwd_chunk_id, (), own, save_forward_output=False)
-            outputs, values = self.fwd_cache[fwd_chunk_id]
+            tensors = self._of(fwd_chunk_id)
+            for t in tensors.received:
+                t.requires_grad_(self.has_backward and t.dtype.is_floating_point)
+            own = self._inputs(micro_batch, self.stage_index)
+            output = self.submod(*tensors.received, **own)
             if not self.is_last:
-                outputs = self._checked(outputs, fwd_chunk_id)
-            elif not self.has_backward:
-                outputs = ()  # the loss is all that is wanted: do not keep the logits
-            self.fwd_cache[fwd_chunk_id] = (outputs, values)
+                tensors.passed = self._checked(output, fwd_chunk_id)
+            if not self.has_backward:
+                tensors.received = ()
             return output
 
     def backward_one_chunk(
         self,
         bwd_chunk_id: int,
-        loss: Any = None,
+        loss: Tensor | None = None,
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
         """Backward pass of one micro-batch, or the part of it that gives the input's gradient."""
         if not self.has_backward:
             return
-        note = Backward(self.stage_index, bwd_chunk_id, last_backward)
-        around = self._around_backward(note) if full_backward else nullcontext()
-        kind: Kind = "B" if full_backward else "I"
-        with self._watch.computing(Action(kind, self.stage_index, bwd_chunk_id)), around:
-            with _unwrapped_errors():
-                super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-            grads = self.bwd_cache[bwd_chunk_id]  # autograd may give strides that cannot be sent
-            self.bwd_cache[bwd_chunk_id] = tuple(g if g is None else g.contiguous() for g in grads)
+        if full_backward:
+            note = Backward(self.stage_index, bwd_chunk_id, last_backward)
+            action = Action("B", self.stage_index, bwd_chunk_id)
+            with self._watch.computing(action), self._around_backward(note):
+                self._backward(self._of(bwd_chunk_id), loss)
+        else:
+            with self._watch.computing(Action("I", self.stage_index, bwd_chunk_id)):
+                self._backward_of_inputs(self._of(bwd_chunk_id), loss)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """The part of a split backward pass that gives the gradients of the parameters."""
@@ -116,8 +148,12 @@ class Stage(PipelineStage):
             return
         note = Backward(self.stage_index, bwd_chunk_id, last_backward, split=True)
         action = Action("W", self.stage_index, bwd_chunk_id)
-        with self._watch.computing(action), self._around_backward(note), _unwrapped_errors():
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
+        with self._watch.computing(action), self._around_backward(note):
+            half, self._of(bwd_chunk_id).weights = self._of(bwd_chunk_id).weights, None
+            if isinstance(half, SplitBackward):
+                half.weights()
+            elif half is not None:
+                half.backward()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """After the last backward pass; averaging over micro-batches would be wrong here."""
@@ -125,52 +161,41 @@ class Stage(PipelineStage):
             raise LayoutError(
                 f"gradients must not be scaled, but the schedule divides by {grad_scale_factor}"
             )
-        super().perform_reduce_grad(1)
 
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        """The gradient for a stage before it on this rank; nothing without backward passes."""
-        if not self.has_backward:
-            return ()
-        return super().get_local_bwd_output(mb_index)  # type: ignore[no-untyped-call]
+    def _backward(self, tensors: _MicroBatch, loss: Tensor | None) -> None:
+        self._taken_roots(tensors, loss).backward()
+        tensors.gradients = tuple(_sendable(t, t.grad) for t in tensors.received)
+        tensors.received = ()
+        if loss is not None:
+            loss.detach_()  # the schedule keeps it to the end of the step
 
-    def set_local_bwd_input(
-        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
-    ) -> None:
-        """Take the gradient from a stage after it on this rank."""
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+    def _backward_of_inputs(self, tensors: _MicroBatch, loss: Tensor | None) -> None:
+        roots = self._taken_roots(tensors, loss)
+        if self.is_first:  # nobody waits for a gradient: all of the pass comes later
+            tensors.weights = roots
+            return
+        half = SplitBackward(
+            roots.tensors, roots.gradients, tensors.received, self.submod.parameters()
+        )
+        tensors.gradients = tuple(
+            _sendable(t, gradient)
+            for t, gradient in zip(tensors.received, half.input_gradients, strict=True)
+        )
+        tensors.weights, tensors.received = half, ()
+        if loss is not None:
+            loss.detach_()
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receives of activations."""
-        if not self.is_first:
-            self._watch.receives("activations", fwd_chunk_id, self.stage_index - 1)
-        return self._counted("receive of activations", super().get_fwd_recv_ops(fwd_chunk_id))
+    def _taken_roots(self, tensors: _MicroBatch, loss: Tensor | None) -> _Roots:
+        """What the backward pass starts from, which the micro-batch no longer keeps."""
+        pairs: list[tuple[Tensor, Tensor | None]] = [] if loss is None else [(loss, None)]
+        if not self.is_last:
+            pairs = list(zip(tensors.passed, tensors.returned, strict=True))
+            tensors.passed = tensors.returned = ()
+        found = [(t, gradient) for t, gradient in pairs if t.requires_grad]
+        return _Roots([t for t, _ in found], [gradient for _, gradient in found])
 
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receives of gradients."""
-        if self.has_backward and not self.is_last:
-            self._watch.receives("gradient", bwd_chunk_id, self.stage_index + 1)
-        return self._counted("receive of gradient", super().get_bwd_recv_ops(bwd_chunk_id))
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends of activations; the last stage has none, whatever its output is."""
-        if self.is_last:
-            return []
-        self._watch.sends("activations", fwd_chunk_id, self.stage_index + 1)
-        return self._counted("send of activations", super().get_fwd_send_ops(fwd_chunk_id))
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends of gradients."""
-        if self.has_backward and not self.is_first:
-            self._watch.sends("gradient", bwd_chunk_id, self.stage_index - 1)
-        return self._counted("send of gradient", super().get_bwd_send_ops(bwd_chunk_id))
-
-    def _counted(self, operation: str, messages: list[dist.P2POp]) -> list[dist.P2POp]:
-        for message in messages:
-            self._axis.count(operation, message.tensor)
-        return messages
-
-    def _checked(self, outputs: Sequence[Any], micro_batch: int) -> tuple[Tensor, ...]:
+    def _checked(self, output: Any, micro_batch: int) -> tuple[Tensor, ...]:
+        outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
         found = [
             str(Passed(tuple(o.shape), o.dtype)) if isinstance(o, Tensor) else type(o).__name__
             for o in outputs
@@ -184,24 +209,89 @@ class Stage(PipelineStage):
             )
         return tuple(output.contiguous() for output in outputs)
 
+    # -- messages ------------------------------------------------------------------------------
 
-@contextmanager
-def _unwrapped_errors() -> Iterator[None]:
-    """torch wraps what a module raises into a RuntimeError of many lines; raise what it raised."""
-    own = None
-    try:
-        yield
-    except RuntimeError as error:
-        own = error.__cause__
-        if own is None or type(error) is not RuntimeError:
-            raise
-    if own is not None:
-        raise own
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of activations."""
+        if self.is_first:
+            return []
+        self._watch.receives("activations", fwd_chunk_id, self.stage_index - 1)
+        tensors = self._of(fwd_chunk_id)
+        tensors.received = tuple(self._room(each) for each in self._spec.received)
+        return self._messages("receive of activations", tensors.received, self.stage_index - 1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends of activations; the last stage has none, whatever its output is."""
+        if self.is_last:
+            return []
+        self._watch.sends("activations", fwd_chunk_id, self.stage_index + 1)
+        tensors = self._of(fwd_chunk_id)
+        sent = tuple(t.detach() for t in tensors.passed)
+        if not self.has_backward:
+            tensors.passed = ()
+        return self._messages("send of activations", sent, self.stage_index + 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of gradients, of what is passed on in floating point."""
+        if not self.has_backward or self.is_last:
+            return []
+        self._watch.receives("gradient", bwd_chunk_id, self.stage_index + 1)
+        tensors = self._of(bwd_chunk_id)
+        tensors.returned = tuple(
+            self._room(each) if each.dtype.is_floating_point else None for each in self._spec.passed
+        )
+        return self._messages("receive of gradient", tensors.returned, self.stage_index + 1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends of gradients, of what was received in floating point."""
+        if not self.has_backward or self.is_first:
+            return []
+        self._watch.sends("gradient", bwd_chunk_id, self.stage_index - 1)
+        sent = self.get_local_bwd_output(bwd_chunk_id)
+        return self._messages("send of gradient", sent, self.stage_index - 1)
+
+    def _messages(
+        self, operation: str, tensors: Sequence[Tensor | None], stage: int
+    ) -> list[dist.P2POp]:
+        """What is exchanged with another stage, each counted."""
+        peer = self._axis.ranks[self._rank_of(stage)]
+        way = dist.isend if operation.startswith("send") else dist.irecv
+        found = []
+        for t in tensors:
+            if t is not None:
+                self._axis.count(operation, t)
+                found.append(dist.P2POp(way, t, peer, self._axis.bound))
+        return found
+
+    def _room(self, expected: Passed) -> Tensor:
+        return torch.empty(expected.shape, dtype=expected.dtype, device=self.device)
+
+    # -- two stages of one rank, at the bottom of a V --------------------------------------------
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Take what the stage before, on this rank, passes on."""
+        outputs = prev_stage_outputs
+        outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        self._of(mb_index).received = tuple(t.detach() for t in outputs)
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
+        """Give away the gradients of what was received; nothing without backward passes."""
+        tensors = self._of(mb_index)
+        given, tensors.gradients = tensors.gradients, ()
+        return given
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
+    ) -> None:
+        """Take the gradients from the stage after, on this rank."""
+        self._of(mb_index).returned = next_stage_bwd_outputs
+
+    def _of(self, micro_batch: int) -> _MicroBatch:
+        return self._tensors.setdefault(micro_batch, _MicroBatch())
 
 
-def _examples(passed: Sequence[Passed]) -> tuple[Tensor, ...]:
-    """Tensors without storage; all floating-point tensors have a gradient that travels back."""
-    return tuple(
-        torch.empty(p.shape, dtype=p.dtype, device="meta", requires_grad=p.dtype.is_floating_point)
-        for p in passed
-    )
+def _sendable(received: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """The gradient of `received`, contiguous, as the stage before has made room for it."""
+    if not received.dtype.is_floating_point:
+        return None
+    return torch.zeros_like(received) if gradient is None else gradient.contiguous()

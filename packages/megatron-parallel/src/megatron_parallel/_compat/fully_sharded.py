@@ -1,0 +1,133 @@
+"""torch's `fully_shard`, with the collectives and the sums of this project."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megatron_parallel._compat.collectives import _all_gather, _reduce_scatter
+
+if TYPE_CHECKING:
+    from megatron_parallel.collective_failure import naming_failures
+
+
+class ShardedStage:
+    """What torch's `fully_shard` has made of a stage and its units."""
+
+    def __init__(self, units: Sequence[Any]) -> None:
+        self._units = units  # the stage itself comes last
+
+    def sum_gradients(self, wanted: bool) -> None:
+        """Whether the next backward pass sums gradients over the ranks, or only adds them up."""
+        self._units[-1].set_requires_gradient_sync(wanted)
+
+    def reshard(self) -> None:
+        """Drop gathered parameters."""
+        for unit in self._units:
+            unit.reshard()
+
+
+def fully_shard(
+    module: nn.Module,
+    units: Sequence[nn.Module],
+    *,
+    inner: dist.ProcessGroup,
+    outer: dist.ProcessGroup | None,
+    ranks: list[list[int]],
+    device: str,
+    dim_of: Callable[[Parameter], int],
+    reduce_dtype: torch.dtype | None,
+    keep_gathered: bool,
+    started: Callable[[str, Tensor], None],
+    naming: "Callable[[str, Tensor], naming_failures]",
+) -> ShardedStage:
+    """Cut the parameters of `module` over `inner`; gradients are sums, over `outer` too.
+
+    `ranks` are the global ranks of both groups, a row for each inner one. `started` is told of each
+    all-gather and reduce-scatter, and in what `naming` returns they start and are waited for.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import fully_shard as shard
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.tensor import Shard
+
+    class NamedWork(dist.Work):
+        """torch waits for it long after the call, elsewhere."""
+
+        def __init__(self, work: dist.Work, named: "naming_failures") -> None:
+            super().__init__()
+            self._work, self._named = work, named
+
+        def wait(self, *timeout: timedelta) -> bool:
+            with self._named:
+                return bool(self._work.wait(*timeout))
+
+    class Allocating:
+        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    class Gather(Allocating, AllGather):
+        def __call__(
+            self,
+            output_tensor: Tensor,
+            input_tensor: Tensor,
+            group: dist.ProcessGroup,
+            async_op: bool = False,
+        ) -> dist.Work | None:
+            started("all_gather", input_tensor)
+            named = naming("all_gather", input_tensor)
+            with named.starting() if async_op else named:
+                work: dist.Work | None = _all_gather(
+                    output_tensor, input_tensor, group=group, async_op=async_op
+                )
+            return None if work is None else NamedWork(work, named)
+
+    class Scatter(Allocating, ReduceScatter):
+        def __call__(
+            self,
+            output_tensor: Tensor,
+            input_tensor: Tensor,
+            group: dist.ProcessGroup,
+            op: Any,
+            async_op: bool = False,
+        ) -> dist.Work | None:
+            started("reduce_scatter", input_tensor)
+            named = naming("reduce_scatter", input_tensor)
+            with named.starting() if async_op else named:
+                work: dist.Work | None = _reduce_scatter(
+                    output_tensor, input_tensor, op, group=group, async_op=async_op
+                )
+            return None if work is None else NamedWork(work, named)
+
+    if outer is None:
+        grid = DeviceMesh.from_group(inner, device, mesh_dim_names=("shard",))
+    else:
+        names = ("replicate", "shard")
+        grid = DeviceMesh.from_group([outer, inner], device, mesh=ranks, mesh_dim_names=names)
+    options: dict[str, Any] = {
+        "mesh": grid,
+        "shard_placement_fn": lambda parameter: Shard(dim_of(parameter)),
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
+    }
+    sharded: list[Any] = [
+        shard(unit, reshard_after_forward=not keep_gathered, **options) for unit in units
+    ]
+    sharded.append(shard(module, reshard_after_forward=False, **options))
+    for unit in sharded:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_custom_all_gather(Gather())
+        unit.set_custom_reduce_scatter(Scatter())
+    return ShardedStage(sharded)
+
+
+@torch.no_grad()
+def local_part(t: Tensor) -> Tensor:
+    """What this rank holds of a `DTensor`, in the same memory."""
+    part: Tensor = t._local_tensor  # type: ignore[attr-defined]
+    return part

@@ -1,0 +1,172 @@
+"""torch's pipeline schedules, and what they ask of a stage in each version of torch.
+
+Imported where there is a pipeline only: torch's pipelining takes seconds to import.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torchs
+
+from megatron_parallel.pipeline.order import Action
+
+
+class BareStage(PipelineStage):
+    """A stage of which torch's schedules prepare nothing.
+
+    From 2.11 to 2.13 torch changed how a stage prepares its buffers, checks what goes in and out,
+    and infers shapes by a hidden forward pass. A subclass of this one keeps its own tensors and
+    overrides every pass and every list of messages, so none of that is used. What is left of
+    torch's stage is its place among the others.
+    """
+
+    def _prepare_forward_infra(
+        self, num_microbatches: int, args: Any, kwargs: Any = None, has_backward: bool = False
+    ) -> Any:
+        """Called before the first step."""
+        # torch 2.13 looks here for messages between stages that are no neighbours.
+        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
+        self.act_send_info = {}
+        return ()
+
+    def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
+        """Called before the first step with backward passes."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Called before the first step of torch below 2.13, to connect neighbours.
+
+        At the bottom of a V it would connect a rank with itself, which Gloo cannot. The ranks of a
+        pipeline are connected: before every step they gather a digest of it.
+        """
+        return []
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Called after both, to drop the gradients of a hidden pass: there was none."""
+
+
+class PairedPass(NamedTuple):
+    """One pass of a pair: what it is, what waits for its input, and what runs it then."""
+
+    action: Action
+    receive: Callable[[], None]
+    run: Callable[[], None]
+
+
+def schedule_of_turns(
+    stages: Sequence[PipelineStage],
+    micro_batches: int,
+    loss: Callable[..., Tensor],
+    plans: Sequence[Sequence[tuple[Action, ...]]],
+    run_pair: Callable[[PairedPass, PairedPass], None],
+) -> Any:
+    """A schedule of our own: torch adds to the plan of each rank what is sent and received.
+
+    Of a pair, `run_pair` is given the forward and the backward pass.
+    """
+    kinds = torchs._ComputationType
+    here = {stage.stage_index: stage for stage in stages}
+    schedule: Any = torchs._PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
+        list(stages), micro_batches, loss_fn=loss, scale_grads=False
+    )
+
+    def theirs(action: Action) -> Any:
+        return torchs._Action(action.stage, kinds(action.kind), action.micro_batch)
+
+    ours = {theirs(action): action for plan in plans for turn in plan for action in turn}
+
+    def forward(stage: Any, number: int, context: Any) -> None:
+        output = stage.forward_one_chunk(
+            number,
+            context.arg_mbs[number],
+            context.kwarg_mbs[number],
+            save_forward_output=False,
+        )
+        schedule._maybe_compute_loss(stage, output, context.target_mbs, number)
+
+    def backward(stage: Any, number: int, context: Any) -> None:
+        schedule.backward_counter[stage.stage_index] += 1
+        stage.backward_one_chunk(
+            number,
+            loss=schedule._maybe_get_loss(stage, number),
+            full_backward=True,
+            last_backward=schedule.backward_counter[stage.stage_index] == micro_batches,
+        )
+
+    def one_of_pair(action: Any, context: Any) -> PairedPass:
+        stage, number = here[action.stage_index], action.microbatch_index
+        ahead = action.computation_type == kinds.FORWARD
+        there = schedule.fwd_recv_ops if ahead else schedule.bwd_recv_ops
+        run = partial(forward if ahead else backward, stage, number, context)
+
+        def receive() -> None:
+            for work in there.pop((action.stage_index, number), ()):
+                work.wait()
+
+        return PairedPass(ours[action], receive, run)
+
+    def overlapped(action: Any, context: Any) -> None:
+        run_pair(*(one_of_pair(each, context) for each in action.sub_actions))
+
+    schedule.register_custom_function(kinds.OVERLAP_F_B, overlapped)
+    schedule.pipeline_order = {
+        rank: [
+            theirs(turn[0])
+            if len(turn) == 1
+            else torchs._Action(-1, kinds.OVERLAP_F_B, None, tuple(map(theirs, turn)))
+            for turn in plan
+        ]
+        for rank, plan in enumerate(plans)
+    }
+    schedule._prepare_schedule_with_comms(schedule.pipeline_order)
+    return schedule
+
+
+def run_schedule(
+    schedule: Any,
+    stages: Sequence[PipelineStage],
+    micro_batches: Sequence[Any],
+    *,
+    backward: bool,
+) -> None:
+    """One step over micro-batches as they are; torch's `step` would split a batch of tensors.
+
+    Each micro-batch is the target of the loss and the keyword argument `micro_batch` of stages.
+    """
+    schedule._has_backward = backward
+    schedule._internal_losses.clear()
+    for stage in stages:
+        stage.has_backward = backward
+        stage.clear_runtime_states()
+    try:
+        with _quiet(logging.getLogger("torch.distributed.pipelining.schedules")):
+            schedule._step_microbatches(
+                [()] * len(micro_batches),
+                [{"micro_batch": micro_batch} for micro_batch in micro_batches],
+                list(micro_batches),
+                return_outputs=False,
+            )
+    finally:
+        for stage in stages:
+            stage.clear_runtime_states()
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """Errors of this logger are details: it dumps whole schedules, and the error is raised too."""
+
+    def demote(record: logging.LogRecord) -> bool:
+        if record.levelno > logging.DEBUG:
+            record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+        return logger.isEnabledFor(record.levelno)
+
+    logger.addFilter(demote)
+    try:
+        yield
+    finally:
+        logger.removeFilter(demote)

@@ -1,0 +1,203 @@
+"""A backward pass in two halves: gradients of a stage's inputs first, those of its weights later.
+
+Qi et al. 2023 ("Zero Bubble Pipeline Parallelism") split a pass so that the stage before can go on
+while the gradients of weights wait for a time when a rank would idle.
+
+    half = SplitBackward(outputs, gradients, inputs, module.parameters())
+    ...send half.input_gradients...
+    half.weights()                               # adds to .grad, without calling hooks
+
+In the graph of autograd a *fork* is a node on the way to an input that also leads, aside of that
+way, to a weight: a matrix product, for instance. The first half runs the way to the inputs and
+keeps the gradients that arrive at forks; the second half starts there. Nodes aside of the way run
+in the second half alone, nodes without a weight aside of them in the first alone, forks in both: a
+function may ask which of its gradients a pass wants (`_compat.gradient_wanted`).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn import Parameter
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class _Group(NamedTuple):
+    """Forks and roots that lead to the same weights, and to no weight of another group."""
+
+    forks: list[Node]
+    roots: list[int]
+    weights: list[Parameter]
+
+
+class SplitBackward:
+    """The backward pass of one micro-batch; the first half runs at once.
+
+    Args:
+        roots: What is differentiated: outputs of a stage, or a loss.
+        gradients: Of each root, its gradient; None for a scalar's 1.
+        inputs: What the roots were made from. Their gradients are the first half.
+        parameters: What the second half adds gradients to.
+
+    Attributes:
+        input_gradients: Of each input; None where no root depends on it or it needs no gradient.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
+        parameters: Iterable[Parameter],
+    ) -> None:
+        self._gradients = [
+            torch.ones_like(root) if gradient is None else gradient
+            for root, gradient in zip(roots, gradients, strict=True)
+        ]
+        self._edges = [get_gradient_edge(root) for root in roots]
+        wanted = [each for each in inputs if each.requires_grad]
+        weights = {get_gradient_edge(p).node: p for p in parameters if p.requires_grad}
+        ends = {get_gradient_edge(each).node for each in wanted}
+        self._groups = _grouped([edge.node for edge in self._edges], ends, weights)
+        self._arrived: dict[Node, Gradients] = {}
+        found = iter(self._first_half(roots, wanted))
+        self.input_gradients: Gradients = tuple(
+            next(found) if each.requires_grad else None for each in inputs
+        )
+
+    def _first_half(self, roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> Gradients:
+        if not roots or not inputs:
+            return (None,) * len(inputs)
+        handles = [
+            fork.register_prehook(lambda arrived, fork=fork: self._keep(fork, arrived))
+            for group in self._groups
+            for fork in group.forks
+        ]
+        try:
+            return torch.autograd.grad(
+                roots, inputs, self._gradients, retain_graph=True, allow_unused=True
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keep(self, fork: Node, arrived: Gradients) -> None:
+        self._arrived[fork] = arrived
+
+    def weights(self) -> None:
+        """Run the second half; afterwards the graph is free."""
+        # A weight with several forks: the engine may pass forks of other groups between them.
+        for group in sorted(self._groups, key=lambda group: -len(group.forks)):
+            self._second_half(group)
+        self._groups, self._edges, self._gradients = [], [], []
+        self._arrived.clear()
+
+    def _second_half(self, group: _Group) -> None:
+        edges = [self._edges[number] for number in group.roots]
+        gradients = [self._gradients[number] for number in group.roots]
+        handles = []
+        for fork in group.forks:
+            arrived = self._arrived[fork]
+            for output, gradient in enumerate(arrived):
+                if gradient is not None:
+                    edges.append(GradientEdge(fork, output))
+                    gradients.append(gradient)
+            if len(group.forks) > 1:
+                # What arrives from another fork of the group has arrived in the first half, too.
+                handles.append(fork.register_prehook(lambda _, arrived=arrived: arrived))
+        if not edges:
+            return
+        try:
+            found = torch.autograd.grad(
+                edges,
+                group.weights,
+                gradients,
+                retain_graph=len(group.forks) > 1,
+                allow_unused=True,
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        _add_up(group.weights, found, gradients)
+
+
+@torch.no_grad()
+def _add_up(
+    weights: Sequence[Parameter], found: Sequence[Tensor | None], others: Sequence[Tensor]
+) -> None:
+    """Add gradients to `.grad`; memory that others hold too is copied before it is kept."""
+    taken = {gradient.untyped_storage().data_ptr() for gradient in others}
+    for weight, gradient in zip(weights, found, strict=True):
+        if gradient is None:
+            continue
+        if weight.grad is not None:
+            weight.grad += gradient
+            continue
+        memory = gradient.untyped_storage().data_ptr()
+        weight.grad = gradient.clone() if memory in taken else gradient
+        taken.add(memory)
+
+
+def _grouped(
+    roots: Sequence[Node], ends: set[Node], weights: dict[Node, Parameter]
+) -> list[_Group]:
+    """Groups of forks and weights of the graph between `roots` and inputs (`ends`)."""
+    order = _children_first(roots)
+    on_way: set[Node] = set(ends)
+    leads: set[Node] = set(weights)  # to a weight, aside of the way
+    above: dict[Node, Node] = {}  # of a node of a group, another one, up to the group's first
+
+    def first(node: Node) -> Node:
+        while (parent := above.setdefault(node, node)) is not node:
+            above[node] = above[parent]
+            node = parent
+        return node
+
+    forks = []
+    for node in order:
+        children = [child for child, _ in node.next_functions if child is not None]
+        if any(child in on_way for child in children):
+            on_way.add(node)
+        aside = [child for child in children if child in leads and child not in on_way]
+        if not aside:
+            continue
+        if node in on_way:
+            forks.append(node)
+        else:
+            leads.add(node)
+        for child in aside:
+            above[first(child)] = first(node)
+    groups: dict[Node, _Group] = defaultdict(lambda: _Group([], [], []))
+    for fork in forks:
+        groups[first(fork)].forks.append(fork)
+    for number, root in enumerate(roots):
+        if root in leads and root not in on_way:
+            groups[first(root)].roots.append(number)
+    for node, weight in weights.items():
+        if first(node) in groups:
+            groups[first(node)].weights.append(weight)
+    return list(groups.values())
+
+
+def _children_first(roots: Sequence[Node]) -> list[Node]:
+    """All nodes of the graph, each after those its gradient flows to."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack = [(root, False) for root in roots]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [
+                (child, False)
+                for child, _ in node.next_functions
+                if child is not None and child not in seen
+            ]
+    return order
