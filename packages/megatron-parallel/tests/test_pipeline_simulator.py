@@ -25,7 +25,8 @@ def test_the_bubble_of_gpipe_and_1f1b(schedule: str, pp: int, count: int) -> Non
     for times in (Times(), Times(1, 1), Times(0.3, 0.7)):
         timeline = simulate(schedule, pp, count, times=times)
         assert timeline.idle == Fraction(pp - 1, count + pp - 1)
-    alive = [count] * pp if schedule == "gpipe" else [min(count, pp - rank) for rank in range(pp)]
+    as_gpipe = schedule == "gpipe" or count < pp
+    alive = [count] * pp if as_gpipe else [pp - rank for rank in range(pp)]
     assert list(timeline.alive) == alive
 
 
