@@ -201,10 +201,6 @@ MISTAKES = {
         f"{TRAIN} {DATA} --nproc-per-node 4 --pipeline-model-parallel-size 4",
         ["2 layers", "4 stages"],
     ),
-    "sequence parallelism without tensor parallelism": (
-        f"{TRAIN} {DATA} --sequence-parallel",
-        ["--sequence-parallel", "--tensor-model-parallel-size"],
-    ),
     "a sequence that ranks cannot cut": (
         f"{TRAIN} {DATA} --nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel "
         "--seq-length 15",

@@ -528,10 +528,28 @@ def test_a_flag_changes_the_run(key, prepared, unchanged, tmp_path, capsys):
         assert after["status"] == 0, after["errors"]
 
 
-@pytest.mark.parametrize("flag", ALIASES)
+FP32 = "--accumulate-allreduce-grads-in-fp32"
+ALIAS_CONTEXTS: dict[str, Words] = {
+    "--grad-reduce-in-bf16": {"--bf16": ""},
+    "--grad-reduce-in-fp32": {"--bf16": "", f"--no-{FP32[2:]}": ""},
+    "--use-rope-scaling": {**ROPE, "--seq-length": "64", "--rope-scaling-original-length": "8"},
+    "--rotary-seq-len-interpolation-factor": ROPE,
+    "--moe-layer-recompute": EXPERTS,
+}
+ALIAS_VALUES = {
+    "--rotary-seq-len-interpolation-factor": "2",
+    "--layernorm-epsilon": "0.1",
+    "--persistent-save-interval": "2",
+}
+
+
+@pytest.mark.parametrize(
+    "flag", sorted(ALIASES.keys() - {"--virtual-pipeline-model-parallel-size"})
+)
 def test_an_alias_changes_the_run(flag, prepared, tmp_path, capsys):
-    context = {"--bf16": ""} if flag == "--grad-reduce-in-bf16" else {}
-    without = observe({**BASE, **context}, prepared, tmp_path / "without", capsys)
-    after = observe({**BASE, **context, flag: ""}, prepared, tmp_path / "with", capsys)
+    words = {**BASE, **ALIAS_CONTEXTS.get(flag, {})}
+    without = observe(words, prepared, tmp_path / "without", capsys)
+    words[flag] = ALIAS_VALUES.get(flag, "")
+    after = observe(words, prepared, tmp_path / "with", capsys)
     assert after != without
     assert after["status"] == 0, after["errors"]

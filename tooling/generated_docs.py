@@ -6,8 +6,8 @@ Usage: python tooling/generated_docs.py [--check]
 import sys
 from pathlib import Path
 
-from megatron_train.config.megatron_flags import render_flags
 from megatron_train.config.reference import render_reference
+from megatron_train.megatron_lm.page import render_flags
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"docs/configuration.md": render_reference, "docs/megatron-flags.md": render_flags}

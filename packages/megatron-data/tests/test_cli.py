@@ -55,7 +55,7 @@ def test_inspect_refuses_the_wrong_tokenizer(
         (["verify", "--deeep", "x"], 2, "unknown argument --deeep"),
         (["preprocess", "--input", "a", "--output-prefix", "b", "--worker", "2"], 2, "--workers?"),
         (["preprocess", "--input", "a", "--output-prefix", "b"], 2, "--tokenizer-model PATH"),
-        (["preprocess", "--inp", "a", "--output-prefix", "b"], 2, "--input"),
+        (["preprocess", "--inpt", "a", "--output-prefix", "b"], 2, "--input"),
         (
             [
                 "preprocess",

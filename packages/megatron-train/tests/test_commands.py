@@ -106,7 +106,7 @@ def test_files_of_settings_are_checked(tmp_path, capsys):
         ("layout", 2, "the following arguments are required: --world-size"),
         ("layout --world-size 0", 2, "--world-size must be positive, got 0"),
         ("layout --world-size 6 --tensor-model-parallel-size 4", 1, "6 is not a multiple of tp 4"),
-        ("layout --world-size 2 --tensor-parallel-size 2", 2, "did you mean --tensor-model-"),
+        ("layout --world-size 2 --tensor-modle-paralel-size 2", 2, "did you mean --tensor-model-"),
         ("schedule", 2, "the following arguments are required: --pipeline-model-parallel-size"),
         ("schedule --pipeline-model-parallel-size 0", 1, "0 ranks: a pipeline has at least 1"),
         ("schedule --pipeline-model-parallel-size 2 --forward-time 0", 1, "forward=0.0: a pass"),

@@ -135,7 +135,6 @@ def test_mistakes_in_flags_are_usage_errors(flags, message):
         ("--moe-aux-loss-coeff 0.1", "--moe-aux-loss-coeff 0.1 needs --num-experts, of which"),
         ("--num-experts 4 --compile", "--compile cannot be used with --num-experts"),
         ("--num-experts 4 --moe-layer-freq [1]*9", "--moe-layer-freq: the pattern [1]*9 is of 9"),
-        ("--sequence-parallel", "needs --tensor-model-parallel-size of at least 2"),
         ("--hidden-dropout 1", "--hidden-dropout must be in [0, 1), got 1.0"),
         ("--bf16 --float64", "exclude each other"),
         ("--train-data-path other", "exclude each other"),

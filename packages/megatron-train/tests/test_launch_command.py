@@ -41,7 +41,7 @@ def test_ranks_are_not_started_by_ranks(monkeypatch):
     ("words", "status", "part"),
     [
         (f"{RUN} --hidden-sise 3", 2, "did you mean --hidden-size?"),
-        (f"{RUN} --num-attention-heads 3", 1, "3"),
+        (f"{RUN} --num-attention-heads 3 --data-path x", 1, "3"),
         (f"{RUN} --config nowhere.yaml", 1, "nowhere.yaml: No such file"),
     ],
 )

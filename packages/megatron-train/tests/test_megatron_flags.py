@@ -1,4 +1,4 @@
-"""The table of Megatron-LM's flags against what `pretrain gpt` accepts, and its answers."""
+"""The table of Megatron-LM's flags against lists of them and against what commands accept."""
 
 from pathlib import Path
 
@@ -6,32 +6,61 @@ import pytest
 from megatron_train.cli import main
 from megatron_train.cli.main import build_parser
 from megatron_train.config.flags import ALIASES, LAYERS_PER_VIRTUAL_STAGE
-from megatron_train.config.megatron_flags import megatron_flags, render_flags
 from megatron_train.config.run import run_options
+from megatron_train.megatron_lm.page import render_flags
+from megatron_train.megatron_lm.table import KINDS, megatron_flags
 
 ROOT = Path(__file__).parents[3]
+LISTS = Path(__file__).parent / "megatron_flags"
 PRETRAIN = "megatron-train pretrain gpt"
 FLAGS = megatron_flags()
-OTHERS = [flag for flag in FLAGS if flag.kind in ("planned", "refused")]
 ACCEPTED = {option.flag for option in run_options()} | set(ALIASES) | {LAYERS_PER_VIRTUAL_STAGE}
+OPPOSITES = {option.opposite for option in run_options()} - {None}
+REQUIRED = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --vocab-size 9 --seq-length 8"
+RUN = f"{REQUIRED} --micro-batch-size 1 --train-iters 1 --eval-iters 0 --train-data-path d"
 
 
-def spelling(flag):
-    return flag.flag
+def listed(name):
+    lines = (LISTS / f"{name}.txt").read_text().splitlines()
+    return [line for line in lines if line.startswith("--")]
 
 
-def test_the_table_says_of_each_flag_one_thing():
-    names = [flag.flag for flag in FLAGS]
-    assert len(names) == len(set(names)) and sum(flag.in_readme for flag in FLAGS) == 81
-    for flag in FLAGS:
-        assert bool(flag.text) != bool(flag.commands), flag
-        assert flag.issue is None or flag.kind == "planned"
+def values(flag):
+    """Words that a flag of the table may stand before."""
+    if flag.choices:
+        return [flag.choices[0]]
+    return ["3"] * (flag.arity if isinstance(flag.arity, int) else 2)
 
 
-@pytest.mark.parametrize("flag", FLAGS, ids=spelling)
-def test_what_the_table_says_is_what_the_parser_does(flag):
-    takes = PRETRAIN in flag.commands or flag.kind == "alias"
-    assert (flag.flag in ACCEPTED) == takes
+def printed(words, capsys, status):
+    assert main(words) == status
+    return capsys.readouterr()
+
+
+def test_every_flag_of_the_parser_has_one_answer():
+    names = listed("parser")
+    assert len(names) == len(set(names)) == 878
+    assert {name for name, flag in FLAGS.items() if flag.in_parser} == set(names)
+    for flag in FLAGS.values():
+        assert flag.kind in KINDS and bool(flag.text) != bool(flag.commands), flag
+        assert "issue" not in flag.text
+
+
+@pytest.mark.parametrize(("name", "count"), [("readme", 81), ("bridge", 230)])
+def test_flags_that_others_name_are_known(name, count):
+    names = listed(name)
+    assert len(names) >= count and not set(names) - FLAGS.keys()
+
+
+def test_what_the_table_accepts_is_what_the_parser_takes():
+    kinds = ("works", "alias")
+    said = {name for name, flag in FLAGS.items() if flag.accepted and flag.kind in kinds}
+    assert said <= ACCEPTED | OPPOSITES
+    assert FLAGS.keys() & (ACCEPTED | OPPOSITES) == said
+    assert {name for name in said if FLAGS[name].kind == "alias"} == {
+        *ALIASES,
+        LAYERS_PER_VIRTUAL_STAGE,
+    }
 
 
 def test_the_parser_accepts_what_the_options_say_and_no_more():
@@ -39,19 +68,56 @@ def test_the_parser_accepts_what_the_options_say_and_no_more():
     for word in PRETRAIN.split()[1:]:
         (commands,) = (action for action in parser._actions if action.metavar and action.choices)
         parser = commands.choices[word]
-    opposites = {option.opposite for option in run_options()} - {None}
     own = {"-h", "--help", "--config", "--recipe", "--print-config", "--nproc-per-node"}
-    assert set(parser._option_string_actions) == ACCEPTED | opposites | own
+    assert set(parser._option_string_actions) == ACCEPTED | OPPOSITES | own
 
 
-@pytest.mark.parametrize("flag", OTHERS, ids=spelling)
 @pytest.mark.parametrize("form", ["{} 3", "{}", "{}=3"])
-def test_a_planned_or_refused_flag_is_answered_with_its_line(flag, form, capsys):
-    words = ["pretrain", "gpt", "--num-layers", "2", *form.format(flag.flag).split(), "--seed", "1"]
-    assert main(words) == 2
-    printed = capsys.readouterr().err
-    assert printed == f"megatron-train: error: {flag.answer()}\n"
-    assert flag.text in printed and "unknown" not in printed
+def test_all_that_is_planned_or_refused_is_answered_at_once(form, capsys):
+    refused = [flag for flag in FLAGS.values() if flag.kind in ("planned", "refused")]
+    words = " ".join(form.format(flag.flag) for flag in refused).split()
+    error = printed(["pretrain", "gpt", "--seed", "2", *words, "--lr", "1"], capsys, 2).err
+    *lines, last = error.splitlines()
+    assert lines == [f"megatron-train: error: {flag.answer()}" for flag in refused]
+    assert last == (
+        f"megatron-train: error: {len(refused)} arguments cannot be used; see "
+        "megatron-train pretrain gpt --help"
+    )
+
+
+def test_all_without_effect_is_accepted_and_named_once(capsys):
+    harmless = [flag for flag in FLAGS.values() if flag.kind == "no effect"]
+    words = [word for flag in harmless for word in (flag.flag, *values(flag))]
+    shown = printed(["pretrain", "gpt", *RUN.split(), *words, "--print-config"], capsys, 0)
+    lines = shown.err.splitlines()
+    assert all(line.startswith("megatron-train: note: ") for line in lines)
+    assert len(lines) == len({flag.text for flag in harmless}) < len(harmless) / 3
+    named = [word.rstrip(",") for word in shown.err.split() if word.startswith("--")]
+    assert all(named.count(flag.flag) >= 1 for flag in harmless)
+    assert "seed: 1234" in shown.out
+
+
+def test_values_that_are_not_there_are_refused_beside_unknown_flags(capsys):
+    words = "--optimizer muon --dataloader-type=cyclic --manual-gcc --fp8-formt e4m3 --manual-gc"
+    error = printed(["pretrain", "gpt", *words.split()], capsys, 2).err
+    assert error.count("megatron-train: error: ") == 5 == error.count("\n")
+    assert "--optimizer muon is not supported: AdamW is the optimizer; give adam, or" in error
+    assert "--dataloader-type cyclic is not supported" in error and "give single" in error
+    assert "unknown argument --manual-gcc; did you mean --manual-gc?" in error
+    assert "unknown argument --fp8-formt; did you mean --fp8-format?" in error
+
+
+@pytest.mark.parametrize("word", ["--manual-gc", "--decoupled-lr", "--fp8-param-gather"])
+def test_a_flag_of_the_table_is_never_taken_for_another(word, capsys):
+    words = ["layout", "--world-size", "2", word, "3"]
+    error = printed(words, capsys, 2).err
+    assert FLAGS[word].answer() in error and "did you mean" not in error
+
+
+@pytest.mark.parametrize("word", ["--min-lrs-of-all", "--xyz", "--compiler-cache-folder"])
+def test_a_far_spelling_has_no_suggestion(word, capsys):
+    error = printed(["pretrain", "gpt", word], capsys, 2).err
+    assert f"unknown argument {word}; see megatron-train pretrain gpt --help" in error
 
 
 def test_a_flag_of_another_command_is_sent_there(capsys):
@@ -61,18 +127,73 @@ def test_a_flag_of_another_command_is_sent_there(capsys):
     assert "--hidden-size is a flag of megatron-train pretrain gpt" in capsys.readouterr().err
 
 
-def layout(words, capsys):
+def settings(words, capsys):
     command = f"pretrain gpt --recipe gpt2-124m --vocab-size 9 --data-path d {words}"
     status = main([*command.split(), "--print-config"])
-    printed = capsys.readouterr()
-    found = [line for line in printed.out.splitlines() if line.startswith("  vpp:")]
-    return found[0].split() if status == 0 else printed.err
+    shown = capsys.readouterr()
+    if status:
+        return shown.err
+    lines = (line.split("#")[0].strip() for line in shown.out.splitlines())
+    return dict(line.split(": ") for line in lines if ": " in line)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("--group-query-attention", {"num_query_groups": "1"}),
+        ("--group-query-attention --num-query-groups 4", {"num_query_groups": "4"}),
+        ("--num-query-groups 6 --group-query-attention", {"num_query_groups": "6"}),
+        ("--openai-gelu", {"activation": "gelu_tanh"}),
+        ("--layernorm-epsilon 1e-3", {"norm_epsilon": "0.001"}),
+        ("--save s --persistent-save-interval 7", {"save_interval": "7"}),
+        ("--grad-reduce-in-fp32", {"accumulate_allreduce_grads_in_fp32": "true"}),
+        (
+            "--position-embedding-type rope --rotary-seq-len-interpolation-factor 2",
+            {"rope_scaling_type": "linear", "rope_scaling_factor": "2.0"},
+        ),
+        ("--position-embedding-type rope --use-rope-scaling", {"rope_scaling_type": "llama3"}),
+        ("--sequence-parallel", {"sequence_parallel": "false"}),
+    ],
+)
+def test_other_spellings_set_what_they_say(words, found, capsys):
+    assert found.items() <= settings(words, capsys).items()
+
+
+def test_what_changes_nothing_in_a_run_is_named(capsys):
+    words = f"{RUN} --sequence-parallel --data-cache-path c --print-config"
+    lines = printed(["pretrain", "gpt", *words.split()], capsys, 0).err.splitlines()
+    assert [line.split(" has no effect with ") for line in lines] == [
+        [
+            "megatron-train: note: --sequence-parallel",
+            "--tensor-model-parallel-size 1, where no activations are cut",
+        ],
+        [
+            "megatron-train: note: --data-cache-path",
+            "--sample-order stateless, which has no index to keep",
+        ],
+    ]
+
+
+def test_all_settings_that_cannot_be_used_are_told_at_once(capsys, tmp_path):
+    words = f"{RUN} --lr fast --seed one --lr-decay-style cosin"
+    error = printed(["pretrain", "gpt", *words.split()], capsys, 2).err
+    assert error.count("\n") == 4 and "4 " not in error and "3 flags cannot be used" in error
+    words = f"{RUN} --seq-length 16 --max-position-embeddings 8 --fim-rate 1 --global-batch-size 3"
+    words += " --micro-batch-size 2 --lr-warmup-iters 9"
+    error = printed(["pretrain", "gpt", *words.split()], capsys, 1).err
+    assert error.count("\n") == 5 and "4 settings cannot be used" in error
+    for part in ("--seq-length 16 exceeds", "--fim-rate needs", "--global-batch-size 3 is not"):
+        assert part in error
+    file = tmp_path / "run.yaml"
+    file.write_text("training: {seed: one, sead: 1}\nmodle: {num_layers: 2}\n")
+    error = printed(["config", "check", str(file)], capsys, 1).err
+    assert error.count("\n") == 4 and "training.sead" in error and "'modle'" in error
 
 
 def test_layers_of_a_virtual_stage_say_how_many_there_are(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     words = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
-    assert layout(f"{words} 2", capsys)[1:] == ["3", "#", LAYERS_PER_VIRTUAL_STAGE]
+    assert settings(f"{words} 2", capsys)["vpp"] == "3"
     monkeypatch.delenv("WORLD_SIZE")
     both = f"{words} 2 --num-virtual-stages-per-pipeline-rank 3"
     for wrong, message in {
@@ -80,8 +201,8 @@ def test_layers_of_a_virtual_stage_say_how_many_there_are(capsys, monkeypatch):
         f"{words} two": "needs a positive number, got 'two'",
         both: "exclude each other",
     }.items():
-        printed = layout(wrong, capsys)
-        assert message in printed and printed.count("\n") == 1
+        error = settings(wrong, capsys)
+        assert message in error and error.count("\n") == 1
 
 
 def test_the_page_is_up_to_date():

@@ -6,7 +6,6 @@ from outside by `integration_tests/test_command_style.py`.
 """
 
 import argparse
-import difflib
 import logging
 import os
 import shutil
@@ -27,7 +26,11 @@ _KINDS: dict[object, str] = {int: "an integer", float: "a number"}
 
 
 class CommandError(ValueError):
-    """Words that are no command line of this program; the message is one line."""
+    """Words that are no command line of this program: one line for each mistake."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
 
 
 class Help(argparse.HelpFormatter):
@@ -72,18 +75,37 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse; an unknown option is told before a missing one, by the command it was given to."""
+        """Parse; unknown options are told before missing ones, by the command that they are for."""
         words = list(sys.argv[1:] if args is None else args)
-        known = self._option_string_actions
-        for word in () if self._subparsers else words:
-            if word == "--":
-                break
-            if word.startswith("--") and word.partition("=")[0] not in known:
-                self.error(self.unknown(word.partition("=")[0]))
+        if not self._subparsers:
+            self.refuse(self.refusals(words))
         parsed, unknown = super().parse_known_args(words, namespace)
-        if unknown:
-            self.error(self.unknown(unknown[0].partition("=")[0]))
+        self.refuse([self.unknown(word.partition("=")[0]) for word in unknown])
         return parsed, unknown
+
+    def refusals(self, words: Sequence[str]) -> list[str]:
+        """Return a line for each of ``words`` that looks like an option of another command."""
+        return [self.unknown(words[place].partition("=")[0]) for place in self.strangers(words)]
+
+    def strangers(self, words: Sequence[str]) -> list[int]:
+        """Return where in ``words`` there are options that this command does not have."""
+        end = words.index("--") if "--" in words else len(words)
+        options = ((place, word.partition("=")[0]) for place, word in enumerate(words[:end]))
+        known = self._option_string_actions
+        return [place for place, name in options if name.startswith("--") and name not in known]
+
+    def refuse(self, lines: Sequence[str]) -> None:
+        """Raise all that is wrong with a command line at once, if anything is.
+
+        Raises:
+            CommandError: with these lines, each of them once.
+        """
+        lines = list(dict.fromkeys(lines))
+        if len(lines) == 1:
+            self.error(lines[0])
+        if lines:
+            summary = f"{len(lines)} arguments cannot be used; see {self.prog} --help"
+            raise CommandError(*lines, summary)
 
     def unknown(self, word: str) -> str:
         """Return what to say about a word that is no argument of this command."""
@@ -171,8 +193,9 @@ def _warnings_told(program: str) -> Iterator[None]:
 
 
 def tell(program: str, error: BaseException | str, status: int = EXIT_FAILURE) -> int:
-    """Write ``program: error: ...`` to standard error as one line; returns ``status``."""
-    sys.stderr.write(f"{program}: error: {one_line(error)}\n")
+    """Write ``program: error: ...`` to standard error, one line a mistake; returns ``status``."""
+    lines = error.lines if isinstance(error, CommandError) else [error]
+    sys.stderr.writelines(f"{program}: error: {one_line(line)}\n" for line in lines)
     return status
 
 
@@ -200,6 +223,35 @@ def one_line(error: BaseException | str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean X?"`` for the nearest known word, or nothing."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    """Return ``"; did you mean X?"`` for the known word with the nearest spelling, or nothing."""
+    plain = _plain(word)
+    length = len(plain)
+    best, found = max(1, min(length // 3, 2), length // 4) + 1, ""
+    for other in known:
+        distance = _edits(plain, _plain(other), best)
+        if distance < best:
+            best, found = distance, other
+    return f"; did you mean {found}?" if found else ""
+
+
+def _plain(word: str) -> str:
+    return word.lstrip("-").replace("_", "-")
+
+
+def _edits(one: str, other: str, enough: int) -> int:
+    """Return how many edits lead from one word to another, or ``enough`` if no fewer do.
+
+    An edit inserts, removes or replaces a letter, or exchanges two neighbours.
+    """
+    if abs(len(one) - len(other)) >= enough:
+        return enough
+    above: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(one):
+        before, above, row = above, row, [i + 1]
+        for j, target in enumerate(other):
+            cost = min(above[j] + (letter != target), above[j + 1] + 1, row[j] + 1)
+            if i and j and letter == other[j - 1] and one[i - 1] == target:
+                cost = min(cost, before[j - 1] + 1)
+            row.append(cost)
+    return min(row[-1], enough)

@@ -181,7 +181,7 @@ def _builder(
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
         infill=_infill(config, tokenizer),
-        cache=data.data_cache_path,
+        cache=data.data_cache_path if data.sample_order == "compat" else None,
     )
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from megatron_train.config.files import read_file
 from megatron_train.config.flags import Parser, describe
-from megatron_train.config.megatron_flags import megatron_flags
 from megatron_train.config.options import Option
 from megatron_train.config.run import run_options
 from megatron_train.errors import TrainError
+from megatron_train.megatron_lm.table import megatron_flags
 
 _EXAMPLE = """\
 example:
@@ -44,7 +44,7 @@ def _find(arguments: argparse.Namespace) -> int:
     for option in options:
         sys.stdout.write(_shown(option))
     own = {option.flag for option in options}
-    others = [f for f in megatron_flags() if f.flag not in own and _has(f.flag, words)]
+    others = [f for f in megatron_flags().values() if f.flag not in own and _has(f.flag, words)]
     for flag in others:
         sys.stdout.write(flag.answer() + "\n")
     if not options and not others:

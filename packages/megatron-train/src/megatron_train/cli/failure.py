@@ -5,8 +5,10 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Sequence
 
 from megatron_train._command import EXIT_INTERRUPTED, EXIT_USAGE, CommandError, one_line
+from megatron_train.errors import SettingsError
 from megatron_train.launch.link import Report
 
 _GLOO = re.compile(r"^\[\S*gloo/\S+:\d+\]")
@@ -15,8 +17,10 @@ _PLACE = re.compile(r"^\[[^\]]*\]\s*")
 
 def report_of(error: BaseException) -> Report:
     """Return what ``error`` comes to; called only when one was raised."""
+    if isinstance(error, SettingsError):
+        return Report("own", _text([*error.lines, f"{len(error.lines)} settings cannot be used"]))
     if isinstance(error, CommandError):
-        return Report("own", one_line(error), EXIT_USAGE)
+        return Report("own", _text(error.lines), EXIT_USAGE)
     if isinstance(error, KeyboardInterrupt):
         return Report("interrupted", "interrupted", EXIT_INTERRUPTED)
     if isinstance(error, _mistakes()):
@@ -26,6 +30,10 @@ def report_of(error: BaseException) -> Report:
         return lost
     last = traceback.format_exception_only(error)[-1]
     return Report("bug", " ".join(last.split()), 1, "".join(traceback.format_exception(error)))
+
+
+def _text(lines: Sequence[str]) -> str:
+    return "\n".join(map(one_line, lines))
 
 
 def _mistakes() -> tuple[type[Exception], ...]:

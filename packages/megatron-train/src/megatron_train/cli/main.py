@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron_train._command import broken_pipe, interrupted, tell
+from megatron_train._command import CommandError, broken_pipe, interrupted, tell
 from megatron_train._version import __version__
 from megatron_train.cli import config, layout, pretrain, recipes, schedule
 from megatron_train.cli import report as report_page
@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             arguments = build_parser().parse_args(words)
             arguments.words = words
+            arguments.tells_notes = True
             return int(arguments.run(arguments))
         finally:  # also behind --help, which leaves by SystemExit
             sys.stdout.flush()
@@ -70,7 +71,8 @@ def _tell(report: Report, several: bool) -> int:
         sys.stderr.write(report.traceback)
         return report.status
     rank = f"rank {os.environ.get('RANK')}: " if several else ""
-    return tell(PROG, f"{rank}{report.message}", report.status)
+    lines = [rank + line for line in report.message.splitlines()]
+    return tell(PROG, CommandError(*lines), report.status)
 
 
 def leave(status: int) -> NoReturn:

@@ -5,7 +5,8 @@ import os
 import shlex
 import sys
 
-from megatron_train.config.flags import Parser, add_options
+from megatron_train.config.flags import Parser, add_options, notes_of
+from megatron_train.config.notes import without_effect
 from megatron_train.config.resolve import resolve
 from megatron_train.config.run import SECTIONS, run_options
 from megatron_train.config.shown import print_config
@@ -27,6 +28,7 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     families = pretrain.add_subparsers(metavar="MODEL", required=True)
     parser = families.add_parser(
         "gpt",
+        megatron=True,
         usage="%(prog)s [--config FILE] [flags]",
         help="a decoder-only language model",
         description="Train a decoder-only language model. Flags override --config, which overrides "
@@ -57,6 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Train; returns 0, or 128 plus the number of the signal that stopped the run."""
     ranks = ranks_to_start(arguments.nproc_per_node)
     config, values = resolve(arguments, ranks if ranks > 1 else None)
+    if arguments.tells_notes and os.environ.get("RANK", "0") == "0":
+        for line in (*notes_of(arguments), *without_effect(config, values)):
+            sys.stderr.write(f"megatron-train: note: {line}\n")
     if arguments.print_config:
         sys.stdout.write(print_config(config, values))
         return 0

@@ -185,11 +185,6 @@ class DataConfig:
                 )
         if not self.data_path and not self.train_data_path:
             raise TrainError("no corpus: give --data-path, or --train-data-path")
-        if self.data_cache_path and self.sample_order != "compat":
-            raise TrainError(
-                "--data-cache-path keeps the indices of --sample-order compat; the others have "
-                "none, so leave it out"
-            )
         if self.data_path_changes and self.sample_order == "compat":
             raise TrainError(
                 "--data-path-changes does not go with --sample-order compat, which is drawn for "

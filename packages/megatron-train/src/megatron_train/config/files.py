@@ -9,7 +9,7 @@ import yaml
 from megatron_train._command import nearest
 from megatron_train.config.options import Option
 from megatron_train.config.values import Given, Values
-from megatron_train.errors import TrainError
+from megatron_train.errors import TrainError, collected, refuse
 from megatron_train.stored import shown
 
 _ABOUT = "about"
@@ -70,8 +70,11 @@ def parse_settings(text: str, name: str, options: Sequence[Option]) -> Values:
     document = _load(text, name)
     document.pop(_ABOUT, None)
     given: dict[str, Given] = {}
+    wrong: list[str] = []
     for section, content in document.items():
-        given.update(_read_section(name, str(section), content, options))
+        with collected(wrong):
+            given.update(_read_section(name, str(section), content, options))
+    refuse(wrong)
     return Values(given)
 
 
@@ -113,13 +116,16 @@ def _read_section(
             f"{path}: section {shown(section)} must hold `key: value` lines, got {shown(content)}"
         )
     given: dict[str, Given] = {}
+    wrong: list[str] = []
     for name, value in content.items():
         key = f"{section}.{name}"
         if key not in known:
-            raise TrainError(
-                f"{path}: unknown key {shown(key)[1:-1]}{_nearest_key(key, str(name), list(known))}"
-            )
-        given[key] = Given(known[key].coerce(value, f"{path}: {key}"), f"{path}: {key}")
+            near = _nearest_key(key, str(name), list(known))
+            wrong.append(f"{path}: unknown key {shown(key)[1:-1]}{near}")
+            continue
+        with collected(wrong):
+            given[key] = Given(known[key].coerce(value, f"{path}: {key}"), f"{path}: {key}")
+    refuse(wrong)
     return given
 
 

@@ -2,53 +2,169 @@
 
 import argparse
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from megatron_train import _command
 from megatron_train.config.options import Option
 from megatron_train.config.values import Given, Values
-from megatron_train.errors import UsageError
+from megatron_train.errors import UsageError, collected
+
+if TYPE_CHECKING:
+    from megatron_train.megatron_lm.table import MegatronFlag
 
 _PREFIX = "option:"
+_WEAK = "weak:"
 _LONGEST_CHOICES = 80
 """Columns that the choices of a flag may take behind it; more of them are told in its help."""
 
-ALIASES: dict[str, tuple[str, Any, str]] = {
-    "--grad-reduce-in-bf16": (
-        "data_parallel.accumulate_allreduce_grads_in_fp32",
-        False,
+GIVEN = object()
+"""In an alias, the value that is given with the flag."""
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A flag that sets other options.
+
+    Attributes:
+        sets: option keys with the value they get, `GIVEN` for that of the flag.
+        help: one line.
+        weak: whether it gives way to the option itself, wherever that is given.
+    """
+
+    sets: tuple[tuple[str, Any], ...]
+    help: str
+    weak: bool = False
+
+    @property
+    def takes_value(self) -> bool:
+        """Whether a value stands behind the flag."""
+        return any(value is GIVEN for _, value in self.sets)
+
+
+ALIASES: Mapping[str, Alias] = {
+    "--grad-reduce-in-bf16": Alias(
+        (("data_parallel.accumulate_allreduce_grads_in_fp32", False),),
         "the same as --no-accumulate-allreduce-grads-in-fp32",
     ),
-    "--swiglu": ("model.activation", "swiglu", "the same as --activation swiglu"),
-    "--use-rotary-position-embeddings": (
-        "model.position_embedding_type",
-        "rope",
-        "the same as --position-embedding-type rope",
+    "--grad-reduce-in-fp32": Alias(
+        (("data_parallel.accumulate_allreduce_grads_in_fp32", True),),
+        "the same as --accumulate-allreduce-grads-in-fp32",
     ),
-    "--recompute-activations": (
-        "recompute.granularity",
-        "selective",
-        "the same as --recompute-granularity selective",
+    "--swiglu": Alias((("model.activation", "swiglu"),), "the same as --activation swiglu"),
+    "--openai-gelu": Alias(
+        (("model.activation", "gelu_tanh"),), "the same as --activation gelu_tanh"
+    ),
+    "--group-query-attention": Alias(
+        (("model.num_query_groups", 1),),
+        "the same as --num-query-groups 1 where that is not given",
+        weak=True,
+    ),
+    "--use-rotary-position-embeddings": Alias(
+        (("model.position_embedding_type", "rope"),), "the same as --position-embedding-type rope"
+    ),
+    "--use-rope-scaling": Alias(
+        (("model.rope_scaling_type", "llama3"),), "the same as --rope-scaling-type llama3"
+    ),
+    "--rotary-seq-len-interpolation-factor": Alias(
+        (("model.rope_scaling_type", "linear"), ("model.rope_scaling_factor", GIVEN)),
+        "the same as --rope-scaling-type linear --rope-scaling-factor X",
+    ),
+    "--layernorm-epsilon": Alias((("model.norm_epsilon", GIVEN),), "the same as --norm-epsilon"),
+    "--recompute-activations": Alias(
+        (("recompute.granularity", "selective"),), "the same as --recompute-granularity selective"
+    ),
+    "--moe-layer-recompute": Alias(
+        (("recompute.granularity", "selective"), ("recompute.modules", ("moe",))),
+        "the same as --recompute-granularity selective --recompute-modules moe",
+    ),
+    "--persistent-save-interval": Alias(
+        (("checkpoint.save_interval", GIVEN),), "the same as --save-interval"
+    ),
+    "--virtual-pipeline-model-parallel-size": Alias(
+        (("layout.vpp", GIVEN),), "the same as --num-virtual-stages-per-pipeline-rank"
     ),
 }
-"""Flags that set another option to a fixed value: option, value, help."""
+"""Flags that set other options."""
+
+_WITHOUT_EFFECT = "without_effect"
 
 
 class Parser(_command.Parser):
-    """The parser of every command, which knows Megatron-LM's flags too."""
+    """The parser of every command, which knows Megatron-LM's flags too.
 
-    def unknown(self, word: str) -> str:
-        """Return what to say about an unknown flag: the nearest there is.
+    Args:
+        megatron: whether flags of Megatron-LM that have no effect here are accepted.
+        settings: those of `_command.Parser`.
+    """
 
-        Raises:
-            CommandError: it is a flag of Megatron-LM, of which more can be said.
+    def __init__(self, *, megatron: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._megatron = megatron
+
+    def refusals(self, words: Sequence[str]) -> list[str]:
+        """Return a line for each option that this command does not take.
+
+        Options of Megatron-LM that have no effect here become options of this parser.
         """
-        from megatron_train.config.megatron_flags import find_megatron_flag
+        strangers = self.strangers(words)
+        if not strangers:
+            return []
+        from megatron_train.megatron_lm.table import megatron_flags
 
-        known = find_megatron_flag(word)
-        if known is not None:
-            raise _command.CommandError(known.answer())
-        return super().unknown(word)
+        table = megatron_flags()
+        known = (*self._option_string_actions, *table)
+        lines = []
+        for place in strangers:
+            name, equals, value = words[place].partition("=")
+            flag = table.get(name)
+            if flag is None:
+                lines.append(f"unknown argument {name}{_command.nearest(name, known)}")
+            elif not (self._megatron and flag.kind == "no effect"):
+                lines.append(flag.answer())
+            elif complaint := flag.complaint([value] if equals else words[place + 1 :][:1]):
+                lines.append(complaint)
+            elif name not in self._option_string_actions:
+                self._accept(flag)
+        return lines
+
+    def _accept(self, flag: "MegatronFlag") -> None:
+        nargs = None if flag.arity == 1 else flag.arity
+        self.add_argument(
+            flag.flag,
+            nargs=nargs,
+            action=_WithoutEffect,
+            const=flag,
+            dest=_WITHOUT_EFFECT,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
+
+
+class _WithoutEffect(argparse.Action):
+    """Note a flag that has no effect."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        noted = getattr(namespace, self.dest, ())
+        setattr(namespace, self.dest, (*noted, self.const))
+
+
+def notes_of(namespace: argparse.Namespace) -> list[str]:
+    """Return a line for each reason why flags in ``namespace`` have no effect."""
+    by_reason: dict[str, list[str]] = {}
+    for flag in getattr(namespace, _WITHOUT_EFFECT, ()):
+        by_reason.setdefault(flag.text, []).append(flag.flag)
+    return [
+        f"{', '.join(dict.fromkeys(flags))} {'has' if len(set(flags)) == 1 else 'have'} no effect "
+        f"here: {reason}"
+        for reason, flags in by_reason.items()
+    ]
 
 
 class _Store(argparse.Action):
@@ -66,6 +182,22 @@ class _Store(argparse.Action):
         setattr(namespace, self.dest, (values, option_string or ""))
 
 
+class _StoreAlias(argparse.Action):
+    """Keep what an alias sets under the options that it sets."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        prefix = _WEAK if self.const.weak else _PREFIX
+        for key, value in self.const.sets:
+            stored = values if value is GIVEN else value
+            setattr(namespace, prefix + key, (stored, option_string or ""))
+
+
 LAYERS_PER_VIRTUAL_STAGE = "--num-layers-per-virtual-pipeline-stage"
 """Megatron's other way to say how many virtual stages there are; `resolve` does the division."""
 
@@ -79,11 +211,9 @@ def add_options(
         if option.section not in groups:
             groups[option.section] = parser.add_argument_group(titles[option.section])
         _add(groups[option.section], option)
-        for flag, (key, value, text) in ALIASES.items():
-            if key == option.key:
-                groups[option.section].add_argument(
-                    flag, nargs=0, const=value, help=text, **_keep(option)
-                )
+        for flag, alias in ALIASES.items():
+            if alias.sets[-1][0] == option.key:
+                _add_alias(groups[option.section], flag, alias, option)
         if option.key == "layout.vpp":
             groups[option.section].add_argument(
                 LAYERS_PER_VIRTUAL_STAGE,
@@ -107,6 +237,19 @@ def _add(group: Any, option: Option) -> None:
         metavar, text = "KIND", f"{', '.join(map(str, option.choices))}: {text}"
     group.add_argument(
         option.flag, nargs="+" if option.repeated else None, metavar=metavar, help=text, **keep
+    )
+
+
+def _add_alias(group: Any, flag: str, alias: Alias, option: Option) -> None:
+    shown = {"metavar": _metavar(option)} if alias.takes_value else {"nargs": 0}
+    group.add_argument(
+        flag,
+        action=_StoreAlias,
+        const=alias,
+        dest=_PREFIX + flag,
+        default=argparse.SUPPRESS,
+        help=alias.help,
+        **shown,
     )
 
 
@@ -141,17 +284,23 @@ def describe(option: Option) -> str:
 
 def given_flags(namespace: argparse.Namespace, options: Sequence[Option]) -> Values:
     """Return the values of the flags in ``namespace`` that were given."""
+    return _stored(namespace, options, _PREFIX)
+
+
+def implied_flags(namespace: argparse.Namespace, options: Sequence[Option]) -> Values:
+    """Return the values that flags in ``namespace`` set where nothing else does."""
+    return _stored(namespace, options, _WEAK)
+
+
+def _stored(namespace: argparse.Namespace, options: Sequence[Option], prefix: str) -> Values:
     given: dict[str, Given] = {}
+    wrong: list[str] = []
     for option in options:
-        stored = getattr(namespace, _PREFIX + option.key, None)
+        stored = getattr(namespace, prefix + option.key, None)
         if stored is not None:
             value, spelling = stored
-            given[option.key] = Given(_coerce(option, value, spelling), spelling)
+            with collected(wrong):
+                given[option.key] = Given(option.coerce(value, spelling), spelling)
+    if wrong:
+        raise UsageError(*wrong, *([f"{len(wrong)} flags cannot be used"] if wrong[1:] else []))
     return Values(given)
-
-
-def _coerce(option: Option, value: Any, spelling: str) -> Any:
-    try:
-        return option.coerce(value, spelling)
-    except ValueError as error:
-        raise UsageError(str(error)) from error

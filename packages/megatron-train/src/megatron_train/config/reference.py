@@ -34,7 +34,7 @@ def render_reference() -> str:
         rows = [_row(option) for option in options if option.section == section]
         head = "| flag | YAML key | takes | default | meaning |\n|---|---|---|---|---|\n"
         parts.append(f"## {title.capitalize()}: `{section}`\n\n{head}" + "\n".join(rows) + "\n")
-    rows = [f"| `{flag}` | {text} |" for flag, (_, _, text) in ALIASES.items()]
+    rows = [f"| `{flag}` | {alias.help} |" for flag, alias in ALIASES.items()]
     rows.append(
         f"| `{LAYERS_PER_VIRTUAL_STAGE}` | sets `--num-virtual-stages-per-pipeline-rank` to "
         "layers / (stages x this) |"

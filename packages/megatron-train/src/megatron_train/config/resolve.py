@@ -10,7 +10,7 @@ from megatron_parallel.pipeline import count_stages
 
 from megatron_train.config.data import DATA_PATHS, DataConfig
 from megatron_train.config.files import read_file
-from megatron_train.config.flags import LAYERS_PER_VIRTUAL_STAGE, given_flags
+from megatron_train.config.flags import LAYERS_PER_VIRTUAL_STAGE, given_flags, implied_flags
 from megatron_train.config.options import options_of
 from megatron_train.config.recipes import recipe_values
 from megatron_train.config.run import RunConfig, build_run, run_options
@@ -40,6 +40,8 @@ def resolve(
     if namespace.config is not None:
         values = values.updated(read_file(Path(namespace.config), options))
     values = values.updated(given_flags(namespace, options))
+    for key, implied in implied_flags(namespace, options).given.items():
+        values = values.with_derived(key, implied.value, implied.origin)
     name = LAYERS_PER_VIRTUAL_STAGE.removeprefix("--").replace("-", "_")
     values = _with_virtual_stages(values, getattr(namespace, name, None))
     values = derive(_with_described_stages(values))

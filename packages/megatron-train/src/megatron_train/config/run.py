@@ -36,7 +36,7 @@ from megatron_train.config.sections import (
     TrainingConfig,
 )
 from megatron_train.config.values import Values
-from megatron_train.errors import TrainError, UsageError
+from megatron_train.errors import TrainError, UsageError, collected, refuse
 
 Section = TypeVar("Section")
 
@@ -85,21 +85,40 @@ class RunConfig:
         if self.layout.dp is None:
             object.__setattr__(self, "layout", self.layout.resolve(_model_ranks(self.layout)))
         self._place_stages()
+        if self.training.sequence_parallel and self.layout.tp == 1:  # there is nothing to cut
+            alone = dataclasses.replace(self.training, sequence_parallel=False)
+            object.__setattr__(self, "training", alone)
+        wrong: list[str] = []
+        for check in (
+            self._check_length,
+            self._check_fim,
+            self._check_batch,
+            self._check_layout,
+            self._check_data_parallel,
+            self._check_recompute,
+            lambda: check_context_parallel(self),
+            lambda: check_experts(self.model, self.layout, self.training),
+            lambda: check_router(self.model, self.checkpoint),
+            self._check_evaluation,
+            self._check_schedules,
+        ):
+            with collected(wrong):
+                check()
+        refuse(wrong)
+        check_expert_overlap(self)
+        self._check_pipeline()
+
+    def _check_length(self) -> None:
+        """Refuse samples longer than the model takes."""
         if self.data.seq_length > self.model.max_position_embeddings:
             raise TrainError(
                 f"--seq-length {self.data.seq_length} exceeds --max-position-embeddings "
                 f"{self.model.max_position_embeddings}; shorten the one or raise the other"
             )
-        self._check_fim()
+
+    def _check_batch(self) -> None:
+        """Refuse batches that ranks cannot share out."""
         self.batch_sizes.check(self.training.micro_batch_size, self.data_parallel_size)
-        self._check_layout()
-        if self.train_iters == 0:
-            raise TrainError(
-                f"--train-samples {self.training.train_samples} is less than one step of "
-                f"{self.global_batch_size} samples; raise it or lower --global-batch-size"
-            )
-        self._check_evaluation()
-        self._check_schedules()
 
     def _check_fim(self) -> None:
         """Refuse options of filling in the middle where nothing is, or without a tokenizer."""
@@ -130,10 +149,6 @@ class RunConfig:
                 "--tensor-model-parallel-size, --context-parallel-size or "
                 "--pipeline-model-parallel-size; leave it out"
             )
-        if training.sequence_parallel and layout.tp == 1:
-            raise TrainError(
-                "--sequence-parallel needs --tensor-model-parallel-size of at least 2; leave it out"
-            )
         if training.sequence_parallel and self.data.seq_length % layout.tp:
             raise TrainError(
                 f"--seq-length {self.data.seq_length} cannot be cut into {layout.tp} equal parts "
@@ -155,19 +170,12 @@ class RunConfig:
                     f"--tensor-model-parallel-size {layout.tp} cannot cut {flag} {size} into "
                     f"{layout.tp} equal parts; change one of them"
                 )
-        self._check_data_parallel()
         groups = self.model.num_query_groups
         if groups % layout.tp and layout.tp % groups:
             raise TrainError(
                 f"--tensor-model-parallel-size {layout.tp} and --num-query-groups {groups}: one "
                 "must be a multiple of the other; change one of them"
             )
-        self._check_recompute()
-        check_context_parallel(self)
-        check_experts(self.model, layout, training)
-        check_router(self.model, self.checkpoint)
-        check_expert_overlap(self)
-        self._check_pipeline()
 
     def _place_stages(self) -> None:
         """Complete the layout: its stages lie where the schedule wants them."""
@@ -257,6 +265,11 @@ class RunConfig:
 
     def _check_schedules(self) -> None:
         """Refuse schedules that cannot be, in the flags they were made from."""
+        if self.train_iters == 0:
+            raise TrainError(
+                f"--train-samples {self.training.train_samples} is less than one step of "
+                f"{self.global_batch_size} samples; raise it or lower --global-batch-size"
+            )
         unit, other = ("samples", "iters") if self.training.train_samples else ("iters", "samples")
         self.schedule.refuse_mixing(unit, other)
         length = self.train_samples if unit == "samples" else self.train_iters
@@ -341,7 +354,11 @@ def build_run(values: Values, world_size: int = 1) -> RunConfig:
         raise UsageError(
             f"missing: {', '.join(missing)}; give as flags, by --recipe, or in --config"
         )
-    sections = {name: build_section(name, cls, values) for name, (_, cls) in SECTIONS.items()}
+    sections, wrong = {}, list[str]()
+    for name, (_, cls) in SECTIONS.items():
+        with collected(wrong):
+            sections[name] = build_section(name, cls, values)
+    refuse(wrong)
     sections["layout"] = _resolve(sections["layout"], world_size)
     return RunConfig(**sections)
 

@@ -1,0 +1,26 @@
+"""Settings that have no effect in a run, which are accepted with a line."""
+
+from megatron_train.config.run import RunConfig
+from megatron_train.config.values import Values
+
+
+def without_effect(config: RunConfig, values: Values) -> list[str]:
+    """Return a line for each given setting that changes nothing in this run.
+
+    Args:
+        config: the run.
+        values: the values that it was made from.
+    """
+    lines = []
+    if values.get("training.sequence_parallel") and config.layout.tp == 1:
+        lines.append(
+            "--sequence-parallel has no effect with --tensor-model-parallel-size 1, where no "
+            "activations are cut"
+        )
+    order = config.data.sample_order
+    if config.data.data_cache_path and order != "compat":
+        lines.append(
+            f"--data-cache-path has no effect with --sample-order {order}, which has no index to "
+            "keep"
+        )
+    return lines
