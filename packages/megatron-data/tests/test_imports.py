@@ -37,7 +37,7 @@ def test_neither_torch_nor_nltk_is_imported(corpus: Path, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
 
 
-def test_only_one_module_may_import_torch_and_none_nltk_or_a_sibling() -> None:
+def test_one_module_may_import_torch_one_nltk_and_none_a_sibling() -> None:
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []
@@ -47,7 +47,7 @@ def test_only_one_module_may_import_torch_and_none_nltk_or_a_sibling() -> None:
                 names = [node.module or ""]
             for name in names:
                 root = name.split(".")[0]
-                assert root != "nltk", path
+                assert root != "nltk" or path.stem == "nltk_sentences", path
                 assert root != "torch" or path == SOURCE / "torch.py", path
                 assert not root.startswith("megatron"), path
 

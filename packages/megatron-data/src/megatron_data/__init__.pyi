@@ -87,6 +87,7 @@ from .preprocessing.joining import merge as merge
 from .preprocessing.joining import split as split
 from .preprocessing.manifest import Counts as Counts
 from .preprocessing.manifest import Skipped as Skipped
+from .preprocessing.nltk_sentences import NLTKSplitter as NLTKSplitter
 from .preprocessing.pipeline import preprocess as preprocess
 from .preprocessing.sentences import PunktSplitter as PunktSplitter
 from .preprocessing.sentences import SentenceSplitter as SentenceSplitter

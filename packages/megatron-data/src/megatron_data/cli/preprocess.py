@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from ..preprocessing.sentences import SentenceSplitter
 
 
+SPLITTERS = ("punkt", "nltk")
+
+
 def add_parser(commands: Any) -> None:
     """Declare the command."""
     parser: Parser = commands.add_parser(
@@ -44,8 +47,16 @@ def add_parser(commands: Any) -> None:
     sentences.add_argument(
         "--split-sentences",
         action="store_true",
-        help="make a sequence of every sentence, for BERT, T5 and ICT (the extra sentences); texts "
-        "that are lists of strings stay as they are cut",
+        help="make a sequence of every sentence, for BERT, T5 and ICT; texts that are lists of "
+        "strings stay as they are cut",
+    )
+    sentences.add_argument(
+        "--sentence-splitter",
+        choices=SPLITTERS,
+        metavar="NAME",
+        help="what cuts texts: punkt has its models of 20 languages in the extra sentences, nltk "
+        "gives Megatron's sentences with nltk and its data punkt_tab (the extra nltk) [default "
+        "punkt]",
     )
     sentences.add_argument(
         "--lang", metavar="LANGUAGE", help="language of the sentences [default english]"
@@ -113,11 +124,13 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
 
 def _splitter_of(parser: Parser, arguments: argparse.Namespace) -> "SentenceSplitter | None":
     """What cuts texts into sentences; options about it are refused without it."""
+    from ..preprocessing.nltk_sentences import NLTKSplitter
     from ..preprocessing.sentences import PunktSplitter
 
     if arguments.split_sentences:
-        return PunktSplitter(arguments.lang or "english", arguments.keep_newlines)
-    if arguments.lang is not None or arguments.keep_newlines:
-        option = "--keep-newlines" if arguments.lang is None else "--lang"
-        parser.error(f"{option} needs --split-sentences")
+        kind = NLTKSplitter if arguments.sentence_splitter == "nltk" else PunktSplitter
+        return kind(arguments.lang or "english", arguments.keep_newlines)
+    for name in ("sentence_splitter", "lang", "keep_newlines"):
+        if getattr(arguments, name):
+            parser.error(f"--{name.replace('_', '-')} needs --split-sentences")
     return None

@@ -27,7 +27,8 @@ class PunktSplitter:
     The algorithm learned from a corpus of each language which words are abbreviations and which
     begin sentences (Kiss and Strunk, "Unsupervised Multilingual Sentence Boundary Detection",
     Computational Linguistics 2006). Megatron's `--split-sentences` uses the same models through
-    nltk, which makes sentences of its own of the dots of `. . . .`; here they stay together.
+    nltk (`NLTKSplitter`), which makes sentences of its own of the dots of `. . . .`; here they stay
+    together.
     Chinese, Japanese and other languages whose sentences end in a character of their own need no
     model; rules are enough.
 

@@ -1,0 +1,142 @@
+"""nltk's sentences, with data made by hand; what is missing is named with how to get it."""
+
+import pickle
+import sys
+from pathlib import Path
+from time import process_time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron_data import ByteTokenizer, DataError, NLTKSplitter, preprocess
+from megatron_data.cli import main
+from megatron_data.preprocessing import nltk_sentences
+from megatron_data.preprocessing.manifest import read_manifest
+
+nltk = pytest.importorskip("nltk", reason="an extra of this package")
+
+
+TEXT = "Dr. Ahab left. He said: no!\n\nThen it ended. . ."
+MODEL = {
+    "abbrev_types.txt": "dr\n",
+    "collocations.tab": "",
+    "sent_starters.txt": "then\n",
+    "ortho_context.tab": "he\t46\n",
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A language that knows one abbreviation, the only one in a folder of nltk's data."""
+    folder = tmp_path / "data" / "tokenizers" / "punkt_tab" / "seaspeak"
+    folder.mkdir(parents=True)
+    for name, content in MODEL.items():
+        (folder / name).write_text(content)
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "data")])
+    return folder
+
+
+def test_white_space_is_dropped_or_kept_and_the_model_counts(model: Path) -> None:
+    splitter = NLTKSplitter("seaspeak")
+    assert splitter.split(TEXT) == [
+        *("Dr. Ahab left.", "He said: no!", "Then it ended.", ".", "."),
+    ]
+    kept = NLTKSplitter("seaspeak", keep_newlines=True)
+    assert kept.split(TEXT) == ["Dr. Ahab left. ", "He said: no!\n\n", "Then it ended. ", ". ", "."]
+    twin = pickle.loads(pickle.dumps(kept))
+    assert twin.record == kept.record == splitter.record | {"keep_newlines": True}
+    assert twin.split(TEXT) == kept.split(TEXT)
+    (model / "abbrev_types.txt").write_text("mr\n")
+    other = NLTKSplitter("seaspeak")
+    assert other.split(TEXT)[0] == "Dr."
+    assert other.record["data"] != splitter.record["data"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.sampled_from("aB.?!'\")( \n1,\x1c\x85"), max_size=40))
+def test_white_space_is_kept_where_megatrons_expression_keeps_it(text: str) -> None:
+    """Megatron's begins anywhere in a word; ours finds the same in linear time."""
+    theirs = r"\S*%(SentEndChars)s\s*(?=(?P<after_tok>%(NonWord)s|(?P<next_tok>\S+)))"
+    punkt = nltk.tokenize.punkt
+    ours, wanted = (
+        punkt.PunktSentenceTokenizer(
+            lang_vars=type("V", (punkt.PunktLanguageVars,), {"_period_context_fmt": context})()
+        ).tokenize(text)
+        for context in (nltk_sentences._WITH_SPACE, theirs)
+    )
+    assert ours == wanted
+
+
+def test_a_long_word_takes_linear_time(model: Path) -> None:
+    """Twice as much text takes about twice as long, where Megatron's expression takes 4 times."""
+    splitter = NLTKSplitter("seaspeak", keep_newlines=True)
+
+    def seconds(length: int) -> float:
+        text, started = "a" * length, process_time()
+        assert splitter.split(text) == [text]
+        return process_time() - started
+
+    assert min(seconds(400_000) for _ in range(3)) < 8 * max(seconds(100_000) for _ in range(3))
+
+
+def test_the_manifest_names_it_and_workers_find_the_data(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "data"))  # for the processes
+    (tmp_path / "a.txt").write_text(TEXT)
+    (made,) = preprocess(
+        [tmp_path / "a.txt"],
+        tmp_path / "o",
+        ByteTokenizer(),
+        splitter=NLTKSplitter("seaspeak"),
+        workers=2,
+    )
+    assert (made.prefix, made.counts.sequences) == (str(tmp_path / "o_text_sentence"), 5)
+    manifest = read_manifest(made.prefix)
+    assert manifest is not None
+    assert manifest["sentences"] == NLTKSplitter("seaspeak").record
+    assert manifest["sentences"]["version"] == nltk.__version__
+
+
+def test_what_is_missing_is_named_with_the_command_to_install_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        DataError, match=r"language 'english' \(there: seaspeak\); give another --l"
+    ):
+        NLTKSplitter()
+    with pytest.raises(DataError, match=r"Invalid .*; python -m nltk\.downloader punkt_tab"):
+        NLTKSplitter("../../etc")
+    (model / "abbrev_types.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(
+        DataError, match=r"nltk cannot read its data .*/seaspeak: .*downloader punkt"
+    ):
+        NLTKSplitter("seaspeak")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "none")])
+    with pytest.raises(
+        DataError,
+        match=r"punkt_tab/english is in none of .*none; python -m nltk\.downloader punkt_tab, or n",
+    ):
+        NLTKSplitter()
+    monkeypatch.delattr("nltk.tokenize.punkt.PunktTokenizer")
+    with pytest.raises(DataError, match=r"as pickles, .*; pip install -U 'megatron-data\[nltk\]'"):
+        NLTKSplitter()
+    monkeypatch.setitem(sys.modules, "nltk", None)
+    with pytest.raises(DataError, match=r"needs nltk; pip install 'megatron-data\[nltk\]'"):
+        NLTKSplitter()
+
+
+def test_the_command_names_the_default_and_refuses_what_does_not_go_together(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "preprocess --input a --output-prefix b --tokenizer-type ByteTokenizer"
+    command = words.split()
+    assert main([*command, "--sentence-splitter", "nltk"]) == 2
+    assert "--sentence-splitter needs --split-sentences" in capsys.readouterr().err
+    assert main([*command, "--split-sentences", "--sentence-splitter", "spacy"]) == 2
+    assert "unknown --sentence-splitter 'spacy' (known: punkt, nltk)" in capsys.readouterr().err
+    assert main([*command, "--split-sentences", "--sentence-splitter", "nltk"]) == 1
+    assert "has no language 'english'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["preprocess", "--help"])
+    assert "[default punkt]" in " ".join(capsys.readouterr().out.split())
