@@ -69,8 +69,8 @@ def trial(
 ) -> Generator[Order, Run, Outcome]:
     """Plant a defect in a copy and run tests until one fails; the copy is whole again afterwards.
 
-    Tests that run out of time count only where the same tests pass in half of it without the
-    defect.
+    A run that ends without a named test, out of time or otherwise, counts only where the same
+    tests pass without the defect, in half of the time.
     """
     ran = tuple(tests)
     expected = sum(tests.values())
@@ -79,24 +79,25 @@ def trial(
     groups = by_folder(tests)
     copy.write(planted.defect.source, planted.text)
     try:
-        late: list[str] = []
+        unnamed: list[str] = []
         for group in groups:
             run = yield limit.order(group, expected)
-            if run.status is None:
-                late = group
-                break
-            if not run.passed:
-                failed = run.failed_tests
-                by = failed[0] if failed else f"{BROKEN} in {group[0].partition('::')[0]}"
-                return Outcome(CAUGHT, by, ran)
+            if run.passed:
+                continue
+            if run.failed_tests and run.status is not None:
+                return Outcome(CAUGHT, run.failed_tests[0], ran)
+            unnamed, late = group, run.status is None
+            break
     finally:
         copy.write(planted.defect.source, original)
+    if not unnamed:
+        return Outcome(SURVIVED, f"{len(tests)} test files or functions pass", ran)
+    without = yield limit.order(unnamed, expected, 0.5)
+    if not without.passed:
+        return Outcome(SURVIVED, "its tests do not end well without it either", ran)
     if late:
-        run = yield limit.order(late, expected, 0.5)
-        if run.passed:
-            return Outcome(TIMED_OUT, ", ".join(late), ran)
-        return Outcome(SURVIVED, "its tests do not end in time without it either", ran)
-    return Outcome(SURVIVED, f"{len(tests)} test files or functions pass", ran)
+        return Outcome(TIMED_OUT, ", ".join(unnamed), ran)
+    return Outcome(CAUGHT, f"{BROKEN} in {unnamed[0].partition('::')[0]}", ran)
 
 
 def by_folder(tests: Iterable[str]) -> list[list[str]]:

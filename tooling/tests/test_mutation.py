@@ -12,8 +12,8 @@ from mutation.outcomes import Outcomes, checked, run_trials
 from mutation.plan import Planted, plan
 from mutation.reach import Reach
 from mutation.scratch import Scratch
-from mutation.trial import CAUGHT, SURVIVED, TIMED_OUT, Limit, Outcome
-from mutation.warm import Workers
+from mutation.trial import CAUGHT, SURVIVED, TIMED_OUT, Limit, Outcome, trial
+from mutation.warm import Run, Workers
 
 ROOT = Path(__file__).parents[2]
 SOURCE = "packages/toy/src/toy.py"
@@ -130,6 +130,24 @@ def test_what_is_tested_is_caught_and_the_working_tree_is_left_alone(
     assert outcomes["return count + 3"].by == "no test reaches it"
     again = Outcomes(tmp_path / "outcomes.json", resume=True)
     assert set(again.known) == {one.defect.rank for one in planted.values()}
+
+
+@pytest.mark.parametrize(
+    ("without", "result"), [(Run(0, 0.1, ""), CAUGHT), (Run(-9, 0.1, ""), SURVIVED)]
+)
+def test_a_killed_pytest_counts_only_where_it_ends_well_without_the_defect(
+    planted: dict[str, Planted], tmp_path: Path, without: Run, result: str
+) -> None:
+    one, copy = planted["return count + 1"], Scratch(tmp_path)
+    (tmp_path / SOURCE).parent.mkdir(parents=True)
+    runs = trial(copy, one, MODULE, {TEST: 0.1}, Limit(3, 1))
+    next(runs)
+    assert (tmp_path / SOURCE).read_text() == one.text
+    runs.send(Run(-9, 0.1, ""))
+    assert (tmp_path / SOURCE).read_text() == MODULE
+    with pytest.raises(StopIteration) as ended:
+        runs.send(without)
+    assert ended.value.value.result == result
 
 
 def test_defects_without_an_effect_are_left_out(repository: Path) -> None:
