@@ -62,3 +62,9 @@ def test_hugging_face_configurations(family, seed, fuzz_count):
 
     seeds = [json.dumps(seed).encode()]
     fuzz(read, seeds, ConfigError, count=fuzz_count, mutate=mutate_json)
+
+
+def test_a_name_of_any_length_is_shortened():
+    values = {**LLAMA, "rope_parameters": {**LLAMA["rope_parameters"], "x" * 9999: 1}}
+    with pytest.raises(ConfigError, match=r"^rotary settings with 'xxx.{,40}xxx' = 1 are not"):
+        llama.FAMILY.config_from_hf(values)

@@ -76,7 +76,8 @@ def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
         neutral = value is None or (key == "partial_rotary_factor" and value == 1)
         if key not in _ROPE_KEYS and not neutral:
             raise ConfigError(
-                f"rotary settings with {key} = {reprlib.repr(value)} are not supported"
+                f"rotary settings with {reprlib.repr(key)} = {reprlib.repr(value)} are not "
+                "supported"
             )
     return settings
 
