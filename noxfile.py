@@ -31,8 +31,8 @@ PACKAGES = tuple(
     for name in ("parallel", "kernels", "models", "data", "optim", "ckpt", "infer", "train")
 )
 EDITABLE = tuple(part for name in PACKAGES for part in ("-e", f"packages/{name}[test]"))
-TWO_AT_ONCE = ("megatron-parallel", "megatron-models", "megatron-data", "megatron-infer")
-"""Packages whose tests take long enough for two processes to pay."""
+ONE_AT_A_TIME = ("megatron-kernels", "megatron-optim")
+"""Packages whose tests take less time than two processes need to start."""
 WHEELS = ROOT / "dist"
 TIMINGS = ROOT / ".nox" / "timings.json"
 
@@ -204,10 +204,9 @@ def unit(session: nox.Session, package: str) -> None:
     places = [str(WHEELS), *filter(None, session.env.get("UV_FIND_LINKS", "").split(","))]
     links = [part for place in places for part in ("--find-links", place)]
     anew = [part for name in PACKAGES for part in ("--reinstall-package", name)]
-    xdist = ("pytest-xdist",) if package in TWO_AT_ONCE else ()
-    install(session, *links, *anew, *xdist, f"{package}[test] @ {wheel.as_uri()}")
+    install(session, *links, *anew, "pytest-xdist", f"{package}[test] @ {wheel.as_uri()}")
     session.run("python", "tooling/check_isolation.py", package)
-    at_once = package in TWO_AT_ONCE and not slow
+    at_once = package not in ONE_AT_A_TIME and not slow
     pytest(session, f"packages/{package}/tests", slow=slow, at_once=at_once)
 
 
@@ -265,7 +264,7 @@ def parity(session: nox.Session) -> None:
 
     try:
         # accelerate: transformers reads GGUF files, and trains, with it alone.
-        install(session, *EDITABLE, "transformers", "accelerate", "datasets")
+        install(session, *EDITABLE, "transformers", "accelerate", "datasets", "pytest-xdist")
         session.install("-q", *CONSTRAINTS, "--no-deps", "megatron-core")
     except nox.command.CommandFailed:
         missing("PARITY NOT CHECKED: transformers or megatron-core could not be installed here")
@@ -290,7 +289,7 @@ def parity(session: nox.Session) -> None:
         except nox.command.CommandFailed:
             missing("S3 NOT CHECKED: s3fs and moto could not be installed here")
     fast = "packages/megatron-data/tests/test_fast.py"
-    pytest(session, "integration_tests/parity", fast, slow=slow)
+    pytest(session, "integration_tests/parity", fast, slow=slow, at_once=not slow)
 
 
 @job()
@@ -312,11 +311,11 @@ def typecheck(session: nox.Session) -> None:
 def boundaries(session: nox.Session) -> None:
     """Who may import whom (import-linter, deptry), and that these checks can fail."""
     # cosmic-ray and coverage are for the tests of tooling/mutation.
-    install(session, *EDITABLE, "import-linter", "deptry", "cosmic-ray", "coverage")
+    install(session, *EDITABLE, "import-linter", "deptry", "cosmic-ray", "coverage", "pytest-xdist")
     session.run("lint-imports")
     for name in PACKAGES:
         session.run("python", "tooling/check_dependencies.py", name)
-    session.run("python", "-m", "pytest", "-q", "tooling/tests")
+    pytest(session, "tooling/tests", at_once=True)
 
 
 @job()
