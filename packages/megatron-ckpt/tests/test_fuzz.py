@@ -62,6 +62,12 @@ def test_forged_manifests(saved, fuzz_count):
     assert tally.read > 0  # the digest is not what refuses them
 
 
+def test_the_middle_of_a_name_of_any_length_is_left_out():
+    with pytest.raises(CheckpointError, match=r"^tensor 'x{900,1000} \.\.\. x{300,}' is unknown$"):
+        raise CheckpointError(f"tensor {'x' * 99_999!r} is unknown")
+    assert str(CheckpointError("x" * 1500)) == "x" * 1500
+
+
 def test_stored_values(fuzz_count):
     value = {"a": [1, 2.5, None, True], "b": {1: (b"x", float("nan"))}, "c": {"d": {"e": "f"}}}
     seed = dumps(value, "value").encode()

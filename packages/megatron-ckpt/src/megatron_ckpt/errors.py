@@ -5,7 +5,16 @@ from collections.abc import Iterable
 
 
 class CheckpointError(ValueError):
-    """What was wrong with a checkpoint, a view or a conversion, where, and what to do: one line."""
+    """What was wrong with a checkpoint, a view or a conversion, where, and what to do: one line.
+
+    A name that comes from a file may have any length: of a message over 1,500 characters the middle
+    is left out.
+    """
+
+    def __init__(self, message: str) -> None:
+        if len(message) > 1500:
+            message = f"{message[:1000]} ... {message[-400:]}"
+        super().__init__(message)
 
 
 class CorruptCheckpointError(CheckpointError):
