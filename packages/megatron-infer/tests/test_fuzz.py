@@ -133,6 +133,9 @@ def test_damaged_model_records_are_refused(
         monkeypatch.setattr("megatron_infer.load.find_checkpoint", lambda *_: forged)
         load_model(tmp_path / "run")
 
+    tables = {**model.config.to_dict(), "max_position_embeddings": 10**12}
+    with pytest.raises(InferError, match=r"takes \d+\.\d GiB, more than cpu has left"):
+        read(json.dumps(tables).encode())
     refusals = (CheckpointError, ConfigError, DataError, InferError, LayoutError)
     seed = json.dumps(model.config.to_dict()).encode()
     tally = fuzz(read, [seed], refusals, count=fuzz_count, mutate=mutate_objects)

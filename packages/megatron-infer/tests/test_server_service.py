@@ -225,8 +225,20 @@ def test_requests_that_take_turns_get_what_they_get_alone(
     service.close()
 
 
+def allocate_on_the_host() -> None:
+    torch.empty(2**60)
+
+
+def allocate_on_a_device() -> None:
+    raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("allocate", [allocate_on_the_host, allocate_on_a_device])
 def test_a_request_that_fails_does_not_end_those_it_takes_turns_with(
-    shared: GenerationService, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    shared: GenerationService,
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    allocate: Callable[[], None],
 ) -> None:
     job = shared.submit(ask(tokens=8), "a")
     gate.let(2)
@@ -235,7 +247,7 @@ def test_a_request_that_fails_does_not_end_those_it_takes_turns_with(
 
     def fail(self: Batch) -> None:
         if len(self.tokens) == 2:
-            raise torch.OutOfMemoryError
+            allocate()
         real(self)
 
     monkeypatch.setattr(Batch, "step", fail)

@@ -20,6 +20,7 @@ from megatron_parallel import Mesh, View, collect_shardings, parameter_views
 
 from megatron_infer.engine.generate import stop_tokens
 from megatron_infer.errors import InferError
+from megatron_infer.memory import is_out_of_memory
 
 TOKENIZER_FOLDER = "tokenizer"
 _SETTINGS = ("huggingface/generation_config.json", "huggingface/config.json")
@@ -117,7 +118,7 @@ def load_model(
     Raises:
         CheckpointError: there is no such checkpoint or model, or it is damaged.
         InferError: the checkpoint does not say which model it holds, has no tokenizer, or that of
-            another model; or the mesh has several stages on each rank.
+            another model; the mesh has several stages on each rank; or memory is too small.
         LayoutError: the model cannot be cut that way, or ranks found different checkpoints.
     """
     source = _open(path, iteration)
@@ -175,12 +176,23 @@ def _identity(source: Source) -> str:
 def _empty_model(config: GPTConfig, mesh: Mesh, dtype: torch.dtype) -> GPT:
     """Build a model of zeros; drawing initial weights would take longer than reading them."""
     model = GPT(config, mesh, dtype=dtype, device="meta")
-    model.to_empty(device=mesh.device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    if model.rotary is not None:
-        model.rotary.reset()
+    try:
+        model.to_empty(device=mesh.device)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        if model.rotary is not None:
+            model.rotary.reset()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        tensors = [*model.parameters(), *model.buffers()]
+        size = sum(each.numel() * each.element_size() for each in tensors) / 2**30
+        raise InferError(
+            f"the model takes {size:.1f} GiB, more than {mesh.device} has left: parameters of "
+            f"{dtype}, tables of {config.max_position_embeddings} positions; cut it over more "
+            "ranks, or take a smaller dtype"
+        ) from None
     return model
 
 

@@ -15,6 +15,7 @@ from megatron_models import GPT
 
 from megatron_infer.engine.batch import evaluating
 from megatron_infer.errors import InferError
+from megatron_infer.memory import is_out_of_memory
 from megatron_infer.server.fields import GenerateRequest, RequestError
 from megatron_infer.server.generation import Generation
 from megatron_infer.server.job import Answer, Job
@@ -199,9 +200,9 @@ class GenerationService:
         except InferError as error:
             log.error("a generation failed: %s", error)
             return RequestError(500, str(error))
-        except torch.OutOfMemoryError:
-            log.error("a generation ran out of memory")
-            return RequestError(503, "out of memory: send fewer or shorter prompts")
-        except Exception:  # a bug: the log has it whole, and the thread lives for the others
+        except Exception as error:  # a bug, but for memory; the thread lives for the others
+            if is_out_of_memory(error):
+                log.error("a generation ran out of memory")
+                return RequestError(503, "out of memory: send fewer or shorter prompts")
             log.exception("a generation failed")
             return RequestError(500, "internal error; the server's log says more")

@@ -41,7 +41,9 @@ class RotaryTable(nn.Module):
         self.reset()
 
     def reset(self) -> None:
-        """Compute the table, on whatever device it is kept."""
+        """Compute the table, on whatever device it is kept; on the meta device there is none."""
+        if self.cos.is_meta:
+            return
         config, scaling = self.config, rope_scaling(self.config)
         frequencies = rope_frequencies(
             config.kv_channels, config.rotary_base, config.rotary_percent, scaling
