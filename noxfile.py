@@ -148,7 +148,7 @@ def tests(session: nox.Session) -> None:
 def full(session: nox.Session) -> None:
     """As `tests`, with everything whole that is sampled there."""
     TIMINGS.unlink(missing_ok=True)
-    for check in ("wheels", *CHECKS, "mutation", "summary"):
+    for check in ("wheels", *CHECKS, "simulated", "mutation", "summary"):
         session.notify(check, posargs=["--slow"] if takes_slow(check) else [])
 
 
@@ -355,6 +355,16 @@ def build(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """Everything marked for a GPU, and the integration tests on NCCL with the devices there are."""
     session.run("bash", "tooling/gpu.sh", *session.posargs, external=True)
+
+
+@job()
+def simulated(session: nox.Session) -> None:
+    """What is marked for a GPU, as far as a simulated device goes; needs a C++ compiler."""
+    install(session, *EDITABLE)
+    folders = (*(f"packages/{name}/tests" for name in PACKAGES), "integration_tests")
+    session.env.setdefault("OMP_NUM_THREADS", "2")
+    line = ("python", "-m", "pytest", "-q", "-m", "gpu", "--device", "simulated", "-rs")
+    session.run(*line, "--ignore=integration_tests/parity", *folders, *session.posargs)
 
 
 @job()

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Every test marked `gpu`, from the bare source folders: nothing is installed, nothing downloaded.
-# Tests over several GPUs (NCCL) use as many devices as there are. What is skipped is printed with
-# its reason. PYTHON names the interpreter; arguments go to pytest.
+# Most of them need one GPU; those over several (NCCL) use as many devices as there are. What is
+# skipped is printed with its reason. PYTHON names the interpreter; arguments go to pytest:
+# `tooling/gpu.sh --device simulated` tries what can be tried without a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -17,7 +18,7 @@ except ModuleNotFoundError:
 names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 nccl = ".".join(map(str, torch.cuda.nccl.version())) if names else "not used"
 print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, NCCL {nccl}")
-print("devices:", ", ".join(names) or "none; every test marked gpu is skipped")
+print("devices:", ", ".join(names) or "none; without --device simulated every test marked gpu is skipped")
 PRINT
 
 settings=$("$python" tooling/bare_install.py "$site")

@@ -216,11 +216,9 @@ def test_names_and_shapes_that_differ_are_refused_with_the_nearest(tmp_path):
 
 
 @pytest.mark.gpu
-def test_tensors_of_a_device_are_saved_and_filled_where_they_are(tmp_path):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+def test_tensors_of_a_device_are_saved_and_filled_where_they_are(tmp_path, device):
     store = CheckpointStore(tmp_path)
-    tensor = torch.randn(300, 7, device="cuda", dtype=torch.bfloat16)
+    tensor = torch.randn(300, 7, device=device, dtype=torch.bfloat16)
     store.save(1, whole({"w": tensor}))
     back = torch.zeros_like(tensor)
     store.load(1, whole({"w": back}))

@@ -28,10 +28,10 @@ def test_values_and_gradients_equal_the_reference_in_float64(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_usable_backend_on_a_gpu_equals_the_reference_in_float64(dtype: torch.dtype) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    results = list(check(dtype, torch.device("cuda")))
+def test_every_usable_backend_on_a_gpu_equals_the_reference_in_float64(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    results = list(check(dtype, device))
     assert any(result.refusal is None for result in results)
     assert [result for result in results if not result.passed] == []
 

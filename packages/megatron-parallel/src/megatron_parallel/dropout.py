@@ -94,7 +94,7 @@ class DropoutKey:
             for shift in (0, 32):
                 word = torch.tensor(_signed(number >> shift), dtype=torch.int32)
                 words = _absorb(words[0], words[1], word)
-        word0, word1 = (word.to(device) for word in words)
+        word0, word1 = (word.to(device, non_blocking=True) for word in words)
         for word in (_low(samples), _low(samples >> 32), _low(positions)):
             word0, word1 = _absorb(word0, word1, word)
         return cls(word0, word1)

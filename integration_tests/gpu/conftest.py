@@ -1,0 +1,123 @@
+"""A small training job on one device, as `megatron-train` puts it together."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from megatron_models import GPTConfig, gpt_chunks
+from megatron_optim import Optimizer, OptimizerConfig
+from megatron_parallel import DataParallelConfig, Mesh
+from megatron_train.engine import StepEngine
+from megatron_train.tasks.gpt import GPTTask
+from torch import Tensor
+
+SMALL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 64,
+    "vocab_size": 97,
+    "max_position_embeddings": 16,
+}
+LEARNING_RATE = 1e-3
+
+
+@dataclass
+class Job:
+    """Model, engine and optimizer on one device."""
+
+    device: torch.device
+    config: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    dropout: float = 0.0
+    recompute: Any = None
+    dispatcher: str = "allgather"
+    compile: bool = False
+    data_parallel: DataParallelConfig | None = None
+
+    def __post_init__(self) -> None:
+        mesh = Mesh.single(self.device)
+        stages = gpt_chunks(
+            GPTConfig(**SMALL, **self.config),
+            mesh,
+            dtype=self.dtype,
+            recompute=self.recompute,
+            dispatcher=self.dispatcher,
+            seed=3,
+        )
+        self.model = stages[0]
+        task = GPTTask(
+            stages,
+            None,
+            hidden_dropout=self.dropout,
+            attention_dropout=self.dropout,
+            reset_attention_mask=True,
+        )
+        self.engine = StepEngine(task, mesh, self.data_parallel, compile=self.compile)
+        self.optimizer = Optimizer(
+            self.engine.parameters,
+            self.engine.table,
+            mesh,
+            OptimizerConfig(lr=LEARNING_RATE),
+            gradients=self.engine.gradients,
+            shards=self.engine.shards,
+        )
+
+    def batches(self, iteration: int) -> list[dict[str, Tensor]]:
+        """Two micro-batches of two samples, with documents and padding, drawn on the CPU."""
+        generator = torch.Generator().manual_seed(iteration)
+        documents = torch.tensor([[0] * 7 + [1] * 9, [0] * 12 + [-1] * 4], dtype=torch.int32)
+        return [
+            {
+                "tokens": torch.randint(0, 97, (2, 16), generator=generator),
+                "labels": torch.randint(0, 97, (2, 16), generator=generator),
+                "loss_mask": (documents >= 0).float(),
+                "positions": torch.arange(16).expand(2, 16).contiguous(),
+                "sample_ids": torch.arange(2) + 4 * iteration + 2 * number,
+                "document_ids": documents,
+            }
+            for number in range(2)
+        ]
+
+    def gradients(self, iteration: int = 1) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Forward and backward passes of a step: losses per token, and gradients on the CPU."""
+        batches = self.batches(iteration)
+        denominators = {n: c or 1.0 for n, c in self.engine.denominators(batches).items()}
+        sums = self.engine.run(batches, denominators, iteration)
+        gradients = {n: g.detach().cpu() for n, g in self.engine.gradients().items()}
+        return {name: sums[name] / denominators[name] for name in sums}, gradients
+
+    def step(self, iteration: int) -> tuple[dict[str, float], float]:
+        """A whole step: losses per token, and the norm of the gradient."""
+        losses, _ = self.gradients(iteration)
+        norm = self.optimizer.step(LEARNING_RATE).grad_norm
+        self.engine.zero()
+        return losses, norm
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of all parameters on the CPU."""
+        self.engine.settle()
+        return {name: p.detach().cpu().clone() for name, p in self.engine.parameters.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Views of everything that a checkpoint of it holds."""
+        views = {f"model.{name}": v for name, v in self.engine.views().items()}
+        views |= {f"optimizer.{name}": v for name, v in self.optimizer.views().items()}
+        return views
+
+
+@pytest.fixture
+def job() -> type[Job]:
+    """Makes a job on a device."""
+    return Job
+
+
+@pytest.fixture
+def only_deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As under `--deterministic-mode`."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

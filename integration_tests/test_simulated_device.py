@@ -1,0 +1,30 @@
+"""A sample of the tests for one GPU, on the simulated device: `nox -s simulated` runs all."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SAMPLE = "refused or oftener or (losses_and_gradients and (dropout or shared))"
+
+
+def test_steps_on_the_simulated_device_and_a_planted_tensor_of_the_host():
+    """In a process of its own: torch looks for devices once, when it is imported."""
+    line = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--device", "simulated", "-rs"]
+    line += ["-p", "no:cacheprovider", "integration_tests/gpu/test_training_step.py", "-k", SAMPLE]
+    done = subprocess.run(
+        line,
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    if missing := re.search("no simulated device: .*", done.stdout):
+        pytest.skip(missing[0])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert re.search(r"^6 passed, \d+ deselected", done.stdout, re.MULTILINE), done.stdout[-500:]

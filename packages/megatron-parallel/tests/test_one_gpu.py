@@ -1,0 +1,147 @@
+"""What one CUDA device shows of NCCL, of streams and of ranks that share it."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_parallel.stall import Stall
+from megatron_parallel.testing import Rank, WorkerPool
+from megatron_parallel.watchdog import Watchdog, marking
+from waiting import HANG, wait_until
+
+NCCL = pytest.mark.gpu(real="NCCL")
+STREAM = pytest.mark.gpu(real="its stream runs behind the host")
+CYCLES = 500_000_000  # a quarter of a second of a GPU's clock
+
+SHARED = """
+import os, sys
+from datetime import timedelta
+from megatron_parallel import LayoutError, Mesh, ParallelLayout
+
+try:
+    Mesh.bind(ParallelLayout(dp=2), device="cuda:0", timeout=timedelta(seconds=60))
+except LayoutError as error:
+    print(error, file=sys.stderr, flush=True)
+    os._exit(1)
+"""
+
+
+def gathered(rank: Rank) -> object:
+    found: list[object] = [None]
+    dist.all_gather_object(found, {"rank": rank.rank})
+    return found
+
+
+def broadcasted(rank: Rank) -> object:
+    values: list[object] = ["a text", 3]
+    dist.broadcast_object_list(values, src=0)
+    return values
+
+
+def waited(rank: Rank) -> object:
+    dist.barrier(device_ids=[rank.device.index])
+    return "passed"
+
+
+def summed_in_float64(rank: Rank) -> object:
+    total = torch.full((3,), 1 / 3, dtype=torch.float64, device=rank.device)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def host_refused(rank: Rank) -> object:
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return "No backend type associated with device type cpu" in str(error)
+    return False
+
+
+ALONE: dict[str, tuple[Callable[[Rank], object], object]] = {
+    "gather of objects": (gathered, [{"rank": 0}]),
+    "broadcast of objects": (broadcasted, ["a text", 3]),
+    "barrier": (waited, "passed"),
+    "float64": (summed_in_float64, [1 / 3] * 3),
+    "a tensor of the host": (host_refused, True),
+}
+
+
+@NCCL
+@pytest.mark.parametrize("name", ALONE)
+def test_one_rank_of_nccl(name: str) -> None:
+    act, expected = ALONE[name]
+    with WorkerPool(1, device="cuda") as pool:
+        assert pool.run(act, ranks=1, timeout=HANG) == [expected]
+
+
+@NCCL
+def test_two_ranks_on_one_gpu_are_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with WorkerPool(1) as pool:
+        port = pool.run(free_port, ranks=1)[0]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in shared.items():
+        monkeypatch.setenv(name, value)
+    ranks = []
+    for number in range(2):
+        monkeypatch.setenv("RANK", str(number))
+        line = [sys.executable, "-c", SHARED]
+        ranks.append(subprocess.Popen(line, stderr=subprocess.PIPE, text=True))
+    for rank in ranks:
+        _, said = rank.communicate(timeout=HANG)
+        assert rank.returncode == 1 and said.count("\n") == 1
+        assert said.startswith("every rank needs a CUDA device of its own: ranks 0-1 share ")
+
+
+def free_port(rank: Rank) -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@STREAM
+def test_a_marker_is_reached_when_the_stream_has_come_so_far() -> None:
+    mark = marking(torch.device("cuda"))
+    assert mark is not None
+    torch.cuda._sleep(CYCLES)
+    marker = mark()
+    assert marker is not None and not marker.query()
+    torch.cuda.synchronize()
+    assert marker.query()
+
+
+@STREAM
+def test_a_stall_is_measured_on_the_stream_and_not_on_the_host() -> None:
+    stall = Stall(torch.device("cuda"))
+    since = time.perf_counter()
+    with stall.waiting():
+        torch.cuda._sleep(CYCLES)
+    assert time.perf_counter() - since < stall.seconds
+    assert stall.seconds > 0.05
+
+
+@pytest.mark.gpu
+def test_what_a_device_has_done_is_not_overdue(device: torch.device) -> None:
+    class Sum:
+        axis_name, described = "tp", "all_reduce"
+
+        def reported(self) -> bool:
+            return False
+
+        def explain(self, cause: str) -> str:
+            raise AssertionError(cause)
+
+    mark = marking(device)
+    assert mark is not None
+    dog = Watchdog(mark, lambda: None, HANG)
+    torch.ones(1000, device=device).sum()
+    dog.queued(Sum())
+    wait_until(lambda: dog.last("tp") == "all_reduce")
+    dog.close()

@@ -1,0 +1,85 @@
+"""What `torch.cuda` says of a simulated device: one device, one stream, nothing to wait for."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from simulated_device.tensors import CUDA, Dispatch
+
+
+class Event:
+    """A place in the stream, which is reached at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing: all that was queued is done."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing."""
+
+    def synchronize(self) -> None:
+        """Nothing."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 0.0
+
+
+class Stream:
+    """The one stream; operations run when they are called."""
+
+    device, device_index, stream_id = CUDA, 0, 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def synchronize(self) -> None:
+        """Nothing."""
+
+    def query(self) -> bool:
+        return True
+
+
+def no_graph() -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def functions(dispatch: Dispatch) -> Iterator[None]:
+    """Put them in the place of `torch.cuda`'s."""
+    only = Stream()
+    with patch.multiple(
+        torch.cuda,
+        Event=Event,
+        Stream=Stream,
+        _lazy_init=lambda: None,
+        current_device=lambda: 0,
+        current_stream=lambda device=None: only,
+        device_count=lambda: 1,
+        get_device_capability=lambda device=None: (9, 0),
+        get_device_name=lambda device=None: "a simulated device",
+        get_rng_state=lambda device="cuda": torch.empty(16, dtype=torch.uint8),
+        is_available=lambda: True,
+        is_current_stream_capturing=no_graph,
+        set_device=lambda device: None,
+        set_rng_state=lambda state, device="cuda": None,
+        stream=lambda stream: contextlib.nullcontext(),
+        synchronize=lambda device=None: dispatch.waits_for("synchronize"),
+    ):
+        yield

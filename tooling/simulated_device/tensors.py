@@ -1,0 +1,213 @@
+"""Tensors that say they are on `cuda:0` and compute on the CPU."""
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+CUDA = torch.device("cuda:0")
+
+# What may be given tensors of both devices: copies, and indices that lie on the host.
+_BETWEEN_DEVICES = (
+    aten.copy_.default,
+    aten._to_copy.default,
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten._index_put_impl_.default,
+)
+
+# Conjugates and negatives as values: below `__torch_dispatch__` lazy ones are taken for what they
+# are made of.
+_AT_ONCE = {
+    aten._conj.default: aten.conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
+}
+
+
+class DeviceTensor(Tensor):
+    """A tensor on the simulated device; `on_host` holds its values."""
+
+    on_host: Tensor
+    owner: "Dispatch"
+
+    @staticmethod
+    def __new__(cls, on_host: Tensor, owner: "Dispatch") -> "DeviceTensor":
+        t = Tensor._make_wrapper_subclass(
+            cls,
+            on_host.shape,
+            strides=on_host.stride(),
+            storage_offset=on_host.storage_offset(),
+            dtype=on_host.dtype,
+            device=CUDA,
+            requires_grad=False,
+        )
+        t.on_host, t.owner = on_host, owner
+        return t
+
+    def __repr__(self, **_: Any) -> str:
+        return f"DeviceTensor({self.on_host!r})"
+
+    def record_stream(self, stream: Any) -> None:
+        """Nothing: memory is the host's."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """In threads of autograd, where the mode is not entered."""
+        found = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, DeviceTensor))
+        return found.owner.run(func, args, dict(kwargs or {}))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.data_ptr:
+            return args[0].on_host.data_ptr()
+        if func is Tensor.tolist:
+            args[0].owner.waits_for("tolist")
+            return args[0].on_host.detach().tolist()
+        if func in (Tensor.numpy, Tensor.__array__):
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the "
+                "tensor to host memory first."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            args[0].on_host = args[1].on_host
+        return result
+
+
+class Dispatch(TorchDispatchMode):
+    """Runs operations on what device tensors hold, and notes what a real device would make wait.
+
+    Attributes:
+        waits: how often the host had to wait for the device, by what asked and where.
+        blocking_copies: copies from pageable memory of the host to the device, likewise.
+        threads: names of the threads that computed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+        self.blocking_copies: Counter[str] = Counter()
+        self.threads: set[str] = set()
+
+    def waits_for(self, what: str) -> None:
+        self.waits[f"{what} at {_place()}"] += 1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return self.run(func, args, dict(kwargs or {}))
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        here = [t for t in tensors if isinstance(t, DeviceTensor)]
+        host = [t for t in tensors if not isinstance(t, DeviceTensor)]
+        wanted = kwargs.get("device")
+        wanted = None if wanted is None else torch.device(wanted)
+        if func.namespace == "c10d":
+            return _communicate(func, args, kwargs, here, host)
+        if not here and (wanted is None or wanted.type != "cuda"):
+            return func(*args, **kwargs)
+        if here:
+            self.threads.add(threading.current_thread().name)
+            if func not in _BETWEEN_DEVICES:
+                _refuse_mixed(func, host)
+        if func is aten.is_pinned.default:
+            return False
+        self._note(func, args, kwargs, here, host, wanted)
+        if wanted is not None:
+            kwargs["device"] = torch.device("cpu")
+        kwargs.pop("pin_memory", None)
+        if func is aten._to_copy.default:
+            kwargs.pop("non_blocking", None)
+        func = _AT_ONCE.get(func, func)
+        out = func(*tree_map(_held, args), **tree_map(_held, kwargs))
+        if func is aten._to_copy.default and here and out is here[0].on_host:
+            out = out.clone()
+        stays = wanted is not None and wanted.type == "cpu"
+        return tree_map(self._wrapper(here, host, stays), out)
+
+    def _note(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        here: list[DeviceTensor],
+        host: list[Tensor],
+        wanted: torch.device | None,
+    ) -> None:
+        """Count waits and blocking copies."""
+        to_device = func is aten._to_copy.default and not here
+        if here and func is aten._local_scalar_dense.default:
+            self.waits_for("item")
+        if here and torch.Tag.dynamic_output_shape in func.tags:
+            self.waits_for(f"size of {func.__name__}")
+        if here and func is aten._to_copy.default and wanted is not None and wanted.type == "cpu":
+            self.waits_for("copy to the host")
+        if here and func is aten.copy_.default:
+            if not isinstance(args[0], DeviceTensor):
+                self.waits_for("copy to the host")
+            to_device = bool(host) and args[0] is here[0]
+        waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True))
+        if to_device and waits:
+            self.blocking_copies[_place()] += 1
+
+    def _wrapper(
+        self, here: list[DeviceTensor], host: list[Tensor], stays: bool
+    ) -> Callable[[Any], Any]:
+        """What makes a result one of the device; what was given comes back as it was."""
+
+        def wrap(x: Any) -> Any:
+            if not isinstance(x, Tensor) or isinstance(x, DeviceTensor):
+                return x
+            given = next((t for t in here if t.on_host is x), None)
+            if given is not None:
+                return given
+            return x if stays or any(t is x for t in host) else DeviceTensor(x, self)
+
+        return wrap
+
+
+def _communicate(
+    func: Any, args: Any, kwargs: dict[str, Any], here: list[DeviceTensor], host: list[Tensor]
+) -> Any:
+    """A collective over Gloo; like NCCL it takes tensors of the device only."""
+    if any(t.numel() for t in host):
+        raise RuntimeError(f"No backend type associated with device type cpu ({func}, {_place()})")
+    out = func(*tree_map(_held, args), **tree_map(_held, kwargs))
+    return tree_map(lambda x: next((t for t in here if t.on_host is x), x), out)
+
+
+def _refuse_mixed(func: Any, host: list[Tensor]) -> None:
+    if any(t.dim() for t in host):  # a scalar of the host may be read
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 "
+            f"and cpu! ({func}, {_place()})"
+        )
+
+
+def _held(x: Any) -> Any:
+    return x.on_host if isinstance(x, DeviceTensor) else x
+
+
+def _place() -> str:
+    """The innermost line of our packages."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        _, found, rest = frame.f_code.co_filename.rpartition("/src/megatron_")
+        if found:
+            return f"megatron_{rest}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "a place outside of our packages"
