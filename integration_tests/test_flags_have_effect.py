@@ -193,6 +193,9 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "data.eod_mask_loss": ({}, {"--eod-mask-loss": ""}),
     "data.fim_data": ({}, FIM),
     "data.sft": (TALKS, {"--sft": ""}),
+    "data.max_document_bytes": (CHAT, {"--max-document-bytes": "20"}),
+    "data.max_template_steps": (CHAT, {"--max-template-steps": "3"}),
+    "data.max_template_characters": (CHAT, {"--max-template-characters": "3"}),
     "data.sample_order": ({}, COMPAT),
     "data.data_path_changes": ({}, {"--data-path-changes": "changes"}),
     "data.data_cache_path": (COMPAT, {"--data-cache-path": "cache"}),
@@ -308,7 +311,12 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "logging.progress": ({}, {"--no-progress": ""}),
 }
 
-REFUSALS = {"checkpoint.exit_on_missing_checkpoint": "--load nowhere has no complete checkpoint"}
+REFUSALS = {
+    "checkpoint.exit_on_missing_checkpoint": "--load nowhere has no complete checkpoint",
+    "data.max_document_bytes": "lines.jsonl:1: ",
+    "data.max_template_steps": "it takes more steps than it may (--max-template-steps",
+    "data.max_template_characters": "it makes a text of more than 3 characters",
+}
 """Flags whose effect is that a run is refused, and with which words."""
 if not torch.cuda.is_available():
     REFUSALS["training.device"] = "--device cuda: torch sees no GPU here"

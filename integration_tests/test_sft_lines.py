@@ -5,7 +5,8 @@ import random
 
 import pytest
 import torch
-from megatron_data import tokenize_conversations
+from megatron_data import IndexedDataset, tokenize_conversations
+from megatron_data.datasets import conversation_lines
 from megatron_data.tokenizers.chat import ChatTemplate
 from megatron_data.tokenizers.loading import load_tokenizer
 from megatron_train import read_records
@@ -57,6 +58,30 @@ def train(talks, capsys, monkeypatch, plain_runs):
 
 def losses(talks, save):
     return [record["lm loss"] for record in read_records(talks / save / "metrics.jsonl").train]
+
+
+def test_a_run_reads_its_corpus_and_checks_its_index_once(train, monkeypatch):
+    calls = []
+    check, find = IndexedDataset.check, conversation_lines._find_lines
+    monkeypatch.setattr(IndexedDataset, "check", lambda self: calls.append("check") or check(self))
+    monkeypatch.setattr(
+        conversation_lines, "_find_lines", lambda path: calls.append("find") or find(path)
+    )
+    train("--data-path talks.jsonl --train-iters 1")
+    assert calls == ["find"]
+    calls.clear()
+    train("--data-path talks_conversation --sample-order compat --train-iters 1")
+    assert calls == ["check", "check"], "the tokens and their mask"
+
+
+def test_limits_of_lines_are_settings_of_a_run(train):
+    told = "talks.jsonl:1: a document of "
+    assert told in train("--data-path talks.jsonl --max-document-bytes 90", status=1)
+    for flag in ("steps", "characters"):
+        limit = f"--max-template-{flag}"
+        assert limit in train(f"--data-path talks.jsonl {limit} 5", status=1)
+        printed = train(f"--data-path talks_conversation {limit} 5", status=1)
+        assert f"{limit} bounds what --sft reads of JSON lines" in printed
 
 
 def test_losses_are_those_of_tokenized_conversations_and_a_run_goes_on(talks, train):

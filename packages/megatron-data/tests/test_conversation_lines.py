@@ -4,6 +4,7 @@ import gzip
 import json
 import logging
 import pickle
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,15 @@ from megatron_data import (
     DataError,
     EmptySplitError,
     HuggingFaceTokenizer,
+    IndexedDataset,
+    OpenDatasets,
     SFTTokenizer,
+    build_gpt_datasets,
     build_sft_datasets,
     holds_conversation_lines,
     tokenize_conversations,
 )
+from megatron_data.datasets import conversation_lines
 
 pytest.importorskip("jinja2")
 
@@ -90,6 +95,35 @@ def test_samples_are_those_of_tokenized_conversations(
     another = SFTTokenizer(talker.reference, ChatTemplate(CHATML.replace("start|", "begin|")))
     other = build_sft_datasets(lines, **options, tokenizer=another)
     assert not same(other.train, expected.train)
+
+
+def test_what_calls_share_is_opened_and_checked_once(
+    talks: Path, talker: SFTTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run builds its splits one by one; the file is read and the index checked for the first."""
+    calls: list[str] = []
+    check, find = IndexedDataset.check, conversation_lines._find_lines
+    monkeypatch.setattr(
+        IndexedDataset, "check", lambda self: calls.append(self.prefix) or check(self)
+    )
+    monkeypatch.setattr(
+        conversation_lines, "_find_lines", lambda path: calls.append(path) or find(path)
+    )
+    lines, prefix = str(talks / "a.jsonl"), str(talks / "a_conversation")
+    once = {lines: [lines], prefix: [prefix, f"{prefix}_loss"]}
+    for path, wanted in once.items():
+        for opened, times in ((OpenDatasets(), 1), (None, 3)):
+            calls.clear()
+            for sizes in ((9, 0, 0), (0, 4, 0), (0, 0, 4)):
+                build_sft_datasets(
+                    path, "6,3,1", sizes, order="compat", tokenizer=talker, opened=opened
+                )
+            assert sorted(calls) == sorted(times * wanted)
+    shared = OpenDatasets()
+    calls.clear()
+    for order in ("stateless", "packed", "compat"):
+        build_gpt_datasets(prefix, "6,3,1", (9, 0, 0), 8, order=order, opened=shared)
+    assert calls == [prefix]
 
 
 def test_one_epoch_and_workers(talks: Path, talker: SFTTokenizer) -> None:
@@ -203,6 +237,18 @@ def test_what_cannot_be_read_line_by_line(
     with pytest.raises(DataError, match="only a local file"):
         ConversationLines("s3://bucket/a.jsonl", talker)
     assert not holds_conversation_lines("talks_conversation")
+
+
+def test_a_template_that_writes_the_time_is_warned_of(
+    talks: Path, talker: SFTTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    dated = ChatTemplate("{{ strftime_now('%d') }}" + CHATML)
+    ConversationLines(talks / "a.jsonl", SFTTokenizer(talker.reference, dated))
+    assert "samples change with the day on which they are read" in caplog.text
+    caplog.clear()
+    ConversationLines(talks / "a.jsonl", SFTTokenizer(talker.reference, dated.at(datetime.min)))
+    ConversationLines(f"file://{talks}/a.jsonl", talker)
+    assert not caplog.records
 
 
 def test_a_file_that_changes_is_noticed(talker: SFTTokenizer, tmp_path: Path) -> None:

@@ -100,9 +100,13 @@ def test_every_reader_has_the_limit(tmp_path: Path, tokenizer: HuggingFaceTokeni
             list(read_texts([path], max_document_bytes=119))
         assert list(read_texts([path], max_document_bytes=120))
     template = ChatTemplate("a")
-    talks = ConversationLines(lines, SFTTokenizer(tokenizer, template), max_document_bytes=119)
-    with pytest.raises(DataError, match=rf"a\.jsonl:1: {told}"):
-        talks.row(0)
+    talker = SFTTokenizer(tokenizer, template)
+    for end in ("", "\n", "\n\n \n{}"):  # the last line may lack its end
+        lines.write_text("\n{}\n" + json.dumps({"text": "x" * 108}) + end)
+        with pytest.raises(DataError, match=rf"a\.jsonl:3: {told}"):
+            ConversationLines(lines, talker, max_document_bytes=119)
+        for longest in (120, None):
+            assert len(ConversationLines(lines, talker, max_document_bytes=longest)) > 1
     lines.write_bytes(LONG)
     with pytest.raises(DataError, match=r"bytes, more than --max-document-bytes 33,554,432"):
         benchmark([lines], ByteTokenizer())

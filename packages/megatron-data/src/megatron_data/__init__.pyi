@@ -31,6 +31,7 @@ from .datasets.mixing import blend_by_epochs as blend_by_epochs
 from .datasets.mixing import blend_by_tokens as blend_by_tokens
 from .datasets.mixing import mix as mix
 from .datasets.mock import MockTokens as MockTokens
+from .datasets.opened import OpenDatasets as OpenDatasets
 from .datasets.paths import Blend as Blend
 from .datasets.paths import holds_conversation_lines as holds_conversation_lines
 from .datasets.paths import parse_data_path as parse_data_path

@@ -7,6 +7,8 @@ turn; the ranks that hold one copy of the model read the same ones.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,6 +19,7 @@ from megatron_data import (
     Datasets,
     EmptySplitError,
     FillInTheMiddle,
+    OpenDatasets,
     SequentialSampler,
     SFTTokenizer,
     StorageCache,
@@ -170,9 +173,12 @@ def _builder(
         order=data.sample_order,
         mapped=data.mmap_bin_files,
         storage=StorageCache(folder) if (folder := data.object_storage_cache_path) else None,
+        opened=OpenDatasets(),
     )
     if data.sft:
-        return partial(build, tokenizer=of_conversations(config, tokenizer))
+        longest = data.max_document_bytes
+        limits = {} if longest is None else {"max_document_bytes": longest}
+        return partial(build, tokenizer=of_conversations(config, tokenizer), **limits)
     return partial(
         build,
         data_path_changes=_changes(config),
@@ -209,7 +215,11 @@ def of_conversations(config: RunConfig, tokenizer: Tokenizer | None) -> SFTToken
     data = config.data
     if tokenizer is None or not data.holds_conversation_lines:
         return None
-    return conversation_tokenizer(tokenizer, data.tokenizer_model or "")
+    found = copy(conversation_tokenizer(tokenizer, data.tokenizer_model or ""))
+    given = {"steps": data.max_template_steps, "characters": data.max_template_characters}
+    named = {name: value for name, value in given.items() if value is not None}
+    found.template = found.template.with_limits(replace(found.template.limits, **named))
+    return found
 
 
 def _infill(config: RunConfig, tokenizer: Tokenizer | None) -> FillInTheMiddle | None:

@@ -19,6 +19,7 @@ from .builders import (
 )
 from .fim import FillInTheMiddle
 from .gpt import GPTDatasetConfig, TokenSource
+from .opened import OpenDatasets
 from .paths import Blend, parse_data_path, parse_per_split
 from .split import DEFAULT_SPLIT, SPLITS, Interval, parse_split
 
@@ -59,6 +60,7 @@ def build_gpt_datasets(
     cache: str | os.PathLike[str] | None = None,
     storage: StorageCache | None = None,
     mapped: bool = True,
+    opened: OpenDatasets | None = None,
 ) -> Datasets:
     """Build the three datasets of a run.
 
@@ -93,6 +95,8 @@ def build_gpt_datasets(
         cache: folder for built indices, or None to build them each time; "compat" only.
         storage: cache for what is read of prefixes that are URLs.
         mapped: map token files into memory; see `IndexedDataset`.
+        opened: datasets that several calls share, such as one for each split; None for those of
+            this call alone.
 
     Raises:
         EmptySplitError: a split without tokens.
@@ -122,6 +126,7 @@ def build_gpt_datasets(
             seed=seed,
             storage=storage,
             mapped=mapped,
+            opened=opened or OpenDatasets(),
             drop_last_partial_validation=drop_last_partial_validation,
             infill=infill,
             surplus=surplus,
@@ -135,6 +140,7 @@ def build_gpt_datasets(
             seed=seed,
             storage=storage,
             mapped=mapped,
+            opened=opened or OpenDatasets(),
             drop_last_partial_validation=drop_last_partial_validation,
             infill=infill,
             changes=changes,

@@ -1,7 +1,7 @@
 """The three datasets of a run on conversations."""
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..errors import DataError, EmptySplitError
@@ -25,8 +25,9 @@ from .builders import (
     Wanted,
     check_order_name,
 )
-from .conversation_lines import ConversationLines, ConversationLinesDataset
+from .conversation_lines import ConversationLinesDataset
 from .gpt import GPTDatasetConfig, TokenSource
+from .opened import OpenDatasets
 from .paths import holds_conversation_lines
 from .sft import SFTDataset
 from .split import DEFAULT_SPLIT, sequences_of
@@ -60,7 +61,7 @@ class _SFTBuilder(GPTBuilder):
         return super().source(prefix)
 
     def _along(self, source: TokenSource, name: str, order: SampleOrder, number: int) -> Dataset:
-        if name + LOSS not in self._opened:
+        if not self.opened.has(name + LOSS, self.mapped):
             check_mask(name)
         return SFTDataset(source, self.source(name + LOSS), order)
 
@@ -97,19 +98,13 @@ class _CutConversations(_SFTBuilder, StatelessBuilder):
 class _Rows(GreedyBuilder, _SFTBuilder):
     """Megatron's order: the conversations of a line are a sample."""
 
-    _lines: dict[str, ConversationLines] = field(default_factory=dict, init=False)
-
     def part(self, prefix: str, wanted: Wanted, number: int = 0) -> Dataset:
         """Return one split of the dataset at a prefix, or of a file of JSON lines."""
         if not holds_conversation_lines(prefix):
             return super().part(prefix, wanted, number)
         if self.tokenizer is None:
             raise DataError(f"{prefix} holds conversations as text; give --tokenizer-model, too")
-        if prefix not in self._lines:
-            self._lines[prefix] = ConversationLines(
-                prefix, self.tokenizer, max_document_bytes=self.max_document_bytes
-            )
-        lines = self._lines[prefix]
+        lines = self.opened.lines(prefix, self.tokenizer, self.max_document_bytes)
         first, last = sequences_of(wanted.interval, len(lines))
         if first == last:
             what = f"{wanted.split} split of {prefix} ({last - first} of {len(lines)} lines)"
@@ -147,6 +142,7 @@ def build_sft_datasets(
     storage: StorageCache | None = None,
     mapped: bool = True,
     max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
+    opened: OpenDatasets | None = None,
 ) -> Datasets:
     """Build the three datasets of a run on conversations.
 
@@ -167,6 +163,8 @@ def build_sft_datasets(
         storage: cache for what is read of prefixes that are URLs.
         mapped: map token files into memory; see `IndexedDataset`.
         max_document_bytes: bytes that one of the JSON lines may have; None for no limit.
+        opened: datasets that several calls share, such as one for each split; None for those of
+            this call alone.
 
     Raises:
         EmptySplitError: a split without conversations.
@@ -186,5 +184,6 @@ def build_sft_datasets(
         mapped=mapped,
         tokenizer=tokenizer,
         max_document_bytes=max_document_bytes,
+        opened=opened or OpenDatasets(),
     )
     return build_splits(builder, data_path, split, sizes)

@@ -26,6 +26,7 @@ from .batches import Dataset
 from .blended import BlendedDataset
 from .fim import FillInTheMiddle
 from .gpt import GPTDataset, GPTDatasetConfig, TokenSource
+from .opened import OpenDatasets
 from .paths import Blend
 from .split import Interval, SplitName, sequences_of, tokens_in
 
@@ -58,35 +59,33 @@ class Wanted(NamedTuple):
 
 @dataclass(kw_only=True)
 class Builder(ABC):
-    """What every dataset of one call shares; each prefix is opened once.
+    """What every dataset of one call shares.
 
     Attributes:
         seed: of the order.
         storage: cache for datasets in object storage.
         mapped: map token files into memory.
+        opened: the datasets, each of which is opened and checked once.
     """
 
     seed: int
     storage: StorageCache | None = None
     mapped: bool = True
-    _opened: dict[str, IndexedDataset] = field(default_factory=dict, init=False)
+    opened: OpenDatasets = field(default_factory=OpenDatasets)
 
     def source(self, prefix: str) -> IndexedDataset:
-        """Return the dataset at a prefix, its index checked once from end to end.
+        """Return the dataset at a prefix, its index checked from end to end.
 
         Raises:
             DataError: there is none, its index is damaged, or it holds images.
         """
-        if prefix not in self._opened:
-            dataset = IndexedDataset(prefix, self.storage, self.mapped)
-            dataset.check()
-            self._opened[prefix] = dataset
-            if dataset.sequence_modes is not None:
-                raise DataError(
-                    f"{prefix} holds images beside its texts, whose bytes are no tokens; give a "
-                    "dataset of texts"
-                )
-        return self._opened[prefix]
+        dataset = self.opened.indexed(prefix, self.storage, self.mapped)
+        if dataset.sequence_modes is not None:
+            raise DataError(
+                f"{prefix} holds images beside its texts, whose bytes are no tokens; give a "
+                "dataset of texts"
+            )
+        return dataset
 
     @abstractmethod
     def dataset(self, source: TokenSource, name: str, wanted: Wanted, number: int = 0) -> Dataset:

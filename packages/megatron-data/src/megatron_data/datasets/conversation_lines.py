@@ -56,8 +56,8 @@ class ConversationLines:
         max_document_bytes: bytes that a line may have; None for no limit.
 
     Raises:
-        DataError: no such file, a packed one or one at a URL, nothing in it, or a tokenizer without
-            an end-of-document token.
+        DataError: no such file, a packed one or one at a URL, nothing in it, a line that is too
+            long (file and line), or a tokenizer without an end-of-document token.
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class ConversationLines:
         self.path = without_scheme(os.fspath(path))
         self.tokenizer = tokenizer
         self._loss: LossOver = loss
-        self._longest = max_document_bytes
         if is_url(self.path) or split_suffix(self.path)[1]:
             raise DataError(
                 f"{self.path}: lines are read here and there, which only a local file allows that "
@@ -91,6 +90,7 @@ class ConversationLines:
         self._lines = _find_lines(self.path)
         if not len(self):
             raise DataError(f"{self.path} holds nothing; every line is to hold a conversation")
+        self._check_sizes(max_document_bytes)
         self._rows: Recent[list[CountedTokens]] = Recent(_KEPT)
 
     def __len__(self) -> int:
@@ -101,8 +101,8 @@ class ConversationLines:
         """The conversations of a line in which a token counts, each with its end of document.
 
         Raises:
-            DataError: the line holds no conversation, is too long or the template refuses it (file
-                and line), or the file changed.
+            DataError: the line holds no conversation, or the template refuses it (file and line);
+                or the file changed.
         """
         return self._rows.get(number, lambda: self._read(number))
 
@@ -113,21 +113,28 @@ class ConversationLines:
 
     def _read(self, number: int) -> list[CountedTokens]:
         start, size = int(self._lines.starts[number]), int(self._lines.sizes[number])
-        self._check_size(number, size - 1)  # the last line may lack its end
         with Path(self.path).open("rb") as file:
             if _stat_of(os.fstat(file.fileno())) != self._stat:
                 raise DataError(f"{self.path} changed since it was opened; start again")
             file.seek(start)
             line = file.read(size).removesuffix(NEWLINE)
-        self._check_size(number, len(line))
         row = read_row(self.place(number), line)
         reference, template = self.tokenizer.reference, self.tokenizer.template
         (conversations,) = encode_rows([row], reference, template, self._loss)
         return [each for each in conversations if each.counted[1:].any()]
 
-    def _check_size(self, number: int, size: int) -> None:
-        if self._longest is not None and size > self._longest:
-            raise DataError(f"{self.place(number)}: {too_long(size, self._longest)}")
+    def _check_sizes(self, longest: int | None) -> None:
+        """Refuse the first line of more bytes, its end not among them."""
+        if longest is None:
+            return
+        starts, sizes = self._lines.starts, self._lines.sizes
+        for number in np.flatnonzero(sizes > longest).tolist():
+            end = int(starts[number] + sizes[number])
+            with Path(self.path).open("rb") as file:
+                file.seek(end - len(NEWLINE))
+                size = int(sizes[number]) - (file.read(len(NEWLINE)) == NEWLINE)
+            if size > longest:
+                raise DataError(f"{self.place(number)}: {too_long(size, longest)}")
 
 
 class ConversationLinesDataset:

@@ -36,6 +36,9 @@ TOKENIZER_OPTIONS = (
 )
 """Settings of the section that tokenizers are made from."""
 
+LINE_LIMITS = ("max_document_bytes", "max_template_steps", "max_template_characters")
+"""Settings of the section that bound what JSON lines of conversations may take."""
+
 DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 """Settings of the section that name corpora."""
 
@@ -139,6 +142,21 @@ class DataConfig:
         "megatron-data tokenize-conversations wrote, or files of JSON lines (.jsonl, .json) that "
         "are tokenized as samples ask for them",
     )
+    max_document_bytes: int | None = setting(
+        None,
+        "bytes that a line of conversations may have which --sft reads as JSON lines; unset: "
+        "33554432",
+        unit="bytes",
+    )
+    max_template_steps: int | None = setting(
+        None,
+        "steps that the chat template may take for a conversation of these lines; unset: 20000000",
+    )
+    max_template_characters: int | None = setting(
+        None,
+        "characters that a text may have which the chat template makes of these lines; unset: "
+        "67108864",
+    )
     sample_order: Literal["stateless", "packed", "compat"] = setting(
         "stateless",
         "which tokens make up which sample: stateless computes every sample from its number, so "
@@ -175,7 +193,7 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
-        positive(self, "seq_length")
+        positive(self, "seq_length", *LINE_LIMITS)
         self._check_tokenizer()
         for name in ("train_data_path", "valid_data_path", "test_data_path"):
             if self.data_path and getattr(self, name):
@@ -200,6 +218,12 @@ class DataConfig:
 
     def _check_sft(self) -> None:
         """Refuse what conversations need, or have no use for."""
+        limits = [flag_of(name) for name in LINE_LIMITS if getattr(self, name) is not None]
+        if limits and not (self.sft and self.holds_conversation_lines):
+            raise TrainError(
+                f"{limits[0]} bounds what --sft reads of JSON lines, of which no corpus is a file; "
+                "leave it out, or give it to megatron-data tokenize-conversations"
+            )
         if not self.sft:
             return
         wanted = ("reset_position_ids", "reset_attention_mask")

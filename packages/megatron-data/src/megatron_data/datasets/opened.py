@@ -1,0 +1,58 @@
+"""Datasets that are opened and checked once, however many splits are built of them."""
+
+from typing import TYPE_CHECKING
+
+from ..indexed.reader import IndexedDataset
+from ..sources.block_cache import StorageCache
+
+if TYPE_CHECKING:
+    from ..tokenizers.sft import SFTTokenizer
+    from .conversation_lines import ConversationLines
+
+
+class OpenDatasets:
+    """What the builders have opened; calls that are given the same one share it.
+
+    The index of every dataset is checked from end to end when it is opened, which takes a second
+    for 10^8 sequences, and a file of conversations is read once to find its lines. A run that
+    builds its splits one by one does both once.
+    """
+
+    def __init__(self) -> None:
+        self._indexed: dict[tuple[str, bool], IndexedDataset] = {}
+        self._lines: dict[tuple[str, int, int | None], ConversationLines] = {}
+
+    def indexed(
+        self, prefix: str, storage: StorageCache | None = None, mapped: bool = True
+    ) -> IndexedDataset:
+        """Return the dataset at a prefix, its index checked.
+
+        Raises:
+            DataError: there is none, or its index is damaged.
+        """
+        if (prefix, mapped) not in self._indexed:
+            dataset = IndexedDataset(prefix, storage, mapped)
+            dataset.check()
+            self._indexed[prefix, mapped] = dataset
+        return self._indexed[prefix, mapped]
+
+    def has(self, prefix: str, mapped: bool = True) -> bool:
+        """Whether the dataset at a prefix is open."""
+        return (prefix, mapped) in self._indexed
+
+    def lines(
+        self, path: str, tokenizer: "SFTTokenizer", max_document_bytes: int | None
+    ) -> "ConversationLines":
+        """Return the conversations of a file of JSON lines.
+
+        Raises:
+            DataError: as `ConversationLines`.
+        """
+        from .conversation_lines import ConversationLines
+
+        key = path, id(tokenizer), max_document_bytes  # what is kept holds the tokenizer
+        if key not in self._lines:
+            self._lines[key] = ConversationLines(
+                path, tokenizer, max_document_bytes=max_document_bytes
+            )
+        return self._lines[key]
