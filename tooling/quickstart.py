@@ -14,9 +14,8 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-from bigram import BigramModel
-from megatron_data import IndexedDataset, build_gpt_datasets
+from beside_ngrams import compare
+from megatron_data import IndexedDataset
 
 ROOT = Path(__file__).parents[1]
 RUN = Path("runs/quickstart")
@@ -100,13 +99,6 @@ def steps_of(run_folder: Path) -> dict[int, dict[str, object]]:
     return {row["iteration"]: row for row in records if row["kind"] == "train"}
 
 
-def validation_loss(run_folder: Path) -> float:
-    """The last validation loss of a run."""
-    lines = (ROOT / run_folder / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return [row for row in records if row["kind"] == "validation"][-1]["lm loss"]
-
-
 def main() -> None:
     """Run all steps."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -161,7 +153,7 @@ def main() -> None:
 
 
 def report(stop: int, beyond: int, short: bool) -> None:
-    """Compare the two runs before and after the change of layout, and with a bigram model.
+    """Compare the two runs before and after the change of layout, and with n-gram models.
 
     That the model is no better than a bigram model is an error unless the run was ``short``.
     """
@@ -175,23 +167,8 @@ def report(stop: int, beyond: int, short: bool) -> None:
           f"{soon:.1e} (fp32 rounding)")  # fmt: skip
     if not soon <= SOON_LIMIT:
         sys.exit("quickstart: error: the run goes on differently in the other layout")
-    model = validation_loss(RUN / "moved")
-    with IndexedDataset(RUN / "moby_dick_text_document") as train:
-        tokens = np.concatenate([train[index] for index in range(len(train))]).astype(np.int64)
-    samples = build_gpt_datasets(
-        {"valid": f"{RUN}/state_of_the_union_text_document"},
-        sizes=(0, eval_batches() * BATCH, 0),
-        sequence_length=SEQUENCE,
-    ).valid
-    if samples is None:
-        sys.exit("quickstart: error: the validation text gives no sample")
-    rows = [samples[index] for index in range(eval_batches() * BATCH)]
-    inputs = np.concatenate([row["tokens"] for row in rows])
-    labels = np.concatenate([row["labels"] for row in rows])
-    loss, *weights = BigramModel(tokens, VOCABULARY).loss(inputs, labels)
-    print(f"validation loss on {len(labels):,} tokens: model {model:.4f}, interpolated bigram "
-          f"{loss:.4f} (bigram weight {weights[0]:.2f}, unigram {weights[1]:.3f})")  # fmt: skip
-    if not model < loss:
+    model, ngrams = compare(RUN / "moved")
+    if not model < ngrams[2]:
         if not short:
             sys.exit("quickstart: error: the model is no better than a bigram model")
         print(f"no better than a bigram model yet, which takes about {WHOLE} steps")
