@@ -15,13 +15,13 @@ PARAMETERS = {
     "gpt2-124m": 124_439_808,
     "megatron-gpt-345m": 354_823_168,
     "gpt3-175b": 174_604_259_328,
-    "llama-tiny": 3_016_960,
+    "llama-tiny": 1_771_200,
     "smollm2-135m": 134_515_008,
     "llama3.2-1b": 1_235_814_400,
 }
 
 
-def build(name):
+def build(name, more=None):
     values = recipe_values(name, run_options()).updated(
         Values(
             {
@@ -30,6 +30,7 @@ def build(name):
             }
         )
     )
+    values = values.updated(more or Values({}))
     layout = recipe_values(name, run_options()).section("layout")
     return build_run(derive(values), layout.get("tp", 1) * layout.get("pp", 1))
 
@@ -61,10 +62,10 @@ def test_recipes_are_listed_and_shown_as_files(tmp_path, capsys):
 
 def test_two_recipes_or_a_file_are_compared(tmp_path, capsys):
     mine = tmp_path / "mine.yaml"
-    mine.write_text(recipe_text("llama-tiny").replace("hidden_size: 256", "hidden_size: 128"))
+    mine.write_text(recipe_text("llama-tiny").replace("hidden_size: 192", "hidden_size: 128"))
     assert main(["recipes", "diff", "llama-tiny", str(mine)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines == [["llama-tiny", str(mine)], ["model.hidden_size", "256", "128"]]
+    assert lines == [["llama-tiny", str(mine)], ["model.hidden_size", "192", "128"]]
     assert main(["recipes", "diff", "llama-tiny", "llama-tiny"]) == 0
     assert capsys.readouterr().out.split() == ["llama-tiny", "llama-tiny"]
     assert main(["recipes", "diff", "llama-tiny", "gpt2-124m"]) == 0
@@ -84,12 +85,22 @@ def test_flags_come_before_files_before_recipes_before_defaults(tmp_path, capsys
     expected = {
         "lr": ("2.0", "--lr"),
         "min_lr": ("0.5", f"{path}: optimizer.min_lr"),
-        "adam_beta2": ("0.95", "recipe llama-tiny: optimizer.adam_beta2"),
+        "adam_beta2": ("0.98", "recipe llama-tiny: optimizer.adam_beta2"),
         "adam_beta1": ("0.9", "default"),
     }
     for name, (value, origin) in expected.items():
         assert found[name].split("#")[0].strip() == value
         assert found[name].split("# ")[1] == origin
+
+
+def test_the_first_model_warms_up_and_decays_within_a_run_of_any_length():
+    for iterations in (50, 1000, 3000):
+        given = {"training.train_iters": Given(iterations, "--train-iters")}
+        run = build("llama-tiny", Values(given))
+        schedule, samples = run.learning_rate_schedule(), run.train_samples
+        assert schedule.at(0) < run.optimizer.lr / 10
+        assert schedule.at(round(0.04 * samples)) == pytest.approx(run.optimizer.lr)
+        assert schedule.at(samples) == 0
 
 
 def test_an_unknown_recipe_is_one_line_with_the_nearest(capsys):
