@@ -103,8 +103,19 @@ class QueuedGroup(dist.ProcessGroup):
     def broadcast(self, *arguments: Any) -> Queued:
         return self._device.queue(self._gloo.broadcast(*arguments))
 
+    def send(self, *arguments: Any) -> Queued:
+        return self._device.queue(self._gloo.send(*arguments))
+
     def recv(self, *arguments: Any) -> Queued:
         return self._device.queue(self._gloo.recv(*arguments))
+
+    def _allgather_base(self, *arguments: Any) -> Queued:
+        """Returns when it is there: what is gathered is read at once, which waits on a GPU."""
+        work = self._device.queue(self._gloo._allgather_base(*arguments))
+        self._device.read()
+        return work
+
+    all_gather_single = _allgather_base
 
     def abort(self) -> None:
         self._device.abort()

@@ -14,10 +14,12 @@ import pytest
 import torch
 from megatron_parallel import CollectiveError, Mesh, ParallelLayout, all_reduce, broadcast, receive
 from megatron_parallel.data_parallel.reduction import Messages
+from megatron_parallel.pipeline import Passed, PipelineEngine
 from megatron_parallel.testing import Rank, WorkerError, WorkerPool
 from megatron_parallel.testing import pool as pool_module
 from megatron_parallel.watchdog import MARGIN, Watchdog, backend_timeout
 from queued_backend import QueueingDevice, queueing
+from torch import nn
 from waiting import HANG, Answers, wait_until
 
 SECONDS = 3.0
@@ -151,6 +153,44 @@ def test_ranks_that_do_different_things_are_told_so(patient: WorkerPool) -> None
             "rank 0: all_reduce of token losses [4, 2] float64 on axis 'tp' (ranks 0-1); "
             "rank 1: broadcast [3] float64 on axis 'tp' (ranks 0-1)"
         ) in line
+
+
+def test_a_stage_that_is_lost_in_the_middle_of_a_step_is_named(
+    patient: WorkerPool, tmp_path: Path
+) -> None:
+    """Stage 1 is lost after its first forward pass; stages 0 and 2 wait for what it owes them."""
+
+    def run(rank: Rank, answers: Answers) -> None:
+        class Chunk(nn.Linear):
+            passes = 0
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.passes += 1
+                if rank.rank == 1 and self.passes == 2:
+                    answers.wait_for([0, 2])
+                    os._exit(7)
+                return super().forward(x)
+
+        with queueing() as device:
+            mesh = Mesh.bind(ParallelLayout(pp=3, dp=1), timeout=timedelta(seconds=8))
+            engine = PipelineEngine(
+                mesh,
+                Chunk(4, 4),
+                lambda output, batch: {"loss": output.sum()},
+                inputs=lambda batch, stage: {"x": batch} if stage == 0 else {},
+                passed=lambda batch, stage: Passed((2, 4), torch.float32),
+            )
+            try:
+                engine.run([torch.ones(2, 4)] * 4, {"loss": 8.0})
+                device.read()
+                mesh.axis("pp").watchdog.check()
+            finally:
+                answers.give(rank.rank)
+
+    said = lines_of(patient, run, Answers(tmp_path), ranks=3)
+    assert "rank 1 (stage 1 of 3) did not send the gradient of micro-batch 0 to rank 0" in said[0]
+    assert "rank 1 (stage 1 of 3) did not send the activations of micro-batch 1" in said[2]
+    assert all("on axis 'pp' (not completed after" in said[rank] for rank in (0, 2))
 
 
 class Operation:

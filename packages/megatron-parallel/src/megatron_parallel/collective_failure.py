@@ -86,10 +86,7 @@ class naming_failures:  # noqa: N801 - a context manager, named like those of co
 
     def reported(self) -> bool:
         """Return whether a rank of the mesh has reported a failure of a collective."""
-        try:
-            return default_store(GRACE).check([_any(self.axis)])
-        except RuntimeError:  # the store is gone, and with it the rank that keeps it
-            return True
+        return failure_noted(self.axis)
 
     def explain(self, cause: str) -> str:
         """Return one line: which ranks are missing, on which axis, in which operation, and `cause`.
@@ -149,7 +146,20 @@ def _reports(store: BoundedStore, axis: Axis, ranks: Sequence[int]) -> dict[int,
 
 def _post(store: BoundedStore, axis: Axis, rank: int, report: _Report) -> None:
     store.set(_key(axis, rank), json.dumps(report))
+    note_failure(store, axis)
+
+
+def note_failure(store: BoundedStore, axis: Axis) -> None:
+    """Let all ranks of the mesh know that one has reported a failure."""
     store.set(_any(axis), "")
+
+
+def failure_noted(axis: Axis) -> bool:
+    """Return whether a rank of the mesh has reported a failure."""
+    try:
+        return default_store(GRACE).check([_any(axis)])
+    except RuntimeError:  # the store is gone, and with it the rank that keeps it
+        return True
 
 
 def _any(axis: Axis) -> str:

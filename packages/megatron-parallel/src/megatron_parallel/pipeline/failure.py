@@ -13,9 +13,11 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from megatron_parallel.collective_failure import GRACE
+from megatron_parallel.axes import Axis
+from megatron_parallel.collective_failure import GRACE, failure_noted, note_failure
 from megatron_parallel.errors import CollectiveError, backend_text
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.pipeline.order import Action
@@ -29,7 +31,9 @@ class PeerError(CollectiveError):
     """Another rank of the pipeline died, froze or failed; the job must end."""
 
 
-class _Wait(NamedTuple):
+class Wait(NamedTuple):
+    """A message that this rank waits for: what it is, of which micro-batch, and whose."""
+
     what: str
     micro_batch: int
     peer: int  # stage
@@ -40,6 +44,35 @@ class _Report(NamedTuple):
     line: str
     peer: int | None  # rank this one waited for
     number: int = 0  # in the order in which ranks noticed
+
+
+@dataclass(frozen=True)
+class _Message:
+    """A message from another stage, as a `Watchdog` knows it."""
+
+    watch: "Watch"
+    axis: Axis
+    wait: Wait
+    rank: int
+
+    @property
+    def axis_name(self) -> str:
+        """Name of the axis."""
+        return self.axis.name
+
+    @property
+    def described(self) -> str:
+        """What was to come, and from whom."""
+        wait = self.wait
+        return f"receive of the {wait.what} of micro-batch {wait.micro_batch} from rank {self.rank}"
+
+    def reported(self) -> bool:
+        """Return whether a rank of the mesh has reported a failure."""
+        return failure_noted(self.axis)
+
+    def explain(self, cause: str) -> str:
+        """Return the line that names the rank at fault."""
+        return self.watch.explain_message(self.wait, cause)
 
 
 class Watch:
@@ -55,8 +88,8 @@ class Watch:
         self._holder = mesh.layout.stage_holder
         self._stages = stages
         self._plan: Sequence[Action] = ()
-        self._wait: _Wait | None = None
-        self._sent: _Wait | None = None
+        self._wait: Wait | None = None
+        self._sent: Wait | None = None
         self._computes = 0
         self._pair: list[Action] | None = None
         self._awaited: Action | None = None
@@ -78,6 +111,8 @@ class Watch:
     @contextmanager
     def computing(self, action: Action | None = None) -> Iterator[None]:
         """Around code of the model (`action`) or the loss (None)."""
+        if action is not None:
+            self._mark(action)
         self._computes += 1
         yield
         self._computes -= 1  # not after an error: `computes` tells where it came from
@@ -102,11 +137,11 @@ class Watch:
 
     def receives(self, what: str, micro_batch: int, peer: int) -> None:
         """This rank is about to wait for a tensor of stage `peer`."""
-        self._wait = _Wait(what, micro_batch, peer, receives=True)
+        self._wait = Wait(what, micro_batch, peer, receives=True)
 
     def sends(self, what: str, micro_batch: int, peer: int) -> None:
         """This rank is about to wait until stage `peer` has taken a tensor."""
-        self._wait = self._sent = _Wait(what, micro_batch, peer, receives=False)
+        self._wait = self._sent = Wait(what, micro_batch, peer, receives=False)
 
     def publish(self, error: BaseException) -> None:
         """Tell the others that this rank raised `error` in its own code."""
@@ -117,20 +152,35 @@ class Watch:
 
     def explain(self, error: RuntimeError) -> str:
         """The line for a wait that failed with `error`, after a look at what others report."""
-        own = self._own_report(error)
         grace = GRACE if re.search("time[d ]*.?out", str(error), re.IGNORECASE) else SHORT_GRACE
+        ahead = (self._next_of_plan() or self._sent) if self._plan else None
+        return self._explained(ahead or self._wait, backend_text(error), grace)
+
+    def explain_message(self, wait: Wait, cause: str) -> str:
+        """The line for a message that has not come; from any thread."""
+        return self._explained(wait, cause, GRACE)
+
+    def _explained(self, wait: Wait | None, cause: str, grace: float) -> str:
+        own = self._report_of(wait, cause)
         try:
             store = default_store(GRACE)
             own = self._post(store, own)
+            note_failure(store, self._axis)
             return self._blame(store, own, grace)
         except RuntimeError:
             return f"{own.line}; rank 0, which keeps the job's store, does not answer either"
 
-    def _own_report(self, error: RuntimeError) -> _Report:
+    def _mark(self, action: Action) -> None:
+        """Watch the message a pass begins with, where only the stream waits for it."""
+        watchdog, wait = self._axis.watchdog, self._input_of(action)
+        if watchdog is not None:
+            watchdog.check()
+            if wait is not None:
+                peer = self._axis.ranks[self._holder(wait.peer)]
+                watchdog.queued(_Message(self, self._axis, wait, peer))
+
+    def _report_of(self, wait: Wait | None, cause: str) -> _Report:
         me, where = self._mesh.rank, f"on axis {self._axis.name!r}"
-        cause = backend_text(error)
-        ahead = (self._next_of_plan() or self._sent) if self._plan else None
-        wait = ahead or self._wait
         if wait is None:
             return _Report(f"the stages could not meet {where} ({cause})", None)
         peer = self._axis.ranks[self._holder(wait.peer)]
@@ -160,23 +210,27 @@ class Watch:
         cause = min(chain.values(), key=lambda r: r.number) if in_circle else [*chain.values()][-1]
         return own.line if cause is own else f"{cause.line}; rank {me} waited for rank {own.peer}"
 
-    def _earlier_send(self, action: Action) -> _Wait | None:
+    def _earlier_send(self, action: Action) -> Wait | None:
         """After a pass, its stage first waits until the previous pass's result has been taken."""
         what, peer = ("activations", action.stage + 1)
         if action.kind in ("B", "I"):
             what, peer = ("gradient", action.stage - 1)
         if not 0 <= peer < self._stages:
             return None
-        return _Wait(what, max(0, action.micro_batch - 1), peer, receives=False)
+        return Wait(what, max(0, action.micro_batch - 1), peer, receives=False)
 
-    def _next_of_plan(self) -> _Wait | None:
+    def _next_of_plan(self) -> Wait | None:
         if len(self.trace) >= len(self._plan):
             return None
-        kind, stage, micro_batch = self._awaited or self._plan[len(self.trace)]
+        return self._input_of(self._awaited or self._plan[len(self.trace)])
+
+    def _input_of(self, action: Action) -> Wait | None:
+        """The message of another rank that a pass begins with."""
+        kind, stage, micro_batch = action
         what, peer = ("activations", stage - 1) if kind == "F" else ("gradient", stage + 1)
         if kind == "W" or not 0 <= peer < self._stages or self._holder(peer) == self._axis.index:
             return None
-        return _Wait(what, micro_batch, peer, receives=True)
+        return Wait(what, micro_batch, peer, receives=True)
 
     def _post(self, store: BoundedStore, report: _Report) -> _Report:
         report = report._replace(number=store.add(f"{self._topic}/count", 1))
