@@ -135,6 +135,7 @@ def check_nothing(text: str) -> None:
 
 
 NOT_RUN = (
+    NotRun(r"megatron-train config from-megatron .*", "the script is Megatron-LM's", check_parsed),
     NotRun(r"(pip install nox && )?nox -s \w+", "minutes of work; CI runs it", check_nox),
     NotRun(r"pip install [^&]*", "needs an index; `nox -s build` installs the wheels", check_pip),
     NotRun(r"python3 -m venv .venv && .*", "makes an environment", check_nothing),

@@ -170,6 +170,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "data.train_data_path": (BY_SPLIT, {"--train-data-path": "other"}),
     "data.valid_data_path": (BY_SPLIT, {"--valid-data-path": "other"}),
     "data.test_data_path": (BY_SPLIT, {"--test-data-path": "other"}),
+    "data.mock_data": ({}, {"--mock-data": "", "--data-path": None}),
     "data.split": ({}, {"--split": "3,6,1"}),
     "data.tokenizer_type": (BERT, {"--tokenizer-type": "BertWordPieceLowerCase"}),
     "data.tokenizer_model": ({"--vocab-size": "257"}, {"--tokenizer-model": None}),

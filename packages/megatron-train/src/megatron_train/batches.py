@@ -38,6 +38,7 @@ from megatron_train.config.batch_size import BatchSizeSchedule
 from megatron_train.config.run import RunConfig
 from megatron_train.document_pool import DocumentPool
 from megatron_train.errors import TrainError
+from megatron_train.mock_data import MockDataset
 from megatron_train.tasks.task import Batch
 
 
@@ -164,6 +165,8 @@ def _builder(
 ) -> Callable[..., Datasets]:
     """What builds the datasets of a run, given their `sizes`."""
     data = config.data
+    if data.mock_data:
+        return partial(_mock_datasets, config)
     build = partial(
         build_sft_datasets if data.sft else build_gpt_datasets,
         data_path,
@@ -191,6 +194,16 @@ def _builder(
     )
 
 
+def _mock_datasets(config: RunConfig, sizes: Sequence[int]) -> Datasets:
+    made = (
+        MockDataset(size, config.data.seq_length, config.model.vocab_size, config.training.seed, i)
+        if size
+        else None
+        for i, size in enumerate(sizes)
+    )
+    return Datasets(*made)
+
+
 def _changes(config: RunConfig) -> Sequence[tuple[int, str | Sequence[str]]]:
     path = config.data.data_path_changes
     return read_data_path_changes(path) if path else ()
@@ -200,7 +213,7 @@ def _refuse_other_tokenizers(
     config: RunConfig, tokenizer: Tokenizer | None, data_path: Any
 ) -> None:
     """Compare the tokenizers of all corpora with the run's, or with one another."""
-    if config.data.allow_tokenizer_mismatch:
+    if config.data.allow_tokenizer_mismatch or config.data.mock_data:
         return
     try:
         check_tokenizer(data_path, tokenizer, data_path_changes=_changes(config))

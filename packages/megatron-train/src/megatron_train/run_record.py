@@ -70,7 +70,8 @@ def run_record(config: RunConfig, tokenizer: Tokenizer | None) -> dict[str, Any]
 def _data(config: RunConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """What the samples are, and their order, apart from the seed."""
     data = config.data
-    blend = parse_data_path(data.data_path or data.train_data_path or ())
+    paths = ["mock"] if data.mock_data else data.data_path or data.train_data_path or ()
+    blend = parse_data_path(paths)
     found: dict[str, Any] = {
         "data": list(blend.prefixes),
         "weights": None if blend.weights is None else list(blend.weights),

@@ -5,6 +5,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+from megatron_train.cli import from_megatron
 from megatron_train.config.files import read_file
 from megatron_train.config.flags import Parser, describe
 from megatron_train.config.options import Option
@@ -17,16 +18,19 @@ example:
   megatron-train config find warmup
   megatron-train config find fp16
   megatron-train config check run.yaml
+  megatron-train config from-megatron train.sh --output run.yaml
 """
 
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Add the command to ``commands``."""
-    summary = "find a setting, or check a file of settings"
+    summary = "find a setting, check a file of settings, or make one from a launch script"
     config = commands.add_parser(
         "config", help=summary, description=summary.capitalize() + ".", epilog=_EXAMPLE
     )
-    actions = config.add_subparsers(metavar="ACTION", required=True)
+    actions = config.add_subparsers(
+        metavar="ACTION", required=True, parser_class=from_megatron.WordsParser
+    )
     summary = "show settings, and flags of Megatron-LM, by a word"
     description = "Show the settings, and the flags of Megatron-LM, in which all words occur."
     find = actions.add_parser("find", help=summary, description=description)
@@ -36,6 +40,7 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     check = actions.add_parser("check", help=summary, description=summary.capitalize() + ".")
     check.add_argument("file", metavar="FILE", nargs="+", help="YAML file of settings")
     check.set_defaults(run=_check)
+    from_megatron.add_action(actions)
 
 
 def _find(arguments: argparse.Namespace) -> int:

@@ -66,6 +66,10 @@ class DataConfig:
         "--data-path",
         unit="path",
     )
+    mock_data: bool = setting(
+        False,
+        "train, validate and test on made-up samples, whose tokens count up, in place of a corpus",
+    )
     split: str = setting(
         "969,30,1",
         "shares of train, validation and test that --data-path is divided into by documents; the "
@@ -201,8 +205,9 @@ class DataConfig:
                     f"--data-path, which --split divides, and {flag_of(name)} exclude each other; "
                     "give the one or the other"
                 )
-        if not self.data_path and not self.train_data_path:
-            raise TrainError("no corpus: give --data-path, or --train-data-path")
+        self._check_mock_data()
+        if not self.data_path and not self.train_data_path and not self.mock_data:
+            raise TrainError("no corpus: give --data-path, or --train-data-path, or --mock-data")
         if self.data_path_changes and self.sample_order == "compat":
             raise TrainError(
                 "--data-path-changes does not go with --sample-order compat, which is drawn for "
@@ -215,6 +220,19 @@ class DataConfig:
                 )
 
         self._check_sft()
+
+    def _check_mock_data(self) -> None:
+        """Refuse what needs a corpus where samples are made up."""
+        if not self.mock_data:
+            return
+        corpora = (*DATA_PATHS, "data_path_changes", "sft", "fim_data")
+        documents = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        for name in (*corpora, *documents):
+            if getattr(self, name):
+                raise TrainError(
+                    f"{flag_of(name)} does not go with --mock-data, which has no documents; give "
+                    "the one or the other"
+                )
 
     def _check_sft(self) -> None:
         """Refuse what conversations need, or have no use for."""

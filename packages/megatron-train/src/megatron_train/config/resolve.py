@@ -39,13 +39,22 @@ def resolve(
         values = recipe_values(namespace.recipe, options)
     if namespace.config is not None:
         values = values.updated(read_file(Path(namespace.config), options))
+    values = derive(_with_described_stages(with_flags(values, namespace)))
+    return build_run(values, world_size or started_ranks()), values
+
+
+def with_flags(values: Values, namespace: argparse.Namespace) -> Values:
+    """Return ``values`` with those of a parsed command line put over them.
+
+    Raises:
+        UsageError: a flag whose value cannot be used.
+    """
+    options = run_options()
     values = values.updated(given_flags(namespace, options))
     for key, implied in implied_flags(namespace, options).given.items():
         values = values.with_derived(key, implied.value, implied.origin)
     name = LAYERS_PER_VIRTUAL_STAGE.removeprefix("--").replace("-", "_")
-    values = _with_virtual_stages(values, getattr(namespace, name, None))
-    values = derive(_with_described_stages(values))
-    return build_run(values, world_size or started_ranks()), values
+    return _with_virtual_stages(values, getattr(namespace, name, None))
 
 
 def started_ranks() -> int:

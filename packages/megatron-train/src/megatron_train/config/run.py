@@ -256,7 +256,8 @@ class RunConfig:
     def _check_evaluation(self) -> None:
         """Refuse an evaluation that has nothing to evaluate on, or the other way round."""
         data = self.data
-        if self.evaluation.eval_iters and not (data.data_path or data.valid_data_path):
+        valid = data.data_path or data.valid_data_path or data.mock_data
+        if self.evaluation.eval_iters and not valid:
             raise TrainError(
                 "nothing to validate on: give --valid-data-path, or --eval-iters 0 to do without"
             )

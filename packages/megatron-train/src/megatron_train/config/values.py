@@ -30,6 +30,7 @@ _ALTERNATIVES: tuple[tuple[tuple[str, ...], ...], ...] = (
     (
         ("data.data_path",),
         ("data.train_data_path", "data.valid_data_path", "data.test_data_path"),
+        ("data.mock_data",),
     ),
     (("data.tokenizer_model",), ("data.vocab_file", "data.merge_file")),
 )

@@ -14,7 +14,8 @@ _INTRODUCTION = f"""\
 What became of every flag of Megatron-LM's argument parser (repository at {COMMIT}), of older
 versions and of its other programs. This page is made from the files in
 `megatron_train/megatron_lm/flags`; tests compare them with Megatron-LM's flags and with what the
-commands accept. `megatron-train config find WORD` searches them.
+commands accept. `megatron-train config find WORD` searches them, and
+[`megatron-train config from-megatron`](from-megatron.md) reads whole launch scripts.
 
 - **works**: as there, in the command named
 - **alias**: accepted by `megatron-train pretrain gpt`, and made into another setting

@@ -1,0 +1,164 @@
+"""``megatron-train config from-megatron``: a launch script of Megatron-LM made into settings."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_train.config.files import to_yaml
+from megatron_train.config.flags import Parser, add_options
+from megatron_train.config.resolve import with_flags
+from megatron_train.config.run import SECTIONS, run_options
+from megatron_train.config.values import Values
+from megatron_train.errors import UsageError, refuse
+from megatron_train.megatron_lm.shell import LaunchCommand, read_script
+from megatron_train.megatron_lm.table import megatron_flags
+from megatron_train.megatron_lm.translate import Translation, as_there, translate
+
+_EXAMPLE = """\
+example:
+  megatron-train config from-megatron train_llama3.sh ckpt logs tokenizer.model corpus \\
+    --drop --fp8-format --drop --fp8-param-gather --output llama3.yaml
+  megatron-train pretrain gpt --config llama3.yaml
+"""
+_PROGRAMS = ("pretrain_gpt.py",)
+
+
+class WordsParser(Parser):
+    """A parser whose option --drop takes a flag, ``--drop --fp8-format``."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parse; a flag behind --drop is joined to it."""
+        words: list[str] = []
+        for word in args or ():
+            if words and words[-1] == "--drop" and word.startswith("--"):
+                words[-1] += f"={word}"
+            else:
+                words.append(word)
+        return super().parse_known_args(words, namespace)
+
+
+def add_action(actions: "argparse._SubParsersAction[WordsParser]") -> None:
+    """Add the action to ``actions``."""
+    summary = "make a launch script of Megatron-LM into a file of settings"
+    parser = actions.add_parser(
+        "from-megatron",
+        help=summary,
+        description=summary.capitalize() + ". The script is read, not run: variables, arrays, "
+        "defaults and simple conditions are followed, and what cannot be decided is named.",
+        epilog=_EXAMPLE,
+    )
+    parser.add_argument("script", metavar="SCRIPT", type=Path, help="launch script in Bash")
+    parser.add_argument(
+        "script_words", metavar="WORD", nargs="*", help="what the script is given, $1 first"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help="file to write, as YAML; otherwise it is printed",
+    )
+    parser.add_argument(
+        "--set",
+        metavar="VARIABLE",
+        action="append",
+        default=[],
+        help="variable that the script takes from the environment, as NAME=VALUE",
+    )
+    parser.add_argument(
+        "--drop",
+        metavar="FLAG",
+        action="append",
+        default=[],
+        help="leave out a flag that is planned or refused, although the run becomes another",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the settings, and what became of the script's flags."""
+    command = read_script(arguments.script, arguments.script_words, _variables(arguments.set))
+    table = megatron_flags()
+    dropped = [flag if flag.startswith("--") else f"--{flag}" for flag in arguments.drop]
+    translation = translate(command.words, table, dropped)
+    values = _values(command, translation)
+    report = sys.stderr if arguments.output is None else sys.stdout
+    report.write(_report(arguments.script.name, command, translation))
+    if any(translation.flags[kind] for kind in ("planned", "refused")):
+        report.write("note: --drop FLAG leaves a flag out, and makes the run another one\n")
+    refuse(translation.errors)
+    text = f"about: from {arguments.script.name}\n" + to_yaml(_sections(values))
+    if arguments.output is None:
+        sys.stdout.write(text)
+        return 0
+    temporary = arguments.output.with_name(f".{arguments.output.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(arguments.output)
+    ranks = _ranks(command.launcher)
+    start = f"megatron-train pretrain gpt --config {arguments.output}"
+    start += f" --nproc-per-node {ranks}" if ranks > 1 else ""
+    report.write(f"wrote {arguments.output}: {start}\n")
+    return 0
+
+
+def _variables(texts: Sequence[str]) -> dict[str, str]:
+    given = {"PWD": str(Path.cwd())}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"--set needs NAME=VALUE, got {text!r}")
+        given[name] = value
+    return given
+
+
+def _values(command: LaunchCommand, translation: Translation) -> Values:
+    """Return settings made from the flags that are accepted; mistakes go to the translation."""
+    if command.program not in _PROGRAMS:
+        translation.errors.append(
+            f"{command.program} trains another kind of model than pretrain_gpt.py, which is planned"
+        )
+    parser = Parser(prog="from-megatron", add_help=False)
+    add_options(parser, run_options(), {name: title for name, (title, _) in SECTIONS.items()})
+    try:
+        namespace = parser.parse_args(translation.words)
+        return as_there(translation, with_flags(Values(), namespace))
+    except UsageError as error:
+        translation.errors += [line for line in error.lines if " flags cannot be used" not in line]
+    return Values()
+
+
+def _sections(values: Values) -> dict[str, dict[str, Any]]:
+    sections = {name: values.section(name) for name in SECTIONS}
+    return {name: content for name, content in sections.items() if content}
+
+
+def _report(name: str, command: LaunchCommand, translation: Translation) -> str:
+    counts = translation.counts()
+    lines = [f"{name}: {sum(counts.values())} flags of {command.program}, line {command.line}"]
+    for kind, count in counts.items():
+        shown = "" if kind in ("accepted", "no effect") else _listed(translation.flags[kind])
+        lines.append(f"  {kind:<10} {count:>4}  {shown}".rstrip())
+    lines += [f"note: {note}" for note in translation.notes]
+    lines += [f"note: {note}" for note in command.notes]
+    if command.unset:
+        names = ", ".join(f"${name} (line {line})" for name, line in command.unset.items())
+        lines.append(
+            f"note: not set, and taken as empty: {names}; give words behind the script, or --set"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _listed(flags: Sequence[str]) -> str:
+    return " ".join(dict.fromkeys(flags))
+
+
+def _ranks(launcher: Sequence[str]) -> int:
+    """Return the ranks that torchrun starts on this machine, 1 if it does not say."""
+    words = [part for word in launcher for part in word.split("=", 1)]
+    for flag in ("--nproc_per_node", "--nproc-per-node"):
+        if flag in words[:-1] and words[words.index(flag) + 1].isdecimal():
+            return int(words[words.index(flag) + 1])
+    return 1

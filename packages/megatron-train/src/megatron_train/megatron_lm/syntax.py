@@ -1,0 +1,193 @@
+"""Commands of a Bash script: simple ones, `if`, and what is not followed."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_train.errors import TrainError
+from megatron_train.megatron_lm.lexer import Operator, Part, Token, Word
+
+_ENDS = ("\n", ";", "&", "&&", "||", "|", ")", ";;")
+_LOOPS = ("for", "while", "until", "select")
+_DEEPEST = 40
+
+
+@dataclass(frozen=True)
+class Simple:
+    """A command of words, and how it is joined to the next one (``&&``, ``||`` or nothing)."""
+
+    words: tuple[Word, ...]
+    line: int
+    joint: str = ""
+
+
+@dataclass(frozen=True)
+class If:
+    """Conditions with the commands that follow them; a branch without a condition is `else`."""
+
+    branches: tuple[tuple["Block", "Block"], ...]
+    otherwise: "Block"
+    line: int
+    joint: str = ""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A construct that is not followed, such as a loop."""
+
+    kind: str
+    line: int
+    joint: str = ""
+
+
+Command = Simple | If | Skipped
+Block = tuple[Command, ...]
+
+
+class Syntax:
+    """Reads commands from tokens; errors call the script ``name``."""
+
+    def __init__(self, tokens: Iterable[Token], name: str) -> None:
+        self._tokens, self._name = list(tokens), name
+        self._at, self._depth = 0, 0
+
+    def script(self) -> Block:
+        """Return the commands of the whole script."""
+        commands = self._block(())
+        if self._at < len(self._tokens):
+            token = self._tokens[self._at]
+            text = token.text if isinstance(token, Operator) else token.plain
+            raise TrainError(f"{self._name}: line {token.line}: {text!r} is not expected here")
+        return commands
+
+    def _block(self, ends: tuple[str, ...]) -> Block:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise TrainError(f"{self._name}: commands are nested deeper than {_DEEPEST} levels")
+        commands: list[Command] = []
+        while self._at < len(self._tokens):
+            token = self._tokens[self._at]
+            if isinstance(token, Operator):
+                if token.text in ends or token.text == ")":
+                    break
+                if token.text != "(":
+                    self._at += 1
+                    continue
+            elif token.plain in ends:
+                break
+            commands.append(self._joined(self._command()))
+        self._depth -= 1
+        return tuple(commands)
+
+    def _joined(self, command: Command) -> Command:
+        """Read what joins a command to the next one; what it is piped into is left out."""
+        while self._operator() == "|":
+            self._at += 1
+            self._command()
+        joint = self._operator()
+        if joint in ("&&", "||"):
+            if isinstance(command, Simple):
+                return Simple(command.words, command.line, joint)
+            if isinstance(command, If):
+                return If(command.branches, command.otherwise, command.line, joint)
+            return Skipped(command.kind, command.line, joint)
+        return command
+
+    def _operator(self) -> str:
+        if self._at < len(self._tokens):
+            token = self._tokens[self._at]
+            return token.text if isinstance(token, Operator) else ""
+        return ""
+
+    def _command(self) -> Command:
+        while self._operator() == "\n":
+            self._at += 1
+        if self._at >= len(self._tokens):
+            return Simple((), 0)
+        token = self._tokens[self._at]
+        word = token.plain if isinstance(token, Word) else ""
+        if word == "if":
+            return self._if(token.line)
+        if word in _LOOPS:
+            self._to("do")
+            self._inside(("done",))
+            return Skipped(f"the loop {word!r}", token.line)
+        if word == "case":
+            self._at += 1
+            self._over("case", "esac")
+            return Skipped("'case'", token.line)
+        if word == "{" or self._operator() == "(":
+            self._at += 1
+            self._inside(("}",) if word else (")",))
+            return Skipped("a group of commands", token.line)
+        if word == "function" or self._is_function():
+            self._to("{")
+            self._inside(("}",))
+            return Skipped("a function", token.line)
+        return self._simple(token.line)
+
+    def _is_function(self) -> bool:
+        following = self._tokens[self._at + 1 : self._at + 3]
+        return [token.text for token in following if isinstance(token, Operator)] == ["(", ")"]
+
+    def _if(self, line: int) -> If:
+        branches: list[tuple[Block, Block]] = []
+        otherwise: Block = ()
+        keyword = "if"
+        while keyword in ("if", "elif"):
+            self._at += 1
+            condition = self._block(("then",))
+            self._expect("then", line)
+            branches.append((condition, self._block(("elif", "else", "fi"))))
+            keyword = self._word()
+        if keyword == "else":
+            self._at += 1
+            otherwise = self._block(("fi",))
+        self._expect("fi", line)
+        return If(tuple(branches), otherwise, line)
+
+    def _word(self) -> str:
+        token = self._tokens[self._at] if self._at < len(self._tokens) else None
+        return token.plain if isinstance(token, Word) else ""
+
+    def _expect(self, word: str, line: int) -> None:
+        if self._word() != word:
+            raise TrainError(f"{self._name}: line {line}: {word!r} is missing behind 'if'")
+        self._at += 1
+
+    def _to(self, word: str) -> None:
+        """Go on behind the next ``word``."""
+        while self._at < len(self._tokens) and self._word() != word:
+            self._at += 1
+        self._at += 1
+
+    def _inside(self, ends: tuple[str, ...]) -> None:
+        """Go on behind a block that is left out."""
+        self._block(ends)
+        self._at += 1
+
+    def _over(self, opening: str, closing: str) -> None:
+        depth = 1
+        while self._at < len(self._tokens) and depth:
+            depth += (self._word() == opening) - (self._word() == closing)
+            self._at += 1
+
+    def _simple(self, line: int) -> Simple:
+        words: list[Word] = []
+        test = self._word() == "[["
+        while self._at < len(self._tokens):
+            token = self._tokens[self._at]
+            if isinstance(token, Word):
+                words.append(token)
+                self._at += 1
+                if test and token.plain == "]]":
+                    test = False
+            elif test and token.text != "\n":
+                words.append(Word((Part("text", token.text, False),), token.line))
+                self._at += 1
+            elif token.text in _ENDS:
+                break
+            elif token.text == "(":  # an arithmetic command, or what is no launch script
+                raise TrainError(f"{self._name}: line {token.line}: '(' is not expected here")
+            else:
+                self._at += 1 if token.text[-1] in "-0123456789" else 2  # a redirection
+        return Simple(tuple(words), line)

@@ -1,0 +1,185 @@
+"""From the flags of a Megatron-LM command line to settings of ours."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_train.config.values import Given, Values
+from megatron_train.megatron_lm.table import MegatronFlag
+
+COUNTED = ("accepted", "no effect", "dropped", "planned", "refused", "unknown")
+"""What can become of a flag of a command line, in the order of tables."""
+
+_COMMAND = "megatron-train pretrain gpt"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A flag with the values behind it."""
+
+    flag: str
+    values: tuple[str, ...]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Both, as they are given to a command."""
+        return (self.flag, *self.values)
+
+
+@dataclass
+class Translation:
+    """What became of the flags of a command line.
+
+    Attributes:
+        words: flags that `pretrain gpt` takes, with their values.
+        flags: spelling of the flags by what became of them, see `COUNTED`.
+        notes: a line for each reason of a flag without effect.
+        errors: a line for each flag that cannot be used, or whose values cannot.
+    """
+
+    words: list[str] = field(default_factory=list)
+    flags: dict[str, list[str]] = field(default_factory=lambda: {kind: [] for kind in COUNTED})
+    notes: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many different flags there are of each kind."""
+        return {kind: len(set(flags)) for kind, flags in self.flags.items()}
+
+
+def translate(
+    words: Sequence[str], table: Mapping[str, MegatronFlag], drop: Sequence[str] = ()
+) -> Translation:
+    """Sort the flags of a Megatron-LM command line by what becomes of them.
+
+    Args:
+        words: the command line, behind the program.
+        table: Megatron-LM's flags.
+        drop: flags to leave out.
+    """
+    groups, stray = _groups(words)
+    result = Translation()
+    reasons: dict[str, list[str]] = {}
+    result.errors += [f"{word!r} stands behind no flag" for word in stray]
+    given = {group.flag for group in groups}
+    result.errors += [
+        f"--drop {flag}: the script does not give it" for flag in drop if flag not in given
+    ]
+    for group in groups:
+        flag = table.get(group.flag)
+        kind = _kind(group, flag)
+        if group.flag in drop:
+            result.flags["dropped"].append(group.flag)
+            continue
+        result.flags[kind].append(group.flag)
+        if flag is None:
+            result.errors.append(f"unknown argument {group.flag}")
+        elif kind in ("planned", "refused"):
+            result.errors.append(flag.complaint(group.values) or flag.answer())
+        elif kind == "no effect":
+            reasons.setdefault(flag.text, []).append(group.flag)
+        elif complaint := _values_complaint(group, flag):
+            result.errors.append(complaint)
+        else:
+            result.words += [group.flag, *map(_unquoted, group.values)]
+    result.errors = list(dict.fromkeys(result.errors))
+    _as_in_megatron(result)
+    result.notes += [
+        f"{', '.join(dict.fromkeys(flags))}: no effect here: {reason}"
+        for reason, flags in reasons.items()
+    ]
+    return result
+
+
+def as_there(translation: Translation, values: Values) -> Values:
+    """Return settings that mean here what the flags mean in Megatron-LM.
+
+    Where a default of Megatron-LM is another than ours it is set, and options of tokenizers that
+    the run does not have, which Megatron-LM ignores, are left out.
+
+    Args:
+        translation: the flags; a note is added for each setting.
+        values: settings made from the flags.
+    """
+    given: dict[str, Given] = {}
+    if "training.calculate_per_token_loss" not in values.given:
+        given["training.calculate_per_token_loss"] = Given(False, "default of Megatron-LM")
+        translation.notes.append(
+            "calculate_per_token_loss is set to false, as Megatron-LM's default is: every "
+            "micro-batch has the same weight in the loss"
+        )
+    fused = "--no-bias-gelu-fusion" not in translation.flags["no effect"]
+    biased = values.get("model.add_bias_linear") is not False
+    if "model.activation" not in values.given and fused and biased:
+        given["model.activation"] = Given("gelu_tanh", "default of Megatron-LM")
+        translation.notes.append(
+            "activation is set to gelu_tanh: Megatron-LM computes GELU so where it is fused with "
+            "the bias, which is its default"
+        )
+    kept = dict(values.given)
+    kind = values.get("data.tokenizer_type")
+    for key in ("data.tiktoken_pattern", "data.tiktoken_num_special_tokens"):
+        if key in kept and kind not in (None, "TikTokenizer"):
+            flag = kept.pop(key).origin
+            translation.flags["accepted"].remove(flag)
+            translation.flags["no effect"].append(flag)
+            translation.notes.append(f"{flag}: no effect with --tokenizer-type {kind}")
+    return Values({**given, **kept})
+
+
+def _groups(words: Sequence[str]) -> tuple[list[Group], list[str]]:
+    """Cut a command line at its flags; words before the first one are returned, too."""
+    cut: list[list[str]] = []
+    stray: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            cut.append([name, value] if equals else [name])
+        elif cut:
+            cut[-1].append(word)
+        else:
+            stray.append(word)
+    return [Group(flag, tuple(values)) for flag, *values in cut], stray
+
+
+def _kind(group: Group, flag: MegatronFlag | None) -> str:
+    if flag is None:
+        return "unknown"
+    if flag.complaint(group.values):
+        return "refused"
+    if flag.kind in ("works", "alias"):
+        return "accepted" if flag.accepted else "refused"
+    return flag.kind
+
+
+def _values_complaint(group: Group, flag: MegatronFlag) -> str:
+    """Return one line if a flag has too few or too many values, or one that is not known."""
+    open_ = [value for value in group.values if "$(" in value or "${" in value]
+    if open_:
+        return f"{group.flag} {open_[0]}: the value is only known when the script is run; set it"
+    count, wanted = len(group.values), flag.arity
+    if (wanted == "+" and count) or wanted == "*" or wanted == count:
+        return ""
+    behind = f"{group.flag} {' '.join(group.values)}".strip()
+    if not count:
+        return f"{behind} has no value: the variable behind it is empty"
+    return f"{behind}: the flag takes {wanted} values, and has {count}"
+
+
+def _unquoted(value: str) -> str:
+    """Return a value without quotes that were kept inside a variable."""
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        return value[1:-1]
+    return value
+
+
+def _as_in_megatron(result: Translation) -> None:
+    """Leave out settings that Megatron-LM ignores because another flag is missing."""
+    queries = "--num-query-groups"
+    if queries in result.words and "--group-query-attention" not in result.words:
+        place = result.words.index(queries)
+        del result.words[place : place + 2]
+        result.flags["accepted"].remove(queries)
+        result.flags["no effect"].append(queries)
+        result.notes.append(
+            f"{queries}: no effect in Megatron-LM without --group-query-attention, which is missing"
+        )

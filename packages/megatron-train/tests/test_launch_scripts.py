@@ -1,0 +1,231 @@
+"""Launch scripts of Megatron-LM: what is read in them is what Bash would give to torchrun."""
+
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+from fuzzing import fuzz, mutate_bytes
+from megatron_train.cli import main
+from megatron_train.errors import TrainError
+from megatron_train.megatron_lm.shell import read_script
+from megatron_train.megatron_lm.table import megatron_flags
+from megatron_train.megatron_lm.translate import translate
+
+LISTS = Path(__file__).parent / "megatron_flags"
+TABLE = megatron_flags()
+SCRIPT = r"""#!/bin/bash
+# A launch script in the style of Megatron-LM's.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+GPUS=2; NODES=${SLURM_NODES:-1}
+WORLD=$(($GPUS*NODES + 0))
+SAVE=${1:-"ckpt/run one"}  # with a space
+TOKENIZER=${2:-"MOCK"}
+NAME="llama"
+mkdir -p "$(dirname "$SAVE")"
+LAUNCH=(--nproc_per_node $GPUS --nnodes "$NODES")
+MODEL=(
+    --num-layers 2 --hidden-size 32   # sizes
+    --num-attention-heads 4 \
+    --group-query-attention --num-query-groups 2
+    --swiglu --seq-length 32 --max-position-embeddings 32
+    # --kv-channels 3
+)
+MORE="
+    --micro-batch-size 1 \
+    --global-batch-size $WORLD --sequence-parallel
+"
+TYPE=()
+if [[ "$NAME" == "llama" && -n $TOKENIZER ]]; then
+    TYPE+=("--fp8-format hybrid" "--fp8-param-gather")
+elif [ $GPUS -gt 8 ]; then
+    TYPE+=(--bf16)
+fi
+if [ "$TOKENIZER" = "MOCK" ] || [[ -z "$TOKENIZER" ]]; then
+    TYPE+=("--mock-data" "--tokenizer-type NullTokenizer" "--vocab-size 64" "--split '99,1,0'")
+else
+    TYPE+=(--data-path "$3" --tokenizer-model "$TOKENIZER")
+fi
+[ -z "$NOTHING" ] && MORE+=" --train-iters 3"
+[ $GPUS -eq 1 ] || MORE="$MORE --lr 1e-3"
+FILE=runs/${NAME}_v1.tar.gz
+MODEL+=(--tensorboard-dir "${FILE%.tar*}/${NAME}" --manual-gc --tiktoken-pattern v2)
+echo "starting"
+torchrun ${LAUNCH[@]} path/pretrain_gpt.py \
+    ${MODEL[@]} $MORE \
+    ${TYPE[@]} --eval-iters 0 --save "$SAVE" --log-interval=1 2>&1 | tee log.txt
+"""
+ARGUMENTS = [[], ["out"], ["out", "tok.model", "corpus file"]]
+
+
+def write(tmp_path, text):
+    path = tmp_path / "train.sh"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=len)
+def test_a_script_is_read_as_bash_runs_it(arguments, tmp_path):
+    path = write(tmp_path, SCRIPT)
+    function = "torchrun() { printf '%s\\0' \"$@\" >&3; }; tee() { :; }; "
+    run = ["bash", "-c", f"{function} exec 3>words; source {path}", "bash", *arguments]
+    subprocess.run(run, cwd=tmp_path, check=True, env={"PATH": "/usr/bin:/bin"}, timeout=60)
+    words = (tmp_path / "words").read_text().split("\0")[:-1]
+    found = read_script(path, arguments)
+    assert [*found.launcher[1:], "path/" + found.program, *found.words] == words
+    assert found.unset == {"NOTHING": 33}
+
+
+def test_what_cannot_be_decided_is_named(tmp_path):
+    text = """for x in 1 2; do A=3; done
+if [ -f here ]; then B=1; fi
+case $C in a) D=1;; esac
+function f { torchrun pretrain_gpt.py --lost; }
+source other.sh
+E=$(date) F=$((1/0)) G=${H^^}
+python3 train_it.py --save $E --load $F --seed 1
+python3 pretrain_gpt.py --second
+"""
+    found = read_script(write(tmp_path, text))
+    assert found.words == ("--save", "$(date)", "--load", "$((1/0))", "--seed", "1")
+    lines = [note.split(": ")[0] for note in found.notes]
+    assert lines == [f"line {n}" for n in (1, 2, 3, 4, 5, 6, 6, 6, 8)]
+    assert "'for' is not followed" in found.notes[0] and "left out" in found.notes[1]
+    errors = translate(found.words, TABLE).errors
+    assert errors[0] == "--save $(date): the value is only known when the script is run; set it"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("echo 'hello", "line 1: ' is missing at the end"),
+        ("A=(1 2\n", "line 2: ) is missing at the end"),
+        ("if true; then echo\n", "line 1: 'fi' is missing behind 'if'"),
+        ("\n)", "line 2: ')' is not expected here"),
+        ("echo pretrain_gpt.py.txt", "starts no program such as pretrain_gpt.py"),
+        ("A=xxxxxxxxxxxxxxxx\n" + "A=$A$A$A$A\n" * 20, "a value of more than"),
+        ('X="$(' * 50, "is missing at the end"),
+    ],
+)
+def test_a_script_that_is_not_understood_is_one_line(text, message, tmp_path):
+    with pytest.raises(TrainError) as caught:
+        read_script(write(tmp_path, text))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_fuzzed_scripts_are_read_or_refused(tmp_path, fuzz_count):
+    def read(content: bytes) -> None:
+        path = tmp_path / "train.sh"
+        path.write_bytes(content)
+        translate(read_script(path, ["out"]).words, TABLE)
+
+    fuzz(read, [SCRIPT.encode()], TrainError, count=fuzz_count, mutate=mutate_bytes)
+
+
+def test_flags_are_sorted_by_what_becomes_of_them():
+    words = "--num-layers 2 --manual-gc --fp16 --padded-vocab-size 7 --lr=1e-3 --new-thing 1 2"
+    result = translate(words.split(), TABLE)
+    assert result.counts() == {
+        "accepted": 2,
+        "no effect": 1,
+        "dropped": 0,
+        "planned": 1,
+        "refused": 1,
+        "unknown": 1,
+    }
+    assert result.words == ["--num-layers", "2", "--lr", "1e-3"]
+    assert result.errors[0] == TABLE["--fp16"].answer() and len(result.errors) == 3
+    dropped = translate(words.split(), TABLE, ["--fp16", "--new-thing", "--padded-vocab-size"])
+    assert not dropped.errors and dropped.counts()["dropped"] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("2 --num-layers 2", "'2' stands behind no flag"),
+        ("--num-layers --lr 1", "--num-layers has no value: the variable behind it is empty"),
+        ("--num-layers 2 3", "--num-layers 2 3: the flag takes 1 values, and has 2"),
+        ("--optimizer muon", "--optimizer muon is not supported"),
+        ("--append-eod", "--append-eod is a flag of megatron-data preprocess"),
+    ],
+)
+def test_a_command_line_that_does_not_fit_is_refused(words, error):
+    (line,) = translate(words.split(), TABLE).errors
+    assert line.startswith(error)
+
+
+def test_groups_of_queries_need_their_switch_as_in_megatron():
+    result = translate(["--num-query-groups", "2", "--seed", "1"], TABLE)
+    assert result.words == ["--seed", "1"] and "no effect in Megatron-LM" in result.notes[0]
+
+
+def test_the_command_writes_settings_and_says_what_became_of_flags(tmp_path, capsys):
+    script, output = write(tmp_path, SCRIPT), tmp_path / "run.yaml"
+    words = ["config", "from-megatron", str(script), "out", "--output", str(output)]
+    assert main(words) == 1
+    shown = capsys.readouterr()
+    errors = shown.err.splitlines()
+    assert len(errors) == 3 and "--fp8-format is not supported yet" in errors[0]
+    assert "planned       2  --fp8-format --fp8-param-gather" in shown.out
+    assert "unknown       0" in shown.out and not output.exists()
+    assert main([*words, "--drop", "--fp8-format", "--drop", "--fp8-param-gather"]) == 0
+    shown = capsys.readouterr()
+    assert f"pretrain gpt --config {output} --nproc-per-node 2" in shown.out and not shown.err
+    assert "--manual-gc: no effect here: garbage collection is left to Python" in shown.out
+    found = yaml.safe_load(output.read_text())
+    assert found["model"] == {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "activation": "swiglu",
+        "vocab_size": 64,
+        "max_position_embeddings": 32,
+    }
+    assert found["data"]["split"] == "99,1,0" and found["data"]["mock_data"] is True
+    assert "tiktoken_pattern" not in found["data"]
+    assert found["training"]["calculate_per_token_loss"] is False
+    assert main(["pretrain", "gpt", "--config", str(output), "--print-config"]) == 0
+    assert "--sequence-parallel has no effect" in capsys.readouterr().err
+
+
+def test_mistakes_of_the_command_are_lines(tmp_path, capsys):
+    script = write(tmp_path, "python pretrain_bert.py --lr fast --num-layers x --seed 1")
+    assert main(["config", "from-megatron", str(script), "--drop", "fp16"]) == 1
+    error = capsys.readouterr().err
+    for part in (
+        "--drop --fp16: the script does not give it",
+        "pretrain_bert.py trains another kind of model",
+        "error: --num-layers needs an integer, got 'x'",
+        "error: --lr needs a number, got 'fast'",
+        "error: 4 settings cannot be used",
+    ):
+        assert part in error
+    assert main(["config", "from-megatron", str(script), "--set", "x"]) == 2
+
+
+def flags_of_scripts():
+    flags: dict[str, list[str]] = {}
+    for line in (LISTS / "scripts.txt").read_text().splitlines():
+        if line.startswith("--"):
+            flags[script].append(line)  # noqa: F821 - a script stands before its flags
+        elif not line.startswith("#"):
+            script = line
+            flags[script] = []
+    return flags
+
+
+def test_the_page_has_the_counts_of_the_example_scripts():
+    page = Path(__file__).parents[3] / "docs" / "from-megatron.md"
+    for script, flags in flags_of_scripts().items():
+        kinds = Counter("accepted" if TABLE[f].accepted else TABLE[f].kind for f in flags)
+        kinds["no effect"] = sum(TABLE[f].kind == "no effect" for f in flags)
+        kinds["accepted"] -= kinds["no effect"]
+        columns = [kinds[name] for name in ("accepted", "no effect", "planned", "refused")]
+        row = f"| `{script}` | {len(flags)} | {' | '.join(map(str, columns))} | 0 |"
+        assert sum(columns) == len(flags)
+        if page.parent.exists():
+            assert row in page.read_text(), row
