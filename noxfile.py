@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +34,8 @@ PACKAGES = tuple(
 EDITABLE = tuple(part for name in PACKAGES for part in ("-e", f"packages/{name}[test]"))
 ONE_AT_A_TIME = ("megatron-kernels", "megatron-optim")
 """Packages whose tests take less time than two processes need to start."""
+OLDEST = ("megatron-parallel", "megatron-models", "megatron-optim", "megatron-train")
+"""Packages that touch what torch changes from version to version."""
 WHEELS = ROOT / "dist"
 TIMINGS = ROOT / ".nox" / "timings.json"
 
@@ -148,7 +151,7 @@ def tests(session: nox.Session) -> None:
 def full(session: nox.Session) -> None:
     """As `tests`, with everything whole that is sampled there."""
     TIMINGS.unlink(missing_ok=True)
-    for check in ("wheels", *CHECKS, "simulated", "mutation", "summary"):
+    for check in ("wheels", *CHECKS, "oldest", "simulated", "mutation", "summary"):
         session.notify(check, posargs=["--slow"] if takes_slow(check) else [])
 
 
@@ -208,6 +211,23 @@ def unit(session: nox.Session, package: str) -> None:
     session.run("python", "tooling/check_isolation.py", package)
     at_once = package not in ONE_AT_A_TIME and not slow
     pytest(session, f"packages/{package}/tests", slow=slow, at_once=at_once)
+
+
+@job()
+def oldest(session: nox.Session) -> None:
+    """parallel, models, optim and train on the oldest torch that their metadata promise.
+
+    In `full` alone: pip's index has that version for CUDA only, 3 GB with what it needs.
+    """
+    metadata = tomllib.loads((ROOT / "packages/megatron-parallel/pyproject.toml").read_text())
+    promised = next(d for d in metadata["project"]["dependencies"] if d.startswith("torch>="))
+    torch = promised.replace(">=", "==") + ".*"
+    pinned = (ROOT / "tooling/constraints.txt").read_text().splitlines()
+    constraints = Path(session.create_tmp()) / "constraints.txt"
+    constraints.write_text("\n".join([torch, *(x for x in pinned if not x.startswith("torch=="))]))
+    session.install("-q", "-c", str(constraints), torch, *EDITABLE, "pytest-xdist")
+    for name in OLDEST:
+        pytest(session, f"packages/{name}/tests", at_once=True)
 
 
 @job()

@@ -1,11 +1,15 @@
 """Attention: independent truths, rows that see nothing, caches, and the block pair."""
 
 import math
+import sys
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from megatron_kernels import KernelError, Mask, attention, attention_backward, attention_forward
+from megatron_kernels.ops.attention.flash import flash
 from torch import Tensor
 
 F64 = torch.float64
@@ -252,3 +256,24 @@ def test_blocks_of_keys_and_queries_combine_to_the_whole(documents: bool) -> Non
                 grads[2][at] += dv
     for got, want in zip(grads, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_flash_attn_is_deterministic_where_torch_is_asked_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The library itself needs a GPU: this is what it is called with."""
+    options: list[dict[str, Any]] = []
+
+    def called(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+        options.append(given)
+        return q
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=called))
+    q, k, v = inputs()
+    for wanted in (True, False):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            flash(q, k, v, Mask(causal=True), None, 0)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert options.pop()["deterministic"] is wanted

@@ -14,6 +14,7 @@ from megatron_train.checkpointing import Kept, Saver, restore, tokenizer_files
 from megatron_train.config.files import read_file
 from megatron_train.config.run import build_run, run_options
 from megatron_train.config.shown import write_config
+from megatron_train.engine import _require_whole_compiler
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.pretrain import _deterministic, choose_device, family_of
@@ -219,3 +220,10 @@ def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tm
     other.task.model_config = {"vocabulary": 12}
     with pytest.raises(TrainError, match="vocabulary 11 there, 12 here"):
         restore(other, tmp_path, order, console)
+
+
+def test_several_ranks_compile_with_a_torch_that_keeps_their_gradients():
+    _require_whole_compiler(SimpleNamespace(world_size=1), "2.11.0")
+    _require_whole_compiler(SimpleNamespace(world_size=2), "2.13.0+cpu")
+    with pytest.raises(TrainError, match=r"^--compile on 2 ranks needs torch 2\.13 .* 2\.12\.1 "):
+        _require_whole_compiler(SimpleNamespace(world_size=2), "2.12.1")

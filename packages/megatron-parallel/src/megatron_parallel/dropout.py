@@ -198,8 +198,13 @@ def _drop(
     x: Tensor, word0: Tensor, word1: Tensor, channels: Tensor, p: float, layer: int, site: int
 ) -> Tensor:
     """Scaled `x` with zeros; in pieces that fit into a CPU's cache, where nothing fuses loops."""
-    result, place = torch.empty_like(x), (p, layer, site)
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
+    place = (p, layer, site)
+    if torch.compiler.is_compiling():
+        # Not in place: torch 2.11 compiles what was changed in place to a result without gradient.
+        dropped = _keep(word0, word1, channels, *place).logical_not()
+        return torch.mul(x, 1.0 / (1.0 - p)).masked_fill(dropped, 0.0)
+    result = torch.empty_like(x)
+    if x.device.type != "cpu":
         return _drop_into(result, x, word0, word1, channels, *place)
     rows = max(1, _PIECE // max(1, x[:1].numel()))
     for start in range(0, len(x), rows):

@@ -144,6 +144,7 @@ class StepEngine:
         self.buffers = self._gradients.buffers
         self.fusion = self._fuse(data_parallel, compile)
         if compile:
+            _require_whole_compiler(mesh, torch.__version__)
             chunks = [torch.compile(stage, dynamic=False) for stage in chunks]  # type: ignore[misc]
         self._iteration: int | None = None
         self._inner: InnerLosses | None = None
@@ -318,3 +319,17 @@ class StepEngine:
         )
         all_reduce(total, self.mesh.axis(axis), purpose=purpose)
         return dict(zip(values, total.tolist(), strict=True))
+
+
+def _require_whole_compiler(mesh: Mesh, version: str) -> None:
+    """Refuse what torch before 2.13 compiles without an error to gradients of zero.
+
+    Of functions whose result was last changed in place, as collectives change theirs.
+    """
+    major, minor = (int(number) for number in version.split(".")[:2])
+    if mesh.world_size > 1 and (major, minor) < (2, 13):
+        raise TrainError(
+            f"--compile on {mesh.world_size} ranks needs torch 2.13 or later: torch {version} "
+            "compiles collectives to functions without a gradient; update torch, or leave "
+            "--compile out"
+        )

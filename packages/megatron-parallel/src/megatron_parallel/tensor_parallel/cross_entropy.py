@@ -111,7 +111,8 @@ class _CrossEntropy(Function):
         ctx.save_for_backward(probabilities, local, held, ignored)
         ctx.dtype, ctx.smoothing, ctx.valid = logits.dtype, smoothing, valid
         ctx.share = share
-        return loss.masked_fill_(ignored, 0.0)
+        # Not in place: torch 2.11 compiles what was changed in place to a result without gradient.
+        return loss.masked_fill(ignored, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:

@@ -15,11 +15,16 @@ _TERA = 1e12
 
 # Dense TFLOP/s by device name, from NVIDIA's and AMD's data sheets: bf16 on tensor (matrix) cores,
 # and fp32. Where a data sheet gives only the figure with sparsity, half of it. More specific names
-# first.
+# first. Of the latest: "NVIDIA H200 Tensor Core GPU" (1,671 TFLOP/s with sparsity for H200 NVL),
+# "NVIDIA GB300 NVL72" (360 PFLOP/s with sparsity for 72 GPUs) and "NVIDIA HGX Platform" (36 PFLOP/s
+# with sparsity for 8 B300).
 _KNOWN: tuple[tuple[str, float, float], ...] = (
+    ("GB300", 2500, 80),
+    ("B300", 2250, 75),
     ("GB200", 2500, 80),
     ("B200", 2250, 75),
     ("GH200", 989, 67),
+    ("H200 NVL", 835, 60),
     ("H200", 989, 67),
     ("H100 PCIe", 756, 51),
     ("H100 NVL", 835, 60),

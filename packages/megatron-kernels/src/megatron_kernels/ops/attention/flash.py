@@ -25,7 +25,8 @@ def flash(
 
     Its causal mask puts the last query at the last key, which is ours once keys after the last
     query are cut off. Its window counts the keys to the left and right of a query, ours counts the
-    query's own place too.
+    query's own place too. Its backward pass adds up gradients of queries in any order, unless
+    `torch.use_deterministic_algorithms` asks for one.
     """
     from flash_attn import (  # type: ignore[import-not-found,unused-ignore]
         flash_attn_func,
@@ -42,6 +43,7 @@ def flash(
         softmax_scale=scale,
         causal=mask.causal,
         window_size=(reach, 0 if mask.causal and mask.window is not None else reach),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return out.transpose(0, 1)
 
