@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from megatron_data import ByteTokenizer, DataError, preprocess, read_texts
 from megatron_data.sources.json_lines import JsonLines, LinesChunk
 from megatron_data.sources.opening import open_sources
 from megatron_data.sources.parquet import Parquet, RowsChunk
 from megatron_data.sources.protocol import BrokenChunk
+from megatron_data.sources.streams import Stream
 
 zstandard = pytest.importorskip("zstandard")
 pyarrow = pytest.importorskip("pyarrow")
@@ -137,6 +139,52 @@ def test_flipped_bits_in_a_packed_file_are_named(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"a\.jsonl.*:\d+: ") as raised:
             tokens_of(packed, tmp_path / "o")
         assert "\n" not in str(raised.value)
+
+
+def test_frames_of_every_form_are_unpacked_in_few_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without a checksum, a size and content; small blocks, and frames to be skipped."""
+    random = np.random.default_rng(0)
+    texts = [random.integers(97, 123, size, np.uint8).tobytes() for size in (1, 300, 400_000, 9)]
+    texts += [b"", b"y" * 3_000_000]
+    frames = [b"\x5a\x2a\x4d\x18" + (700_000).to_bytes(4, "little") + bytes(700_000)]
+    for number, text in enumerate(texts):
+        compressor = zstandard.ZstdCompressor(
+            write_checksum=number % 2 == 0, write_content_size=number % 3 == 0
+        )
+        frames.append(compressor.compress(text))
+    stream = zstandard.ZstdCompressor().compressobj()
+    for _ in range(40):
+        frames.append(stream.compress(b"z" * 50) + stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
+    frames.append(stream.flush())
+    path = tmp_path / "a.zst"
+    path.write_bytes(b"".join(frames))
+    steps: list[int] = []
+
+    class Counting:
+        def decompressobj(self) -> "Counting":
+            self._inner = zstd_decompressor().decompressobj()
+            return self
+
+        def decompress(self, data: bytes) -> bytes:
+            steps.append(len(data))
+            return bytes(self._inner.decompress(data))
+
+    zstd_decompressor = zstandard.ZstdDecompressor
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", Counting)
+    with Stream(str(path)) as opened:
+        assert opened.read(1 << 30) == b"".join(texts) + b"z" * 2000
+        assert opened.damage is None
+    packed = sum(steps)
+    assert packed == path.stat().st_size - 700_008
+    assert len(steps) < 40, "a header and some blocks at once, not 512 bytes"
+    for cut in (path.stat().st_size - 2, 3, 700_008 + 2):
+        (tmp_path / "b.zst").write_bytes(path.read_bytes()[:cut])
+        with Stream(str(tmp_path / "b.zst")) as opened:
+            while opened.read(1 << 20):
+                pass
+            assert "the last frame is not whole" in str(opened.damage)
 
 
 def test_folders_find_packed_names_too(plain: Path, tmp_path: Path) -> None:

@@ -20,7 +20,10 @@ PACKED = (".gz", ".bz2", ".zst")
 """Suffixes of compressed files."""
 
 _STEP = 1 << 18
-_ZSTANDARD_STEP = 1 << 9  # a block of 128 KiB may take 4 bytes, so this makes 16 MiB at most
+_MAGIC, _SKIPPABLE = b"\x28\xb5\x2f\xfd", 0x184D2A50  # what a frame of zstandard begins with
+_BLOCK_BYTES = 1 << 17  # of a block of zstandard, unpacked or not
+_BLOCKS = 8  # that are unpacked together
+_REPEATED = 1  # the kind of a block that is one byte, and how often
 
 
 def split_suffix(path: str) -> tuple[str, str]:
@@ -138,17 +141,17 @@ class _Hashed(PassingFile):
 class _Zstandard(io.RawIOBase):
     """Frames of zstandard, one after the other; a last one that is not whole is an error.
 
-    The stream reader of the package ends in silence where a file was cut short.
+    The stream reader of the package ends in silence where a file was cut short, and its other
+    readers make all at once of what they are given, which may be 2 MB of a few bytes. So the frame
+    is given block by block, of which each makes 128 KiB at most (RFC 8878, section 3.1.1).
     """
 
     def __init__(self, raw: io.RawIOBase, path: str) -> None:
         self._module = _zstandard(path)
-        self._raw = raw
-        self._packed = b""
-        self._begin = 0
+        self._packed = io.BufferedReader(raw, _STEP)
         self._ready = memoryview(b"")
         self._frame = self._module.ZstdDecompressor().decompressobj()
-        self._inside = False
+        self._inside = self._checksum = False
 
     def readable(self) -> bool:
         return True
@@ -163,25 +166,59 @@ class _Zstandard(io.RawIOBase):
 
     def _fill(self) -> bool:
         """Unpack a little more; False at the end."""
-        if self._begin >= len(self._packed):
-            self._packed, self._begin = self._raw.read(1 << 16) or b"", 0
-        some = self._packed[self._begin : self._begin + _ZSTANDARD_STEP]
-        if not some:
-            if self._inside:
-                raise EOFError("the last frame is not whole")
+        parts = self._blocks() if self._inside else [self._header()]
+        if not any(parts):
             return False
         self._ready = memoryview(b"")  # let go of the last before the next
         try:
-            self._ready = memoryview(self._frame.decompress(some))
+            self._ready = memoryview(self._frame.decompress(b"".join(parts)))
         except self._module.ZstdError as error:
             raise EOFError(str(error)) from None
-        self._begin += len(some)
-        self._inside = True
-        if self._frame.eof:
-            self._begin -= len(self._frame.unused_data)
-            self._inside = False
+        if not self._inside:
             self._frame = self._module.ZstdDecompressor().decompressobj()
         return True
+
+    def _header(self) -> bytes:
+        """The header of the next frame with contents; empty at the end of the file."""
+        while magic := self._packed.read(4):
+            if len(magic) < len(_MAGIC):
+                raise EOFError("the last frame is not whole")
+            if int.from_bytes(magic, "little") & ~0xF == _SKIPPABLE:
+                left = int.from_bytes(self._exactly(4), "little")
+                while left:
+                    left -= len(self._exactly(min(left, _STEP)))
+                continue
+            if magic != _MAGIC:
+                raise EOFError("no frame of zstandard begins where one should")
+            (descriptor,) = self._exactly(1)
+            single, self._checksum = bool(descriptor & 0x20), bool(descriptor & 0x04)
+            size = (1 if single else 0, 2, 4, 8)[descriptor >> 6]
+            rest = (0 if single else 1) + (0, 1, 2, 4)[descriptor & 0x03] + size
+            self._inside = True
+            return magic + bytes([descriptor]) + self._exactly(rest)
+        return b""
+
+    def _blocks(self) -> list[bytes]:
+        """The next few blocks, and behind the last one of the frame its checksum."""
+        parts = []
+        for _ in range(_BLOCKS):
+            header = self._exactly(3)
+            described = int.from_bytes(header, "little")
+            last, kind, size = described & 1, described >> 1 & 3, described >> 3
+            if size > _BLOCK_BYTES:
+                raise EOFError(f"a block of {size:,} bytes, more than a frame may have")
+            parts += [header, self._exactly(1 if kind == _REPEATED else size)]
+            if last:
+                parts.append(self._exactly(4) if self._checksum else b"")
+                self._inside = False
+                break
+        return parts
+
+    def _exactly(self, size: int) -> bytes:
+        data = self._packed.read(size)
+        if len(data) < size:
+            raise EOFError("the last frame is not whole")
+        return data
 
 
 def _unpacked(raw: _Hashed, packed: str) -> _Reader:
