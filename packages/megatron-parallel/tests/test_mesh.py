@@ -9,9 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_parallel import CollectiveError, LayoutError, Mesh, ParallelLayout, all_reduce
+import torch.distributed as dist
+from megatron_parallel import (
+    CollectiveError,
+    LayoutError,
+    Mesh,
+    ParallelLayout,
+    _compat,
+    all_reduce,
+)
 from megatron_parallel.rendezvous import loopback_address
 from megatron_parallel.testing import Rank, WorkerPool
+from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 
 def test_a_single_process_needs_no_process_group(single: Mesh) -> None:
@@ -214,3 +224,29 @@ def test_a_model_that_holds_an_axis_can_be_copied(worker_pool: WorkerPool) -> No
         return copy.deepcopy({"axis": axis})["axis"] is axis
 
     assert worker_pool.run_mesh(ParallelLayout(tp=2), copied, ranks=2) == [True, True]
+
+
+def test_groups_of_a_large_job_need_no_barrier_and_have_one_name_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1,024 ranks, each by itself: stages 0 and 3 have an embedding group, 1 and 2 have none."""
+    barriers: list[object] = []
+    monkeypatch.setattr(
+        distributed_c10d, "_store_based_barrier", lambda *a, **_: barriers.append(a)
+    )
+    layout = ParallelLayout(tp=8, pp=4, dp=32)
+    sets = [ranks for name in layout.group_names for ranks in layout.groups(name)]
+    sets = list(dict.fromkeys(ranks for ranks in sets if len(ranks) > 1))
+    found = []
+    for rank in (0, 256, 768):
+        dist.init_process_group("fake", rank=rank, world_size=1024, store=dist.HashStore())
+        barriers.clear()
+        groups = _compat.new_groups(sets, timedelta(seconds=60))
+        found.append({ranks: group.group_name for ranks, group in groups.items()})
+        dist.destroy_process_group()
+    first, inner, last = found
+    assert len(sets) == 709 and barriers == []
+    assert [len(each) for each in found] == [7, 6, 7]
+    for one, other in ((first, inner), (first, last), (inner, last)):
+        common = one.keys() & other.keys()
+        assert len(common) >= 3 and all(one[ranks] == other[ranks] for ranks in common)

@@ -56,7 +56,13 @@ def _has_nccl(group: dist.ProcessGroup) -> bool:
 def new_groups(
     groups: list[tuple[int, ...]], timeout: timedelta
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Create process groups, on all ranks in the same order; returns those this rank is in."""
+    """Create process groups, on all ranks in the same order; returns those this rank is in.
+
+    Groups of others cost a rank a counter: torch waits for nobody there (unless it is asked to, by
+    `TORCH_DIST_INIT_BARRIER=1`). `use_local_synchronization` would leave them out, but it names a
+    group by how many groups its rank has, and ranks that have more of them, as those with tied
+    embeddings do, would wait for one another under different names.
+    """
     mine = {}
     rank = dist.get_rank()
     for ranks in groups:
