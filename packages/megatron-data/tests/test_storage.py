@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from megatron_data import DataError, IndexedDataset, StorageCache, build_gpt_datasets
+from megatron_data.sources import block_folder
 from megatron_data.sources import remote as remote_files
 from megatron_data.sources.remote import RemoteFile
 
@@ -221,6 +222,70 @@ def test_what_cannot_be_opened_is_named(
 
     with pytest.raises(DataError, match="room for one"):
         StorageCache("x", 10, 5)
+
+
+def test_indices_used_longest_ago_go_and_each_has_a_lock_of_its_own(
+    write_dataset: Write, tmp_path: Path, remote: tuple[str, str]
+) -> None:
+    memory = fsspec.filesystem("memory")
+    prefix, _ = remote
+    for name in "abc":
+        for suffix in (".bin", ".idx"):
+            memory.pipe_file(f"/bucket/{name}{suffix}", Path(prefix + suffix).read_bytes())
+    size = Path(f"{prefix}.idx").stat().st_size
+    folder = tmp_path / "cache"
+    storage = StorageCache(str(folder), 48, 1 << 20, index_limit_bytes=2 * size)
+    key = {name: RemoteFile.open(f"memory://bucket/{name}.idx").key for name in "abc"}
+
+    def kept() -> str:
+        return "".join(name for name in "abc" if (folder / f"{key[name]}.whole").exists())
+
+    folder.mkdir()
+    with block_folder.locked(folder / f"{key['c']}.lock"):  # as if another process fetched it
+        first = IndexedDataset("memory://bucket/a", storage)
+        with IndexedDataset("memory://bucket/b", storage):
+            assert kept() == "ab"
+    os.utime(folder / f"{key['b']}.whole", (1, 1))
+    os.utime(folder / f"{key['a']}.whole", (2, 2))
+    IndexedDataset("memory://bucket/a", storage).close()
+    with IndexedDataset("memory://bucket/c", storage):
+        assert kept() == "ac"
+        assert not (folder / f"{key['b']}.lock").exists()
+    tiny = StorageCache(str(folder), 48, 1 << 20, index_limit_bytes=1)
+    with IndexedDataset("memory://bucket/b", tiny) as alone:
+        assert kept() == "b"
+        assert alone.document(7).tolist() == first.document(7).tolist() == DOCUMENTS[7]
+
+
+def test_users_share_a_cache_as_they_share_its_folder(
+    remote: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is kept may be read by whom the folder lets in, and another's files are left alone."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    folder.chmod(0o2770)
+    before = os.umask(0o077)
+    try:
+        with IndexedDataset(remote[1], cache(tmp_path)) as dataset:
+            dataset.document(7)
+    finally:
+        os.umask(before)
+    modes = {path.suffix: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert modes == {".block": 0o640, ".whole": 0o640, ".lock": 0o660, ".bytes": 0o660}
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise PermissionError
+
+    theirs = sorted(blocks(tmp_path))
+    for name in ("utime", "fchmod"):
+        monkeypatch.setattr(os, name, refuse)
+    unlink = Path.unlink
+    monkeypatch.setattr(
+        Path, "unlink", lambda self, **more: (refuse if self in theirs else unlink)(self, **more)
+    )
+    with IndexedDataset(remote[1], cache(tmp_path, limit=100)) as dataset:
+        assert [dataset.document(n).tolist() for n in range(60)] == DOCUMENTS
+    assert set(theirs) <= set(blocks(tmp_path))
 
 
 def test_a_file_url_is_a_path_unless_there_is_a_cache_for_it(

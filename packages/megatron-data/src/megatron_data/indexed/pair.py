@@ -220,7 +220,7 @@ def _remote(prefix: str, storage: StorageCache | None) -> Pair:
     def tokens(dtype: TokenType) -> TokenStore:
         return RemoteTokens(storage.blocks(data), dtype, data.size)
 
-    return Pair(index.url, _map(storage.whole(index)), data.url, data.size, tokens)
+    return Pair(index.url, storage.whole(index), data.url, data.size, tokens)
 
 
 def _find(url: str) -> RemoteFile | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..errors import DataError
 from ..files import local_folder
 from ..recent import Recent
-from .block_folder import BlockFolder, adding, locked
+from .block_folder import LOCK, WHOLE, BlockFolder, adding, locked, mapped, remove_oldest, used_map
 from .remote import RemoteFile
 
 _MAPPED = 16  # blocks that a reader keeps mapped
@@ -42,6 +42,10 @@ class StorageCache:
         default=64 << 30,
         metadata={"help": "blocks kept at most; indices come on top", "unit": "bytes"},
     )
+    index_limit_bytes: int = field(
+        default=64 << 30,
+        metadata={"help": "indices kept at most, and the one that is used", "unit": "bytes"},
+    )
 
     def __post_init__(self) -> None:
         if self.block_bytes < 1 or self.limit_bytes < self.block_bytes:
@@ -51,20 +55,29 @@ class StorageCache:
             )
         local_folder(self.folder)
 
-    def whole(self, file: RemoteFile) -> Path:
-        """Return a local copy of a whole file; one process fetches it if it is not there.
+    def whole(self, file: RemoteFile) -> mmap.mmap | bytes:
+        """Return a whole file, mapped; one process fetches it if it is not there.
+
+        While it does, those that want the same file wait, and those that want others do not. Of
+        the files those used longest ago go where there is no more room; a map keeps its file.
 
         Raises:
             DataError: it cannot be read, or not to its end.
         """
-        path = Path(self.folder) / f"{file.key}.whole"
-        if not _has_size(path, file.size):
-            with locked(Path(self.folder) / "indices.lock"):
-                if not _has_size(path, file.size):  # nobody else has fetched it meanwhile
+        path = Path(self.folder) / f"{file.key}{WHOLE}"
+        found = used_map(path, file.size)
+        if found is None:
+            with locked(path.with_suffix(LOCK)):
+                found = used_map(path, file.size)  # another process may have fetched it meanwhile
+                if found is None:
                     with adding(path) as copy:
                         for data in file.stream():
                             copy.write(data)
-        return path
+                        copy.flush()
+                        # Mapped before others see it, and may remove it to make room.
+                        found = mapped(copy, file.size)
+                    remove_oldest(path, self.index_limit_bytes)
+        return found
 
     def blocks(self, file: RemoteFile) -> "Blocks":
         """Return a reader of parts of a file."""
@@ -125,7 +138,3 @@ class Blocks:
         data = self._file.fetch(begin, begin + length)
         self._file.check_unchanged()  # what is kept must be of this version
         return self._folder.add(name, data)
-
-
-def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size

@@ -14,7 +14,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,6 +22,8 @@ from ..files import named_errors, renamed
 
 _CHECK_BYTES = 4
 _SUFFIX = ".block"
+WHOLE, LOCK = ".whole", ".lock"
+"""What the names of whole files end in, and those of their locks."""
 _COUNT = "blocks.bytes"
 _COUNT_BYTES = 8
 _SPARE = 16  # one part in so many of the limit is made free at once
@@ -50,7 +52,7 @@ class BlockFolder:
                 if os.fstat(file.fileno()).st_size != length + _CHECK_BYTES:
                     return None
                 block = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                os.utime(file.fileno())  # used now: eviction goes by this time
+                _use(file)
         except FileNotFoundError:
             return None
         with memoryview(block) as view, view[:length] as data:
@@ -64,6 +66,7 @@ class BlockFolder:
         with named_errors(path):
             try:
                 with partial.open("w+b") as file:
+                    _share(file, path.parent)
                     file.write(data)
                     file.write(_checksum(data))
                     file.flush()
@@ -111,12 +114,69 @@ class BlockFolder:
             return used
         # More than is needed, so that not every block that follows lists the folder again.
         most = max(self._limit - self._limit // _SPARE - added, 0)
-        for _, size, path in sorted(found):
-            if used <= most:
-                break
+        return _removed(found, used, most)
+
+
+def used_map(path: Path, size: int) -> mmap.mmap | bytes | None:
+    """A whole file of so many bytes, mapped, or None if it is not there or not whole."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size != size:
+                return None
+            _use(file)
+            return mapped(file, size)
+    except FileNotFoundError:
+        return None
+
+
+def mapped(file: BinaryIO, size: int) -> mmap.mmap | bytes:
+    """A file of so many bytes in memory; an empty one cannot be mapped."""
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+
+
+def remove_oldest(kept: Path, limit: int) -> None:
+    """Remove the whole files used longest ago, but for one, until all fit into a limit."""
+    found: list[tuple[float, int, str]] = []
+    used = _size(kept)
+    for path in kept.parent.glob(f"*{WHOLE}"):
+        if path != kept:
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue  # another process removed it
+            found.append((status.st_mtime, status.st_size, os.fspath(path)))
+            used += status.st_size
+    _removed(found, used, limit)
+
+
+def _removed(found: list[tuple[float, int, str]], used: int, most: int) -> int:
+    """Remove the oldest files, of time, size and path, until `most` bytes are used.
+
+    One that another user wrote may not be ours to remove, as in a folder with a sticky bit.
+
+    Returns:
+        How many bytes are used then.
+    """
+    for _, size, path in sorted(found):
+        if used <= most:
+            break
+        with suppress(PermissionError):
             Path(path).unlink(missing_ok=True)
             used -= size
-        return used
+            Path(path).with_suffix(LOCK).unlink(missing_ok=True)
+    return used
+
+
+def _use(file: BinaryIO) -> None:
+    """Note that a file is used now, by which eviction goes; its owner may be another user."""
+    with suppress(PermissionError):
+        os.utime(file.fileno())
+
+
+def _share(file: BinaryIO, folder: Path, bits: int = 0o644) -> None:
+    """Let those read a file who may read the folder, and write a lock, whatever the umask."""
+    with suppress(PermissionError):  # it is another user's, who has done so
+        os.fchmod(file.fileno(), folder.stat().st_mode & bits)
 
 
 @contextmanager
@@ -124,6 +184,7 @@ def adding(path: Path) -> Iterator[BinaryIO]:
     """A new file of a shared folder; of two processes that add one, either one's stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with renamed(path, partial_name(path)) as file:
+        _share(file, path.parent)
         yield file
 
 
@@ -144,6 +205,7 @@ def partial_name(path: Path) -> Path:
 def _locked(path: Path) -> Iterator[BinaryIO]:
     # Opened anew each time: processes that were forked share the lock of an open file.
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", 0) as file:
+        _share(file, path.parent, 0o666)
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
 
