@@ -186,11 +186,13 @@ def test_sentencepiece_model(reads: Callable[..., None], tmp_path: Path) -> None
         minloglevel=2,
     )
     content = (tmp_path / "m.model").read_bytes()
+    with pytest.raises(DataError, match="not a sentencepiece model"):
+        SentencePieceTokenizer(b"")
     read = lambda path: used(SentencePieceTokenizer.load(path, added_tokens=True))  # noqa: E731
     reads("a.model", read, content, mutate=mutate_bytes)
 
 
-def test_tiktoken_vocabulary(reads: Callable[..., None]) -> None:
+def test_tiktoken_vocabulary(reads: Callable[..., None], tmp_path: Path) -> None:
     pytest.importorskip("tiktoken")
     from base64 import b64encode
 
@@ -200,6 +202,10 @@ def test_tiktoken_vocabulary(reads: Callable[..., None]) -> None:
         for rank, token in enumerate(tokens)
     ]
     read = lambda path: used(TikTokenizer.load(path, num_special_tokens=10))  # noqa: E731
+    accents = [{**entries[0], "token_bytes": "é"}, *entries[1:]]
+    (tmp_path / "accents.json").write_text(json.dumps(accents))
+    with pytest.raises(DataError, match="entry 0: 'é' is not base64"):
+        read(tmp_path / "accents.json")
     reads("t.json", read, json.dumps(entries).encode(), mutate=mutate_json)
 
 
@@ -231,6 +237,11 @@ def test_chat_templates(reads: Callable[..., None]) -> None:
     reads("a.jinja", read, TEMPLATE.encode(), mutate=mutate_text)
 
 
+def test_an_endless_number_in_a_template_is_refused() -> None:
+    with pytest.raises(DataError):
+        ChatTemplate("{{ messages == 1e999 }}").render(CHAT)
+
+
 def test_index(reads: Callable[..., None], pair: str, tmp_path: Path) -> None:
     def read(path: Path) -> None:
         with IndexedDataset(pair) as dataset:
@@ -253,6 +264,15 @@ def test_manifest(reads: Callable[..., None], pair: str, tmp_path: Path) -> None
 
     seed = Path(f"{pair}.meta.json").read_bytes()
     reads("o_text_document.meta.json", read, seed, mutate=mutate_json)
+
+
+def test_a_manifest_without_a_count_of_documents_is_refused(pair: str) -> None:
+    path = Path(f"{pair}.meta.json")
+    content = json.loads(path.read_text())
+    del content["counts"]["documents"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"o_text_document\.meta\.json"):
+        trace(pair, document=8)
 
 
 def test_json_lines(reads: Callable[..., None], lines: Path) -> None:

@@ -7,11 +7,13 @@ any number of processes may do so at once, with or without a shared file system.
 """
 
 import hashlib
+import math
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +66,31 @@ def _load(entry: Path) -> Arrays | None:
         for name, described in listed["arrays"].items():
             if not _NAME.fullmatch(name):
                 return None  # a file elsewhere is no part of this entry
-            array = np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            if _description(array) != described:
-                return None
-            arrays[name] = array
+            arrays[name] = _mapped(entry / f"{name}.npy", *described)
     except MemoryError:
         raise
-    # numpy parses the header of a file as Python, which fails in many ways.
     except Exception:  # noqa: BLE001 - a damaged entry, of any kind, is made anew
         return None
     return arrays
+
+
+def _mapped(path: Path, dtype: str, shape: list[int]) -> NDArray[Any]:
+    """Map an array whose header has to be the one that numpy writes for it.
+
+    A header is compared and not read: a damaged one may name any size.
+
+    Raises:
+        ValueError: it is another, or the file has another size.
+    """
+    described = {"descr": dtype, "fortran_order": False, "shape": tuple(shape)}
+    header = BytesIO()
+    np.lib.format.write_array_header_1_0(header, described)
+    kind, wanted = np.dtype(dtype), header.getvalue()
+    size = len(wanted) + math.prod(shape) * kind.itemsize
+    with path.open("rb") as file:
+        if path.stat().st_size != size or file.read(len(wanted)) != wanted:
+            raise ValueError(f"{path} holds something else")
+    return np.memmap(path, kind, "r", len(wanted), tuple(shape))
 
 
 def _description(array: NDArray[Any]) -> list[Any]:
@@ -93,7 +110,7 @@ def _store(entry: Path, arrays: Arrays) -> None:
         partial.chmod(0o755)
         for name, array in arrays.items():
             with (partial / f"{name}.npy").open("wb") as file:
-                np.save(file, array, allow_pickle=False)
+                np.save(file, np.asarray(array, order="C"), allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
         listed = {name: _description(array) for name, array in arrays.items()}

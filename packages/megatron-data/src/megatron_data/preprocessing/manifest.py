@@ -152,11 +152,11 @@ def read_origins(prefix: str, manifest: dict[str, Any]) -> Origins | None:
         return None
     with damage_named(prefix):
         counts = manifest["counts"]
-        numbers = counts["tokens"]
+        documents, numbers = counts["documents"], counts["tokens"]
         if image_bytes := counts.get("image_bytes", 0):
             numbers += image_bytes // np.dtype(manifest["dtype"]).itemsize
     try:
-        return Origins.from_json(manifest["chunks"], counts["documents"], numbers)
+        return Origins.from_json(manifest["chunks"], documents, numbers)
     except DataError as error:
         raise DataError(f"{manifest_name(prefix)}: {error}") from None
 

@@ -1,7 +1,7 @@
 """Where the documents of a dataset came from: the map that a manifest holds."""
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -70,6 +70,7 @@ class Origins:
             and len({len(column) for column in columns if column is not None}) == 1
             and all(type(value) is int for column in columns[:-1] for value in column or ())
             and all(isinstance(value, str) for value in columns[-1] or ())
+            and (columns[0] or not documents)
             and isinstance(refused, dict)
             and all(isinstance(value, list) for value in refused.values())
         )
@@ -112,13 +113,10 @@ class Origins:
     def cut(self, first: int, last: int, token: int, last_token: int) -> "Origins":
         """The map of documents `first` to `last` alone, which begin and end at these tokens."""
         made = Origins()
-        ends = [*self.document[1:], self.documents]
-        token_ends = [*self.token[1:], self.tokens]
-        for row, end in enumerate(ends):
-            origin = self[row]
+        for origin, end, token_end in self._until():
             low, high = max(first, origin.document), min(last, end)
             if low < high:
-                tokens = min(last_token, token_ends[row]) - max(token, origin.token)
+                tokens = min(last_token, token_end) - max(token, origin.token)
                 made._append(origin, low - origin.document, high - low, tokens)
         return made
 
@@ -127,13 +125,16 @@ class Origins:
         """Maps one after the other, each with the number its first source gets."""
         made = cls()
         for part, source in parts:
-            ends = [*part.document[1:], part.documents]
-            token_ends = [*part.token[1:], part.tokens]
-            for row, end in enumerate(ends):
-                origin = part[row]
-                made._append(origin, 0, end - origin.document, token_ends[row] - origin.token)
+            for origin, end, token_end in part._until():
+                made._append(origin, 0, end - origin.document, token_end - origin.token)
                 made.source[-1] += source
         return made
+
+    def _until(self) -> Iterator[tuple[Origin, int, int]]:
+        """Every piece, with the document and the token that come after it."""
+        ends = [*self.document[1:], self.documents], [*self.token[1:], self.tokens]
+        for row in range(len(self)):
+            yield self[row], ends[0][row], ends[1][row]
 
     def _append(self, origin: Origin, skip: int, documents: int, tokens: int) -> None:
         """Append documents of a piece, but for `skip` more of it than were left out before."""

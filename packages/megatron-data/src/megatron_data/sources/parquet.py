@@ -122,7 +122,8 @@ class Parquet:
                     table = arrow.Table.from_batches([batch])
                     yield RowsChunk(self.path, row, table, self.size * len(batch) // max(rows, 1))
                     row += len(batch)
-            except (arrow.ArrowException, OSError) as error:
+            # UnicodeDecodeError: of a name of a column in the footer.
+            except (arrow.ArrowException, UnicodeDecodeError, OSError) as error:
                 if isinstance(error, OSError) and error.errno is not None:
                     raise
                 yield self._broken(row, "damaged", self._damage(arrow, row, error))

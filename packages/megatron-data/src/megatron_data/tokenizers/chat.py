@@ -74,6 +74,7 @@ _STUMBLES = (
     ValueError,
     ArithmeticError,
     RecursionError,
+    NameError,  # Jinja writes a number without end, as 1e999, as a name into its code
 )
 _CLOCK = re.compile(r"\bstrftime_now\b")
 _MARKED = re.compile(r"\{%[-+]?\s*generation\b")

@@ -226,6 +226,8 @@ def _processor(model: bytes) -> Any:
         raise DataError(
             "sentencepiece is not installed; pip install 'megatron-data[sentencepiece]'"
         ) from None
+    if not model:  # the library takes it, and fails when it is used
+        raise DataError("this is not a sentencepiece model: it is empty")
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
     # The library raises RuntimeError and others, by the version of it.

@@ -3,7 +3,6 @@
 import hashlib
 import os
 from base64 import b64decode
-from binascii import Error as Base64Error
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -226,8 +225,8 @@ def _tokens(content: bytes) -> list[bytes]:
                 )
         try:
             token = b64decode(text, validate=True)
-        except Base64Error:
-            raise DataError(f"entry {number}: {text!r} is not base64") from None
+        except ValueError:  # binascii.Error is one; text that is not ASCII raises a plain one
+            raise DataError(f"entry {number}: {text!r:.200} is not base64") from None
         if number < 256 and token != bytes([number]):
             raise DataError(f"entry {number} is {token!r}; the first 256 are the bytes")
         tokens.append(token)
