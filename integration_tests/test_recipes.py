@@ -11,10 +11,20 @@ from megatron_train.config.recipes import recipe_names
 SMALL = (
     "--num-layers 2 --hidden-size 48 --num-attention-heads 3 --num-query-groups 3 --kv-channels 16"
     " --ffn-hidden-size 64 --seq-length 32 --micro-batch-size 2 --global-batch-size 4"
-    " --train-iters 6 --lr-decay-iters 6 --eval-iters 1 --eval-interval 3 --no-progress"
+    " --eval-iters 1 --eval-interval 3 --no-progress"
     " --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --no-sequence-parallel"
 )
 DATA = "--data-path train_text_document --tokenizer-model tokenizer --split 8,2,0"
+
+
+def schedule(name: str) -> str:
+    """Return flags of a schedule over six steps, in samples where the batch grows."""
+    rates = "--lr 1e-2 --min-lr 0"
+    if name == "gpt3-175b":
+        samples = "--train-samples 20 --lr-decay-samples 20 --lr-warmup-samples 2"
+        return f"{rates} {samples} --rampup-batch-size 2 2 4"
+    last = " --lr-wsd-decay-iters 2" if name == "smollm2-135m" else ""
+    return f"{rates} --train-iters 6 --lr-decay-iters 6 --lr-warmup-iters 1{last}"
 
 
 @pytest.mark.usefixtures("plain_runs")
@@ -23,10 +33,7 @@ def test_a_recipe_trains(corpus, name, capsys, monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.chdir(corpus)
-    schedule = "--lr-warmup-iters 1 --lr 1e-2 --min-lr 0"
-    if name == "smollm2-135m":
-        schedule += " --lr-wsd-decay-iters 2"
-    words = f"pretrain gpt --recipe {name} {SMALL} {DATA} {schedule} --save {name}"
+    words = f"pretrain gpt --recipe {name} {SMALL} {DATA} {schedule(name)} --save {name}"
     status = main(words.split())
     torch.set_num_threads(threads)
     assert status == 0, capsys.readouterr().err

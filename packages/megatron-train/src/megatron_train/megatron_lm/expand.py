@@ -21,6 +21,7 @@ _OPERATIONS = {
     ast.Mod: operator.mod,
 }
 _LONGEST = 1 << 16
+_LONGEST_NOTE = 160
 _LARGEST = 1 << 63
 
 
@@ -48,7 +49,8 @@ class Variables:
 
     def note(self, line: int, text: str) -> None:
         """Remember what could not be decided."""
-        entry = f"line {line}: {text}"
+        short = text if len(text) <= _LONGEST_NOTE else f"{text[:_LONGEST_NOTE]}..."
+        entry = f"line {line}: {short}"
         if entry not in self.notes:
             self.notes.append(entry)
 
