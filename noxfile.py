@@ -217,7 +217,8 @@ def unit(session: nox.Session, package: str) -> None:
 def oldest(session: nox.Session) -> None:
     """parallel, models, optim and train on the oldest torch that their metadata promise.
 
-    In `full` alone: pip's index has that version for CUDA only, 3 GB with what it needs.
+    In `full` alone: pip's index has that version for CUDA only, 3 GB with what it needs. Of another
+    Python: `nox -s oldest --force-python 3.12`.
     """
     metadata = tomllib.loads((ROOT / "packages/megatron-parallel/pyproject.toml").read_text())
     promised = next(d for d in metadata["project"]["dependencies"] if d.startswith("torch>="))

@@ -231,6 +231,7 @@ def test_groups_of_a_large_job_need_no_barrier_and_have_one_name_on_all_ranks(
 ) -> None:
     """1,024 ranks, each by itself: stages 0 and 3 have an embedding group, 1 and 2 have none."""
     barriers: list[object] = []
+    monkeypatch.delenv("TORCH_DIST_INIT_BARRIER", raising=False)
     monkeypatch.setattr(
         distributed_c10d, "_store_based_barrier", lambda *a, **_: barriers.append(a)
     )
