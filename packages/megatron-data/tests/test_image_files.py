@@ -184,6 +184,15 @@ def test_what_is_left_out_is_written_down_and_the_rest_traced(
     assert trace(tmp_path / "m", document=0).number == kept[round(len(kept) / 3)]
 
 
+def test_bytes_in_a_column_are_told_from_the_path_of_an_image(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for value in (image(1), {"bytes": image(1), "path": "1.gif"}):
+        parquet.write_table(arrow.table({"text": ["1"], "image": [value]}), tmp_path / "a.parquet")
+        with pytest.raises(DataError, match=r"row 1: 'image' holds bytes, such as those of an ima"):
+            tokenize_image_pairs([tmp_path / "a.parquet"], tmp_path / "o", NullTokenizer(9))
+
+
 @pytest.mark.parametrize("name", ["a\0b.gif", "data:image/gif;base64," + "R0lG" * 100, "i/" * 2100])
 def test_what_is_no_path_of_an_image_is_left_out(lines: Path, tmp_path: Path, name: str) -> None:
     with lines.open("a") as file:
