@@ -15,6 +15,7 @@ from megatron_data import (
     NullTokenizer,
     merge,
     pack_image,
+    preprocess,
     split,
     tokenize_image_pairs,
     trace,
@@ -184,13 +185,50 @@ def test_what_is_left_out_is_written_down_and_the_rest_traced(
     assert trace(tmp_path / "m", document=0).number == kept[round(len(kept) / 3)]
 
 
-def test_bytes_in_a_column_are_told_from_the_path_of_an_image(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["bytes", "struct", "mixed"])
+def test_images_in_a_column_give_the_files_of_images_that_are_named(
+    form: str, lines: Path, tmp_path: Path
+) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    for value in (image(1), {"bytes": image(1), "path": "1.gif"}):
-        parquet.write_table(arrow.table({"text": ["1"], "image": [value]}), tmp_path / "a.parquet")
+    wanted = tokenize_image_pairs([lines], tmp_path / "w", NullTokenizer(1000), append_eod=True)
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    images: list[Any] = [image(number) for number in range(PAIRS)]
+    if form != "bytes":
+        images = [{"bytes": data, "path": "not there.gif"} for data in images]
+    if form == "mixed":  # as `datasets` writes images that are not embedded
+        images[::2] = [{"bytes": None, "path": row["image"]} for row in rows[::2]]
+    table = arrow.table({"text": [row["text"] for row in rows], "image": images})
+    parquet.write_table(table, lines.with_suffix(".parquet"))
+    inputs = [lines.with_suffix(".parquet")]
+    made = tokenize_image_pairs(
+        inputs, tmp_path / "o", NullTokenizer(1000), append_eod=True, chunk_bytes=500
+    )
+    assert (made.pairs, made.tokens, made.image_bytes) == (
+        *(wanted.pairs, wanted.tokens, wanted.image_bytes),
+    )
+    for suffix in (".bin", ".idx"):
+        whole = Path(f"{wanted.prefix}{suffix}").read_bytes()
+        assert Path(f"{made.prefix}{suffix}").read_bytes() == whole
+    assert verify(made.prefix).manifest
+    assert trace(made.prefix, document=7).number == 8
+    with pytest.raises(DataError, match=r"more than --max-image-bytes 20"):
+        tokenize_image_pairs(inputs, tmp_path / "p", NullTokenizer(1000), max_image_bytes=20)
+
+
+def test_bytes_in_a_column_are_no_text_and_may_be_no_image(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    for value in (b"<html>", {"bytes": b"<html>", "path": "1.gif"}):
+        parquet.write_table(arrow.table({"text": ["1"], "image": [value]}), path)
+        with pytest.raises(DataError, match=r"row 1: its image begins with 3c 68 .*which no JPEG"):
+            tokenize_image_pairs([path], tmp_path / "o", NullTokenizer(9))
         with pytest.raises(DataError, match=r"row 1: 'image' holds bytes, such as those of an ima"):
-            tokenize_image_pairs([tmp_path / "a.parquet"], tmp_path / "o", NullTokenizer(9))
+            preprocess([path], tmp_path / "o", NullTokenizer(9), json_keys=["image"])
+    parquet.write_table(arrow.table({"text": ["1"], "image": [None]}), path)
+    with pytest.raises(DataError, match="'image' holds"):
+        tokenize_image_pairs([path], tmp_path / "o", NullTokenizer(9))
 
 
 @pytest.mark.parametrize("name", ["a\0b.gif", "data:image/gif;base64," + "R0lG" * 100, "i/" * 2100])

@@ -16,7 +16,7 @@ from ..indexed.format import DTYPES
 from ..indexed.images import IMAGE_MODE, TEXT_MODE, image_kind, pack_image
 from ..sources.failures import IrregularError, MissingError
 from ..sources.names import check_named, is_url
-from ..sources.protocol import Chunk, Fault, Item, UnreadableError
+from ..sources.protocol import Chunk, Fault, HoldsImages, Item, UnreadableError
 from ..sources.storage import open_file, stat
 from ..tokenizers.protocol import Tokenizer
 from .batches import encode_or_name, together
@@ -123,10 +123,22 @@ class Images(NamedTuple):
             raise UnreadableError("image", f"there is no image {path}") from None
         except IrregularError as error:
             raise UnreadableError("image", str(error)) from None
+        return self._checked(path, data)
+
+    def held(self, data: bytes) -> bytes:
+        """The bytes of an image that a row holds.
+
+        Raises:
+            UnreadableError: they are no image, or too many.
+        """
+        self._check_size("its image", len(data), f"{len(data):,}")
+        return self._checked("its image", data)
+
+    def _checked(self, name: str, data: bytes) -> bytes:
         if image_kind(data) is None:
             begin = f"begins with {data[:8].hex(' ')}" if data else "is empty"
             raise UnreadableError(
-                "image", f"{path} {begin}, which no JPEG, PNG, GIF, WebP, BMP or TIFF does"
+                "image", f"{name} {begin}, which no JPEG, PNG, GIF, WebP, BMP or TIFF does"
             )
         return data
 
@@ -188,8 +200,9 @@ class ImagePairEncoder:
 
     @property
     def reading(self) -> dict[str, Any]:
-        """The keys and the limit."""
-        return {"json_keys": list(self._keys), "max_document_bytes": self.longest}
+        """The keys and the limit, and that the last of the keys may hold images."""
+        named = {} if self._images.of_texts is not None else {"images": True}
+        return {"json_keys": list(self._keys), "max_document_bytes": self.longest, **named}
 
     def options(self, output: int) -> dict[str, Any]:
         """Where the images are, and how texts end."""
@@ -201,9 +214,9 @@ class ImagePairEncoder:
     def others(self, chunk: Chunk) -> str:
         """A digest of where the images are, and of their sizes and times or tags."""
         digest = hashlib.sha256()
-        for item in chunk.items(self._keys, self.longest):
-            if isinstance(item, Fault):
-                continue
+        for item in self._items(chunk):
+            if isinstance(item, Fault) or item.image is not None:
+                continue  # what a row holds is in the digest of its chunk
             try:
                 path = self._images.of(chunk, item)
                 found = f"{path}\0{' '.join(map(str, stat(path)))}"
@@ -242,9 +255,14 @@ class ImagePairEncoder:
         )
         return EncodedChunk([encoded], faults, refused, tallies, others)
 
+    def _items(self, chunk: Chunk) -> Iterator[Item | Fault]:
+        if isinstance(chunk, HoldsImages) and self._images.of_texts is None:
+            return chunk.pairs(self._keys, self.longest)
+        return chunk.items(self._keys, self.longest)
+
     def _texts(self, chunk: Chunk) -> Iterator[Fault | tuple[Item, Sequence[int] | Fault]]:
         """Every item with its tokens, or why it has none; a fault alone where there is no item."""
-        for found in together(chunk.items(self._keys, self.longest)):
+        for found in together(self._items(chunk)):
             if isinstance(found, Fault):
                 yield found
                 continue
@@ -263,7 +281,10 @@ class ImagePairEncoder:
         self, chunk: Chunk, item: Item, ids: Sequence[int], tallies: Counter[str]
     ) -> _Pair | Fault:
         try:
-            image = self._images.read(self._images.of(chunk, item))
+            if item.image is None:
+                image = self._images.read(self._images.of(chunk, item))
+            else:
+                image = self._images.held(item.image)
         except UnreadableError as error:
             return chunk.fault(item, error.kind, error.reason)
         text = self._ends.apply(ids)

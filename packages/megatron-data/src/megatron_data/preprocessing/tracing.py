@@ -11,7 +11,7 @@ from ..errors import DataError
 from ..indexed.reader import IndexedDataset
 from ..sources.block_cache import StorageCache
 from ..sources.opening import reopen
-from ..sources.protocol import MAX_DOCUMENT_BYTES, Fault, HoldsRows, Item, Row, Span
+from ..sources.protocol import MAX_DOCUMENT_BYTES, Fault, HoldsImages, HoldsRows, Item, Row, Span
 from .manifest import damage_named, manifest_name, read_manifest, read_origins
 from .origins import Origin, Origins
 
@@ -142,6 +142,8 @@ def _look_up(
         return {"path": path, "span": origin.span, "unknown": f"{path} has changed since"}
     if source.get("objects") and isinstance(chunk, HoldsRows):
         found: Iterator[Item | Row | Fault] = chunk.rows(longest)
+    elif source.get("images") and isinstance(chunk, HoldsImages):
+        found = chunk.pairs(source["json_keys"], longest)
     else:
         found = chunk.items(source["json_keys"], longest)
     items = [item for item in found if not isinstance(item, Fault)]

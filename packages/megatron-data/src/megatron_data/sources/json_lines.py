@@ -257,5 +257,5 @@ def _kind(value: object) -> str:
     """What JSON calls this, with its article; columns of Parquet may hold other things."""
     inner = value.get("bytes") if isinstance(value, dict) else value  # as `datasets` keeps images
     if isinstance(inner, bytes):
-        return "bytes, such as those of an image, which are read from files that a row names"
+        return "bytes, such as those of an image, which tokenize-images reads and others do not"
     return _JSON_KINDS.get(type(value), f"a {type(value).__name__}")

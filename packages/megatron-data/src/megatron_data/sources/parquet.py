@@ -48,11 +48,27 @@ class RowsChunk(NamedTuple):
 
     def items(self, keys: Sequence[str], longest: int | None = None) -> Iterator[Item | Fault]:
         """The text of every row under each key."""
+        return self._items(keys, longest, None)
+
+    def pairs(self, keys: Sequence[str], longest: int | None = None) -> Iterator[Item | Fault]:
+        """The text of every row and its image: a path, or bytes.
+
+        Bytes are those of a binary column, or the field `bytes` of a struct that may have the field
+        `path` as well, as the library `datasets` writes images.
+        """
+        return self._items(keys, longest, keys[-1])
+
+    def _items(
+        self, keys: Sequence[str], longest: int | None, image_key: str | None
+    ) -> Iterator[Item | Fault]:
         for number, row in enumerate(_values(self.table), start=self.row):
             item = Item(number, None, 0, [])
             try:
                 if isinstance(row, UnicodeDecodeError):
                     raise _not_utf8(row)
+                image = None
+                if image_key is not None and image_key in row:
+                    image, row[image_key] = _image_in(row[image_key])
                 texts = [text_of(row, key) for key in keys]
                 size = sum(len(part.encode()) for text in texts for part in text)
                 if longest is not None and size > longest:
@@ -60,7 +76,7 @@ class RowsChunk(NamedTuple):
             except UnreadableError as error:
                 yield self.fault(item, error.kind, error.reason)
             else:
-                yield Item(number, None, size, texts)
+                yield Item(number, None, size, texts, image)
 
     def rows(self, longest: int | None = None) -> Iterator[Row | Fault]:
         """Every row; what is null in it, also in its lists and structs, is left out."""
@@ -231,6 +247,19 @@ def _values(rows: Any) -> list[Any]:
             except UnicodeDecodeError as wrong:
                 found.append(wrong)
     return found
+
+
+def _image_in(value: Any) -> tuple[bytes | None, Any]:
+    """The bytes of an image in a column, and its path, empty if none is known; else the value."""
+    match value:
+        case bytes():
+            return value, ""
+        case {"bytes": bytes(data), **more}:
+            path = more.get("path")
+            return data, path if isinstance(path, str) else ""
+        case {"bytes": None, "path": str(path)}:
+            return None, path
+    return None, value
 
 
 def _not_utf8(wrong: UnicodeDecodeError) -> UnreadableError:

@@ -77,12 +77,14 @@ class Item(NamedTuple):
         offset: its first byte in the file, or None where files have no lines.
         size: its bytes there.
         texts: its text under each key.
+        image: the image file that goes with it, where its source holds the bytes.
     """
 
     number: int
     offset: int | None
     size: int
     texts: list[Document]
+    image: bytes | None = None
 
 
 class Row(NamedTuple):
@@ -146,6 +148,19 @@ class Chunk(Protocol):
 
     def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
         """Return what to say about an item that turned out to be none."""
+
+
+@runtime_checkable
+class HoldsImages(Protocol):
+    """A chunk that may hold images beside its texts, and not only their paths."""
+
+    def pairs(self, keys: Sequence[str], longest: int | None) -> Iterator[Item | Fault]:
+        """Return the items; the one under the last key may be the bytes of an image.
+
+        Args:
+            keys: of the text, and of the image.
+            longest: bytes that the texts of an item may have; None for no limit.
+        """
 
 
 @runtime_checkable
