@@ -123,7 +123,7 @@ def test_ranks_that_wait_for_one_that_waits_name_the_one_that_is_lost(
 
     def run(rank: Rank, answers: Answers) -> None:
         with queueing() as device:
-            mesh = Mesh.bind(ParallelLayout(tp=2, dp=2), timeout=timedelta(seconds=8))
+            mesh = Mesh.bind(ParallelLayout(tp=2, dp=2), timeout=timedelta(seconds=12))
             if rank.rank == 1:
                 answers.wait_for([0, 2, 3])
             try:

@@ -21,6 +21,9 @@ from megatron_parallel.store import BoundedStore, StoreError, default_store
 GRACE: Final = 2.0
 """Seconds in which the other ranks of an axis may report the same failure."""
 
+CHAINED: Final = 2.25
+"""How much longer, as a factor, one waits for the verdict of a rank that waits elsewhere."""
+
 
 class naming_failures:  # noqa: N801 - a context manager, named like those of contextlib
     """Turn a failure of the backend in a `with` block into a `CollectiveError` of one line.
@@ -95,7 +98,7 @@ class naming_failures:  # noqa: N801 - a context manager, named like those of co
         """
         axis, ranks = self.axis, self.axis.ranks if self.ranks is None else self.ranks
         where = f"{self.described} on axis {axis.name!r} ({rank_list(axis.ranks)})"
-        own = _Report(doing=where, match=self.match or where)
+        own = _Report(doing=where, match=self.match or where, axis=axis.name)
         me = axis.ranks[axis.index]
         try:
             store = default_store(GRACE)
@@ -124,6 +127,7 @@ class _Report(NamedTuple):
     doing: str
     match: str
     verdict: str = ""
+    axis: str = ""
 
 
 def _text(t: Tensor) -> str:
@@ -131,13 +135,17 @@ def _text(t: Tensor) -> str:
 
 
 def _reports(store: BoundedStore, axis: Axis, ranks: Sequence[int]) -> dict[int, _Report]:
-    """Of the ranks that report a failure within `GRACE`."""
-    deadline = time.monotonic() + GRACE
+    """Of the ranks that report a failure within `GRACE`.
+
+    A rank that waits on another axis needs as long again to find out whom it misses there.
+    """
+    since = time.monotonic()
     while True:
         told = [rank for rank in ranks if store.check([_key(axis, rank)])]
         reports = {rank: _Report(*json.loads(store.get(_key(axis, rank)))) for rank in told}
         complete = len(reports) == len(ranks)
-        if time.monotonic() > deadline:
+        elsewhere = complete and any(report.axis != axis.name for report in reports.values())
+        if time.monotonic() - since > GRACE * (CHAINED if elsewhere else 1):
             return reports
         if complete and any(report.verdict for report in reports.values()):
             return reports

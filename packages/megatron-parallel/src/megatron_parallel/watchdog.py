@@ -31,7 +31,7 @@ In this time missing ranks are found out and groups aborted. A host that an abor
 within it is ended: its process would otherwise stay for ever.
 """
 
-EXPLAINING: Final = 4.0
+EXPLAINING: Final = 5.0
 """Seconds before the time-out at which missing ranks are asked for, which takes this at most."""
 
 
