@@ -114,6 +114,7 @@ def test_defaults_and_what_is_required_are_in_brackets(parser: argparse.Argument
         if isinstance(shown, list):
             shown = " ".join(map(str, shown))
         assert f"default {shown}]" in text, action.option_strings
+    assert not re.search(r"\[default[^\]]*\] \[default", text)
     required = [action for action in options(parser) if action.option_strings and action.required]
     assert text.count("[required]") >= len(required)
 
@@ -180,6 +181,11 @@ def test_a_value_of_another_type_is_one_line_with_status_2(
     for action in numbers:
         assert call([*parser.prog.split(), action.option_strings[0], "many"]) == 2
         told = capsys.readouterr().err
+        if action.type is float:
+            for value in ("nan", "-inf"):
+                assert call([*parser.prog.split(), f"{action.option_strings[0]}={value}"]) == 2
+                wrong = f"{action.option_strings[0]} needs a finite number, got {value!r}"
+                assert f"error: {wrong}; see" in capsys.readouterr().err
         kind = "an integer" if action.type is int else "a number"
         wrong = f"{action.option_strings[0]} needs {kind}, got 'many'"
         assert told == f"{parser.prog.split()[0]}: error: {wrong}; see {parser.prog} --help\n"

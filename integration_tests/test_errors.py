@@ -79,6 +79,7 @@ MISMATCH = "--allow-tokenizer-mismatch"
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
 PREPROCESS = "megatron-data preprocess --tokenizer-model bytes --output-prefix out"
 
+FOUND_IN_TRAINING = ("tokens beyond the vocabulary",)
 MISTAKES = {
     "missing corpus": (f"{PREPROCESS} --input nowhere.jsonl", ["nowhere.jsonl"]),
     "empty corpus": (f"{PREPROCESS} --input empty.jsonl", ["empty.jsonl"]),
@@ -88,6 +89,34 @@ MISTAKES = {
         ["keyless.jsonl", "3", "text"],
     ),
     "missing tokens": (f"{TRAIN} --tokenizer-model bytes --data-path nowhere", ["nowhere"]),
+    "a weight without its path": (
+        f"{TRAIN} --tokenizer-model bytes --data-path 0.5",
+        ["no dataset at 0.5", "0.5 is a weight if a path follows it"],
+    ),
+    "a weight too many": (
+        f"{TRAIN} --tokenizer-model bytes --data-path 0.5 good 0.5",
+        ["0.5 is a weight if a path follows it"],
+    ),
+    "a file to save into": (
+        f"{TRAIN} {DATA} --save file",
+        ["--save file: ", "file is a file, not a folder"],
+    ),
+    "a folder below a file": (
+        f"{TRAIN} {DATA} --tensorboard-dir file/board",
+        ["--tensorboard-dir file/board: ", "file is a file, not a folder"],
+    ),
+    "a sequence that no memory holds": (
+        f"{TRAIN} {DATA} --seq-length 400000000",
+        ["--seq-length 400000000", "needs at least", "GiB of activations", "this host has"],
+    ),
+    "a number that is none": (
+        f"{TRAIN} {DATA} --lr nan",
+        ["--lr needs a finite number, got 'nan'"],
+    ),
+    "a number without end": (
+        f"{TRAIN} {DATA} --distributed-timeout-minutes inf",
+        ["--distributed-timeout-minutes needs a finite number"],
+    ),
     "an index of another file": (f"{TRAIN} --tokenizer-model bytes --data-path short", ["short"]),
     "an index that is none": (
         f"{TRAIN} --tokenizer-model bytes --data-path foreign",
@@ -323,7 +352,10 @@ def test_a_mistake_is_answered_in_one_line(prepared, mistake, capsys, monkeypatc
     command, parts = MISTAKES[mistake]
     monkeypatch.chdir(prepared)
     status = call(command)
-    check(command, status, capsys.readouterr().err, parts)
+    shown = capsys.readouterr()
+    check(command, status, shown.err, parts)
+    if mistake not in FOUND_IN_TRAINING:  # no lines on the environment, behind which it would stand
+        assert "environment: " not in shown.out
 
 
 @pytest.mark.parametrize(
@@ -377,7 +409,8 @@ def test_a_disk_that_is_really_full(prepared, small_disk, command, capsys, monke
         (small_disk / "other").write_bytes(bytes(40 * 1024))
     command = command.format(small_disk)
     status = call(command)
-    check(command, status, capsys.readouterr().err, ["No space left on device"])
+    words = ["No space left on device", str(small_disk)]
+    check(command, status, capsys.readouterr().err, words)
     left = [path for path in small_disk.rglob("*") if path.is_file() and path.name != "other"]
     assert not [path for path in left if path.suffix in (".idx", ".json", ".safetensors")], left
 

@@ -85,14 +85,14 @@ def test_lines_are_megatrons(whole):
         r" learning rate: [\d.]+E[+-]\d\d \| global batch size:     8 \|"
         r" lm loss: [\d.]+E\+00 \| loss scale: 1\.0 \| grad norm: [\d.]+ \|"
         r" number of skipped iterations:   0 \| number of nan iterations:   0 \|"
-        r" tokens/s: [\d.]+ \| MFU: [\d.]+ % \|"
+        r" tokens/s: [\d.]+ \|"
     )
     assert re.fullmatch(shape, lines[0]), lines[0]
     sums = [(r["lm loss"], r["tokens"]) for r in records.train[:4]]
     mean = sum(loss * tokens for loss, tokens in sums) / sum(tokens for _, tokens in sums)
     assert f"lm loss: {mean:.6E}" in lines[0]
     assert "validation loss at iteration 6 | lm loss value:" in done.stdout
-    assert "MFU is measured against" in done.stdout and "matrix product" in done.stdout
+    assert "MFU" not in done.stdout  # a CPU has no peak to measure it against
     assert "environment: python" in done.stdout and "model: " in done.stdout
 
 

@@ -1,5 +1,6 @@
 """A save that dies or cannot write at any call: the former checkpoint, or all of the new one."""
 
+import errno
 import os
 import random
 import shutil
@@ -12,6 +13,7 @@ import time
 import pytest
 import torch
 from megatron_ckpt import CheckpointError, CheckpointStore, CorruptCheckpointError, Retention, View
+from megatron_ckpt.store.durable import new_file, write_all
 
 NAMES = ("a", "a.exp_avg", "b.c")
 
@@ -269,3 +271,16 @@ def test_a_checkpoint_of_another_program_is_called_so_and_not_damaged(tmp_path):
     (tmp_path / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="holds checkpoints of Megatron-LM"):
         CheckpointStore(tmp_path).newest()
+
+
+def test_a_write_that_finds_the_disk_full_names_the_file(tmp_path, monkeypatch):
+    def full(descriptor, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write(2), without a name
+
+    monkeypatch.setattr(os, "write", full)
+    with (
+        pytest.raises(OSError, match="No space left on device") as caught,
+        new_file(tmp_path / "weights") as descriptor,
+    ):
+        write_all(descriptor, b"123")
+    assert caught.value.filename == str(tmp_path / "weights")

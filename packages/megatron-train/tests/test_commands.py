@@ -85,6 +85,25 @@ def test_a_setting_is_found_by_a_word_of_it(capsys):
     assert "{constant,linear,cosine,inverse-square-root,WSD}" in capsys.readouterr().out
 
 
+def test_a_misspelt_word_finds_settings_of_the_nearest_one(capsys):
+    assert main(["config", "find", "learning", "end"]) == 0
+    expected = capsys.readouterr().out
+    assert main(["config", "find", "lerning", "End"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == expected and "--min-lr" in expected
+    assert captured.err == (
+        "megatron-train: nothing has that word; shown is 'learning' instead of 'lerning'\n"
+    )
+
+
+def test_stages_are_another_name_for_the_ranks_of_a_pipeline(capsys):
+    words = ["schedule", "--micro-batches", "3"]
+    assert main([*words, "--pipeline-model-parallel-size", "2"]) == 0
+    expected = capsys.readouterr().out
+    assert main([*words, "--stages", "2"]) == 0
+    assert capsys.readouterr().out == expected
+
+
 def test_files_of_settings_are_checked(tmp_path, capsys):
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     good.write_text("training: {seed: 1}\noptimizer: {lr: 1e-4}\n")

@@ -3,6 +3,7 @@ from typing import Literal
 
 import pytest
 from megatron_train.config.options import Option, options_of
+from megatron_train.config.run import run_options
 from megatron_train.errors import TrainError
 
 
@@ -94,3 +95,12 @@ def test_a_type_that_cannot_be_a_setting_is_a_bug():
 
     with pytest.raises(TypeError, match=r"bad\.values"):
         options_of(Bad, "bad")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-Infinity", float("nan"), float("inf")])
+def test_every_number_has_to_be_finite(value):
+    numbers = [option for option in run_options() if option.kind == "number"]
+    assert len(numbers) > 10
+    for option in numbers:
+        with pytest.raises(TrainError, match=f"^{option.flag} needs a finite number, got "):
+            option.coerce(value, option.flag)

@@ -7,6 +7,7 @@ from outside by `integration_tests/test_command_style.py`.
 
 import argparse
 import logging
+import math
 import os
 import shutil
 import signal
@@ -43,7 +44,7 @@ class Help(argparse.HelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str:
         """Add what an option falls back to, or that it is required."""
         text, default = action.help or "", action.default
-        if not action.option_strings:
+        if not action.option_strings or "[default" in text:
             return text
         if action.required:
             return f"{text} [required]"
@@ -132,13 +133,16 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown {what} {value!r}{near} (known: {', '.join(known)})")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        name = action.option_strings[0] if action.option_strings else action.metavar
         try:
-            return super()._get_value(action, arg_string)
+            value = super()._get_value(action, arg_string)
         except argparse.ArgumentError:
             if action.type not in _KINDS:
                 raise
-            name = action.option_strings[0] if action.option_strings else action.metavar
             self.error(f"{name} needs {_KINDS[action.type]}, got {arg_string!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            self.error(f"{name} needs a finite number, got {arg_string!r}")
+        return value
 
 
 def run_command(

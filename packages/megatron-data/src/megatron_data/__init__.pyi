@@ -47,6 +47,7 @@ from .datasets.tokenizer_check import check_tokenizer as check_tokenizer
 from .errors import DataError as DataError
 from .errors import EmptySplitError as EmptySplitError
 from .errors import TokenizerMismatchError as TokenizerMismatchError
+from .files import named_errors as named_errors
 from .indexed.builder import IndexedDatasetBuilder as IndexedDatasetBuilder
 from .indexed.format import choose_dtype as choose_dtype
 from .indexed.images import pack_image as pack_image

@@ -29,12 +29,18 @@ from megatron_train.config.shown import write_config
 from megatron_train.config.values import Values
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
+from megatron_train.memory_check import refuse_what_cannot_fit
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.environment import environment
 from megatron_train.metrics.peak import device_peak
 from megatron_train.run_record import RunRecord, run_record
 from megatron_train.shared_batches import Batches, open_batches
-from megatron_train.starting import Start, held_for_this_run, what_is_kept
+from megatron_train.starting import (
+    Start,
+    held_for_this_run,
+    refuse_files_for_folders,
+    what_is_kept,
+)
 from megatron_train.tasks.gpt import GPTTask
 from megatron_train.tokenizer import open_tokenizer
 from megatron_train.trainer import Stop, Trainer
@@ -62,6 +68,7 @@ def pretrain_gpt(
         TrainError: a run that cannot be made or continued, or whose folder another run holds; the
             packages' own exceptions for what each of them refuses.
     """
+    refuse_files_for_folders(config)
     device, dtype = choose_device(config.training.device), choose_dtype(config)
     mesh = join(config, device)
     console = Console(silent=mesh.rank != 0)
@@ -73,17 +80,21 @@ def pretrain_gpt(
         _deterministic(config.training.deterministic_mode),
     ):
         start = Start.find(config.checkpoint, coordinator)
+        refuse_what_cannot_fit(config, mesh.device)
         facts = environment(mesh.device)
-        _describe(console, config, values, facts, dtype)
+        # Printed with the first line there is: what is refused before needs no environment.
+        console.preface = partial(_description, config, values, facts, dtype)
         tokenizer = load_run_tokenizer(config)
         batches = open_batches(config, tokenizer, mesh, console.line)
         # One rank looks at the corpora, since others need not have them (--broadcast-batches).
         record = exchange(coordinator, lambda: None, lambda _: run_record(config, tokenizer))
         trainer = build_gpt_trainer(config, batches, mesh, dtype)
-        console.line(str(trainer.engine.fusion))
         run = _Run(config, console, mesh, dtype, batches, tokenizer, facts, start, record)
         trainer.callbacks = run.callbacks()
         continued = start.take(trainer, config, record, console)
+        console.line(str(trainer.engine.fusion))
+        if batches.untested:
+            console.line(f"no test after the last step: {batches.untested}")
         if config.checkpoint.save is not None:
             path = Path(config.checkpoint.save) / CONFIG_FILE
             exchange(coordinator, lambda: None, lambda _: write_config(config, path))
@@ -256,8 +267,6 @@ class _Run:
             interval = config.evaluation.eval_interval
             source = self.batches.validation
             callbacks.append(Evaluation(self.console, source, interval, listeners))
-        if self.batches.untested:
-            self.console.line(f"no test after the last step: {self.batches.untested}")
         if self.batches.tests:
             callbacks.append(Test(self.console, self.batches.testing, testers))
         training = config.training
@@ -285,11 +294,6 @@ class _Run:
         if logging.progress:
             _, samples = config.batch_sizes.whole_steps(config.train_samples)
             callbacks.append(Progress(self.console, samples, config.data.seq_length))
-        peak = device_peak(self.mesh.device, self.dtype)
-        if peak is not None:
-            self.console.line(
-                f"MFU is measured against {peak.flops_per_second:.4g} FLOP/s: {peak.source}"
-            )
         recorder = None
         if config.checkpoint.save is not None:
             facts = {**self.facts, "layout": layout_in_words(config)}
@@ -298,7 +302,7 @@ class _Run:
             LogLine(
                 self.console,
                 logging.log_interval,
-                peak=peak,
+                peak=device_peak(self.mesh.device, self.dtype),
                 throughput=logging.log_throughput,
                 listeners=() if recorder is None else (recorder.logged,),
             )
@@ -314,29 +318,28 @@ class _Run:
         return callbacks, listeners, testers
 
 
-def _describe(
-    console: Console,
+def _description(
     config: RunConfig,
     values: Values | None,
     facts: dict[str, str],
     dtype: torch.dtype,
-) -> None:
-    """Print environment, configuration and model size."""
-    console.line("environment: " + ", ".join(f"{name} {value}" for name, value in facts.items()))
+) -> Iterator[str]:
+    """Yield lines on environment, configuration and model size."""
+    yield "environment: " + ", ".join(f"{name} {value}" for name, value in facts.items())
     if values is not None:
-        console.line("configuration (what is not listed is the default):")
+        yield "configuration (what is not listed is the default):"
         for key in (option.key for option in run_options() if option.key in values.given):
             given = values.given[key]
             value = (
                 " ".join(map(str, given.value)) if isinstance(given.value, tuple) else given.value
             )
-            console.line(f"  {key}: {value}  [{given.origin}]")
+            yield f"  {key}: {value}  [{given.origin}]"
     count = parameter_count(config.model)
     precision = str(dtype).removeprefix("torch.")
     layout = config.layout
     if layout.world_size > 1:
-        console.line(f"layout: {layout_in_words(config)}")
-    console.line(
+        yield f"layout: {layout_in_words(config)}"
+    yield (
         f"model: {count:,} parameters (without padding of the vocabulary) in {precision}; "
         f"{_span(config.batch_sizes.sizes)} samples a step in {_micro_batches(config)}"
     )

@@ -34,6 +34,27 @@ from megatron_train.stored import stored
 from megatron_train.trainer import Trainer
 
 
+def refuse_files_for_folders(config: RunConfig) -> None:
+    """Refuse folders to write to whose place a file has, or whose parent's.
+
+    Raises:
+        TrainError: names the flag and the file.
+    """
+    folders = {
+        "--save": config.checkpoint.save,
+        "--tensorboard-dir": config.logging.tensorboard_dir,
+        "--data-cache-path": config.data.data_cache_path,
+        "--object-storage-cache-path": config.data.object_storage_cache_path,
+    }
+    for flag, folder in folders.items():
+        if folder is None or "://" in folder:
+            continue
+        path = Path(folder).absolute()
+        there = next(place for place in (path, *path.parents) if place.exists())
+        if not there.is_dir():
+            raise TrainError(f"{flag} {folder}: {there} is a file, not a folder; give another name")
+
+
 @contextmanager
 def held_for_this_run(
     config: CheckpointConfig, coordinator: Coordinator, command: str

@@ -14,11 +14,20 @@ _ATTEMPTS = 8  # to make a folder that no other process takes for a leftover
 
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """Create ``path``, which may not exist, yield its descriptor, and sync it at the end."""
+    """Create ``path``, which may not exist, yield its descriptor, and sync it at the end.
+
+    Raises:
+        OSError: a call failed; ``filename`` is ``path`` where the system names none, as when a
+            write finds the disk full.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         yield descriptor
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
     finally:
         os.close(descriptor)
 

@@ -261,10 +261,20 @@ def _existing_pair(prefix: str) -> tuple[Path, Path]:
     return index, data
 
 
+def _reads_as_number(prefix: str) -> bool:
+    try:
+        float(prefix)
+    except ValueError:
+        return False
+    return True
+
+
 def _no_dataset(prefix: str, missing: Sequence[str]) -> DataError:
     hint = "preprocess the text first"
     if prefix.endswith((".bin", ".idx")):
         hint = f"give the prefix without {prefix[-4:]}: {prefix[:-4]}"
+    elif _reads_as_number(prefix):
+        hint = f"{prefix} is a weight if a path follows it: give WEIGHT PREFIX in turn, or prefixes"
     elif len(missing) == 1:
         hint = "the other one is there: the copy or the preprocessing was cut short"
     elif prefix.endswith("_loss"):

@@ -78,6 +78,14 @@ class LogLine(Callback):
         self._listeners = list(listeners)
         self._interval = Interval()
 
+    def on_start(self, trainer: "Trainer") -> None:
+        """Say what MFU is measured against."""
+        if self._peak is not None:
+            self._console.line(
+                f"MFU is measured against {self._peak.flops_per_second:.4g} FLOP/s: "
+                f"{self._peak.source}"
+            )
+
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
         """Add the step, and print where an interval ends."""
         self._interval.add(report)

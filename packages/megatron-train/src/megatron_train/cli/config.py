@@ -1,6 +1,8 @@
 """``megatron-train config``: find a setting by any word of it, and check files of settings."""
 
 import argparse
+import difflib
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -44,7 +46,13 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def _find(arguments: argparse.Namespace) -> int:
-    words = [word.lower() for word in arguments.word]
+    words = [_near(word.lower()) for word in arguments.word]
+    if changed := [
+        f"{new!r} instead of {old!r}"
+        for old, new in zip(arguments.word, words, strict=True)
+        if old.lower() != new
+    ]:
+        sys.stderr.write(f"megatron-train: nothing has that word; shown is {', '.join(changed)}\n")
     options = [o for o in run_options() if _has(f"{o.flag} {o.key} {o.help}", words)]
     for option in options:
         sys.stdout.write(_shown(option))
@@ -55,6 +63,16 @@ def _find(arguments: argparse.Namespace) -> int:
     if not options and not others:
         raise TrainError(f"no setting has {' '.join(arguments.word)!r} in it")
     return 0
+
+
+def _near(word: str) -> str:
+    """Return a word that occurs in a setting or a flag: this one, or else the nearest to it."""
+    texts = [f"{option.flag} {option.key} {option.help}".lower() for option in run_options()]
+    texts += [flag.lower() for flag in megatron_flags()]
+    if any(word in text for text in texts):
+        return word
+    parts = sorted({part for text in texts for part in re.findall(r"[a-z0-9]+", text)})
+    return next(iter(difflib.get_close_matches(word, parts, n=1, cutoff=0.7)), word)
 
 
 def _has(text: str, words: list[str]) -> bool:

@@ -44,7 +44,12 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         help=f"one of {', '.join(SCHEDULES)} [default 1f1b]",
     )
     parser.add_argument(
-        "--pipeline-model-parallel-size", type=int, required=True, metavar="P", help="ranks"
+        "--pipeline-model-parallel-size",
+        "--stages",
+        type=int,
+        required=True,
+        metavar="P",
+        help="ranks of the pipeline, one stage on each unless stages are virtual",
     )
     parser.add_argument(
         "--num-virtual-stages-per-pipeline-rank",
@@ -61,9 +66,8 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         ("weight", None, "of its part for the weights, where it is split [default: half of it]"),
         ("send", 0.0, "from the end of a pass to its result being on another rank"),
     ):
-        shown = "" if default is None else f" [default {default:g}]"
         parser.add_argument(
-            f"--{name}-time", type=float, default=default, metavar="T", help=f"time {text}{shown}"
+            f"--{name}-time", type=float, default=default, metavar="T", help=f"time {text}"
         )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the picture too, as .svg or .png"

@@ -6,6 +6,7 @@ from the records here, so a setting is described in exactly one place.
 """
 
 import dataclasses
+import math
 import os
 import types
 import typing
@@ -105,6 +106,8 @@ class Option:
         result = _read(self.kind, value)
         if result is None:
             raise TrainError(f"{origin} needs {self._wanted()}, got {shown(value)}")
+        if isinstance(result, float) and not math.isfinite(result):
+            raise TrainError(f"{origin} needs a finite number, got {shown(value)}")
         if self.choices and result not in self.choices:
             near = nearest(str(result), map(str, self.choices))
             raise TrainError(f"{origin} needs {self._wanted()}, got {shown(value)}{near}")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from megatron_data import named_errors
 
 from megatron_train.config.files import to_yaml
 from megatron_train.config.options import Option, options_of
@@ -33,7 +34,8 @@ def write_config(config: RunConfig, path: Path) -> None:
     """Write every setting of a run to a YAML file that ``--config`` accepts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(to_yaml(settings_of(config)), encoding="utf-8")
+    with named_errors(path):
+        temporary.write_text(to_yaml(settings_of(config)), encoding="utf-8")
     temporary.replace(path)
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -20,15 +20,19 @@ class Console:
     def __init__(self, out: TextIO | None = None, *, silent: bool = False) -> None:
         self._out = out
         self.silent = silent
+        self.preface: Callable[[], Iterable[str]] | None = None
+        """What comes before the first line, which may never be printed."""
         self._bar: tqdm[Any] | None = None
 
     def line(self, text: str) -> None:
         """Print one line and flush it."""
         if self.silent:
             return
+        preface, self.preface = self.preface, None
+        lines = [*(preface() if preface is not None else ()), text]
         out = self._out or sys.stdout
         with tqdm.external_write_mode(file=out):
-            out.write(text + "\n")
+            out.write("".join(f"{line}\n" for line in lines))
             out.flush()
 
     def warn(self, text: str) -> None:

@@ -1,8 +1,9 @@
 """The arithmetic peak that model FLOPs utilisation (MFU) is measured against.
 
-Known GPUs have the dense figures of their data sheets (no sparsity). Elsewhere the peak is one
-measured matrix product, which is what the machine reaches at best rather than what it could in
-theory.
+Known GPUs have the dense figures of their data sheets (no sparsity). Of other GPUs one matrix
+product is measured, which is what they reach at best rather than what they could in theory. A CPU
+has no peak: other processes share it, so a product measured at the start may take half as long or
+twice as long as one an hour later, and MFU would say more of them than of the run.
 """
 
 import re
@@ -53,15 +54,16 @@ class Peak:
 def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
     """Return the peak of ``device`` for matrix products in ``dtype``, or None where none is known.
 
-    The table is used for known GPUs unless TF32 changes what an fp32 product means; otherwise one
-    matrix product is timed.
+    The table is used for known GPUs unless TF32 changes what an fp32 product means; for other GPUs
+    one matrix product is timed. None for a CPU.
     """
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-        listed = None if tf32 else table_peak(name, dtype)
-        if listed is not None:
-            return Peak(listed, f"data sheet of {name}, dense {_short(dtype)}")
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    listed = None if tf32 else table_peak(name, dtype)
+    if listed is not None:
+        return Peak(listed, f"data sheet of {name}, dense {_short(dtype)}")
     return measured_peak(device, dtype)
 
 
@@ -76,7 +78,7 @@ def table_peak(device_name: str, dtype: torch.dtype) -> float | None:
 
 def measured_peak(device: torch.device, dtype: torch.dtype, size: int | None = None) -> Peak | None:
     """Return the best of five timed square matrix products, or None if they cannot run."""
-    size = size or (8192 if device.type == "cuda" else 1024)
+    size = size or 8192
     try:
         a = torch.ones(size, size, device=device, dtype=dtype)
         b = torch.ones(size, size, device=device, dtype=dtype)

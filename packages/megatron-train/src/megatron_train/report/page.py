@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron_data import named_errors
+
 from megatron_train.errors import TrainError
 from megatron_train.metrics.plot import running_mean
 from megatron_train.metrics.records import FILE_NAME, Records, read_records
@@ -41,7 +43,8 @@ def write_report(run: Path, output: Path) -> None:
         text = configuration.read_text(encoding="utf-8", errors="replace")
     page = render(run.resolve().name, read_records(metrics), text)
     temporary = output.with_name(f".{output.name}.tmp")
-    temporary.write_text(page, encoding="utf-8", errors="replace")
+    with named_errors(output):
+        temporary.write_text(page, encoding="utf-8", errors="replace")
     temporary.replace(output)
 
 

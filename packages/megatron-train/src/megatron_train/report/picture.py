@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from megatron_data import named_errors
 from megatron_parallel.pipeline import Picture
 
 from megatron_train.errors import TrainError
@@ -20,10 +21,11 @@ def check_name(path: Path) -> None:
 def write_picture(picture: Picture, path: Path) -> None:
     """Write ``picture`` to ``path``, in the format that its name ends in."""
     part = path.with_name(f".{path.name}.part")
-    if path.suffix == ".svg":
-        part.write_text(picture.svg(), encoding="utf-8")
-    else:
-        _write_png(picture, part)
+    with named_errors(path):
+        if path.suffix == ".svg":
+            part.write_text(picture.svg(), encoding="utf-8")
+        else:
+            _write_png(picture, part)
     part.replace(path)
 
 

@@ -1,0 +1,90 @@
+"""Whether a run can fit into the memory of its device at all, asked before anything is built."""
+
+import os
+from pathlib import Path
+
+import torch
+from megatron_models import TrainingMemory, training_memory
+
+from megatron_train.config.run import RunConfig
+from megatron_train.errors import TrainError
+
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+_MEMINFO = Path("/proc/meminfo")
+_GIB = 1 << 30
+
+
+def refuse_what_cannot_fit(config: RunConfig, device: torch.device) -> None:
+    """Compare what a run needs at least with all the memory there is, free or not.
+
+    Raises:
+        TrainError: it needs more; the message has both numbers and what to change.
+    """
+    limit = device_memory(device)
+    if limit is None:
+        return
+    needed = least_memory(config)
+    if needed.total <= limit:
+        return
+    states = needed.total - needed.activations
+    where = "this host has" if device.type == "cpu" else "the device has"
+    raise TrainError(
+        f"--seq-length {config.data.seq_length} with --micro-batch-size "
+        f"{config.training.micro_batch_size} needs at least {_size(needed.total)} on this rank "
+        f"({_size(needed.activations)} of activations, {_size(states)} of weights, gradients and "
+        f"optimizer), and {where} {_size(limit)} for it; lower them or the size of the model, "
+        "recompute activations (--recompute-granularity full), or cut the model over more ranks"
+    )
+
+
+def least_memory(config: RunConfig) -> TrainingMemory:
+    """Return the bytes that a rank of the first stage needs at least.
+
+    Activations are those of one micro-batch, though a pipeline keeps several. Of compiled code, and
+    of a pool of ranks that shares out documents, those of a single token are counted, as a compiler
+    chooses itself what it keeps.
+    """
+    unknown = config.training.compile or config.layout.hybrid_cp
+    whole = config.layout.pp * config.layout.vpp == 1
+    return training_memory(
+        config.model,
+        1 if unknown else config.data.seq_length,
+        config.training.micro_batch_size,
+        "bfloat16" if config.training.bf16 else "float32",  # float64 needs more
+        layout=config.layout,
+        data_parallel=config.data_parallel,
+        sequence_parallel=config.training.sequence_parallel and not unknown,
+        layers=None if whole else len(config.split[0]),
+        recompute=config.recompute,
+        dispatcher=config.training.moe_token_dispatcher_type,
+    )
+
+
+def device_memory(device: torch.device) -> int | None:
+    """Return the bytes that one rank can have: all of a GPU, or its share of this host with swap.
+
+    None where the system does not say.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    total = _host_memory()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return None if total is None else total // ranks
+
+
+def _host_memory() -> int | None:
+    """Return memory and swap of the host in bytes, or the limit of this control group."""
+    try:
+        lines = (line.split() for line in _MEMINFO.read_text().splitlines())
+        sizes = {words[0]: int(words[1]) << 10 for words in lines if len(words) > 1}
+        total = sizes["MemTotal:"] + sizes.get("SwapTotal:", 0)
+    except (OSError, ValueError, KeyError):
+        return None
+    try:
+        return min(total, int(_CGROUP.read_text()))
+    except (OSError, ValueError):  # no such group, or "max"
+        return total
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB"

@@ -1,0 +1,73 @@
+"""What no device can hold is refused before it is built; what is counted is megatron-models'."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron_models import GPTConfig, training_memory
+from megatron_optim import OptimizerConfig
+from megatron_parallel import ParallelLayout
+from megatron_train import memory_check
+from megatron_train.config.data import DataConfig
+from megatron_train.config.run import RunConfig
+from megatron_train.config.sections import EvaluationConfig, TrainingConfig
+from megatron_train.errors import TrainError
+from megatron_train.memory_check import device_memory, least_memory, refuse_what_cannot_fit
+
+CPU = torch.device("cpu")
+
+
+def run_of(length=64, layout=None, **training):
+    model = GPTConfig(
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        vocab_size=100,
+        max_position_embeddings=length,
+    )
+    return RunConfig(
+        model=model,
+        data=DataConfig(seq_length=length, data_path=("text",)),
+        training=TrainingConfig(micro_batch_size=2, train_iters=1, **training),
+        optimizer=OptimizerConfig(lr=0.1),
+        layout=layout or ParallelLayout(dp=1),
+        evaluation=EvaluationConfig(eval_iters=0),
+    )
+
+
+def test_a_run_is_refused_from_the_byte_on_that_does_not_fit(monkeypatch):
+    run = run_of()
+    needed = training_memory(run.model, 64, 2)
+    monkeypatch.setattr(memory_check, "device_memory", lambda device: needed.total)
+    refuse_what_cannot_fit(run, CPU)
+    monkeypatch.setattr(memory_check, "device_memory", lambda device: needed.total - 1)
+    with pytest.raises(TrainError, match=r"--seq-length 64 .*-size 2 needs at least"):
+        refuse_what_cannot_fit(run, CPU)
+    monkeypatch.setattr(memory_check, "device_memory", lambda device: None)
+    refuse_what_cannot_fit(run, CPU)
+
+
+def test_a_sequence_longer_than_any_memory_is_refused_here():
+    with pytest.raises(TrainError, match=r"--seq-length 400000000 .* this host has \d"):
+        refuse_what_cannot_fit(run_of(400_000_000), CPU)
+
+
+def test_what_a_compiler_keeps_is_not_counted_and_a_stage_has_its_layers_alone():
+    whole = least_memory(run_of())
+    compiled = least_memory(run_of(compile=True))
+    assert compiled.activations < whole.activations / 8
+    assert replace(compiled, activations=0) == replace(whole, activations=0)
+    stage = least_memory(run_of(layout=ParallelLayout(pp=2, dp=1)))
+    assert stage.parameters < whole.parameters and stage.activations < whole.activations
+    half = least_memory(run_of(bf16=True))
+    assert half.activations < whole.activations
+
+
+def test_ranks_of_a_host_share_its_memory(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    whole = device_memory(CPU)
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert whole is not None and whole > physical / 100
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert device_memory(CPU) == whole // 4
