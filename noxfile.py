@@ -196,6 +196,13 @@ def quickstart(session: nox.Session) -> None:
 
 
 @job()
+def first_model(session: nox.Session) -> None:
+    """Run the README's ten-minute training as it is written; time it, set it beside n-grams."""
+    install(session, *EDITABLE)
+    session.run("python", "tooling/first_model.py", *session.posargs)
+
+
+@job()
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def unit(session: nox.Session, package: str) -> None:
     """One package's wheel with only its declared dependencies; its tests run there."""

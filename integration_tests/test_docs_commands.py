@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,8 @@ SMALLER = {
 
 # What the reader of a page has when the page begins; "a=b" is b under the name a.
 GIVEN = {
-    "README.md": "texts",
-    "docs/getting-started.md": "texts",
+    "README.md": "corpus",
+    "docs/getting-started.md": "corpus",
     "docs/parallelism.md": "tokenizer book_text_document",
     "docs/recipes.md": "tokenizer book_text_document",
     "docs/serving.md": "runs/book",
@@ -335,6 +336,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text = book[3000 * number : 3000 * (number + 1)]
         (folder / "texts" / f"{number:02}.txt").write_text(text, encoding="utf-8")
     (folder / "more.jsonl").write_text('{"text": "Call me Ishmael."}\n')
+    lay_corpus(folder)
     for line in (
         "megatron-data train-tokenizer --input texts --vocab-size 512 --output tokenizer",
         "megatron-data preprocess --input texts --tokenizer-model tokenizer --output-prefix book",
@@ -346,6 +348,14 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
             assert entry_point(name).load()(words) == 0, line
     lay_megatrons(folder)
     return folder
+
+
+def lay_corpus(folder: Path) -> None:
+    """The first chapters of the corpus that a clone has, under its name."""
+    name = "corpus/world_english_bible.jsonl"
+    (folder / name).parent.mkdir()
+    with (ROOT / name).open(encoding="utf-8") as lines:
+        (folder / name).write_text("".join(islice(lines, 40)), encoding="utf-8")
 
 
 def lay_megatrons(folder: Path) -> None:

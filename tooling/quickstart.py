@@ -145,6 +145,8 @@ def main() -> None:
     run(f"megatron-train report {RUN}/moved")
     run(f"""megatron-infer generate --load {RUN}/moved --prompt "The whale"
         --max-new-tokens 100 --temperature 0.8 --top-k 40 --seed 1""")
+    print("So short a training gives words, not sentences; ten minutes of another one give these: "
+          "nox -s first_model")  # fmt: skip
     print(f"\n{bold('Next')}: look at {RUN}/moved/report.html, then try")
     print(f"  megatron-infer generate --load {RUN}/moved --prompt 'My fellow citizens'")
     print(f"  megatron-ckpt inspect {RUN}/moved")
