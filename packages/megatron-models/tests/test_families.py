@@ -223,11 +223,15 @@ def test_names_of_experts_are_written_out(small):
         (llama, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = ['full"),
         (llama, {"pretraining_tp": 2}, "pretraining_tp = 2"),
         (llama, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "type 'yarn'"),
-        (llama, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        (
+            llama,
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "'partial_rotary_factor' = 0.5",
+        ),
         (
             llama,
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 2}},
-            "mscale = 2",
+            "'mscale' = 2",
         ),
         (llama, {"rope_parameters": {"rope_theta": 1e4}}, "rope_theta is 500000.0 and 10000.0"),
         (llama, {"rope_scaling": [3]}, "rotary settings are [[3]], not one map"),
