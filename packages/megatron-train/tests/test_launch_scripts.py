@@ -105,6 +105,8 @@ python3 pretrain_gpt.py --second
         ("A=(1 2\n", "line 2: ) is missing at the end"),
         ("if true; then echo\n", "line 1: 'fi' is missing behind 'if'"),
         ("\n)", "line 2: ')' is not expected here"),
+        (f"echo ${{{'1' * 5000}}}", "starts no program such as pretrain_gpt.py"),
+        ('A=$(date "\n")', "starts no program such as pretrain_gpt.py; line 1: $(date"),
         ("echo pretrain_gpt.py.txt", "starts no program such as pretrain_gpt.py"),
         ("A=xxxxxxxxxxxxxxxx\n" + "A=$A$A$A$A\n" * 20, "a value of more than"),
         ('X="$(' * 50, "is missing at the end"),

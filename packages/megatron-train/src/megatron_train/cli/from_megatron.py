@@ -159,6 +159,7 @@ def _ranks(launcher: Sequence[str]) -> int:
     """Return the ranks that torchrun starts on this machine, 1 if it does not say."""
     words = [part for word in launcher for part in word.split("=", 1)]
     for flag in ("--nproc_per_node", "--nproc-per-node"):
-        if flag in words[:-1] and words[words.index(flag) + 1].isdecimal():
-            return int(words[words.index(flag) + 1])
+        ranks = words[words.index(flag) + 1] if flag in words[:-1] else ""
+        if ranks.isdecimal() and len(ranks) < 6:
+            return int(ranks)
     return 1

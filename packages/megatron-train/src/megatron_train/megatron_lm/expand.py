@@ -49,6 +49,7 @@ class Variables:
 
     def note(self, line: int, text: str) -> None:
         """Remember what could not be decided."""
+        text = " ".join(text.split())
         short = text if len(text) <= _LONGEST_NOTE else f"{text[:_LONGEST_NOTE]}..."
         entry = f"line {line}: {short}"
         if entry not in self.notes:
@@ -146,7 +147,7 @@ class Variables:
         if name == "#":
             return [str(len(self.positional))]
         if name.isdigit():
-            place = int(name)
+            place = int(name) if len(name) < 10 else len(self.positional) + 1
             if not place:
                 return [self._name]
             return [self.positional[place - 1]] if place <= len(self.positional) else None
