@@ -275,6 +275,16 @@ def test_a_manifest_without_a_count_of_documents_is_refused(pair: str) -> None:
         trace(pair, document=8)
 
 
+@pytest.mark.parametrize("column", ["document", "token"])
+def test_a_map_of_chunks_that_leaves_something_out_is_refused(pair: str, column: str) -> None:
+    path = Path(f"{pair}.meta.json")
+    content = json.loads(path.read_text())
+    content["chunks"][column] = [place + 10**6 for place in content["chunks"][column]]
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="its map of chunks is damaged"):
+        merge([pair], f"{pair}_merged")
+
+
 def test_json_lines(reads: Callable[..., None], lines: Path) -> None:
     read = lambda path: list(read_texts([path]))  # noqa: E731
     reads("a.jsonl", read, lines.read_bytes(), mutate=mutate_text)

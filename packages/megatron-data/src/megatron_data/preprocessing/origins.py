@@ -2,7 +2,8 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from ..errors import DataError
@@ -70,9 +71,10 @@ class Origins:
             and len({len(column) for column in columns if column is not None}) == 1
             and all(type(value) is int for column in columns[:-1] for value in column or ())
             and all(isinstance(value, str) for value in columns[-1] or ())
-            and (columns[0] or not documents)
             and isinstance(refused, dict)
             and all(isinstance(value, list) for value in refused.values())
+            and _fills([*content["document"], documents], least=1)
+            and _fills([*content["token"], tokens], least=0)
         )
         if not in_order:
             raise DataError("its map of chunks is damaged; preprocess the text again")
@@ -126,8 +128,8 @@ class Origins:
         made = cls()
         for part, source in parts:
             for origin, end, token_end in part._until():
+                origin = replace(origin, source=origin.source + source)
                 made._append(origin, 0, end - origin.document, token_end - origin.token)
-                made.source[-1] += source
         return made
 
     def _until(self) -> Iterator[tuple[Origin, int, int]]:
@@ -153,3 +155,8 @@ class Origins:
         self.digest.append(origin.digest)
         self.documents += documents
         self.tokens += tokens
+
+
+def _fills(starts: list[int], least: int) -> bool:
+    """Whether pieces that begin at these places follow one another from 0 up to the last."""
+    return starts[0] == 0 and all(end - start >= least for start, end in pairwise(starts))

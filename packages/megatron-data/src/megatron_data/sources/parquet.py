@@ -177,7 +177,7 @@ class Parquet:
                 file = arrow.parquet.ParquetFile(raw, page_checksum_verification=True)
                 columns = self._columns(file.schema_arrow.names)
                 group = _first_damaged(arrow, file, columns, row)
-        except (arrow.ArrowException, OSError, UnreadableError):
+        except (arrow.ArrowException, UnicodeDecodeError, OSError, UnreadableError):
             group = None
         if group is None:
             return f"it is no Parquet file, or damaged from here on ({error}); copy it again"
