@@ -222,7 +222,7 @@ def test_a_lack_of_memory_is_no_refusal(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(MemoryError), huggingface._refusals("what"):
         fail()
     load_or_build(tmp_path, "key", lambda: {"a": np.zeros(2)})
-    monkeypatch.setattr(np, "load", fail)
+    monkeypatch.setattr("megatron_data.order.cache._mapped", fail)
     with pytest.raises(MemoryError):
         load_or_build(tmp_path, "key", lambda: {"a": np.zeros(2)})
     pytest.importorskip("jinja2", reason="chat templates are an extra of this package")
