@@ -275,6 +275,15 @@ def test_a_manifest_without_a_count_of_documents_is_refused(pair: str) -> None:
         trace(pair, document=8)
 
 
+def test_a_count_that_is_no_number_is_refused(pair: str) -> None:
+    path = Path(f"{pair}.meta.json")
+    content = json.loads(path.read_text())
+    content["skipped"]["kinds"] = {"long": {}}
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"\{\} is no count of 'long'"):
+        merge([pair], f"{pair}_merged")
+
+
 @pytest.mark.parametrize("column", ["document", "token"])
 def test_a_map_of_chunks_that_leaves_something_out_is_refused(pair: str, column: str) -> None:
     path = Path(f"{pair}.meta.json")

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import reprlib
 from collections import Counter
 from collections.abc import Sequence
 from math import inf
@@ -192,8 +193,8 @@ def _joined(names: Sequence[str], manifests: Sequence[dict[str, Any]]) -> dict[s
     tallies: Counter[str] = Counter()
     for name, manifest in zip(names, manifests, strict=True):
         with damage_named(name):
-            kinds.update((manifest.get("skipped") or {}).get("kinds") or {})
-            tallies.update(manifest.get("tallies") or {})
+            kinds.update(_numbers((manifest.get("skipped") or {}).get("kinds")))
+            tallies.update(_numbers(manifest.get("tallies")))
     known = all(manifest.get("tallies") for manifest in manifests)
     return {
         **made,
@@ -202,3 +203,16 @@ def _joined(names: Sequence[str], manifests: Sequence[dict[str, Any]]) -> dict[s
         "skipped": {"documents": kinds.total(), "kinds": dict(sorted(kinds.items()))},
         "sources": [source for manifest in manifests for source in manifest["sources"]],
     }
+
+
+def _numbers(given: Any) -> dict[str, int]:
+    """What was counted, or nothing.
+
+    Raises:
+        ValueError: something is no count that JSON holds exactly.
+    """
+    numbers: dict[str, int] = dict(given or {})
+    for key, value in numbers.items():
+        if type(value) is not int or not 0 <= value < 1 << 53:
+            raise ValueError(f"{reprlib.repr(value)} is no count of {reprlib.repr(key)}")
+    return numbers
