@@ -97,7 +97,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (
             "split d_text_document --shares 1 nan --output-prefixes x y",
             2,
-            "--shares nan; give more",
+            "--shares needs a finite number, got 'nan'",
         ),
         ("split d_text_document --documents 1 0 --output-prefixes x y", 2, "--documents 0; give"),
         ("mix d_text_document --epochs 0", 2, "--epochs 0.0; give more than 0"),

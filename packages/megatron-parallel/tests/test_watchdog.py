@@ -116,6 +116,7 @@ def test_a_lost_rank_is_named_by_axis_and_operation(
     assert re.fullmatch(expected, line), said
 
 
+@pytest.mark.slow  # half a minute of waiting
 def test_ranks_that_wait_for_one_that_waits_name_the_one_that_is_lost(
     patient: WorkerPool, tmp_path: Path
 ) -> None:
