@@ -6,6 +6,7 @@ llama-index-core 0.14.25 carries: "kept" with `--keep-newlines`, "dropped" witho
 """
 
 import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,16 +19,24 @@ nltk = pytest.importorskip("nltk")
 WANTED = json.loads(Path(__file__).with_name("megatron_sentences.json").read_text())
 
 
-@pytest.fixture(autouse=True)
-def data(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nltk's data, found without importing the package that carries them."""
+@pytest.fixture(scope="module")
+def punkt_tab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """nltk's data, found without importing the package that carries them.
+
+    A copy: nltk refuses files with several links, which installers make from their cache.
+    """
     spec = find_spec("llama_index")
     for place in (spec and spec.submodule_search_locations) or ():
         folder = Path(place) / "core" / "_static" / "nltk_cache"
         if folder.is_dir():
-            monkeypatch.setattr(nltk.data, "path", [str(folder)])
-            return
+            return shutil.copytree(folder, tmp_path_factory.mktemp("nltk") / "data")
     pytest.skip("no punkt_tab: pip install --no-deps llama-index-core==0.14.25")
+
+
+@pytest.fixture(autouse=True)
+def data(punkt_tab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nltk looks in the copy alone."""
+    monkeypatch.setattr(nltk.data, "path", [str(punkt_tab)])
 
 
 @pytest.mark.parametrize("language", WANTED)
