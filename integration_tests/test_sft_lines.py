@@ -75,8 +75,8 @@ def test_a_run_reads_its_corpus_and_checks_its_index_once(train, monkeypatch):
 
 
 def test_limits_of_lines_are_settings_of_a_run(train):
-    told = "talks.jsonl:1: a document of "
-    assert told in train("--data-path talks.jsonl --max-document-bytes 90", status=1)
+    message = "talks.jsonl:1: a document of "
+    assert message in train("--data-path talks.jsonl --max-document-bytes 90", status=1)
     for flag in ("steps", "characters"):
         limit = f"--max-template-{flag}"
         assert limit in train(f"--data-path talks.jsonl {limit} 5", status=1)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 def alone(
     device: torch.device, request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[torch.device]:
-    """The device, joined with nobody: by NCCL, or by Gloo where it is simulated."""
+    """A job of one rank on the device: by NCCL, or by Gloo where it is simulated."""
     simulated = request.config.getoption("device") == "simulated"
     dist.init_process_group(
         "gloo" if simulated else "nccl",

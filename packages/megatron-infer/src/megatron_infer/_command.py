@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse; unknown options are told before missing ones, by the command that they are for."""
+        """Parse; report unknown options before missing ones, by the command that they are for."""
         words = list(sys.argv[1:] if args is None else args)
         if not self._subparsers:
             self.refuse(self.refusals(words))

@@ -226,9 +226,9 @@ def _open_tokenizer(source: Source) -> Tokenizer:
         try:
             return load_tokenizer(folder)
         except DataError as error:
-            told = str(error).replace(folder, str(source.path))
+            why = str(error).replace(folder, str(source.path))
             raise InferError(
-                f"{told}; another tokenizer can be given by --tokenizer-model and --tokenizer-type "
+                f"{why}; another tokenizer can be given by --tokenizer-model and --tokenizer-type "
                 "(in Python tokenizer=...)"
             ) from None
 

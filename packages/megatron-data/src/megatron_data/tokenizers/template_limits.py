@@ -41,7 +41,7 @@ class Budget:
     Attributes:
         steps: that may still be made.
         characters: that a text may have.
-        now: the time that is told to the template.
+        now: the time that the template reads.
     """
 
     steps: int

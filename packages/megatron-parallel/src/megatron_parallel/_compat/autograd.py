@@ -52,7 +52,7 @@ def saved_tensors_hooks_in_force() -> tuple[Callable[..., Any], Callable[..., An
 
 
 def weak_storage(storage: torch.UntypedStorage) -> Any:
-    """A reference that does not keep a storage; its `expired()` says whether nobody else does."""
+    """A reference that does not keep a storage; its `expired()` says whether others do."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]

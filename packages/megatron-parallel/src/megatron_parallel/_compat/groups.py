@@ -58,7 +58,7 @@ def new_groups(
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Create process groups, on all ranks in the same order; returns those this rank is in.
 
-    Groups of others cost a rank a counter: torch waits for nobody there (unless it is asked to, by
+    Groups of others cost a rank a counter: torch does not wait there (unless it is asked to, by
     `TORCH_DIST_INIT_BARRIER=1`). `use_local_synchronization` would leave them out, but it names a
     group by how many groups its rank has, and ranks that have more of them, as those with tied
     embeddings do, would wait for one another under different names.

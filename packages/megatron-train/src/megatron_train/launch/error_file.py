@@ -31,5 +31,5 @@ def write_error_file(report: Report, environment: Mapping[str, str] = os.environ
     if report.traceback:
         extra["py_callstack"] = f"{line}\n{report.traceback}"
     content = json.dumps({"message": {"message": line, "extraInfo": extra}})
-    with contextlib.suppress(OSError):  # the failure itself is told in any case
+    with contextlib.suppress(OSError):  # the failure itself is reported in any case
         Path(path).write_text(content, encoding="utf-8")
