@@ -192,7 +192,7 @@ def test_a_mixtral_of_theirs_gives_the_same_logits_here(mixtral: Any, tmp_path: 
 
 def test_a_mixtral_of_ours_gives_the_same_logits_there(mixtral: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = family.config_from_hf(mixtral.config.to_dict())
+    config = family.FAMILY.config_from_hf(mixtral.config.to_dict())
     model = GPT(config, Mesh.single(), seed=7)
     views = parameter_views(model, collect_shardings(model), model.mesh)
     record = ModelRecord("mixtral", config.to_dict())

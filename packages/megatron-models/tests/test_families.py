@@ -1,12 +1,14 @@
 import re
-from dataclasses import replace
+from collections import Counter
+from dataclasses import MISSING, dataclass, fields, replace
 from importlib.metadata import entry_points
 
 import pytest
 import torch
+from megatron_models.config import GPTConfig
 from megatron_models.errors import ConfigError
 from megatron_models.families import gpt2, llama, mixtral
-from megatron_models.families.neutral import NEUTRAL, WINDOWS
+from megatron_models.families.neutral import NEUTRAL, OURS_WITHOUT_EFFECT, WINDOWS, WITHOUT_EFFECT
 from megatron_models.parameters import parameter_shapes
 
 OPERATIONS = {
@@ -64,6 +66,11 @@ MIXTRAL = {k: v for k, v in LLAMA.items() if k not in ("attention_bias", "mlp_bi
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
     "sliding_window": None,
+}
+ROTARY_SWIGLU = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
 }
 CASES = [
     (gpt2.FAMILY, GPT2),
@@ -136,11 +143,11 @@ def test_rotary_settings_in_both_spellings_may_differ_in_where_the_base_stands()
         {"rope_parameters": older, "rope_scaling": older | {"rope_theta": 5e5}},
     ):
         bare = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
-        assert llama.config_from_hf(bare | both) == llama.config_from_hf(LLAMA)
+        assert llama.FAMILY.config_from_hf(bare | both) == llama.FAMILY.config_from_hf(LLAMA)
         with pytest.raises(ConfigError, match=r"rope_theta is 10000.0 and 500000.0"):
-            llama.config_from_hf(LLAMA | both | {"rope_theta": 1e4})
+            llama.FAMILY.config_from_hf(LLAMA | both | {"rope_theta": 1e4})
         with pytest.raises(ConfigError, match="not one map"):
-            llama.config_from_hf(bare | both | {"rope_scaling": older | {"factor": 2.0}})
+            llama.FAMILY.config_from_hf(bare | both | {"rope_scaling": older | {"factor": 2.0}})
 
 
 def test_a_mask_value_in_low_precision_is_read():
@@ -153,7 +160,7 @@ def test_rope_parameters_of_transformers_5_are_read_too():
     parameters = LLAMA["rope_scaling"] | {"rope_theta": 500000.0}
     newer = {k: v for k, v in LLAMA.items() if not k.startswith("rope")}
     newer["rope_parameters"] = parameters
-    assert llama.config_from_hf(newer) == llama.config_from_hf(LLAMA)
+    assert llama.FAMILY.config_from_hf(newer) == llama.FAMILY.config_from_hf(LLAMA)
 
 
 @pytest.mark.parametrize(
@@ -182,11 +189,12 @@ def test_a_foreign_model_we_do_not_implement_is_refused_by_name(family, change, 
     [
         (gpt2.FAMILY, {"position_embedding_type": "rope"}, "position_embedding_type"),
         (gpt2.FAMILY, {"num_query_groups": 2}, "num_query_groups"),
-        (gpt2.FAMILY, {"kv_channels": 12}, "query_size"),
+        (gpt2.FAMILY, {"kv_channels": 12}, "kv_channels"),
         (gpt2.FAMILY, {"activation": "swiglu"}, "swiglu"),
         (llama.FAMILY, {}, "position_embedding_type"),
-        (llama.FAMILY, {"num_experts": 4}, "num_experts = 0"),
-        (llama.FAMILY, {"softmax_type": "learnable"}, "softmax_type"),
+        (llama.FAMILY, {}, "this one has 'gelu'; it cannot be exported to that family"),
+        (llama.FAMILY, ROTARY_SWIGLU | {"num_experts": 4}, "num_experts = 0, this one has 4"),
+        (llama.FAMILY, ROTARY_SWIGLU | {"softmax_type": "learnable"}, "softmax_type"),
         (mixtral.FAMILY, {}, "moe_layers"),
         (mixtral.FAMILY, {"num_experts": 4, "moe_layer_freq": "2"}, "moe_layers"),
     ],
@@ -194,6 +202,100 @@ def test_a_foreign_model_we_do_not_implement_is_refused_by_name(family, change, 
 def test_a_model_the_family_cannot_express_is_not_exported(small, family, changes, words):
     with pytest.raises(ConfigError, match=words):
         family.config_to_hf(small(**changes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnobConfig(GPTConfig):
+    """A configuration with a field that no family has heard of."""
+
+    attention_softcap: float = 0.0
+
+
+@pytest.mark.parametrize(("family", "theirs"), CASES)
+def test_a_new_field_is_refused_by_every_family_unless_it_has_its_default(family, theirs):
+    config = KnobConfig(**family.config_from_hf(theirs).to_dict())
+    assert family.config_to_hf(config) == family.config_to_hf(family.config_from_hf(theirs))
+    words = f"a {family.title} model has attention_softcap = 0.0, this one has 30.0"
+    with pytest.raises(ConfigError, match=words):
+        family.config_to_hf(replace(config, attention_softcap=30.0))
+
+
+#: Another value of each field of ours that has a default, for a model that has experts or not.
+OTHERS = {
+    "num_query_groups": 1,
+    "kv_channels": 4,
+    "ffn_hidden_size": 44,
+    "make_vocab_size_divisible_by": 64,
+    "position_embedding_type": ("rope", "learned_absolute"),
+    "rotary_base": 1e3,
+    "rotary_percent": 0.5,
+    "rotary_interleaved": True,
+    "rope_scaling_type": ("linear", "none"),
+    "rope_scaling_factor": 3.0,
+    "rope_scaling_low_freq_factor": 1.5,
+    "rope_scaling_high_freq_factor": 5.0,
+    "rope_scaling_original_length": 4,
+    "normalization": ("LayerNorm", "RMSNorm"),
+    "norm_epsilon": 1e-3,
+    "activation": ("gelu", "gelu_tanh", "swiglu"),
+    "add_bias_linear": (False, True),
+    "add_qkv_bias": True,
+    "add_attention_out_bias": True,
+    "add_mlp_bias": True,
+    "untie_embeddings_and_output_weights": (False, True),
+    "softmax_type": "learnable",
+    "num_experts": (0, 3),
+    "moe_router_topk": 3,
+    "moe_ffn_hidden_size": 12,
+    "moe_shared_expert_intermediate_size": 8,
+    "moe_layer_freq": "2",
+    "moe_router_pre_softmax": True,
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.5,
+    "moe_z_loss_coeff": 0.5,
+    "init_method_std": 0.5,
+}
+#: Fields that a model of a family need not keep, as no layer of it reads them.
+UNREAD = {"gpt2": gpt2.ROTARY, "llama": (), "mixtral": ("ffn_hidden_size",)}
+
+
+SCALING = {each for each in OTHERS if each.startswith("rope_scaling_")}
+UNSCALED = {
+    "none": SCALING - {"rope_scaling_type"},
+    "linear": SCALING - {"rope_scaling_type", "rope_scaling_factor"},
+    "llama3": set(),
+}
+
+
+@pytest.mark.parametrize(("family", "theirs"), CASES)
+def test_each_field_of_ours_comes_back_or_is_refused(family, theirs):
+    config = family.config_from_hf(theirs)
+    needed = {each.name for each in fields(GPTConfig) if each.default is MISSING}
+    assert {each.name for each in fields(GPTConfig)} == OTHERS.keys() | needed
+    outcomes = Counter()
+    for name, given in OTHERS.items():
+        for value in given if isinstance(given, tuple) else (given,):
+            try:
+                changed = replace(config, **{name: value})
+            except ConfigError:
+                continue  # no model at all
+            try:
+                back = family.config_from_hf(family.config_to_hf(changed))
+            except ConfigError as error:
+                outcomes["refused"] += 1
+                assert "has" in str(error) and changed != config
+                continue
+            outcomes["kept"] += 1
+            free = {*OURS_WITHOUT_EFFECT, *UNREAD[family.name]}
+            free |= UNSCALED[changed.rope_scaling_type]
+            left = {n: v for n, v in changed.to_dict().items() if n not in free}
+            biases = [each for each in left if each.startswith("add_")]
+            for each in biases:
+                del left[each]
+            assert left.items() <= back.to_dict().items(), name
+            for part in ("qkv", "attention_out", "mlp"):
+                assert getattr(back, f"has_{part}_bias") == getattr(changed, f"has_{part}_bias")
+    assert outcomes["refused"] > 5 and outcomes["kept"] > 5
 
 
 def test_names_of_experts_are_written_out(small):
@@ -235,6 +337,13 @@ def test_names_of_experts_are_written_out(small):
         ),
         (llama, {"rope_parameters": {"rope_theta": 1e4}}, "rope_theta is 500000.0 and 10000.0"),
         (llama, {"rope_scaling": [3]}, "rotary settings are [[3]], not one map"),
+        (llama, {"field_of_a_fork": 1.5}, "'field_of_a_fork' = 1.5 are not supported: the family"),
+        (llama, {"field_of_a_fork": False}, "'field_of_a_fork' = False are not supported: the"),
+        (llama, {"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'"),
+        (llama, {"attention_bias": "no"}, "attention_bias = 'no'"),
+        (llama, {"model_type": "gemma"}, "model_type = 'gemma' are not supported, only 'llama'"),
+        (llama, {"auto_map": {"AutoModel": "m.M"}}, "auto_map = {'AutoModel': 'm.M'}"),
+        (gpt2, {"field_of_a_fork": []}, "'field_of_a_fork' = [] are not supported: the family"),
         (mixtral, {"norm_topk_prob": False}, "norm_topk_prob = False"),
         (mixtral, {"mlp_bias": True}, "mlp_bias = True"),
         (mixtral, {"routed_scaling_factor": 2.5}, "routed_scaling_factor = 2.5"),
@@ -259,7 +368,9 @@ def test_settings_that_change_nothing_are_taken(family):
     for key, choices in NEUTRAL.items():
         for value in choices:
             assert family.FAMILY.config_from_hf({**base, key: value}) == plain
-    more = {"layer_types": ["full_attention"] * 3, "reorder_and_upcast_attn": True}
+    for key in (*WITHOUT_EFFECT, *family.FAMILY.without_effect):
+        assert family.FAMILY.config_from_hf({**base, key: 3}) == plain
+    more = {"layer_types": ["full_attention"] * 3, "field_of_a_fork": None}
     assert family.FAMILY.config_from_hf({**base, **more}) == plain
 
 
@@ -277,11 +388,11 @@ def test_a_window_as_long_as_the_positions_is_taken(family):
 
 def test_settings_of_mixtral_that_only_training_uses_are_taken():
     theirs = MIXTRAL | {"router_jitter_noise": 0.1, "router_aux_loss_coef": 0.02}
-    assert mixtral.config_from_hf(theirs) == mixtral.config_from_hf(MIXTRAL)
+    assert mixtral.FAMILY.config_from_hf(theirs) == mixtral.FAMILY.config_from_hf(MIXTRAL)
 
 
 @pytest.mark.parametrize("given", ["add_qkv_bias", "add_attention_out_bias"])
 def test_a_llama_has_biases_on_both_sides_of_attention_or_on_none(given):
-    config = replace(llama.config_from_hf(LLAMA), **{given: True})
+    config = replace(llama.FAMILY.config_from_hf(LLAMA), **{given: True})
     with pytest.raises(ConfigError, match="has_qkv_bias"):
-        llama.config_to_hf(config)
+        llama.FAMILY.config_to_hf(config)

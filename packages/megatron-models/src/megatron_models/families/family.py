@@ -1,13 +1,30 @@
 """What a family of published models is, as plain data that a checkpoint converter can interpret."""
 
+import dataclasses
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatron_models.config import GPTConfig
 from megatron_models.errors import ConfigError
-from megatron_models.families.neutral import NEUTRAL, WINDOWS
+from megatron_models.families.neutral import (
+    NEUTRAL,
+    OURS_WITHOUT_EFFECT,
+    WINDOW_FIELDS,
+    WITHOUT_EFFECT,
+    refuse_windows,
+)
+from megatron_models.families.settings import (
+    Fixed,
+    InexpressibleError,
+    Odd,
+    Setting,
+    Values,
+    default_of,
+    unsupported,
+)
 
 Operation = tuple[str, Mapping[str, Any]]
 """A reversible operation and its arguments; ``"$field"`` stands for a configuration field."""
@@ -16,46 +33,141 @@ Ignored = tuple[str, str, Mapping[str, Any]]
 """Pattern of foreign names, a check that megatron-ckpt knows, and its arguments."""
 
 EXPERT = "{e}"
+_SHOWN = 3  # differences named in a message
 
 Row = tuple[str, tuple[str, ...], tuple[Operation, ...]]
 """One of our parameters, the foreign tensors it is made of, and the operations theirs -> ours."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """How the weights and configuration of one family map to ours, in both directions.
 
     Operations are reversible: a row is read from left to right to import and from right to left to
     export. ``{i}`` in a name is the global layer number, ``{e}`` in a foreign one each expert's.
 
+    The world of settings is closed on both sides. A field of ours that no setting names must have
+    its default to be exported, so that a field which is added to a configuration later is refused
+    by a family that does not know it. A field of theirs that nothing names must be null to be
+    imported: that is how a ``config.json`` says that an option is not used, whereas False may turn
+    off what every model of the family has.
+
     Attributes:
         name: the family's name, as stored in checkpoints.
+        title: its name in messages.
         version: of the rows; raised when a row changes meaning.
+        kind: of models that it describes.
         architectures: names of the Hugging Face classes that hold such weights.
+        model_type: value of ``model_type`` in their ``config.json``.
         rows: one row for every parameter a model of the family can have.
+        settings: how each field of ours stands in their ``config.json``.
+        odd: fields that take functions.
+        neutral: more fields of theirs, with the values that have no effect; they come before
+            those of `NEUTRAL`, which holds for every family.
+        without_effect: fields of theirs that never have an effect, besides `WITHOUT_EFFECT`.
+        written: fields of theirs that are written with fixed values.
         conditions: for parameters that only some models have, the boolean configuration field or
             property that says whether this one does. All others are always there.
         ignored: foreign tensors that are passed over where no active row claims them, once they are
             found to say nothing: buffers that follow from the configuration, and the copy of a tied
             weight.
         prefix: the start of foreign names that files written from the headless class leave out.
-        config_to_hf: makes the content of ``config.json``; raises ConfigError if the family cannot
-            express the model.
-        config_from_hf: reads the content of ``config.json``; raises ConfigError for settings this
-            package does not implement.
         config_from_json: reads the configuration a checkpoint holds, as ``to_json`` wrote it.
     """
 
     name: str
+    title: str
     version: int
+    kind: str = "gpt"
     architectures: tuple[str, ...]
+    model_type: str
     rows: tuple[Row, ...]
-    config_to_hf: Callable[[GPTConfig], dict[str, Any]]
-    config_from_hf: Callable[[Mapping[str, Any]], GPTConfig]
+    settings: Mapping[str, Setting]
+    odd: tuple[Odd, ...] = ()
+    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    without_effect: frozenset[str] = frozenset()
+    written: Mapping[str, Any] = field(default_factory=dict)
     conditions: Mapping[str, str]
     ignored: tuple[Ignored, ...] = ()
     prefix: str = ""
     config_from_json: Callable[[Mapping[str, Any]], GPTConfig] = GPTConfig.from_dict
+
+    def config_to_hf(self, config: GPTConfig) -> dict[str, Any]:
+        """Make the content of ``config.json``.
+
+        Raises:
+            ConfigError: the family cannot express the model; names the fields and their values.
+        """
+        content, found = self._written(config)
+        if found:
+            more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            raise ConfigError(
+                f"a {self.title} model has {'; '.join(found[:_SHOWN])}{more}; it cannot be "
+                "exported to that family"
+            )
+        return content
+
+    def differences(self, config: GPTConfig) -> list[str]:
+        """Return what of a model the family cannot express: ``"field = value, this one has ..."``.
+
+        Empty where it can.
+        """
+        return self._written(config)[1]
+
+    def _written(self, config: GPTConfig) -> tuple[dict[str, Any], list[str]]:
+        """Return the content of ``config.json``, and what it cannot say."""
+        content: dict[str, Any] = {
+            "architectures": list(self.architectures[:1]),
+            "model_type": self.model_type,
+        }
+        found: list[str] = []
+        writers: list[Callable[[], Mapping[str, Any]]]
+        writers = [partial(rule.write, config) for rule in self.odd]
+        odd = {name for rule in self.odd for name in rule.ours} | OURS_WITHOUT_EFFECT
+        for entry in dataclasses.fields(config):
+            if entry.name in self.settings:
+                writers.append(partial(self.settings[entry.name].write, entry.name, config))
+            elif entry.name not in odd:
+                writers.append(partial(Fixed(default_of(entry)).write, entry.name, config))
+        for write in writers:
+            try:
+                content |= write()
+            except InexpressibleError as error:
+                found.append(str(error))
+        return {**content, **self.written}, found
+
+    def config_from_hf(self, values: Values) -> GPTConfig:
+        """Read the content of ``config.json``. Dropout rates are not part of a model here.
+
+        Raises:
+            ConfigError: a setting this package does not implement, or does not know; names the
+                field and its value.
+        """
+        self._refuse_unknown(values)
+        refuse_windows(self.title, values)
+        ours: dict[str, Any] = {}
+        for name, setting in self.settings.items():
+            ours |= setting.read(self.title, name, values)
+        for rule in self.odd:
+            ours |= rule.read(self.title, values)
+        return GPTConfig.from_dict(ours)
+
+    def _refuse_unknown(self, values: Values) -> None:
+        rules = (*self.settings.values(), *self.odd)
+        mapped = {name for rule in rules for name in rule.names} | WINDOW_FIELDS
+        unused = WITHOUT_EFFECT | self.without_effect
+        neutral = {**NEUTRAL, "model_type": (self.model_type,), **self.neutral}
+        for name, value in values.items():
+            if name in mapped or name in unused or value is None:
+                continue
+            if name not in neutral:
+                raise ConfigError(
+                    f"{self.title} models with {reprlib.repr(name)} = {reprlib.repr(value)} are "
+                    "not supported: the family does not know this field; remove it if it has no "
+                    "effect on the model"
+                )
+            if not any(type(value) is type(one) and value == one for one in neutral[name]):
+                raise unsupported(self.title, name, value, list(neutral[name]))
 
     def active_rows(self, config: GPTConfig) -> tuple[Row, ...]:
         """Return the rows of the parameters that a model of ``config`` has, expert by expert."""
@@ -71,72 +183,3 @@ def _of_experts(names: tuple[str, ...], count: int) -> tuple[str, ...]:
     if not any(EXPERT in name for name in names):
         return names
     return tuple(name.replace(EXPERT, str(e)) for e in range(count) for name in names)
-
-
-def need(values: Mapping[str, Any], key: str, family: str) -> Any:
-    """Return ``values[key]``, or say that the foreign configuration lacks it."""
-    if values.get(key) is None:
-        raise ConfigError(f"the {family} configuration lacks {key!r}")
-    return values[key]
-
-
-def refuse_unless(
-    values: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], family: str
-) -> None:
-    """Refuse a foreign configuration whose settings are outside what this package implements.
-
-    Args:
-        values: content of ``config.json``.
-        allowed: for each key the values that may stand there; an absent key is always fine. They
-            come before those of `NEUTRAL`, which holds for every family.
-        family: name used in the message.
-    """
-    for key, choices in {**NEUTRAL, **allowed}.items():
-        if key in values and values[key] not in choices:
-            raise ConfigError(
-                f"{family} models with {key} = {reprlib.repr(values[key])} are not supported, only "
-                + " or ".join(map(repr, choices))
-            )
-    _refuse_windows(values, family)
-
-
-def _refuse_windows(values: Mapping[str, Any], family: str) -> None:
-    """Refuse windows that hide any of the positions, in all layers or in some.
-
-    A window as long as the positions hides nothing, as no longer sequence is taken.
-    """
-    key = "n_positions" if "n_positions" in values else "max_position_embeddings"
-    positions, whole = values.get(key), ["full_attention"]
-    for name, kind in WINDOWS.items():
-        window = values.get(name)
-        if window is None:
-            continue
-        if type(window) is not int or type(positions) is not int or window < positions:
-            raise ConfigError(
-                f"{family} models with {name} = {reprlib.repr(window)} are not supported, only "
-                f"None or at least {key} = {reprlib.repr(positions)}"
-            )
-        whole.append(kind)
-    if values.get("use_sliding_window") and "sliding_attention" not in whole:
-        raise ConfigError(
-            f"{family} models with use_sliding_window = "
-            f"{reprlib.repr(values['use_sliding_window'])} and no sliding_window are not supported"
-        )
-    kinds = values.get("layer_types")
-    if kinds is not None and (
-        not isinstance(kinds, list) or any(kind not in whole for kind in kinds)
-    ):
-        raise ConfigError(
-            f"{family} models with layer_types = {reprlib.repr(kinds)} are not supported, only "
-            f"{' or '.join(map(repr, whole))} in every layer"
-        )
-
-
-def require(config: GPTConfig, wanted: Mapping[str, Any], family: str) -> None:
-    """Refuse to export a model that the family cannot express, naming the field and both values."""
-    for name, value in wanted.items():
-        if getattr(config, name) != value:
-            raise ConfigError(
-                f"a {family} model has {name} = {value!r}, this one has {getattr(config, name)!r}; "
-                "it cannot be exported to that family"
-            )

@@ -4,12 +4,8 @@ Linear layers are stored transposed there ("Conv1D"), and one matrix holds the q
 keys, then the values of all heads.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from megatron_models.config import GPTConfig
-from megatron_models.errors import ConfigError
-from megatron_models.families.family import Family, Operation, Row, need, refuse_unless, require
+from megatron_models.families.family import Family, Operation, Row
+from megatron_models.families.settings import Filled, Fixed, Spelled, Theirs, Unused
 
 _TRANSPOSE: Operation = ("transpose", {})
 _QKV: Operation = (
@@ -45,76 +41,80 @@ _ROWS: tuple[Row, ...] = (
     ("output.weight", ("lm_head.weight",), (_VOCAB,)),
 )
 
-_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-_ALLOWED: dict[str, tuple[Any, ...]] = {
-    "activation_function": (*_TANH, "gelu"),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "position_embedding_type": (None, "absolute"),
-    "rope_theta": (None,),
-    "rope_scaling": (None, {}),
-    "rope_parameters": (None, {}),
-    "multi_query": (None, False),
-}
-
-
-def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
-    """Read the content of a GPT-2 ``config.json``. Dropout rates are not part of the model here."""
-    refuse_unless(values, _ALLOWED, "GPT-2")
-    return GPTConfig(
-        num_layers=need(values, "n_layer", "GPT-2"),
-        hidden_size=need(values, "n_embd", "GPT-2"),
-        num_attention_heads=need(values, "n_head", "GPT-2"),
-        vocab_size=need(values, "vocab_size", "GPT-2"),
-        max_position_embeddings=need(values, "n_positions", "GPT-2"),
-        ffn_hidden_size=values.get("n_inner") or 0,
-        norm_epsilon=values.get("layer_norm_epsilon", 1e-5),
-        activation="gelu" if values.get("activation_function") == "gelu" else "gelu_tanh",
-        untie_embeddings_and_output_weights=not values.get("tie_word_embeddings", True),
-        init_method_std=values.get("initializer_range", 0.02),
-    )
-
-
-def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """Make the content of a GPT-2 ``config.json``."""
-    wanted = {
-        "num_experts": 0,
-        "softmax_type": "vanilla",
-        "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "add_bias_linear": True,
-        "num_query_groups": config.num_attention_heads,
-        "query_size": config.hidden_size,
-    }
-    require(config, wanted, "GPT-2")
-    if config.gated:
-        raise ConfigError("a GPT-2 model has a GELU, this one swiglu; it cannot be exported to it")
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_layer": config.num_layers,
-        "n_embd": config.hidden_size,
-        "n_head": config.num_attention_heads,
-        "n_inner": config.ffn_hidden_size,
-        "n_positions": config.max_position_embeddings,
-        "vocab_size": config.vocab_size,
-        "layer_norm_epsilon": config.norm_epsilon,
-        "activation_function": "gelu" if config.activation == "gelu" else "gelu_new",
-        "initializer_range": config.init_method_std,
-        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    }
-
+_TANH, _EXACT = "gelu_tanh", "gelu"
+ROTARY = (
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "rope_scaling_type",
+    "rope_scaling_factor",
+    "rope_scaling_low_freq_factor",
+    "rope_scaling_high_freq_factor",
+    "rope_scaling_original_length",
+)
 
 FAMILY = Family(
     name="gpt2",
+    title="GPT-2",
     version=1,
     architectures=("GPT2LMHeadModel",),
+    model_type="gpt2",
     rows=_ROWS,
-    config_to_hf=config_to_hf,
-    config_from_hf=config_from_hf,
+    settings={
+        "num_layers": Theirs("n_layer"),
+        "hidden_size": Theirs("n_embd"),
+        "num_attention_heads": Theirs("n_head"),
+        "num_query_groups": Filled(),
+        "kv_channels": Filled(),
+        "ffn_hidden_size": Theirs("n_inner", absent=0, null=0),
+        "vocab_size": Theirs("vocab_size"),
+        "max_position_embeddings": Theirs("n_positions"),
+        "position_embedding_type": Fixed("learned_absolute"),
+        **dict.fromkeys(ROTARY, Unused()),
+        "normalization": Fixed("LayerNorm"),
+        "norm_epsilon": Theirs("layer_norm_epsilon", absent=1e-5),
+        "activation": Spelled(
+            "activation_function",
+            (
+                ("gelu_new", _TANH),
+                ("gelu_pytorch_tanh", _TANH),
+                ("gelu_fast", _TANH),
+                ("gelu", _EXACT),
+            ),
+            absent="gelu_new",
+        ),
+        "add_bias_linear": Fixed(True),
+        "untie_embeddings_and_output_weights": Spelled(
+            "tie_word_embeddings", ((True, False), (False, True)), absent=True
+        ),
+        "init_method_std": Theirs("initializer_range", absent=0.02),
+    },
+    neutral={
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "position_embedding_type": ("absolute",),
+        "rope_scaling": ({},),
+        "rope_parameters": ({},),
+        "multi_query": (False,),
+    },
+    # The first names arithmetic of scores that differs in rounding alone; others are of a head that
+    # is not read, or of training.
+    without_effect=frozenset(
+        {
+            "reorder_and_upcast_attn",
+            "resid_pdrop",
+            "embd_pdrop",
+            "attn_pdrop",
+            "n_ctx",
+            "predict_special_tokens",
+            "summary_type",
+            "summary_use_proj",
+            "summary_activation",
+            "summary_proj_to_labels",
+            "summary_first_dropout",
+        }
+    ),
+    written={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     conditions={"output.weight": "untie_embeddings_and_output_weights"},
     ignored=(
         ("lm_head.weight", "same_as", {"other": "transformer.wte.weight", "rows": "$vocab_size"}),

@@ -5,12 +5,11 @@ Softmax over all experts, renormalised over the chosen ones, is softmax over the
 one chosen expert it is 1.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron_models.config import GPTConfig
 from megatron_models.families import llama
-from megatron_models.families.family import Family, Operation, Row, need, refuse_unless, require
+from megatron_models.families.family import Family, Operation, Row
+from megatron_models.families.rope import rope
+from megatron_models.families.settings import Fixed, Odd, Theirs, Unused, inexpressible
 
 _MOE = "model.layers.{i}.block_sparse_moe"
 _EXPERT = f"{_MOE}.experts.{{e}}"
@@ -42,70 +41,56 @@ _ROWS = (
     + _EXPERTS
 )
 
-_ALLOWED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "attention_bias": (None, False),
-    "mlp_bias": (None, False),
-    "norm_topk_prob": (None, True),
-    "scoring_func": (None, "softmax"),
-    "topk_method": (None, "greedy"),
-    "n_group": (None, 1),
-    "routed_scaling_factor": (None, 1, 1.0),
-    "n_shared_experts": (None, 0),
-    "num_shared_experts": (None, 0),
-    "first_k_dense_replace": (None, 0),
-    "moe_layer_freq": (None, 1),
-    "decoder_sparse_step": (None, 1),
-    "mlp_only_layers": (None, []),
-}
 
-
-def config_from_hf(values: Mapping[str, Any]) -> GPTConfig:
-    """Read the content of a Mixtral ``config.json``.
-
-    What only training uses is not part of the model: weights of its losses, and router noise.
-    """
-    refuse_unless(values, _ALLOWED, "Mixtral")
-    dense = llama.config_from_hf({**values, "attention_bias": False, "mlp_bias": False})
-    experts = {
-        "num_experts": need(values, "num_local_experts", "Mixtral"),
-        "moe_router_topk": need(values, "num_experts_per_tok", "Mixtral"),
-        "moe_ffn_hidden_size": dense.ffn_hidden_size,
-    }
-    return GPTConfig.from_dict(dense.to_dict() | experts)
-
-
-def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """Make the content of a Mixtral ``config.json``."""
-    wanted = {
-        "moe_layers": (True,) * config.num_layers,
-        "moe_shared_expert_intermediate_size": 0,
-        "moe_router_pre_softmax": False,
-        "has_qkv_bias": False,
-        "has_attention_out_bias": False,
-        "has_mlp_bias": False,
-    }
-    require(config, wanted, "Mixtral")
-    plain = {name: value for name, value in config.to_dict().items() if not name.startswith("moe_")}
-    plain |= {"num_experts": 0, "ffn_hidden_size": config.moe_ffn_hidden_size}
-    dense = llama.config_to_hf(GPTConfig.from_dict(plain))
-    del dense["mlp_bias"], dense["attention_bias"]
-    return dense | {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "num_local_experts": config.num_experts,
-        "num_experts_per_tok": config.moe_router_topk,
-        "sliding_window": None,
-    }
+def _every_layer(config: GPTConfig) -> dict[str, object]:
+    every = (True,) * config.num_layers
+    if config.moe_layers != every:
+        raise inexpressible("moe_layers", repr(every), config.moe_layers)
+    return {}
 
 
 FAMILY = Family(
     name="mixtral",
+    title="Mixtral",
     version=1,
     architectures=("MixtralForCausalLM",),
+    model_type="mixtral",
     rows=_ROWS,
-    config_to_hf=config_to_hf,
-    config_from_hf=config_from_hf,
+    settings={
+        **llama.FAMILY.settings,
+        "num_query_groups": Theirs("num_key_value_heads", null=0),
+        "norm_epsilon": Theirs("rms_norm_eps", absent=1e-5),
+        "ffn_hidden_size": Unused("intermediate_size"),
+        "moe_ffn_hidden_size": Theirs("intermediate_size"),
+        "add_bias_linear": Fixed(False),
+        "num_experts": Theirs("num_local_experts"),
+        "moe_router_topk": Theirs("num_experts_per_tok"),
+        "moe_router_pre_softmax": Fixed(False),
+    },
+    odd=(
+        rope(1e6),
+        Odd(("moe_layer_freq",), (), read=lambda title, values: {}, write=_every_layer),
+    ),
+    neutral={
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "norm_topk_prob": (True,),
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy",),
+        "n_group": (1,),
+        "routed_scaling_factor": (1, 1.0),
+        "n_shared_experts": (0,),
+        "num_shared_experts": (0,),
+        "first_k_dense_replace": (0,),
+        "moe_layer_freq": (1,),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+    },
+    # Losses and noise of the router are of training.
+    without_effect=frozenset(
+        {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
+    ),
+    written={"attention_dropout": 0.0, "sliding_window": None},
     conditions={"output.weight": "untie_embeddings_and_output_weights"},
     ignored=llama.FAMILY.ignored,
     prefix="model.",

@@ -1,22 +1,110 @@
-"""Fields of a ``config.json`` that change what a model computes, and values that change nothing.
+"""Settings without effect on what a model computes: fields of a ``config.json``, and of ours.
 
-Forks and successors of a published model keep its architecture's name and add such fields. Weights
-alone do not show them, so a value that is not listed is refused.
+Forks and successors of a published model keep its architecture's name and add fields. Weights alone
+do not show them, so a field is refused unless it is known here, or to the family, to change
+nothing: whatever its value (`WITHOUT_EFFECT`) or with the values that are listed (`NEUTRAL`).
 """
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
+
+from megatron_models.errors import ConfigError
+from megatron_models.families.settings import Values
 
 _OFF = (None, False)
 _ONE = (None, 1, 1.0)
 _NONE = (None,)
 _ZERO = (None, 0)
 
+#: Our fields that are exported as nothing: padding is not stored, and these losses are of training.
+OURS_WITHOUT_EFFECT = frozenset(
+    {
+        "make_vocab_size_divisible_by",
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+    }
+)
+
+#: Their fields that never change the model: files and versions, tokens, what is returned, how text
+#: is generated (these stand in ``generation_config.json`` today), labels of classifiers, training.
+WITHOUT_EFFECT = frozenset(
+    {
+        "architectures",  # which family reads a file is decided before
+        "_name_or_path",
+        "transformers_version",
+        "transformers.js_config",
+        "dtype",
+        "torch_dtype",
+        "use_bfloat16",
+        "torchscript",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+        "experts_implementation",
+        "_experts_implementation",
+        "_experts_implementation_internal",
+        "chunk_size_feed_forward",
+        "gradient_checkpointing",
+        "tokenizer_class",
+        "prefix",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "unk_token_id",
+        "decoder_start_token_id",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "use_cache",
+        "return_dict",
+        "return_dict_in_generate",
+        "output_hidden_states",
+        "output_attentions",
+        "output_scores",
+        "is_decoder",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "num_return_sequences",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "diversity_penalty",
+        "exponential_decay_length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "remove_invalid_values",
+        "task_specific_params",
+        "problem_type",
+        "finetuning_task",
+        "num_labels",
+        "id2label",
+        "label2id",
+        "attention_dropout",
+        "hidden_dropout",
+        "classifier_dropout",
+    }
+)
+
 #: For every family: field -> values with which it has no effect.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # Weights are stored in another form.
     "quantization_config": _NONE,
     "compression_config": _NONE,
+    # Code that comes with the weights instead of the architecture's own.
+    "auto_map": _NONE,
     "pruned_heads": (None, {}, []),
     # Factors on embeddings, residuals, attention scores and logits.
     "embedding_multiplier": _ONE,
@@ -42,6 +130,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (None, True),
     "add_cross_attention": _OFF,
     "is_encoder_decoder": _OFF,
+    "tie_encoder_decoder": _OFF,
+    "cross_attention_hidden_size": _NONE,
     "alibi": _OFF,
     "use_qk_norm": _OFF,
     "qk_norm": _OFF,
@@ -73,3 +163,38 @@ WINDOWS: Mapping[str, str] = {
     "sliding_window": "sliding_attention",
     "attention_chunk_size": "chunked_attention",
 }
+
+#: Fields that `refuse_windows` looks at. The last says from which layer on there is a window.
+WINDOW_FIELDS = frozenset({*WINDOWS, "use_sliding_window", "layer_types", "max_window_layers"})
+
+
+def refuse_windows(title: str, values: Values) -> None:
+    """Refuse windows that hide any of the positions, in all layers or in some.
+
+    A window as long as the positions hides nothing, as no longer sequence is taken.
+    """
+    key = "n_positions" if "n_positions" in values else "max_position_embeddings"
+    positions, whole = values.get(key), ["full_attention"]
+    for name, kind in WINDOWS.items():
+        window = values.get(name)
+        if window is None:
+            continue
+        if type(window) is not int or type(positions) is not int or window < positions:
+            raise ConfigError(
+                f"{title} models with {name} = {reprlib.repr(window)} are not supported, only "
+                f"None or at least {key} = {reprlib.repr(positions)}"
+            )
+        whole.append(kind)
+    if values.get("use_sliding_window") and "sliding_attention" not in whole:
+        raise ConfigError(
+            f"{title} models with use_sliding_window = "
+            f"{reprlib.repr(values['use_sliding_window'])} and no sliding_window are not supported"
+        )
+    kinds = values.get("layer_types")
+    if kinds is not None and (
+        not isinstance(kinds, list) or any(kind not in whole for kind in kinds)
+    ):
+        raise ConfigError(
+            f"{title} models with layer_types = {reprlib.repr(kinds)} are not supported, only "
+            f"{' or '.join(map(repr, whole))} in every layer"
+        )

@@ -1,0 +1,95 @@
+"""Rotary settings of a ``config.json``, in the spellings of transformers 4 and 5."""
+
+import reprlib
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from megatron_models.config import GPTConfig
+from megatron_models.errors import ConfigError
+from megatron_models.families.settings import Odd, Values
+
+_ROPE_KEYS = {
+    *("rope_type", "type", "rope_theta", "factor"),
+    *("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the rotary settings after refusing those that are not read."""
+    given = [values[key] for key in ("rope_parameters", "rope_scaling") if values.get(key)]
+    maps = [each for each in given if isinstance(each, Mapping)]
+    bare = [{key: each[key] for key in each if key != "rope_theta"} for each in maps]
+    if len(maps) < len(given) or any(each != bare[0] for each in bare):
+        raise ConfigError(
+            f"rotary settings are {reprlib.repr(given)}, not one map: give rope_parameters or "
+            "rope_scaling"
+        )
+    bases = [each["rope_theta"] for each in (values, *maps) if each.get("rope_theta") is not None]
+    others = [base for base in bases if base != bases[0]]
+    if others:
+        raise ConfigError(
+            f"rope_theta is {reprlib.repr(bases[0])} and {reprlib.repr(others[0])} in the "
+            "rotary settings"
+        )
+    settings = bare[0] if bare else {}
+    if bases:
+        settings["rope_theta"] = bases[0]
+    for key, value in settings.items():
+        neutral = value is None or (key == "partial_rotary_factor" and value == 1)
+        if key not in _ROPE_KEYS and not neutral:
+            raise ConfigError(
+                f"rotary settings with {reprlib.repr(key)} = {reprlib.repr(value)} are not "
+                "supported"
+            )
+    return settings
+
+
+_LLAMA3 = {
+    "rope_scaling_low_freq_factor": "low_freq_factor",
+    "rope_scaling_high_freq_factor": "high_freq_factor",
+    "rope_scaling_original_length": "original_max_position_embeddings",
+}
+
+
+def _from_hf(title: str, values: Values, *, base: float) -> dict[str, Any]:
+    scaling = _rope_parameters(values)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    given = scaling.get("rope_theta")
+    settings: dict[str, Any] = {"rotary_base": base if given is None else given}
+    if kind == "default":
+        return settings
+    if kind not in ("linear", "llama3"):
+        raise ConfigError(
+            f"rotary scaling of type {reprlib.repr(kind)} is not supported, only linear and llama3"
+        )
+    read = {"rope_scaling_factor": "factor", **(_LLAMA3 if kind == "llama3" else {})}
+    for ours, theirs in read.items():
+        if scaling.get(theirs) is None:
+            raise ConfigError(f"the {title} configuration's rotary scaling lacks {theirs!r}")
+        settings[ours] = scaling[theirs]
+    return settings | {"rope_scaling_type": kind}
+
+
+def _to_hf(config: GPTConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = {"rope_theta": config.rotary_base, "rope_scaling": None}
+    if config.rope_scaling_type == "none":
+        return settings
+    scaling = {"rope_type": config.rope_scaling_type, "factor": config.rope_scaling_factor}
+    if config.rope_scaling_type == "llama3":
+        scaling |= {theirs: getattr(config, ours) for ours, theirs in _LLAMA3.items()}
+    return settings | {"rope_scaling": scaling}
+
+
+def rope(base: float) -> Odd:
+    """Return how rotary positions over whole heads are set, with or without scaling.
+
+    Args:
+        base: of a file that does not say it.
+    """
+    return Odd(
+        ours=("rotary_base", "rope_scaling_type", "rope_scaling_factor", *_LLAMA3),
+        names=("rope_theta", "rope_scaling", "rope_parameters"),
+        read=partial(_from_hf, base=base),
+        write=_to_hf,
+    )
