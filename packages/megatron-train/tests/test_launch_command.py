@@ -68,6 +68,20 @@ def test_mistakes_interrupts_and_bugs_are_told_apart():
     assert (bug.kind, bug.message) == ("bug", "KeyError: 'x'") and "KeyError" in bug.traceback
 
 
+def test_memory_that_ran_out_is_no_bug():
+    import torch
+
+    host = "[enforce fail at alloc_cpu.cpp:127] err == 0. CPUAllocator: can't allocate memory"
+    for error, asked in (
+        (RuntimeError(f"{host}: you tried to allocate 2560 bytes. Error code 12"), "2560 bytes"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU"), "2.50 GiB"),
+    ):
+        report = report_of(error)
+        assert (report.kind, report.status, report.traceback) == ("own", 1, "")
+        assert report.message.startswith(f"out of memory, {asked} asked for: lower --micro-batch")
+    assert report_of(MemoryError()).message.startswith("out of memory: lower --micro-batch-size")
+
+
 def test_failures_between_ranks_are_not_bugs(monkeypatch):
     import torch.distributed as dist
     from megatron_parallel import CollectiveError

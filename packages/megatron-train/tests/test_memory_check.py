@@ -13,7 +13,12 @@ from megatron_train.config.data import DataConfig
 from megatron_train.config.run import RunConfig
 from megatron_train.config.sections import EvaluationConfig, TrainingConfig
 from megatron_train.errors import TrainError
-from megatron_train.memory_check import device_memory, least_memory, refuse_what_cannot_fit
+from megatron_train.memory_check import (
+    device_memory,
+    least_memory,
+    least_scores,
+    refuse_what_cannot_fit,
+)
 
 CPU = torch.device("cpu")
 
@@ -29,7 +34,9 @@ def run_of(length=64, layout=None, **training):
     return RunConfig(
         model=model,
         data=DataConfig(seq_length=length, data_path=("text",)),
-        training=TrainingConfig(micro_batch_size=2, train_iters=1, **training),
+        training=TrainingConfig(
+            **{"micro_batch_size": 2, "train_iters": 1, "attention_dropout": 0.0, **training}
+        ),
         optimizer=OptimizerConfig(lr=0.1),
         layout=layout or ParallelLayout(dp=1),
         evaluation=EvaluationConfig(eval_iters=0),
@@ -51,6 +58,24 @@ def test_a_run_is_refused_from_the_byte_on_that_does_not_fit(monkeypatch):
 def test_a_sequence_longer_than_any_memory_is_refused_here():
     with pytest.raises(TrainError, match=r"--seq-length 400000000 .* this host has \d"):
         refuse_what_cannot_fit(run_of(400_000_000), CPU)
+
+
+def test_scores_of_attention_count_where_dropout_needs_them_whole(monkeypatch):
+    assert least_scores(run_of(8)) == 0
+    dropping = run_of(10_000, attention_dropout=0.1)
+    scores = 4 * 2 * 4 * 10_000**2  # fp32, samples, heads, pairs
+    assert least_scores(dropping) == scores
+    assert least_scores(run_of(8, attention_dropout=0.1, compile=True)) == 0
+    half = ParallelLayout(tp=2, cp=2, dp=1)
+    assert least_scores(run_of(10_000, half, attention_dropout=0.1)) == scores // 2 // 4**2
+    limit = least_memory(dropping).total + scores
+    monkeypatch.setattr(memory_check, "device_memory", lambda device: limit)
+    refuse_what_cannot_fit(dropping, CPU)
+    monkeypatch.setattr(memory_check, "device_memory", lambda device: limit - 1)
+    with pytest.raises(
+        TrainError, match=r"3\.0 GiB of the attention scores .* --attention-dropout"
+    ):
+        refuse_what_cannot_fit(dropping, CPU)
 
 
 def test_what_a_compiler_keeps_is_not_counted_and_a_stage_has_its_layers_alone():

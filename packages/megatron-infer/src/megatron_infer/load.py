@@ -16,11 +16,10 @@ import torch
 from megatron_ckpt import Checkpoint, ForeignModel, find_checkpoint, is_foreign_model
 from megatron_data import DataError, Tokenizer, load_tokenizer
 from megatron_models import GPT, GPTConfig, parameter_shapes
-from megatron_parallel import Mesh, View, collect_shardings, parameter_views
+from megatron_parallel import Mesh, View, collect_shardings, is_out_of_memory, parameter_views
 
 from megatron_infer.engine.generate import stop_tokens
 from megatron_infer.errors import InferError
-from megatron_infer.memory import is_out_of_memory
 
 TOKENIZER_FOLDER = "tokenizer"
 _SETTINGS = ("huggingface/generation_config.json", "huggingface/config.json")

@@ -38,6 +38,7 @@ from .inner_losses import InnerLosses as InnerLosses
 from .layout import Coordinates as Coordinates
 from .layout import ExpertCoordinates as ExpertCoordinates
 from .layout import ParallelLayout as ParallelLayout
+from .memory import is_out_of_memory as is_out_of_memory
 from .mesh import GridMesh as GridMesh
 from .mesh import Mesh as Mesh
 from .mesh import bind_grids as bind_grids

@@ -23,17 +23,22 @@ def refuse_what_cannot_fit(config: RunConfig, device: torch.device) -> None:
     limit = device_memory(device)
     if limit is None:
         return
-    needed = least_memory(config)
-    if needed.total <= limit:
+    needed, scores = least_memory(config), least_scores(config)
+    if needed.total + scores <= limit:
         return
     states = needed.total - needed.activations
     where = "this host has" if device.type == "cpu" else "the device has"
+    whole, instead = "", ""
+    if scores > needed.total:
+        whole = f", {_size(scores)} of the attention scores of one layer"
+        instead = "train without --attention-dropout, which needs all scores at once, "
     raise TrainError(
         f"--seq-length {config.data.seq_length} with --micro-batch-size "
-        f"{config.training.micro_batch_size} needs at least {_size(needed.total)} on this rank "
-        f"({_size(needed.activations)} of activations, {_size(states)} of weights, gradients and "
-        f"optimizer), and {where} {_size(limit)} for it; lower them or the size of the model, "
-        "recompute activations (--recompute-granularity full), or cut the model over more ranks"
+        f"{config.training.micro_batch_size} needs at least {_size(needed.total + scores)} on this "
+        f"rank ({_size(needed.activations)} of activations, {_size(states)} of weights, gradients "
+        f"and optimizer{whole}), and {where} {_size(limit)} for it; {instead}lower them or the "
+        "size of the model, recompute activations (--recompute-granularity full), or cut the model "
+        "over more ranks"
     )
 
 
@@ -58,6 +63,21 @@ def least_memory(config: RunConfig) -> TrainingMemory:
         recompute=config.recompute,
         dispatcher=config.training.moe_token_dispatcher_type,
     )
+
+
+def least_scores(config: RunConfig) -> int:
+    """Return the bytes of one layer's attention scores where all are needed at once, else 0.
+
+    They are with --attention-dropout, which no backend applies in blocks: fp32 numbers
+    ``[b, n, s, s]`` of this rank's heads; of context parallel ranks, those of one of the chunks
+    that a sequence is cut into.
+    """
+    training, layout = config.training, config.layout
+    if not training.attention_dropout or training.compile or layout.hybrid_cp:
+        return 0
+    heads = config.model.num_attention_heads // layout.tp
+    part = config.data.seq_length // (1 if layout.cp == 1 else 2 * layout.cp)
+    return 4 * training.micro_batch_size * heads * part * part
 
 
 def device_memory(device: torch.device) -> int | None:

@@ -32,7 +32,7 @@ from megatron_train.errors import TrainError
 from megatron_train.memory_check import refuse_what_cannot_fit
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.environment import environment
-from megatron_train.metrics.peak import device_peak
+from megatron_train.metrics.peak import Peak, cpu_rate, device_peak
 from megatron_train.run_record import RunRecord, run_record
 from megatron_train.shared_batches import Batches, open_batches
 from megatron_train.starting import (
@@ -41,6 +41,7 @@ from megatron_train.starting import (
     refuse_files_for_folders,
     what_is_kept,
 )
+from megatron_train.step_time import check_step_time
 from megatron_train.tasks.gpt import GPTTask
 from megatron_train.tokenizer import open_tokenizer
 from megatron_train.trainer import Stop, Trainer
@@ -81,6 +82,11 @@ def pretrain_gpt(
     ):
         start = Start.find(config.checkpoint, coordinator)
         refuse_what_cannot_fit(config, mesh.device)
+        peak = device_peak(mesh.device, dtype) if mesh.rank == 0 else None
+        rate = cpu_rate(dtype) if mesh.device.type == "cpu" else peak
+        # One rank decides: each may measure another peak.
+        if long := exchange(coordinator, lambda: None, lambda _: check_step_time(config, rate)):
+            console.warn(long)
         facts = environment(mesh.device)
         # Printed with the first line there is: what is refused before needs no environment.
         console.preface = partial(_description, config, values, facts, dtype)
@@ -89,7 +95,7 @@ def pretrain_gpt(
         # One rank looks at the corpora, since others need not have them (--broadcast-batches).
         record = exchange(coordinator, lambda: None, lambda _: run_record(config, tokenizer))
         trainer = build_gpt_trainer(config, batches, mesh, dtype)
-        run = _Run(config, console, mesh, dtype, batches, tokenizer, facts, start, record)
+        run = _Run(config, console, mesh, peak, batches, tokenizer, facts, start, record)
         trainer.callbacks = run.callbacks()
         continued = start.take(trainer, config, record, console)
         console.line(str(trainer.engine.fusion))
@@ -248,7 +254,7 @@ class _Run:
     config: RunConfig
     console: Console
     mesh: Mesh
-    dtype: torch.dtype
+    peak: Peak | None
     batches: Batches
     tokenizer: Tokenizer | None
     facts: dict[str, str]
@@ -302,7 +308,7 @@ class _Run:
             LogLine(
                 self.console,
                 logging.log_interval,
-                peak=device_peak(self.mesh.device, self.dtype),
+                peak=self.peak,
                 throughput=logging.log_throughput,
                 listeners=() if recorder is None else (recorder.logged,),
             )

@@ -12,10 +12,10 @@ import time
 import torch
 from megatron_data import DataError, Tokenizer
 from megatron_models import GPT
+from megatron_parallel import is_out_of_memory
 
 from megatron_infer.engine.batch import evaluating
 from megatron_infer.errors import InferError
-from megatron_infer.memory import is_out_of_memory
 from megatron_infer.server.fields import GenerateRequest, RequestError
 from megatron_infer.server.generation import Generation
 from megatron_infer.server.job import Answer, Job

@@ -12,6 +12,7 @@ from megatron_train.errors import SettingsError
 from megatron_train.launch.link import Report
 
 _GLOO = re.compile(r"^\[\S*gloo/\S+:\d+\]")
+_ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 _PLACE = re.compile(r"^\[[^\]]*\]\s*")
 
 
@@ -25,6 +26,8 @@ def report_of(error: BaseException) -> Report:
         return Report("interrupted", "interrupted", EXIT_INTERRUPTED)
     if isinstance(error, _mistakes()):
         return Report("own", one_line(error))
+    if (full := _out_of_memory(error)) is not None:
+        return full
     lost = _lost_peer(error)
     if lost is not None:
         return lost
@@ -49,6 +52,23 @@ def _mistakes() -> tuple[type[Exception], ...]:
 
     ours = (CheckpointError, DataError, KernelError, ConfigError, OptimError, LayoutError)
     return (TrainError, *ours, OSError)
+
+
+def _out_of_memory(error: BaseException) -> Report | None:
+    """Return the report of memory that ran out; None where it is something else."""
+    if "torch" not in sys.modules and not isinstance(error, MemoryError):
+        return None
+    from megatron_parallel import is_out_of_memory
+
+    if not is_out_of_memory(error):
+        return None
+    found = _ASKED.search(str(error))
+    asked = f", {found[1]} asked for" if found else ""
+    return Report(
+        "own",
+        f"out of memory{asked}: lower --micro-batch-size, --seq-length or the size of the model, "
+        "recompute activations (--recompute-granularity full), or cut the model over more ranks",
+    )
 
 
 def _lost_peer(error: BaseException) -> Report | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 _TERA = 1e12
+_THREAD = 1e11  # FLOP/s of a thread of a CPU, in fp32
 
 # Dense TFLOP/s by device name, from NVIDIA's and AMD's data sheets: bf16 on tensor (matrix) cores,
 # and fp32. Where a data sheet gives only the figure with sparsity, half of it. More specific names
@@ -65,6 +66,17 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
     if listed is not None:
         return Peak(listed, f"data sheet of {name}, dense {_short(dtype)}")
     return measured_peak(device, dtype)
+
+
+def cpu_rate(dtype: torch.dtype) -> Peak:
+    """Return what this process is assumed to compute on a CPU at best, to estimate a step by.
+
+    100 GFLOP/s for each of torch's threads, ten times as many in bf16, for which some CPUs have
+    matrix units. Most CPUs reach less.
+    """
+    each = _THREAD * (10 if dtype == torch.bfloat16 else 1)
+    threads = torch.get_num_threads()
+    return Peak(each * threads, f"{each / 1e9:g} GFLOP/s assumed of each thread of a CPU")
 
 
 def table_peak(device_name: str, dtype: torch.dtype) -> float | None:

@@ -1,0 +1,84 @@
+"""How long one step takes at least, asked before anything is built.
+
+A sequence that fits into memory may still need years: attention grows with the square of its
+length, and no line is printed and no checkpoint is saved before the first step ends.
+"""
+
+from dataclasses import dataclass
+
+from megatron_models import gpt_flops
+
+from megatron_train.config.run import RunConfig
+from megatron_train.errors import TrainError
+from megatron_train.metrics.peak import Peak
+
+LONGEST = 24 * 3600.0
+"""Seconds of a step, at the rate that the device reaches at best, above which a run is refused."""
+LONG = 60.0
+"""Seconds above which a run says how long its steps take."""
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The arithmetic of one step.
+
+    Attributes:
+        flops: floating-point operations of forward and backward passes, on each rank.
+        attention: share of them that grows with the square of the sequence length, 0 to 1.
+    """
+
+    flops: float
+    attention: float
+
+
+def least_work(config: RunConfig) -> StepWork:
+    """Return what each rank computes at least in the largest step of a run.
+
+    Of documents that do not attend to one another (--reset-attention-mask, or a pool of ranks) no
+    attention is counted, since their lengths are unknown.
+    """
+    length, samples = config.data.seq_length, config.batch_sizes.sizes[-1]
+    tokens = samples * length
+    packed = config.data.reset_attention_mask or config.layout.hybrid_cp
+    without = gpt_flops(config.model, length, tokens, squared_lengths=0)
+    flops = without if packed else gpt_flops(config.model, length, tokens)
+    return StepWork(flops / config.layout.world_size, 1 - without / flops)
+
+
+def check_step_time(config: RunConfig, rate: Peak | None) -> str | None:
+    """Return a line on how long a step takes, or None where that is not worth one.
+
+    Args:
+        config: the run.
+        rate: what the device of a rank reaches at best; None if unknown, and nothing is said.
+
+    Raises:
+        TrainError: a step takes more than a day; the message says what to change.
+    """
+    if rate is None:
+        return None
+    work = least_work(config)
+    seconds = work.flops / rate.flops_per_second
+    if seconds <= LONG:
+        return None
+    samples = config.batch_sizes.sizes[-1]
+    text = (
+        f"a step of {samples} sample{'s' * (samples > 1)} with --seq-length "
+        f"{config.data.seq_length} takes at least {_duration(seconds)}: {work.flops:.4g} "
+        f"floating-point operations on each rank, {100 * work.attention:.0f} % of them attention, "
+        f"at {rate.flops_per_second:.4g} FLOP/s ({rate.source})"
+    )
+    if seconds <= LONGEST:
+        return f"{text}; no line is printed and no checkpoint is saved before it ends"
+    lower = "--seq-length" if work.attention > 0.5 else "--global-batch-size"
+    raise TrainError(
+        f"{text}; a step may take {_duration(LONGEST)} at most: lower {lower} or the size of the "
+        "model, or start more ranks"
+    )
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds / 60:.1f} minutes"

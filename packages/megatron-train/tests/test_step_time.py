@@ -1,0 +1,116 @@
+"""A step that would take a day is refused before anything is built; sums are done by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from megatron_models import GPTConfig
+from megatron_optim import OptimizerConfig
+from megatron_parallel import ParallelLayout
+from megatron_train import pretrain, step_time
+from megatron_train.cli.main import main
+from megatron_train.config.data import DataConfig
+from megatron_train.config.run import RunConfig
+from megatron_train.config.sections import EvaluationConfig, TrainingConfig
+from megatron_train.errors import TrainError
+from megatron_train.metrics.peak import Peak, cpu_rate
+from megatron_train.step_time import check_step_time, least_work
+
+# Elements of the matrices that a token is multiplied with: of 4 layers 4 x 32 x 32 around
+# attention and 2 x 32 x 128 behind it, and 32 x 128 of the output layer.
+MATRICES = 4 * (4 * 32 * 32 + 2 * 32 * 128) + 32 * 128
+
+
+def run_of(length=64, layout=None, **data):
+    model = GPTConfig(
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        vocab_size=100,
+        max_position_embeddings=length,
+    )
+    return RunConfig(
+        model=model,
+        data=DataConfig(seq_length=length, data_path=("text",), **data),
+        training=TrainingConfig(micro_batch_size=2, global_batch_size=8, train_iters=1),
+        optimizer=OptimizerConfig(lr=0.1),
+        layout=layout or ParallelLayout(dp=1),
+        evaluation=EvaluationConfig(eval_iters=0),
+    )
+
+
+def operations(samples, length, attention=True):
+    """3 passes of 2 operations for every multiply-add; half of the square of two products."""
+    pairs = length * length // 2 if attention else 0
+    return 3 * 2 * samples * (length * MATRICES + 4 * 2 * 32 * pairs)
+
+
+def test_the_work_of_a_step_is_that_of_its_batch_shared_by_all_ranks():
+    work = least_work(run_of())
+    assert work.flops == operations(8, 64)
+    assert work.attention == pytest.approx(4 * 32 * 64 / (MATRICES + 4 * 32 * 64))
+    shared = least_work(run_of(layout=ParallelLayout(dp=2, tp=2)))
+    assert shared == replace(work, flops=work.flops / 4)
+    packed = least_work(run_of(reset_attention_mask=True, tokenizer_model="tokenizer"))
+    assert (packed.flops, packed.attention) == (operations(8, 64, attention=False), 0)
+
+
+def test_a_ramp_is_measured_by_its_last_and_largest_step():
+    training = TrainingConfig(
+        micro_batch_size=2, global_batch_size=8, rampup_batch_size=(2, 2, 60), train_samples=100
+    )
+    assert least_work(replace(run_of(), training=training)).flops == operations(8, 64)
+
+
+def test_a_long_step_is_announced_and_one_of_more_than_a_day_refused():
+    run = run_of()
+
+    def answer(seconds):
+        return check_step_time(run, Peak(operations(8, 64) / seconds, "a table"))
+
+    assert answer(60) is None
+    assert check_step_time(run, None) is None
+    line = answer(90)
+    assert line.startswith("a step of 8 samples with --seq-length 64 takes at least 1.5 minutes: ")
+    assert f"{operations(8, 64):.4g} floating-point operations on each rank, 13 % of them" in line
+    assert "(a table); no line is printed" in line
+    assert "takes at least 24.0 hours" in answer(24 * 3600)
+    with pytest.raises(TrainError, match=r"at least 2\.5 days: .*: lower --global-batch-size or "):
+        answer(60 * 3600)
+
+
+def test_a_length_that_fits_into_memory_but_never_ends_is_refused_for_its_attention():
+    rate = Peak(2e11, "assumed")
+    days = operations(8, 4_000_000) / 2e11 / 86400
+    said = f"--seq-length 4000000 takes at least {days:.1f} days: .* 100 % of them attention"
+    with pytest.raises(TrainError, match=rf"{said}, .*: lower --seq-length or "):
+        check_step_time(run_of(4_000_000), rate)
+
+
+def test_a_cpu_is_assumed_to_reach_as_much_as_its_threads():
+    threads = torch.get_num_threads()
+    assert cpu_rate(torch.float32).flops_per_second == threads * 1e11
+    assert cpu_rate(torch.bfloat16).flops_per_second == threads * 1e12
+
+
+FLAGS = (
+    "pretrain gpt --num-layers 2 --hidden-size 32 --num-attention-heads 2 --vocab-size 100 "
+    "--micro-batch-size 1 --train-iters 1 --lr 0.1 --eval-iters 0 --device cpu"
+)
+
+
+@pytest.mark.parametrize("data", ["--mock-data", "--data-path absent_text_document"])
+def test_it_is_asked_before_any_data_is_opened(data, capsys, monkeypatch):
+    monkeypatch.setattr(pretrain, "open_batches", None)
+    monkeypatch.setattr("megatron_train.memory_check.device_memory", lambda device: None)
+    assert main(f"{FLAGS} --seq-length 40000000 {data}".split()) == 1
+    out, error = capsys.readouterr()
+    assert error.startswith("megatron-train: error: a step of 1 sample with --seq-length 40000000")
+    assert error.count("\n") == 1 and out == ""
+
+
+def test_a_long_step_is_a_warning_beside_the_training(capsys, monkeypatch):
+    monkeypatch.setattr(step_time, "LONG", 0.0)
+    assert main(f"{FLAGS} --seq-length 8 --mock-data".split()) == 0
+    error = capsys.readouterr().err
+    assert error.startswith("megatron-train: warning: a step of 1 sample with --seq-length 8 takes")
