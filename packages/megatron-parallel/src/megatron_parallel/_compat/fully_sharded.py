@@ -47,8 +47,9 @@ def fully_shard(
 ) -> ShardedStage:
     """Cut the parameters of `module` over `inner`; gradients are sums, over `outer` too.
 
-    `ranks` are the global ranks of both groups, a row for each inner one. `started` is told of each
-    all-gather and reduce-scatter, and in what `naming` returns they start and are waited for.
+    `ranks` are the global ranks of both groups, a row for each inner one. `started` is called with
+    each all-gather and reduce-scatter; they start and are waited for in the context that `naming`
+    returns.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy

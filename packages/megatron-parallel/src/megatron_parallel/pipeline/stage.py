@@ -11,7 +11,7 @@ the versions of torch differ in `_compat.pipelining.BareStage` alone, and
 - tensors of a micro-batch are received into memory of its own, which lives no longer than it is
   needed: torch keeps room for all micro-batches of a step.
 - gradients are never scaled; the loss is already divided by its denominator.
-- the watch is told for whom this rank waits, and traffic is counted.
+- the watch knows which ranks this one waits for, and traffic is counted.
 """
 
 from collections.abc import Sequence
@@ -171,7 +171,7 @@ class Stage(BareStage):
 
     def _backward_of_inputs(self, tensors: _MicroBatch, loss: Tensor | None) -> None:
         roots = self._taken_roots(tensors, loss)
-        if self.is_first:  # nobody waits for a gradient: all of the pass comes later
+        if self.is_first:  # no stage waits for its gradient: the whole pass comes later
             tensors.weights = roots
             return
         half = SplitBackward(
