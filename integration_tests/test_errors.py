@@ -392,24 +392,30 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "room", "file"),
     [
-        f"{TRAIN} {DATA} --hidden-size 64 --save {{}}/run",
-        "megatron-data preprocess --tokenizer-model bytes --input large.jsonl --output-prefix {}/x",
-        "megatron-ckpt convert --to-hf trained {}/exported",
+        (f"{TRAIN} {DATA} --hidden-size 64 --save {{}}/run", 64, "run/"),
+        (f"{TRAIN} {DATA} --save {{}}/run", 0, "run/.run.lock"),
+        (f"{TRAIN} {DATA} --tensorboard-dir {{}}/board", 0, "board/events.out.tfevents."),
+        (
+            "megatron-data preprocess --tokenizer-model bytes --input large.jsonl "
+            "--output-prefix {}/x",
+            64,
+            ".x.parts/",
+        ),
+        ("megatron-ckpt convert --to-hf trained {}/exported", 24, "exported"),
     ],
-    ids=lambda command: command.split()[1],
+    ids=["save", "lock", "tensorboard", "preprocess", "convert"],
 )
-def test_a_disk_that_is_really_full(prepared, small_disk, command, capsys, monkeypatch):
-    """As above, with the kernel's own refusal."""
+def test_a_disk_that_is_really_full(prepared, small_disk, command, room, file, capsys, monkeypatch):
+    """As above, with the kernel's own refusal where ``room`` KiB of 64 are left."""
     line = json.dumps({"text": "x" * 1000}) + "\n"
     (prepared / "large.jsonl").write_text(line * 100)
     monkeypatch.chdir(prepared)
-    if "convert" in command:  # a little of the disk is left
-        (small_disk / "other").write_bytes(bytes(40 * 1024))
+    (small_disk / "other").write_bytes(bytes((64 - room) * 1024))
     command = command.format(small_disk)
     status = call(command)
-    words = ["No space left on device", str(small_disk)]
+    words = ["No space left on device", f"{small_disk}/{file}"]
     check(command, status, capsys.readouterr().err, words)
     left = [path for path in small_disk.rglob("*") if path.is_file() and path.name != "other"]
     assert not [path for path in left if path.suffix in (".idx", ".json", ".safetensors")], left

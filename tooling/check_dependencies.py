@@ -23,13 +23,12 @@ MODULES = {
 }
 
 # Declared although no source line imports them by that name: torch's object collectives and
-# `Tensor.numpy` need numpy at run time, `torch.utils.tensorboard` needs tensorboard, and kernels
-# looks for its extras by name instead of importing them; jaxtyping imports beartype by name; infer
-# is an extra of train that adds a command, no import.
+# `Tensor.numpy` need numpy at run time; kernels looks for its extras by name instead of importing
+# them; jaxtyping imports beartype by name; infer is an extra of train that adds a command, no
+# import.
 UNUSED_BY_NAME = "|".join(
     (
         "numpy",
-        "tensorboard",
         "triton",
         "flash-attn",
         "transformer-engine",

@@ -12,8 +12,15 @@ import time
 
 import pytest
 import torch
-from megatron_ckpt import CheckpointError, CheckpointStore, CorruptCheckpointError, Retention, View
-from megatron_ckpt.store.durable import new_file, write_all
+from megatron_ckpt import (
+    CheckpointError,
+    CheckpointStore,
+    CorruptCheckpointError,
+    Retention,
+    View,
+    run_lock,
+)
+from megatron_ckpt.store.durable import new_file, sync_directory, write_all
 
 NAMES = ("a", "a.exp_avg", "b.c")
 
@@ -284,3 +291,30 @@ def test_a_write_that_finds_the_disk_full_names_the_file(tmp_path, monkeypatch):
     ):
         write_all(descriptor, b"123")
     assert caught.value.filename == str(tmp_path / "weights")
+
+
+@pytest.mark.parametrize("call", ["pwrite", "ftruncate"])
+def test_a_lock_that_finds_the_disk_full_names_its_file_and_is_released(
+    tmp_path, monkeypatch, call
+):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, call, full)
+        with pytest.raises(OSError, match="No space left") as caught, run_lock(tmp_path):
+            pass
+    assert caught.value.filename == str(tmp_path / ".run.lock")
+    with run_lock(tmp_path, patience=0.0), pytest.raises(OSError, match="mine") as caught:
+        raise OSError(errno.EIO, "mine")  # what the run itself does is not the lock's
+    assert caught.value.filename is None
+
+
+def test_a_folder_whose_names_cannot_be_synced_is_named(tmp_path, monkeypatch):
+    def fault(descriptor):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fault)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        sync_directory(tmp_path)
+    assert caught.value.filename == str(tmp_path)

@@ -175,7 +175,7 @@ def test_tensorboard_drops_what_the_run_does_again(tmp_path, monkeypatch):
         def close(self):
             made.append("closed")
 
-    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", Writer)
+    monkeypatch.setattr("megatron_train.callbacks.recording.EventFile", Writer)
     board = TensorBoard(tmp_path, 2)
     board.on_start(at(1))
     board.on_step(at(2), REPORT)

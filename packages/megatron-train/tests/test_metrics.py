@@ -1,6 +1,10 @@
+import errno
 import io
 import json
+import math
+import os
 import re
+import threading
 from datetime import datetime
 from pathlib import Path
 
@@ -8,10 +12,13 @@ import pytest
 import torch
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
+from megatron_train.metrics.event_file import EventFile
 from megatron_train.metrics.lines import TrainingLine, evaluation_lines
 from megatron_train.metrics.peak import Peak, device_peak, measured_peak, table_peak
 from megatron_train.metrics.plot import plot_losses, running_mean
 from megatron_train.metrics.records import Records, RecordWriter, read_records
+from megatron_train.replacing import replacing
+from tensorboard.backend.event_processing import event_accumulator
 
 NOW = datetime(2025, 1, 2, 3, 4, 5, 678)
 
@@ -154,11 +161,75 @@ def test_a_preface_comes_before_the_first_line_and_never_alone():
     assert out.getvalue() == "one\ntwo\nthree\nfour\n"
 
 
-def test_a_record_that_finds_the_disk_full_names_its_file(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with RecordWriter(path) as writer, Path("/dev/full").open("ab", buffering=0) as full:
-        writer._file, real = full, writer._file
+def disk_full(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write(2), without a name
+
+
+class SmallDisk:
+    """Takes three bytes in a call, as write(2) may, and has room for ``room`` in all."""
+
+    def __init__(self, room):
+        self.room, self.content = room, b""
+
+    def write(self, data):
+        taken = bytes(data[: min(3, self.room - len(self.content))])
+        self.content += taken
+        return len(taken) if taken else disk_full()
+
+    def close(self):
+        pass
+
+
+def test_what_is_appended_is_whole_or_an_error_that_names_the_file(tmp_path):
+    path = tmp_path / "new" / "metrics.jsonl"
+    with RecordWriter(path) as writer:
+        writer._file._file.close()
+        writer._file._file = disk = SmallDisk(25)
+        writer.write({"kind": "train"})
+        assert disk.content == b'{"kind": "train"}\n'
         with pytest.raises(OSError, match="No space left on device") as caught:
             writer.write({"kind": "train"})
-        writer._file = real
     assert caught.value.filename == str(path)
+
+
+def test_an_event_file_that_finds_the_disk_full_names_itself_and_writes_in_no_thread(tmp_path):
+    before = threading.active_count()
+    events = EventFile(tmp_path / "board", purge_step=1)
+    events._file._file.close()
+    events._file._file = SmallDisk(80)
+    events.add_scalar("loss", 1.0, 1)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        events.add_scalar("loss", 1.0, 2)
+    events.close()
+    assert threading.active_count() == before
+    (path,) = (tmp_path / "board").iterdir()
+    assert caught.value.filename == str(path)
+
+
+def test_tensorboard_reads_every_scalar_and_drops_steps_that_are_made_again(tmp_path):
+    first = EventFile(tmp_path, purge_step=1)
+    for step, value in ((1, 0.5), (2, 0.25), (3, math.nan)):
+        first.add_scalar("lm loss", value, step)  # and the run is killed
+    second = EventFile(tmp_path, purge_step=2)
+    second.add_scalar("lm loss", -2.0, 2)
+    reader = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert [(one.step, one.value) for one in reader.Scalars("lm loss")] == [(1, 0.5), (2, -2.0)]
+    assert reader.file_version == 2.0
+    first.close()
+    second.close()
+
+
+def test_a_file_that_cannot_be_replaced_stays_and_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "page.html"
+    with replacing(path) as temporary:
+        temporary.write_text("old")
+    monkeypatch.setattr(Path, "write_text", disk_full)
+    with (
+        pytest.raises(OSError, match="No space left on device") as caught,
+        replacing(path) as temporary,
+    ):
+        temporary.touch()
+        temporary.write_text("new")
+    assert caught.value.filename == str(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["page.html"]
+    assert path.read_text() == "old"

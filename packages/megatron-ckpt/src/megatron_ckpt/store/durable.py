@@ -13,6 +13,17 @@ _ATTEMPTS = 8  # to make a folder that no other process takes for a leftover
 
 
 @contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Name ``path`` in a failed system call that names no file, as a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+
+
+@contextmanager
 def new_file(path: Path) -> Iterator[int]:
     """Create ``path``, which may not exist, yield its descriptor, and sync it at the end.
 
@@ -22,12 +33,9 @@ def new_file(path: Path) -> Iterator[int]:
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        yield descriptor
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        with named_errors(path):
+            yield descriptor
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -43,7 +51,8 @@ def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        with named_errors(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megatron_ckpt.errors import CheckpointError
+from megatron_ckpt.store.durable import named_errors
 
 LOCK = ".lock"
 RUN_LOCK = ".run.lock"
@@ -100,15 +101,16 @@ def _held(
     """Hold a lock file; ``refusal`` is a format of ``directory`` and ``holder``."""
     descriptor = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        deadline = time.monotonic() + patience
-        while not _try_lock(descriptor, fcntl.LOCK_EX):
-            if time.monotonic() > deadline:
-                holder = _holder(descriptor)
-                message = refusal.format(directory=directory, holder=holder)
-                raise DirectoryInUseError(message, directory, holder)
-            time.sleep(0.02)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{_this_process(command)}\n".encode(), 0)
+        with named_errors(directory / name):
+            deadline = time.monotonic() + patience
+            while not _try_lock(descriptor, fcntl.LOCK_EX):
+                if time.monotonic() > deadline:
+                    holder = _holder(descriptor)
+                    message = refusal.format(directory=directory, holder=holder)
+                    raise DirectoryInUseError(message, directory, holder)
+                time.sleep(0.02)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{_this_process(command)}\n".encode(), 0)
         try:
             yield
         finally:

@@ -4,14 +4,14 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_train._command import one_line
 from megatron_train.callbacks.callback import Callback
 from megatron_train.errors import TrainError
 from megatron_train.metrics import plot, records
 from megatron_train.metrics.console import Console
+from megatron_train.metrics.event_file import EventFile
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
     from megatron_train.trainer import StepReport, Trainer
 
 
@@ -76,7 +76,7 @@ class Recorder(Callback):
                 done = records.read_records(self._folder / records.FILE_NAME)
                 plot.plot_losses(done, self._losses[0], self._folder / plot.FILE_NAME)
             except (TrainError, OSError) as error:  # the other ranks go on, to the last save
-                self._console.warn(f"{self._folder / plot.FILE_NAME} is not drawn: {error}")
+                self._console.warn(f"{plot.FILE_NAME} is not drawn: {one_line(error)}")
 
     def _event(self, name: str, trainer: "Trainer", **more: Any) -> None:
         record = {"kind": "event", "event": name, "iteration": trainer.iteration, **more}
@@ -89,13 +89,11 @@ class TensorBoard(Callback):
     def __init__(self, folder: Path, interval: int) -> None:
         self._folder = folder
         self._every = interval
-        self._writer: SummaryWriter | None = None
+        self._writer: EventFile | None = None
 
     def on_start(self, trainer: "Trainer") -> None:
         """Open the event file; what it holds of later steps is dropped."""
-        from torch.utils.tensorboard import SummaryWriter  # takes a second
-
-        self._writer = SummaryWriter(self._folder, purge_step=trainer.iteration + 1)
+        self._writer = EventFile(self._folder, purge_step=trainer.iteration + 1)
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
         """Write the step's scalars."""

@@ -15,6 +15,7 @@ from megatron_train.errors import UsageError, refuse
 from megatron_train.megatron_lm.shell import LaunchCommand, read_script
 from megatron_train.megatron_lm.table import megatron_flags
 from megatron_train.megatron_lm.translate import Translation, as_there, translate
+from megatron_train.replacing import replacing
 
 _EXAMPLE = """\
 example:
@@ -94,9 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is None:
         sys.stdout.write(text)
         return 0
-    temporary = arguments.output.with_name(f".{arguments.output.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(arguments.output)
+    with replacing(arguments.output) as temporary:
+        temporary.write_text(text, encoding="utf-8")
     ranks = _ranks(command.launcher)
     start = f"megatron-train pretrain gpt --config {arguments.output}"
     start += f" --nproc-per-node {ranks}" if ranks > 1 else ""

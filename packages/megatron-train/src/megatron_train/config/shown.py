@@ -1,16 +1,15 @@
 """A configuration written out: the YAML of a run's folder, and that of --print-config."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import yaml
-from megatron_data import named_errors
 
 from megatron_train.config.files import to_yaml
 from megatron_train.config.options import Option, options_of
 from megatron_train.config.run import SECTIONS, RunConfig, run_options
 from megatron_train.config.values import Values
+from megatron_train.replacing import replacing
 
 _COLUMN = 44
 
@@ -33,10 +32,8 @@ def settings_of(config: RunConfig) -> dict[str, dict[str, Any]]:
 def write_config(config: RunConfig, path: Path) -> None:
     """Write every setting of a run to a YAML file that ``--config`` accepts."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with named_errors(path):
+    with replacing(path) as temporary:
         temporary.write_text(to_yaml(settings_of(config)), encoding="utf-8")
-    temporary.replace(path)
 
 
 def print_config(config: RunConfig, values: Values) -> str:

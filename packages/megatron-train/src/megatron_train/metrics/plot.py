@@ -1,11 +1,11 @@
 """The loss plot of a run."""
 
-import os
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from megatron_train.metrics.records import Records
+from megatron_train.replacing import replacing
 
 FILE_NAME = "loss.png"
 
@@ -13,8 +13,7 @@ FILE_NAME = "loss.png"
 def plot_losses(records: Records, loss: str, path: Path) -> None:
     """Draw training and validation loss over steps into the PNG file ``path``.
 
-    The training curve is drawn faintly for each step, with a running mean over it. The file is
-    written under a temporary name and renamed.
+    The training curve is drawn faintly for each step, with a running mean over it.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -38,9 +37,8 @@ def plot_losses(records: Records, loss: str, path: Path) -> None:
     axes.grid(alpha=0.3)
     if values or validation:
         axes.legend()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    figure.savefig(temporary, format="png")
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png")
 
 
 def running_mean(values: list[float], reach: int) -> list[float]:

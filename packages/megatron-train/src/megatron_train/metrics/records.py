@@ -15,9 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megatron_data import named_errors
-
 from megatron_train.errors import TrainError
+from megatron_train.metrics.appended import AppendedFile
 from megatron_train.stored import LARGEST, shown
 
 FILE_NAME = "metrics.jsonl"
@@ -30,10 +29,8 @@ class RecordWriter:
     """Append records to a metrics file; every line is complete or absent after a kill."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(path)
-        self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = AppendedFile(path)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record.
@@ -41,8 +38,7 @@ class RecordWriter:
         Raises:
             OSError: the disk is full, for example; names the file.
         """
-        with named_errors(self._path):
-            self._file.write((json.dumps(record) + "\n").encode())
+        self._file.write((json.dumps(record) + "\n").encode())
 
     def close(self) -> None:
         """Close the file."""

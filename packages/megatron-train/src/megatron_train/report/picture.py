@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from megatron_data import named_errors
 from megatron_parallel.pipeline import Picture
 
 from megatron_train.errors import TrainError
+from megatron_train.replacing import replacing
 
 _FORMATS = (".svg", ".png")
 
@@ -20,13 +20,11 @@ def check_name(path: Path) -> None:
 
 def write_picture(picture: Picture, path: Path) -> None:
     """Write ``picture`` to ``path``, in the format that its name ends in."""
-    part = path.with_name(f".{path.name}.part")
-    with named_errors(path):
+    with replacing(path) as temporary:
         if path.suffix == ".svg":
-            part.write_text(picture.svg(), encoding="utf-8")
+            temporary.write_text(picture.svg(), encoding="utf-8")
         else:
-            _write_png(picture, part)
-    part.replace(path)
+            _write_png(picture, temporary)
 
 
 def _write_png(picture: Picture, path: Path) -> None:

@@ -1,0 +1,57 @@
+"""Scalars in an event file of TensorBoard.
+
+`torch.utils.tensorboard` writes from a thread of its own: a full disk ends that thread with a
+traceback, and the error that the run is given later names no file. Here every scalar is in the file
+when `EventFile.add_scalar` returns.
+"""
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_train.metrics.appended import AppendedFile
+
+
+class EventFile:
+    """Write a new event file in a folder.
+
+    Args:
+        folder: of the run; other event files in it are left as they are.
+        purge_step: TensorBoard drops what other files hold of this step and later ones.
+
+    Raises:
+        OSError: the file cannot be made or written to; names it.
+    """
+
+    def __init__(self, folder: Path, purge_step: int) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # takes a second
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
+        now = time.time_ns()
+        name = f"{now // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{now % 10**9:09d}"
+        self._file = AppendedFile(folder / f"events.out.tfevents.{name}")
+        self._records = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write(step=purge_step, session_log=start)
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        """Write a value of a step.
+
+        Raises:
+            OSError: the disk is full, for example; names the file.
+        """
+        scalar = self._summaries.Summary.Value(tag=name, simple_value=value)
+        self._write(step=step, summary=self._summaries.Summary(value=[scalar]))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, **content: Any) -> None:
+        event = self._events.Event(wall_time=time.time(), **content)
+        self._records.write(event.SerializeToString())

@@ -1,0 +1,26 @@
+"""Files that are replaced when their new content is whole."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_data import named_errors
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the name of a file beside ``path`` that takes its place when the block ends.
+
+    After an error it is removed, and what was at ``path`` stays.
+
+    Raises:
+        OSError: the disk is full, for example; names ``path`` where the system names no file.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with named_errors(path):
+            yield temporary
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
