@@ -397,6 +397,7 @@ def small_disk(tmp_path):
         (f"{TRAIN} {DATA} --hidden-size 64 --save {{}}/run", 64, "run/"),
         (f"{TRAIN} {DATA} --save {{}}/run", 0, "run/.run.lock"),
         (f"{TRAIN} {DATA} --tensorboard-dir {{}}/board", 0, "board/events.out.tfevents."),
+        (f"{TRAIN} {DATA} --sample-order compat --data-cache-path {{}}/cache", 0, "cache/"),
         (
             "megatron-data preprocess --tokenizer-model bytes --input large.jsonl "
             "--output-prefix {}/x",
@@ -405,7 +406,7 @@ def small_disk(tmp_path):
         ),
         ("megatron-ckpt convert --to-hf trained {}/exported", 24, "exported"),
     ],
-    ids=["save", "lock", "tensorboard", "preprocess", "convert"],
+    ids=["save", "lock", "tensorboard", "cache", "preprocess", "convert"],
 )
 def test_a_disk_that_is_really_full(prepared, small_disk, command, room, file, capsys, monkeypatch):
     """As above, with the kernel's own refusal where ``room`` KiB of 64 are left."""

@@ -1,5 +1,7 @@
 """Megatron's indices: golden numbers, a scalar walk as the independent truth, the cache."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +248,32 @@ def test_the_cache_builds_once_and_repairs_itself(tmp_path: Path) -> None:
     assert load_or_build(tmp_path, "key", build)["a"].tolist() == list(range(5))
     assert len(built) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["key"]
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_cached_array_is_the_file_that_numpy_writes(tmp_path: Path, order: str) -> None:
+    made = {
+        "a": np.asarray(np.arange(6, dtype=np.int32).reshape(2, 3), order=order),  # type: ignore[call-overload]
+        "none": np.empty((0, 2), np.int64),
+    }
+    load_or_build(tmp_path, "key", lambda: made)
+    for name, array in made.items():
+        read = np.load(tmp_path / "key" / f"{name}.npy")
+        assert read.dtype == array.dtype and np.array_equal(read, array)
+    assert np.array_equal(load_or_build(tmp_path, "key", dict)["a"], made["a"])
+
+
+def test_a_full_disk_names_the_cached_entry_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        load_or_build(tmp_path, "key", lambda: {"a": np.arange(5)})
+    assert caught.value.filename == str(tmp_path / "key")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_cache_key_depends_on_options_and_content() -> None:

@@ -226,7 +226,8 @@ def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with named_errors(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

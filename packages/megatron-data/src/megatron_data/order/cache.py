@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from ..files import sync_folder
+from ..files import named_errors, sync_folder
 
 _LISTING = "entry.json"
 _NAME = re.compile(r"[a-z_]+")
@@ -82,15 +82,20 @@ def _mapped(path: Path, dtype: str, shape: list[int]) -> NDArray[Any]:
     Raises:
         ValueError: it is another, or the file has another size.
     """
-    described = {"descr": dtype, "fortran_order": False, "shape": tuple(shape)}
-    header = BytesIO()
-    np.lib.format.write_array_header_1_0(header, described)
-    kind, wanted = np.dtype(dtype), header.getvalue()
+    kind, wanted = np.dtype(dtype), _header(dtype, shape)
     size = len(wanted) + math.prod(shape) * kind.itemsize
     with path.open("rb") as file:
         if path.stat().st_size != size or file.read(len(wanted)) != wanted:
             raise ValueError(f"{path} holds something else")
     return np.memmap(path, kind, "r", len(wanted), tuple(shape))
+
+
+def _header(dtype: str, shape: list[int]) -> bytes:
+    """Return the first bytes of a ``.npy`` file of an array in C order."""
+    described = {"descr": dtype, "fortran_order": False, "shape": tuple(shape)}
+    header = BytesIO()
+    np.lib.format.write_array_header_1_0(header, described)
+    return header.getvalue()
 
 
 def _description(array: NDArray[Any]) -> list[Any]:
@@ -108,15 +113,18 @@ def _store(entry: Path, arrays: Arrays) -> None:
     partial = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=entry.parent))
     try:
         partial.chmod(0o755)
-        for name, array in arrays.items():
-            with (partial / f"{name}.npy").open("wb") as file:
-                np.save(file, np.asarray(array, order="C"), allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
         listed = {name: _description(array) for name, array in arrays.items()}
         content = {"arrays": listed, "sha256": _digest(entry.name, listed)}
-        (partial / _LISTING).write_bytes(orjson.dumps(content))
-        sync_folder(partial)
+        with named_errors(entry):
+            for name, array in arrays.items():
+                with (partial / f"{name}.npy").open("wb") as file:
+                    file.write(_header(*listed[name]))
+                    # Not by numpy, whose error on a full disk has no number.
+                    file.write(np.asarray(array, order="C").reshape(-1).view(np.uint8).data)
+                    file.flush()
+                    os.fsync(file.fileno())
+            (partial / _LISTING).write_bytes(orjson.dumps(content))
+            sync_folder(partial)
         if entry.exists() and _load(entry) is None:
             shutil.rmtree(entry, ignore_errors=True)
         try:
