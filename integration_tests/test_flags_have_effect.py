@@ -292,6 +292,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "checkpoint.keep_last": ({"--save-interval": "2"}, {"--keep-last": "1"}),
     "checkpoint.finetune": (LOAD, {"--finetune": ""}),
     "checkpoint.pretrained_checkpoint": ({}, {"--pretrained-checkpoint": "trained"}),
+    "checkpoint.model_family": ({}, {"--model-family": "gpt2"}),
     "checkpoint.no_load_optim": (LOAD, {"--no-load-optim": ""}),
     "checkpoint.no_load_rng": ({**LOAD, "--seed": "5"}, {"--no-load-rng": ""}),
     "checkpoint.allow_changed_run": (

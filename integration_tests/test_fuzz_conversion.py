@@ -17,7 +17,7 @@ from megatron_ckpt import (
 )
 from megatron_ckpt.store.blocks import digest
 from megatron_ckpt.store.manifest import MANIFEST, Manifest
-from megatron_models import GPTConfig, parameter_shapes
+from megatron_models import GPTConfig, parameter_shapes, record_of
 
 CONFIG = GPTConfig(
     num_layers=2,
@@ -46,7 +46,7 @@ def store(tmp_path):
     shapes = parameter_shapes(CONFIG)
     state = {name: [View.whole(torch.ones(shape))] for name, shape in shapes.items()}
     store = CheckpointStore(tmp_path / "run")
-    store.save(1, state, model=ModelRecord("llama", CONFIG.to_dict()))
+    store.save(1, state, model=ModelRecord(family="llama", **record_of(CONFIG)))
     return store
 
 

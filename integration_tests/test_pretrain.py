@@ -103,7 +103,7 @@ def test_a_run_leaves_everything_needed_to_look_at_it_and_go_on(corpus, whole):
     checkpoint = find_checkpoint(folder)
     assert checkpoint.iteration == 12
     assert GPTConfig.from_dict(checkpoint.model.config).num_layers == 2
-    assert checkpoint.model.family == "gpt2"
+    assert (checkpoint.model.kind, checkpoint.model.family) == ("gpt", None)
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer")
     assert tokenizer.fingerprint == load_tokenizer(corpus / "tokenizer").fingerprint
 

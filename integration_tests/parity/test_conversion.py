@@ -195,7 +195,7 @@ def test_errors_name_what_is_wrong(tmp_path):
     with pytest.raises(CheckpointError, match=r"FalconForCausalLM; installed are gpt2, llama"):
         import_hf(tmp_path / "theirs", tmp_path / "other")
     CheckpointStore(tmp_path / "plain").save(1, {"w": [View.whole(torch.ones(2))]})
-    with pytest.raises(CheckpointError, match="does not say of which family"):
+    with pytest.raises(CheckpointError, match="does not say what model it holds"):
         export_hf(tmp_path / "plain", tmp_path / "back")
     assert not (tmp_path / "back").exists()
 

@@ -13,6 +13,7 @@ import torch
 from megatron_ckpt import CheckpointStore, DistributedCoordinator, ModelRecord, import_hf
 from megatron_infer import LoadedModel, SamplingParams, generate, generate_tokens, load_model
 from megatron_infer.cli import main
+from megatron_models import record_of
 from megatron_parallel import Mesh, ParallelLayout, collect_shardings, parameter_views
 from megatron_parallel.testing import WorkerPool
 
@@ -182,7 +183,7 @@ def cut_and_save(mesh: Mesh, source: Path, target: Path) -> list[tuple[int, ...]
     """Load this rank's part of a model, continue the prompts with it, and save it from here."""
     loaded = load_model(source, mesh=mesh, dtype=torch.float64)
     views = parameter_views(loaded.model, collect_shardings(loaded.model), mesh)
-    record = ModelRecord(loaded.checkpoint.model.family, loaded.model.config.to_dict())
+    record = ModelRecord(family=loaded.checkpoint.model.family, **record_of(loaded.model.config))
     files = {"tokenizer": loaded.checkpoint.path / "tokenizer"}
     CheckpointStore(target, DistributedCoordinator()).save(1, views, model=record, files=files)
     params = SamplingParams(max_new_tokens=30, temperature=0.0)

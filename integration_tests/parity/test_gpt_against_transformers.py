@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_ckpt import Checkpoint, CheckpointStore, ModelRecord, apply, export_hf, import_hf
-from megatron_models import GPT, Family, GPTConfig
+from megatron_models import GPT, Family, GPTConfig, record_of
 from megatron_models.families import gpt2, llama
 from megatron_parallel import Mesh, collect_shardings, parameter_views
 from torch.nn import functional
@@ -162,7 +162,7 @@ def test_a_model_of_ours_exports_to_transformers(pair, tmp_path):
     config: GPTConfig = pair.ours.config
     model = GPT(config, Mesh.single(), seed=7)
     views = parameter_views(model, collect_shardings(model), model.mesh)
-    record = ModelRecord(pair.family.name, config.to_dict())
+    record = ModelRecord(family=pair.family.name, **record_of(config))
     CheckpointStore(tmp_path / "run").save(3, dict(views), model=record)
     folder = export_hf(tmp_path / "run", tmp_path / "exported")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_ckpt import Checkpoint, CheckpointStore, ModelRecord, export_hf, import_hf
-from megatron_models import GPT, GPTConfig
+from megatron_models import GPT, GPTConfig, record_of
 from megatron_models.families import mixtral as family
 from megatron_models.layers.context import Context
 from megatron_models.layers.moe import MoE
@@ -195,7 +195,7 @@ def test_a_mixtral_of_ours_gives_the_same_logits_there(mixtral: Any, tmp_path: P
     config = family.FAMILY.config_from_hf(mixtral.config.to_dict())
     model = GPT(config, Mesh.single(), seed=7)
     views = parameter_views(model, collect_shardings(model), model.mesh)
-    record = ModelRecord("mixtral", config.to_dict())
+    record = ModelRecord(family="mixtral", **record_of(config))
     CheckpointStore(tmp_path / "run").save(3, dict(views), model=record)
     folder = export_hf(tmp_path / "run", tmp_path / "exported")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()

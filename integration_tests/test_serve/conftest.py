@@ -17,7 +17,7 @@ import pytest
 import torch
 from megatron_ckpt import CheckpointStore, ModelRecord
 from megatron_data import ByteTokenizer
-from megatron_models import GPT, GPTConfig
+from megatron_models import GPT, GPTConfig, record_of
 from megatron_parallel import Mesh, collect_shardings, parameter_views
 from preloaded import Preloaded
 
@@ -95,7 +95,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     CheckpointStore(folder / "run").save(
         3,
         parameter_views(model, collect_shardings(model), Mesh.single()),
-        model=ModelRecord("gpt2", config.to_dict()),
+        model=ModelRecord(family="gpt2", **record_of(config)),
         files={"tokenizer": folder / "tokenizer"},
     )
     return folder / "run"

@@ -211,7 +211,10 @@ TOY = SimpleNamespace(
     ],
     config_from_hf=lambda values: ToyConfig(values["depth"]),
     config_to_hf=lambda config: {"architectures": ["ToyModel"], "depth": config.num_layers},
-    config_from_json=lambda values: ToyConfig(**values),
+    kind="toys",
+    config_version=3,
+    config_from_record=lambda values, version: ToyConfig(**values),
+    differences=lambda config: ["dim = 8, this one has 9"] if config.dim == 9 else [],
 )
 
 

@@ -6,15 +6,25 @@ import os
 import subprocess
 import sys
 import weakref
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
-from megatron_ckpt import Checkpoint, CheckpointError, export_hf, import_hf
+from megatron_ckpt import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointStore,
+    ModelRecord,
+    View,
+    export_hf,
+    import_hf,
+)
 from megatron_ckpt.cli import main
 from megatron_ckpt.store import durable
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.usefixtures("toy")
+TOY_FIELDS = {"num_layers": 2, "vocab": 5, "base": 100.0, "dim": 8}
 
 
 def test_there_and_back(folder, tmp_path):
@@ -149,7 +159,11 @@ def test_the_command_converts_inspects_and_verifies(folder, tmp_path, capsys):
     assert made == f"{run}/iter_0000000"
     assert main(["inspect", run]) == 0
     out = capsys.readouterr().out
-    assert "iteration   0" in out and "model       toy" in out and "num_layers 2" in out
+    assert (
+        "iteration   0" in out
+        and "model       toys, family toy, configuration of version 3" in out
+        and "num_layers 2" in out
+    )
     assert "model: 3 tensors, 34 elements, 68 B" in out
     assert "  layers.{i}.w  BF16  6x2                2 x 24 B" in out
     assert main(["inspect", made, "--all"]) == 0
@@ -204,3 +218,52 @@ def test_help_listing_and_verifying_do_not_import_torch(folder, tmp_path):
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_a_record_without_kind_and_version_is_of_the_first_ones(folder, tmp_path, forge):
+    made = import_hf(folder, tmp_path / "run")
+    assert Checkpoint(made).model == ModelRecord("toys", "toy", 3, TOY_FIELDS)
+
+    def age(content):
+        del content["model"]["kind"], content["model"]["version"]
+
+    forge(made, age)
+    old = Checkpoint(made)
+    assert old.model == ModelRecord("gpt", "toy", 0, TOY_FIELDS)
+    assert old.verify() == []
+    with pytest.raises(CheckpointError, match=r"kind 'gpt', family 'toy' describes .* 'toys'"):
+        export_hf(made, tmp_path / "back")
+
+
+def save_toy(path, **changes):
+    record = ModelRecord("toys", None, 3, TOY_FIELDS | {"num_layers": 0, **changes})
+    tensors = {"word": [View.whole(torch.ones(5, 2))]}
+    return CheckpointStore(path).save(1, tensors, model=record)
+
+
+def test_a_model_without_family_is_exported_as_the_only_one_that_fits(
+    toy, tmp_path, capsys, monkeypatch
+):
+    made, back = save_toy(tmp_path / "run"), tmp_path / "back"
+    assert main(["convert", "--to-hf", str(made), str(back)]) == 0
+    note = f"megatron-ckpt: note: {made} names no family; toy is the only one that fits\n"
+    assert capsys.readouterr().err == note
+    assert json.loads((back / "config.json").read_text())["architectures"] == ["ToyModel"]
+
+    monkeypatch.setattr("megatron_ckpt.families.entry_points", lambda group: twice(toy))
+    assert main(["convert", "--to-hf", str(made), str(tmp_path / "two")]) == 1
+    words = "the families toy, twin can all express the model: choose one by --family\n"
+    assert capsys.readouterr().err == f"megatron-ckpt: error: {made}: {words}"
+    assert main(["convert", "--to-hf", str(made), str(tmp_path / "two"), "--family", "twin"]) == 0
+
+    strange = save_toy(tmp_path / "strange", dim=9)
+    with pytest.raises(CheckpointError, match="express the model: toy has dim = 8, this one has 9"):
+        export_hf(strange, tmp_path / "three")
+    toy.kind = "others"
+    with pytest.raises(CheckpointError, match="describes models of kind 'toys'; installed are toy"):
+        export_hf(made, tmp_path / "three")
+
+
+def twice(toy):
+    entry = EntryPoint("toy", "toy_family:FAMILY", "megatron.families")
+    return [entry, EntryPoint("twin", "toy_family:FAMILY", "megatron.families")]

@@ -24,7 +24,7 @@ def saved(tmp_path):
         "scalar": [View.whole(torch.tensor(2))],
         "n": 3,
     }
-    record = ModelRecord("gpt2", {"num_layers": 2})
+    record = ModelRecord("gpt", "gpt2", 1, {"num_layers": 2})
     files = {"tokenizer/tokenizer.json": b"{}"}
     return CheckpointStore(tmp_path).save(1, state, model=record, files=files)
 

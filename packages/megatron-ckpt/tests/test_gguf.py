@@ -58,7 +58,9 @@ FAMILY = SimpleNamespace(
     prefix="model.",
     active_rows=rows,
     config_from_hf=lambda values: Config(values["num_hidden_layers"], dict(values)),
-    config_from_json=lambda values: Config(**values),
+    kind="same",
+    config_version=0,
+    config_from_record=lambda values, version: Config(**values),
 )
 
 

@@ -164,11 +164,11 @@ def test_model_record_and_files_are_kept_and_checked(tmp_path):
     path = store.save(
         1,
         whole(simple()),
-        model=ModelRecord("gpt2", config),
+        model=ModelRecord("gpt", "gpt2", 1, config),
         files={"tokenizer": folder, "notes/readme.txt": b"hello"},
     )
     checkpoint = Checkpoint(path)
-    assert checkpoint.model == ModelRecord("gpt2", config)
+    assert checkpoint.model == ModelRecord("gpt", "gpt2", 1, config)
     assert checkpoint.read_file("notes/readme.txt") == b"hello"
     assert (path / "tokenizer" / "deep" / "vocab.json").read_text() == "{}"
     with pytest.raises(CheckpointError, match=r"'notes/readme.tx' \(nearest: 'notes/readme.txt'\)"):

@@ -13,7 +13,7 @@ from megatron_data import ByteTokenizer
 from megatron_infer import InferError, SamplingParams, generate_tokens
 from megatron_infer.cli import main
 from megatron_infer.cli.chat import CHATML, PLAIN, Conversation, choose_format
-from megatron_models import GPT
+from megatron_models import GPT, record_of
 from megatron_parallel import Mesh, collect_shardings, parameter_views
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0)
@@ -116,7 +116,7 @@ def test_the_command_answers_lines_until_the_input_ends(
     CheckpointStore(tmp_path / "run").save(
         3,
         parameter_views(model, collect_shardings(model), Mesh.single()),
-        model=ModelRecord("gpt2", model.config.to_dict()),
+        model=ModelRecord(family="gpt2", **record_of(model.config)),
         files={"tokenizer": tmp_path / "tokenizer"},
     )
     lines = ["One", "", "/new", "/nonsense", "x" * 90, "One", "/quit", "never"]

@@ -12,7 +12,7 @@ from megatron_ckpt import CheckpointStore, ModelRecord
 from megatron_data import ByteTokenizer
 from megatron_infer import SamplingParams, generate, generate_tokens
 from megatron_infer.cli import main
-from megatron_models import GPT
+from megatron_models import GPT, record_of
 from megatron_parallel import Mesh, collect_shardings, parameter_views
 
 
@@ -28,7 +28,7 @@ def run(model: GPT, tmp_path: Path) -> str:
     CheckpointStore(tmp_path / "run").save(
         3,
         parameter_views(model, collect_shardings(model), Mesh.single()),
-        model=ModelRecord("gpt2", model.config.to_dict()),
+        model=ModelRecord(family="gpt2", **record_of(model.config)),
         files={"tokenizer": tmp_path / "tokenizer"},
     )
     return str(tmp_path / "run")
@@ -62,7 +62,7 @@ def bare(model: GPT, tmp_path: Path) -> str:
     CheckpointStore(tmp_path / "bare").save(
         3,
         parameter_views(model, collect_shardings(model), Mesh.single()),
-        model=ModelRecord("gpt2", model.config.to_dict()),
+        model=ModelRecord(family="gpt2", **record_of(model.config)),
     )
     return str(tmp_path / "bare")
 

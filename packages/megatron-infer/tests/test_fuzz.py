@@ -15,7 +15,7 @@ from megatron_infer._command import CommandError
 from megatron_infer.cli.main import build_parser
 from megatron_infer.cli.options import sampling_params
 from megatron_infer.server.fields import RequestError, parse_request, request_schema
-from megatron_models import GPT, ConfigError
+from megatron_models import GPT, ConfigError, record_of
 from megatron_parallel import LayoutError, Mesh, collect_shardings, parameter_views
 
 SCHEMA = request_schema(64)
@@ -122,13 +122,13 @@ def test_damaged_model_records_are_refused(
     CheckpointStore(tmp_path / "run").save(
         1,
         parameter_views(model, collect_shardings(model), Mesh.single()),
-        model=ModelRecord(None, model.config.to_dict()),
+        model=ModelRecord(family=None, **record_of(model.config)),
         files={"tokenizer": tmp_path / "tokenizer"},
     )
     whole = find_checkpoint(tmp_path / "run")
 
     def read(config: bytes) -> None:
-        record = ModelRecord(None, json.loads(config))
+        record = ModelRecord("gpt", None, 1, json.loads(config))
         forged = Checkpoint(whole.path, dataclasses.replace(whole.manifest, model=record))
         monkeypatch.setattr("megatron_infer.load.find_checkpoint", lambda *_: forged)
         load_model(tmp_path / "run")

@@ -51,7 +51,7 @@ def save(make_model: Callable[..., GPT], tmp_path: Path) -> Save:
         CheckpointStore(tmp_path / "run").save(
             iteration,
             state,
-            model=ModelRecord(None, config or model.config.to_dict()) if record else None,
+            model=ModelRecord("gpt", None, 1, config or model.config.to_dict()) if record else None,
             files=files,
         )
         return model

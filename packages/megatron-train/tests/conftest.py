@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_ckpt import ModelRecord
 from megatron_optim import LearningRateSchedule, Optimizer, OptimizerConfig, WeightDecaySchedule
 from megatron_parallel import Mesh, Sharding
 from megatron_train.engine import StepEngine
@@ -19,10 +20,9 @@ VOCABULARY, LENGTH = 11, 6
 class BigramTask:
     """Predict each token from the one before it."""
 
-    family = "bigram"
     losses = ("lm loss",)
     inner_losses = ()
-    model_config = {"vocabulary": VOCABULARY}  # noqa: RUF012
+    model_record = ModelRecord("bigram", None, 0, {"vocabulary": VOCABULARY})
 
     def __init__(self) -> None:
         table = nn.Embedding(VOCABULARY, VOCABULARY, dtype=torch.float64)
@@ -31,6 +31,9 @@ class BigramTask:
             table.weight.normal_(generator=generator)
         table.sharding = {"weight": Sharding((VOCABULARY, VOCABULARY))}
         self.stages = (table,)
+
+    def migrated(self, record):
+        return record.config
 
     def units(self, stage):
         return []

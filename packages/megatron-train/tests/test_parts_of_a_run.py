@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron_ckpt import CheckpointStore
+from megatron_ckpt import CheckpointError, CheckpointStore, ModelRecord, SingleProcess
 from megatron_data import ByteTokenizer, load_tokenizer
 from megatron_models import GPTConfig
 from megatron_optim import OptimizerConfig
@@ -17,7 +17,7 @@ from megatron_train.config.shown import write_config
 from megatron_train.engine import _require_whole_compiler
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
-from megatron_train.pretrain import _deterministic, choose_device, family_of
+from megatron_train.pretrain import _deterministic, choose_device
 from megatron_train.run_record import differing
 from megatron_train.starting import Start, what_is_kept
 from megatron_train.trainer import Stop
@@ -49,18 +49,32 @@ def test_a_written_configuration_reads_back_as_the_same_run(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["config.yaml"]
 
 
-def test_the_family_is_one_that_can_express_the_model():
-    assert family_of(MODEL) == "gpt2"
-    llama = dataclasses.replace(
-        MODEL,
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        activation="swiglu",
-        ffn_hidden_size=64,
-        add_bias_linear=False,
-    )
-    assert family_of(llama) == "llama"
-    assert family_of(dataclasses.replace(MODEL, normalization="RMSNorm")) is None
+def family_of(start, name=None, **changes):
+    config = run_config(model=dataclasses.replace(MODEL, **changes))
+    checkpoint = CheckpointConfig(model_family=name)
+    return start.family_of(dataclasses.replace(config, checkpoint=checkpoint))
+
+
+def test_a_run_has_the_family_it_is_given_if_that_can_express_the_model():
+    assert family_of(Start()) is None
+    assert family_of(Start(), "gpt2") == "gpt2"
+    words = "--model-family gpt2: such a model has normalization = 'LayerNorm', this one has 'RMS"
+    with pytest.raises(TrainError, match=words):
+        family_of(Start(), "gpt2", normalization="RMSNorm")
+    with pytest.raises(CheckpointError, match=r"no family 'gtp2' .nearest: 'gpt2'.; installed are"):
+        family_of(Start(), "gtp2")
+
+
+@pytest.mark.parametrize("flag", ["load", "pretrained_checkpoint"])
+def test_a_run_keeps_the_family_of_the_checkpoint_it_starts_from(tmp_path, flag):
+    record = ModelRecord("gpt", "llama", 1, MODEL.to_dict())
+    CheckpointStore(tmp_path).save(3, {"samples": 1}, model=record)
+    start = Start.find(CheckpointConfig(**{flag: str(tmp_path)}), SingleProcess())
+    assert start.family == family_of(start) == family_of(start, "llama") == "llama"
+    with pytest.raises(TrainError, match="holds a model of family llama, which the run keeps"):
+        family_of(start, "gpt2")
+    one = Start.find(CheckpointConfig(load=str(tmp_path / "iter_0000003")), SingleProcess())
+    assert one.family == "llama"
 
 
 def test_a_missing_gpu_is_refused():
@@ -217,7 +231,7 @@ def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tm
     )
     assert "seed 1 there, 2 here" in capsys.readouterr().err
     other = make_trainer()
-    other.task.model_config = {"vocabulary": 12}
+    other.task.model_record = ModelRecord("bigram", None, 0, {"vocabulary": 12})
     with pytest.raises(TrainError, match="vocabulary 11 there, 12 here"):
         restore(other, tmp_path, order, console)
 

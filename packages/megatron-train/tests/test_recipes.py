@@ -1,4 +1,5 @@
 import pytest
+from megatron_ckpt import find_family
 from megatron_models import parameter_count
 from megatron_train.cli import main
 from megatron_train.config.files import read_file
@@ -44,6 +45,7 @@ def test_a_recipe_is_a_run_of_the_published_size(name):
     run = build(name)
     assert parameter_count(run.model) == PARAMETERS[name]
     assert run.learning_rate_schedule().at(10**9) <= run.optimizer.lr
+    assert find_family(run.checkpoint.model_family).differences(run.model) == []
     assert recipe_about(name).endswith(".") and "\n" not in recipe_about(name)
 
 
@@ -122,3 +124,19 @@ def test_every_recipe_names_only_what_differs_from_the_default():
             given = values.get(option.key)
             if given is not None and option.name not in published:
                 assert given.value != option.default, f"{name}: {option.key}"
+
+
+@pytest.mark.parametrize(
+    ("more", "family"), [("--num-layers 3", "llama"), ("--num-experts 4", None)]
+)
+def test_a_model_that_flags_make_another_has_not_the_family_of_its_recipe(capsys, more, family):
+    words = f"pretrain gpt --recipe llama-tiny --mock-data --vocab-size 99 --print-config {more}"
+    assert main(words.split()) == 0
+    printed = capsys.readouterr()
+    note = (
+        "megatron-train: note: the recipe's model_family llama has no effect, as such a model has "
+        "num_experts = 0, this one has 4"
+    )
+    assert printed.err.startswith("" if family else note)
+    if family:
+        assert "note" not in printed.err and "model_family: llama" in printed.out

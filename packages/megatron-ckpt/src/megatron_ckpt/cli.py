@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -62,7 +63,9 @@ def build_parser() -> Parser:
         "destination", type=Path, metavar="DESTINATION", help="run directory, or new folder"
     )
     convert.add_argument(
-        "--family", metavar="NAME", help="family of the model [default as the source says]"
+        "--family",
+        metavar="NAME",
+        help="family of the model [default as the source says, or the only one that fits]",
     )
     convert.add_argument(
         "--dtype", choices=list(_DTYPES), help="precision of the weights [default as they are]"
@@ -99,7 +102,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
     print(f"digest      {manifest.digest}")
     print(f"saved by    {manifest.world_size} rank(s), {_pairs(manifest.versions)}")
     if manifest.model:
-        print(f"model       {manifest.model.family or 'of no family'}")
+        model = manifest.model
+        family = "no family" if model.family is None else f"family {model.family}"
+        print(f"model       {model.kind}, {family}, configuration of version {model.version}")
         print(f"            {_pairs(manifest.model.config)}")
     print("files")
     for name, record in manifest.files.items():
@@ -143,7 +148,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from megatron_ckpt.convert import export_hf, import_hf
+    from megatron_ckpt.convert import export_hf, family_of, import_hf
     from megatron_ckpt.dtypes import torch_dtype
     from megatron_ckpt.store.store import find_checkpoint
 
@@ -166,10 +171,14 @@ def _convert(arguments: argparse.Namespace) -> int:
             )
         else:
             checkpoint: Checkpoint = find_checkpoint(source, arguments.iteration)
+            family = family_of(checkpoint, arguments.family).name
+            if arguments.family is None and checkpoint.model and checkpoint.model.family is None:
+                note = f"{checkpoint.path} names no family; {family} is the only one that fits"
+                sys.stderr.write(f"{PROG}: note: {note}\n")
             made = export_hf(
                 checkpoint,
                 target,
-                family=arguments.family,
+                family=family,
                 dtype=dtype,
                 max_shard_bytes=int(arguments.max_shard_gb * 1e9),
                 announce=announce,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_ckpt.coordinator import SingleProcess
 from megatron_ckpt.dtypes import DTYPES, dtype_name, is_floating, item_size
-from megatron_ckpt.errors import CheckpointError
-from megatron_ckpt.families import Family, find_family
+from megatron_ckpt.errors import CheckpointError, brief
+from megatron_ckpt.families import Family, find_family, fitting_family
 from megatron_ckpt.foreign_model import ForeignModel, architectures, checked
 from megatron_ckpt.formats.huggingface import CONFIG, GENERATION, INDEX, WEIGHTS
 from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER
@@ -128,7 +128,8 @@ def export_hf(
     Args:
         checkpoint: its directory, a store's directory (the newest one), or an open checkpoint.
         directory: to be made; it may not exist, or be empty.
-        family: name of the family; the one in the checkpoint if not given.
+        family: name of the family; by default that of the checkpoint, or else the only installed
+            one that can express its model.
         dtype: of floating point tensors; None keeps ours.
         max_shard_bytes: tensors are spread over files of about this size.
         announce: told the total before writing.
@@ -138,13 +139,14 @@ def export_hf(
         The folder.
 
     Raises:
-        CheckpointError: the checkpoint names no family, or does not fit it.
+        CheckpointError: no family fits the checkpoint, or several do and it names none.
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else find_checkpoint(checkpoint)
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not empty: give another folder")
-    kind, config = _model_of(opened, family)
+    kind = family_of(opened, family)
+    config = _config_of(opened, kind)
     settings = checked(opened.path, kind.config_to_hf, config)
     tensors = CheckpointTensors(opened)
     rows = expand(kind.active_rows(config), config, len(tensors))
@@ -255,15 +257,43 @@ def _tokenizer_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     return {file: checkpoint.read_file(name) for file, name in names.items() if name in held}
 
 
-def _model_of(checkpoint: Checkpoint, family: str | None) -> tuple[Family, Any]:
+def family_of(checkpoint: Checkpoint, name: str | None = None) -> Family:
+    """Return the family to export a checkpoint as.
+
+    Args:
+        checkpoint: what is exported.
+        name: of the family; by default that of the checkpoint, or else the only installed one that
+            can express its model.
+
+    Raises:
+        CheckpointError: the checkpoint does not say what model it holds, or no family fits.
+    """
     record = checkpoint.model
-    name = family or (record.family if record else None)
-    if record is None or name is None:
+    if record is None:
         raise CheckpointError(
-            f"{checkpoint.path} does not say of which family its model is: it cannot be exported"
+            f"{checkpoint.path} does not say what model it holds: it cannot be exported"
         )
-    kind = find_family(name)
-    return kind, checked(checkpoint.path, kind.config_from_json, record.config)
+    name = name or record.family
+    if name is None:
+        return checked(checkpoint.path, fitting_family, record)  # type: ignore[no-any-return]
+    family = find_family(name)
+    if family.kind != record.kind:
+        raise CheckpointError(
+            f"{checkpoint.path} holds a model of kind {brief(repr(record.kind))}, family {name!r} "
+            f"describes models of kind {family.kind!r}: it cannot be exported to that family"
+        )
+    return family
+
+
+def _config_of(checkpoint: Checkpoint, family: Family) -> Any:
+    record = checkpoint.model
+    if record is None:
+        raise CheckpointError(f"{checkpoint.path} does not say what model it holds")
+    return checked(
+        checkpoint.path,
+        lambda fields: family.config_from_record(fields, record.version),
+        record.config,
+    )
 
 
 def _cast(tensor: "Tensor", dtype: "torch.dtype | None") -> "Tensor":

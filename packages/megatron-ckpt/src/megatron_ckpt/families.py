@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ckpt.errors import CheckpointError, brief, did_you_mean
-from megatron_ckpt.ops.ignored import Ignored
-from megatron_ckpt.ops.rows import RowData
+
+if TYPE_CHECKING:  # the operations take torch, and a family's configuration does not
+    from megatron_ckpt.ops.ignored import Ignored
+    from megatron_ckpt.ops.rows import RowData
+    from megatron_ckpt.store.manifest import ModelRecord
 
 GROUP = "megatron.families"
+_NEAREST = 3  # families named where none fits
 
 
 class Family(Protocol):
@@ -19,11 +23,15 @@ class Family(Protocol):
         """The family's name, as stored in checkpoints."""
 
     @property
+    def kind(self) -> str:
+        """The kind of models that it describes, as stored in checkpoints."""
+
+    @property
     def architectures(self) -> Sequence[str]:
         """Values of ``architectures`` in a ``config.json`` of the family."""
 
     @property
-    def ignored(self) -> Sequence[Ignored]:
+    def ignored(self) -> "Sequence[Ignored]":
         """Foreign tensors that may be there without a row, with what they must hold."""
 
     @property
@@ -39,10 +47,18 @@ class Family(Protocol):
         """Make the content of a ``config.json`` of a model configuration."""
 
     @property
-    def config_from_json(self) -> Callable[[Mapping[str, Any]], Any]:
-        """Make a model configuration of its own JSON (`to_json` of the configuration undoes it)."""
+    def config_version(self) -> int:
+        """The version of what `to_json` of a configuration gives."""
 
-    def active_rows(self, config: Any) -> Sequence[RowData]:
+    @property
+    def config_from_record(self) -> Callable[[Mapping[str, Any], int], Any]:
+        """Make a model configuration of its own JSON and the version of that."""
+
+    @property
+    def differences(self) -> Callable[[Any], Sequence[str]]:
+        """Say what of a model configuration the family cannot express; nothing if it can."""
+
+    def active_rows(self, config: Any) -> "Sequence[RowData]":
         """Rows of the parameters that a model of this configuration has."""
 
 
@@ -66,6 +82,42 @@ def detect_family(architectures: Sequence[str]) -> Family:
             return family
     wanted = brief(" or ".join(architectures)) or "a config.json without architectures"
     raise CheckpointError(f"no family reads {wanted}; {_installed(known)}")
+
+
+def fitting_family(record: "ModelRecord") -> Family:
+    """Return the one family of the record's kind that can express its model.
+
+    Raises:
+        CheckpointError: there is none, with what stands in the way of the nearest ones; or there
+            are several, with their names.
+    """
+    known = {entry.name: entry for entry in entry_points(group=GROUP)}
+    loaded: dict[str, Family] = {name: known[name].load() for name in sorted(known)}
+    families = {name: each for name, each in loaded.items() if each.kind == record.kind}
+    if not families:
+        raise CheckpointError(
+            f"no installed family describes models of kind {brief(repr(record.kind))}; "
+            f"{_installed(known)}"
+        )
+    found: dict[str, Sequence[str]] = {}
+    for name, each in families.items():
+        config = each.config_from_record(record.config, record.version)
+        found[name] = each.differences(config)
+    fitting = [name for name, differences in found.items() if not differences]
+    if len(fitting) > 1:
+        raise CheckpointError(
+            f"the families {', '.join(fitting)} can all express the model: choose one by --family"
+        )
+    if not fitting:
+        nearest = sorted(found, key=lambda name: len(found[name]))[:_NEAREST]
+        reasons = "; ".join(_reason(name, found[name]) for name in nearest)
+        raise CheckpointError(f"no installed family can express the model: {reasons}")
+    return families[fitting[0]]
+
+
+def _reason(name: str, differences: Sequence[str]) -> str:
+    more = f" and {len(differences) - 1} more" if len(differences) > 1 else ""
+    return f"{name} has {brief(differences[0])}{more}"
 
 
 def _installed(known: Mapping[str, object]) -> str:

@@ -84,7 +84,8 @@ class ForeignModel:
             name: ForeignTensor(dtype_name(tensor.dtype), tuple(tensor.shape))
             for name, tensor in made.items()
         }
-        self.model = ModelRecord(kind.name, json.loads(config.to_json()))
+        fields = json.loads(config.to_json())
+        self.model = ModelRecord(kind.kind, kind.name, kind.config_version, fields)
         self.files = dict(source.files)
         shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
         content = json.dumps([kind.name, self.model.config, shapes], sort_keys=True)

@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import torch
 from megatron_ckpt import Checkpoint, ForeignModel, find_checkpoint, is_foreign_model
 from megatron_data import DataError, Tokenizer, load_tokenizer
-from megatron_models import GPT, GPTConfig, parameter_shapes
+from megatron_models import GPT, GPTConfig, config_of, parameter_shapes
 from megatron_parallel import Mesh, View, collect_shardings, is_out_of_memory, parameter_views
 
 from megatron_infer.engine.generate import stop_tokens
@@ -132,7 +132,7 @@ def load_model(
         raise InferError(
             f"{source.path} does not say which model it holds; save it with a model record"
         )
-    config = GPTConfig.from_dict(source.model.config)
+    config = config_of(source.model)
     if tokenizer == "stored":
         tokenizer = _open_tokenizer(source)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:

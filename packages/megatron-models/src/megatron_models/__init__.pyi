@@ -20,3 +20,5 @@ from .memory import TrainingMemory as TrainingMemory
 from .memory import training_memory as training_memory
 from .parameters import parameter_count as parameter_count
 from .parameters import parameter_shapes as parameter_shapes
+from .record import config_of as config_of
+from .record import record_of as record_of

@@ -147,7 +147,7 @@ class Saver(Callback):
         path = self._store.save(
             trainer.iteration,
             state,
-            model=ModelRecord(trainer.task.family, trainer.task.model_config),
+            model=trainer.task.model_record,
             files=self._files,
             retention=self._retention,
             replace=True,
@@ -351,7 +351,11 @@ def refuse_other_model(
     """Raise `TrainError` unless ``model`` is that of ``trainer``, the fields ``but`` left out."""
     if model is None:
         raise TrainError(f"{path} says nothing of its model; it cannot be continued")
-    there, here = dict(model.config), dict(trainer.task.model_config)
+    try:
+        there = dict(trainer.task.migrated(model))
+    except ValueError as error:
+        raise TrainError(f"{path} holds another model: {error}; give another folder") from None
+    here = dict(trainer.task.model_record.config)
     for name in but:
         there.pop(name, None)
         here.pop(name, None)

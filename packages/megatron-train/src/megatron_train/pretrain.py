@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import torch
 from megatron_ckpt import CheckpointStore, exchange
 from megatron_data import Tokenizer
-from megatron_models import ConfigError, GPTConfig, gpt_chunks, parameter_count
+from megatron_models import gpt_chunks, parameter_count
 from megatron_optim import Optimizer
 from megatron_parallel import Mesh
 
@@ -81,6 +80,7 @@ def pretrain_gpt(
         _deterministic(config.training.deterministic_mode),
     ):
         start = Start.find(config.checkpoint, coordinator)
+        family = start.family_of(config)
         refuse_what_cannot_fit(config, mesh.device)
         peak = device_peak(mesh.device, dtype) if mesh.rank == 0 else None
         rate = cpu_rate(dtype) if mesh.device.type == "cpu" else peak
@@ -94,7 +94,7 @@ def pretrain_gpt(
         batches = open_batches(config, tokenizer, mesh, console.line)
         # One rank looks at the corpora, since others need not have them (--broadcast-batches).
         record = exchange(coordinator, lambda: None, lambda _: run_record(config, tokenizer))
-        trainer = build_gpt_trainer(config, batches, mesh, dtype)
+        trainer = build_gpt_trainer(config, batches, mesh, dtype, family)
         run = _Run(config, console, mesh, peak, batches, tokenizer, facts, start, record)
         trainer.callbacks = run.callbacks()
         continued = start.take(trainer, config, record, console)
@@ -148,9 +148,16 @@ def join(config: RunConfig, device: torch.device) -> Mesh:
 
 
 def build_gpt_trainer(
-    config: RunConfig, batches: Batches, mesh: Mesh, dtype: torch.dtype
+    config: RunConfig,
+    batches: Batches,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    family: str | None = None,
 ) -> Trainer:
-    """Build this rank's stages of the model, optimizer and trainer, without any callback."""
+    """Build this rank's stages of the model, optimizer and trainer, without any callback.
+
+    ``family`` is kept in checkpoints.
+    """
     training = config.training
     stages = gpt_chunks(
         config.model,
@@ -167,7 +174,7 @@ def build_gpt_trainer(
     )
     task = GPTTask(
         stages,
-        family_of(config.model),
+        family,
         seed=training.seed,
         hidden_dropout=training.hidden_dropout,
         attention_dropout=training.attention_dropout,
@@ -234,17 +241,6 @@ def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
             f"tokens of {name}; leave it out to take the tokenizer's"
         )
     return tokenizer
-
-
-def family_of(config: GPTConfig) -> str | None:
-    """Return the name of the first family of published models that can express ``config``."""
-    for entry in sorted(entry_points(group="megatron.families"), key=lambda entry: entry.name):
-        try:
-            entry.load().config_to_hf(config)
-        except ConfigError:
-            continue
-        return entry.name
-    return None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ same command line, given again after a stop, continues it instead of beginning a
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from megatron_ckpt import (
     Coordinator,
     DirectoryInUseError,
     exchange,
+    find_family,
     foreign_checkpoint,
     run_lock,
 )
+from megatron_models.record import KIND
 
 from megatron_train.checkpointing import Kept, Saver, is_checkpoint, load_weights, restore
 from megatron_train.config.checkpoint import CheckpointConfig
@@ -94,6 +96,7 @@ class Start:
         folder: of the checkpoint; None begins from the seed.
         weights_only: whether a new run begins with the weights in ``folder``.
         origin: whose weights the run once began with; empty if the seed's.
+        family: that the checkpoint names, if there is one and it does.
         note: why ``folder`` is another than what --load names, if it is.
     """
 
@@ -101,6 +104,7 @@ class Start:
     weights_only: bool = False
     origin: str = ""
     note: str = ""
+    family: str | None = None
 
     @classmethod
     def find(cls, config: CheckpointConfig, coordinator: Coordinator) -> "Start":
@@ -110,13 +114,50 @@ class Start:
             TrainError: --save holds another run, or there is nothing to take weights from.
             CheckpointError: a checkpoint named is torn.
         """
-        plain = exchange(coordinator, lambda: None, lambda _: _find(config).to_plain())
+        plain = exchange(coordinator, lambda: None, lambda _: _find(config).named().to_plain())
         folder = None if plain["folder"] is None else Path(plain["folder"])
         return cls(**{**plain, "folder": folder})
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as plain values, to be sent to other ranks."""
         return {**asdict(self), "folder": None if self.folder is None else str(self.folder)}
+
+    def named(self) -> "Start":
+        """Return this start with the family that its checkpoint names."""
+        if self.folder is None:
+            return self
+        held = Checkpoint(self.folder) if is_checkpoint(self.folder) else _newest(self.folder)
+        model = None if held is None else held.model
+        return self if model is None else replace(self, family=model.family)
+
+    def family_of(self, config: RunConfig) -> str | None:
+        """Return the family that the run keeps in its checkpoints: theirs, or --model-family.
+
+        Raises:
+            TrainError: --model-family is another than that of the checkpoint, or cannot express the
+                model.
+            CheckpointError: no such family is installed.
+        """
+        wanted = config.checkpoint.model_family
+        if wanted is None or wanted == self.family:
+            return self.family
+        if self.family is not None:
+            raise TrainError(
+                f"--model-family {wanted}: {self.folder} holds a model of family {self.family}, "
+                f"which the run keeps; give --model-family {self.family}"
+            )
+        family = find_family(wanted)
+        if family.kind != KIND:
+            raise TrainError(
+                f"--model-family {wanted} describes models of kind {family.kind}, not {KIND}; "
+                "leave it out"
+            )
+        if differences := family.differences(config.model):
+            raise TrainError(
+                f"--model-family {wanted}: such a model has {'; '.join(differences)}; "
+                "leave it out, or change the model"
+            )
+        return wanted
 
     def take(
         self, trainer: Trainer, config: RunConfig, record: RunRecord, console: Console

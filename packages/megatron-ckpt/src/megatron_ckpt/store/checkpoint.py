@@ -59,7 +59,7 @@ class Checkpoint:
 
     @property
     def model(self) -> ModelRecord | None:
-        """Family and configuration of the model, if they were given when saving."""
+        """Kind, family and configuration of the model, if they were given when saving."""
         return self.manifest.model
 
     @property

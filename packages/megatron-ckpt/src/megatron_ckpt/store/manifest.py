@@ -19,6 +19,7 @@ from megatron_ckpt.views import Box
 MANIFEST = "MANIFEST.json"
 FORMAT = "megatron-ckpt"
 FORMAT_VERSION = 1
+_FIRST_KIND = "gpt"  # the only one there was when records did not say it
 _NO_DIGEST = "0" * 32
 _CORRUPT = CorruptCheckpointError
 _MOST_BYTES = 1 << 62
@@ -59,11 +60,15 @@ class ModelRecord:
     """The model a checkpoint holds, enough to build it again.
 
     Attributes:
+        kind: the kind of model, such as ``gpt``.
         family: name in the entry-point group ``megatron.families``; None if it has no family.
+        version: of the configuration, which the kind gives a meaning; 0 where none was written.
         config: the model configuration as plain JSON values.
     """
 
+    kind: str
     family: str | None
+    version: int
     config: Mapping[str, Any]
 
 
@@ -173,7 +178,9 @@ def _file(record: Fields) -> FileRecord:
 
 def _model(record: Fields) -> ModelRecord:
     family = None if record.need("family") is None else record.text("family")
-    return ModelRecord(family, record.inner("config").content)
+    kind = record.text("kind") if "kind" in record.content else _FIRST_KIND
+    version = record.integer("version") if "version" in record.content else 0
+    return ModelRecord(kind, family, version, record.inner("config").content)
 
 
 def _tensor(record: Fields, files: Mapping[str, FileRecord]) -> TensorRecord:

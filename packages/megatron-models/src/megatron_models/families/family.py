@@ -25,6 +25,7 @@ from megatron_models.families.settings import (
     default_of,
     unsupported,
 )
+from megatron_models.record import KIND, VERSION, migrated
 
 Operation = tuple[str, Mapping[str, Any]]
 """A reversible operation and its arguments; ``"$field"`` stands for a configuration field."""
@@ -72,13 +73,13 @@ class Family:
             found to say nothing: buffers that follow from the configuration, and the copy of a tied
             weight.
         prefix: the start of foreign names that files written from the headless class leave out.
-        config_from_json: reads the configuration a checkpoint holds, as ``to_json`` wrote it.
+        config_version: of configurations as a checkpoint's record holds them.
     """
 
     name: str
     title: str
     version: int
-    kind: str = "gpt"
+    kind: str = KIND
     architectures: tuple[str, ...]
     model_type: str
     rows: tuple[Row, ...]
@@ -90,7 +91,11 @@ class Family:
     conditions: Mapping[str, str]
     ignored: tuple[Ignored, ...] = ()
     prefix: str = ""
-    config_from_json: Callable[[Mapping[str, Any]], GPTConfig] = GPTConfig.from_dict
+    config_version: int = VERSION
+
+    def config_from_record(self, fields: Mapping[str, Any], version: int) -> GPTConfig:
+        """Read the configuration of a checkpoint's record, as ``to_json`` of a version wrote it."""
+        return migrated(fields, version)
 
     def config_to_hf(self, config: GPTConfig) -> dict[str, Any]:
         """Make the content of ``config.json``.

@@ -34,6 +34,12 @@ class CheckpointConfig:
         "checkpoint yet",
         unit="path",
     )
+    model_family: str | None = setting(
+        None,
+        "family of published models that a new run's checkpoints name, for an export; a run that "
+        "begins with a checkpoint keeps its family (our name)",
+        unit="family",
+    )
     no_load_optim: bool = setting(
         False, "continue from --load with a fresh optimizer, its weights and position kept"
     )

@@ -23,4 +23,12 @@ def without_effect(config: RunConfig, values: Values) -> list[str]:
             f"--data-cache-path has no effect with --sample-order {order}, which has no index to "
             "keep"
         )
+    family = values.get("checkpoint.model_family")
+    if family is not None and config.checkpoint.model_family is None:
+        from megatron_ckpt import find_family
+
+        lines.append(
+            f"the recipe's model_family {family} has no effect, as such a model has "
+            f"{'; '.join(find_family(family).differences(config.model))}"
+        )
     return lines

@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from megatron_train._command import nearest
 from megatron_train.config.files import about, parse_settings, read_file
 from megatron_train.config.options import Option
 from megatron_train.config.values import Values
 from megatron_train.errors import TrainError
+
+RECIPE: Final = "recipe "
+"""How the origin of a value that a recipe gives begins."""
 
 _SUFFIX = ".yaml"
 
@@ -37,7 +40,7 @@ def recipe_text(name: str) -> str:
 
 def recipe_values(name: str, options: Sequence[Option]) -> Values:
     """Return the settings of a recipe."""
-    return parse_settings(recipe_text(name), f"recipe {name}", options)
+    return parse_settings(recipe_text(name), f"{RECIPE}{name}", options)
 
 
 def recipe_about(name: str) -> str:

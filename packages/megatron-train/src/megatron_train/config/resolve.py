@@ -2,17 +2,18 @@
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_data import holds_conversation_lines
-from megatron_models import GPTConfig
+from megatron_models import ConfigError, GPTConfig, config_of
 from megatron_parallel.pipeline import count_stages
 
 from megatron_train.config.data import DATA_PATHS, DataConfig
 from megatron_train.config.files import read_file
 from megatron_train.config.flags import LAYERS_PER_VIRTUAL_STAGE, given_flags, implied_flags
 from megatron_train.config.options import options_of
-from megatron_train.config.recipes import recipe_values
+from megatron_train.config.recipes import RECIPE, recipe_values
 from megatron_train.config.run import RunConfig, build_run, run_options
 from megatron_train.config.values import Given, Values
 from megatron_train.errors import TrainError, UsageError
@@ -40,7 +41,20 @@ def resolve(
     if namespace.config is not None:
         values = values.updated(read_file(Path(namespace.config), options))
     values = derive(_with_described_stages(with_flags(values, namespace)))
-    return build_run(values, world_size or started_ranks()), values
+    config = build_run(values, world_size or started_ranks())
+    given = values.given.get("checkpoint.model_family")
+    if given is not None and given.origin.startswith(RECIPE):
+        config = _without_strange_family(config, given.value)
+    return config, values
+
+
+def _without_strange_family(config: RunConfig, name: str) -> RunConfig:
+    """Return a run without the family of its recipe, where flags have made it another model."""
+    from megatron_ckpt import find_family
+
+    if not find_family(name).differences(config.model):
+        return config
+    return replace(config, checkpoint=replace(config.checkpoint, model_family=None))
 
 
 def with_flags(values: Values, namespace: argparse.Namespace) -> Values:
@@ -153,8 +167,11 @@ def _with_model_of_checkpoint(values: Values) -> Values:
             reason = str(error)
     if found is None or found.model is None:
         raise TrainError(f"--use-checkpoint-args finds no checkpoint with a model: {reason}")
+    try:
+        model = config_of(found.model)
+    except ConfigError as error:
+        raise TrainError(f"--use-checkpoint-args: {found.path}: {error}") from None
     for option in options_of(GPTConfig, "model"):
-        if option.name in found.model.config:
-            value = found.model.config[option.name]
-            values = values.with_derived(option.key, value, f"the checkpoint {found.path}")
+        value = getattr(model, option.name)
+        values = values.with_derived(option.key, value, f"the checkpoint {found.path}")
     return values

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_ckpt import ModelRecord
 from megatron_kernels import Mask
-from megatron_models import GPT, Dropout, gpt_flops, inner_losses
+from megatron_models import GPT, Dropout, config_of, gpt_flops, inner_losses, record_of
 from megatron_parallel import Axis, DropoutKey, Passed, pool_group_name
 from megatron_parallel.context_parallel import ContextSplit
 from torch import Tensor, nn
@@ -65,14 +66,13 @@ class GPTTask:
         self._sequence_length = sequence_length
 
     @property
-    def family(self) -> str | None:
-        """Name of the model's family, or None."""
-        return self._family
+    def model_record(self) -> ModelRecord:
+        """The model's kind, family and configuration."""
+        return ModelRecord(family=self._family, **record_of(self._stages[0].config))
 
-    @property
-    def model_config(self) -> dict[str, Any]:
-        """The model's configuration as plain values."""
-        return self._stages[0].config.to_dict()
+    def migrated(self, record: ModelRecord) -> dict[str, Any]:
+        """Return the configuration of a checkpoint's record in the fields of today."""
+        return config_of(record).to_dict()
 
     @property
     def stages(self) -> Sequence[GPT]:

@@ -7,6 +7,7 @@ denominators, and both come from here.
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
+from megatron_ckpt import ModelRecord
 from megatron_parallel import Passed
 from torch import Tensor, nn
 
@@ -18,12 +19,15 @@ class Task(Protocol):
     """One way of training one kind of model, as one rank sees it."""
 
     @property
-    def family(self) -> str | None:
-        """Name of the model's family, kept in checkpoints; None if it has none."""
+    def model_record(self) -> ModelRecord:
+        """The model's kind, family and configuration, kept in checkpoints."""
 
-    @property
-    def model_config(self) -> dict[str, Any]:
-        """The model's configuration as plain values, kept in checkpoints."""
+    def migrated(self, record: ModelRecord) -> Mapping[str, Any]:
+        """Return the configuration of a checkpoint's record, as `model_record` would hold it now.
+
+        Raises:
+            ValueError: a model of another kind, or a version that is not known here.
+        """
 
     @property
     def stages(self) -> Sequence[nn.Module]:
