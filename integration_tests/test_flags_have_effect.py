@@ -22,6 +22,7 @@ import megatron_parallel.recompute.again as again
 import pytest
 import torch
 from flags_on_ranks import LAYERS_PER_VIRTUAL_STAGE, ON_RANKS, Words, command
+from megatron_ckpt import Checkpoint
 from megatron_data import (
     ByteTokenizer,
     IndexedDatasetBuilder,
@@ -482,7 +483,14 @@ def observe(words: Words, prepared: Path, folder: Path, capsys: Any) -> dict[str
         "files": sorted(re.sub(r"\d{6,}.*", "", str(p.relative_to(folder))) for p in files(folder)),
         "records": [measured(line) for line in records.open()] if records.exists() else [],
         "probes": probes.seen,
+        "families": families(folder / "out"),
     }
+
+
+def families(folder: Path) -> list[str | None]:
+    """The family that each checkpoint names."""
+    records = (Checkpoint(path).model for path in sorted(folder.glob("iter_*")))
+    return [None if record is None else record.family for record in records]
 
 
 def files(folder: Path) -> list[Path]:
