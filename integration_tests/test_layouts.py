@@ -1,4 +1,7 @@
-"""Every parallel layout trains what one rank trains; a sample here, all in `nox -s layouts`."""
+"""Every parallel layout trains what one rank trains; tests that are not slow are a sample.
+
+`nox -s layouts` makes the tables of the documentation from the same proof.
+"""
 
 import pytest
 import torch
@@ -23,13 +26,10 @@ SAMPLE = {
     "dp2·ep2·a2a·combined-1f1b-moe-dropout",
     "cp2·dp2·hybrid(6)-untied-dropout",
 }
-SHORT = {
-    "pp2·vpp2·uniform·zb-v-tied-dropout": 6,
-    "dp2·ep2·a2a·combined-1f1b-moe-dropout": 6,
-    "cp2·dp2·hybrid(6)-untied-dropout": 6,
-}
-"""Steps of those that take longest; `nox -s layouts` makes 20 of all."""
+FEW = 3
+"""Steps of the sample; every planted defect is seen in as many."""
 IN_FLOAT32 = {"tp2·sp-tied-dropout", "pp2·vpp2-untied", "cp2-tied-dropout", "dp2·ep2-moe"}
+FLOAT32_SAMPLE = {"tp2·sp-tied-dropout", "dp2·ep2-moe"}
 DEFECT_SAMPLE = {
     "the gradients of norms are not summed over tensor-parallel ranks",
     "a tied gradient is counted twice",
@@ -67,6 +67,7 @@ def test_the_proof_covers_what_it_should():
     assert {defect.case for defect in DEFECTS.values()} <= set(BY_TITLE)
     assert len(DEFECTS) >= 60
     assert set(BY_TITLE) >= SAMPLE | IN_FLOAT32 and set(DEFECTS) >= DEFECT_SAMPLE
+    assert IN_FLOAT32 > FLOAT32_SAMPLE
 
 
 def test_the_training_that_is_compared_learns_and_clips():
@@ -86,19 +87,26 @@ def test_masks_are_unequal_between_ranks_and_micro_batches():
     assert all(len(set(counts)) == case.accumulation == 4 for counts in kept)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.title, marks=() if case.title in SAMPLE else pytest.mark.slow)
-        for case in CASES
-    ],
-)
-def test_a_layout_equals_one_rank(worker_pool, case: Case):
-    found = prove(worker_pool, case, steps=SHORT.get(case.title, STEPS))
+@pytest.mark.parametrize("title", [case.title for case in CASES if case.title in SAMPLE])
+def test_few_steps_of_a_layout_equal_one_rank(worker_pool, title):
+    found = prove(worker_pool, BY_TITLE[title], steps=FEW)
     assert found.equal, found
 
 
-@pytest.mark.parametrize("title", sorted(IN_FLOAT32))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
+def test_a_layout_equals_one_rank(worker_pool, case: Case):
+    found = prove(worker_pool, case)
+    assert found.equal, found
+
+
+@pytest.mark.parametrize(
+    "title",
+    [
+        pytest.param(title, marks=() if title in FLOAT32_SAMPLE else pytest.mark.slow)
+        for title in sorted(IN_FLOAT32)
+    ],
+)
 def test_a_layout_is_close_to_one_rank_in_float32(worker_pool, title):
     found = prove_fp32(worker_pool, BY_TITLE[title])
     assert found.equal, found
@@ -115,5 +123,5 @@ def test_a_layout_is_close_to_one_rank_in_float32(worker_pool, title):
     ],
 )
 def test_a_planted_defect_is_seen(worker_pool, name):
-    found = prove(worker_pool, BY_TITLE[DEFECTS[name].case], defect=name, steps=3)
+    found = prove(worker_pool, BY_TITLE[DEFECTS[name].case], defect=name, steps=FEW)
     assert not found.equal, found
