@@ -157,7 +157,7 @@ def full(session: nox.Session) -> None:
 
 def takes_slow(check: str) -> bool:
     """Whether a session has tests that are marked slow."""
-    return check.startswith("unit(") or check in ("integration", "parity")
+    return check.startswith("unit(") or check in ("boundaries", "integration", "parity")
 
 
 def split_slow(session: nox.Session) -> bool:
@@ -338,12 +338,13 @@ def typecheck(session: nox.Session) -> None:
 @job()
 def boundaries(session: nox.Session) -> None:
     """Who may import whom (import-linter, deptry), and that these checks can fail."""
+    slow = split_slow(session)
     # cosmic-ray and coverage are for the tests of tooling/mutation.
     install(session, *EDITABLE, "import-linter", "deptry", "cosmic-ray", "coverage", "pytest-xdist")
     session.run("lint-imports")
     for name in PACKAGES:
         session.run("python", "tooling/check_dependencies.py", name)
-    pytest(session, "tooling/tests", at_once=True)
+    pytest(session, "tooling/tests", slow=slow, at_once=True)
 
 
 @job()

@@ -2,7 +2,8 @@
 # Every test marked `gpu`, from the bare source folders: nothing is installed, nothing downloaded.
 # Most of them need one GPU; those over several (NCCL) use as many devices as there are. What is
 # skipped is printed with its reason. PYTHON names the interpreter; arguments go to pytest:
-# `tooling/gpu.sh --device simulated` tries what can be tried without a GPU.
+# `tooling/gpu.sh --device simulated` tries what can be tried without a GPU, and files or folders
+# among the arguments replace the folders of all packages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -24,6 +25,11 @@ PRINT
 settings=$("$python" tooling/bare_install.py "$site")
 eval "$settings"
 export PYTHONPATH="$PYTHONPATH:$PWD/tooling"
+for argument in "$@"; do
+    if [ -e "${argument%%::*}" ]; then
+        TEST_FOLDERS=
+    fi
+done
 status=0
 # shellcheck disable=SC2086 - folders are separate words
 "$python" -m pytest -q -m gpu -rs -p skip_missing -p no:cacheprovider $TEST_FOLDERS "$@" || status=$?
