@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 from megatron_data import FIMConfig
@@ -58,8 +59,12 @@ SECTIONS: dict[str, tuple[str, type[Any]]] = {
 """Every section of a run: its key in YAML files, a title, and the dataclass that holds it."""
 
 
+@cache
 def run_options() -> tuple[Option, ...]:
-    """Return every option of a run, section by section."""
+    """Return every option of a run, section by section.
+
+    Cached: a run asks several times, and type hints are slow to evaluate.
+    """
     return tuple(option for name, (_, cls) in SECTIONS.items() for option in options_of(cls, name))
 
 
