@@ -43,7 +43,7 @@ def place(
             builder.end_document()
         builder.finalize()
     with (folder / "corpus.jsonl").open("w") as lines:
-        for number in range(300_000):
+        for number in range(200_000):
             lines.write(f'{{"text": "sentence {number} of a long, long book"}}\n')
     run_command(folder, f"{TRAIN} --train-iters 1 --save trained")
     return folder
@@ -116,7 +116,11 @@ def test_preprocessing_keeps_whole_chunks_alone_and_goes_on(place: Path, workers
         path.unlink()
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.1, 0.2, 0.4])
+SLOW = pytest.mark.slow
+INSTANTS = [0.0, 0.1, *(pytest.param(seconds, marks=SLOW) for seconds in (0.05, 0.2, 0.4))]
+
+
+@pytest.mark.parametrize("seconds", INSTANTS)
 def test_workers_that_are_starting_say_nothing(place: Path, seconds: float) -> None:
     words = "megatron-data preprocess --input corpus.jsonl --tokenizer-model bytes"
     process = start(f"{words} --output-prefix early --workers 2", place)

@@ -101,14 +101,14 @@ def test_the_same_run_twice_writes_equal_checkpoints(corpus, run_command, tmp_pa
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.slow)])
-def test_killed_ranks_continue_bit_for_bit(corpus, run_command, command, kills):
+def test_killed_ranks_continue_bit_for_bit(corpus, run_command, command, preloaded, kills):
     """All processes are killed at random instants, every other time during a save."""
     long = f"{RUN} --train-iters {4 * kills + 8} {TP2} --save-interval 1 --keep-last 2"
     whole, killed = corpus / f"whole{kills}", corpus / f"killed{kills}"
     run_command(corpus, f"{long} --save {whole}")
     instants = random.Random(kills)
     for number in range(kills):
-        process = subprocess.Popen(
+        process = preloaded.start(
             command(f"{long} --save {killed} --load {killed}"),
             cwd=corpus,
             stdout=subprocess.DEVNULL,
