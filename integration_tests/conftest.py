@@ -35,6 +35,11 @@ def rank_pool(request: pytest.FixtureRequest) -> WorkerPool:
     return request.getfixturevalue("worker_pool" if request.param == "cpu" else "device_pool")
 
 
+@pytest.fixture(scope="module")
+def worker_pool_preload() -> tuple[str, ...]:
+    return ("megatron_train.pretrain",)
+
+
 @pytest.fixture(scope="session")
 def command() -> Callable[[str], list[str]]:
     """Split a command line; its first word becomes the program beside this Python."""

@@ -25,6 +25,11 @@ def worker_pool_typecheck() -> tuple[str, ...]:
     return TENSOR_MODULES
 
 
+@pytest.fixture(scope="module")
+def worker_pool_preload() -> tuple[str, ...]:
+    return (*TENSOR_MODULES, "megatron_parallel.mesh", "megatron_parallel.pipeline")
+
+
 @pytest.fixture
 def single() -> Mesh:
     return Mesh.single()

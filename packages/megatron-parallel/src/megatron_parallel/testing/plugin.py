@@ -2,8 +2,9 @@
 
 ``worker_pool`` is a pool of Gloo workers on the CPU. ``device_pool`` has one rank per CUDA device,
 joined by NCCL, and skips its tests where there are fewer than two. Both live until the end of the
-test run. Override the fixture ``worker_pool_typecheck`` in a ``conftest.py`` to return the packages
-whose jaxtyping annotations are to be checked inside the ranks.
+test run. Override these fixtures in a ``conftest.py``: ``worker_pool_typecheck`` returns the
+packages whose jaxtyping annotations are to be checked inside the ranks, ``worker_pool_preload`` the
+modules that are imported once, before ranks are forked, and not by every rank.
 """
 
 from collections.abc import Iterator
@@ -15,25 +16,29 @@ if TYPE_CHECKING:
     from megatron_parallel.testing.pool import WorkerPool
 
 _MAX_RANKS = 8
+# Rewritten asserts refer to pytest; the others take seconds to import.
+_PRELOAD = ("pytest", "torch.distributed.tensor", "torch.distributed.pipelining")
 
 
 class _Pools:
-    """The pools of one test run, by what they check."""
+    """The pools of one test run, by what they check and preload."""
 
     def __init__(self) -> None:
-        self.pools: dict[tuple[str, tuple[str, ...]], WorkerPool] = {}
+        self.pools: dict[tuple[str, tuple[str, ...], tuple[str, ...]], WorkerPool] = {}
 
-    def get(self, device: str, ranks: int, typecheck: tuple[str, ...]) -> "WorkerPool":
+    def get(
+        self,
+        device: str,
+        ranks: int,
+        typecheck: tuple[str, ...] = (),
+        preload: tuple[str, ...] = (),
+    ) -> "WorkerPool":
         from megatron_parallel.testing.pool import WorkerPool
 
-        key = device, typecheck
+        key = device, typecheck, preload
         if key not in self.pools:
             self.pools[key] = WorkerPool(
-                ranks,
-                device=device,
-                typecheck=typecheck,
-                # Rewritten asserts refer to pytest; the others take seconds to import.
-                preload=["pytest", "torch.distributed.tensor", "torch.distributed.pipelining"],
+                ranks, device=device, typecheck=typecheck, preload=[*_PRELOAD, *preload]
             )
         return self.pools[key]
 
@@ -53,9 +58,20 @@ def worker_pool_typecheck() -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def worker_pool(_worker_pools: _Pools, worker_pool_typecheck: tuple[str, ...]) -> "WorkerPool":
+def worker_pool_preload() -> tuple[str, ...]:
+    """Modules that ranks need and that take long to import; override to name some."""
+    return ()
+
+
+@pytest.fixture(scope="module")
+def worker_pool(
+    _worker_pools: _Pools,
+    worker_pool_typecheck: tuple[str, ...],
+    worker_pool_preload: tuple[str, ...],
+) -> "WorkerPool":
     """A pool of up to eight Gloo ranks on the CPU, shared by the whole test run."""
-    return _worker_pools.get("cpu", _MAX_RANKS, tuple(worker_pool_typecheck))
+    checked, preload = tuple(worker_pool_typecheck), tuple(worker_pool_preload)
+    return _worker_pools.get("cpu", _MAX_RANKS, checked, preload)
 
 
 @pytest.fixture(scope="module")
@@ -66,4 +82,4 @@ def device_pool(_worker_pools: _Pools) -> "WorkerPool":
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip(f"needs 2 CUDA devices, this machine has {count}")
-    return _worker_pools.get("cuda", count, ())
+    return _worker_pools.get("cuda", count)
