@@ -88,7 +88,12 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Job]:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs signals")
-@pytest.mark.parametrize("job", [("dies", 2, 1), ("freezes", 3, 1)], indirect=True)
+@pytest.mark.parametrize(
+    "job",
+    [("dies", 2, 1), pytest.param(("freezes", 3, 1), marks=pytest.mark.slow)],
+    ids=["dies", "freezes"],
+    indirect=True,
+)
 def test_the_rank_the_axis_and_the_operation_are_named(job: Job) -> None:
     said = job.run()
     ranks = f"ranks 0-{len(job.ranks) - 1}"

@@ -1,5 +1,7 @@
 """Compiled without graph breaks; in fresh processes, where nothing is type-checked.
 
+Slow, as importing the compiler takes longer than most tests: of those that are not, the tests of
+megatron-models compile these layers and this loss in a whole GPT.
 Dynamo cannot trace functions that jaxtyping's import hook has wrapped.
 """
 
@@ -92,7 +94,9 @@ for sequence_parallel in (False, True):
 """
 
 
-@pytest.mark.slow
+pytestmark = pytest.mark.slow
+
+
 def test_several_ranks_compile_whole_too(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [

@@ -127,6 +127,7 @@ def test_a_rank_without_groups_knows_its_place_and_cannot_communicate() -> None:
         all_reduce(torch.ones(1), mesh.axis("tp"))
 
 
+@pytest.mark.slow  # a command of the README that the integration tests run starts ranks so, too
 def test_ranks_started_by_torchrun_find_each_other(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(
