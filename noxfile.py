@@ -13,9 +13,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import nox
@@ -37,7 +38,7 @@ ONE_AT_A_TIME = ("megatron-kernels", "megatron-optim")
 OLDEST = ("megatron-parallel", "megatron-models", "megatron-optim", "megatron-train")
 """Packages that touch what torch changes from version to version."""
 WHEELS = ROOT / "dist"
-TIMINGS = ROOT / ".nox" / "timings.json"
+TIMINGS = ROOT / ".nox" / "timings"
 
 CHECKS = (
     "lint",
@@ -49,8 +50,11 @@ CHECKS = (
     "docs",
     "build",
 )
+ALONE = ("lint", "typecheck", *(f"unit({name})" for name in ONE_AT_A_TIME), "docs")
+"""Checks that have one process each: `tests` runs them, one by one, beside the others."""
 
 
+@functools.cache
 def pip_settings() -> dict[str, str]:
     """pip's configured index, extra places and certificate, in the variables that uv reads."""
     names = {
@@ -102,10 +106,8 @@ def job(**options: object) -> Callable[[Callable[..., None]], Callable[..., None
 
 def record(name: str, seconds: float, result: str) -> None:
     """Keep the last time and result of a session for the closing table."""
-    TIMINGS.parent.mkdir(exist_ok=True)
-    known = json.loads(TIMINGS.read_text()) if TIMINGS.exists() else {}
-    known[name] = {"seconds": seconds, "result": result}
-    TIMINGS.write_text(json.dumps(known, indent=1))
+    TIMINGS.mkdir(parents=True, exist_ok=True)
+    (TIMINGS / f"{name}.json").write_text(json.dumps({"seconds": seconds, "result": result}))
 
 
 def install(session: nox.Session, *what: str) -> None:
@@ -116,10 +118,10 @@ def install(session: nox.Session, *what: str) -> None:
 def pytest(session: nox.Session, *args: str, slow: bool = False, at_once: bool = False) -> None:
     """Run pytest without what needs a GPU and, unless asked, what is slow.
 
-    ``at_once``: two files at a time, by pytest-xdist, of one thread each: most tests have one.
+    ``at_once``: two files at a time, by pytest-xdist. Most tests have one thread.
     """
     marks = "not gpu" if slow else "not gpu and not slow"
-    session.env.setdefault("OMP_NUM_THREADS", "1" if at_once else "2")
+    session.env.setdefault("OMP_NUM_THREADS", "2" if slow else "1")
     if at_once:
         args = ("-n", "2", "--dist", "loadfile", *args)
     session.run(
@@ -142,22 +144,55 @@ def build_wheels(session: nox.Session) -> None:
 @job(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """All checks of a landing (at most 15 minutes on 2 cores); the table of times comes last."""
-    TIMINGS.unlink(missing_ok=True)
-    for check in ("wheels", *CHECKS, "summary"):
-        session.notify(check)
+    run_checks(session, session.posargs)
 
 
 @job(venv_backend="none")
 def full(session: nox.Session) -> None:
     """As `tests`, with everything whole that is sampled there."""
-    TIMINGS.unlink(missing_ok=True)
-    for check in ("wheels", *CHECKS, "oldest", "simulated", "mutation", "summary"):
-        session.notify(check, posargs=["--slow"] if takes_slow(check) else [])
+    run_checks(session, ["--slow", *session.posargs], "oldest", "simulated", "mutation")
 
 
-def takes_slow(check: str) -> bool:
-    """Whether a session has tests that are marked slow."""
-    return check.startswith("unit(") or check in ("boundaries", "integration", "parity")
+def run_checks(session: nox.Session, posargs: list[str], *more: str) -> None:
+    """Run `CHECKS` and ``more``; print the table.
+
+    Those of `ALONE` run in a second nox meanwhile, which takes what the others leave of two cores:
+    while environments are made, while a test waits. What it prints comes when it has ended.
+    """
+    started = time.monotonic()
+    shutil.rmtree(TIMINGS, ignore_errors=True)
+    failed = [subprocess.call(nox_line(["wheels"]))]
+    with tempfile.TemporaryFile("w+") as printed:
+        alone = nox_line(ALONE, posargs)
+        with subprocess.Popen(alone, stdout=printed, stderr=subprocess.STDOUT) as beside:
+            others = [check for check in CHECKS[:-1] if check not in ALONE]
+            failed += [subprocess.call(nox_line(others, posargs)), beside.wait()]
+        printed.seek(0)
+        shutil.copyfileobj(printed, sys.stdout)
+    # `build`, the last one, makes dist/ anew: no session may install from there meanwhile.
+    failed += [subprocess.call(nox_line([CHECKS[-1], *more]))]
+    print_table((*CHECKS, *more), time.monotonic() - started)
+    if any(failed):
+        session.error("not all checks passed")
+
+
+def nox_line(checks: Iterable[str], posargs: Iterable[str] = ()) -> list[str]:
+    """The command that runs these checks, whether or not one of them fails."""
+    return [sys.executable, "-m", "nox", "-f", __file__, "-s", *checks, "--", *posargs]
+
+
+def print_table(checks: Iterable[str], seconds: float) -> None:
+    """The minutes of each session, and of all: two sessions at a time take less than their sum."""
+    names = [name for name in ("wheels", *checks) if (TIMINGS / f"{name}.json").exists()]
+    rows = {name: json.loads((TIMINGS / f"{name}.json").read_text()) for name in names}
+    width = max(map(len, (*rows, "all")))
+    print(f"\n{'session':<{width}}  minutes  result")
+    for name, row in rows.items():
+        beside = " (beside others)" if name in ALONE else ""
+        print(f"{name:<{width}}  {row['seconds'] / 60:7.2f}  {row['result']}{beside}")
+    wrong = sum(row["result"] != "passed" for row in rows.values())
+    print(f"{'all':<{width}}  {seconds / 60:7.2f}")
+    print(f"{len(rows) - wrong} passed, {wrong} failed", flush=True)
 
 
 def split_slow(session: nox.Session) -> bool:
@@ -165,21 +200,6 @@ def split_slow(session: nox.Session) -> bool:
     asked = "--slow" in session.posargs
     session.posargs[:] = [arg for arg in session.posargs if arg not in ("--slow", "--strict")]
     return asked
-
-
-@nox.session(venv_backend="none")
-def summary(session: nox.Session) -> None:
-    """The table of minutes per session of the last run."""
-    known = json.loads(TIMINGS.read_text()) if TIMINGS.exists() else {}
-    checks = {name: row for name, row in known.items() if name not in ("tests", "full")}
-    width = max((len(name) for name in checks), default=7)
-    print(f"\n{'session':<{width}}  minutes  result")
-    for name, row in checks.items():
-        print(f"{name:<{width}}  {row['seconds'] / 60:7.2f}  {row['result']}")
-    total = sum(row["seconds"] for row in checks.values())
-    failed = sum(row["result"] != "passed" for row in checks.values())
-    print(f"{'all':<{width}}  {total / 60:7.2f}")
-    print(f"{len(checks) - failed} passed, {failed} failed")
 
 
 @job()
