@@ -1,13 +1,17 @@
 """What `torch.cuda` says of a simulated device: one device, one stream, nothing to wait for."""
 
 import contextlib
+import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from simulated_device.tensors import CUDA, Dispatch
+
+NAME = "a simulated device"
 
 
 class Event:
@@ -56,6 +60,12 @@ class Stream:
         return True
 
 
+def properties() -> SimpleNamespace:
+    """Those that are asked for here; its memory is that of the host."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return SimpleNamespace(name=NAME, total_memory=memory)
+
+
 def no_graph() -> bool:
     return False
 
@@ -73,7 +83,8 @@ def functions(dispatch: Dispatch) -> Iterator[None]:
         current_stream=lambda device=None: only,
         device_count=lambda: 1,
         get_device_capability=lambda device=None: (9, 0),
-        get_device_name=lambda device=None: "a simulated device",
+        get_device_name=lambda device=None: NAME,
+        get_device_properties=lambda device=None: properties(),
         get_rng_state=lambda device="cuda": torch.empty(16, dtype=torch.uint8),
         is_available=lambda: True,
         is_current_stream_capturing=no_graph,

@@ -1,8 +1,11 @@
 """What the simulated device says where it cannot be had."""
 
+import ast
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import simulated_device.library as library
@@ -42,3 +45,25 @@ def test_it_is_too_late_once_torch_is_imported() -> None:
 
     with pytest.raises(NotSimulatedError, match="torch was imported before"):
         load()
+
+
+def test_all_that_the_packages_ask_of_torch_cuda_is_simulated() -> None:
+    import torch
+    from simulated_device.functions import functions
+
+    packages = Path(__file__).parents[2] / "packages"
+    nodes = (
+        node
+        for path in packages.glob("*/src/**/*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    )
+    asked = {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.cuda"
+    }
+    real = {name: getattr(torch.cuda, name) for name in asked}
+    assert len(real) >= 8
+    with functions(cast("Any", SimpleNamespace(waits_for=None))):
+        assert [name for name in sorted(asked) if getattr(torch.cuda, name) is real[name]] == []
+        assert torch.cuda.get_device_properties("cuda").total_memory > 1 << 28

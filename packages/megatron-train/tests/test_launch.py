@@ -262,7 +262,7 @@ ORDERLY = """
 def stop(number, frame):
     global stops
     stops += 1
-    print("stops", stops, flush=True)
+    print(f"stops {stops}\\n", end="", flush=True)  # in one piece: both ranks write at once
 stops = 0
 signal.signal(signal.SIGINT, stop)
 signal.signal(signal.SIGTERM, stop)
