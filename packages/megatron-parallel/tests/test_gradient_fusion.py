@@ -23,6 +23,7 @@ from megatron_parallel import (
 )
 from megatron_parallel.data_parallel import ProductOp
 from megatron_parallel.data_parallel import fusion as fusion_module
+from megatron_parallel.tensor_parallel.weight_gradient import Multiplies, may_multiply
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -215,6 +216,15 @@ def test_torch_calls_hooks_of_a_parameter_whose_gradient_is_none() -> None:
 
 
 # -- where it cannot be, and where it ends ---------------------------------------------------------
+
+
+def test_layers_that_multiply_are_found_by_their_attributes_alone(single: Mesh) -> None:
+    """`isinstance` finds no parameter of a module on Python 3.12, and is an error on any."""
+    model, _ = built(single, torch.float32)
+    assert may_multiply(model.up) and may_multiply(model.embedding)
+    assert not may_multiply(torch.nn.Linear(2, 2)) and not may_multiply(model)
+    with pytest.raises(TypeError):
+        isinstance(model.up, Multiplies)
 
 
 def test_what_cannot_be_fused_says_why(single: Mesh) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.data_parallel.buffers import GradientBuffers
-from megatron_parallel.tensor_parallel.weight_gradient import Multiplies
+from megatron_parallel.tensor_parallel.weight_gradient import may_multiply
 
 
 @runtime_checkable
@@ -129,7 +129,7 @@ def fuse_gradient_accumulation(
     refused: dict[str, str] = {}
     reasons: dict[tuple[Any, ...], str | None] = {}
     for layer in (layer for module in modules for layer in module.modules()):
-        if not isinstance(layer, Multiplies) or not layer.multiplies:
+        if not may_multiply(layer) or not layer.multiplies:
             continue
         if id(layer.weight) not in owners:
             continue

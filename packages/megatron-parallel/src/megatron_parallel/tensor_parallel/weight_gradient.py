@@ -5,10 +5,10 @@ to make the gradient, a matrix as large as the weight, only to add it to another
 the hooks of the parameter all the same, once all products of the backward pass are done.
 """
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_parallel import _compat
@@ -31,16 +31,22 @@ class Accumulate(Protocol):
         """
 
 
-@runtime_checkable
 class Multiplies(Protocol):
     """A module that multiplies by its weight, as layers cut over an axis do.
 
     `multiplies` says whether it does: a table of embeddings does where it is the output layer too.
+    It cannot be asked for by `isinstance`, which from Python 3.12 on does not see the parameters of
+    a module; `may_multiply` can.
     """
 
     weight: Parameter
     multiplies: bool
     accumulate: Accumulate | None
+
+
+def may_multiply(module: nn.Module) -> TypeGuard[Multiplies]:
+    """Return whether a module has the attributes of `Multiplies`."""
+    return all(hasattr(module, name) for name in ("weight", "multiplies", "accumulate"))
 
 
 def weight_gradient(
