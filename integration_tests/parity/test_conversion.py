@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_ckpt import Checkpoint, CheckpointError, CheckpointStore, View, export_hf, import_hf
+from megatron_ckpt import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointStore,
+    ForeignModel,
+    View,
+    export_hf,
+    import_hf,
+)
 from megatron_ckpt.families import find_family
+from megatron_ckpt.formats.huggingface import SafetensorsFolder
 from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers")
@@ -116,6 +125,31 @@ def test_query_key_and_value_rows_of_a_group_stand_together(tmp_path):
         assert torch.equal(qkv[group, :24], part["q"][24 * group : 24 * group + 24])
         assert torch.equal(qkv[group, 24:36], part["k"][12 * group : 12 * group + 12])
         assert torch.equal(qkv[group, 36:], part["v"][12 * group : 12 * group + 12])
+
+
+def test_a_part_of_a_tensor_is_filled_from_the_parts_that_it_needs(tmp_path, monkeypatch):
+    write_model("Llama", LLAMA, tmp_path / "theirs")
+    model, read = ForeignModel(tmp_path / "theirs"), []
+    box = SafetensorsFolder.box
+
+    def counted(folder, name, part):
+        read.append((name.rpartition("layers.1.")[2], part.lengths))
+        return box(folder, name, part)
+
+    monkeypatch.setattr(SafetensorsFolder, "box", counted)
+    names = ("layers.1.attention.qkv.weight", "layers.1.mlp.up.weight")
+    qkv, up = (model.read(name) for name in names)
+    parts = [View(torch.empty(1, 48, 32), (2, 48, 32), (1, 0, 0), (1, 48, 32))]
+    halves = [View(torch.empty(2, 20, 32), (2, 40, 32), (0, 20, 0), (2, 20, 32))]
+    model.fill(dict(zip(names, (parts, halves), strict=True)))
+    assert torch.equal(parts[0].tensor, qkv[1:]) and torch.equal(halves[0].tensor, up[:, 20:])
+    assert sorted(read) == [
+        ("mlp.gate_proj.weight", (20, 32)),
+        ("mlp.up_proj.weight", (20, 32)),
+        ("self_attn.k_proj.weight", (12, 32)),
+        ("self_attn.q_proj.weight", (24, 32)),
+        ("self_attn.v_proj.weight", (12, 32)),
+    ]
 
 
 def test_shards_an_index_and_another_dtype(tmp_path):

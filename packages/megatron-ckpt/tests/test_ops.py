@@ -8,13 +8,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_ckpt import CheckpointError, apply
+from megatron_ckpt import Box, CheckpointError, apply
 from megatron_ckpt.ops.definitions import OPS
 from megatron_ckpt.ops.ignored import CHECKS
 from megatron_ckpt.ops.rows import Row, expand
 
 SCHEMA = json.loads(files("megatron_ckpt.ops").joinpath("schema.json").read_text())
-CONFIG = SimpleNamespace(num_layers=2, heads=4, groups=2, head_dim=2, vocab=5, hidden=3, tied=True)
+CONFIG = SimpleNamespace(
+    num_layers=2,
+    heads=4,
+    groups=2,
+    head_dim=2,
+    vocab=5,
+    hidden=3,
+    tied=True,
+    depth=5,
+    sparse=(False, True, True, False, True),
+)
 
 
 def numbered(*shape):
@@ -22,14 +32,16 @@ def numbered(*shape):
     return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
 
 
-def one(theirs, *ops):
-    count = theirs if isinstance(theirs, list) else [theirs]
-    return expand([("ours", [f"theirs.{i}" for i in range(len(count))], ops)], CONFIG)[0]
+def one(theirs, *ops, ours=1):
+    """A row of one or several tensors of theirs and ours."""
+    count = len(theirs) if isinstance(theirs, list) else 1
+    names = [f"ours.{i}" for i in range(ours)]
+    return expand([(names, [f"theirs.{i}" for i in range(count)], ops)], CONFIG)[0]
 
 
 def there_and_back(row, tensors):
-    ours = row.forward(tensors)
-    back = row.inverse(ours)
+    (ours,) = row.forward(tensors)
+    back = row.inverse([ours])
     assert len(back) == len(tensors)
     for before, after in zip(tensors, back, strict=True):
         assert before.dtype == after.dtype and torch.equal(before, after)
@@ -43,6 +55,9 @@ sizes = st.integers(1, 4)
 def cases(draw):
     """An operation with tensors it takes."""
     name = draw(st.sampled_from(sorted(OPS)))
+    if name == "transpose" and draw(st.booleans()):
+        dims = draw(st.permutations(range(3)))
+        return (name, {"dims": dims}), [numbered(draw(sizes), draw(sizes), draw(sizes))]
     if name == "transpose":
         return (name, {}), [numbered(draw(sizes), draw(sizes))]
     if name in ("concat", "stack"):
@@ -69,25 +84,94 @@ def cases(draw):
         heads, half = draw(st.tuples(sizes, sizes))
         rest = draw(st.lists(sizes, max_size=1))
         return (name, {"heads": heads, "head_dim": 2 * half}), [numbered(heads * 2 * half, *rest)]
-    rows = draw(sizes)
-    return (name, {"rows": rows}), [numbered(rows, draw(sizes))]
+    if name == "slice_rows":
+        rows = draw(sizes)
+        return (name, {"rows": rows}), [numbered(rows, draw(sizes))]
+    if name in ("segments", "interleave", "deinterleave"):
+        return draw(in_parts(name))
+    if name == "add_constant":
+        return (name, {"value": 1}), [numbered(draw(sizes), draw(sizes))]
+    if name == "tie":
+        tensor, count = numbered(draw(sizes), draw(sizes)), draw(sizes)
+        return draw(
+            st.sampled_from([((name, {}), [tensor] * count), ((name, {"copies": count}), [tensor])])
+        )
+    (m, n), (rows, columns) = draw(st.tuples(sizes, sizes)), draw(st.tuples(sizes, sizes))
+    scales = numbered(-(-m // rows), -(-n // columns)) + 2
+    return (name, {"rows": rows, "columns": columns}), [numbered(m, n), scales]
+
+
+@st.composite
+def in_parts(draw, name):
+    shape = draw(st.lists(sizes, min_size=1, max_size=3))
+    dim = draw(st.integers(0, len(shape) - 1))
+    extents = draw(st.lists(sizes, min_size=1, max_size=3))
+    blocks = 1 if name == "segments" else draw(sizes)
+    tensors = []
+    for i, extent in enumerate(extents):
+        shape[dim] = extent * blocks
+        tensors.append(numbered(*shape) + 100 * i)
+    arguments = {"dim": dim, "sizes": extents}
+    if name != "segments":
+        arguments["blocks"] = blocks
+    if name == "interleave":
+        if len(set(extents)) == 1 and draw(st.booleans()):
+            del arguments["sizes"]
+        return (name, arguments), tensors
+    shape[dim] = sum(extents) * blocks
+    return (name, arguments), [numbered(*shape)]
+
+
+def row_of(case):
+    (name, arguments), tensors = case
+    made = {"segments", "deinterleave"} & {name}
+    ours = len(arguments["sizes"]) if made else arguments.get("copies", 1)
+    return one(tensors, (name, arguments), ours=ours)
 
 
 @given(cases())
 def test_every_operation_is_undone_by_its_inverse(case):
-    op, tensors = case
-    there_and_back(one(tensors, op), tensors)
+    row, ((name, _), tensors) = row_of(case), case
+    ours = row.forward(tensors)
+    if name == "block_scale":
+        with pytest.raises(CheckpointError, match="block_scale cannot be undone"):
+            row.inverse(ours)
+        return
+    back = row.inverse(ours)
+    assert len(back) == len(tensors)
+    assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True))
+
+
+@given(cases(), st.data())
+def test_a_box_read_by_the_shard_rule_is_that_box_of_the_whole(case, data):
+    row, (_, tensors) = row_of(case), case
+    at = data.draw(st.integers(0, len(row.ours) - 1))
+    whole = row.forward(tensors)[at]
+    offsets = [data.draw(st.integers(0, extent - 1)) for extent in whole.shape]
+    pairs = zip(offsets, whole.shape, strict=True)
+    lengths = [data.draw(st.integers(1, extent - offset)) for offset, extent in pairs]
+    box = Box(tuple(offsets), tuple(lengths))
+    read = dict.fromkeys(range(len(tensors)), 0)
+
+    def get(i, part):
+        inside = zip(part.offsets, part.ends, tensors[i].shape, strict=True)
+        assert all(0 <= o <= e <= extent for o, e, extent in inside)
+        read[i] += part.volume
+        return tensors[i][part.within(Box((0,) * tensors[i].ndim, tuple(tensors[i].shape)))]
+
+    found = row.read(row.ours[at], box, [tensor.to("meta") for tensor in tensors], get)
+    assert torch.equal(found, whole[box.within(Box((0,) * whole.ndim, tuple(whole.shape)))])
+    assert all(count <= tensors[i].numel() for i, count in read.items())
 
 
 @given(cases(), st.sampled_from([torch.bfloat16, torch.float64, torch.int32]))
 def test_operations_need_no_content_and_keep_the_dtype(case, dtype):
-    op, tensors = case
-    row = one(tensors, op)
+    row, (_, tensors) = row_of(case), case
     typed = [tensor.to(dtype) for tensor in tensors]
     planned = row.forward([tensor.to("meta") for tensor in typed])
     made = row.forward(typed)
-    assert (planned.shape, planned.dtype) == (made.shape, made.dtype)
-    assert made.dtype == dtype
+    assert [(p.shape, p.dtype) for p in planned] == [(m.shape, m.dtype) for m in made]
+    assert all(tensor.dtype == dtype for tensor in made)
 
 
 def test_gpt2_rows_transposed_and_interleaved_by_hand():
@@ -125,9 +209,9 @@ def test_permuting_queries_and_keys_of_different_heads_only():
 
 def test_padding_rows_go_and_do_not_come_back():
     row = one(numbered(8, 2), ("slice_rows", {"rows": "$vocab"}))
-    ours = row.forward([numbered(8, 2)])
+    (ours,) = row.forward([numbered(8, 2)])
     assert torch.equal(ours, numbered(5, 2))
-    assert torch.equal(row.inverse(ours)[0], numbered(5, 2))
+    assert torch.equal(row.inverse([ours])[0], numbered(5, 2))
 
 
 ROWS = [
@@ -217,6 +301,13 @@ BAD = {
     "takes a list for 'shape'": ("a", ["b"], [("reshape", {"shape": 3, "source": [3]})]),
     "needs the argument 'source'": ("a", ["b"], [("reshape", {"shape": [3]})]),
     "another pattern": ("a.{j}", ["b.{j}"], []),
+    "takes a list for 'dims'": ("a", ["b"], [("transpose", {"dims": 1})]),
+    "'1' is not a number": ("a", ["b"], [("add_constant", {"value": "1"})]),
+    "unknown word 'evry'.*nearest: 'every'": ("a.{i}", ["b.{i}"], [], {"evry": 2}),
+    "0 is not a number from 1": ("a.{i}", ["b.{i}"], [], {"every": 0}),
+    "'only' stands without": ("a.{i}", ["b.{i}"], [], {"only": [0], "from": 1}),
+    "'only' takes a list": ("a.{i}", ["b.{i}"], [], {"only": "$heads"}),
+    "if True is neither true nor false": ("a", ["b"], [], {"if": True}),
     "is not \\(ours": ("a", "b", []),
     "is not \\(ours, ": ("a", [], []),
     "is not \\(ours, \\[": ("a", ["b"], ["transpose"]),
@@ -266,3 +357,114 @@ def test_the_schema_lists_exactly_the_operations_and_their_arguments():
         fields = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(kind)}
         assert set(described.get("properties", {})) == set(fields)
         assert set(described.get("required", [])) == {f for f, needed in fields.items() if needed}
+
+
+def test_rows_of_gate_and_up_that_alternate_become_two_of_ours():
+    theirs = numbered(6, 1)  # gate 0, up 0, gate 1, ...
+    row = one(theirs, ("deinterleave", {"dim": 0, "blocks": 3, "sizes": [1, 1]}), ours=2)
+    gate, up = row.forward([theirs])
+    assert (gate.flatten().tolist(), up.flatten().tolist()) == ([0, 2, 4], [1, 3, 5])
+    assert torch.equal(row.inverse([gate, up])[0], theirs)
+
+
+def test_a_fused_projection_becomes_two_of_ours_and_two_become_three_of_theirs():
+    row = one(numbered(5, 2), ("segments", {"dim": 0, "sizes": ["$heads", 1]}), ours=2)
+    queries, rest = row.forward([numbered(5, 2)])
+    assert queries.shape == (4, 2) and rest.tolist() == [[8, 9]]
+    steps = [("concat", {"dim": 0}), ("segments", {"dim": 0, "sizes": [4, 2]})]
+    many = one([numbered(2)] * 3, *steps, ours=2)
+    parts = [numbered(2), numbered(2) + 10, numbered(2) + 20]
+    assert [part.tolist() for part in many.forward(parts)] == [[0, 1, 10, 11], [20, 21]]
+    back = many.inverse(many.forward(parts))
+    assert all(torch.equal(a, b) for a, b in zip(back, parts, strict=True))
+
+
+def test_a_gain_stored_as_its_distance_from_one():
+    row = one(numbered(3), ("add_constant", {"value": 1.0}))
+    theirs = torch.tensor([0.5, -0.25, 2**-6], dtype=torch.bfloat16)
+    (ours,) = row.forward([theirs])
+    assert ours.dtype == torch.bfloat16 and ours.tolist() == [1.5, 0.75, 1 + 2**-6]
+    assert torch.equal(row.inverse([ours])[0], theirs)
+
+
+def test_float8_blocks_are_multiplied_out_and_do_not_come_back():
+    numbers = torch.tensor([[1.0, 2, 4], [8, 16, 0.5], [-1, -2, -4]]).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0, 10], [100, 1000]])
+    row = one([numbers, scales], ("block_scale", {"rows": 2, "columns": 2}))
+    (ours,) = row.forward([numbers, scales])
+    assert ours.dtype == torch.float32
+    assert ours.tolist() == [[1, 2, 40], [8, 16, 5], [-100, -200, -4000]]
+    with pytest.raises(CheckpointError, match=r"\(3, 3\): block_scale cannot be undone"):
+        row.inverse([ours.to("meta")])  # before anything is written
+    with pytest.raises(CheckpointError, match=r"scales have shape .3, 2., expected .2, 2."):
+        row.forward([numbers, scales[[0, 1, 1]]])
+
+
+def test_copies_that_differ_are_not_one():
+    row = one([numbered(2)] * 2, ("tie", {}))
+    with pytest.raises(CheckpointError, match="tensors that are tied differ"):
+        row.forward([numbered(2), numbered(2) + 1])
+    shared = one(numbered(2), ("tie", {"copies": 2}), ours=2)
+    assert len(shared.forward([numbered(2)])) == 2
+    with pytest.raises(CheckpointError, match="tensors that are tied differ"):
+        shared.inverse([numbered(2), numbered(2) + 1])
+
+
+def test_one_expert_of_all_needs_its_own_rows_alone():
+    steps = [
+        ("stack", {"dim": 0}),
+        ("reshape", {"shape": [3, 2, 4, 5], "source": [-1, 4, 5]}),
+    ]
+    row, asked = one([numbered(4, 5)] * 6, *steps), []
+
+    def get(i, box):
+        asked.append((i, box))
+        return numbered(4, 5)[box.within(Box((0, 0), (4, 5)))] + 100 * i
+
+    box = Box((1, 0, 2, 0), (1, 2, 2, 5))
+    made = row.read("ours.0", box, [torch.empty(4, 5, device="meta")] * 6, get)
+    assert asked == [(2, Box((2, 0), (2, 5))), (3, Box((2, 0), (2, 5)))]
+    assert made[0, :, 0, 0].tolist() == [210, 310]
+
+
+WHERE = {
+    (): [0, 1],
+    ("count", "$depth"): [0, 1, 2, 3, 4],
+    ("count", "$depth", "from", 1, "every", 2): [1, 3],
+    ("count", "$depth", "from", 1, "to", 3): [1, 2],
+    ("count", "$depth", "to", "$heads"): [0, 1, 2, 3],
+    ("count", "$depth", "only", (4, 0)): [4, 0],
+    ("count", "$depth", "if", "$sparse"): [1, 2, 4],
+    ("count", "$depth", "unless", "$sparse"): [0, 3],
+    ("count", "$depth", "every", 2, "if", "$sparse"): [2, 4],
+    ("if", "$tied"): [0, 1],
+    ("unless", "$tied"): [],
+}
+
+
+@pytest.mark.parametrize("words", WHERE)
+def test_a_row_says_for_which_layers_it_is(words):
+    pairs = dict(zip(words[::2], words[1::2], strict=True))
+    where = {key: list(value) if key == "only" else value for key, value in pairs.items()}
+    row = ("encoder.{i}.w", ["enc.{i}.w"], [], where)
+    jsonschema.validate(json.loads(json.dumps([row])), SCHEMA)
+    made = expand([row], CONFIG)
+    assert [each.theirs for each in made] == [(f"enc.{i}.w",) for i in WHERE[words]]
+    assert [each.ours for each in made] == [(f"encoder.{i}.w",) for i in WHERE[words]]
+
+
+def test_a_row_for_layers_that_there_are_not_is_refused():
+    for where, words in (
+        ({"only": [0, 2]}, "no layer 2 of 2"),
+        ({"if": "$sparse"}, r"if '\$sparse' is neither true nor false, nor that for each of 2"),
+        ({"if": "$heads"}, "neither true nor false"),
+        ({"if": "$sprase"}, "nearest: 'sparse'"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            expand([("a.{i}", ["b.{i}"], [], where)], CONFIG)
+    with pytest.raises(CheckpointError, match=r"'every' needs \{i\} in its names"):
+        expand([("a", ["b"], [], {"every": 2})], CONFIG)
+    assert expand([("a", ["b"], [], {"unless": "$tied"})], CONFIG) == []
+    with pytest.raises(CheckpointError, match="make 2 tensors of 1, not 3 of ours"):
+        steps = [("segments", {"dim": 0, "sizes": [1, 1]})]
+        expand([(["a", "b", "c"], ["d"], steps)], CONFIG)

@@ -153,7 +153,7 @@ def export_hf(
     check_source(rows, tensors, inverse=True)
     groups = [_Group(row, tensors, dtype) for row in rows]
     meta = tensors.meta()
-    planned = [group.entries(meta[group.row.ours]) for group in groups]
+    planned = [group.entries([meta[name] for name in group.row.ours]) for group in groups]
     # Larger elements first, so that each tensor is aligned in its file.
     planned.sort(key=lambda entries: -item_size(entries[0].dtype))
     every = [entry for entries in planned for entry in entries]
@@ -173,7 +173,7 @@ class _Group:
         self.row, self._source, self._dtype = row, source, dtype
         self._made: dict[int, Tensor] = {}
 
-    def entries(self, meta: "Tensor") -> list[TensorEntry]:
+    def entries(self, meta: "Sequence[Tensor]") -> list[TensorEntry]:
         """Plan the tensors, given ours without content."""
         shapes = [_cast(tensor, self._dtype) for tensor in self.row.inverse(meta)]
         return [
@@ -183,7 +183,7 @@ class _Group:
 
     def _take(self, index: int) -> "Tensor":
         if not self._made:
-            made = self.row.inverse(self._source[self.row.ours])
+            made = self.row.inverse([self._source[name] for name in self.row.ours])
             self._made = dict(enumerate(made))
         return _cast(self._made.pop(index), self._dtype)
 

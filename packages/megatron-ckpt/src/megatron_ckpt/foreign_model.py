@@ -14,7 +14,7 @@ from megatron_ckpt.formats.source import open_source
 from megatron_ckpt.json_input import Fields
 from megatron_ckpt.ops.ignored import check_ignored
 from megatron_ckpt.ops.interpreter import check_source
-from megatron_ckpt.ops.rows import expand
+from megatron_ckpt.ops.rows import Row, expand
 from megatron_ckpt.paths import read_whole
 from megatron_ckpt.store.blocks import digest
 from megatron_ckpt.store.manifest import MANIFEST, ModelRecord
@@ -50,7 +50,8 @@ class ForeignModel:
     """A Hugging Face folder, or a GGUF file, with its tensors under our names.
 
     Opening reads the configuration and the names, shapes and dtypes of all tensors. A tensor is
-    read and converted when it is asked for, so memory holds those of one row of the family.
+    read and converted when it is asked for, so memory holds those of one row of the family; to fill
+    a view, only the boxes of theirs that it needs are read.
 
     Args:
         path: folder with ``config.json`` and safetensors, or a GGUF file.
@@ -74,12 +75,14 @@ class ForeignModel:
         kind = find_family(family) if family else detect_family(names)
         config = checked(source.where, kind.config_from_hf, source.config)
         self._tensors = source.open_tensors(kind.prefix)
-        meta = self._tensors.meta()
+        meta = self._meta = self._tensors.meta()
         rows = expand(kind.active_rows(config), config, len(meta))
         check_source(rows, meta, ignored=[entry[0] for entry in kind.ignored])
         check_ignored(rows, config, self._tensors, kind.ignored)
-        self._rows = {row.ours: row for row in rows}
-        made = {row.ours: row.forward([meta[name] for name in row.theirs]) for row in rows}
+        self._rows = {name: row for row in rows for name in row.ours}
+        made: dict[str, Tensor] = {}
+        for row in rows:
+            made |= zip(row.ours, row.forward([meta[name] for name in row.theirs]), strict=True)
         self.tensors: Mapping[str, ForeignTensor] = {
             name: ForeignTensor(dtype_name(tensor.dtype), tuple(tensor.shape))
             for name, tensor in made.items()
@@ -98,7 +101,8 @@ class ForeignModel:
                 f"{self.path} has no tensor {name!r}{did_you_mean(name, self._rows)}"
             )
         row = self._rows[name]
-        return row.forward([self._tensors[theirs] for theirs in row.theirs])
+        made = row.forward([self._tensors[theirs] for theirs in row.theirs])
+        return made[row.ours.index(name)]
 
     def read_file(self, name: str) -> bytes:
         """Return the content of one of `files`."""
@@ -134,11 +138,15 @@ class ForeignModel:
         for name, views in into.items():
             if not views:
                 continue
-            whole = self.read(name)
-            everything = Box((0,) * whole.ndim, tuple(whole.shape))
+            row = self._rows[name]
+            meta = [self._meta[theirs] for theirs in row.theirs]
+
+            def get(at: int, box: Box, row: Row = row) -> "Tensor":
+                return self._tensors.box(row.theirs[at], box)
+
             for view in views:
                 box = Box(tuple(view.offsets), tuple(view.lengths))
-                view.tensor.detach().copy_(whole[box.within(everything)])
+                view.tensor.detach().copy_(row.read(name, box, meta, get))
                 progress(box.volume * self.tensors[name].item_size)
 
 

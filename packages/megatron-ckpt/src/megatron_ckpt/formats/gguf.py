@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megatron_ckpt.errors import CheckpointError, brief
 from megatron_ckpt.formats.gguf_header import check_header
 from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER, ModelSource
+from megatron_ckpt.views import Box
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -178,19 +179,27 @@ class GGUFTensors:
         except CheckpointError as error:
             raise CheckpointError(f"{file.path}: {error}") from None
         self._file = file
-        self._rows: dict[str, Row] = {row.ours: row for row in rows}
+        self._rows: dict[str, Row] = {name: row for row in rows for name in row.ours}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
 
     def __getitem__(self, name: str) -> "Tensor":
         row = self._rows[name]
-        return row.forward([self._file.read(theirs) for theirs in row.theirs])
+        made = row.forward([self._file.read(theirs) for theirs in row.theirs])
+        return made[row.ours.index(name)]
+
+    def box(self, name: str, box: Box) -> "Tensor":
+        """Return a box of a tensor, which is dequantised as a whole."""
+        whole = self[name]
+        return whole[box.within(Box((0,) * whole.ndim, tuple(whole.shape)))]
 
     def meta(self) -> "dict[str, Tensor]":
         """Return tensors of the same shapes and dtypes without content."""
         return {
-            name: row.forward([self._file.meta(theirs) for theirs in row.theirs])
+            name: row.forward([self._file.meta(theirs) for theirs in row.theirs])[
+                row.ours.index(name)
+            ]
             for name, row in self._rows.items()
         }
 

@@ -12,6 +12,7 @@ from megatron_ckpt.errors import CheckpointError, brief
 from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER, ModelSource
 from megatron_ckpt.json_input import Fields, parse_object
 from megatron_ckpt.paths import check_name, locate, read_whole
+from megatron_ckpt.views import Box
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,6 +97,15 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
     def __getitem__(self, name: str) -> "Tensor":
         handle, stored = self._handles[name]
         tensor: Tensor = handle.get_tensor(stored)
+        return tensor
+
+    def box(self, name: str, box: Box) -> "Tensor":
+        """Read a box of a tensor from its file."""
+        handle, stored = self._handles[name]
+        if not box.offsets:
+            return self[name]
+        inside = tuple(slice(a, b) for a, b in zip(box.offsets, box.ends, strict=True))
+        tensor: Tensor = handle.get_slice(stored)[inside]
         return tensor
 
     def __iter__(self) -> Iterator[str]:

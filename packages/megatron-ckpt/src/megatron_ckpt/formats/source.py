@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ckpt.errors import CheckpointError
+from megatron_ckpt.views import Box
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +20,9 @@ class TensorSource(Protocol):
 
     def __getitem__(self, name: str) -> "Tensor":
         """Read a tensor."""
+
+    def box(self, name: str, box: Box) -> "Tensor":
+        """Read a box of a tensor."""
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names."""

@@ -1,49 +1,70 @@
-"""The closed list of operations. Each works from their tensors to ours and back, without loss.
+"""The closed list of operations. Each works from their tensors to ours and back.
 
-An operation takes the tensors that stand at its place in a row and gives those for the next place:
-one for one (`Transpose`, `Reshape`, `RopePermute`, `SliceRows`), or several to one (`Concat`,
-`Stack`, `InterleaveQKV`). The inverse is told how many there were.
+An operation takes the tensors that stand at its place in a row and gives those for the next place.
+Its inverse is given how many there were, and its shard rule (`Op.read`) says which boxes of theirs
+a box of ours needs. Here are those that move whole rows and dimensions; others are in `parts` and
+`numbers`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-
-class Op(Protocol):
-    """An operation with its arguments."""
-
-    joins: ClassVar[bool]
-    """Whether several tensors become one."""
-
-    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Their tensors in, ours out."""
-
-    def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Our tensors in, ``count`` of theirs out."""
-
-
-@dataclass(frozen=True)
-class Transpose:
-    """Swaps the dimensions of matrices: ``[m, n]`` to ``[n, m]``."""
-
-    joins: ClassVar[bool] = False
-
-    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Transpose each."""
-        return [_of_rank(tensor, 2).t() for tensor in tensors]
-
-    def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Transpose each back."""
-        return self.forward(tensors)
+from megatron_ckpt.ops.numbers import AddConstant, BlockScale, Tie
+from megatron_ckpt.ops.op import (
+    Get,
+    ManyToOne,
+    OneToOne,
+    Op,
+    Shape,
+    cut,
+    reshaped_box,
+    span,
+    span_of,
+    whole_blocks,
+)
+from megatron_ckpt.ops.parts import Deinterleave, Interleave, Segments
+from megatron_ckpt.views import Box
 
 
 @dataclass(frozen=True)
-class Concat:
+class Transpose(OneToOne):
+    """Permutes dimensions: ours has their dimension ``dims[i]`` as its ``i``.
+
+    Without ``dims`` those of matrices are swapped: ``[m, n]`` to ``[n, m]``.
+    """
+
+    dims: tuple[int, ...] = (1, 0)
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Permute each."""
+        self._check()
+        return [_of_rank(tensor, len(self.dims)).permute(self.dims) for tensor in tensors]
+
+    def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
+        """Permute each back."""
+        self._check()
+        back = [self.dims.index(dim) for dim in range(len(self.dims))]
+        return [_of_rank(tensor, len(self.dims)).permute(back) for tensor in tensors]
+
+    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+        """Read the box with its dimensions in their order."""
+        self._check()
+        back = [self.dims.index(dim) for dim in range(len(self.dims))]
+        offsets, lengths = ((tuple(each[dim] for dim in back)) for each in box)
+        return get(at, Box(offsets, lengths)).permute(self.dims)
+
+    def _check(self) -> None:
+        if sorted(self.dims) != list(range(len(self.dims))):
+            raise ValueError(f"dims {list(self.dims)} are no order of {len(self.dims)} dimensions")
+
+
+@dataclass(frozen=True)
+class Concat(ManyToOne):
     """Joins tensors along ``dim``, one behind the other.
 
     ``sizes`` are their extents along it; equal ones need not be given.
@@ -51,7 +72,6 @@ class Concat:
 
     dim: int
     sizes: tuple[int, ...] | None = None
-    joins: ClassVar[bool] = True
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Concatenate."""
@@ -71,14 +91,24 @@ class Concat:
             raise ValueError(f"sizes {sizes} do not split {extent} into {count} parts")
         return list(torch.split(tensors[0], sizes, self.dim))
 
+    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+        """Read what of the box lies in each tensor."""
+        start, stop = span_of(box, self.dim)
+        parts, begin = [], 0
+        for i, shape in enumerate(shapes):
+            low, high = max(start - begin, 0), min(stop - begin, shape[self.dim])
+            begin += shape[self.dim]
+            if low < high:
+                parts.append(get(i, span(box, self.dim, low, high)))
+        return torch.cat(parts, self.dim) if parts else get(0, span(box, self.dim, 0, 0))
+
 
 @dataclass(frozen=True)
-class Reshape:
+class Reshape(OneToOne):
     """Gives ``shape`` to a tensor that has shape ``source``; one entry of each may be -1."""
 
     shape: tuple[int, ...]
     source: tuple[int, ...]
-    joins: ClassVar[bool] = False
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Reshape each to ``shape``."""
@@ -88,13 +118,19 @@ class Reshape:
         """Reshape each to ``source``."""
         return [_reshape(tensor, self.shape, self.source) for tensor in tensors]
 
+    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+        """Read the rows that hold the box."""
+        count = math.prod(shapes[at])
+        known = math.prod(extent for extent in self.shape if extent != -1)
+        new = tuple(count // known if extent == -1 else extent for extent in self.shape)
+        return reshaped_box(box, tuple(shapes[at]), new, lambda part: get(at, part))
+
 
 @dataclass(frozen=True)
-class Stack:
+class Stack(ManyToOne):
     """Joins tensors of one shape along a new ``dim``: gate and up to ``[2, f, h]``."""
 
     dim: int
-    joins: ClassVar[bool] = True
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Stack."""
@@ -106,9 +142,14 @@ class Stack:
             raise ValueError(f"extent along dim {self.dim} is not {count}")
         return list(tensors[0].unbind(self.dim))
 
+    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+        """Read the box of each tensor that is in it."""
+        inner = Box(*(tuple(each[: self.dim]) + tuple(each[self.dim + 1 :]) for each in box))
+        return torch.stack([get(i, inner) for i in range(*span_of(box, self.dim))], self.dim)
+
 
 @dataclass(frozen=True)
-class InterleaveQKV:
+class InterleaveQKV(ManyToOne):
     """Queries, keys and values to one tensor ordered by query group.
 
     Theirs is one tensor ``[q; k; v]`` of ``(heads + 2 groups) * head_dim`` rows, or the three;
@@ -119,7 +160,6 @@ class InterleaveQKV:
     heads: int
     groups: int
     head_dim: int
-    joins: ClassVar[bool] = True
 
     @property
     def _rows(self) -> list[int]:
@@ -143,9 +183,26 @@ class InterleaveQKV:
         parts = [part.flatten(0, 1) for part in torch.split(tensor, each, 1)]
         return [torch.cat(parts)] if count == 1 else parts
 
+    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+        """Read queries, keys and values of the groups in the box, as far as it has rows of them."""
+        (first, last), (start, stop) = span_of(box, 0), span_of(box, 1)
+        rest = Box(box.offsets[1:], box.lengths[1:])
+        parts, begin = [], 0
+        before = [0, self._rows[0], sum(self._rows[:2])]
+        for i, rows in enumerate(self._rows):
+            each = rows // self.groups
+            low, high = max(start - begin, 0), min(stop - begin, each)
+            begin += each
+            if low >= high:
+                continue
+            source, skip = (i, 0) if len(shapes) > 1 else (0, before[i])
+            held = get(source, span(rest, 0, skip + first * each, skip + last * each))
+            parts.append(cut(held, 0, last - first)[:, low:high])
+        return torch.cat(parts, 1)
+
 
 @dataclass(frozen=True)
-class RopePermute:
+class RopePermute(OneToOne):
     """Rows of each head from neighbouring rotary pairs (Meta, GGUF) to two halves (ours).
 
     Row ``2 j + k`` of a head goes to row ``k * head_dim / 2 + j``. ``only`` names the one tensor it
@@ -155,7 +212,6 @@ class RopePermute:
     heads: int
     head_dim: int
     only: int | None = None
-    joins: ClassVar[bool] = False
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Pairs to halves."""
@@ -164,6 +220,16 @@ class RopePermute:
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
         """Halves to pairs."""
         return self._permute(tensors, (self.heads, 2, self.head_dim // 2))
+
+    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+        """Read the whole heads that the box touches."""
+        if self.only not in (None, at):
+            return get(at, box)
+        start, stop = span_of(box, 0)
+        first, last = whole_blocks(start, stop, self.head_dim)
+        held = get(at, span(box, 0, first * self.head_dim, last * self.head_dim))
+        turned = RopePermute(last - first, self.head_dim).forward([held])[0]
+        return turned.narrow(0, start - first * self.head_dim, stop - start)
 
     def _permute(self, tensors: Sequence[Tensor], shape: tuple[int, int, int]) -> list[Tensor]:
         def one(tensor: Tensor) -> Tensor:
@@ -181,14 +247,13 @@ class RopePermute:
 
 
 @dataclass(frozen=True)
-class SliceRows:
+class SliceRows(OneToOne):
     """Drops rows behind the first ``rows``: padding of a foreign vocabulary.
 
     Padding carries nothing, so the inverse gives the tensor without it.
     """
 
     rows: int
-    joins: ClassVar[bool] = False
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Slice each."""
@@ -201,6 +266,10 @@ class SliceRows:
         """Give back as they are."""
         return self.forward(tensors)
 
+    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+        """Read the same box."""
+        return get(at, box)
+
 
 OPS: Mapping[str, type[Op]] = MappingProxyType(
     {
@@ -211,6 +280,12 @@ OPS: Mapping[str, type[Op]] = MappingProxyType(
         "interleave_qkv": InterleaveQKV,
         "rope_permute": RopePermute,
         "slice_rows": SliceRows,
+        "segments": Segments,
+        "interleave": Interleave,
+        "deinterleave": Deinterleave,
+        "add_constant": AddConstant,
+        "block_scale": BlockScale,
+        "tie": Tie,
     }
 )
 

@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ckpt.errors import CheckpointError, did_you_mean
-from megatron_ckpt.ops.rows import LAYER, Row, field_of
+from megatron_ckpt.ops.rows import Row
+from megatron_ckpt.ops.where import LAYER, field_of
 
 if TYPE_CHECKING:
     from torch import Tensor

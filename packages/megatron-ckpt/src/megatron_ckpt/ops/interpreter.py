@@ -42,9 +42,11 @@ def apply(
         check_ignored(expanded, config, source, ignored)
     for row in expanded:
         if inverse:
-            yield from zip(row.theirs, row.inverse(source[row.ours]), strict=True)
+            made = row.inverse([source[name] for name in row.ours])
+            yield from zip(row.theirs, made, strict=True)
         else:
-            yield row.ours, row.forward([source[name] for name in row.theirs])
+            made = row.forward([source[name] for name in row.theirs])
+            yield from zip(row.ours, made, strict=True)
 
 
 def check_source(
@@ -56,7 +58,7 @@ def check_source(
 ) -> None:
     """Refuse a source that lacks a tensor of a row or has one that no row uses."""
     there = set(source)
-    needed = {name: None for row in rows for name in ((row.ours,) if inverse else row.theirs)}
+    needed = {name: None for row in rows for name in (row.ours if inverse else row.theirs)}
     unused = [
         name
         for name in sorted(there - needed.keys())

@@ -1,49 +1,72 @@
 """Rows as data: checked, with the fields of a model put in, written out for its layers."""
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_ckpt.errors import CheckpointError, did_you_mean
-from megatron_ckpt.ops.definitions import OPS, Op
+from megatron_ckpt.ops.definitions import OPS
+from megatron_ckpt.ops.op import Get, Op
+from megatron_ckpt.ops.where import LAYER, layers_of, number_of
+from megatron_ckpt.views import Box
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LAYER = "{i}"
-_FEW_LAYERS = 1000  # so many may be written out, to say which tensor is missing
 _MOST_NAMES = 2_000_000  # of a model; the largest published ones have some 50,000
 
 Step = tuple[str, Mapping[str, Any]]
-RowData = tuple[str, Sequence[str], Sequence[Step]]
-"""Our name, their names, and the operations from theirs to ours; see ``schema.json``."""
+Names = str | Sequence[str]
+RowData = (
+    tuple[Names, Sequence[str], Sequence[Step]]
+    | tuple[Names, Sequence[str], Sequence[Step], Mapping[str, Any]]
+)
+"""Our name or names, theirs, the operations from theirs to ours, and where; see ``schema.json``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One tensor of ours and the tensors of theirs it is made of, for one layer of one model."""
+    """Tensors of ours and the tensors of theirs they are made of, for one layer of one model."""
 
-    ours: str
+    ours: tuple[str, ...]
     theirs: tuple[str, ...]
     ops: tuple[Op, ...]
 
-    def forward(self, tensors: Sequence["Tensor"]) -> "Tensor":
-        """Make our tensor from theirs."""
+    def forward(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
+        """Make our tensors from theirs."""
         held = list(tensors)
         for op in self.ops:
             held = self._run(op, lambda op=op, held=held: op.forward(held), held)
-        return held[0]
+        return held
 
-    def inverse(self, tensor: "Tensor") -> list["Tensor"]:
+    def inverse(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
         """Make their tensors from ours."""
         counts = [len(self.theirs)]
         for op in self.ops:
-            counts.append(1 if op.joins else counts[-1])
-        held = [tensor]
+            counts.append(op.outputs(counts[-1]))
+        held = list(tensors)
         for op, count in zip(reversed(self.ops), reversed(counts[:-1]), strict=True):
             held = self._run(op, lambda op=op, n=count, held=held: op.inverse(held, n), held)
         return held
+
+    def read(self, name: str, box: Box, meta: Sequence["Tensor"], get: Get) -> "Tensor":
+        """Return a box of a tensor of ours from the boxes of theirs that it needs.
+
+        Args:
+            name: of ours.
+            box: of that tensor.
+            meta: tensors of theirs without content.
+            get: called with the number of a tensor of theirs and the box of it that is needed.
+        """
+        stages = [list(meta)]
+        for op in self.ops:
+            stages.append(op.forward(stages[-1]))
+        for op, inputs in zip(self.ops, stages[:-1], strict=True):
+            shapes = [tuple(tensor.shape) for tensor in inputs]
+            get = _reader(op, shapes, get)
+        return get(self.ours.index(name), box)
 
     def _run(self, op: Op, call: Any, held: Sequence["Tensor"]) -> list["Tensor"]:
         try:
@@ -51,9 +74,14 @@ class Row:
         except (ValueError, IndexError, RuntimeError) as error:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in held)
             raise CheckpointError(
-                f"{' + '.join(self.theirs)} <-> {self.ours}: {op} cannot take {shapes}: {error}"
+                f"{' + '.join(self.theirs)} <-> {' + '.join(self.ours)}: {op} cannot take "
+                f"{shapes}: {error}"
             ) from error
         return result
+
+
+def _reader(op: Op, shapes: Sequence[tuple[int, ...]], get: Get) -> Get:
+    return lambda at, box: op.read(at, box, shapes, get)
 
 
 def expand(rows: Sequence[RowData], config: object, most: int | None = None) -> list[Row]:
@@ -71,19 +99,22 @@ def expand(rows: Sequence[RowData], config: object, most: int | None = None) -> 
     """
     expanded, count = [], 0
     for data in rows:
-        row = _row(data, config)
-        layers = _layers(row.ours, config, most) if LAYER in row.ours else range(1)
+        row, where = _row(data, config)
+        layers = layers_of(row.ours[0], where, config, most)
         count += len(layers) * len(row.theirs)
         if count > _MOST_NAMES:
             raise CheckpointError(
-                f"row {row.ours!r}: the configuration's layers and experts give more than "
+                f"row {row.ours[0]!r}: the configuration's layers and experts give more than "
                 f"{_MOST_NAMES} tensors"
             )
         for i in layers:
-            theirs = tuple(name.replace(LAYER, str(i)) for name in row.theirs)
-            expanded.append(Row(row.ours.replace(LAYER, str(i)), theirs, row.ops))
+            ours, theirs = (
+                tuple(name.replace(LAYER, str(i)) for name in names)
+                for names in (row.ours, row.theirs)
+            )
+            expanded.append(Row(ours, theirs, row.ops))
     for side, names in (
-        ("ours", [row.ours for row in expanded]),
+        ("ours", [name for row in expanded for name in row.ours]),
         ("theirs", [name for row in expanded for name in row.theirs]),
     ):
         if len(set(names)) < len(names):
@@ -92,36 +123,37 @@ def expand(rows: Sequence[RowData], config: object, most: int | None = None) -> 
     return expanded
 
 
-def _layers(ours: str, config: object, most: int | None) -> range:
-    count = _number("$num_layers", config, ours, 0)
-    if most is not None and count > max(most, _FEW_LAYERS):
-        raise CheckpointError(
-            f"the configuration says {count} layers, but the source has only {most} tensors"
-        )
-    return range(count)
-
-
-def _row(data: RowData, config: object) -> Row:
+def _row(data: RowData, config: object) -> tuple[Row, Mapping[str, Any]]:
     try:
-        ours, theirs, steps = data
+        given, theirs, steps, where = data if len(data) == 4 else (*data, {})
+        ours = (given,) if isinstance(given, str) else tuple(given)
         pairs = [(name, dict(arguments)) for name, arguments in steps]
-        sound = not isinstance(theirs, str) and len(theirs) > 0
+        sound = not isinstance(theirs, str) and len(theirs) > 0 and len(ours) > 0
+        sound = sound and isinstance(where, Mapping)
     except (TypeError, ValueError):
         sound = False
     if not sound:
-        raise CheckpointError(f"row {data!r} is not (ours, [theirs], [(operation, arguments)])")
-    for name in (ours, *theirs):
+        raise CheckpointError(
+            f"row {data!r} is not (ours, [theirs], [(operation, arguments)]), or that and where"
+        )
+    first = ours[0]
+    for name in (*ours, *theirs):
         if "{" in name.replace(LAYER, "") or "}" in name.replace(LAYER, ""):
-            raise CheckpointError(f"row {ours!r}: {name!r} has another pattern than {LAYER}")
-        if (LAYER in name) != (LAYER in ours):
-            raise CheckpointError(f"row {ours!r}: {LAYER} stands in some of its names only")
-    ops = tuple(_op(ours, name, arguments, config) for name, arguments in pairs)
+            raise CheckpointError(f"row {first!r}: {name!r} has another pattern than {LAYER}")
+        if (LAYER in name) != (LAYER in first):
+            raise CheckpointError(f"row {first!r}: {LAYER} stands in some of its names only")
+    ops = tuple(_op(first, name, arguments, config) for name, arguments in pairs)
     count = len(theirs)
     for op in ops:
-        count = 1 if op.joins else count
-    if count != 1:
-        raise CheckpointError(f"row {ours!r}: nothing joins its {count} tensors into one")
-    return Row(ours, tuple(theirs), ops)
+        count = op.outputs(count)
+    if count != len(ours):
+        one = "one" if len(ours) == 1 else f"{len(ours)} of ours"
+        raise CheckpointError(
+            f"row {first!r}: nothing joins its {len(theirs)} tensors into {one}"
+            if len(ours) == 1
+            else f"row {first!r}: its operations make {count} tensors of {len(theirs)}, not {one}"
+        )
+    return Row(ours, tuple(theirs), ops), where
 
 
 def _op(ours: str, name: str, arguments: Mapping[str, Any], config: object) -> Op:
@@ -138,34 +170,21 @@ def _op(ours: str, name: str, arguments: Mapping[str, Any], config: object) -> O
             raise CheckpointError(f"row {ours!r}: {name} needs the argument {argument!r}")
     values: dict[str, Any] = {}
     for argument, value in arguments.items():
-        many = argument in ("sizes", "shape", "source")
+        if argument == "value":
+            values[argument] = _real(value, ours)
+            continue
+        many = argument in ("sizes", "shape", "source", "dims")
         if many != (isinstance(value, Sequence) and not isinstance(value, str)):
             word = "a list" if many else "one number"
             raise CheckpointError(f"row {ours!r}: {name} takes {word} for {argument!r}: {value!r}")
-        lowest = {"dim": 0, "only": 0, "shape": -1, "source": -1}.get(argument, 1)
-        numbers = [_number(each, config, ours, lowest) for each in (value if many else [value])]
+        lowest = {"dim": 0, "dims": 0, "only": 0, "shape": -1, "source": -1}.get(argument, 1)
+        numbers = [number_of(each, config, ours, lowest) for each in (value if many else [value])]
         values[argument] = tuple(numbers) if many else numbers[0]
     op: Op = kind(**values)
     return op
 
 
-def _number(value: object, config: object, ours: str, lowest: int) -> int:
-    number = field_of(value, config, ours) if isinstance(value, str) else value
-    if (
-        isinstance(number, bool)
-        or not isinstance(number, int)
-        or number < lowest
-        or (lowest == -1 and number == 0)
-    ):
-        raise CheckpointError(f"row {ours!r}: {value!r} is not a number from {lowest}")
-    return number
-
-
-def field_of(value: str, config: object, ours: str) -> Any:
-    """Return the field of a configuration that ``"$field"`` names; ``ours`` is for messages."""
-    name = value.removeprefix("$")
-    known = list(config) if isinstance(config, Mapping) else dir(config)
-    if name == value or name not in known:
-        hint = did_you_mean(name, (word for word in known if not word.startswith("_")))
-        raise CheckpointError(f"row {ours!r}: the model configuration has no {value!r}{hint}")
-    return config[name] if isinstance(config, Mapping) else getattr(config, name)
+def _real(value: object, ours: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise CheckpointError(f"row {ours!r}: {value!r} is not a number")
+    return float(value)

@@ -33,11 +33,22 @@ Operation = tuple[str, Mapping[str, Any]]
 Ignored = tuple[str, str, Mapping[str, Any]]
 """Pattern of foreign names, a check that megatron-ckpt knows, and its arguments."""
 
-EXPERT = "{e}"
-_SHOWN = 3  # differences named in a message
+Where = Mapping[str, Any]
+"""For which models and layers a row is, as megatron-ckpt's schema says."""
 
-Row = tuple[str, tuple[str, ...], tuple[Operation, ...]]
-"""One of our parameters, the foreign tensors it is made of, and the operations theirs -> ours."""
+Names = str | tuple[str, ...]
+Row = (
+    tuple[Names, tuple[str, ...], tuple[Operation, ...]]
+    | tuple[Names, tuple[str, ...], tuple[Operation, ...], Where]
+)
+"""Our parameter or parameters, the foreign tensors they are made of, the operations theirs -> ours,
+and where, for those that only some models or layers have."""
+
+EXPERT = "{e}"
+UNTIED: Where = {"if": "$untie_embeddings_and_output_weights"}
+"""Of the row of an output matrix."""
+
+_SHOWN = 3  # differences named in a message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +71,14 @@ class Family:
         kind: of models that it describes.
         architectures: names of the Hugging Face classes that hold such weights.
         model_type: value of ``model_type`` in their ``config.json``.
-        rows: one row for every parameter a model of the family can have.
+        rows: together they name every parameter that a model of the family can have.
         settings: how each field of ours stands in their ``config.json``.
         odd: fields that take functions.
         neutral: more fields of theirs, with the values that have no effect; they come before
             those of `NEUTRAL`, which holds for every family.
         without_effect: fields of theirs that never have an effect, besides `WITHOUT_EFFECT`.
         written: fields of theirs that are written with fixed values.
-        conditions: for parameters that only some models have, the boolean configuration field or
-            property that says whether this one does. All others are always there.
-        ignored: foreign tensors that are passed over where no active row claims them, once they are
+        ignored: foreign tensors that are passed over where no row claims them, once they are
             found to say nothing: buffers that follow from the configuration, and the copy of a tied
             weight.
         prefix: the start of foreign names that files written from the headless class leave out.
@@ -88,7 +97,6 @@ class Family:
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     without_effect: frozenset[str] = frozenset()
     written: Mapping[str, Any] = field(default_factory=dict)
-    conditions: Mapping[str, str]
     ignored: tuple[Ignored, ...] = ()
     prefix: str = ""
     config_version: int = VERSION
@@ -175,12 +183,13 @@ class Family:
                 raise unsupported(self.title, name, value, list(neutral[name]))
 
     def active_rows(self, config: GPTConfig) -> tuple[Row, ...]:
-        """Return the rows of the parameters that a model of ``config`` has, expert by expert."""
-        return tuple(
-            (ours, _of_experts(theirs, config.num_experts), operations)
-            for ours, theirs, operations in self.rows
-            if ours not in self.conditions or getattr(config, self.conditions[ours])
-        )
+        """Return the rows for a model of ``config``, expert by expert."""
+        rows: list[Row] = []
+        for ours, theirs, *more in self.rows:
+            names = _of_experts(theirs, config.num_experts)
+            if names:  # a row of experts is of no tensors in a model without any
+                rows.append((ours, names, *more))
+        return tuple(rows)
 
 
 def _of_experts(names: tuple[str, ...], count: int) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ Linear layers are stored transposed there ("Conv1D"), and one matrix holds the q
 keys, then the values of all heads.
 """
 
-from megatron_models.families.family import Family, Operation, Row
+from megatron_models.families.family import UNTIED, Family, Operation, Row
 from megatron_models.families.settings import Filled, Fixed, Spelled, Theirs, Unused
 
 _TRANSPOSE: Operation = ("transpose", {})
@@ -38,7 +38,7 @@ _ROWS: tuple[Row, ...] = (
     *_linear("layers.{i}.mlp.up", f"{_BLOCK}.mlp.c_fc"),
     *_linear("layers.{i}.mlp.down", f"{_BLOCK}.mlp.c_proj"),
     *_same("final_norm", "transformer.ln_f"),
-    ("output.weight", ("lm_head.weight",), (_VOCAB,)),
+    ("output.weight", ("lm_head.weight",), (_VOCAB,), UNTIED),
 )
 
 _TANH, _EXACT = "gelu_tanh", "gelu"
@@ -115,7 +115,6 @@ FAMILY = Family(
         }
     ),
     written={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    conditions={"output.weight": "untie_embeddings_and_output_weights"},
     ignored=(
         ("lm_head.weight", "same_as", {"other": "transformer.wte.weight", "rows": "$vocab_size"}),
         (f"{_BLOCK}.attn.bias", "causal_mask", {}),

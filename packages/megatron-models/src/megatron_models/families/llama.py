@@ -5,7 +5,7 @@ we do, so no row permutes them.
 """
 
 from megatron_models.config import GPTConfig
-from megatron_models.families.family import Family, Operation, Row
+from megatron_models.families.family import UNTIED, Family, Operation, Row
 from megatron_models.families.rope import rope
 from megatron_models.families.settings import (
     Fixed,
@@ -26,27 +26,40 @@ _VOCAB: Operation = ("slice_rows", {"rows": "$vocab_size"})
 _BLOCK = "model.layers.{i}"
 
 
-def _linears(part: str) -> tuple[Row, ...]:
-    attention, mlp = f"{_BLOCK}.self_attn", f"{_BLOCK}.mlp"
-    query_key_value = tuple(f"{attention}.{name}_proj.{part}" for name in "qkv")
-    gate_up = (f"{mlp}.gate_proj.{part}", f"{mlp}.up_proj.{part}")
+def _attention(part: str) -> tuple[Row, Row]:
+    theirs = tuple(f"{_BLOCK}.self_attn.{name}_proj.{part}" for name in "qkv")
+    out = f"{_BLOCK}.self_attn.o_proj.{part}"
+    qkv_there, out_there = (
+        {} if part == "weight" else {"if": f"$has_{name}_bias"} for name in ("qkv", "attention_out")
+    )
     return (
-        (f"layers.{{i}}.attention.qkv.{part}", query_key_value, (_QKV,)),
-        (f"layers.{{i}}.attention.out.{part}", (f"{attention}.o_proj.{part}",), ()),
-        (f"layers.{{i}}.mlp.up.{part}", gate_up, (_GATE_UP,)),
-        (f"layers.{{i}}.mlp.down.{part}", (f"{mlp}.down_proj.{part}",), ()),
+        (f"layers.{{i}}.attention.qkv.{part}", theirs, (_QKV,), qkv_there),
+        (f"layers.{{i}}.attention.out.{part}", (out,), (), out_there),
     )
 
 
-_ROWS: tuple[Row, ...] = (
+def _mlp(part: str) -> tuple[Row, Row]:
+    gate_up = tuple(f"{_BLOCK}.mlp.{name}_proj.{part}" for name in ("gate", "up"))
+    there = {} if part == "weight" else {"if": "$has_mlp_bias"}
+    return (
+        (f"layers.{{i}}.mlp.up.{part}", gate_up, (_GATE_UP,), there),
+        (f"layers.{{i}}.mlp.down.{part}", (f"{_BLOCK}.mlp.down_proj.{part}",), (), there),
+    )
+
+
+#: What all models with Llama's attention have, before and behind their feed-forward layers.
+START_ROWS: tuple[Row, ...] = (
     ("embedding.word.weight", ("model.embed_tokens.weight",), (_VOCAB,)),
     ("layers.{i}.attention_norm.weight", (f"{_BLOCK}.input_layernorm.weight",), ()),
     ("layers.{i}.mlp_norm.weight", (f"{_BLOCK}.post_attention_layernorm.weight",), ()),
-    *_linears("weight"),
-    *_linears("bias"),
-    ("final_norm.weight", ("model.norm.weight",), ()),
-    ("output.weight", ("lm_head.weight",), (_VOCAB,)),
+    *_attention("weight"),
 )
+HEAD_ROWS: tuple[Row, ...] = (
+    ("final_norm.weight", ("model.norm.weight",), ()),
+    ("output.weight", ("lm_head.weight",), (_VOCAB,), UNTIED),
+)
+DENSE_ROWS: tuple[Row, ...] = _mlp("weight")
+_BIAS_ROWS: tuple[Row, ...] = (*_attention("bias"), *_mlp("bias"))
 
 
 def _biases_from_hf(title: str, values: Values) -> dict[str, bool]:
@@ -86,7 +99,7 @@ FAMILY = Family(
     version=1,
     architectures=("LlamaForCausalLM",),
     model_type="llama",
-    rows=_ROWS,
+    rows=(*START_ROWS, *DENSE_ROWS, *_BIAS_ROWS, *HEAD_ROWS),
     settings={
         "num_layers": Theirs("num_hidden_layers"),
         "hidden_size": Theirs("hidden_size"),
@@ -114,13 +127,6 @@ FAMILY = Family(
         {"is_llama_config", "max_sequence_length", "unsloth_fixed", "unsloth_version"}
     ),
     written={"attention_dropout": 0.0},
-    conditions={
-        "output.weight": "untie_embeddings_and_output_weights",
-        "layers.{i}.attention.qkv.bias": "has_qkv_bias",
-        "layers.{i}.attention.out.bias": "has_attention_out_bias",
-        "layers.{i}.mlp.up.bias": "has_mlp_bias",
-        "layers.{i}.mlp.down.bias": "has_mlp_bias",
-    },
     ignored=(
         (
             "lm_head.weight",

@@ -22,8 +22,7 @@ _GATE_UP: Operation = (
     },
 )
 
-_DENSE = ("layers.{i}.mlp.up.", "layers.{i}.mlp.down.")
-_EXPERTS: tuple[Row, ...] = (
+EXPERT_ROWS: tuple[Row, ...] = (
     ("layers.{i}.mlp.router.weight", (f"{_MOE}.gate.weight",), ()),
     (
         "layers.{i}.mlp.experts.up.weight",
@@ -31,14 +30,6 @@ _EXPERTS: tuple[Row, ...] = (
         (_STACK, _GATE_UP),
     ),
     ("layers.{i}.mlp.experts.down.weight", (f"{_EXPERT}.w2.weight",), (_STACK,)),
-)
-_ROWS = (
-    tuple(
-        row
-        for row in llama.FAMILY.rows
-        if not row[0].startswith(_DENSE) and not row[0].endswith(".bias")
-    )
-    + _EXPERTS
 )
 
 
@@ -55,7 +46,7 @@ FAMILY = Family(
     version=1,
     architectures=("MixtralForCausalLM",),
     model_type="mixtral",
-    rows=_ROWS,
+    rows=(*llama.START_ROWS, *llama.HEAD_ROWS, *EXPERT_ROWS),
     settings={
         **llama.FAMILY.settings,
         "num_query_groups": Theirs("num_key_value_heads", null=0),
@@ -91,7 +82,6 @@ FAMILY = Family(
         {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
     ),
     written={"attention_dropout": 0.0, "sliding_window": None},
-    conditions={"output.weight": "untie_embeddings_and_output_weights"},
     ignored=llama.FAMILY.ignored,
     prefix="model.",
 )

@@ -1,0 +1,127 @@
+"""Operations that split a tensor in segments or in turns, and that join tensors in turns."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_ckpt.ops.op import Get, ManyToOne, Shape, cut, span, span_of, whole_blocks
+from megatron_ckpt.views import Box
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Splits a tensor along ``dim`` into segments of ``sizes``, one behind the other."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def outputs(self, count: int) -> int:
+        """Return the number of segments."""
+        return len(self.sizes)
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Split."""
+        (tensor,) = tensors
+        if tensor.shape[self.dim] != sum(self.sizes):
+            raise ValueError(f"extent {tensor.shape[self.dim]} is not the sum of {self.sizes}")
+        return list(torch.split(tensor, list(self.sizes), self.dim))
+
+    def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
+        """Concatenate."""
+        extents = tuple(tensor.shape[self.dim] for tensor in tensors)
+        if extents != self.sizes:
+            raise ValueError(f"extents along dim {self.dim} are {extents}, sizes say {self.sizes}")
+        return [torch.cat(list(tensors), self.dim)]
+
+    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+        """Read the box behind the segments before."""
+        start, stop = span_of(box, self.dim)
+        before = sum(self.sizes[:at])
+        return get(0, span(box, self.dim, before + start, before + stop))
+
+
+@dataclass(frozen=True)
+class Interleave(ManyToOne):
+    """Joins tensors in turns along ``dim``: the first block of each, the second of each, ...
+
+    Each has ``blocks`` blocks; ``sizes`` are those of its block, which need not be given if all are
+    equal. Gate and up with alternating rows are two tensors of as many blocks as rows.
+    """
+
+    dim: int
+    blocks: int
+    sizes: tuple[int, ...] | None = None
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Join."""
+        self._sizes([tuple(tensor.shape) for tensor in tensors])
+        parts = [cut(tensor, self.dim, self.blocks) for tensor in tensors]
+        return [torch.cat(parts, self.dim + 1).flatten(self.dim, self.dim + 1)]
+
+    def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
+        """Take apart."""
+        (tensor,) = tensors
+        extent = tensor.shape[self.dim]
+        sizes = list(self.sizes or [extent // (self.blocks * count)] * count)
+        if len(sizes) != count or sum(sizes) * self.blocks != extent:
+            raise ValueError(
+                f"extent {extent} along dim {self.dim} is not {self.blocks} blocks of {sizes}"
+            )
+        parts = torch.split(cut(tensor, self.dim, self.blocks), sizes, self.dim + 1)
+        return [part.flatten(self.dim, self.dim + 1) for part in parts]
+
+    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+        """Read the blocks that the box touches of each tensor."""
+        sizes = self._sizes(shapes)
+        start, stop = span_of(box, self.dim)
+        first, last = whole_blocks(start, stop, sum(sizes))
+        held = [
+            get(i, span(box, self.dim, first * size, last * size)) for i, size in enumerate(sizes)
+        ]
+        joined = Interleave(self.dim, last - first, tuple(sizes)).forward(held)[0]
+        return joined.narrow(self.dim, start - first * sum(sizes), stop - start)
+
+    def _sizes(self, shapes: Sequence[Shape]) -> list[int]:
+        extents = [shape[self.dim] for shape in shapes]
+        sizes = list(self.sizes or [extents[0] // self.blocks] * len(extents))
+        if [size * self.blocks for size in sizes] != extents:
+            raise ValueError(
+                f"extents along dim {self.dim} are {extents}, not {self.blocks} blocks of {sizes}"
+            )
+        return sizes
+
+
+@dataclass(frozen=True)
+class Deinterleave:
+    """Takes a tensor apart in turns along ``dim``: what `Interleave` joins."""
+
+    dim: int
+    blocks: int
+    sizes: tuple[int, ...]
+
+    @property
+    def _back(self) -> Interleave:
+        return Interleave(self.dim, self.blocks, self.sizes)
+
+    def outputs(self, count: int) -> int:
+        """Return the number of parts."""
+        return len(self.sizes)
+
+    def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Take apart."""
+        return self._back.inverse(tensors, len(self.sizes))
+
+    def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
+        """Join."""
+        return self._back.forward(tensors)
+
+    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+        """Read the blocks that the box touches."""
+        start, stop = span_of(box, self.dim)
+        first, last = whole_blocks(start, stop, self.sizes[at])
+        each = sum(self.sizes)
+        held = get(0, span(box, self.dim, first * each, last * each))
+        part = Deinterleave(self.dim, last - first, self.sizes).forward([held])[at]
+        return part.narrow(self.dim, start - first * self.sizes[at], stop - start)

@@ -1,0 +1,102 @@
+"""For which layers of a model a row is."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_ckpt.errors import CheckpointError, did_you_mean
+
+LAYER = "{i}"
+_FEW_LAYERS = 1000  # so many may be written out, to say which tensor is missing
+_KEYS = ("count", "from", "to", "every", "only", "if", "unless")
+
+
+def layers_of(
+    ours: str, where: Mapping[str, Any], config: object, most: int | None
+) -> Sequence[int]:
+    """Return the numbers of the layers that a row is for; one number if its names have none.
+
+    Args:
+        ours: the row's first name.
+        where: ``count`` is how many layers there are (``"$num_layers"``), of which the row is for
+            those ``from`` and ``to`` (behind the last), ``every`` k-th, or ``only`` those listed;
+            and, of these, for those of which a property of the configuration says so (``if``) or
+            does not (``unless``): one boolean for the model, or one for each layer.
+        config: of the model.
+        most: tensors that the source has.
+
+    Raises:
+        CheckpointError: an unknown word or value, or more layers than the source has tensors.
+    """
+    for key in where:
+        if key not in _KEYS:
+            hint = did_you_mean(key, _KEYS)
+            raise CheckpointError(f"row {ours!r}: unknown word {key!r} for its layers{hint}")
+    if LAYER not in ours:
+        if more := sorted(where.keys() - {"if", "unless"}):
+            raise CheckpointError(f"row {ours!r}: {more[0]!r} needs {LAYER} in its names")
+        return [0] if _holds(ours, where, config, None, 0) else []
+    count = number_of(where.get("count", "$num_layers"), config, ours, 0)
+    if most is not None and count > max(most, _FEW_LAYERS):
+        raise CheckpointError(
+            f"the configuration says {count} layers, but the source has only {most} tensors"
+        )
+    return [i for i in _chosen(ours, where, config, count) if _holds(ours, where, config, count, i)]
+
+
+def _chosen(ours: str, where: Mapping[str, Any], config: object, count: int) -> Sequence[int]:
+    if "only" not in where:
+        first = number_of(where.get("from", 0), config, ours, 0)
+        last = number_of(where.get("to", count), config, ours, 0)
+        return range(first, min(last, count), number_of(where.get("every", 1), config, ours, 1))
+    if where.keys() & {"from", "to", "every"}:
+        raise CheckpointError(f"row {ours!r}: 'only' stands without 'from', 'to' and 'every'")
+    given = where["only"]
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise CheckpointError(f"row {ours!r}: 'only' takes a list: {given!r}")
+    numbers = [number_of(each, config, ours, 0) for each in given]
+    if outside := [i for i in numbers if i >= count]:
+        raise CheckpointError(f"row {ours!r}: there is no layer {outside[0]} of {count}")
+    return numbers
+
+
+def _holds(
+    ours: str, where: Mapping[str, Any], config: object, count: int | None, layer: int
+) -> bool:
+    for key, wanted in (("if", True), ("unless", False)):
+        if key not in where:
+            continue
+        found = field_of(where[key], config, ours) if isinstance(where[key], str) else None
+        each = not isinstance(found, bool) and count is not None
+        if each and isinstance(found, Sequence) and len(found) == count:
+            found = found[layer]
+        if not isinstance(found, bool):
+            raise CheckpointError(
+                f"row {ours!r}: {key} {where[key]!r} is neither true nor false"
+                f"{'' if count is None else f', nor that for each of {count} layers'}"
+            )
+        if found != wanted:
+            return False
+    return True
+
+
+def number_of(value: object, config: object, ours: str, lowest: int) -> int:
+    """Return a number, or the field that ``"$field"`` names; ``ours`` is for messages."""
+    number = field_of(value, config, ours) if isinstance(value, str) else value
+    if (
+        isinstance(number, bool)
+        or not isinstance(number, int)
+        or number < lowest
+        or (lowest == -1 and number == 0)
+    ):
+        raise CheckpointError(f"row {ours!r}: {value!r} is not a number from {lowest}")
+    return number
+
+
+def field_of(value: str, config: object, ours: str) -> Any:
+    """Return the field of a configuration that ``"$field"`` names; ``ours`` is for messages."""
+    name = value.removeprefix("$")
+    known = list(config) if isinstance(config, Mapping) else dir(config)
+    if name == value or name not in known:
+        hint = did_you_mean(name, (word for word in known if not word.startswith("_")))
+        raise CheckpointError(f"row {ours!r}: the model configuration has no {value!r}{hint}")
+    return config[name] if isinstance(config, Mapping) else getattr(config, name)
