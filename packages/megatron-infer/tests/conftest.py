@@ -27,6 +27,11 @@ KINDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def worker_pool_preload() -> tuple[str, ...]:
+    return ("megatron_infer.load", "megatron_models.gpt")
+
+
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., GPT]:
     """Make a tiny GPT; large weights make its choices differ from place to place."""
