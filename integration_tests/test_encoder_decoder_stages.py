@@ -15,9 +15,9 @@ from megatron_models import (
     Dropout,
     EncoderDecoder,
     EncoderDecoderConfig,
-    GPTConfig,
+    Placement,
 )
-from megatron_models.layers.dropout import StageDropout
+from megatron_models.components.dropout import StageDropout
 from megatron_parallel import (
     DropoutKey,
     GradientBuffers,
@@ -42,18 +42,15 @@ SHAPE = {
     "make_vocab_size_divisible_by": 64,
     "max_position_embeddings": 16,
     "ffn_hidden_size": 24,
-    "untie_embeddings_and_output_weights": True,
 }
-LEARNED = EncoderDecoderConfig(decoder=GPTConfig(**SHAPE, num_query_groups=2), encoder_num_layers=2)
+LEARNED = EncoderDecoderConfig(**SHAPE, num_query_groups=2, encoder_num_layers=2)
 ROTARY = EncoderDecoderConfig(
-    decoder=GPTConfig(
-        **SHAPE,
-        num_query_groups=2,
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        activation="swiglu",
-        add_bias_linear=False,
-    ),
+    **SHAPE,
+    num_query_groups=2,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    activation="swiglu",
+    add_bias_linear=False,
     encoder_num_layers=2,
 )
 
@@ -121,12 +118,14 @@ def step(mesh, config, case, defect=None):
         chunks = [
             EncoderDecoder(
                 config,
-                mesh,
+                Placement(
+                    mesh,
+                    sequence_parallel=case.sequence_parallel,
+                    recompute=case.recompute or Recompute(),
+                    dtype=torch.float64,
+                ),
                 chunk=chunk,
                 encoder_stages=case.encoder_stages,
-                sequence_parallel=case.sequence_parallel,
-                recompute=case.recompute,
-                dtype=torch.float64,
             )
             for chunk in range(mesh.layout.vpp)
         ]

@@ -6,7 +6,7 @@ divide; samples end in padding of unequal length, which is not routed.
 
 import pytest
 import torch
-from megatron_models import GPTConfig, gpt_chunks
+from megatron_models import GPTConfig, Placement, gpt_chunks
 from megatron_parallel import Mesh, ParallelLayout, parameter_views
 from megatron_parallel.testing import WorkerPool
 from megatron_train.engine import StepEngine
@@ -45,7 +45,7 @@ def batch(number: int, samples: int, length: int) -> dict[str, torch.Tensor]:
 
 def step(mesh: Mesh, samples: int, length: int, dispatcher: str):
     """Losses of a step of two micro-batches, and this rank's part of every gradient."""
-    stages = gpt_chunks(MODEL, mesh, dtype=torch.float64, dispatcher=dispatcher)
+    stages = gpt_chunks(MODEL, Placement(mesh, dtype=torch.float64, dispatcher=dispatcher))
     engine = StepEngine(GPTTask(stages, None, reset_attention_mask=True), mesh)
     batches = [batch(number, samples, length) for number in (1, 3)]
     denominators = engine.denominators(batches)

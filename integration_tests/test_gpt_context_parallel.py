@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_kernels import Mask
-from megatron_models import GPT, ConfigError, Dropout, GPTConfig, StaticKVCache
+from megatron_models import GPT, ConfigError, Dropout, GPTConfig, Placement, StaticKVCache
 from megatron_parallel import (
     DropoutKey,
     GradientBuffers,
@@ -87,10 +87,12 @@ def step(mesh: Mesh, case: Case) -> tuple[torch.Tensor, dict[str, list[Any]], li
     """Loss of each token of this rank, gradients as pieces of global tensors, and its places."""
     model = GPT(
         CONFIGS[case.config],
-        mesh,
-        dtype=torch.float64,
-        sequence_parallel=case.sequence_parallel,
-        cp_comm_type=case.comm,
+        Placement(
+            mesh,
+            dtype=torch.float64,
+            sequence_parallel=case.sequence_parallel,
+            cp_comm_type=case.comm,
+        ),
     )
     table = collect_shardings(model)
     with torch.no_grad():
@@ -159,13 +161,13 @@ def test_what_cannot_be_is_refused_in_one_line():
     config = CONFIGS["rope"]
     eight = Mesh(ParallelLayout(tp=2, cp=8, dp=1), 0)
     with pytest.raises(LayoutError, match=r"4 heads on each tensor-parallel rank .* over 8"):
-        GPT(config, eight, device="meta", cp_comm_type="a2a")
+        GPT(config, Placement(eight, device="meta", cp_comm_type="a2a"))
     with pytest.raises(ConfigError, match=r"'a2a\+p2p' needs the layout's hierarchical_cp"):
-        GPT(config, eight, device="meta", cp_comm_type="a2a+p2p")
+        GPT(config, Placement(eight, device="meta", cp_comm_type="a2a+p2p"))
     with pytest.raises(ConfigError, match="cp_comm_type 'ring' is not known; use one of p2p"):
-        GPT(config, eight, device="meta", cp_comm_type="ring")
+        GPT(config, Placement(eight, device="meta", cp_comm_type="ring"))
     with pytest.raises(ConfigError, match="2 values of cp_comm_type for 3 layers"):
-        GPT(config, eight, device="meta", cp_comm_type=("p2p", "a2a"))
+        GPT(config, Placement(eight, device="meta", cp_comm_type=("p2p", "a2a")))
     model = GPT(config, Mesh(RANKS_2, 0))
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     with pytest.raises(LayoutError, match=r"14 tokens .* 2 x 2 equal chunks"):

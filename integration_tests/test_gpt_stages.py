@@ -12,10 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from megatron_kernels import Mask
-from megatron_models import GPT, ConfigError, Dropout, GPTConfig, gpt_chunks
+from megatron_models import GPT, ConfigError, Dropout, GPTConfig, Placement, gpt_chunks
 from megatron_models.cache import StaticKVCache
-from megatron_models.layers.dropout import StageDropout
-from megatron_models.layers.embedding import PositionEmbedding
+from megatron_models.components.dropout import StageDropout
+from megatron_models.components.embedding.module import PositionEmbedding
 from megatron_parallel import (
     DropoutKey,
     GradientBuffers,
@@ -123,10 +123,8 @@ def step(mesh, config, case, hidden=RATES[0], attention=RATES[1], defect=None):
             stack.enter_context(patch.object(*DEFECTS[defect]()))
         chunks = gpt_chunks(
             config,
-            mesh,
+            Placement(mesh, sequence_parallel=case.sequence_parallel, dtype=torch.float64),
             split=case.split,
-            sequence_parallel=case.sequence_parallel,
-            dtype=torch.float64,
         )
         table = {}
         for chunk in chunks:
@@ -232,7 +230,7 @@ def test_ranks_that_share_a_query_group_decode_with_its_keys(worker_pool):
 
 def decoded(mesh, config):
     """This rank's columns of the logits of seven tokens: five at once, then one by one."""
-    model = GPT(config, mesh, dtype=torch.float64)
+    model = GPT(config, Placement(mesh, dtype=torch.float64))
     tokens = make_batch(1)["tokens"]
     cache = StaticKVCache(config, mesh, BATCH, LENGTH, dtype=torch.float64)
     with torch.no_grad():
@@ -335,7 +333,7 @@ def test_planted_defects_are_seen(worker_pool, one_rank, defect):
 
 def test_a_sequence_that_cannot_be_cut_is_refused():
     mesh = Mesh(ParallelLayout(tp=4).resolve(4), 1)
-    model = GPT(CONFIGS["tied"], mesh, sequence_parallel=True)
+    model = GPT(CONFIGS["tied"], Placement(mesh, sequence_parallel=True))
     message = "10 tokens cannot be cut into 4 equal parts .* multiple of 4"
     with pytest.raises(ConfigError, match=message):
         model(torch.zeros(2, 10, dtype=torch.int64))

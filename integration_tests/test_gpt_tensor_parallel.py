@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from megatron_models import GPT, GPTConfig, StaticKVCache
+from megatron_models import GPT, GPTConfig, Placement, StaticKVCache
 from megatron_parallel import LayoutError, Mesh, ParallelLayout, collect_shardings, parameter_views
 
 SMALL = {
@@ -27,7 +27,7 @@ LLAMA = GPTConfig(
 def loss_and_gradients(mesh, config, tokens, labels):
     """The loss of each token, and every piece of a gradient as (name, offsets, values)."""
     torch.manual_seed(3)
-    model = GPT(config, mesh, dtype=torch.float64)
+    model = GPT(config, Placement(mesh, dtype=torch.float64))
     table = collect_shardings(model)
     with torch.no_grad():  # biases that are not 0 and gains that are not 1, alike on all ranks
         for name, parameter in model.named_parameters():
@@ -43,7 +43,7 @@ def loss_and_gradients(mesh, config, tokens, labels):
 
 
 def decoded_logits(mesh, config, tokens):
-    model = GPT(config, mesh, dtype=torch.float64)
+    model = GPT(config, Placement(mesh, dtype=torch.float64))
     cache = StaticKVCache(config, mesh, len(tokens), 16, dtype=torch.float64)
     tokens = tokens.to(mesh.device)
     with torch.no_grad():

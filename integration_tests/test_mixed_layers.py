@@ -28,6 +28,7 @@ def only(rows, word):
 
 MIXED = Family(
     name="mixed",
+    kind="gpt",
     title="Mixed",
     version=1,
     architectures=("MixedForCausalLM",),

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from megatron_models import GPTConfig, TrainingMemory, gpt_chunks, training_memory
+from megatron_models import GPTConfig, Placement, TrainingMemory, gpt_chunks, training_memory
 from megatron_optim import Optimizer, OptimizerConfig
 from megatron_parallel import DataParallelConfig, Mesh, ParallelLayout
 from megatron_parallel.testing import WorkerPool
@@ -36,7 +36,7 @@ def nbytes(tensors) -> int:
 def held(mesh: Mesh, config: GPTConfig, data_parallel: DataParallelConfig, dtype) -> TrainingMemory:
     """What a rank holds after a step."""
     split = (range(1), range(1, 2)) if mesh.layout.pp > 1 else None
-    stages = gpt_chunks(config, mesh, split=split, dtype=dtype)
+    stages = gpt_chunks(config, Placement(mesh, dtype=dtype), split=split)
     engine = StepEngine(GPTTask(stages, None), mesh, data_parallel)
     optimizer = Optimizer(
         engine.parameters,

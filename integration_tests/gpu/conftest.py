@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_models import GPTConfig, gpt_chunks
+from megatron_models import GPTConfig, Placement, gpt_chunks
 from megatron_optim import Optimizer, OptimizerConfig
 from megatron_parallel import DataParallelConfig, Mesh
 from megatron_train.engine import StepEngine
@@ -41,10 +41,7 @@ class Job:
         mesh = Mesh.single(self.device)
         stages = gpt_chunks(
             GPTConfig(**SMALL, **self.config),
-            mesh,
-            dtype=self.dtype,
-            recompute=self.recompute,
-            dispatcher=self.dispatcher,
+            Placement(mesh, dtype=self.dtype, recompute=self.recompute, dispatcher=self.dispatcher),
             seed=3,
         )
         self.model = stages[0]

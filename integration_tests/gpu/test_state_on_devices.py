@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron_ckpt import CheckpointStore
 from megatron_infer import SamplingParams, generate_tokens
-from megatron_models import GPT, GPTConfig, StaticKVCache
+from megatron_models import GPT, GPTConfig, Placement, StaticKVCache
 from megatron_parallel import Mesh
 from megatron_parallel.dropout import DropoutKey, keep_mask, keyed_dropout
 
@@ -92,7 +92,7 @@ def test_dropout_keeps_the_same_elements_as_on_the_cpu(device, shape, p):
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_with_a_cache_equal_those_of_the_whole_text(device, name, dtype):
     config, mesh = GPTConfig(**SMALL, **MODELS[name]), Mesh.single(device)
-    model = GPT(config, mesh, dtype=dtype).eval()
+    model = GPT(config, Placement(mesh, dtype=dtype)).eval()
     cache = StaticKVCache(config, mesh, 2, 32, dtype=dtype)
     tokens = torch.randint(97, (2, 12), generator=torch.Generator().manual_seed(1)).to(device)
     with torch.no_grad():
@@ -112,6 +112,6 @@ def test_greedy_continuations_equal_those_of_the_cpu(device, name):
     found = []
     for where in (CPU, device):
         torch.manual_seed(5)
-        model = GPT(config, Mesh.single(where), dtype=torch.float64).eval()
+        model = GPT(config, Placement(Mesh.single(where), dtype=torch.float64)).eval()
         found.append([c.tokens for c in generate_tokens(model, prompts, params)])
     assert found[0] == found[1] and all(len(tokens) == 12 for tokens in found[0])

@@ -7,10 +7,10 @@ import pytest
 import torch
 from megatron_ckpt import Checkpoint, CheckpointStore, ModelRecord, export_hf, import_hf
 from megatron_models import GPT, GPTConfig, record_of
+from megatron_models.components.context import Context
+from megatron_models.components.moe.module import MoE
+from megatron_models.components.moe.router import Router, Routing, load_balancing_loss, z_loss
 from megatron_models.families import mixtral as family
-from megatron_models.layers.context import Context
-from megatron_models.layers.moe import MoE
-from megatron_models.layers.router import Router, Routing, load_balancing_loss, z_loss
 from megatron_parallel import Mesh, collect_shardings, parameter_views
 from torch import Tensor
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from megatron_ckpt import CheckpointStore, ModelRecord
 from megatron_data import ByteTokenizer
-from megatron_models import GPT, GPTConfig, record_of
+from megatron_models import GPT, GPTConfig, Placement, record_of
 from megatron_parallel import Mesh, collect_shardings, parameter_views
 from preloaded import Preloaded
 
@@ -86,7 +86,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         init_method_std=0.3,
         untie_embeddings_and_output_weights=True,
     )
-    model = GPT(config, Mesh.single(), dtype=torch.float32, seed=7)
+    model = GPT(config, Placement(Mesh.single(), dtype=torch.float32), seed=7)
     with torch.no_grad():  # a channel that forbids the end of the document: texts can be long
         model.final_norm.bias[0] = 10.0
         model.output.weight[:, 0] = 0.0

@@ -19,7 +19,7 @@ from unittest import mock
 import megatron_parallel.expert_parallel.exchange as exchange
 import torch
 import torch.distributed as dist
-from megatron_models import GPTConfig, gpt_chunks
+from megatron_models import GPTConfig, Placement, gpt_chunks
 from megatron_parallel import Mesh, ParallelLayout
 from megatron_parallel.testing import WorkerPool
 from megatron_train import GPTTask
@@ -48,7 +48,7 @@ def build(mesh: Mesh, layers: int, hidden: int, schedule: str) -> StepEngine:
         num_experts=8,
         moe_ffn_hidden_size=2 * hidden,
     )
-    stages = gpt_chunks(config, mesh, dispatcher="alltoall", seed=1)
+    stages = gpt_chunks(config, Placement(mesh, dispatcher="alltoall"), seed=1)
     return StepEngine(GPTTask(stages, None), mesh, schedule=schedule)
 
 

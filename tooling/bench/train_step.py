@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from megatron_models import GPT, GPTConfig, gpt_flops
+from megatron_models import GPT, GPTConfig, training_flops
 from megatron_optim import Optimizer, OptimizerConfig
 from megatron_parallel import Mesh, collect_shardings
 from plain_gpt import PlainGPT, plain_copy
@@ -108,7 +108,7 @@ def report(config: GPTConfig, tokens: int, length: int, steps: dict[str, list[fl
     medians = {name: statistics.median(values) for name, values in steps.items()}
     baseline = min((name for name in medians if name.startswith("plain")), key=medians.__getitem__)
     best = min((name for name in medians if name.startswith("ours")), key=medians.__getitem__)
-    flops = gpt_flops(config, length, tokens)
+    flops = training_flops(config, length, tokens)
     print(
         f"{'variant':<16} {'ms/step':>9} {'spread':>8} {'tokens/s':>10} {'GFLOP/s':>8} {'ratio':>7}"
     )

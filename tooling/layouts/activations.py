@@ -19,12 +19,13 @@ from megatron_models import (
     Dropout,
     GPTConfig,
     Keeping,
+    Placement,
     layer_activations,
     stack_activations,
 )
-from megatron_models.layers.context import Context
-from megatron_models.layers.dropout import StageDropout
-from megatron_models.layers.stack import run_layers
+from megatron_models.components.context import Context
+from megatron_models.components.dropout import StageDropout
+from megatron_models.components.stack import run_layers
 from megatron_parallel import DropoutKey, Mesh, ParallelLayout, Recompute
 from megatron_parallel.recompute import counting_kept
 from megatron_parallel.testing import WorkerPool
@@ -82,7 +83,7 @@ class Run(NamedTuple):
 def count(mesh: Mesh, run: Run) -> dict[str, int]:
     """Bytes that all layers keep of one micro-batch, by module, but for what they share."""
     plan, cut = PLANS[run.plan], run.sequence_parallel
-    model = GPT(CONFIG, mesh, dtype=run.dtype, recompute=plan, sequence_parallel=cut)
+    model = GPT(CONFIG, Placement(mesh, dtype=run.dtype, recompute=plan, sequence_parallel=cut))
     dropout = None
     if run.dropout:
         numbers = torch.arange(SAMPLES)

@@ -7,9 +7,9 @@ from itertools import count
 
 import torch
 from megatron_data import SequentialSampler
-from megatron_models import GPT, gpt_chunks
-from megatron_models.layers.moe import MoE
-from megatron_models.layers.router import Router, Routing
+from megatron_models import GPT, Placement, gpt_chunks
+from megatron_models.components.moe.module import MoE
+from megatron_models.components.moe.router import Router, Routing
 from megatron_optim import (
     LearningRateSchedule,
     Optimizer,
@@ -75,14 +75,16 @@ def build_trainer(
     """This rank's part of what trains `case`, at its beginning."""
     stages = gpt_chunks(
         case.config,
-        mesh,
+        Placement(
+            mesh,
+            sequence_parallel=case.sequence_parallel,
+            tp_comm_overlap=case.chunks,
+            recompute=RECOMPUTE[case.recompute],
+            dispatcher=case.dispatcher,
+            dtype=dtype,
+            cp_comm_type=case.comm,
+        ),
         split=SPLITS[mesh.layout.pp * mesh.layout.vpp],
-        sequence_parallel=case.sequence_parallel,
-        tp_comm_overlap=case.chunks,
-        recompute=RECOMPUTE[case.recompute],
-        dispatcher=case.dispatcher,
-        dtype=dtype,
-        cp_comm_type=case.comm,
     )
     task = GPTTask(
         stages,

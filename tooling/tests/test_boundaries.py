@@ -17,14 +17,14 @@ FORBIDDEN = [
     ("megatron_parallel.mesh", "import megatron_models"),
     ("megatron_kernels.registry", "from megatron_parallel import ParallelLayout"),
     ("megatron_optim.clip", "import megatron_kernels"),
-    ("megatron_models.gpt", "import megatron_ckpt"),
+    ("megatron_models.models.gpt.model", "import megatron_ckpt"),
     ("megatron_data.samplers", "import torch"),
     ("megatron_data.samplers", "import nltk"),
     ("megatron_data.samplers", "import punkt"),
     ("megatron_infer.sampling", "import megatron_train"),
     ("megatron_train.trainer", "import megatron_infer"),
     ("megatron_parallel.layout", "import torch"),
-    ("megatron_models.config", "import torch"),
+    ("megatron_models.models.gpt.config", "import torch"),
 ]
 
 

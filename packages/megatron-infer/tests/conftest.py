@@ -8,7 +8,7 @@ install_import_hook("megatron_infer", "beartype.beartype")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from megatron_models import GPT, GPTConfig  # noqa: E402
+from megatron_models import GPT, GPTConfig, Placement  # noqa: E402
 from megatron_parallel import Mesh  # noqa: E402
 
 # Tensors here are tiny: threads would only wait for one another.
@@ -54,6 +54,6 @@ def make_model() -> Callable[..., GPT]:
             init_method_std=0.3,
             **KINDS[kind],
         )
-        return GPT(config, mesh or Mesh.single(), dtype=dtype, seed=7)
+        return GPT(config, Placement(mesh or Mesh.single(), dtype=dtype), seed=7)
 
     return make

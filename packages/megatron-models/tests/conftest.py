@@ -7,12 +7,21 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-# Configurations check their own values; what they say about a wrong one is tested.
-_CHECKED = [f"megatron_models.{room}" for room in ("cache", "encoder_decoder", "gpt", "layers")]
+# Configurations and descriptions check their own values, and have no tensors.
+_PARTS = (
+    *(f"attention.{name}" for name in ("module", "cross", "context_parallel", "rotary", "sinks")),
+    *("mlp.module", "moe.module", "moe.router", "moe.experts", "norm.module"),
+    *("embedding.module", "embedding.output", "block", "context", "dropout", "stack", "trunk"),
+)
+_CHECKED = [
+    "megatron_models.cache",
+    *(f"megatron_models.components.{name}" for name in _PARTS),
+    *(f"megatron_models.models.{name}.model" for name in ("gpt", "encoder_decoder")),
+]
 install_import_hook(_CHECKED, "beartype.beartype")
 
-from megatron_models.config import GPTConfig  # noqa: E402
-from megatron_models.gpt import GPT  # noqa: E402
+from megatron_models.models.gpt.config import GPTConfig  # noqa: E402
+from megatron_models.models.gpt.model import GPT  # noqa: E402
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2-exact-gelu": {},

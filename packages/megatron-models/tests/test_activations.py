@@ -8,12 +8,20 @@ import megatron_parallel.tensor_parallel.layers as layers
 import pytest
 import torch
 from megatron_kernels import Mask
-from megatron_models import GPT, Dropout, GPTConfig
-from megatron_models.activations import Keeping, layer_activations, stack_activations
-from megatron_models.expert_activations import ExpertRanks
-from megatron_models.layers.context import Context
-from megatron_models.layers.dropout import StageDropout
-from megatron_models.layers.stack import run_layers
+from megatron_models import (
+    GPT,
+    Dropout,
+    ExpertRanks,
+    GPTConfig,
+    Keeping,
+    LayerPass,
+    Placement,
+    layer_activations,
+    stack_activations,
+)
+from megatron_models.components.context import Context
+from megatron_models.components.dropout import StageDropout
+from megatron_models.components.stack import run_layers
 from megatron_parallel import DropoutKey, Mesh, ParallelLayout, Recompute, gather_sequence
 from megatron_parallel.recompute import counting_kept
 from torch.nn import functional
@@ -44,8 +52,14 @@ def counted(
 ) -> dict[str, int]:
     """Bytes by module of a stack of layers, without what all of them share."""
     mesh = mesh or Mesh.single()
-    options = {"sequence_parallel": sequence_parallel, "dispatcher": dispatcher}
-    model = GPT(config, mesh, dtype=dtype, recompute=plan, **options)
+    place = Placement(
+        mesh,
+        dtype=dtype,
+        recompute=plan,
+        sequence_parallel=sequence_parallel,
+        dispatcher=dispatcher,
+    )
+    model = GPT(config, place)
     key = DropoutKey.for_batch(seed=1, iteration=1, samples=torch.arange(B), positions=S)
     cut = model.tp if sequence_parallel else None
     drop = StageDropout.of(Dropout(key, 0.1, 0.1), cut) if dropout else None
@@ -78,7 +92,8 @@ def test_every_term_is_what_is_counted(config, dtype, dropout):
         found = counted(config, dtype, plan, dropout)
         last = {n.removeprefix("layers.1."): b for n, b in found.items() if "layers.1" in n}
         last["dropout"] = last.pop("layers.1", 0)
-        terms = layer_activations(config, S, B, of_cpu(config, dtype, dropout), recompute=plan)
+        taken = LayerPass(S, B, of_cpu(config, dtype, dropout), recompute=plan)
+        terms = layer_activations(config, taken)
         for one in (last, terms):  # fused attention keeps its output, which `out` reads, itself
             one["attention"] = one.get("attention", 0) + one.pop("attention.out", 0)
             one["mlp"] = one.get("mlp", 0) + one.pop("mlp.down", 0)
@@ -91,8 +106,8 @@ def test_stacks_keep_what_the_formula_says(small, dropout):
     for plan in (*SELECTIVE, *FULL):
         found = sum(counted(config, torch.float32, plan, dropout).values())
         keeping = of_cpu(config, torch.float32, dropout)
-        told = stack_activations(config, S, B, keeping, recompute=plan)
-        assert found == told, plan
+        said = stack_activations(config, LayerPass(S, B, keeping, recompute=plan))
+        assert found == said, plan
 
 
 def test_the_constants_of_the_paper():
@@ -110,8 +125,8 @@ def test_the_constants_of_the_paper():
     full = Recompute(granularity="full", method="uniform", num_layers=1)
 
     def each(**options) -> float:
-        keeping = Keeping.paper()
-        return stack_activations(config, s, b, keeping, layers=[0], **options) / (s * b * h)
+        taken = LayerPass(s, b, Keeping.paper(), **options)
+        return stack_activations(config, taken, layers=[0]) / (s * b * h)
 
     assert square == 80
     assert each() == 34 + square
@@ -152,14 +167,14 @@ def test_ranks_keep_what_the_formula_says(worker_pool, small, ranks, sequence_pa
         for plan in chosen
     ]
     options = {"sequence_parallel": sequence_parallel, "tp": ranks}
-    told = [
-        stack_activations(c, S, B, of_cpu(c, dtype, dropout), recompute=plan, **options)
+    said = [
+        stack_activations(c, LayerPass(S, B, of_cpu(c, dtype, dropout), recompute=plan, **options))
         for c, dtype, plan, dropout in runs
     ]
     for found in worker_pool.run_mesh(
         ParallelLayout(tp=ranks, dp=1), on_a_rank, runs, sequence_parallel
     ):
-        assert [run for run, a, b in zip(runs, found, told, strict=True) if a != b] == []
+        assert [run for run, a, b in zip(runs, found, said, strict=True) if a != b] == []
 
 
 def on_a_rank(mesh: Mesh, runs: list[Any], sequence_parallel: bool) -> list[int]:
@@ -169,10 +184,10 @@ def on_a_rank(mesh: Mesh, runs: list[Any], sequence_parallel: bool) -> list[int]
 def test_a_layer_that_keeps_the_gathered_input_is_seen(worker_pool, small):
     run = (small(), torch.float32, Recompute(), False)
     keeping = of_cpu(run[0], torch.float32, False)
-    told = stack_activations(run[0], S, B, keeping, tp=2, sequence_parallel=True)
+    said = stack_activations(run[0], LayerPass(S, B, keeping, 2, sequence_parallel=True))
     for found in worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), keeping_too_much, run):
         # Of two inputs of each of two layers, the part that the rank does not have.
-        assert found == told + 2 * 2 * S * B * run[0].hidden_size * 4 // 2
+        assert found == said + 2 * 2 * S * B * run[0].hidden_size * 4 // 2
 
 
 def keeping_too_much(mesh: Mesh, run: Any) -> int:
@@ -208,9 +223,8 @@ def test_experts_on_one_rank_keep_what_the_formula_says(small, dtype):
         for plan in EXPERT_PLANS:
             config = small(num_layers=1, **changes)
             found = sum(counted(config, dtype, plan, False).values())
-            assert found == stack_activations(
-                config, S, B, of_cpu(config, dtype, False), recompute=plan
-            ), (changes, plan)
+            taken = LayerPass(S, B, of_cpu(config, dtype, False), recompute=plan)
+            assert found == stack_activations(config, taken), (changes, plan)
 
 
 @pytest.mark.parametrize(
@@ -236,16 +250,16 @@ def test_experts_on_ranks_keep_what_the_formula_says(worker_pool, small, layout)
     ranks = worker_pool.run_mesh(layout, experts_on_a_rank, runs)
     for run, found in zip(runs, zip(*ranks, strict=True), strict=True):
         config, dtype, plan, sequence_parallel, dispatcher = run
-        terms = layer_activations(
-            config,
+        taken = LayerPass(
             S,
             B,
             of_cpu(config, dtype, False),
-            tp=layout.tp,
+            layout.tp,
             sequence_parallel=sequence_parallel,
             recompute=plan,
             experts=ExpertRanks(layout.ep, layout.expert_tp, dispatcher),
         )
+        terms = layer_activations(config, taken)
         kept = sum(sum(one.values()) for one in found)
         assert kept == len(found) * sum(terms.values()), run
         if layout.ep > 1 or plan is not EXPERT_PLANS[0]:

@@ -10,7 +10,7 @@ SAMPLE = ("gpt2-exact-gelu", "llama")
 COMPILE = """
 import json, sys
 import torch
-from megatron_models import GPT, Dropout, GPTConfig
+from megatron_models import GPT, Dropout, GPTConfig, Placement
 from megatron_parallel import DropoutKey, Mesh, Recompute
 
 key = DropoutKey.for_batch(seed=1, iteration=1, samples=torch.arange(2), positions=8)
@@ -23,7 +23,7 @@ plans = (
 )
 for number, text in enumerate(json.load(sys.stdin)):
     plan = plans[number % len(plans)]
-    model = GPT(GPTConfig.from_json(text), Mesh.single(), recompute=plan)
+    model = GPT(GPTConfig.from_json(text), Placement(Mesh.single(), recompute=plan))
     tokens = torch.randint(model.config.vocab_size, (2, 8))
     labels = torch.randint(model.config.vocab_size, (2, 8))
     drop = dropout if number % 2 else None

@@ -1,15 +1,16 @@
 import pytest
 import torch
 from megatron_models.cache import StaticKVCache
+from megatron_models.components.dropout import Dropout
 from megatron_models.errors import ConfigError
-from megatron_models.gpt import GPT
-from megatron_models.layers.dropout import Dropout
+from megatron_models.models.gpt.model import GPT
+from megatron_models.placement import Placement
 from megatron_parallel import DropoutKey, LayoutError, Mesh
 
 
 @pytest.fixture
 def model(small, scramble):
-    return scramble(GPT(small(), Mesh.single(), dtype=torch.float64))
+    return scramble(GPT(small(), Placement(Mesh.single(), dtype=torch.float64)))
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def test_each_rate_counts_and_without_any_nothing_is_dropped(model, tokens, hidd
 
 def test_the_mean_over_many_masks_is_the_embedding(small, scramble):
     """Embedding dropout alone, seen at the first block's input: scaled so that the mean stays."""
-    model = scramble(GPT(small(), Mesh.single(), dtype=torch.float64))
+    model = scramble(GPT(small(), Placement(Mesh.single(), dtype=torch.float64)))
     seen = []
     model.layers["0"].register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
     tokens = torch.zeros(2000, 2, dtype=torch.int64)

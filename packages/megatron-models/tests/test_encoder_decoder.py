@@ -10,7 +10,7 @@ import jaxtyping
 import pytest
 import torch
 from megatron_kernels import Mask
-from megatron_models import ConfigError, Dropout, EncoderDecoder, EncoderDecoderConfig, GPTConfig
+from megatron_models import ConfigError, Dropout, EncoderDecoder, EncoderDecoderConfig, Placement
 from megatron_parallel import DropoutKey, Mesh, ParallelLayout
 from torch import nn
 from torch.nn import functional
@@ -26,9 +26,8 @@ SHAPE = {
     "make_vocab_size_divisible_by": 64,
     "max_position_embeddings": 16,
     "ffn_hidden_size": 24,
-    "untie_embeddings_and_output_weights": True,
 }
-LEARNED = EncoderDecoderConfig(decoder=GPTConfig(**SHAPE, num_query_groups=2), encoder_num_layers=2)
+LEARNED = EncoderDecoderConfig(**SHAPE, num_query_groups=2, encoder_num_layers=2)
 
 
 @pytest.fixture
@@ -120,15 +119,15 @@ def as_torch(values, config):
 @pytest.fixture
 def pair():
     """Our model, with a query group for each head as torch has, and torch's of equal weights."""
-    config = EncoderDecoderConfig(decoder=GPTConfig(**SHAPE), encoder_num_layers=2)
-    model = EncoderDecoder(config, Mesh.single(), dtype=torch.float64)
+    config = EncoderDecoderConfig(**SHAPE, encoder_num_layers=2)
+    model = EncoderDecoder(config, Placement(Mesh.single(), dtype=torch.float64))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter += noise * 0.2
-    reference = Reference(config.decoder)
-    reference.load_state_dict(as_torch(dict(model.named_parameters()), config.decoder))
+    reference = Reference(config)
+    reference.load_state_dict(as_torch(dict(model.named_parameters()), config))
     return model, reference
 
 
@@ -138,7 +137,7 @@ def differences(model, reference, batch):
     ours.sum().backward()
     theirs.sum().backward()
     gradients = {name: each.grad for name, each in model.named_parameters()}
-    mapped = as_torch(gradients, model.config.decoder)
+    mapped = as_torch(gradients, model.config)
     assert set(mapped) == {name for name, _ in reference.named_parameters()}
     worst = {
         name: float((mapped[name] - each.grad).abs().max() / max(each.grad.abs().max(), 1.0))
@@ -213,17 +212,11 @@ def test_layouts_that_cannot_be_are_refused_in_one_line(degrees, options, messag
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"untie_embeddings_and_output_weights": False}, "set untie_embeddings_and_output_weights"),
-        ({"num_experts": 4}, "no experts: num_experts 4"),
-        ({"softmax_type": "learnable"}, "no attention sinks: softmax_type learnable"),
-    ],
-)
-def test_what_the_model_does_not_have_is_refused_by_name(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        replace(LEARNED, decoder=replace(LEARNED.decoder, **changes))
+def test_what_the_model_does_not_have_is_refused_by_name():
+    with pytest.raises(ConfigError, match="no attention sinks: softmax_type learnable"):
+        replace(LEARNED, softmax_type="learnable")
+    with pytest.raises(ConfigError, match="unknown model configuration key 'num_experts'"):
+        EncoderDecoderConfig.from_dict({**LEARNED.to_dict(), "num_experts": 4})
     with pytest.raises(ConfigError, match="encoder_num_layers must be a positive number, not 0"):
         replace(LEARNED, encoder_num_layers=0)
 

@@ -5,10 +5,10 @@ from importlib.metadata import entry_points
 
 import pytest
 import torch
-from megatron_models.config import GPTConfig
 from megatron_models.errors import ConfigError
 from megatron_models.families import gpt2, llama, mixtral
 from megatron_models.families.neutral import NEUTRAL, OURS_WITHOUT_EFFECT, WINDOWS, WITHOUT_EFFECT
+from megatron_models.models.gpt.config import GPTConfig
 from megatron_models.parameters import parameter_shapes
 
 OPERATIONS = {

@@ -1,6 +1,6 @@
 import pytest
-from megatron_models.config import GPTConfig
-from megatron_models.flops import gpt_flops
+from megatron_models.flops import training_flops
+from megatron_models.models.gpt.config import GPTConfig
 from megatron_models.parameters import parameter_count
 
 
@@ -37,15 +37,15 @@ LLAMA3_8B = {
     ids=["gpt3-175b", "llama3-8b", "gpt2-345m"],
 )
 def test_operations_per_sequence_equal_megatrons(config, sequence_length, expected):
-    assert gpt_flops(config, sequence_length) == pytest.approx(expected, rel=1e-6)
+    assert training_flops(config, sequence_length) == pytest.approx(expected, rel=1e-6)
 
 
 def test_operations_grow_with_tokens_and_shrink_with_packing():
     config = model(2, 64, 4, 512)
-    one = gpt_flops(config, 128)
-    assert gpt_flops(config, 128, tokens=5 * 128) == 5 * one
-    packed = gpt_flops(config, 128, squared_lengths=64**2 + 64**2)
-    halves = gpt_flops(config, 64, tokens=128)
+    one = training_flops(config, 128)
+    assert training_flops(config, 128, tokens=5 * 128) == 5 * one
+    packed = training_flops(config, 128, squared_lengths=64**2 + 64**2)
+    halves = training_flops(config, 64, tokens=128)
     assert packed == halves < one
 
 

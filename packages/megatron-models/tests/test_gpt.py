@@ -5,8 +5,9 @@ import torch
 from megatron_kernels import Mask
 from megatron_models.cache import StaticKVCache
 from megatron_models.errors import ConfigError
-from megatron_models.gpt import GPT
+from megatron_models.models.gpt.model import GPT
 from megatron_models.parameters import parameter_count, parameter_shapes
+from megatron_models.placement import Placement
 from megatron_parallel import (
     Mesh,
     ParallelLayout,
@@ -23,7 +24,7 @@ def mesh():
 
 @pytest.fixture
 def model(config, mesh, scramble):
-    return scramble(GPT(config, mesh, dtype=torch.float64))
+    return scramble(GPT(config, Placement(mesh, dtype=torch.float64)))
 
 
 def draw(config, *shape, seed=1):
@@ -31,7 +32,7 @@ def draw(config, *shape, seed=1):
 
 
 def test_shapes_and_dtypes(config, mesh):
-    model = GPT(config, mesh, dtype=torch.bfloat16)
+    model = GPT(config, Placement(mesh, dtype=torch.bfloat16))
     tokens = draw(config, 3, 7)
     assert model(tokens).shape == (7, 3, config.padded_vocab_size)
     loss = model.loss(tokens, tokens)
@@ -81,7 +82,7 @@ def test_a_deeper_model_starts_with_the_same_embedding(small, mesh):
 
 
 def test_a_model_built_on_the_meta_device_is_filled_later(config, mesh):
-    late = GPT(config, mesh, device="meta").to_empty(device="cpu")
+    late = GPT(config, Placement(mesh, device="meta")).to_empty(device="cpu")
     late.initialize(1234)
     tokens = draw(config, 1, 5)
     assert torch.equal(late(tokens), GPT(config, mesh)(tokens))
@@ -189,8 +190,10 @@ def test_padding_tokens_get_no_probability_and_no_gradient(model):
 
 
 def test_the_gradient_of_a_tied_weight_is_the_sum_of_its_two_uses(small, mesh, scramble):
-    tied = scramble(GPT(small(), mesh, dtype=torch.float64))
-    untied = GPT(small(untie_embeddings_and_output_weights=True), mesh, dtype=torch.float64)
+    tied = scramble(GPT(small(), Placement(mesh, dtype=torch.float64)))
+    untied = GPT(
+        small(untie_embeddings_and_output_weights=True), Placement(mesh, dtype=torch.float64)
+    )
     values = tied.state_dict()
     untied.load_state_dict(values | {"output.weight": values["embedding.word.weight"]})
     tokens, labels = draw(tied.config, 2, 8), draw(tied.config, 2, 8, seed=2)

@@ -8,8 +8,9 @@ from functools import partial
 
 import pytest
 import torch
-from megatron_models.gpt import GPT
-from megatron_models.layers.dropout import Dropout
+from megatron_models.components.dropout import Dropout
+from megatron_models.models.gpt.model import GPT
+from megatron_models.placement import Placement
 from megatron_parallel import DropoutKey, Mesh, keep_mask
 
 
@@ -118,7 +119,7 @@ def straight_line_logits(weights, config, tokens, factors):
 
 @pytest.fixture
 def model(config, scramble):
-    return scramble(GPT(config, Mesh.single(), dtype=torch.float64))
+    return scramble(GPT(config, Placement(Mesh.single(), dtype=torch.float64)))
 
 
 def draw(config, seed=1):

@@ -1,9 +1,10 @@
 import pytest
 import torch
 from megatron_models.errors import ConfigError
-from megatron_models.gpt import GPT
 from megatron_models.memory import training_memory
+from megatron_models.models.gpt.model import GPT
 from megatron_models.parameters import parameter_count
+from megatron_models.placement import Placement
 from megatron_parallel import Mesh, ParallelLayout, Recompute
 
 
@@ -26,7 +27,7 @@ def kept_for_backward(model, tokens):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_estimated_activations_are_what_autograd_keeps(config, precision):
-    model = GPT(config, Mesh.single(), dtype=getattr(torch, precision))
+    model = GPT(config, Placement(Mesh.single(), dtype=getattr(torch, precision)))
     tokens = torch.randint(config.vocab_size, (3, 15))
     kept = kept_for_backward(model, tokens)
     estimate = training_memory(config, 15, 3, precision).activations
@@ -43,7 +44,7 @@ def test_estimated_activations_of_experts(small, precision, gated):
     changes = {"activation": "swiglu", "add_bias_linear": False} if gated else {}
     experts = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_layer_freq": "2"}
     config = small(**experts, **changes, moe_shared_expert_intermediate_size=16)
-    model = GPT(config, Mesh.single(), dtype=getattr(torch, precision))
+    model = GPT(config, Placement(Mesh.single(), dtype=getattr(torch, precision)))
     tokens = torch.randint(config.vocab_size, (3, 15))
     kept = kept_for_backward(model, tokens)
     estimate = training_memory(config, 15, 3, precision).activations

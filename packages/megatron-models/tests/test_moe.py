@@ -3,9 +3,9 @@
 import pytest
 import torch
 from megatron_kernels import Mask, swiglu
-from megatron_models import GPT, ConfigError, gpt_flops, inner_losses, parameter_count
-from megatron_models.layers.context import Context
-from megatron_models.layers.moe import MoE
+from megatron_models import GPT, ConfigError, Placement, parameter_count, training_flops
+from megatron_models.components.context import Context
+from megatron_models.components.moe.module import MoE
 from megatron_models.parameters import parameter_shapes
 from megatron_parallel import InnerLosses, Mesh, collect_shardings
 from torch.nn import functional
@@ -17,7 +17,7 @@ GATED = {"activation": "swiglu", "add_bias_linear": False}
 
 def built(config, **options):
     """A model with weights that are not small, in float64."""
-    model = GPT(config, Mesh.single(), dtype=torch.float64, **options)
+    model = GPT(config, Placement(Mesh.single(), dtype=torch.float64, **options))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -68,7 +68,7 @@ def test_padding_changes_nothing_for_others_and_is_not_counted(small, kind):
     results = []
     for padding in (0, 37):  # other tokens where nobody looks
         model = built(config)
-        inner = InnerLosses(dict.fromkeys(inner_losses(config), count))
+        inner = InnerLosses(dict.fromkeys(config.inner_losses, count))
         text = torch.where(ids < 0, (tokens + padding) % config.vocab_size, tokens)
         losses = model(text, labels=tokens, mask=Mask(document_ids=ids), inner=inner)
         (losses * (ids >= 0)).sum().backward()
@@ -87,7 +87,7 @@ def test_losses_of_routers_reach_the_gradient(small):
 
     def gradient(scale):
         model = built(config)
-        inner = InnerLosses(dict.fromkeys(inner_losses(config), tokens.numel() / scale))
+        inner = InnerLosses(dict.fromkeys(config.inner_losses, tokens.numel() / scale))
         model(tokens, labels=tokens, inner=inner).sum().backward()
         return model.get_parameter("layers.0.mlp.router.weight").grad, inner.sums
 
@@ -111,7 +111,7 @@ def test_sinks_are_part_of_attention(small, kind):
         model.get_parameter(name).data.fill_(-1e6)
         model.get_parameter("layers.1.attention.sinks.weight").data.fill_(-1e6)
     weights = {n: p for n, p in model.state_dict().items() if "sinks" not in n}
-    without = GPT(plain, Mesh.single(), dtype=torch.float64)
+    without = GPT(plain, Placement(Mesh.single(), dtype=torch.float64))
     without.load_state_dict(weights)
     same = torch.allclose(model.loss(tokens, tokens), without.loss(tokens, tokens), atol=1e-12)
     assert same == (kind == "learnable")
@@ -136,7 +136,7 @@ def test_only_active_experts_are_counted(small):
     dense = small(ffn_hidden_size=40)
     routed = small(num_experts=6, moe_ffn_hidden_size=20, moe_router_topk=2)
     router = 2 * 6 * 24  # in each of two layers, a weight
-    assert gpt_flops(routed, 16) == gpt_flops(dense, 16) + 6 * 16 * router
+    assert training_flops(routed, 16) == training_flops(dense, 16) + 6 * 16 * router
     one_more = 2 * 24  # a second bias of `down` in each layer
     assert parameter_count(routed, active=True) == parameter_count(dense) + router + one_more
     assert parameter_count(routed) > parameter_count(routed, active=True)

@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron_kernels import Mask
-from megatron_models import GPT, Dropout
-from megatron_models.layers.context import Context
-from megatron_models.layers.stack import run_layers
+from megatron_models import GPT, Dropout, Placement
+from megatron_models.components.context import Context
+from megatron_models.components.stack import run_layers
 from megatron_parallel import DropoutKey, LayoutError, Mesh, Recompute
 from megatron_parallel.recompute import counting_kept
 
@@ -25,7 +25,7 @@ PLANS = {
 
 def trained(config, plan, backward=True):
     """Loss and gradients with dropout, and what was kept."""
-    model = GPT(config, Mesh.single(), dtype=torch.float64, recompute=plan)
+    model = GPT(config, Placement(Mesh.single(), dtype=torch.float64, recompute=plan))
     generator = torch.Generator().manual_seed(3)
     tokens, labels = torch.randint(config.vocab_size, (2, 2, 12), generator=generator)
     key = DropoutKey.for_batch(seed=1, iteration=5, samples=torch.arange(2), positions=12)
@@ -50,7 +50,7 @@ def test_what_is_computed_again_is_the_same_to_the_last_bit_with_dropout(small, 
 
 def of_layers(config, plan):
     """What the layers of a model keep, without embedding and loss."""
-    model = GPT(config, Mesh.single(), recompute=plan)
+    model = GPT(config, Placement(Mesh.single(), recompute=plan))
     x = torch.randn(12, 2, config.hidden_size, requires_grad=True) * 1.0
     with counting_kept(model) as kept:
         run_layers(model.layers, x, Context(Mask(), recompute=plan), model.tp)
@@ -80,7 +80,7 @@ def test_block_computes_the_first_layers_again_and_keeps_the_last(small):
 def test_a_pass_without_gradients_keeps_nothing_and_runs_once(small):
     plan = Recompute(granularity="full", method="uniform", num_layers=1)
     config = small()
-    model = GPT(config, Mesh.single(), recompute=plan)
+    model = GPT(config, Placement(Mesh.single(), recompute=plan))
     tokens = torch.randint(config.vocab_size, (2, 12))
     with torch.no_grad(), counting_kept(model) as kept:
         model.loss(tokens, tokens)
@@ -92,4 +92,4 @@ def test_distributed_activations_need_ranks_that_hold_the_same(small):
         granularity="full", method="uniform", num_layers=1, distribute_saved_activations=True
     )
     with pytest.raises(LayoutError, match="needs tensor parallel ranks"):
-        GPT(small(), Mesh.single(), recompute=plan)
+        GPT(small(), Placement(Mesh.single(), recompute=plan))

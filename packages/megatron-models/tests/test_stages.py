@@ -2,7 +2,8 @@ import pytest
 import torch
 from megatron_models.cache import StaticKVCache
 from megatron_models.errors import ConfigError
-from megatron_models.gpt import GPT, gpt_chunks
+from megatron_models.models.gpt.model import GPT, gpt_chunks
+from megatron_models.placement import Placement
 from megatron_models.stages import plan_stage
 from megatron_parallel import LayoutError, Mesh, ParallelLayout, Passed, collect_shardings
 
@@ -79,7 +80,7 @@ def test_only_a_weight_that_two_stages_hold_is_tied_over_stages(small):
 
 def test_gradients_are_partial_where_the_sequence_is_cut(config):
     mesh = rank_of(0, tp=1, pp=1)
-    cut = collect_shardings(GPT(config, mesh, sequence_parallel=True))
+    cut = collect_shardings(GPT(config, Placement(mesh, sequence_parallel=True)))
     kinds = ("norm.weight", "norm.bias", "position.weight", "out.bias", "down.bias")
     for name, sharding in cut.items():
         assert sharding.partial == ("tp" if name.endswith(kinds) else None), name
@@ -89,8 +90,8 @@ def test_gradients_are_partial_where_the_sequence_is_cut(config):
 
 def test_stages_after_one_another_give_the_logits_and_losses_of_the_whole(config, scramble):
     """By hand, without a pipeline; scrambled weights differ between stages, so they are copied."""
-    model = scramble(GPT(config, Mesh.single(), dtype=torch.float64))
-    stages = [GPT(config, rank_of(rank, pp=2), dtype=torch.float64) for rank in range(2)]
+    model = scramble(GPT(config, Placement(Mesh.single(), dtype=torch.float64)))
+    stages = [GPT(config, Placement(rank_of(rank, pp=2), dtype=torch.float64)) for rank in range(2)]
     for stage in stages:
         stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()})
     tokens, labels = draw(config, 2, 6), draw(config, 2, 6, seed=2)
@@ -101,8 +102,8 @@ def test_stages_after_one_another_give_the_logits_and_losses_of_the_whole(config
 
 
 def test_stages_decode_with_caches_of_their_own_layers(config, scramble):
-    model = scramble(GPT(config, Mesh.single(), dtype=torch.float64))
-    stages = [GPT(config, rank_of(rank, pp=2), dtype=torch.float64) for rank in range(2)]
+    model = scramble(GPT(config, Placement(Mesh.single(), dtype=torch.float64)))
+    stages = [GPT(config, Placement(rank_of(rank, pp=2), dtype=torch.float64)) for rank in range(2)]
     caches = []
     for stage in stages:
         stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()})
@@ -122,7 +123,7 @@ def test_stages_decode_with_caches_of_their_own_layers(config, scramble):
 
 def test_chunks_are_the_stages_of_one_rank(small):
     config = small(num_layers=4)
-    chunks = gpt_chunks(config, rank_of(1, pp=2, vpp=2), sequence_parallel=True)
+    chunks = gpt_chunks(config, Placement(rank_of(1, pp=2, vpp=2), sequence_parallel=True))
     assert [list(chunk.layers) for chunk in chunks] == [["1"], ["3"]]
     assert [chunk.stage for chunk in chunks] == [1, 3]
     assert [(chunk.first, chunk.last) for chunk in chunks] == [(False, False), (False, True)]
@@ -131,9 +132,9 @@ def test_chunks_are_the_stages_of_one_rank(small):
 
 def test_what_is_passed_on_is_cut_by_sequence_parallelism(small):
     mesh = rank_of(0, tp=2, pp=2)
-    whole = GPT(small(), mesh, dtype=torch.bfloat16)
+    whole = GPT(small(), Placement(mesh, dtype=torch.bfloat16))
     assert whole.passed(3, 10) == Passed((10, 3, 24), torch.bfloat16)
-    cut = GPT(small(), mesh, sequence_parallel=True)
+    cut = GPT(small(), Placement(mesh, sequence_parallel=True))
     assert cut.passed(3, 10) == Passed((5, 3, 24), torch.float32)
 
 

@@ -10,8 +10,8 @@ MODULES = (
     "expert_parallel",
     "init",
     "packed",
-    "sharding",
     "tensor_parallel",
+    "views",
 )
 TENSOR_MODULES = tuple(f"megatron_parallel.{name}" for name in MODULES)
 install_import_hook(TENSOR_MODULES, "beartype.beartype")

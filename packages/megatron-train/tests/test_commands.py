@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from megatron_train.cli import main
-from megatron_train.config.run import SECTIONS, run_options
+from megatron_train.config.run import run_options, sections
 
 COMMANDS = [
     [],
@@ -38,7 +38,7 @@ def test_help_is_grouped_and_readable(capsys):
     with pytest.raises(SystemExit):
         main(["pretrain", "gpt", "--help"])
     text = capsys.readouterr().out
-    places = [text.index(f"\n{title}:\n") for title, _ in SECTIONS.values()]
+    places = [text.index(f"\n{title}:\n") for title, _ in sections().values()]
     assert places == sorted(places)
     shown = re.findall(r"^  (--[a-z][a-z0-9-]*)(?= |$)", text, re.MULTILINE)
     for option in run_options():

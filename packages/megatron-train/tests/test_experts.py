@@ -4,7 +4,7 @@ import pytest
 from megatron_models import GPTConfig
 from megatron_parallel import ParallelLayout
 from megatron_train.config.checkpoint import CheckpointConfig
-from megatron_train.config.experts import check_experts, check_router
+from megatron_train.config.model import check_first_weights, check_model_layout
 from megatron_train.config.sections import TrainingConfig
 from megatron_train.errors import TrainError
 
@@ -40,20 +40,20 @@ def model(**changes):
 )
 def test_experts_that_cannot_be_cut_are_refused_with_their_numbers(changes, degrees, message):
     with pytest.raises(TrainError) as caught:
-        check_experts(model(**changes), ParallelLayout(**degrees), TRAINING)
+        check_model_layout(model(**changes), ParallelLayout(**degrees), TRAINING)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_experts_without_biases_do_not_cut_the_hidden_size():
     changes = {"moe_ffn_hidden_size": 15, "add_bias_linear": False}
-    check_experts(model(**changes), ParallelLayout(etp=5, ep=3), TRAINING)
+    check_model_layout(model(**changes), ParallelLayout(etp=5, ep=3), TRAINING)
 
 
 def test_a_router_without_gradient_is_refused_unless_its_weights_are_there():
     one = model(moe_router_topk=1)
     with pytest.raises(TrainError, match=r"--moe-router-topk 1 .* add --moe-router-pre-softmax"):
-        check_router(one, CheckpointConfig(load="run"))
-    check_router(model(moe_router_topk=1, moe_router_pre_softmax=True), CheckpointConfig())
-    check_router(model(num_experts=0, moe_ffn_hidden_size=0), CheckpointConfig())
-    check_router(one, CheckpointConfig(load="imported", finetune=True))
-    check_router(one, CheckpointConfig(pretrained_checkpoint="imported"))
+        check_first_weights(one, CheckpointConfig(load="run"))
+    check_first_weights(model(moe_router_topk=1, moe_router_pre_softmax=True), CheckpointConfig())
+    check_first_weights(model(num_experts=0, moe_ffn_hidden_size=0), CheckpointConfig())
+    check_first_weights(one, CheckpointConfig(load="imported", finetune=True))
+    check_first_weights(one, CheckpointConfig(pretrained_checkpoint="imported"))

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import megatron_models.layers.context_parallel as context_parallel
+import megatron_models.components.attention.context_parallel as context_parallel
 import megatron_parallel.context_parallel.ring as ring
 import megatron_parallel.data_parallel.buffers as buffers
 import torch
-from megatron_models.layers.dropout import StageDropout
-from megatron_models.layers.rope import RotaryTable
+from megatron_models.components.attention.rotary import RotaryTable
+from megatron_models.components.dropout import StageDropout
 from megatron_parallel import DropoutKey, Mesh
 from megatron_parallel.context_parallel import ContextSplit, RingPlan, SequenceMask
 from megatron_parallel.data_parallel.buffers import Route

@@ -5,8 +5,8 @@ from typing import Any
 
 import megatron_parallel.recompute.kept as kept
 import torch
-from megatron_models.layers.attention import Attention
-from megatron_models.layers.dropout import StageDropout
+from megatron_models.components.attention.module import Attention
+from megatron_models.components.dropout import StageDropout
 from megatron_parallel import DropoutKey, Mesh
 from megatron_train import GPTTask
 from torch import Tensor

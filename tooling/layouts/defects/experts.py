@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import megatron_models.layers.moe as moe
-import megatron_models.layers.router as router
+import megatron_models.components.moe.module as moe
+import megatron_models.components.moe.router as router
 import megatron_parallel.data_parallel.plan as plan
 import megatron_parallel.expert_parallel.dispatch as dispatch
 import torch
-from megatron_models.layers.moe import MoE
-from megatron_models.layers.router import Router, Routing
+from megatron_models.components.moe.module import MoE
+from megatron_models.components.moe.router import Router, Routing
 from megatron_parallel import GradientBuffers, Mesh, Sharding
 from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.expert_parallel.dispatch import AllGatherDispatcher

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import megatron_models.gpt as gpt
+import megatron_models.models.gpt.model as gpt
 from megatron_models import GPTConfig
 from megatron_models.stages import StagePlan
 from megatron_parallel import Mesh, ParallelLayout

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import megatron_models.layers.output as output
-from megatron_models.layers.embedding import PositionEmbedding
+import megatron_models.components.embedding.output as output
+from megatron_models.components.embedding.module import PositionEmbedding
 from megatron_parallel import Mesh
 from megatron_parallel.tensor_parallel import VocabParallelEmbedding
 from torch import Tensor

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import torch
-from megatron_models import gpt_chunks
+from megatron_models import Placement, gpt_chunks
 from megatron_optim import LearningRateSchedule, Optimizer, OptimizerConfig, WeightDecaySchedule
 from megatron_parallel import Mesh
 from megatron_train import GPTTask, Trainer
@@ -18,10 +18,12 @@ def count(mesh: Mesh, job: Job) -> Totals:
     """What this rank communicates in a run of `STEPS` steps."""
     stages = gpt_chunks(
         job.config,
-        mesh,
-        sequence_parallel=job.sequence_parallel,
-        cp_comm_type=job.comm,
-        dispatcher=job.dispatcher,
+        Placement(
+            mesh,
+            sequence_parallel=job.sequence_parallel,
+            cp_comm_type=job.comm,
+            dispatcher=job.dispatcher,
+        ),
     )
     engine = StepEngine(GPTTask(stages, None), mesh, DATA_PARALLEL[job.kept])
     settings = OptimizerConfig(lr=1e-4, clip_grad=1.0)

@@ -10,12 +10,20 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 import torch
-from megatron_ckpt import Checkpoint, ForeignModel, find_checkpoint, is_foreign_model
+from megatron_ckpt import Checkpoint, ForeignModel, ModelRecord, find_checkpoint, is_foreign_model
 from megatron_data import DataError, Tokenizer, load_tokenizer
-from megatron_models import GPT, GPTConfig, config_of, parameter_shapes
+from megatron_models import (
+    CausalConfig,
+    CausalModel,
+    ModelKind,
+    Placement,
+    config_of,
+    find_kind,
+    parameter_shapes,
+)
 from megatron_parallel import Mesh, View, collect_shardings, is_out_of_memory, parameter_views
 
 from megatron_infer.engine.generate import stop_tokens
@@ -39,7 +47,7 @@ class LoadedModel(Generic[AnyTokenizer]):
         checkpoint: where both come from.
     """
 
-    model: GPT
+    model: CausalModel
     tokenizer: AnyTokenizer
     checkpoint: Source
 
@@ -132,7 +140,8 @@ def load_model(
         raise InferError(
             f"{source.path} does not say which model it holds; save it with a model record"
         )
-    config = config_of(source.model)
+    kind = _decoding_kind(source, source.model)
+    config = cast(CausalConfig, config_of(source.model))
     if tokenizer == "stored":
         tokenizer = _open_tokenizer(source)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
@@ -142,7 +151,7 @@ def load_model(
         )
     shapes = parameter_shapes(config)
     source.expect(shapes, groups=["model"])  # before memory is taken for what it says
-    model = _empty_model(config, mesh, dtype)
+    model = _empty_model(kind, config, mesh, dtype)
     views = parameter_views(model, collect_shardings(model), mesh)
     total, done = _stored_bytes(source, views), 0
 
@@ -172,9 +181,22 @@ def _identity(source: Source) -> str:
     return f"iteration {source.iteration} with digest {source.digest}"
 
 
-def _empty_model(config: GPTConfig, mesh: Mesh, dtype: torch.dtype) -> GPT:
+def _decoding_kind(source: Source, record: ModelRecord) -> ModelKind:
+    """Return the kind of the stored model, if it generates token by token."""
+    kind = find_kind(record.kind)
+    if not kind.decodes:
+        raise InferError(
+            f"{source.path} holds a model of kind {kind.name!r}, which does not generate text"
+        )
+    return kind
+
+
+def _empty_model(
+    kind: ModelKind, config: CausalConfig, mesh: Mesh, dtype: torch.dtype
+) -> CausalModel:
     """Build a model of zeros; drawing initial weights would take longer than reading them."""
-    model = GPT(config, mesh, dtype=dtype, device="meta")
+    (stage,) = kind.build(config, Placement(mesh, dtype=dtype, device="meta"))
+    model = cast(CausalModel, stage)
     try:
         model.to_empty(device=mesh.device)
         with torch.no_grad():

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from megatron_parallel import Mesh
 from torch import Tensor
 
-from megatron_models.config import GPTConfig
+from megatron_models.components.attention.config import AttentionConfig
 from megatron_models.errors import ConfigError
 
 
@@ -51,7 +51,7 @@ class StaticKVCache:
 
     def __init__(
         self,
-        config: GPTConfig,
+        config: AttentionConfig,
         mesh: Mesh,
         batch_size: int,
         max_length: int,

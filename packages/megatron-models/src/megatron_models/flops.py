@@ -6,20 +6,20 @@ are not counted, nor are experts that a token does not go to: this is the numera
 utilisation (MFU), as in Megatron-LM.
 """
 
-from megatron_models.config import GPTConfig
+from megatron_models.models.model_config import ModelConfig
 
 _PASSES = 3  # forward once, backward with respect to inputs and to weights
 _MULTIPLY_ADD = 2
 
 
-def gpt_flops(
-    config: GPTConfig,
+def training_flops(
+    config: ModelConfig,
     sequence_length: int,
     tokens: int | None = None,
     *,
     squared_lengths: int | None = None,
 ) -> int:
-    """Return the operations of a forward and backward pass.
+    """Return the operations of a forward and backward pass of a causal model.
 
     Args:
         config: the model.
@@ -32,31 +32,14 @@ def gpt_flops(
         tokens = sequence_length
     if squared_lengths is None:
         squared_lengths = tokens * sequence_length
-    hidden, query = config.hidden_size, config.query_size
-    key_value = config.num_query_groups * config.kv_channels
-    projections = hidden * (query + 2 * key_value) + query * hidden
-    feed_forward = sum(_feed_forward(config, experts) for experts in config.moe_layers)
-    matrices = config.num_layers * projections + feed_forward + hidden * config.padded_vocab_size
-    # Scores and weighted values: two products of query * length^2, of which causality keeps half.
-    attention = config.num_layers * query * squared_lengths
-    return _PASSES * _MULTIPLY_ADD * (tokens * matrices + attention)
+    attention = config.work.per_pair * squared_lengths // 2  # causality keeps half of the pairs
+    return _PASSES * _MULTIPLY_ADD * (tokens * config.work.per_token + attention)
 
 
-def tokens_per_pair(config: GPTConfig) -> float:
+def tokens_per_pair(config: ModelConfig) -> float:
     """Operations of one pair of query and key in attention over all others of one token.
 
     So much attention makes a long document dearer than as many tokens in short ones; with ``h``
     hidden channels and usual widths about ``1 / 6h``.
     """
-    pair = 2 * gpt_flops(config, 0, 0, squared_lengths=1)  # of the square, causality keeps half
-    return pair / gpt_flops(config, 1, 1, squared_lengths=0)
-
-
-def _feed_forward(config: GPTConfig, experts: bool) -> int:
-    """Elements of the matrices that one token is multiplied with."""
-    per_channel = config.hidden_size * (3 if config.gated else 2)
-    if not experts:
-        return per_channel * config.ffn_hidden_size
-    chosen = config.moe_router_topk * config.moe_ffn_hidden_size
-    width = chosen + config.moe_shared_expert_intermediate_size
-    return per_channel * width + config.hidden_size * config.num_experts
+    return config.work.per_pair / config.work.per_token

@@ -6,31 +6,23 @@ operation needs while it runs, and what an allocator leaves unused, comes on top
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from math import prod
+from typing import Literal
 
-from megatron_parallel import DataParallelConfig, ParallelLayout, Recompute
+from megatron_parallel import DataParallelConfig, ParallelLayout, Recompute, Seat
 
-from megatron_models.activations import Keeping, stack_activations
-from megatron_models.config import GPTConfig
+from megatron_models.activations import stack_activations
+from megatron_models.components.keeping import Keeping
+from megatron_models.components.layer import TrunkSpec
+from megatron_models.components.parts import ExpertRanks, LayerPass
 from megatron_models.errors import ConfigError
-from megatron_models.expert_activations import ExpertRanks
-from megatron_models.parameters import parameter_shapes
+from megatron_models.models.model_config import ModelConfig
 
 Precision = Literal["float32", "bfloat16"]
 
 _FP32 = 4
 _MOMENTS = 2  # of AdamW, in float32
-_WHOLE: Final = (
-    "norm.weight",
-    "norm.bias",
-    "out.bias",
-    "down.bias",
-    "position.weight",
-    "router.weight",
-)
-"""Ends of the names of parameters outside of experts that tensor parallelism does not cut."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,7 @@ class TrainingMemory:
 
 
 def training_memory(
-    config: GPTConfig,
+    config: ModelConfig,
     sequence_length: int,
     micro_batch_size: int,
     precision: Precision = "float32",
@@ -89,39 +81,43 @@ def training_memory(
         ConfigError: the sequence is longer than the model's positions, or ``layout`` does not say
             how many data-parallel ranks there are.
     """
-    config.check_sequence_length(sequence_length)
-    layout = layout or ParallelLayout(dp=1)
+    trunk, layout = config.trunk(), layout or ParallelLayout(dp=1)
+    if trunk.embedding is not None:
+        trunk.embedding.check_sequence_length(sequence_length)
     if layout.dp is None:
         raise ConfigError(f"{layout} has no data-parallel size: call its resolve(world size)")
     size = _FP32 if precision == "float32" else 2
     held = _model_states(config, layout, data_parallel or DataParallelConfig(), size, layers)
-    tp = layout.tp
-    sequence_length = -(-sequence_length // layout.cp)
-    keeping = Keeping(element=size)
-    stack = stack_activations(
-        config,
-        sequence_length,
+    taken = LayerPass(
+        -(-sequence_length // layout.cp),
         micro_batch_size,
-        keeping,
-        layers=None if layers is None else range(layers),
-        tp=tp,
-        sequence_parallel=sequence_parallel,
-        recompute=recompute,
-        experts=ExpertRanks(layout.ep, layout.expert_tp, dispatcher),
+        Keeping(element=size),
+        layout.tp,
+        sequence_parallel,
+        recompute or Recompute(),
+        ExpertRanks(layout.ep, layout.expert_tp, dispatcher),
     )
-    tokens = sequence_length * micro_batch_size
-    ends = 8 * tokens  # the tokens of the embedding
+    stack = stack_activations(config, taken, layers=None if layers is None else range(layers))
+    ends = 8 * taken.tokens  # the tokens of the embedding
     if layers is None:
-        outside = tokens // tp if sequence_parallel else tokens
-        norm = 2 * config.hidden_size * size
-        norm += keeping.statistic * (2 if config.normalization == "LayerNorm" else 1)
-        # The label, two flags of it, and probabilities over the vocabulary.
-        ends += outside * norm + tokens * (8 + 2 + config.padded_vocab_size // tp * _FP32)
+        ends += _end(trunk, taken)
     return dataclasses.replace(held, activations=in_flight * (stack + ends))
 
 
+def _end(trunk: TrunkSpec, taken: LayerPass) -> int:
+    """Bytes that the final norm, the output layer and the loss keep."""
+    kept = taken.stream_tokens * trunk.width * taken.keeping.element  # what the output layer reads
+    if trunk.final_norm is not None:
+        kept += trunk.final_norm.kept(taken)
+    if trunk.embedding is not None:
+        # The label, two flags of it, and probabilities over the vocabulary.
+        part = trunk.embedding.padded_vocab_size // taken.tp
+        kept += taken.tokens * (8 + 2 + part * _FP32)
+    return kept
+
+
 def _model_states(
-    config: GPTConfig,
+    config: ModelConfig,
     layout: ParallelLayout,
     data_parallel: DataParallelConfig,
     size: int,
@@ -141,26 +137,20 @@ def _model_states(
     return TrainingMemory(whole * size, whole * main, updated * state, 0)
 
 
-def _elements(config: GPTConfig, layout: ParallelLayout, layers: int | None) -> tuple[int, int]:
+def _elements(config: ModelConfig, layout: ParallelLayout, layers: int | None) -> tuple[int, int]:
     """Elements of one rank's parameters, of the first stage or of all: dense ones, and experts'.
 
     Padding of the vocabulary is included.
     """
     dense = experts = 0
-    for name, shape in parameter_shapes(config).items():
-        kind, _, rest = name.partition(".")
-        if layers is not None and (
-            kind in ("final_norm", "output")
-            or (kind == "layers" and int(rest.partition(".")[0]) >= layers)
-        ):
-            continue
-        numel = math.prod(shape)
-        if name.endswith("word.weight") or kind == "output":
-            numel = config.padded_vocab_size * config.hidden_size
-        if ".experts." in name:
-            experts += numel // (layout.ep * layout.expert_tp)
-        elif name.endswith(_WHOLE):
-            dense += numel
+    parameters = config.parameters()
+    if layers is not None:
+        parameters = config.trunk().stage(range(layers), first=True, last=False).parameters()
+    seat = Seat(layout)
+    for spec in parameters.values():
+        numel = prod(spec.sharding.local_shape(seat))
+        if spec.sharding.experts:
+            experts += numel
         else:
-            dense += numel // layout.tp
+            dense += numel
     return dense, experts

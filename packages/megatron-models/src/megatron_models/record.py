@@ -1,30 +1,14 @@
 """The record of a model that a checkpoint keeps: its kind, and its configuration with a version.
 
-A checkpoint outlives the code that wrote it. The version says how its configuration is to be read:
-each step of `MIGRATIONS` makes the fields of one version from those of the version before.
+A checkpoint outlives the code that wrote it. The version says how its configuration is to be read
+(`ModelKind.migrations`).
 """
 
-import reprlib
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
-from megatron_models.config import GPTConfig
-from megatron_models.errors import ConfigError
-
-KIND: Final = "gpt"
-"""The kind of models that `GPTConfig` describes."""
-
-VERSION: Final = 1
-"""The version of configurations that are written now."""
-
-
-def _unchanged(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """0 to 1: records got a version; the fields are the same."""
-    return fields
-
-
-MIGRATIONS: tuple[Callable[[Mapping[str, Any]], Mapping[str, Any]], ...] = (_unchanged,)
-"""At each place, what makes fields of the next version from those of this version."""
+from megatron_models.kinds import find_kind
+from megatron_models.models.model_config import ModelConfig
 
 
 class Record(Protocol):
@@ -43,36 +27,17 @@ class Record(Protocol):
         """The configuration as plain values."""
 
 
-def record_of(config: GPTConfig) -> dict[str, Any]:
+def record_of(config: ModelConfig) -> dict[str, Any]:
     """Return ``kind``, ``version`` and ``config`` of the record that a checkpoint keeps."""
-    return {"kind": KIND, "version": VERSION, "config": config.to_dict()}
+    version = find_kind(config.kind).version
+    return {"kind": config.kind, "version": version, "config": config.to_dict()}
 
 
-def config_of(record: Record) -> GPTConfig:
+def config_of(record: Record) -> ModelConfig:
     """Return the configuration in a checkpoint's record, of whatever version.
 
     Raises:
-        ConfigError: a model of another kind, a version that is newer than this package, or fields
-            that are no configuration.
+        ConfigError: a kind that is not installed, a version that is newer than the kind's, or
+            fields that are no configuration.
     """
-    if record.kind != KIND:
-        raise ConfigError(
-            f"the record is of a model of kind {reprlib.repr(record.kind)}, not {KIND!r}"
-        )
-    return migrated(record.config, record.version)
-
-
-def migrated(fields: Mapping[str, Any], version: int) -> GPTConfig:
-    """Return the configuration that fields of a version stand for.
-
-    Raises:
-        ConfigError: a newer version, or fields that are no configuration.
-    """
-    if version > VERSION:
-        raise ConfigError(
-            f"the model configuration has version {version}, this megatron-models reads up to "
-            f"{VERSION}: use a newer one"
-        )
-    for migrate in MIGRATIONS[version:]:
-        fields = migrate(fields)
-    return GPTConfig.from_dict(fields)
+    return find_kind(record.kind).read(record.config, record.version)

@@ -6,7 +6,7 @@ from itertools import chain
 
 from megatron_parallel import ParallelLayout, split_layers
 
-from megatron_models.config import GPTConfig
+from megatron_models.components.stream import StreamConfig
 from megatron_models.errors import ConfigError
 
 
@@ -30,7 +30,7 @@ class StagePlan:
 
 
 def plan_stage(
-    config: GPTConfig,
+    config: StreamConfig,
     layout: ParallelLayout,
     pipeline_rank: int,
     chunk: int = 0,

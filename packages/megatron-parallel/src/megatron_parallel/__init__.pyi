@@ -50,19 +50,17 @@ from .pipeline.engine import PipelineEngine as PipelineEngine
 from .pipeline.failure import PeerError as PeerError
 from .pipeline.split import split_layers as split_layers
 from .recompute.plan import Recompute as Recompute
+from .seat import Seat as Seat
 from .sharding import DEFAULT_INIT as DEFAULT_INIT
 from .sharding import ONES as ONES
 from .sharding import ZEROS as ZEROS
+from .sharding import Axes as Axes
+from .sharding import AxisPlace as AxisPlace
 from .sharding import Box as Box
 from .sharding import Init as Init
 from .sharding import Piece as Piece
 from .sharding import Sharding as Sharding
-from .sharding import View as View
-from .sharding import box_views as box_views
-from .sharding import collect_shardings as collect_shardings
 from .sharding import flat_range_boxes as flat_range_boxes
-from .sharding import flat_range_views as flat_range_views
-from .sharding import parameter_views as parameter_views
 from .tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
 )
@@ -73,3 +71,8 @@ from .tensor_parallel.linear import column_parallel_linear as column_parallel_li
 from .traffic import Record as Record
 from .traffic import Traffic as Traffic
 from .turns import Turns as Turns
+from .views import View as View
+from .views import box_views as box_views
+from .views import collect_shardings as collect_shardings
+from .views import flat_range_views as flat_range_views
+from .views import parameter_views as parameter_views

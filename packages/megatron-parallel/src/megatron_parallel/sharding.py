@@ -8,18 +8,39 @@ second one.
 A `Sharding` speaks of the *global* parameter, as a checkpoint stores it, and says which mesh axis
 cuts which dim. It is the same for every layout: only `pieces(mesh)`, which asks where this rank
 stands, differs. All coordinates are global and unpadded unless they are called local.
+
+Nothing here imports torch: the parameters of a model are planned and counted without it. `View`,
+which has a tensor, is in `megatron_parallel.views`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal, NamedTuple, cast
-
-from jaxtyping import Shaped
-from torch import Tensor, nn
+from typing import Literal, NamedTuple, Protocol, cast
 
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.mesh import Mesh
+
+
+class AxisPlace(Protocol):
+    """A rank's place on one axis."""
+
+    @property
+    def size(self) -> int:
+        """Ranks of the axis."""
+
+    @property
+    def index(self) -> int:
+        """Which of them this one is."""
+
+
+class Axes(Protocol):
+    """A rank's place on every axis: a `Mesh`, or a `Seat` of a layout that no process runs."""
+
+    def axis(self, name: str) -> AxisPlace:
+        """The place on the axis of that name; raises `LayoutError` if the rank is on none."""
+
+    def has_axis(self, name: str) -> bool:
+        """Whether the rank is on an axis of that name."""
 
 
 @dataclass(frozen=True)
@@ -62,20 +83,6 @@ class Piece(NamedTuple):
 
     box: Box
     local: Box
-
-
-class View(NamedTuple):
-    """A tensor that is a box of a global tensor: what is handed to a checkpoint.
-
-    `tensor` has shape `lengths` and shares memory with its owner. Of several views of one box, the
-    one of replica 0 is written.
-    """
-
-    tensor: Tensor
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    replica: int
 
 
 @dataclass(frozen=True)
@@ -212,7 +219,7 @@ class Sharding:
             experts=False,
         )
 
-    def part_length(self, mesh: Mesh) -> int:
+    def part_length(self, mesh: Axes) -> int:
         """Local length of the cut dim, with padding."""
         if self.axis is None or self.dim is None:
             raise LayoutError(f"shape {self.shape} is not cut")
@@ -228,7 +235,7 @@ class Sharding:
             )
         return size // parts
 
-    def sharers(self, mesh: Mesh) -> int:
+    def sharers(self, mesh: Axes) -> int:
         """Ranks that share an entry of `dim` and cut `spill_dim`; 1 where there are enough."""
         if self.axis is None or self.dim is None or self.spill_dim is None:
             return 1
@@ -242,7 +249,7 @@ class Sharding:
             )
         return ranks // entries
 
-    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+    def local_shape(self, mesh: Axes) -> tuple[int, ...]:
         """Shape of this rank's tensor, with padding."""
         shape = list(self.shape)
         if self.dim is not None:
@@ -253,7 +260,7 @@ class Sharding:
             shape[0] = self.expert_numbers(mesh).stop - self.expert_numbers(mesh).start
         return tuple(shape)
 
-    def expert_numbers(self, mesh: Mesh) -> range:
+    def expert_numbers(self, mesh: Axes) -> range:
         """The experts this rank holds."""
         count, ep = self.shape[0], mesh.axis("ep")
         if count % ep.size:
@@ -264,7 +271,7 @@ class Sharding:
         length = count // ep.size
         return range(ep.index * length, (ep.index + 1) * length)
 
-    def pieces(self, mesh: Mesh) -> tuple[Piece, ...]:
+    def pieces(self, mesh: Axes) -> tuple[Piece, ...]:
         """The boxes this rank holds and where they lie locally; none if it holds only padding."""
         whole = Box((0,) * len(self.shape), self.shape)
         corner, lengths = list(whole.offsets), self.local_shape(mesh)
@@ -280,11 +287,11 @@ class Sharding:
             return ()
         return (Piece(box, Box(whole.offsets, box.lengths)),)
 
-    def boxes(self, mesh: Mesh) -> tuple[Box, ...]:
+    def boxes(self, mesh: Axes) -> tuple[Box, ...]:
         """The boxes of the global tensor this rank holds; none if it holds only padding."""
         return tuple(piece.box for piece in self.pieces(mesh))
 
-    def box(self, mesh: Mesh) -> Box:
+    def box(self, mesh: Axes) -> Box:
         """The one box this rank holds, of zero `numel` if it holds only padding."""
         boxes = self.boxes(mesh)
         if not boxes:
@@ -293,7 +300,7 @@ class Sharding:
             raise LayoutError(f"shape {self.shape} is held as {len(boxes)} boxes: ask for boxes()")
         return boxes[0]
 
-    def replica(self, mesh: Mesh, *, sharded: bool = False) -> int:
+    def replica(self, mesh: Axes, *, sharded: bool = False) -> int:
         """Number of this rank's copy among those that hold the same boxes; 0 is the one written.
 
         `sharded`: among those that hold the same shard of them, of data-parallel ranks that keep a
@@ -352,95 +359,3 @@ def _flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         yield Box((first_whole, *zeros), (tail[0] - first_whole, *shape[1:]))
     if tail[1]:
         yield from inside(tail[0], 0, tail[1])
-
-
-def flat_range_views(
-    flat: Shaped[Tensor, " n"], start: int, sharding: Sharding, mesh: Mesh, replica: int = 0
-) -> list[View]:
-    """Views of `flat`, which holds elements `start : start + n` of this rank's flattened tensor.
-
-    For shards of a gradient bucket: padding is left out. `replica` is the caller's to give, since
-    whoever cuts a bucket decides who else holds the same range.
-    """
-    views = []
-    position = 0
-    for box in flat_range_boxes(sharding.local_shape(mesh), start, start + flat.numel()):
-        tensor = flat[position : position + box.numel].view(box.lengths)
-        position += box.numel
-        views += box_views(tensor, box.offsets, sharding, mesh, replica)
-    return views
-
-
-def box_views(
-    tensor: Shaped[Tensor, "..."],
-    offsets: tuple[int, ...],
-    sharding: Sharding,
-    mesh: Mesh,
-    replica: int = 0,
-) -> list[View]:
-    """Views of `tensor`, which is the box of this rank's tensor that begins at `offsets`.
-
-    As `flat_range_views`, for shards that are boxes (`fully_shard`).
-    """
-    views = []
-    box = Box(offsets, tuple(tensor.shape))
-    for piece in sharding.pieces(mesh):
-        part = box.intersection(piece.local)
-        if part.numel == 0:
-            continue
-        inside = part.shifted(tuple(-offset for offset in box.offsets))
-        to_global = zip(piece.box.offsets, piece.local.offsets, strict=True)
-        there = part.shifted(tuple(ours - local for ours, local in to_global))
-        shape = sharding.shape
-        views.append(View(tensor[inside.slices], shape, there.offsets, there.lengths, replica))
-    return views
-
-
-# -- tables ------------------------------------------------------------------------------------
-
-
-def collect_shardings(module: nn.Module) -> dict[str, Sharding]:
-    """The table of a module: global parameter name to `Sharding`, in the order of parameters.
-
-    Reads the attribute `sharding` of every submodule. A parameter that is used twice (tied) has one
-    entry, under its first name. Raises `LayoutError` for a parameter nobody describes.
-    """
-    owners = dict(module.named_modules(remove_duplicate=False))
-    table = {}
-    for name, _ in module.named_parameters():
-        prefix, _, local = name.rpartition(".")
-        described: Mapping[str, Sharding] = getattr(owners[prefix], "sharding", {})
-        if local not in described:
-            raise LayoutError(
-                f"parameter {name!r} has no sharding: add {local!r} to the attribute 'sharding' "
-                f"of {type(owners[prefix]).__name__}"
-            )
-        table[name] = described[local]
-    return table
-
-
-def parameter_views(
-    tensors: nn.Module | Mapping[str, Tensor], table: Mapping[str, Sharding], mesh: Mesh
-) -> dict[str, list[View]]:
-    """Views of parameters, or of tensors shaped like them (gradients, moments), for a checkpoint.
-
-    A name whose local part is all padding has an empty list.
-    """
-    named = dict(tensors.named_parameters()) if isinstance(tensors, nn.Module) else tensors
-    views: dict[str, list[View]] = {}
-    for name, tensor in named.items():
-        if name not in table:
-            raise LayoutError(f"parameter {name!r} is not in the sharding table")
-        sharding = table[name]
-        local = sharding.local_shape(mesh)
-        if tuple(tensor.shape) != local:
-            raise LayoutError(
-                f"{name!r} has shape {tuple(tensor.shape)}, its sharding says {local}"
-            )
-        replica = sharding.replica(mesh)
-        data = tensor.detach()
-        views[name] = [
-            View(data[at.slices], sharding.shape, box.offsets, box.lengths, replica)
-            for box, at in sharding.pieces(mesh)
-        ]
-    return views

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from megatron_ckpt import CheckpointStore, exchange
 from megatron_data import Tokenizer
-from megatron_models import gpt_chunks, parameter_count
+from megatron_models import CausalModel, Placement, find_kind, parameter_count
 from megatron_optim import Optimizer
 from megatron_parallel import Mesh
 
@@ -159,21 +160,23 @@ def build_gpt_trainer(
     ``family`` is kept in checkpoints.
     """
     training = config.training
-    stages = gpt_chunks(
+    stages = find_kind(config.model.kind).build(
         config.model,
-        mesh,
+        Placement(
+            mesh,
+            sequence_parallel=training.sequence_parallel,
+            tp_comm_overlap=training.tp_comm_overlap,
+            recompute=config.recompute,
+            dispatcher=training.moe_token_dispatcher_type,
+            dtype=dtype,
+            device=mesh.device,
+            cp_comm_type=training.cp_comm_type,
+        ),
         split=config.split,
-        sequence_parallel=training.sequence_parallel,
-        tp_comm_overlap=training.tp_comm_overlap,
-        recompute=config.recompute,
-        dispatcher=training.moe_token_dispatcher_type,
-        dtype=dtype,
-        device=mesh.device,
         seed=training.seed,
-        cp_comm_type=training.cp_comm_type,
     )
     task = GPTTask(
-        stages,
+        cast(list[CausalModel], stages),
         family,
         seed=training.seed,
         hidden_dropout=training.hidden_dropout,

@@ -24,7 +24,6 @@ from megatron_ckpt import (
     foreign_checkpoint,
     run_lock,
 )
-from megatron_models.record import KIND
 
 from megatron_train.checkpointing import Kept, Saver, is_checkpoint, load_weights, restore
 from megatron_train.config.checkpoint import CheckpointConfig
@@ -147,10 +146,10 @@ class Start:
                 f"which the run keeps; give --model-family {self.family}"
             )
         family = find_family(wanted)
-        if family.kind != KIND:
+        if family.kind != config.model.kind:
             raise TrainError(
-                f"--model-family {wanted} describes models of kind {family.kind}, not {KIND}; "
-                "leave it out"
+                f"--model-family {wanted} describes models of kind {family.kind}, not "
+                f"{config.model.kind}; leave it out"
             )
         if differences := family.differences(config.model):
             raise TrainError(

@@ -6,7 +6,7 @@ length, and no line is printed and no checkpoint is saved before the first step 
 
 from dataclasses import dataclass
 
-from megatron_models import gpt_flops
+from megatron_models import training_flops
 
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
@@ -40,8 +40,8 @@ def least_work(config: RunConfig) -> StepWork:
     length, samples = config.data.seq_length, config.batch_sizes.sizes[-1]
     tokens = samples * length
     packed = config.data.reset_attention_mask or config.layout.hybrid_cp
-    without = gpt_flops(config.model, length, tokens, squared_lengths=0)
-    flops = without if packed else gpt_flops(config.model, length, tokens)
+    without = training_flops(config.model, length, tokens, squared_lengths=0)
+    flops = without if packed else training_flops(config.model, length, tokens)
     return StepWork(flops / config.layout.world_size, 1 - without / flops)
 
 

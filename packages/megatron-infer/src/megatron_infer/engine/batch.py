@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from jaxtyping import Float, Int
 from megatron_kernels import Mask
-from megatron_models import GPT
+from megatron_models import CausalModel
 from megatron_parallel import all_gather, broadcast, receive, send
 from torch import Tensor, nn
 
@@ -55,7 +55,7 @@ class Continuation:
 
 
 def generate_tokens(
-    model: GPT,
+    model: CausalModel,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
     *,
@@ -66,7 +66,7 @@ def generate_tokens(
     """Continue token sequences of any lengths, all at once.
 
     Args:
-        model: a GPT on any device, or this rank's part of one that is cut over tensor-parallel
+        model: a model on any device, or this rank's part of one that is cut over tensor-parallel
             ranks and pipeline stages, all of which call this with the same arguments. Its modules
             keep the mode (train or eval) they are in.
         prompts: token numbers, at least one for each prompt.
@@ -97,7 +97,7 @@ def generate_tokens(
     return batch.continuations()
 
 
-def score_tokens(model: GPT, prompts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+def score_tokens(model: CausalModel, prompts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
     """Return the log-probabilities of given token sequences; nothing is generated.
 
     Args:
@@ -138,7 +138,7 @@ class Batch:
 
     def __init__(
         self,
-        model: GPT,
+        model: CausalModel,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams],
         *,
@@ -182,7 +182,7 @@ class Batch:
         )
 
     @classmethod
-    def scoring(cls, model: GPT, prompts: Sequence[Sequence[int]]) -> "Batch":
+    def scoring(cls, model: CausalModel, prompts: Sequence[Sequence[int]]) -> "Batch":
         """Return a batch that is complete once its prompts are scored, as for `score_tokens`."""
         settings = SamplingParams(max_new_tokens=1, temperature=0.0)
         return cls(model, prompts, settings, log_probs=True, only_score=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
-from megatron_models import GPTConfig
+from megatron_models import CausalConfig
 from megatron_parallel import Mesh
 from torch import Tensor
 
@@ -31,7 +31,7 @@ class SlotCache:
 
     def __init__(
         self,
-        config: GPTConfig,
+        config: CausalConfig,
         mesh: Mesh,
         slots: int,
         max_length: int,

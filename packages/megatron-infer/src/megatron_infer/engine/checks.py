@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from megatron_models import GPT
+from megatron_models import CausalModel
 
 from megatron_infer.errors import InferError
 
 
-def check_model(model: GPT) -> None:
+def check_model(model: CausalModel) -> None:
     """Raise InferError if the model cannot decode as it is cut."""
     if model.mesh.layout.vpp > 1:
         raise InferError(
@@ -21,7 +21,7 @@ def check_model(model: GPT) -> None:
         )
 
 
-def check_prompt(model: GPT, index: int, prompt: Sequence[int], *, new_tokens: int) -> None:
+def check_prompt(model: CausalModel, index: int, prompt: Sequence[int], *, new_tokens: int) -> None:
     """Raise InferError if a prompt, number ``index`` of a call, cannot be continued.
 
     ``new_tokens`` is how many tokens there has to be room for.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_data import Tokenizer
-from megatron_models import GPT
+from megatron_models import CausalModel
 
 from megatron_infer.detokenize import TextStream
 from megatron_infer.engine.batch import FinishReason, generate_tokens
@@ -22,7 +22,7 @@ class Completion:
 
 
 def generate(
-    model: GPT,
+    model: CausalModel,
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     params: SamplingParams | Sequence[SamplingParams],
@@ -35,7 +35,7 @@ def generate(
     end-of-text token, which is not part of it.
 
     Args:
-        model: a GPT on any device, also one that is being trained.
+        model: a model on any device, also one that is being trained.
         tokenizer: of the model.
         prompts: texts of any lengths.
         params: settings of each prompt, or one for all of them. To draw several continuations of

@@ -1,7 +1,7 @@
 """The work of one request, in forward passes."""
 
 from megatron_data import Tokenizer
-from megatron_models import GPT
+from megatron_models import CausalModel
 
 from megatron_infer.detokenize import TextStream
 from megatron_infer.engine.batch import Batch
@@ -15,7 +15,7 @@ class Generation:
     """A request that runs: its cache, and the text of each prompt so far.
 
     Args:
-        model: a whole GPT on any device.
+        model: a whole model on any device.
         tokenizer: of the model.
         job: the request; pieces of text are handed to it as they become certain.
 
@@ -23,7 +23,7 @@ class Generation:
         InferError: as for `generate_tokens`.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, job: Job) -> None:
+    def __init__(self, model: CausalModel, tokenizer: Tokenizer, job: Job) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._job = job

@@ -11,7 +11,7 @@ import time
 
 import torch
 from megatron_data import DataError, Tokenizer
-from megatron_models import GPT
+from megatron_models import CausalModel
 from megatron_parallel import is_out_of_memory
 
 from megatron_infer.engine.batch import evaluating
@@ -28,7 +28,7 @@ class GenerationService:
     """A model, its tokenizer, and the thread in which the model runs.
 
     Args:
-        model: a whole GPT on any device; in eval mode until the service is closed.
+        model: a whole model on any device; in eval mode until the service is closed.
         tokenizer: of the model.
         max_tokens_per_request: number of prompts times the longest prompt and continuation.
         max_running: requests that take turns; each of them holds its cache.
@@ -37,7 +37,7 @@ class GenerationService:
 
     def __init__(
         self,
-        model: GPT,
+        model: CausalModel,
         tokenizer: Tokenizer,
         *,
         max_tokens_per_request: int = 12000,

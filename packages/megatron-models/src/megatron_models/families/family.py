@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from megatron_models.config import GPTConfig
 from megatron_models.errors import ConfigError
 from megatron_models.families.neutral import (
     NEUTRAL,
@@ -25,7 +24,8 @@ from megatron_models.families.settings import (
     default_of,
     unsupported,
 )
-from megatron_models.record import KIND, VERSION, migrated
+from megatron_models.kinds import find_kind
+from megatron_models.models.model_config import ModelConfig
 
 Operation = tuple[str, Mapping[str, Any]]
 """A reversible operation and its arguments; ``"$field"`` stands for a configuration field."""
@@ -82,13 +82,12 @@ class Family:
             found to say nothing: buffers that follow from the configuration, and the copy of a tied
             weight.
         prefix: the start of foreign names that files written from the headless class leave out.
-        config_version: of configurations as a checkpoint's record holds them.
     """
 
     name: str
     title: str
     version: int
-    kind: str = KIND
+    kind: str
     architectures: tuple[str, ...]
     model_type: str
     rows: tuple[Row, ...]
@@ -99,13 +98,17 @@ class Family:
     written: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[Ignored, ...] = ()
     prefix: str = ""
-    config_version: int = VERSION
 
-    def config_from_record(self, fields: Mapping[str, Any], version: int) -> GPTConfig:
+    @property
+    def config_version(self) -> int:
+        """The version of configurations that a checkpoint's record holds now."""
+        return find_kind(self.kind).version
+
+    def config_from_record(self, fields: Mapping[str, Any], version: int) -> ModelConfig:
         """Read the configuration of a checkpoint's record, as ``to_json`` of a version wrote it."""
-        return migrated(fields, version)
+        return find_kind(self.kind).read(fields, version)
 
-    def config_to_hf(self, config: GPTConfig) -> dict[str, Any]:
+    def config_to_hf(self, config: ModelConfig) -> dict[str, Any]:
         """Make the content of ``config.json``.
 
         Raises:
@@ -120,14 +123,14 @@ class Family:
             )
         return content
 
-    def differences(self, config: GPTConfig) -> list[str]:
+    def differences(self, config: ModelConfig) -> list[str]:
         """Return what of a model the family cannot express: ``"field = value, this one has ..."``.
 
         Empty where it can.
         """
         return self._written(config)[1]
 
-    def _written(self, config: GPTConfig) -> tuple[dict[str, Any], list[str]]:
+    def _written(self, config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
         """Return the content of ``config.json``, and what it cannot say."""
         content: dict[str, Any] = {
             "architectures": list(self.architectures[:1]),
@@ -149,7 +152,7 @@ class Family:
                 found.append(str(error))
         return {**content, **self.written}, found
 
-    def config_from_hf(self, values: Values) -> GPTConfig:
+    def config_from_hf(self, values: Values) -> ModelConfig:
         """Read the content of ``config.json``. Dropout rates are not part of a model here.
 
         Raises:
@@ -163,7 +166,7 @@ class Family:
             ours |= setting.read(self.title, name, values)
         for rule in self.odd:
             ours |= rule.read(self.title, values)
-        return GPTConfig.from_dict(ours)
+        return find_kind(self.kind).config.from_dict(ours)
 
     def _refuse_unknown(self, values: Values) -> None:
         rules = (*self.settings.values(), *self.odd)
@@ -182,11 +185,11 @@ class Family:
             if not any(type(value) is type(one) and value == one for one in neutral[name]):
                 raise unsupported(self.title, name, value, list(neutral[name]))
 
-    def active_rows(self, config: GPTConfig) -> tuple[Row, ...]:
+    def active_rows(self, config: ModelConfig) -> tuple[Row, ...]:
         """Return the rows for a model of ``config``, expert by expert."""
         rows: list[Row] = []
         for ours, theirs, *more in self.rows:
-            names = _of_experts(theirs, config.num_experts)
+            names = _of_experts(theirs, getattr(config, "num_experts", 0))
             if names:  # a row of experts is of no tensors in a model without any
                 rows.append((ours, names, *more))
         return tuple(rows)

@@ -55,6 +55,7 @@ ROTARY = (
 
 FAMILY = Family(
     name="gpt2",
+    kind="gpt",
     title="GPT-2",
     version=1,
     architectures=("GPT2LMHeadModel",),

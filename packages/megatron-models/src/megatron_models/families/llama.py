@@ -4,7 +4,6 @@ Touvron et al., 2023 and the Llama 3 report. Hugging Face stores rotary channels
 we do, so no row permutes them.
 """
 
-from megatron_models.config import GPTConfig
 from megatron_models.families.family import UNTIED, Family, Operation, Row
 from megatron_models.families.rope import rope
 from megatron_models.families.settings import (
@@ -16,6 +15,7 @@ from megatron_models.families.settings import (
     inexpressible,
     unsupported,
 )
+from megatron_models.models.gpt.config import GPTConfig
 
 _QKV: Operation = (
     "interleave_qkv",
@@ -95,6 +95,7 @@ _BIASES = Odd(
 
 FAMILY = Family(
     name="llama",
+    kind="gpt",
     title="Llama",
     version=1,
     architectures=("LlamaForCausalLM",),

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megatron_models.config import GPTConfig
 from megatron_models.errors import ConfigError
 from megatron_models.families.settings import Odd, Values
+from megatron_models.models.gpt.config import GPTConfig
 
 _ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "factor"),

@@ -37,7 +37,8 @@ from megatron_parallel.data_parallel.plan import main_dtype
 from megatron_parallel.data_parallel.reduction import Messages, Route
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
-from megatron_parallel.sharding import Sharding, View, box_views
+from megatron_parallel.sharding import Sharding
+from megatron_parallel.views import View, box_views
 
 GATHERED: Final = "parameters"
 """What the messages of gathers are for, in `Traffic`."""

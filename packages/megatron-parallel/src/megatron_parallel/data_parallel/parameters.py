@@ -27,8 +27,9 @@ from megatron_parallel.data_parallel.buffers import GradientBuffers
 from megatron_parallel.data_parallel.reduction import Messages
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
-from megatron_parallel.sharding import Sharding, View, flat_range_views
+from megatron_parallel.sharding import Sharding
 from megatron_parallel.started import Started
+from megatron_parallel.views import View, flat_range_views
 
 PURPOSE: Final = "parameters"
 """What the messages of a gather are for, in `Traffic`."""

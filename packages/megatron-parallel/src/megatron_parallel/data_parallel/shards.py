@@ -7,7 +7,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from megatron_parallel.mesh import Mesh
-from megatron_parallel.sharding import View
+from megatron_parallel.views import View
 
 
 @runtime_checkable

@@ -7,6 +7,9 @@ from .layers import VocabParallelEmbedding as VocabParallelEmbedding
 from .layers import overlap_forward as overlap_forward
 from .linear import column_parallel_linear as column_parallel_linear
 from .linear import row_parallel_linear as row_parallel_linear
+from .specs import ColumnSpec as ColumnSpec
+from .specs import RowSpec as RowSpec
+from .specs import VocabSpec as VocabSpec
 from .weight_gradient import Accumulate as Accumulate
 from .weight_gradient import Multiplies as Multiplies
 from .weight_gradient import weight_gradient as weight_gradient

@@ -23,8 +23,9 @@ from torch.nn import functional
 from megatron_parallel.axes import Axis
 from megatron_parallel.collectives import reduce_from_axis, scatter_sequence
 from megatron_parallel.mesh import Mesh
-from megatron_parallel.sharding import DEFAULT_INIT, ZEROS, Init, Sharding
+from megatron_parallel.sharding import DEFAULT_INIT, Init, Sharding
 from megatron_parallel.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
+from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec, VocabSpec
 from megatron_parallel.tensor_parallel.weight_gradient import Accumulate
 
 CHUNKS: Final = 4
@@ -54,6 +55,7 @@ class ColumnParallelLinear(nn.Module):
         device: Of the parameters; the mesh's by default.
     """
 
+    weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
@@ -75,30 +77,28 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         out = (out_features,) if isinstance(out_features, int) else tuple(out_features)
-        weight = Sharding(
-            (*out, in_features), axis, dim, padded, fused_dim, init=init, spill_dim=spill_dim
-        )
-        self.sharding = {"weight": weight}
-        self.weight = _parameter(weight, mesh, dtype, device)
-        if bias:
-            self.sharding["bias"] = Sharding(
-                out,
-                axis,
-                dim,
-                padded,
-                fused_dim,
-                weight_decay=False,
-                init=ZEROS,
-                spill_dim=spill_dim,
-            )
-            self.bias = _parameter(self.sharding["bias"], mesh, dtype, device)
-        else:
-            self.register_parameter("bias", None)
+        spec = ColumnSpec(in_features, out, bias, dim, fused_dim, spill_dim, padded, axis, init)
+        self.sharding = spec.shardings(sequence_parallel)
+        _register(self, ("weight", "bias"), mesh, dtype, device)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
         self.chunks = 1
         self.multiplies = True
         self.accumulate: Accumulate | None = None
+
+    @classmethod
+    def of(
+        cls,
+        spec: ColumnSpec,
+        mesh: Mesh,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+    ) -> "ColumnParallelLinear":
+        """Build the layer that `spec` describes; other arguments as for the class."""
+        cut = sequence_parallel
+        return cls(mesh=mesh, sequence_parallel=cut, dtype=dtype, device=device, **vars(spec))
 
     def forward(self, x: Float[Tensor, "... in"]) -> Float[Tensor, "..."]:
         """This rank's part of the output."""
@@ -120,6 +120,7 @@ class RowParallelLinear(nn.Module):
     then `partial` over the axis, to be summed once per step by `GradientBuffers`.
     """
 
+    weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
@@ -136,25 +137,28 @@ class RowParallelLinear(nn.Module):
         device: str | torch.device | None = None,
     ) -> None:
         super().__init__()
-        weight = Sharding((out_features, in_features), axis, 1, init=init)
-        self.sharding = {"weight": weight}
-        self.weight = _parameter(weight, mesh, dtype, device)
-        if bias:
-            # Ranks that add it to different positions have different parts of its gradient.
-            self.sharding["bias"] = Sharding(
-                (out_features,),
-                weight_decay=False,
-                init=ZEROS,
-                partial=axis if sequence_parallel else None,
-            )
-            self.bias = _parameter(self.sharding["bias"], mesh, dtype, device)
-        else:
-            self.register_parameter("bias", None)
+        spec = RowSpec(in_features, out_features, bias, axis, init)
+        self.sharding = spec.shardings(sequence_parallel)
+        _register(self, ("weight", "bias"), mesh, dtype, device)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
         self.chunks = 1
         self.multiplies = True
         self.accumulate: Accumulate | None = None
+
+    @classmethod
+    def of(
+        cls,
+        spec: RowSpec,
+        mesh: Mesh,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+    ) -> "RowParallelLinear":
+        """Build the layer that `spec` describes; other arguments as for the class."""
+        cut = sequence_parallel
+        return cls(mesh=mesh, sequence_parallel=cut, dtype=dtype, device=device, **vars(spec))
 
     def forward(self, x: Float[Tensor, "... part"]) -> Float[Tensor, "... out"]:
         """The summed output, or this rank's part of its sequence."""
@@ -175,6 +179,8 @@ class VocabParallelEmbedding(nn.Module):
     `padded` is the vocabulary's size in memory; padded rows are zero and not stored.
     """
 
+    weight: nn.Parameter
+
     def __init__(
         self,
         num_embeddings: int,
@@ -189,13 +195,27 @@ class VocabParallelEmbedding(nn.Module):
         device: str | torch.device | None = None,
     ) -> None:
         super().__init__()
-        weight = Sharding((num_embeddings, embedding_dim), axis, 0, padded, init=init)
-        self.sharding = {"weight": weight}
-        self.weight = _parameter(weight, mesh, dtype, device)
+        spec = VocabSpec(num_embeddings, embedding_dim, padded, axis, init)
+        self.sharding = spec.shardings(sequence_parallel)
+        _register(self, ("weight",), mesh, dtype, device)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
         self.multiplies = False
         self.accumulate: Accumulate | None = None
+
+    @classmethod
+    def of(
+        cls,
+        spec: VocabSpec,
+        mesh: Mesh,
+        *,
+        sequence_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+    ) -> "VocabParallelEmbedding":
+        """Build the layer that `spec` describes; other arguments as for the class."""
+        cut = sequence_parallel
+        return cls(mesh=mesh, sequence_parallel=cut, dtype=dtype, device=device, **vars(spec))
 
     def forward(self, tokens: Int[Tensor, "..."]) -> Float[Tensor, "... h"]:
         """Embeddings of `tokens`, or of this rank's part of their sequence."""
@@ -235,11 +255,21 @@ def overlap_forward(module: nn.Module, chunks: int = CHUNKS) -> None:
             layer.chunks = chunks
 
 
-def _parameter(
-    sharding: Sharding, mesh: Mesh, dtype: torch.dtype | None, device: str | torch.device | None
-) -> nn.Parameter:
+def _register(
+    layer: ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding,
+    names: tuple[str, ...],
+    mesh: Mesh,
+    dtype: torch.dtype | None,
+    device: str | torch.device | None,
+) -> None:
+    """Give a layer the parameters of its table, without values; those it lacks are None."""
     where = mesh.device if device is None else device
-    return nn.Parameter(torch.full(sharding.local_shape(mesh), nan, dtype=dtype, device=where))
+    for name in names:
+        parameter = None
+        if name in layer.sharding:
+            shape = layer.sharding[name].local_shape(mesh)
+            parameter = nn.Parameter(torch.full(shape, nan, dtype=dtype, device=where))
+        layer.register_parameter(name, parameter)
 
 
 def _repr(sharding: Sharding, axis: Axis, sequence_parallel: bool) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_train.config.files import to_yaml
 from megatron_train.config.flags import Parser, add_options
 from megatron_train.config.resolve import with_flags
-from megatron_train.config.run import SECTIONS, run_options
+from megatron_train.config.run import run_options, sections
 from megatron_train.config.values import Values
 from megatron_train.errors import UsageError, refuse
 from megatron_train.megatron_lm.shell import LaunchCommand, read_script
@@ -121,7 +121,7 @@ def _values(command: LaunchCommand, translation: Translation) -> Values:
             f"{command.program} trains another kind of model than pretrain_gpt.py, which is planned"
         )
     parser = Parser(prog="from-megatron", add_help=False)
-    add_options(parser, run_options(), {name: title for name, (title, _) in SECTIONS.items()})
+    add_options(parser, run_options(), {name: title for name, (title, _) in sections().items()})
     try:
         namespace = parser.parse_args(translation.words)
         return as_there(translation, with_flags(Values(), namespace))
@@ -131,8 +131,8 @@ def _values(command: LaunchCommand, translation: Translation) -> Values:
 
 
 def _sections(values: Values) -> dict[str, dict[str, Any]]:
-    sections = {name: values.section(name) for name in SECTIONS}
-    return {name: content for name, content in sections.items() if content}
+    filled = {name: values.section(name) for name in sections()}
+    return {name: content for name, content in filled.items() if content}
 
 
 def _report(name: str, command: LaunchCommand, translation: Translation) -> str:

@@ -8,7 +8,7 @@ import sys
 from megatron_train.config.flags import Parser, add_options, notes_of
 from megatron_train.config.notes import without_effect
 from megatron_train.config.resolve import resolve
-from megatron_train.config.run import SECTIONS, run_options
+from megatron_train.config.run import run_options, sections
 from megatron_train.config.shown import print_config
 from megatron_train.errors import UsageError
 
@@ -51,7 +51,7 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         action="store_true",
         help="print every setting as YAML for --config, with where it comes from, and stop",
     )
-    add_options(parser, run_options(), {name: title for name, (title, _) in SECTIONS.items()})
+    add_options(parser, run_options(), {name: title for name, (title, _) in sections().items()})
     parser.set_defaults(run=run)
 
 

@@ -74,10 +74,6 @@ def _check_settings(run: "RunConfig") -> None:
             training.micro_batch_size > 1,
             f"{ROOM} says how many tokens are in a micro-batch; use 1",
         ),
-        "--num-experts": (
-            bool(run.model.num_experts),
-            "routers balance experts over micro-batches of whole samples",
-        ),
         "--compile": (training.compile, "every length would be compiled anew"),
         "--broadcast-batches": (
             run.data.broadcast_batches,
@@ -90,10 +86,6 @@ def _check_settings(run: "RunConfig") -> None:
         "--cp-comm-type a2a+p2p": (
             "a2a+p2p" in training.cp_comm_type,
             "its groups have one size",
-        ),
-        f"--softmax-type {run.model.softmax_type}": (
-            run.model.softmax_type != "vanilla" and layout.pool > 1,
-            "blocks of attention have no sinks yet",
         ),
     }
     for flag, (given, why) in refused.items():

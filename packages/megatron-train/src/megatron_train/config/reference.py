@@ -2,7 +2,7 @@
 
 from megatron_train.config.flags import ALIASES, LAYERS_PER_VIRTUAL_STAGE
 from megatron_train.config.options import Option
-from megatron_train.config.run import SECTIONS, run_options
+from megatron_train.config.run import run_options, sections
 
 _INTRODUCTION = """\
 # Configuration reference
@@ -30,7 +30,7 @@ def render_reference() -> str:
     """Return the page as Markdown text."""
     parts = [_INTRODUCTION]
     options = run_options()
-    for section, (title, _) in SECTIONS.items():
+    for section, (title, _) in sections().items():
         rows = [_row(option) for option in options if option.section == section]
         head = "| flag | YAML key | takes | default | meaning |\n|---|---|---|---|---|\n"
         parts.append(f"## {title.capitalize()}: `{section}`\n\n{head}" + "\n".join(rows) + "\n")

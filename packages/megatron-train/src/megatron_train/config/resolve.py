@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_data import holds_conversation_lines
-from megatron_models import ConfigError, GPTConfig, config_of
+from megatron_models import ConfigError, config_of
 from megatron_parallel.pipeline import count_stages
 
 from megatron_train.config.data import DATA_PATHS, DataConfig
@@ -14,7 +14,7 @@ from megatron_train.config.files import read_file
 from megatron_train.config.flags import LAYERS_PER_VIRTUAL_STAGE, given_flags, implied_flags
 from megatron_train.config.options import options_of
 from megatron_train.config.recipes import RECIPE, recipe_values
-from megatron_train.config.run import RunConfig, build_run, run_options
+from megatron_train.config.run import RunConfig, build_run, run_options, sections
 from megatron_train.config.values import Given, Values
 from megatron_train.errors import TrainError, UsageError
 
@@ -171,7 +171,7 @@ def _with_model_of_checkpoint(values: Values) -> Values:
         model = config_of(found.model)
     except ConfigError as error:
         raise TrainError(f"--use-checkpoint-args: {found.path}: {error}") from None
-    for option in options_of(GPTConfig, "model"):
+    for option in options_of(sections()["model"][1], "model"):
         value = getattr(model, option.name)
         values = values.with_derived(option.key, value, f"the checkpoint {found.path}")
     return values

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from megatron_data import FIMConfig
-from megatron_models import GPTConfig
+from megatron_models import CausalConfig, find_kind
 from megatron_optim import (
     LearningRateSchedule,
     OptimError,
@@ -28,7 +28,12 @@ from megatron_train.config.batch_size import BatchSizeSchedule
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.context import check_context_parallel
 from megatron_train.config.data import DataConfig
-from megatron_train.config.experts import check_expert_overlap, check_experts, check_router
+from megatron_train.config.model import (
+    check_expert_overlap,
+    check_features,
+    check_first_weights,
+    check_model_layout,
+)
 from megatron_train.config.options import Option, options_of
 from megatron_train.config.sections import (
     EvaluationConfig,
@@ -41,8 +46,10 @@ from megatron_train.errors import TrainError, UsageError, collected, refuse
 
 Section = TypeVar("Section")
 
-SECTIONS: dict[str, tuple[str, type[Any]]] = {
-    "model": ("model", GPTConfig),
+KIND = "gpt"
+"""The kind of model that runs train."""
+
+_SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "data": ("data", DataConfig),
     "fim": ("filling in the middle", FIMConfig),
     "training": ("training", TrainingConfig),
@@ -56,7 +63,19 @@ SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "checkpoint": ("checkpoints", CheckpointConfig),
     "logging": ("logging", LoggingConfig),
 }
-"""Every section of a run: its key in YAML files, a title, and the dataclass that holds it."""
+
+
+@cache
+def sections(kind: str = KIND) -> dict[str, tuple[str, type[Any]]]:
+    """Return every section of a run: key in YAML files, title, and the dataclass that holds it.
+
+    Args:
+        kind: of the model.
+
+    Raises:
+        ConfigError: no such kind is installed.
+    """
+    return {"model": ("model", find_kind(kind).config), **_SECTIONS}
 
 
 @cache
@@ -65,14 +84,16 @@ def run_options() -> tuple[Option, ...]:
 
     Cached: a run asks several times, and type hints are slow to evaluate.
     """
-    return tuple(option for name, (_, cls) in SECTIONS.items() for option in options_of(cls, name))
+    return tuple(
+        option for name, (_, cls) in sections().items() for option in options_of(cls, name)
+    )
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """Everything that defines a run: one field for each section, all checked."""
 
-    model: GPTConfig
+    model: CausalConfig
     data: DataConfig
     training: TrainingConfig
     optimizer: OptimizerConfig
@@ -102,8 +123,9 @@ class RunConfig:
             self._check_data_parallel,
             self._check_recompute,
             lambda: check_context_parallel(self),
-            lambda: check_experts(self.model, self.layout, self.training),
-            lambda: check_router(self.model, self.checkpoint),
+            lambda: check_model_layout(self.model, self.layout, self.training),
+            lambda: check_features(self),
+            lambda: check_first_weights(self.model, self.checkpoint),
             self._check_evaluation,
             self._check_schedules,
         ):
@@ -166,21 +188,6 @@ class RunConfig:
                 "--tp-comm-overlap does not reach code that --compile compiles, which moves "
                 "communication itself; leave out one of them"
             )
-        for flag, size in (
-            ("--num-attention-heads", self.model.num_attention_heads),
-            ("--ffn-hidden-size", self.model.ffn_hidden_size),
-        ):
-            if size % layout.tp:
-                raise TrainError(
-                    f"--tensor-model-parallel-size {layout.tp} cannot cut {flag} {size} into "
-                    f"{layout.tp} equal parts; change one of them"
-                )
-        groups = self.model.num_query_groups
-        if groups % layout.tp and layout.tp % groups:
-            raise TrainError(
-                f"--tensor-model-parallel-size {layout.tp} and --num-query-groups {groups}: one "
-                "must be a multiple of the other; change one of them"
-            )
 
     def _place_stages(self) -> None:
         """Complete the layout: its stages lie where the schedule wants them."""
@@ -197,11 +204,6 @@ class RunConfig:
                 check_micro_batches(schedule, layout.pp, layout.vpp, size // self.samples_at_once)
         if not schedule_kind(schedule).splits_backward:
             return
-        if self.model.num_experts:  # nobody has proven it
-            raise TrainError(
-                f"--pipeline-schedule {schedule} splits backward passes, which --num-experts is "
-                "not trained with yet; choose a schedule that does not, such as 1f1b"
-            )
         if self.training.compile:
             raise TrainError(
                 f"--pipeline-schedule {schedule} splits backward passes, which compiled code "
@@ -251,11 +253,6 @@ class RunConfig:
             raise TrainError(
                 "--use-torch-fsdp2 needs at least 2 data parallel ranks in an instance, and there "
                 "is 1; leave it out, or start more ranks"
-            )
-        if self.model.num_experts:
-            raise TrainError(
-                "--use-torch-fsdp2 is not proven for models with --num-experts; leave it out, or "
-                "use --use-distributed-optimizer"
             )
 
     def _check_evaluation(self) -> None:
@@ -360,13 +357,13 @@ def build_run(values: Values, world_size: int = 1) -> RunConfig:
         raise UsageError(
             f"missing: {', '.join(missing)}; give as flags, by --recipe, or in --config"
         )
-    sections, wrong = {}, list[str]()
-    for name, (_, cls) in SECTIONS.items():
+    built, wrong = {}, list[str]()
+    for name, (_, cls) in sections().items():
         with collected(wrong):
-            sections[name] = build_section(name, cls, values)
+            built[name] = build_section(name, cls, values)
     refuse(wrong)
-    sections["layout"] = _resolve(sections["layout"], world_size)
-    return RunConfig(**sections)
+    built["layout"] = _resolve(built["layout"], world_size)
+    return RunConfig(**built)
 
 
 def build_section(name: str, cls: type[Section], values: Values, **fixed: Any) -> Section:
@@ -408,7 +405,7 @@ def _resolve(layout: ParallelLayout, world_size: int) -> ParallelLayout:
 
 def _flags(section: str) -> dict[str, str]:
     """The flag of every field of a section."""
-    return {option.name: option.flag for option in options_of(SECTIONS[section][1], section)}
+    return {option.name: option.flag for option in options_of(sections()[section][1], section)}
 
 
 @contextmanager

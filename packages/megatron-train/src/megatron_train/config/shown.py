@@ -7,7 +7,7 @@ import yaml
 
 from megatron_train.config.files import to_yaml
 from megatron_train.config.options import Option, options_of
-from megatron_train.config.run import SECTIONS, RunConfig, run_options
+from megatron_train.config.run import RunConfig, run_options, sections
 from megatron_train.config.values import Values
 from megatron_train.replacing import replacing
 
@@ -19,14 +19,14 @@ def settings_of(config: RunConfig) -> dict[str, dict[str, Any]]:
 
     What is not set is left out, and so are degrees that follow from the number of ranks.
     """
-    sections: dict[str, dict[str, Any]] = {}
-    for section, (_, cls) in SECTIONS.items():
+    settings: dict[str, dict[str, Any]] = {}
+    for section, (_, cls) in sections().items():
         holder = getattr(config, section)
         values = {option.name: getattr(holder, option.name) for option in options_of(cls, section)}
-        sections[section] = {name: value for name, value in values.items() if value is not None}
+        settings[section] = {name: value for name, value in values.items() if value is not None}
     if config.data.tokenizer == "NullTokenizer":  # --vocab-size does not count its last token
-        sections["model"]["vocab_size"] -= 1
-    return sections
+        settings["model"]["vocab_size"] -= 1
+    return settings
 
 
 def write_config(config: RunConfig, path: Path) -> None:
@@ -40,7 +40,7 @@ def print_config(config: RunConfig, values: Values) -> str:
     """Return every setting as YAML that ``--config`` accepts, with its origin as a comment."""
     settings = settings_of(config)
     lines = []
-    for section in SECTIONS:
+    for section in sections():
         lines.append(f"{section}:")
         for option in run_options():
             if option.section == section:

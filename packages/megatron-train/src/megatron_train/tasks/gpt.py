@@ -1,11 +1,11 @@
-"""Left-to-right language modelling with a GPT model."""
+"""Left-to-right language modelling."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ckpt import ModelRecord
 from megatron_kernels import Mask
-from megatron_models import GPT, Dropout, config_of, gpt_flops, inner_losses, record_of
+from megatron_models import CausalModel, Dropout, config_of, record_of, training_flops
 from megatron_parallel import Axis, DropoutKey, Passed, pool_group_name
 from megatron_parallel.context_parallel import ContextSplit
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class GPTTask:
 
     def __init__(
         self,
-        stages: Sequence[GPT],
+        stages: Sequence[CausalModel],
         family: str | None,
         *,
         seed: int = 1234,
@@ -75,14 +75,14 @@ class GPTTask:
         return config_of(record).to_dict()
 
     @property
-    def stages(self) -> Sequence[GPT]:
+    def stages(self) -> Sequence[CausalModel]:
         """This rank's stages."""
         return self._stages
 
     @property
     def inner_losses(self) -> Sequence[str]:
         """Names of the losses of routers, if the model has any."""
-        return inner_losses(self._stages[0].config)
+        return self._stages[0].config.inner_losses
 
     def units(self, stage: nn.Module) -> Sequence[nn.Module]:
         """The blocks of a stage."""
@@ -179,7 +179,7 @@ class GPTTask:
         config = self._stages[0].config
         if self._mesh.layout.hybrid_cp:
             tokens = sum(int(batch[EXTENT][1]) for batch in batches)
-            return float(gpt_flops(config, self._sequence_length or 0, tokens))
+            return float(training_flops(config, self._sequence_length or 0, tokens))
         length = batches[0]["tokens"].shape[1]
         tokens = sum(batch["tokens"].numel() for batch in batches)
-        return float(gpt_flops(config, length, tokens))
+        return float(training_flops(config, length, tokens))

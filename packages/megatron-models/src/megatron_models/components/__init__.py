@@ -1,0 +1,1 @@
+"""Parts of transformers, a folder each: configuration, description and module."""

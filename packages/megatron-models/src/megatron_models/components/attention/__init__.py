@@ -1,0 +1,1 @@
+"""Attention: self-attention and cross-attention, rotary positions, sinks."""

@@ -1,0 +1,253 @@
+"""Attention of a pass whose sequences are cut over context-parallel ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Final
+
+import torch
+from jaxtyping import Float, Int
+from megatron_kernels import Mask, attention, attention_backward, attention_forward
+from megatron_parallel import Axis, Mesh, ParallelLayout
+from megatron_parallel.context_parallel import (
+    BlockMask,
+    ContextSplit,
+    RingPlan,
+    SequenceMask,
+    check_heads,
+    gathered_attention,
+    head_scatter_attention,
+    hierarchical_attention,
+    plan_ring,
+    ring_attention,
+)
+from torch import Tensor
+
+from megatron_models.components.attention.config import AttentionConfig
+from megatron_models.components.dropout import StageDropout
+from megatron_models.errors import ConfigError
+
+CP_COMM_TYPES: Final = ("p2p", "a2a", "allgather", "a2a+p2p")
+"""Megatron's names: ring, heads scattered, keys gathered, heads inside and a ring outside."""
+
+
+def check_context_parallel(
+    config: AttentionConfig, layout: ParallelLayout, comm: str | Sequence[str]
+) -> tuple[str, ...]:
+    """Return how each layer's attention communicates, by its number.
+
+    Args:
+        config: the model.
+        layout: its degrees.
+        comm: one of `CP_COMM_TYPES` for all layers, or one for each.
+
+    Raises:
+        ConfigError: a name that is not known, or another number of them than layers.
+        LayoutError: heads that do not divide over the ranks: of a pool, all of its ranks.
+    """
+    ranks = layout.pool if layout.hybrid_cp else layout.cp
+    given = (comm,) if isinstance(comm, str) else tuple(comm)
+    if unknown := [name for name in given if name not in CP_COMM_TYPES]:
+        raise ConfigError(
+            f"cp_comm_type {unknown[0]!r} is not known; use one of {', '.join(CP_COMM_TYPES)}"
+        )
+    if len(given) not in (1, config.num_layers):
+        raise ConfigError(
+            f"{len(given)} values of cp_comm_type for {config.num_layers} layers: give one for all "
+            "or one for each"
+        )
+    if ranks > 1 and config.softmax_type != "vanilla":
+        raise ConfigError(
+            f"{{softmax_type}} and context parallelism over {ranks} ranks do not go together: "
+            "blocks of attention have no sinks yet",
+            vars(config),
+        )
+    heads = config.num_attention_heads // layout.tp
+    if ranks > 1 and "a2a" in given:
+        check_heads(heads, ranks)
+    if ranks > 1 and "a2a+p2p" in given:
+        if layout.hierarchical_cp is None:
+            raise ConfigError(
+                "cp_comm_type 'a2a+p2p' needs the layout's hierarchical_cp, two sizes"
+            )
+        check_heads(heads, layout.hierarchical_cp[0])
+    return given * config.num_layers if len(given) == 1 else given
+
+
+class ContextParallel:
+    """How the attention of one pass goes over context-parallel ranks; one for all its layers.
+
+    Args:
+        mesh: where this rank stands.
+        axis: the ranks that the micro-batch is cut over.
+        comm: how each layer communicates, by its number.
+        split: which places of the sequence each rank holds.
+        mask: of the whole sequence.
+        dropout: what is dropped.
+
+    Raises:
+        ConfigError: a mask that is written out, or is of a block already.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        axis: Axis,
+        comm: Sequence[str],
+        split: ContextSplit,
+        mask: Mask,
+        dropout: StageDropout | None,
+    ) -> None:
+        if mask.dense is not None or mask.query_positions is not None:
+            raise ConfigError(
+                "with context parallelism the mask is that of the whole sequence, as plain rules: "
+                "without dense and without query_positions"
+            )
+        self._mesh = mesh
+        self._axis = axis
+        self._comm = comm
+        self._split = split
+        self._mask = mask
+        self._dropout = dropout
+
+    def attention(
+        self,
+        q: Float[Tensor, "part b n d"],
+        k: Float[Tensor, "part b g d"],
+        v: Float[Tensor, "part b g d"],
+        layer: int,
+        first_head: int,
+    ) -> Float[Tensor, "part b n d"]:
+        """Attention of this rank's queries over the keys of all ranks.
+
+        ``first_head`` is the global number of the first of ``n``, which are those of this
+        tensor-parallel rank.
+        """
+        comm, axis, split = self._comm[layer], self._axis, self._split
+        if comm == "p2p":
+            return ring_attention(q, k, v, self._ring, axis, self._blocks(layer, first_head))
+        if comm == "allgather":
+            own = split.places[axis.index]
+            attend = partial(self._attend, self._gathered, layer, first_head, own)
+            return gathered_attention(q, k, v, split, axis, attend)
+        if comm == "a2a":
+            first_head += q.shape[2] // axis.size * axis.index
+            attend = partial(self._attend, self._whole, layer, first_head, None)
+            return head_scatter_attention(q, k, v, split, axis, attend)
+        inner, outer = self._mesh.axis("cp_inner"), self._mesh.axis("cp_outer")
+        within, plan = self._hierarchy
+        first_head += q.shape[2] // inner.size * inner.index
+        blocks = self._blocks(layer, first_head)
+        return hierarchical_attention(q, k, v, within, plan, inner, outer, blocks)
+
+    def _attend(
+        self,
+        mask: Mask,
+        layer: int,
+        first_head: int,
+        places: Int[Tensor, "b_or_1 s"] | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
+        drop = None
+        if self._drops and self._dropout is not None:
+            drop = partial(
+                self._dropout.probabilities, layer=layer, first_head=first_head, places=places
+            )
+        return attention(q, k, v, mask, dropout=drop)
+
+    def _blocks(self, layer: int, first_head: int) -> "_Blocks":
+        return _Blocks(self._dropout if self._drops else None, layer, first_head)
+
+    @property
+    def _drops(self) -> bool:
+        return self._dropout is not None and self._dropout.given.attention > 0.0
+
+    @property
+    def _rules(self) -> SequenceMask:
+        mask = self._mask
+        return SequenceMask(
+            mask.document_ids, mask.positions, mask.causal, mask.window, mask.prefix
+        )
+
+    @cached_property
+    def _ring(self) -> RingPlan:
+        return plan_ring(self._rules, self._split, self._axis.index, _lower)
+
+    @cached_property
+    def _hierarchy(self) -> tuple[ContextSplit, RingPlan]:
+        inner, outer = self._mesh.axis("cp_inner"), self._mesh.axis("cp_outer")
+        joined = self._split.joined(inner.size)
+        plan = plan_ring(self._rules, joined, outer.index, _lower)
+        return self._split.within(inner.size, outer.index), plan
+
+    @cached_property
+    def _whole(self) -> Mask:
+        length = self._split.length
+        return self._mask.prepare(length, length, device=self._split.places.device)
+
+    @cached_property
+    def _gathered(self) -> Mask:
+        places = torch.arange(self._split.length, device=self._split.places.device)[None]
+        return _lower(self._rules.block(self._split.places[self._axis.index], places)).mask
+
+
+@dataclass(frozen=True, eq=False)
+class _Lowered:
+    """A block's mask as kernels take it, and the places its dropout is found by."""
+
+    mask: Mask
+    queries: Int[Tensor, "b_or_1 s"]
+    keys: Int[Tensor, "b_or_1 t"]
+
+
+def _lower(block: BlockMask) -> _Lowered:
+    queries, keys = block.query_places, block.key_places
+    if block.everything:
+        return _Lowered(Mask(causal=False), queries, keys)
+    mask = Mask(
+        document_ids=block.key_document_ids,
+        positions=block.key_positions,
+        causal=block.causal,
+        window=block.window,
+        prefix=block.prefix,
+        query_document_ids=block.query_document_ids,
+        query_positions=block.query_positions,
+    )
+    return _Lowered(mask.prepare(queries.shape[1], keys.shape[1]), queries, keys)
+
+
+@dataclass(frozen=True, eq=False)
+class _Blocks:
+    """The kernels' block pair as a ring calls it, with the dropout of one layer."""
+
+    dropout: StageDropout | None
+    layer: int
+    first_head: int
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: _Lowered) -> tuple[Tensor, Tensor]:
+        return attention_forward(q, k, v, mask.mask, dropout=self._drop(mask))
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: _Lowered,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return attention_backward(dout, q, k, v, out, lse, mask.mask, dropout=self._drop(mask))
+
+    def _drop(self, mask: _Lowered) -> "partial[Tensor] | None":
+        if self.dropout is None:
+            return None
+        return partial(
+            self.dropout.probabilities,
+            layer=self.layer,
+            first_head=self.first_head,
+            places=mask.queries,
+            keys=mask.keys,
+        )

@@ -1,0 +1,69 @@
+"""Attention of a decoder to the encoder's output: two projections, attention, projection back."""
+
+from functools import partial
+
+from jaxtyping import Float
+from megatron_kernels import Mask, attention
+from torch import Tensor, nn
+
+from megatron_models.components.attention.module import own_group
+from megatron_models.components.attention.spec import CrossAttentionSpec, group_sharers
+from megatron_models.components.context import Context
+from megatron_models.components.sites import CROSS_ATTENTION_PROBABILITIES
+from megatron_models.errors import ConfigError
+from megatron_models.placement import Placement
+
+
+class CrossAttention(nn.Module):
+    """Cross-attention of one layer; the tensor-parallel axis cuts it by query groups.
+
+    Queries come from the decoder's stream, keys and values from the encoder's output. Neither is
+    rotated: places of two texts have no distance. Where there are more ranks than groups, ranks
+    share a group as in `Attention`.
+    """
+
+    def __init__(self, spec: CrossAttentionSpec, layer: int, place: Placement) -> None:
+        super().__init__()
+        self.layer = layer
+        self.tp = place.mesh.axis("tp")
+        self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
+        self.head_size = spec.kv_channels
+        self.sharers = group_sharers(spec, self.tp.size)
+        self.q = place.column(spec.q)
+        self.kv = place.column(spec.kv)
+        self.out = place.row(spec.out)
+
+    def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
+        """Let every token of the decoder attend to the encoder's output as the mask allows.
+
+        With sequence parallelism ``x``, the encoder's output and the result are this rank's parts
+        of their sequences; queries, keys and values are those of all of them, for this rank's
+        heads. A token that may attend nowhere gets zeros before the projection back.
+
+        Args:
+            x: the decoder's stream, normalised.
+            context: what the layers of this pass share; ``encoded`` ``[t, b, h]`` and
+                ``cross_mask`` ``[b, s, t]`` are the encoder's output and who may attend to it.
+
+        Raises:
+            ConfigError: the context has no encoder's output, or nothing that says who may see it.
+        """
+        encoded, mask = context.encoded, context.cross_mask
+        if encoded is None or mask is None:
+            raise ConfigError(
+                f"layer {self.layer} attends to an encoder's output, and the context has none: "
+                "give `encoded` and `cross_mask`"
+            )
+        fused = self.kv(encoded)
+        if self.sharers > 1:
+            fused = own_group(fused, self.tp, self.sharers)
+        k, v = fused.split(self.head_size, dim=-1)
+        core = partial(self._attend, context, mask)
+        y = context.recomputed("core_attn", core, self.q(x), k, v)
+        result: Tensor = self.out(y.flatten(2))
+        return result
+
+    def _attend(self, context: Context, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        site = CROSS_ATTENTION_PROBABILITIES
+        drop = context.probability_drop(self.layer, self.first_head, site)
+        return attention(q, k, v, mask, dropout=drop)

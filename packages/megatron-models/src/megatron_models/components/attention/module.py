@@ -1,0 +1,87 @@
+"""Self-attention with query groups: fused projection, rotation, attention, projection back."""
+
+from functools import partial
+
+from jaxtyping import Float
+from megatron_kernels import attention, rope
+from megatron_parallel import Axis, gather_sequence
+from torch import Tensor, nn
+
+from megatron_models.components.attention.sinks import Sinks
+from megatron_models.components.attention.spec import AttentionSpec, group_sharers
+from megatron_models.components.context import Context
+from megatron_models.components.sites import ATTENTION_PROBABILITIES
+from megatron_models.placement import Placement
+
+
+class Attention(nn.Module):
+    """Self-attention of one layer; the tensor-parallel axis cuts it by query groups.
+
+    Where there are more ranks than groups, those that share a group cut its rows of the fused
+    weight among them, and each attends with its own of the group's query heads. The fused
+    projection is then gathered, which every rank has a part of (as in Megatron-Core): no weight is
+    held twice, and none is counted twice.
+    """
+
+    def __init__(self, spec: AttentionSpec, layer: int, place: Placement) -> None:
+        super().__init__()
+        self.layer = layer
+        self.tp = place.mesh.axis("tp")
+        self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
+        self.interleaved = spec.rotary_interleaved
+        self.head_size, self.slots = spec.kv_channels, spec.slots
+        self.sharers = group_sharers(spec, self.tp.size)
+        self.qkv = place.column(spec.qkv)
+        self.sinks = None if spec.softmax_type == "vanilla" else Sinks(spec, place)
+        self.out = place.row(spec.out)
+
+    def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
+        """Let every token attend as the mask allows, in the cache too.
+
+        With sequence parallelism ``x`` and the result are this rank's part of the sequence;
+        queries, keys and values are those of all of it, for this rank's heads. With context
+        parallelism "all of it" is what the tensor-parallel group holds of the sequence.
+        """
+        q, k, v = self._project(x)
+        if context.angles is not None:
+            q = rope(q, *context.angles, self.interleaved)
+            k = rope(k, *context.angles, self.interleaved)
+        if context.cache is not None:
+            k, v = context.cache.append(self.layer, k, v)
+        if context.parallel is None:
+            core = partial(self._attend, context)
+        else:
+            over_ranks = context.parallel.attention
+            core = partial(over_ranks, layer=self.layer, first_head=self.first_head)
+        y = context.recomputed("core_attn", core, q, k, v)
+        result: Tensor = self.out(y.flatten(2))
+        return result
+
+    def _attend(self, context: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention over keys that are all on this rank."""
+        drop = context.probability_drop(self.layer, self.first_head, ATTENTION_PROBABILITIES)
+        sinks = None if self.sinks is None else self.sinks(q)
+        return attention(q, k, v, context.mask, None, context.offset, dropout=drop, sinks=sinks)
+
+    def _project(
+        self, x: Float[Tensor, "part b h"]
+    ) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "s b g d"], Float[Tensor, "s b g d"]]:
+        fused = self.qkv(x)
+        if self.sharers > 1:
+            fused = own_group(fused, self.tp, self.sharers)
+        fused = fused.unflatten(-1, (-1, self.head_size))
+        q, k, v = fused.split(self.slots, dim=3)
+        if self.sharers > 1:
+            q = q.chunk(self.sharers, dim=3)[self.tp.index % self.sharers]
+        return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+
+
+def own_group(
+    part: Float[Tensor, "s b 1 rows_part"], tp: Axis, sharers: int
+) -> Float[Tensor, "s b 1 rows"]:
+    """Gather the fused projection of all groups from parts of their rows; keep one group."""
+    rows = gather_sequence(part.squeeze(2).movedim(-1, 0), tp)
+    width = rows.shape[0] * sharers // tp.size
+    own = rows.narrow(0, tp.index // sharers * width, width)
+    # Copied: a view would keep the groups of all ranks, and no fused kernel reads its strides.
+    return own.movedim(0, -1).contiguous().unsqueeze(2)

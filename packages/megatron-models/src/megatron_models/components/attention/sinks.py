@@ -1,0 +1,21 @@
+"""Attention sinks: a logit for each head that takes its share of every softmax and has no value."""
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from megatron_models.components.attention.spec import AttentionSpec
+from megatron_models.placement import Placement
+
+
+class Sinks(nn.Module):
+    """The sinks of one layer's heads, learned (gpt-oss) or all 0 ("softmax off by one")."""
+
+    weight: Tensor | None
+
+    def __init__(self, spec: AttentionSpec, place: Placement) -> None:
+        super().__init__()
+        place.register(self, spec.sinks(), "weight")
+
+    def forward(self, q: Float[Tensor, "s b n d"]) -> Float[Tensor, " n"]:
+        """Return the logits of this rank's heads, those of ``q``."""
+        return q.new_zeros(q.shape[2]) if self.weight is None else self.weight

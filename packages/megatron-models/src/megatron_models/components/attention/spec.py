@@ -1,0 +1,194 @@
+"""Self-attention and cross-attention as plain data. Importing this module does not import torch."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron_parallel import Init, LayoutError, ParallelLayout, Sharding
+from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec
+
+from megatron_models.components.attention.config import AttentionConfig
+from megatron_models.components.fields import check_cut
+from megatron_models.components.keeping import Keeping
+from megatron_models.components.parts import (
+    Feature,
+    LayerPass,
+    Mixer,
+    Parameters,
+    ParameterSpec,
+    Refusal,
+    Terms,
+    parameters_of,
+    prefixed,
+)
+from megatron_models.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec(AttentionConfig, Mixer):
+    """Self-attention with query groups: fused projection, attention, projection back.
+
+    The rows of the fused weight ``(g, (n/g + 2) * d, h)`` are, for every group, those of its query
+    heads, then its key, then its value.
+    """
+
+    module: ClassVar[str] = "megatron_models.components.attention.module:Attention"
+
+    @property
+    def slots(self) -> tuple[int, int, int]:
+        """Heads of one group in the fused projection: its queries, its key, its value."""
+        return (self.heads_per_group, 1, 1)
+
+    @property
+    def qkv(self) -> ColumnSpec:
+        """The fused projection; ranks that share a group cut its rows among them."""
+        rows = (self.num_query_groups, sum(self.slots) * self.kv_channels)
+        init = Init(scale=self.init_method_std)
+        return ColumnSpec(self.hidden_size, rows, self.has_qkv_bias, spill_dim=1, init=init)
+
+    @property
+    def out(self) -> RowSpec:
+        """The projection back to the residual stream."""
+        return out_projection(self)
+
+    def sinks(self) -> dict[str, Sharding]:
+        """Return how learned logits of sinks ``[n]`` are cut; empty if there are none."""
+        if self.softmax_type != "learnable":
+            return {}
+        init = Init(scale=self.init_method_std)
+        return {"weight": Sharding((self.num_attention_heads,), "tp", 0, init=init)}
+
+    def parameters(self, sequence_parallel: bool = False) -> Parameters:
+        """Return projections and sinks."""
+        sinks = {name: ParameterSpec(sharding) for name, sharding in self.sinks().items()}
+        return {
+            **prefixed("qkv", parameters_of(self.qkv, sequence_parallel)),
+            **prefixed("sinks", sinks),
+            **prefixed("out", parameters_of(self.out, sequence_parallel)),
+        }
+
+    def products_per_pair(self) -> int:
+        """Return a multiply-add of each channel for the score, and one for the weighted value."""
+        return 2 * self.query_size
+
+    def activations(self, taken: LayerPass) -> Terms:
+        """Return what attention keeps; recomputed attention keeps queries, keys and values."""
+        keeping, tp = taken.keeping, taken.tp
+        written = not taken.recompute.does("core_attn")
+        core = 0
+        if written:
+            heads = taken.tokens * self.num_attention_heads // tp
+            core = heads * (keeping.row + keeping.square * taken.sequence_length)
+            core += taken.sequence_length**2 * keeping.pair
+            core += self.num_attention_heads // tp * taken.sequence_length * keeping.key_number
+        return {
+            "": core + self._query_key_value(taken.tokens, tp, keeping, written),
+            "out": taken.tokens * self.query_size // tp * keeping.element,
+        }
+
+    def keeps_input(self, taken: LayerPass) -> str | None:
+        """Return the fused projection."""
+        return "qkv"
+
+    def check_layout(self, layout: ParallelLayout) -> None:
+        """Refuse tensor-parallel ranks that cannot share out heads and query groups."""
+        check_heads(self, layout.tp)
+
+    def refuses(self, feature: Feature) -> Refusal | None:
+        """Return that sinks are not there where keys go round over ranks."""
+        if feature == "document_pool" and self.softmax_type != "vanilla":
+            return Refusal("{softmax_type}", "blocks of attention have no sinks yet")
+        return None
+
+    def _query_key_value(self, tokens: int, tp: int, keep: Keeping, written: bool) -> int:
+        """Bytes of the fused projection of one rank, and copies of what is rotated or reordered.
+
+        Ranks that share a group keep all of its projection, other ranks' queries too.
+        """
+        heads, groups = self.num_attention_heads // tp, self.groups_on_rank(tp)
+        if keep.attended and written:
+            return tokens * (heads + 2 * groups) * self.kv_channels * keep.attended
+        copies = 0
+        if self.rotary_dim:
+            copies = heads + groups
+        elif heads > groups and (groups > 1 or (written and keep.square)):
+            copies = heads
+        fused = groups * (self.heads_per_group + 2)
+        return tokens * (fused + copies) * self.kv_channels * keep.element
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossAttentionSpec(AttentionConfig, Mixer):
+    """Attention of a decoder to the encoder's output, which is never rotated.
+
+    The rows of the queries' weight ``(n, d, h)`` are those of each head. Those of the fused weight
+    ``(g, 2 * d, h)`` are, for every group, its key, then its value.
+    """
+
+    module: ClassVar[str] = "megatron_models.components.attention.cross:CrossAttention"
+
+    @property
+    def q(self) -> ColumnSpec:
+        """The projection to queries."""
+        rows = (self.num_attention_heads, self.kv_channels)
+        init = Init(scale=self.init_method_std)
+        return ColumnSpec(self.hidden_size, rows, self.has_qkv_bias, init=init)
+
+    @property
+    def kv(self) -> ColumnSpec:
+        """The fused projection of the encoder's output to keys and values."""
+        rows = (self.num_query_groups, 2 * self.kv_channels)
+        init = Init(scale=self.init_method_std)
+        return ColumnSpec(self.hidden_size, rows, self.has_qkv_bias, spill_dim=1, init=init)
+
+    @property
+    def out(self) -> RowSpec:
+        """The projection back to the residual stream."""
+        return out_projection(self)
+
+    def parameters(self, sequence_parallel: bool = False) -> Parameters:
+        """Return the three projections."""
+        return {
+            **prefixed("q", parameters_of(self.q, sequence_parallel)),
+            **prefixed("kv", parameters_of(self.kv, sequence_parallel)),
+            **prefixed("out", parameters_of(self.out, sequence_parallel)),
+        }
+
+    def check_layout(self, layout: ParallelLayout) -> None:
+        """Refuse tensor-parallel ranks that cannot share out heads and query groups."""
+        check_heads(self, layout.tp)
+
+
+def out_projection(config: AttentionConfig) -> RowSpec:
+    """Return the projection of all heads back to the residual stream."""
+    bias, init = config.has_attention_out_bias, Init(scale=config.output_std)
+    return RowSpec(config.query_size, config.hidden_size, bias, init=init)
+
+
+def check_heads(config: AttentionConfig, tp: int) -> None:
+    """Refuse ``tp`` ranks that cannot share out heads and query groups equally.
+
+    Raises:
+        ConfigError: naming the fields.
+    """
+    check_cut(config, "num_attention_heads", "tp", tp)
+    if config.num_query_groups % tp and tp % config.num_query_groups:
+        raise ConfigError(
+            "{tp} and {num_query_groups}: one must be a multiple of the other; change one of them",
+            {**vars(config), "tp": tp},
+        )
+
+
+def group_sharers(config: AttentionConfig, tp: int) -> int:
+    """Return how many of ``tp`` ranks share a query group.
+
+    Raises:
+        LayoutError: its heads do not divide over them.
+    """
+    sharers = tp // min(tp, config.num_query_groups)
+    if config.heads_per_group % sharers:
+        raise LayoutError(
+            f"{sharers} of {tp} tensor-parallel ranks share a query group and cannot "
+            f"share its {config.heads_per_group} heads equally: heads ("
+            f"{config.num_attention_heads}) must be a multiple of the ranks"
+        )
+    return sharers

@@ -1,0 +1,69 @@
+"""One transformer layer, of any sublayers."""
+
+import pkgutil
+from functools import partial
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from megatron_models.components.context import Context
+from megatron_models.components.layer import Layer
+from megatron_models.components.norm.module import Norm
+from megatron_models.components.parts import Mixer
+from megatron_models.placement import Placement
+
+
+class Block(nn.Module):
+    """The sublayers of a layer one after another, each added to the residual stream.
+
+    With norms before the mixers it is pre-LN (Xiong et al., 2020).
+
+    Args:
+        layer: its sublayers.
+        number: by which a cache and dropout know it.
+        place: where it is built.
+    """
+
+    def __init__(self, layer: Layer, number: int, place: Placement) -> None:
+        super().__init__()
+        self.layer = number
+        self.sublayers = layer
+        for sublayer in layer:
+            if sublayer.norm is not None:
+                self.add_module(f"{sublayer.name}_norm", Norm(sublayer.norm, place))
+            self.add_module(sublayer.name, build_mixer(sublayer.mixer, number, place))
+            if sublayer.norm_after is not None:
+                self.add_module(f"{sublayer.name}_norm_after", Norm(sublayer.norm_after, place))
+
+    def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
+        """Transform the residual stream."""
+        for sublayer in self.sublayers:
+            mixer = getattr(self, sublayer.name)
+            read = partial(self._read, mixer, sublayer.mixer.recomputed_as, context)
+            if sublayer.norm is None:
+                y = read(x)
+            else:
+                y = context.normalised(getattr(self, f"{sublayer.name}_norm"), x, read)
+            if sublayer.norm_after is not None:
+                y = getattr(self, f"{sublayer.name}_norm_after")(y)
+            x = x + context.drop(y, self.layer, sublayer.site)
+        return x
+
+    @staticmethod
+    def _read(mixer: nn.Module, name: str | None, context: Context, y: Tensor) -> Tensor:
+        if name is None:
+            result: Tensor = mixer(y, context)
+            return result
+        return context.recomputed(name, partial(mixer, context=context), y)
+
+
+def build_mixer(mixer: Mixer, number: int, place: Placement) -> nn.Module:
+    """Build the module of a mixer, of whichever distribution.
+
+    Args:
+        mixer: its description.
+        number: of its layer.
+        place: where it is built.
+    """
+    module: nn.Module = pkgutil.resolve_name(mixer.module)(mixer, number, place)
+    return module

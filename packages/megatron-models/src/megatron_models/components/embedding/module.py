@@ -1,0 +1,58 @@
+"""Token and position embeddings: from token numbers ``[b, s]`` to activations ``[s, b, h]``."""
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron_models.components.embedding.spec import EmbeddingSpec
+from megatron_models.placement import Placement
+
+
+class Embedding(nn.Module):
+    """Token embeddings, plus learned position embeddings unless positions are rotary.
+
+    With sequence parallelism it gives this rank's part of the sequence, ``[s/tp, b, h]``.
+    """
+
+    def __init__(self, spec: EmbeddingSpec, place: Placement) -> None:
+        super().__init__()
+        self.sequence_axis = place.mesh.axis("tp") if place.sequence_parallel else None
+        self.word = place.vocabulary(spec.word)
+        self.word.sharding["weight"] = spec.word_sharding()
+        self.word.multiplies = spec.multiplies
+        self.position: PositionEmbedding | None = None
+        if spec.position() is not None:
+            self.position = PositionEmbedding(spec, place)
+
+    def forward(
+        self, tokens: Int[Tensor, "b s"], positions: Int[Tensor, "b s"] | None, offset: int
+    ) -> Float[Tensor, "part b h"]:
+        """Embed ``tokens`` at ``positions``, by default those from ``offset`` on."""
+        x: Tensor = self.word(tokens.t())
+        if self.position is None:
+            return x
+        length = len(x)
+        start = 0 if self.sequence_axis is None else self.sequence_axis.index * length
+        if positions is not None:
+            positions = positions[:, start : start + length]
+        result: Tensor = x + self.position(length, positions, offset + start)
+        return result
+
+
+class PositionEmbedding(nn.Module):
+    """One learned vector for each position; every rank holds all of them."""
+
+    weight: Tensor
+
+    def __init__(self, spec: EmbeddingSpec, place: Placement) -> None:
+        super().__init__()
+        sharding = spec.position(place.sequence_parallel)
+        place.register(self, {} if sharding is None else {"weight": sharding}, "weight")
+
+    def forward(
+        self, length: int, positions: Int[Tensor, "b s"] | None, offset: int
+    ) -> Float[Tensor, "s b_or_1 h"]:
+        """Return the vectors of ``positions``, by default those from ``offset`` on."""
+        if positions is None:
+            return self.weight[offset : offset + length, None]
+        return functional.embedding(positions.t(), self.weight)

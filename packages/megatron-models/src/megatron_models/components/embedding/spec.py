@@ -1,0 +1,136 @@
+"""Both ends of a model as plain data: positions, embeddings, the output layer.
+
+Importing this module does not import torch.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from megatron_parallel import Init, Sharding
+from megatron_parallel.tensor_parallel.specs import ColumnSpec, VocabSpec
+
+from megatron_models.components.fields import flag
+from megatron_models.components.parts import Parameters, ParameterSpec, parameters_of
+from megatron_models.components.stream import StreamConfig
+from megatron_models.errors import ConfigError
+
+PositionEmbedding = Literal["learned_absolute", "rope"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionConfig(StreamConfig):
+    """How a model knows the positions of its tokens, and how many it has."""
+
+    max_position_embeddings: int = field(
+        metadata=flag(
+            "--max-position-embeddings",
+            "longest sequence the model takes",
+            positive=True,
+            unit="tokens",
+        )
+    )
+    position_embedding_type: PositionEmbedding = field(
+        default="learned_absolute",
+        metadata=flag(
+            "--position-embedding-type",
+            "learned absolute positions added to the embedding, or rotary ones inside attention",
+            choices=get_args(PositionEmbedding),
+        ),
+    )
+
+    def check_sequence_length(self, length: int) -> None:
+        """Raise ConfigError if a sequence of ``length`` tokens has no position for each of them."""
+        if length > self.max_position_embeddings:
+            raise ConfigError(
+                f"a sequence of {length} tokens is longer than max_position_embeddings "
+                f"{self.max_position_embeddings}; shorten it or build the model with more positions"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingConfig(PositionConfig):
+    """The vocabulary of a model."""
+
+    vocab_size: int = field(
+        metadata=flag(
+            "--vocab-size",
+            "number of true tokens, before padding",
+            positive=True,
+            unit="tokens",
+        )
+    )
+    make_vocab_size_divisible_by: int = field(
+        default=128,
+        metadata=flag(
+            "--make-vocab-size-divisible-by",
+            "the vocabulary is padded to a multiple of this, whatever the tensor-parallel size",
+            positive=True,
+            unit="tokens",
+        ),
+    )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The vocabulary rounded up to a multiple of ``make_vocab_size_divisible_by``."""
+        unit = self.make_vocab_size_divisible_by
+        return -(-self.vocab_size // unit) * unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSpec(EmbeddingConfig):
+    """Token embeddings, plus learned position embeddings unless positions are rotary.
+
+    Attributes:
+        multiplies: whether the token embeddings are the output matrix too.
+        tied_over_stages: whether another pipeline stage holds them too.
+        output_only: on the last stage, whose output layer needs the token embeddings and no more.
+    """
+
+    multiplies: bool = False
+    tied_over_stages: bool = False
+    output_only: bool = False
+
+    @property
+    def word(self) -> VocabSpec:
+        """The token embeddings."""
+        init = Init(scale=self.init_method_std)
+        return VocabSpec(self.vocab_size, self.hidden_size, self.padded_vocab_size, init=init)
+
+    def position(self, sequence_parallel: bool = False) -> Sharding | None:
+        """Return how learned positions ``[positions, h]`` are held: by every rank, all of them."""
+        if self.output_only or self.position_embedding_type != "learned_absolute":
+            return None
+        shape = (self.max_position_embeddings, self.hidden_size)
+        partial = "tp" if sequence_parallel else None
+        return Sharding(shape, init=Init(scale=self.init_method_std), partial=partial)
+
+    def word_sharding(self) -> Sharding:
+        """Return how the token embeddings are cut."""
+        return replace(self.word.shardings()["weight"], tied=self.tied_over_stages)
+
+    def parameters(self, sequence_parallel: bool = False) -> Parameters:
+        """Return the embeddings' parameters; a token is multiplied with those of a tied output."""
+        multiplied = self.hidden_size * self.padded_vocab_size if self.multiplies else 0
+        found = {"word.weight": ParameterSpec(self.word_sharding(), multiplied)}
+        position = self.position(sequence_parallel)
+        if position is not None:
+            found["position.weight"] = ParameterSpec(position)
+        return found
+
+
+def output_spec(config: EmbeddingConfig) -> ColumnSpec:
+    """Return an output matrix of its own, not tied to an embedding."""
+    return ColumnSpec(
+        config.hidden_size,
+        (config.vocab_size,),
+        bias=False,
+        padded=config.padded_vocab_size,
+        init=Init(scale=config.init_method_std),
+    )
+
+
+def output_parameters(config: EmbeddingConfig) -> Parameters:
+    """Return the parameters of an output matrix; its padding is multiplied, too."""
+    found = parameters_of(output_spec(config), False)
+    multiplied = config.hidden_size * config.padded_vocab_size
+    return {name: replace(spec, multiplied=multiplied) for name, spec in found.items()}

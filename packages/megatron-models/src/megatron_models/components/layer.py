@@ -1,0 +1,145 @@
+"""A layer and a trunk as plain data: sublayers, each with its norms, around a residual stream.
+
+Hybrids, sliding windows by pattern and layers that differ one by one are other tuples of sublayers.
+Importing this module does not import torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_models.components.embedding.spec import EmbeddingSpec
+from megatron_models.components.norm.spec import NormSpec
+from megatron_models.components.parts import LayerPass, Mixer, Parameters, Terms, prefixed, summed
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """A mixer between the residual stream and itself: ``x + drop(after(mixer(before(x))))``.
+
+    Attributes:
+        name: of the mixer in the layer; its norms are ``<name>_norm`` and ``<name>_norm_after``.
+        mixer: what it computes.
+        site: the number by which dropout knows its output
+            (`megatron_models.components.dropout`).
+        norm: of what the mixer reads, if there is one.
+        norm_after: of what it adds, if there is one.
+    """
+
+    name: str
+    mixer: Mixer
+    site: int
+    norm: NormSpec | None = None
+    norm_after: NormSpec | None = None
+
+    @property
+    def norms(self) -> dict[str, NormSpec]:
+        """The norms by their names in the layer."""
+        both = {f"{self.name}_norm": self.norm, f"{self.name}_norm_after": self.norm_after}
+        return {name: norm for name, norm in both.items() if norm is not None}
+
+    def parameters(self, sequence_parallel: bool = False) -> Parameters:
+        """Return the parameters of norms and mixer, by their names in the layer."""
+        found: Parameters = {}
+        mixer = prefixed(self.name, self.mixer.parameters(sequence_parallel))
+        for name, norm in self.norms.items():
+            if norm is self.norm_after:
+                found |= mixer
+            found |= prefixed(name, norm.parameters(sequence_parallel))
+        return found | mixer
+
+    def activations(self, taken: LayerPass, width: int) -> Terms:
+        """Return the bytes that norms, mixer and dropout keep, by part.
+
+        Args:
+            taken: the micro-batch on its way.
+            width: of the residual stream.
+        """
+        keeping, stream = taken.keeping, taken.stream_tokens * width
+        terms = {name: norm.kept(taken) for name, norm in self.norms.items()}
+        reader = self.mixer.keeps_input(taken)
+        if reader is not None:
+            again = self.norm is not None and taken.recompute.does("layernorm")
+            terms[f"{self.name}.{reader}"] = 0 if again else stream * keeping.element
+        for part, size in self.mixer.activations(taken).items():
+            terms[f"{self.name}.{part}" if part else self.name] = size
+        terms["dropout"] = stream * keeping.mask + width * keeping.number
+        return terms
+
+
+Layer = tuple[Sublayer, ...]
+"""The sublayers of one layer, in order."""
+
+
+def layer_parameters(layer: Layer, sequence_parallel: bool = False) -> Parameters:
+    """Return the parameters of a layer, by their names in it."""
+    found: Parameters = {}
+    for sublayer in layer:
+        found |= sublayer.parameters(sequence_parallel)
+    return found
+
+
+@dataclass(frozen=True)
+class TrunkSpec:
+    """An embedding, layers and a final norm: a decoder-only model, or one side of another.
+
+    Attributes:
+        embedding: of tokens and positions; None where another stage has it.
+        layers: of this trunk or of one stage of it, by number.
+        final_norm: None where another stage has it, or there is none.
+        width: of the residual stream.
+        first_number: added to a layer's number for dropout, which counts over several trunks.
+        embedding_site: the number by which dropout knows the embedding.
+    """
+
+    embedding: EmbeddingSpec | None
+    layers: Mapping[int, Layer]
+    final_norm: NormSpec | None
+    width: int
+    first_number: int = 0
+    embedding_site: int = 0
+
+    def parameters(self, sequence_parallel: bool = False) -> Parameters:
+        """Return all parameters by name, in the order of the module."""
+        found: Parameters = {}
+        if self.embedding is not None:
+            found |= prefixed("embedding", self.embedding.parameters(sequence_parallel))
+        for number, layer in self.layers.items():
+            found |= prefixed(f"layers.{number}", layer_parameters(layer, sequence_parallel))
+        if self.final_norm is not None:
+            found |= prefixed("final_norm", self.final_norm.parameters(sequence_parallel))
+        return found
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixers of all layers."""
+        return tuple(sublayer.mixer for layer in self.layers.values() for sublayer in layer)
+
+    def products_per_pair(self) -> int:
+        """Return the multiply-adds of one query and one key, in all layers together."""
+        return sum(mixer.products_per_pair() for mixer in self.mixers)
+
+    def layer_activations(self, number: int, taken: LayerPass) -> Terms:
+        """Return the bytes that one layer keeps of one micro-batch, by part."""
+        layer = self.layers[number]
+        return summed(sublayer.activations(taken, self.width) for sublayer in layer)
+
+    def inner_losses(self) -> tuple[str, ...]:
+        """Return the names of the losses that mixers have of their own, each once."""
+        return tuple(dict.fromkeys(name for mixer in self.mixers for name in mixer.inner_losses()))
+
+    def stage(self, numbers: Sequence[int], *, first: bool, last: bool) -> "TrunkSpec":
+        """Return the part of a pipeline stage.
+
+        Args:
+            numbers: of its layers.
+            first: whether it has the embedding.
+            last: whether it has the final norm.
+        """
+        return TrunkSpec(
+            self.embedding if first else None,
+            {number: self.layers[number] for number in numbers},
+            self.final_norm if last else None,
+            self.width,
+            self.first_number,
+            self.embedding_site,
+        )

@@ -1,0 +1,1 @@
+"""The dense feed-forward layer."""

@@ -1,0 +1,33 @@
+"""The feed-forward layer: up, activation, down."""
+
+from jaxtyping import Float
+from megatron_kernels import gelu, swiglu
+from torch import Tensor, nn
+
+from megatron_models.components.context import Context
+from megatron_models.components.mlp.spec import Activation, MLPSpec
+from megatron_models.placement import Placement
+
+
+class MLP(nn.Module):
+    """``down(activation(up(x)))``; with SwiGLU ``up`` is gate and up together, ``(2, f, h)``."""
+
+    def __init__(self, spec: MLPSpec, layer: int, place: Placement) -> None:
+        super().__init__()
+        self.activation = spec.activation
+        self.up = place.column(spec.up)
+        self.down = place.row(spec.down)
+
+    def forward(
+        self, x: Float[Tensor, "s b h"], context: Context | None = None
+    ) -> Float[Tensor, "s b h"]:
+        """Transform every token by itself; all of the sequence, or this rank's part."""
+        result: Tensor = self.down(activate(self.up(x), self.activation))
+        return result
+
+
+def activate(x: Float[Tensor, "..."], activation: Activation) -> Float[Tensor, "... f"]:
+    """Apply an activation by its configured name; ``swiglu`` takes ``[..., 2, f]``."""
+    if activation == "swiglu":
+        return swiglu(x)
+    return gelu(x, "tanh" if activation == "gelu_tanh" else "none")

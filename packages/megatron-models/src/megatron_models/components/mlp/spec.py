@@ -1,0 +1,119 @@
+"""The dense feed-forward layer as plain data. Importing this module does not import torch."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, get_args
+
+from megatron_parallel import Init, ParallelLayout
+from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec
+
+from megatron_models.components.fields import check_cut, flag
+from megatron_models.components.parts import (
+    LayerPass,
+    Mixer,
+    Parameters,
+    Terms,
+    parameters_of,
+    prefixed,
+)
+from megatron_models.components.stream import StreamConfig
+
+Activation = Literal["gelu", "gelu_tanh", "swiglu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig(StreamConfig):
+    """Width and activation of feed-forward layers.
+
+    ``ffn_hidden_size`` may be left at 0; it is filled in when the configuration is made.
+    """
+
+    ffn_hidden_size: int = field(
+        default=0,
+        metadata=flag(
+            "--ffn-hidden-size",
+            "width of the feed-forward layer; 0: 4 x hidden_size, or with swiglu two thirds of it "
+            "rounded down to a multiple of 64",
+            positive=True,
+            filled=True,
+            unit="channels",
+        ),
+    )
+    activation: Activation = field(
+        default="gelu",
+        metadata=flag(
+            "--activation",
+            "feed-forward activation: exact GELU, its tanh approximation, or SwiGLU",
+            choices=get_args(Activation),
+        ),
+    )
+    add_mlp_bias: bool = field(
+        default=False,
+        metadata=flag(
+            "--add-mlp-bias",
+            "biases in feed-forward layers and experts even without add_bias_linear (our name)",
+        ),
+    )
+
+    def _fill(self) -> None:
+        super()._fill()
+        width = 4 * self.hidden_size
+        if self.gated:
+            width = max(64, int(4 * self.hidden_size * 2 / 3) // 64 * 64)
+        self._set("ffn_hidden_size", width)
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        """Whether feed-forward layers and experts have biases."""
+        return self.add_bias_linear or self.add_mlp_bias
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward layer is gated, so that its first matrix is double."""
+        return self.activation == "swiglu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPSpec(MLPConfig, Mixer):
+    """``down(activation(up(x)))``; gated, ``up`` is gate and up together, ``(2, f, h)``."""
+
+    module: ClassVar[str] = "megatron_models.components.mlp.module:MLP"
+    recomputed_as: ClassVar[str | None] = "mlp"
+
+    @property
+    def up(self) -> ColumnSpec:
+        """The projection to the feed-forward width."""
+        width, init = self.ffn_hidden_size, Init(scale=self.init_method_std)
+        if self.gated:
+            rows = (2, width)
+            return ColumnSpec(
+                self.hidden_size, rows, self.has_mlp_bias, dim=1, fused_dim=0, init=init
+            )
+        return ColumnSpec(self.hidden_size, (width,), self.has_mlp_bias, init=init)
+
+    @property
+    def down(self) -> RowSpec:
+        """The projection back to the residual stream."""
+        init = Init(scale=self.output_std)
+        return RowSpec(self.ffn_hidden_size, self.hidden_size, self.has_mlp_bias, init=init)
+
+    def parameters(self, sequence_parallel: bool = False) -> Parameters:
+        """Return both projections."""
+        return {
+            **prefixed("up", parameters_of(self.up, sequence_parallel)),
+            **prefixed("down", parameters_of(self.down, sequence_parallel)),
+        }
+
+    def activations(self, taken: LayerPass) -> Terms:
+        """Return input and output of the activation; SwiGLU also keeps the activated gate."""
+        if taken.recompute.does("mlp"):
+            return {}
+        width = taken.tokens // taken.tp * self.ffn_hidden_size * taken.keeping.element
+        return {"": width * (3 if self.gated else 1), "down": width}
+
+    def keeps_input(self, taken: LayerPass) -> str | None:
+        """Return the first projection."""
+        return "up"
+
+    def check_layout(self, layout: ParallelLayout) -> None:
+        """Refuse tensor-parallel ranks that cannot share out the width."""
+        check_cut(self, "ffn_hidden_size", "tp", layout.tp)

@@ -1,0 +1,1 @@
+"""Mixture of experts: router, dispatch, experts, and the losses of the router."""

@@ -1,0 +1,130 @@
+"""The configuration of a mixture of experts. Importing this module does not import torch."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from megatron_models.components.fields import flag
+from megatron_models.components.mlp.spec import MLPConfig
+from megatron_models.errors import ConfigError
+from megatron_models.layer_pattern import PatternError, layer_pattern
+
+LoadBalancing = Literal["none", "aux_loss", "seq_aux_loss"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(MLPConfig):
+    """Experts, the layers that have them, and how tokens are routed to them.
+
+    ``moe_ffn_hidden_size`` may be left at 0; with experts it is filled in when the configuration is
+    made.
+    """
+
+    num_experts: int = field(
+        default=0,
+        metadata=flag(
+            "--num-experts",
+            "experts in place of each feed-forward layer (mixture of experts); 0: none",
+            not_negative=True,
+            most=100_000,
+        ),
+    )
+    moe_router_topk: int = field(
+        default=2, metadata=flag("--moe-router-topk", "experts that each token goes to")
+    )
+    moe_ffn_hidden_size: int = field(
+        default=0,
+        metadata=flag(
+            "--moe-ffn-hidden-size",
+            "width of one expert; 0: ffn_hidden_size",
+            not_negative=True,
+            unit="channels",
+        ),
+    )
+    moe_shared_expert_intermediate_size: int = field(
+        default=0,
+        metadata=flag(
+            "--moe-shared-expert-intermediate-size",
+            "width of an expert that every token goes to besides; 0: none",
+            not_negative=True,
+            unit="channels",
+        ),
+    )
+    moe_layer_freq: str = field(
+        default="1",
+        metadata=flag(
+            "--moe-layer-freq",
+            "which layers have experts: every N-th from the first, or a pattern of ones and zeros "
+            "such as [0]+[1]*3",
+        ),
+    )
+    moe_router_pre_softmax: bool = field(
+        default=False,
+        metadata=flag(
+            "--moe-router-pre-softmax",
+            "softmax over all experts before the choice instead of over the chosen ones after it",
+        ),
+    )
+    moe_router_load_balancing_type: LoadBalancing = field(
+        default="aux_loss",
+        metadata=flag(
+            "--moe-router-load-balancing-type",
+            "load is balanced over a micro-batch, over each of its sequences, or not at all",
+            choices=get_args(LoadBalancing),
+        ),
+    )
+    moe_aux_loss_coeff: float = field(
+        default=0.0,
+        metadata=flag(
+            "--moe-aux-loss-coeff", "weight of the load balancing loss", not_negative=True
+        ),
+    )
+    moe_z_loss_coeff: float = field(
+        default=0.0,
+        metadata=flag(
+            "--moe-z-loss-coeff",
+            "weight of the z loss, which keeps router logits low",
+            not_negative=True,
+        ),
+    )
+
+    def _fill(self) -> None:
+        super()._fill()
+        if self.num_experts:
+            self._set("moe_ffn_hidden_size", self.ffn_hidden_size)
+
+    def _check(self) -> None:
+        super()._check()
+        if not self.num_experts:
+            for entry in dataclasses.fields(MoEConfig):
+                if entry.name.startswith("moe_") and getattr(self, entry.name) != entry.default:
+                    raise ConfigError(
+                        f"{{{entry.name}}} needs {{num_experts:name}}, of which there are none",
+                        vars(self),
+                    )
+            return
+        if not 1 <= self.moe_router_topk <= self.num_experts:
+            raise ConfigError("{moe_router_topk} must lie between 1 and {num_experts}", vars(self))
+        if self.moe_aux_loss_coeff and self.moe_router_load_balancing_type == "none":
+            raise ConfigError(
+                "{moe_aux_loss_coeff} has no effect with {moe_router_load_balancing_type}; change "
+                "one of them",
+                vars(self),
+            )
+        self._check_pattern()
+
+    def _check_pattern(self) -> None:
+        try:
+            pattern = layer_pattern(self.moe_layer_freq, self.num_layers)
+        except PatternError as error:
+            reason = str(error).replace("{", "{{").replace("}", "}}")
+            raise ConfigError(f"{{moe_layer_freq:name}}: {reason}", vars(self)) from None
+        if not any(pattern):
+            raise ConfigError("{moe_layer_freq} gives no layer any experts", vars(self))
+
+    @property
+    def moe_layers(self) -> tuple[bool, ...]:
+        """For every layer, whether experts take the place of its feed-forward layer."""
+        if not self.num_experts:
+            return (False,) * self.num_layers
+        return layer_pattern(self.moe_layer_freq, self.num_layers)

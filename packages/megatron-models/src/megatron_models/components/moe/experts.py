@@ -1,0 +1,58 @@
+"""The experts of one layer: as many feed-forward layers, applied to rows sorted by expert.
+
+Expert parallelism gives this rank some of them, expert tensor parallelism a part of the channels of
+each, as column- and row-parallel layers have; answers are then partial sums.
+"""
+
+from jaxtyping import Float, Int
+from megatron_kernels import grouped_matmul
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron_models.components.mlp.module import activate
+from megatron_models.components.moe.spec import ExpertLinearSpec, MoESpec
+from megatron_models.placement import Placement
+
+
+class Experts(nn.Module):
+    """``down(activation(up(x)))`` of every expert, by `grouped_matmul`."""
+
+    def __init__(self, spec: MoESpec, place: Placement) -> None:
+        super().__init__()
+        self.activation = spec.activation
+        self.up = ExpertLinear(spec.experts_up, place)
+        self.down = ExpertLinear(spec.experts_down, place)
+
+    def forward(self, x: Float[Tensor, "m h"], counts: Int[Tensor, " e"]) -> Float[Tensor, "m h"]:
+        """Answer every row; ``counts`` are the rows of each of this rank's experts, in order."""
+        answers: Tensor = self.down(activate(self.up(x, counts), self.activation), counts)
+        return answers
+
+
+class ExpertLinear(nn.Module):
+    """A linear layer for each expert; axis ``ep`` cuts the experts, ``expert_tp`` each of them.
+
+    Cut inputs give partial sums, to which each rank adds the bias of its own part of the channels.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, spec: ExpertLinearSpec, place: Placement) -> None:
+        super().__init__()
+        place.register(self, spec.shardings(), "weight", "bias")
+        axis, outputs = place.mesh.axis("expert_tp"), spec.outputs[-1]
+        self.outputs = outputs
+        self.start = outputs // axis.size * axis.index if spec.cut == "inputs" else 0
+
+    def forward(self, x: Float[Tensor, "m i"], counts: Int[Tensor, " e"]) -> Float[Tensor, "m ..."]:
+        """Transform each row by its expert."""
+        weight, bias = self.weight, self.bias
+        y = grouped_matmul(x, weight.flatten(1, -2).transpose(1, 2), counts)
+        if bias is not None:
+            whole = bias.flatten(1)
+            missing = y.shape[1] - whole.shape[1] - self.start  # channels of ranks after this one
+            if self.start or missing:
+                whole = functional.pad(whole, (self.start, missing))
+            y = y + whole.repeat_interleave(counts, 0, output_size=len(y))
+        return y.view(len(y), *weight.shape[1:-1])

@@ -1,0 +1,95 @@
+"""Mixture of experts: every token goes to a few of many feed-forward layers (Shazeer et al. 2017).
+
+    tokens of this rank -> router -> dispatch -> experts -> combine -> weighted sum
+
+Inside, the tokens of a micro-batch are cut over tensor-parallel ranks, also where nothing else is:
+each rank routes tokens that no other has, and the experts' ranks (``ep``, ``expert_tp``) need not
+be those of the dense layers. Nothing is dropped, so that a token's answer does not depend on which
+others come with it.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from megatron_kernels import permute, sort_by_expert, unpermute
+from megatron_parallel import gather_from_axis, scatter_to_axis
+from megatron_parallel.expert_parallel import RowOps, build_dispatcher
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron_models.components.context import Context
+from megatron_models.components.mlp.module import MLP
+from megatron_models.components.moe.experts import Experts
+from megatron_models.components.moe.router import Router, RouterLosses
+from megatron_models.components.moe.spec import MoESpec
+from megatron_models.placement import Placement
+
+
+class MoE(nn.Module):
+    """The feed-forward layer of a mixture of experts.
+
+    `Placement.dispatcher`, one of `megatron_parallel.expert_parallel.DISPATCHERS`, says how tokens
+    get to their experts.
+    """
+
+    def __init__(self, spec: MoESpec, layer: int, place: Placement) -> None:
+        super().__init__()
+        mesh = place.mesh
+        self.tp = mesh.axis("tp")
+        self.sequence_parallel = place.sequence_parallel
+        ops = RowOps(sort_by_expert, permute, unpermute)
+        self.dispatcher = build_dispatcher(place.dispatcher, mesh, spec.num_experts, ops)
+        self.losses = RouterLosses(spec, mesh)
+        self.router = Router(spec, place)
+        self.experts = Experts(spec, place)
+        self.shared = None if spec.shared is None else MLP(spec.shared, layer, place)
+
+    def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
+        """Send every token to its experts and add their answers up.
+
+        The shared expert computes while tokens are on their way, forwards and backwards; then,
+        with `Context.turns`, another micro-batch does.
+        """
+        tokens, routed, sequences = self._own_tokens(x, context.padding)
+        routing = self.router(tokens, routed)
+        weights = routing.weights
+        if context.inner is not None:
+            weights = self.losses.attach(routing, sequences, x.shape[1], context.inner)
+        dispatch = self.dispatcher.dispatch(tokens, routing.experts, weights, context.turns)
+        shared = None if self.shared is None else self.shared(x)
+        answers = self.experts(*dispatch.wait())
+        y = self._all_tokens(dispatch.combine(answers).wait(), x)
+        return y if shared is None else y + shared
+
+    def _own_tokens(
+        self, x: Float[Tensor, "part b h"], padding: Bool[Tensor, "s b"] | None
+    ) -> tuple[Float[Tensor, "n h"], Bool[Tensor, " n"] | None, Int[Tensor, " n"]]:
+        """This rank's tokens, whether they are routed, and which sequence each is of.
+
+        Without sequence parallelism all tensor-parallel ranks have the same tokens: each takes its
+        part, the last ones filled up with tokens that are routed nowhere.
+        """
+        batch, flat = x.shape[1], x.flatten(0, 1)
+        routed = None if padding is None else ~padding.flatten()
+        count = len(flat)
+        if not self.sequence_parallel and self.tp.size > 1:
+            missing = -count % self.tp.size
+            if missing and routed is None:
+                routed = torch.ones(count, dtype=torch.bool, device=x.device)
+            if missing and routed is not None:
+                flat = functional.pad(flat, (0, 0, 0, missing))
+                routed = functional.pad(routed, (0, missing), value=False)
+            flat = scatter_to_axis(flat, self.tp, dim=0)
+            count = len(flat)
+        start = count * self.tp.index
+        if routed is not None:
+            routed = routed[start : start + count]
+        sequences = torch.arange(start, start + count, device=x.device) % batch
+        return flat, routed, sequences
+
+    def _all_tokens(
+        self, y: Float[Tensor, "n h"], like: Float[Tensor, "part b h"]
+    ) -> Float[Tensor, "part b h"]:
+        """The tokens as the residual stream has them."""
+        if not self.sequence_parallel:
+            y = gather_from_axis(y, self.tp, dim=0)[: like.shape[0] * like.shape[1]]
+        return y.view(like.shape)

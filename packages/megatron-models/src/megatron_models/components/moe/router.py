@@ -1,0 +1,131 @@
+"""The router of a mixture of experts: which experts a token goes to, and the losses that steer it.
+
+Logits and softmax are in float32, or float64 in a float64 model, whatever the model's precision: a
+rounding error sends a token to another expert.
+
+The load-balancing loss of a micro-batch (Fedus et al. 2021, equations 4 to 6, with the choices of
+top-k routing as in Megatron-LM) is ``E sum_e f_e P_e``: ``f_e`` is the part of all choices that
+fell on expert ``e``, ``P_e`` its mean probability, softmax over all experts. Both are over the
+tokens of the *micro-batch*, on whatever tensor- and context-parallel ranks they lie, so choices are
+counted over those ranks. It is 1 for an even load. ``seq_aux_loss`` takes each sequence by itself.
+The z loss (Zoph et al. 2022, equation 5) is the mean of the squared logsumexp of the logits.
+
+Both are attached as sums over tokens: the loss of a micro-batch times its number of tokens, to be
+divided by that of the global batch. Micro-batches of equally many tokens weigh alike, as in
+Megatron-LM, and others by their tokens. Padding is neither routed nor counted.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from megatron_parallel import Axis, InnerLosses, Mesh, all_reduce
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron_models.components.moe.spec import LOAD_BALANCING, Z_LOSS, MoESpec
+from megatron_models.placement import Placement
+
+
+class Routing(NamedTuple):
+    """Where tokens go.
+
+    Attributes:
+        experts: ``[n, k]``, the best first; -1 for padding.
+        weights: ``[n, k]`` of their answers, float32 or float64.
+        logits: ``[n, e]`` of all experts, likewise.
+    """
+
+    experts: Int[Tensor, "n k"]
+    weights: Float[Tensor, "n k"]
+    logits: Float[Tensor, "n e"]
+
+
+class Router(nn.Module):
+    """Top-k softmax routing without dropping.
+
+    The tokens of a micro-batch are cut over tensor-parallel ranks, with sequence parallelism or
+    without, so the gradient of the weight is always partial over them.
+    """
+
+    weight: Tensor
+
+    def __init__(self, spec: MoESpec, place: Placement) -> None:
+        super().__init__()
+        self.choices = spec.moe_router_topk
+        self.pre_softmax = spec.moe_router_pre_softmax
+        place.register(self, spec.router())
+
+    def forward(self, x: Float[Tensor, "n h"], routed: Bool[Tensor, " n"] | None) -> Routing:
+        """Choose experts for every token; ``routed`` is False where a token is padding."""
+        exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+        logits = functional.linear(x.to(exact), self.weight.to(exact))
+        if self.pre_softmax:
+            weights, experts = torch.topk(torch.softmax(logits, -1), self.choices)
+        else:
+            chosen, experts = torch.topk(logits, self.choices)
+            weights = torch.softmax(chosen, -1)
+        if routed is not None:
+            experts = experts.masked_fill(~routed[:, None], -1)
+        return Routing(experts, weights, logits)
+
+
+class RouterLosses:
+    """The losses of one layer's router, as the configuration asks for them."""
+
+    def __init__(self, spec: MoESpec, mesh: Mesh) -> None:
+        self.by_sequence = spec.moe_router_load_balancing_type == "seq_aux_loss"
+        self.balance, self.z = spec.moe_aux_loss_coeff, spec.moe_z_loss_coeff
+        self.layers = sum(spec.moe_layers)
+        self.axis = mesh.axis("tp_cp" if mesh.layout.cp > 1 else "tp")
+
+    def attach(
+        self, routing: Routing, sequences: Int[Tensor, " n"], count: int, inner: InnerLosses
+    ) -> Float[Tensor, "n k"]:
+        """Return the combine weights, with the losses hanging on them.
+
+        Args:
+            routing: of this rank's tokens.
+            sequences: for each token, which sequence of the micro-batch it is of.
+            count: sequences of the micro-batch.
+            inner: takes the losses; what it reports is their mean over layers.
+        """
+        weights = routing.weights  # of tokens that no other rank has: nothing is replicated
+        if self.balance:
+            if not self.by_sequence:
+                sequences, count = torch.zeros_like(sequences), 1
+            value = load_balancing_loss(routing, sequences, count, self.axis) / self.layers
+            factor = self.balance * self.layers
+            weights = inner.attach(weights, LOAD_BALANCING, value, factor, replicated=())
+        if self.z:
+            value = z_loss(routing) / self.layers
+            weights = inner.attach(weights, Z_LOSS, value, self.z * self.layers, replicated=())
+        return weights
+
+
+def load_balancing_loss(
+    routing: Routing, groups: Int[Tensor, " n"], count: int, axis: Axis
+) -> Float[Tensor, ""]:
+    """Return this rank's part of the sum over groups of their load-balancing loss times tokens.
+
+    Args:
+        routing: of this rank's tokens.
+        groups: number of the group in which each token is balanced.
+        count: of groups, on all ranks.
+        axis: ranks that have the other tokens of these groups.
+    """
+    experts, logits = routing.experts, routing.logits
+    routed = (experts[:, :1] >= 0).to(logits.dtype)
+    members = functional.one_hot(groups, count).t().to(logits.dtype)  # [groups, n]
+    probabilities = members @ (torch.softmax(logits, -1) * routed)  # [groups, e]
+    choices = functional.one_hot(experts.clamp(min=0), logits.shape[1]).sum(1) * routed
+    counts = all_reduce((members @ choices).long(), axis, purpose="routing counts")
+    total = counts.sum(1, keepdim=True).clamp(min=1)  # choices of the group, k for each token
+    shares = counts.to(logits.dtype) / total
+    return logits.shape[1] * (shares * probabilities).sum()
+
+
+def z_loss(routing: Routing) -> Float[Tensor, ""]:
+    """Return the sum over this rank's tokens of the squared logsumexp of their logits."""
+    routed = (routing.experts[:, 0] >= 0).to(routing.logits.dtype)
+    return (torch.logsumexp(routing.logits, -1).square() * routed).sum()

@@ -1,0 +1,188 @@
+"""A mixture of experts as plain data: router, experts, the shared expert.
+
+Importing this module does not import torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar, Final, Literal
+
+from megatron_parallel import ZEROS, Init, ParallelLayout, Sharding
+
+from megatron_models.components.fields import check_cut
+from megatron_models.components.mlp.spec import MLPSpec
+from megatron_models.components.moe.activations import expert_activations
+from megatron_models.components.moe.config import MoEConfig
+from megatron_models.components.parts import (
+    Feature,
+    LayerPass,
+    Mixer,
+    Parameters,
+    ParameterSpec,
+    Refusal,
+    Terms,
+    of_experts,
+    parameters_of,
+    prefixed,
+)
+
+LOAD_BALANCING: Final = "load_balancing_loss"
+Z_LOSS: Final = "z_loss"
+
+Cut = Literal["outputs", "inputs"]
+
+
+_REFUSED: Final[Mapping[Feature, str]] = {
+    "compile": "how many tokens an expert gets differs from step to step; leave one out",
+    "split_backward": "it is not proven for experts; choose a schedule that does not split "
+    "backward passes, such as 1f1b",
+    "fully_shard": "it is not proven for experts; leave it out, or use the distributed optimizer",
+    "document_pool": "routers balance experts over micro-batches of whole samples",
+}
+_UNTAUGHT: Final = (
+    "gives the router no gradient of the loss, as the weight of the only expert is always 1; add "
+    "{moe_router_pre_softmax:name}"
+)
+
+
+@dataclass(frozen=True)
+class ExpertLinearSpec:
+    """A linear layer for each expert, weight ``(experts, *outputs, inputs)``.
+
+    Attributes:
+        experts: of the whole layer; axis ``ep`` cuts them.
+        inputs: size of a row.
+        outputs: shape of an answer; of two dims the first enumerates fused weights.
+        cut: what ``expert_tp`` cuts: the last dim of ``outputs``, or the inputs.
+        bias: whether there is one.
+        init: how the weight starts; the bias starts at zero.
+    """
+
+    experts: int
+    inputs: int
+    outputs: tuple[int, ...]
+    cut: Cut
+    bias: bool
+    init: Init
+
+    def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
+        """How weight and bias are cut; sequence parallelism changes nothing."""
+        del sequence_parallel
+        fused, last = 1 if len(self.outputs) > 1 else None, len(self.outputs)
+        dim = last if self.cut == "outputs" else last + 1
+        shape = (self.experts, *self.outputs)
+        found = {
+            "weight": Sharding(
+                (*shape, self.inputs),
+                "expert_tp",
+                dim,
+                fused_dim=fused,
+                experts=True,
+                init=self.init,
+            )
+        }
+        if self.bias:
+            found["bias"] = Sharding(
+                shape, "expert_tp", last, fused_dim=fused, experts=True, init=ZEROS
+            )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec(MoEConfig, Mixer):
+    """Every token goes to a few of many feed-forward layers, and to a shared one if there is."""
+
+    module: ClassVar[str] = "megatron_models.components.moe.module:MoE"
+    recomputed_as: ClassVar[str | None] = "moe"
+    reads_padding: ClassVar[bool] = True
+    expert_parallel: ClassVar[bool] = True
+
+    def router(self) -> dict[str, Sharding]:
+        """Return how the router ``[e, h]`` is held: by every rank.
+
+        The tokens of a micro-batch are cut over tensor-parallel ranks, with sequence parallelism or
+        without, so its gradient is always partial over them.
+        """
+        shape = (self.num_experts, self.hidden_size)
+        return {"weight": Sharding(shape, init=Init(scale=self.init_method_std), partial="tp")}
+
+    @property
+    def experts_up(self) -> ExpertLinearSpec:
+        """The projections to the experts' width."""
+        width = self.moe_ffn_hidden_size
+        rows, init = (2, width) if self.gated else (width,), Init(scale=self.init_method_std)
+        return ExpertLinearSpec(
+            self.num_experts, self.hidden_size, rows, "outputs", self.has_mlp_bias, init
+        )
+
+    @property
+    def experts_down(self) -> ExpertLinearSpec:
+        """The projections back."""
+        rows, init = (self.hidden_size,), Init(scale=self.output_std)
+        return ExpertLinearSpec(
+            self.num_experts, self.moe_ffn_hidden_size, rows, "inputs", self.has_mlp_bias, init
+        )
+
+    @property
+    def shared(self) -> MLPSpec | None:
+        """The expert that every token goes to."""
+        width = self.moe_shared_expert_intermediate_size
+        return self.component(MLPSpec, ffn_hidden_size=width) if width else None
+
+    def parameters(self, sequence_parallel: bool = False) -> Parameters:
+        """Return router, experts and shared expert."""
+        router = {
+            name: ParameterSpec(sharding, prod(sharding.shape))
+            for name, sharding in self.router().items()
+        }
+        experts = {
+            **prefixed("up", parameters_of(self.experts_up, sequence_parallel)),
+            **prefixed("down", parameters_of(self.experts_down, sequence_parallel)),
+        }
+        experts = of_experts(experts, self.num_experts, self.moe_router_topk)
+        found = {**prefixed("router", router), **prefixed("experts", experts)}
+        if self.shared is not None:
+            found |= prefixed("shared", self.shared.parameters(sequence_parallel))
+        return found
+
+    def activations(self, taken: LayerPass) -> Terms:
+        """Return what routing, dispatch and experts keep."""
+        return {} if taken.recompute.does("moe") else expert_activations(self, taken)
+
+    def keeps_input(self, taken: LayerPass) -> str | None:
+        """Return the part that keeps the input itself, not a copy in higher precision."""
+        wide = taken.keeping.element >= 4
+        if taken.recompute.does("moe") or wide or self.moe_shared_expert_intermediate_size:
+            return "up"
+        return None
+
+    def check_layout(self, layout: ParallelLayout) -> None:
+        """Refuse ranks that cannot share out experts, or the channels of each."""
+        check_cut(self, "num_experts", "ep", layout.ep)
+        axis = "tp" if layout.etp is None else "etp"
+        fields = ("moe_ffn_hidden_size", "hidden_size") if self.has_mlp_bias else ()
+        for name in fields or ("moe_ffn_hidden_size",):  # the bias of an expert is cut, too
+            check_cut(self, name, axis, layout.expert_tp, "the experts' ")
+        check_cut(self, "moe_shared_expert_intermediate_size", "tp", layout.tp)
+
+    def refuses(self, feature: Feature) -> Refusal | None:
+        """Return what is not proven for experts, and a router that learns nothing."""
+        if feature == "from_scratch":
+            if self.moe_router_topk > 1 or self.moe_router_pre_softmax:
+                return None
+            return Refusal("{moe_router_topk}", _UNTAUGHT)
+        why = _REFUSED.get(feature)
+        return None if why is None else Refusal("{num_experts:name}", why)
+
+    def inner_losses(self) -> tuple[str, ...]:
+        """Return the names of the router's losses."""
+        weights = {LOAD_BALANCING: self.moe_aux_loss_coeff, Z_LOSS: self.moe_z_loss_coeff}
+        return tuple(name for name, weight in weights.items() if weight)
+
+
+def feed_forward(config: MoEConfig, experts: bool) -> MLPSpec | MoESpec:
+    """Return the feed-forward sublayer of a layer, with experts or without."""
+    if experts:
+        return config.component(MoESpec)
+    return config.component(MLPSpec)

@@ -1,0 +1,29 @@
+"""Normalisation of the residual stream: LayerNorm or RMSNorm."""
+
+from jaxtyping import Float
+from megatron_kernels import layer_norm, rms_norm
+from torch import Tensor, nn
+
+from megatron_models.components.norm.spec import NormSpec
+from megatron_models.placement import Placement
+
+
+class Norm(nn.Module):
+    """LayerNorm, or RMSNorm without a bias, as the description says.
+
+    Values are filled by `initialize_parameters`: gain 1, bias 0.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, spec: NormSpec, place: Placement) -> None:
+        super().__init__()
+        self.epsilon = spec.norm_epsilon
+        place.register(self, spec.shardings(place.sequence_parallel), "weight", "bias")
+
+    def forward(self, x: Float[Tensor, "*rows h"]) -> Float[Tensor, "*rows h"]:
+        """Normalise the last dimension."""
+        if self.bias is None:
+            return rms_norm(x, self.weight, self.epsilon)
+        return layer_norm(x, self.weight, self.bias, self.epsilon)

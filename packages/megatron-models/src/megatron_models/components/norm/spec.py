@@ -1,0 +1,60 @@
+"""Normalisation as plain data. Importing this module does not import torch."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from megatron_parallel import ONES, ZEROS, Sharding
+
+from megatron_models.components.fields import flag
+from megatron_models.components.parts import LayerPass, Parameters, ParameterSpec
+from megatron_models.components.stream import StreamConfig
+
+Normalization = Literal["LayerNorm", "RMSNorm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormConfig(StreamConfig):
+    """Which normalisation, the same in the whole model."""
+
+    normalization: Normalization = field(
+        default="LayerNorm",
+        metadata=flag(
+            "--normalization",
+            "normalisation before attention, before the feed-forward layer and at the end",
+            choices=get_args(Normalization),
+        ),
+    )
+    norm_epsilon: float = field(
+        default=1e-05,
+        metadata=flag("--norm-epsilon", "added to the variance in normalisation", positive=True),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormSpec(NormConfig):
+    """LayerNorm, or RMSNorm without a bias; every rank holds all of it."""
+
+    def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
+        """How gain and bias are held.
+
+        Under sequence parallelism a tensor-parallel rank normalises its part of the sequence only,
+        so that its gradient is a part of the sum over those ranks.
+        """
+        shape, partial = (self.hidden_size,), "tp" if sequence_parallel else None
+        found = {"weight": Sharding(shape, init=ONES, partial=partial)}
+        if self.normalization == "LayerNorm":
+            found["bias"] = Sharding(shape, init=ZEROS, partial=partial)
+        return found
+
+    def parameters(self, sequence_parallel: bool = False) -> Parameters:
+        """Return gain and bias, which no token is multiplied with as with a matrix."""
+        cuts = self.shardings(sequence_parallel)
+        return {name: ParameterSpec(sharding) for name, sharding in cuts.items()}
+
+    def kept(self, taken: LayerPass) -> int:
+        """Return the bytes that it keeps for its backward pass."""
+        keeping = taken.keeping
+        stream = taken.stream_tokens * self.hidden_size
+        statistics = 2 if self.normalization == "LayerNorm" else 1
+        kept = stream * (keeping.norm_input or keeping.element) + stream * keeping.normalised
+        return kept + taken.stream_tokens * keeping.statistic * statistics

@@ -1,0 +1,43 @@
+"""The layers of one stage, run one after another; what is kept of them is as the run asks."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+
+from jaxtyping import Float
+from megatron_parallel import Axis
+from megatron_parallel.recompute import HostMemory, kept_in_parts, recomputed
+from torch import Tensor, nn
+
+from megatron_models.components.context import Context
+
+
+def run_layers(
+    layers: nn.ModuleDict, x: Float[Tensor, "s b h"], context: Context, tp: Axis
+) -> Float[Tensor, "s b h"]:
+    """Transform the residual stream by all layers of a stage, by global layer number.
+
+    Under full recomputation the layers of a group keep their common input only; ``tp`` cuts it
+    where that is asked for. Of the first layers, what is kept may wait in host memory.
+    """
+    plan = context.recompute
+    if plan.granularity != "full" and not plan.cpu_offloading_num_layers:
+        for layer in layers.values():
+            x = layer(x, context)
+        return x
+    parts = kept_in_parts(tp) if plan.distribute_saved_activations else None
+    away = plan.cpu_offloading_num_layers
+    host = HostMemory(except_for=context.shared_tensors()) if away else None
+    done = 0
+    for group in plan.groups([int(number) for number in layers]):
+        run = partial(_run, [layers[str(number)] for number in group.layers], context)
+        with host.packing() if host is not None and done < away else nullcontext():
+            x = recomputed(run, x, kept=parts) if group.again else run(x)
+        done += len(group.layers)
+    return x
+
+
+def _run(layers: Sequence[nn.Module], context: Context, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x, context)
+    return x

@@ -1,0 +1,40 @@
+"""What all components of a model share: the residual stream that they read and write.
+
+Importing this module does not import torch.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from megatron_models.components.fields import ComponentConfig, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamConfig(ComponentConfig):
+    """Width and depth of the residual stream, and how layers that write to it start."""
+
+    num_layers: int = field(
+        metadata=flag("--num-layers", "number of transformer layers", positive=True, most=100_000)
+    )
+    hidden_size: int = field(
+        metadata=flag(
+            "--hidden-size", "width of the residual stream", positive=True, unit="channels"
+        )
+    )
+    add_bias_linear: bool = field(
+        default=True, metadata=flag("--disable-bias-linear", "biases in every linear layer")
+    )
+    init_method_std: float = field(
+        default=0.02,
+        metadata=flag(
+            "--init-method-std",
+            "standard deviation of initial weights; projections back to the residual stream get it "
+            "divided by sqrt(2 x num_layers)",
+            positive=True,
+        ),
+    )
+
+    @property
+    def output_std(self) -> float:
+        """Standard deviation of the projections that write to the residual stream."""
+        return self.init_method_std / math.sqrt(2 * self.num_layers)

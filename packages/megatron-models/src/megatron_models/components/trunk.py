@@ -1,0 +1,61 @@
+"""An embedding, layers and a final norm: what GPT and both sides of an encoder-decoder are."""
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from megatron_models.components.block import Block
+from megatron_models.components.context import Context
+from megatron_models.components.embedding.module import Embedding
+from megatron_models.components.layer import TrunkSpec
+from megatron_models.components.norm.module import Norm
+from megatron_models.components.sites import EMBEDDING_LAYER
+from megatron_models.components.stack import run_layers
+from megatron_models.placement import Placement
+
+
+class Trunk(nn.Module):
+    """From tokens to the residual stream after the last layer; whole, or one stage of it.
+
+    Args:
+        spec: what this stage has.
+        place: where it is built.
+
+    Attributes:
+        embeds: whether it takes tokens.
+        layers: its blocks, by global layer number.
+    """
+
+    def __init__(self, spec: TrunkSpec, place: Placement) -> None:
+        super().__init__()
+        self.tp = place.mesh.axis("tp")
+        self.embedding_site = spec.embedding_site
+        self.embeds = spec.embedding is not None and not spec.embedding.output_only
+        self.embedding = None if spec.embedding is None else Embedding(spec.embedding, place)
+        # Keyed by the global layer number, so that a pipeline stage's names are the whole model's.
+        self.layers = nn.ModuleDict(
+            {
+                str(number): Block(layer, spec.first_number + number, place)
+                for number, layer in spec.layers.items()
+            }
+        )
+        self.final_norm = None if spec.final_norm is None else Norm(spec.final_norm, place)
+        self.reads_padding = any(mixer.reads_padding for mixer in spec.mixers)
+
+    def forward(
+        self,
+        x: Int[Tensor, "b s"] | Float[Tensor, "part b h"],
+        context: Context,
+        positions: Int[Tensor, "b s"] | None = None,
+    ) -> Float[Tensor, "part b h"]:
+        """From tokens, or the stream that the stage before passed on, to this stage's stream.
+
+        Args:
+            x: tokens ``[b, s]`` where this stage embeds, else the residual stream.
+            context: what the layers of this pass share.
+            positions: of the tokens; by default those after the cache's.
+        """
+        if self.embeds and self.embedding is not None:
+            x = self.embedding(x, positions, context.offset)
+            x = context.drop(x, EMBEDDING_LAYER, self.embedding_site)
+        x = run_layers(self.layers, x, context, self.tp)
+        return x if self.final_norm is None else self.final_norm(x)

@@ -1,0 +1,137 @@
+"""Kinds of models, found by the entry-point group ``megatron.models``.
+
+Who trains, converts or serves a model looks its kind up by the name that a command or a
+checkpoint's record gives, and knows no kind by name. Importing this module does not import torch.
+"""
+
+import difflib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any
+
+from megatron_models.errors import ConfigError
+from megatron_models.models.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+GROUP = "megatron.models"
+
+Migration = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""From the fields of one version of a kind's configurations to those of the next."""
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """A kind of models: its configuration, how its stages are built, and what it is trained for.
+
+    Attributes:
+        name: under which commands and checkpoints know it; that of its entry point.
+        config: the class of its configurations.
+        stages: ``package.module:function`` that builds this rank's stages of a pipeline; called
+            with the configuration, a `megatron_models.Placement`, and the keywords ``split`` and
+            ``seed``. It is imported when a model is built, and torch with it.
+        default_task: name of the task that it is pretrained for.
+        summary: one line for lists and ``--help``.
+        decodes: whether it generates token by token, with a cache (`megatron_models.CausalModel`).
+        migrations: at each place, what makes the fields of the next version of configurations from
+            those of this version; there are as many as versions before the one written now.
+    """
+
+    name: str
+    config: type[ModelConfig]
+    stages: str
+    default_task: str
+    summary: str
+    decodes: bool = False
+    migrations: tuple[Migration, ...] = ()
+
+    @property
+    def version(self) -> int:
+        """The version of configurations that are written now."""
+        return len(self.migrations)
+
+    def read(self, fields: Mapping[str, Any], version: int) -> ModelConfig:
+        """Return the configuration that fields of a version stand for.
+
+        Raises:
+            ConfigError: a newer version, or fields that are no configuration.
+        """
+        if version > self.version:
+            raise ConfigError(
+                f"the configuration of a model of kind {self.name!r} has version {version}, and "
+                f"what is installed here reads up to {self.version}: use a newer one"
+            )
+        for migrate in self.migrations[version:]:
+            fields = migrate(fields)
+        return self.config.from_dict(fields)
+
+    def build(self, config: ModelConfig, place: Any, **options: Any) -> "list[nn.Module]":
+        """Build this rank's stages of a model.
+
+        Args:
+            config: of this kind.
+            place: a `megatron_models.Placement`, or a mesh.
+            **options: ``split``, the layers of every stage of the pipeline, and ``seed``.
+        """
+        build: Callable[..., list[nn.Module]] = pkgutil.resolve_name(self.stages)
+        return build(config, place, **options)
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of the components that its configuration is composed of."""
+        bases = [
+            base for base in reversed(self.config.__mro__) if ".components." in base.__module__
+        ]
+        names = (base.__name__.removesuffix("Config") for base in bases)
+        return tuple(name for name in names if name != "Component")
+
+
+def model_kinds() -> dict[str, ModelKind]:
+    """Return every installed kind by name, other distributions' too."""
+    return {name: _load(entry) for name, entry in sorted(_installed().items())}
+
+
+def find_kind(name: str) -> ModelKind:
+    """Return an installed kind.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    known = _installed()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"no kind of model {name!r}{hint}; installed are {', '.join(sorted(known)) or 'none'}"
+        )
+    return _load(known[name])
+
+
+def _installed() -> dict[str, EntryPoint]:
+    """Return the entry points of kinds.
+
+    Raises:
+        ConfigError: two distributions bring one name.
+    """
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=GROUP):
+        other = found.setdefault(entry.name, entry)
+        if other.value != entry.value:
+            raise ConfigError(
+                f"two distributions bring a kind of model {entry.name!r}: {other.value} and "
+                f"{entry.value}; uninstall one"
+            )
+    return found
+
+
+def _load(entry: EntryPoint) -> ModelKind:
+    kind = entry.load()
+    if not isinstance(kind, ModelKind) or kind.name != entry.name:
+        raise ConfigError(
+            f"the entry point {entry.name!r} of {GROUP} is {entry.value}, which is no ModelKind of "
+            "that name"
+        )
+    return kind

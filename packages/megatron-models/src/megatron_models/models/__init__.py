@@ -1,0 +1,1 @@
+"""Kinds of models, a folder each: configuration, module, families of published models."""

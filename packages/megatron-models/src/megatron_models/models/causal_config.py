@@ -1,0 +1,12 @@
+"""The configuration of models that decode, whatever their kind. Torch is not imported here."""
+
+from dataclasses import dataclass
+
+from megatron_models.components.attention.config import AttentionConfig
+from megatron_models.components.embedding.spec import EmbeddingConfig
+from megatron_models.models.model_config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalConfig(ModelConfig, AttentionConfig, EmbeddingConfig):
+    """The configuration of a model of causal attention over one vocabulary."""

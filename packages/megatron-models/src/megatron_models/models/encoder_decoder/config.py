@@ -1,0 +1,91 @@
+"""The configuration of an encoder-decoder model, whose two sides differ in depth alone.
+
+Importing this module does not import torch.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from megatron_models.components.attention.config import AttentionConfig
+from megatron_models.components.attention.spec import AttentionSpec, CrossAttentionSpec
+from megatron_models.components.embedding.spec import EmbeddingConfig, EmbeddingSpec
+from megatron_models.components.fields import flag
+from megatron_models.components.layer import Layer, Sublayer, TrunkSpec
+from megatron_models.components.mlp.spec import MLPConfig, MLPSpec
+from megatron_models.components.norm.spec import NormConfig, NormSpec
+from megatron_models.components.sites import (
+    ATTENTION_OUTPUT,
+    CROSS_ATTENTION_OUTPUT,
+    DECODER_EMBEDDING,
+    EMBEDDING,
+    MLP_OUTPUT,
+)
+from megatron_models.errors import ConfigError
+from megatron_models.models.model_config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, EmbeddingConfig):
+    """The shape of an encoder and a decoder, which differ in depth alone.
+
+    ``num_layers`` is the decoder's depth. Embeddings of encoder, decoder and output are three
+    weights: they are on three stages of a pipeline, and a weight can be tied over two.
+
+    Raises:
+        ConfigError: a value of the wrong type or range, or values that do not fit together; an
+            option of attention that the model does not have (sinks).
+    """
+
+    kind: ClassVar[str] = "encoder_decoder"
+
+    encoder_num_layers: int = field(
+        metadata=flag(
+            "--encoder-num-layers", "number of encoder layers", positive=True, most=100_000
+        )
+    )
+
+    def _check(self) -> None:
+        super()._check()
+        if self.softmax_type != "vanilla":
+            raise ConfigError(
+                "an encoder-decoder has no attention sinks: {softmax_type}", vars(self)
+            )
+
+    def trunks(self) -> dict[str, TrunkSpec]:
+        """Return the encoder and the decoder.
+
+        Initial weights of each side depend on its own depth. Dropout counts layers over both, so
+        that no two of them drop alike.
+        """
+        above = self.encoder_num_layers
+        encoder = self._trunk(above, (), 0, EMBEDDING)
+        return {
+            "encoder": encoder,
+            "decoder": self._trunk(self.num_layers, self._crossing(), above, DECODER_EMBEDDING),
+        }
+
+    def _crossing(self) -> Layer:
+        norm, mixer = self.component(NormSpec), self.component(CrossAttentionSpec)
+        return (Sublayer("cross_attention", mixer, CROSS_ATTENTION_OUTPUT, norm),)
+
+    def _trunk(self, depth: int, between: Layer, first_number: int, site: int) -> TrunkSpec:
+        """Return one side: self-attention, what is ``between``, the feed-forward layer."""
+        norm = self.component(NormSpec, num_layers=depth)
+        attention = self.component(AttentionSpec, num_layers=depth)
+        layer = (
+            Sublayer("attention", attention, ATTENTION_OUTPUT, norm),
+            *between,
+            Sublayer("mlp", self.component(MLPSpec, num_layers=depth), MLP_OUTPUT, norm),
+        )
+        return TrunkSpec(
+            self.component(EmbeddingSpec, num_layers=depth),
+            dict.fromkeys(range(depth), layer),
+            norm,
+            self.hidden_size,
+            first_number,
+            site,
+        )
+
+    def output(self) -> EmbeddingConfig:
+        """Return the configuration itself: the output matrix is never tied."""
+        return self

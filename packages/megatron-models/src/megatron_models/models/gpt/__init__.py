@@ -1,0 +1,1 @@
+"""GPT: decoder-only transformers."""

@@ -1,0 +1,23 @@
+"""The entry of GPT in the group ``megatron.models``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_models.kinds import ModelKind
+from megatron_models.models.gpt.config import GPTConfig
+
+
+def _unversioned(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """0 to 1: records got a version; the fields are the same."""
+    return fields
+
+
+KIND = ModelKind(
+    name="gpt",
+    config=GPTConfig,
+    stages="megatron_models.models.gpt.model:gpt_chunks",
+    default_task="gpt",
+    summary="a decoder-only language model",
+    decodes=True,
+    migrations=(_unversioned,),
+)

@@ -1,0 +1,153 @@
+"""What the configuration of every kind of model can do, torch-free.
+
+A kind's configuration derives from `ModelConfig` and from those of its components, and says in
+`trunks` how they are put together. Parameters, products and activations are then sums over
+components.
+"""
+
+import dataclasses
+import difflib
+import json
+import reprlib
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, Self
+
+from megatron_parallel import ParallelLayout
+
+from megatron_models.components.embedding.spec import EmbeddingConfig, output_parameters
+from megatron_models.components.fields import ComponentConfig
+from megatron_models.components.layer import TrunkSpec
+from megatron_models.components.parts import Feature, Mixer, Parameters, Refusal, prefixed
+from megatron_models.errors import ConfigError
+
+
+class Work(NamedTuple):
+    """Multiply-adds of a forward pass.
+
+    Attributes:
+        per_token: elements of matrices that one token is multiplied with.
+        per_pair: of one query and one key that it may attend to, in all layers together.
+    """
+
+    per_token: int
+    per_pair: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(ComponentConfig):
+    """Base of the configurations of kinds of models: plain values, to and from JSON.
+
+    Raises:
+        ConfigError: a value of the wrong type or range, or values that do not fit together. The
+            message names the fields and the numbers.
+    """
+
+    kind: ClassVar[str]
+    """Name of the kind in the entry-point group ``megatron.models``."""
+
+    def trunks(self) -> dict[str, TrunkSpec]:
+        """Return the model's trunks by the start of their parameters' names, often empty."""
+        raise NotImplementedError
+
+    def trunk(self) -> TrunkSpec:
+        """Return the only trunk.
+
+        Raises:
+            ConfigError: the model has several.
+        """
+        (first, *others) = self.trunks().values()
+        if others:
+            raise ConfigError(f"a model of kind {self.kind!r} has several trunks, not one")
+        return first
+
+    def output(self) -> EmbeddingConfig | None:
+        """Return whose output matrix ``output.weight`` is; None if it is tied or absent."""
+        return None
+
+    def parameters(self, sequence_parallel: bool = False) -> Parameters:
+        """Return every parameter by its global name, in the order of the model."""
+        found: Parameters = {}
+        for prefix, trunk in self.trunks().items():
+            own = trunk.parameters(sequence_parallel)
+            found |= prefixed(prefix, own) if prefix else own
+        output = self.output()
+        if output is not None:
+            found |= prefixed("output", output_parameters(output))
+        return found
+
+    @cached_property
+    def work(self) -> Work:
+        """Multiply-adds of a forward pass, by token and by pair of query and key."""
+        per_token = sum(spec.multiplied for spec in self.parameters().values())
+        return Work(per_token, sum(t.products_per_pair() for t in self.trunks().values()))
+
+    @cached_property
+    def inner_losses(self) -> tuple[str, ...]:
+        """Names of the losses that components have of their own, such as routers."""
+        trunks = self.trunks().values()
+        return tuple(dict.fromkeys(name for trunk in trunks for name in trunk.inner_losses()))
+
+    @cached_property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixers of all layers, each once."""
+        found = {id(mixer): mixer for trunk in self.trunks().values() for mixer in trunk.mixers}
+        return tuple(found.values())
+
+    @property
+    def expert_parallel(self) -> bool:
+        """Whether the model has experts that ranks can share out."""
+        return any(mixer.expert_parallel for mixer in self.mixers)
+
+    def check_layout(self, layout: ParallelLayout) -> None:
+        """Refuse a layout that cannot cut a component.
+
+        Raises:
+            ConfigError: naming fields of the configuration and of the layout.
+        """
+        for mixer in self.mixers:
+            mixer.check_layout(layout)
+
+    def refusal(self, feature: Feature) -> Refusal | None:
+        """Return why the model cannot be trained with a feature, None if it can."""
+        reasons = (mixer.refuses(feature) for mixer in self.mixers)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every field as a plain JSON value."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        """Return every field as JSON text, one field a line."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build a configuration from plain values; an unknown key is an error with the nearest."""
+        known = [each.name for each in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"unknown model configuration key {reprlib.repr(key)}{hint}")
+        needed = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+        if missing := [name for name in needed if name not in values]:
+            raise ConfigError(f"the model configuration lacks {', '.join(missing)}")
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, text: str | Mapping[str, Any]) -> Self:
+        """Build a configuration from JSON text, or from the object it was parsed to."""
+        if isinstance(text, Mapping):
+            return cls.from_dict(text)
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"the model configuration is not JSON: {error}") from None
+        except RecursionError:
+            raise ConfigError("the model configuration is nested too deeply to be read") from None
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"the model configuration is a JSON {type(values).__name__}, not a map"
+            )
+        return cls.from_dict(values)

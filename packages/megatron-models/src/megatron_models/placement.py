@@ -1,0 +1,101 @@
+"""Where a model is built, and how it computes there: one object for all of its modules."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Union
+
+import torch
+from megatron_parallel import Mesh, Recompute, Sharding
+from megatron_parallel.tensor_parallel import (
+    ColumnParallelLinear,
+    ColumnSpec,
+    RowParallelLinear,
+    RowSpec,
+    VocabParallelEmbedding,
+    VocabSpec,
+)
+from torch import nn
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """What the modules of a model have in common that is no property of the model.
+
+    Attributes:
+        mesh: where this rank stands, and over which ranks weights are cut.
+        dtype: of the parameters; losses are float32, or float64 for a float64 model.
+        device: of the parameters; None is the mesh's device. On the meta device a model has no
+            values.
+        sequence_parallel: between the tensor-parallel layers, cut activations along the sequence,
+            ``[s/tp, b, h]``. Gradients of norms, position embeddings and row-parallel biases are
+            then partial sums, which `megatron_parallel.GradientBuffers` adds up.
+        tp_comm_overlap: with sequence parallelism, communicate in chunks while the forward pass
+            computes (`megatron_parallel.tensor_parallel.overlap_forward`).
+        recompute: what is computed again in the backward pass, and where the rest is kept; by
+            default everything that autograd asks for is kept.
+        dispatcher: how tokens get to the experts of a mixture of experts: ``allgather`` or
+            ``alltoall``, see `megatron_parallel.expert_parallel.dispatch`.
+        cp_comm_type: how attention goes over context-parallel ranks, for all layers or for each:
+            ``p2p`` (ring), ``a2a`` (heads scattered), ``allgather``, or ``a2a+p2p``.
+    """
+
+    mesh: Mesh
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str | None = None
+    sequence_parallel: bool = False
+    tp_comm_overlap: bool = False
+    recompute: Recompute = field(default_factory=Recompute)
+    dispatcher: str = "allgather"
+    cp_comm_type: str | Sequence[str] = "p2p"
+
+    @classmethod
+    def of(cls, place: Union["Placement", Mesh]) -> "Placement":
+        """Return ``place``, or what a mesh alone stands for: all else at its default."""
+        return cls(place) if isinstance(place, Mesh) else place
+
+    @property
+    def on(self) -> torch.device:
+        """The device of the parameters."""
+        return self.mesh.device if self.device is None else torch.device(self.device)
+
+    @property
+    def sequence_parts(self) -> int:
+        """Parts that the sequence is cut into between tensor-parallel layers."""
+        return self.mesh.axis("tp").size if self.sequence_parallel else 1
+
+    def column(self, spec: ColumnSpec) -> ColumnParallelLinear:
+        """Build a column-parallel layer here."""
+        cut = self.sequence_parallel
+        return ColumnParallelLinear.of(
+            spec, self.mesh, sequence_parallel=cut, dtype=self.dtype, device=self.on
+        )
+
+    def row(self, spec: RowSpec) -> RowParallelLinear:
+        """Build a row-parallel layer here."""
+        cut = self.sequence_parallel
+        return RowParallelLinear.of(
+            spec, self.mesh, sequence_parallel=cut, dtype=self.dtype, device=self.on
+        )
+
+    def vocabulary(self, spec: VocabSpec) -> VocabParallelEmbedding:
+        """Build token embeddings here."""
+        cut = self.sequence_parallel
+        return VocabParallelEmbedding.of(
+            spec, self.mesh, sequence_parallel=cut, dtype=self.dtype, device=self.on
+        )
+
+    def register(self, module: nn.Module, shardings: Mapping[str, Sharding], *names: str) -> None:
+        """Give a module its sharding table, and parameters without values.
+
+        Args:
+            module: gets the attribute ``sharding``, and a parameter for each entry.
+            shardings: of its parameters.
+            *names: of parameters that it may have; those without an entry are None.
+        """
+        module.sharding = dict(shardings)  # type: ignore[assignment]
+        for name in dict.fromkeys((*shardings, *names)):
+            parameter = None
+            if name in shardings:
+                shape = shardings[name].local_shape(self.mesh)
+                parameter = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.on))
+            module.register_parameter(name, parameter)

@@ -1,0 +1,96 @@
+"""Parallel layers as plain data: their sizes, and how their parameters are cut. No torch.
+
+A layer is built from its description (`ColumnParallelLinear.of`), and whoever counts parameters
+reads the same description, so that no shape is written twice.
+"""
+
+from dataclasses import dataclass
+
+from megatron_parallel.sharding import DEFAULT_INIT, ZEROS, Init, Sharding
+
+
+@dataclass(frozen=True)
+class ColumnSpec:
+    """A linear layer whose outputs are cut, weight `(*out_features, in_features)`.
+
+    Attributes:
+        in_features: Size of the last dim of the input.
+        out_features: Shape of the output.
+        bias: Whether there is one, of shape `out_features`.
+        dim: Dim of `out_features` that is cut.
+        fused_dim: Dim of `out_features` that enumerates fused weights.
+        spill_dim: Dim of `out_features` that is cut where there are more ranks than entries.
+        padded: Size of the cut dim in memory, when it is a padded vocabulary.
+        axis: Name of the axis.
+        init: How the weight starts; the bias starts at zero.
+    """
+
+    in_features: int
+    out_features: tuple[int, ...]
+    bias: bool = True
+    dim: int = 0
+    fused_dim: int | None = None
+    spill_dim: int | None = None
+    padded: int | None = None
+    axis: str = "tp"
+    init: Init = DEFAULT_INIT
+
+    def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
+        """How weight and bias are cut; sequence parallelism changes nothing."""
+        del sequence_parallel
+        out, cut = self.out_features, (self.axis, self.dim, self.padded, self.fused_dim)
+        spill = self.spill_dim
+        found = {
+            "weight": Sharding((*out, self.in_features), *cut, init=self.init, spill_dim=spill)
+        }
+        if self.bias:
+            found["bias"] = Sharding(out, *cut, weight_decay=False, init=ZEROS, spill_dim=spill)
+        return found
+
+
+@dataclass(frozen=True)
+class RowSpec:
+    """A linear layer whose inputs are cut, weight `(out_features, in_features)`.
+
+    Its bias is added after the sum, once. Under sequence parallelism ranks that add it to different
+    positions have different parts of its gradient.
+    """
+
+    in_features: int
+    out_features: int
+    bias: bool = True
+    axis: str = "tp"
+    init: Init = DEFAULT_INIT
+
+    def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
+        """How weight and bias are cut."""
+        shape = (self.out_features, self.in_features)
+        found = {"weight": Sharding(shape, self.axis, 1, init=self.init)}
+        if self.bias:
+            found["bias"] = Sharding(
+                (self.out_features,),
+                weight_decay=False,
+                init=ZEROS,
+                partial=self.axis if sequence_parallel else None,
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class VocabSpec:
+    """Token embeddings `(num_embeddings, embedding_dim)` with the vocabulary cut.
+
+    `padded` is the vocabulary's size in memory.
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    padded: int | None = None
+    axis: str = "tp"
+    init: Init = DEFAULT_INIT
+
+    def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
+        """How the weight is cut; sequence parallelism changes nothing."""
+        del sequence_parallel
+        shape = (self.num_embeddings, self.embedding_dim)
+        return {"weight": Sharding(shape, self.axis, 0, self.padded, init=self.init)}

@@ -1,0 +1,117 @@
+"""Tensors as boxes of global parameters, and the table of a module's shardings.
+
+What is handed to a checkpoint is a `View` for each box of a parameter that this rank holds.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jaxtyping import Shaped
+from torch import Tensor, nn
+
+from megatron_parallel.errors import LayoutError
+from megatron_parallel.mesh import Mesh
+from megatron_parallel.sharding import Box, Sharding, flat_range_boxes
+
+
+class View(NamedTuple):
+    """A tensor that is a box of a global tensor: what is handed to a checkpoint.
+
+    `tensor` has shape `lengths` and shares memory with its owner. Of several views of one box, the
+    one of replica 0 is written.
+    """
+
+    tensor: Tensor
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    replica: int
+
+
+def flat_range_views(
+    flat: Shaped[Tensor, " n"], start: int, sharding: Sharding, mesh: Mesh, replica: int = 0
+) -> list[View]:
+    """Views of `flat`, which holds elements `start : start + n` of this rank's flattened tensor.
+
+    For shards of a gradient bucket: padding is left out. `replica` is the caller's to give, since
+    whoever cuts a bucket decides who else holds the same range.
+    """
+    views = []
+    position = 0
+    for box in flat_range_boxes(sharding.local_shape(mesh), start, start + flat.numel()):
+        tensor = flat[position : position + box.numel].view(box.lengths)
+        position += box.numel
+        views += box_views(tensor, box.offsets, sharding, mesh, replica)
+    return views
+
+
+def box_views(
+    tensor: Shaped[Tensor, "..."],
+    offsets: tuple[int, ...],
+    sharding: Sharding,
+    mesh: Mesh,
+    replica: int = 0,
+) -> list[View]:
+    """Views of `tensor`, which is the box of this rank's tensor that begins at `offsets`.
+
+    As `flat_range_views`, for shards that are boxes (`fully_shard`).
+    """
+    views = []
+    box = Box(offsets, tuple(tensor.shape))
+    for piece in sharding.pieces(mesh):
+        part = box.intersection(piece.local)
+        if part.numel == 0:
+            continue
+        inside = part.shifted(tuple(-offset for offset in box.offsets))
+        to_global = zip(piece.box.offsets, piece.local.offsets, strict=True)
+        there = part.shifted(tuple(ours - local for ours, local in to_global))
+        shape = sharding.shape
+        views.append(View(tensor[inside.slices], shape, there.offsets, there.lengths, replica))
+    return views
+
+
+def collect_shardings(module: nn.Module) -> dict[str, Sharding]:
+    """The table of a module: global parameter name to `Sharding`, in the order of parameters.
+
+    Reads the attribute `sharding` of every submodule. A parameter that is used twice (tied) has one
+    entry, under its first name. Raises `LayoutError` for a parameter nobody describes.
+    """
+    owners = dict(module.named_modules(remove_duplicate=False))
+    table = {}
+    for name, _ in module.named_parameters():
+        prefix, _, local = name.rpartition(".")
+        described: Mapping[str, Sharding] = getattr(owners[prefix], "sharding", {})
+        if local not in described:
+            raise LayoutError(
+                f"parameter {name!r} has no sharding: add {local!r} to the attribute 'sharding' "
+                f"of {type(owners[prefix]).__name__}"
+            )
+        table[name] = described[local]
+    return table
+
+
+def parameter_views(
+    tensors: nn.Module | Mapping[str, Tensor], table: Mapping[str, Sharding], mesh: Mesh
+) -> dict[str, list[View]]:
+    """Views of parameters, or of tensors shaped like them (gradients, moments), for a checkpoint.
+
+    A name whose local part is all padding has an empty list.
+    """
+    named = dict(tensors.named_parameters()) if isinstance(tensors, nn.Module) else tensors
+    views: dict[str, list[View]] = {}
+    for name, tensor in named.items():
+        if name not in table:
+            raise LayoutError(f"parameter {name!r} is not in the sharding table")
+        sharding = table[name]
+        local = sharding.local_shape(mesh)
+        if tuple(tensor.shape) != local:
+            raise LayoutError(
+                f"{name!r} has shape {tuple(tensor.shape)}, its sharding says {local}"
+            )
+        replica = sharding.replica(mesh)
+        data = tensor.detach()
+        views[name] = [
+            View(data[at.slices], sharding.shape, box.offsets, box.lengths, replica)
+            for box, at in sharding.pieces(mesh)
+        ]
+    return views

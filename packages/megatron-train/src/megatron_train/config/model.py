@@ -1,0 +1,128 @@
+"""What a layout and a training can do with the model, checked before ranks meet.
+
+The model's components know what cannot be cut and what is not proven; this asks them, and reports
+their answers in flags.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron_models import ConfigError, Feature, ModelConfig
+from megatron_parallel import ParallelLayout
+from megatron_parallel.pipeline import schedule_kind
+
+from megatron_train.config.checkpoint import CheckpointConfig
+from megatron_train.config.options import options_of
+from megatron_train.config.sections import TrainingConfig
+from megatron_train.errors import TrainError
+
+if TYPE_CHECKING:
+    from megatron_train.config.run import RunConfig
+
+
+def check_model_layout(
+    model: ModelConfig, layout: ParallelLayout, training: TrainingConfig
+) -> None:
+    """Refuse a layout that cannot cut the model, and axes of experts where there are none.
+
+    Raises:
+        TrainError: in one line, with the flags and their numbers.
+    """
+    if not model.expert_parallel:
+        _refuse_without_experts(layout, training)
+    try:
+        model.check_layout(layout)
+    except ConfigError as error:
+        raise TrainError(error.told(_flags(model) | _flags(layout))) from None
+
+
+def check_features(run: "RunConfig") -> None:
+    """Refuse ways to train that a component of the model is not proven with.
+
+    Raises:
+        TrainError: in one line, with the flags.
+    """
+    for feature, asked in _features(run):
+        _refuse(run.model, feature, f"{asked} does not go with {{setting}}: {{why}}")
+
+
+def check_first_weights(model: ModelConfig, checkpoint: CheckpointConfig) -> None:
+    """Refuse to begin with weights that the loss does not reach.
+
+    Published models are like that, so weights that are there already may be trained on.
+
+    Raises:
+        TrainError: in one line, with the flags.
+    """
+    if not checkpoint.finetune and checkpoint.pretrained_checkpoint is None:
+        ending = " (--finetune takes such a model as it is)"
+        _refuse(model, "from_scratch", f"{{setting}} {{why}}{ending}")
+
+
+def _features(run: "RunConfig") -> Iterator[tuple[Feature, str]]:
+    """Yield the ways to train that a component may refuse, and the flag that asked for each."""
+    if run.training.compile:
+        yield "compile", "--compile"
+    schedule = run.pipeline.schedule_of(run.layout)
+    if schedule_kind(schedule).splits_backward:
+        yield "split_backward", f"--pipeline-schedule {schedule}"
+    if run.data_parallel.use_torch_fsdp2:
+        yield "fully_shard", "--use-torch-fsdp2"
+    if run.layout.hybrid_cp:
+        yield "document_pool", "--hybrid-context-parallel"
+
+
+def _refuse(model: ModelConfig, feature: Feature, form: str) -> None:
+    refusal = model.refusal(feature)
+    if refusal is not None:
+        line = form.format(setting=refusal.setting, why=refusal.why)
+        raise TrainError(ConfigError(line, vars(model)).told(_flags(model)))
+
+
+def _flags(section: ModelConfig | ParallelLayout) -> dict[str, str]:
+    """The flag of every field of a section."""
+    return {option.name: option.flag for option in options_of(type(section), "")}
+
+
+def check_expert_overlap(run: "RunConfig") -> None:
+    """Refuse to hide messages of experts where there are none, or nothing to hide them behind.
+
+    Raises:
+        TrainError: in one line, with the flags and their numbers.
+    """
+    if not run.pipeline.overlap_experts:
+        return
+    flag, dispatcher = "--overlap-moe-expert-parallel-comm", run.training.moe_token_dispatcher_type
+    if not run.model.expert_parallel:
+        raise TrainError(f"{flag} needs --num-experts; give it, or leave this out")
+    if run.layout.ep == 1:
+        raise TrainError(
+            f"{flag} needs --expert-model-parallel-size of at least 2, as no token leaves its rank "
+            "otherwise; leave it out"
+        )
+    if dispatcher != "alltoall":
+        raise TrainError(
+            f"{flag} needs --moe-token-dispatcher-type alltoall: {dispatcher} waits where it "
+            "sends, so that nothing else can be computed meanwhile; change one of them"
+        )
+    for size in run.batch_sizes.sizes:
+        if size // run.samples_at_once == 1:
+            raise TrainError(
+                f"{flag} needs at least 2 micro-batches a step, one of which computes while the "
+                f"other's tokens travel, but {size} samples in micro-batches of "
+                f"{run.training.micro_batch_size} on {run.data_parallel_size} data parallel ranks "
+                "are 1: raise --global-batch-size, or lower --micro-batch-size"
+            )
+
+
+def _refuse_without_experts(layout: ParallelLayout, training: TrainingConfig) -> None:
+    asked = {
+        f"--expert-model-parallel-size {layout.ep}": layout.ep > 1,
+        f"--expert-tensor-parallel-size {layout.etp}": layout.etp is not None,
+        f"--moe-token-dispatcher-type {training.moe_token_dispatcher_type}": (
+            training.moe_token_dispatcher_type != TrainingConfig.moe_token_dispatcher_type
+        ),
+    }
+    for flag, given in asked.items():
+        if given:
+            raise TrainError(f"{flag} needs --num-experts; give it, or leave this out")
