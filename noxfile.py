@@ -35,6 +35,8 @@ PACKAGES = tuple(
 EDITABLE = tuple(part for name in PACKAGES for part in ("-e", f"packages/{name}[test]"))
 ONE_AT_A_TIME = ("megatron-kernels", "megatron-optim")
 """Packages whose tests take less time than two processes need to start."""
+STRANGER = ("-e", "integration_tests/stranger")
+"""A distribution that brings a kind and a family of models by entry points alone."""
 OLDEST = ("megatron-parallel", "megatron-models", "megatron-optim", "megatron-train")
 """Packages that touch what torch changes from version to version."""
 WHEELS = ROOT / "dist"
@@ -263,7 +265,7 @@ def integration(session: nox.Session) -> None:
     """Whatever needs two or more packages, all eight installed."""
     slow = split_slow(session)
     # playwright drives a Chromium that the machine has; it fetches none.
-    install(session, *EDITABLE, "playwright", "pytest-xdist")
+    install(session, *EDITABLE, *STRANGER, "playwright", "pytest-xdist")
     # megatron-data's own session has no torch.
     with_torch = [f"packages/megatron-data/tests/test_{name}.py" for name in ("torch", "examples")]
     others = ["integration_tests", *with_torch, "--ignore=integration_tests/parity"]
@@ -312,7 +314,8 @@ def parity(session: nox.Session) -> None:
 
     try:
         # accelerate: transformers reads GGUF files, and trains, with it alone.
-        install(session, *EDITABLE, "transformers", "accelerate", "datasets", "pytest-xdist")
+        more = ("transformers", "accelerate", "datasets", "pytest-xdist")
+        install(session, *EDITABLE, *STRANGER, *more)
         session.install("-q", *CONSTRAINTS, "--no-deps", "megatron-core")
     except nox.command.CommandFailed:
         missing("PARITY NOT CHECKED: transformers or megatron-core could not be installed here")

@@ -13,9 +13,9 @@ import pytest
 import torch
 from megatron_ckpt import CheckpointStore, ForeignModel, ModelRecord, export_hf
 from megatron_models import GPT, GPTConfig, config_of, record_of
-from megatron_models.families import gpt2, llama, mixtral
 from megatron_models.families.family import Family
 from megatron_models.families.settings import Odd, Theirs
+from megatron_models.models.gpt.families import gpt2, llama, mixtral
 from megatron_parallel import Mesh, collect_shardings, parameter_views
 from safetensors import safe_open
 
@@ -77,7 +77,7 @@ def installed(monkeypatch):
         EntryPoint(name, f"{module}:FAMILY", "megatron.families")
         for name, module in (
             ("mixed", "mixed_family"),
-            ("mixtral", "megatron_models.families.mixtral"),
+            ("mixtral", "megatron_models.models.gpt.families.mixtral"),
         )
     ]
     monkeypatch.setattr(megatron_ckpt.families, "entry_points", lambda group: entries)

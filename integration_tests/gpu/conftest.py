@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron_models import GPTConfig, Placement, gpt_chunks
 from megatron_optim import Optimizer, OptimizerConfig
-from megatron_parallel import DataParallelConfig, Mesh
+from megatron_parallel import DataParallelConfig, Mesh, Recompute
 from megatron_train.engine import StepEngine
 from megatron_train.tasks.gpt import GPTTask
 from torch import Tensor
@@ -41,7 +41,12 @@ class Job:
         mesh = Mesh.single(self.device)
         stages = gpt_chunks(
             GPTConfig(**SMALL, **self.config),
-            Placement(mesh, dtype=self.dtype, recompute=self.recompute, dispatcher=self.dispatcher),
+            Placement(
+                mesh,
+                dtype=self.dtype,
+                recompute=self.recompute or Recompute(),
+                dispatcher=self.dispatcher,
+            ),
             seed=3,
         )
         self.model = stages[0]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron_ckpt import Checkpoint, CheckpointStore, ModelRecord, apply, export_hf, import_hf
 from megatron_models import GPT, Family, GPTConfig, record_of
-from megatron_models.families import gpt2, llama
+from megatron_models.models.gpt.families import gpt2, llama
 from megatron_parallel import Mesh, collect_shardings, parameter_views
 from torch.nn import functional
 

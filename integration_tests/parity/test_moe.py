@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from megatron_ckpt import Checkpoint, CheckpointStore, ModelRecord, export_hf, import_hf
-from megatron_models import GPT, GPTConfig, record_of
+from megatron_kernels import Mask
+from megatron_models import GPT, GPTConfig, Placement, record_of
 from megatron_models.components.context import Context
 from megatron_models.components.moe.module import MoE
 from megatron_models.components.moe.router import Router, Routing, load_balancing_loss, z_loss
-from megatron_models.families import mixtral as family
+from megatron_models.components.moe.spec import MoESpec
+from megatron_models.models.gpt.families import mixtral as family
 from megatron_parallel import Mesh, collect_shardings, parameter_views
 from torch import Tensor
 
@@ -51,7 +53,8 @@ def test_the_layer_equals_mixtrals(dispatcher: str) -> None:
             experts_implementation="eager",
         )
     ).double()
-    ours = MoE(config(), Mesh.single(), torch.float64, "cpu", dispatcher=dispatcher)
+    place = Placement(Mesh.single(), dtype=torch.float64, dispatcher=dispatcher)
+    ours = MoE(config().component(MoESpec), 0, place)
     weights = {
         "router.weight": (theirs.gate.weight, drawn(E, HIDDEN)),
         "experts.up.weight": (theirs.experts.gate_up_proj, drawn(E, 2, WIDTH, HIDDEN, seed=2)),
@@ -63,7 +66,7 @@ def test_the_layer_equals_mixtrals(dispatcher: str) -> None:
             ours.get_parameter(name).copy_(values)
             other.copy_(values.view(other.shape))
     x, gradient = drawn(8, 3, HIDDEN, seed=4), drawn(8, 3, HIDDEN, seed=5).detach()
-    context = Context(mask=None)  # type: ignore[arg-type]
+    context = Context(Mask())
     y = ours(x, context)
     expected = theirs(x.transpose(0, 1).contiguous()).transpose(0, 1)
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
@@ -80,12 +83,9 @@ def test_the_layer_equals_mixtrals(dispatcher: str) -> None:
 
 def routed(logits: Tensor, topk: int, pre_softmax: bool) -> Routing:
     """The routing of given logits."""
-    router = Router(
-        config(moe_router_topk=topk, moe_router_pre_softmax=pre_softmax, hidden_size=E * 2),
-        Mesh.single(),
-        torch.float64,
-        "cpu",
-    )
+    changed = config(moe_router_topk=topk, moe_router_pre_softmax=pre_softmax, hidden_size=E * 2)
+    place = Placement(Mesh.single(), dtype=torch.float64)
+    router = Router(changed.component(MoESpec), place)
     with torch.no_grad():
         router.weight.copy_(torch.eye(E, 2 * E))
     found: Routing = router(torch.cat([logits, torch.zeros_like(logits)], 1), None)

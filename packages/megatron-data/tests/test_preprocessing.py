@@ -22,7 +22,7 @@ from megatron_data import (
     verify,
 )
 from megatron_data.preprocessing.manifest import write_manifest
-from megatron_data.preprocessing.pool import _interrupts_held, ordered_map
+from megatron_data.preprocessing.pool import _interrupts_held, _serve, ordered_map
 from megatron_data.sources.json_lines import JsonLines, LinesChunk
 from megatron_data.sources.protocol import Item
 
@@ -323,3 +323,17 @@ def test_a_text_that_cannot_be_tokenized_names_its_line() -> None:
     assert (fault.offset, fault.size, fault.kind) == (114, 13, "tokens")
     assert found.outputs[0].tokens.tolist() == [1, 3]
     assert found.refused == [1]
+
+
+@pytest.mark.parametrize("end", [EOFError, ConnectionResetError])
+def test_a_worker_ends_without_a_word_where_its_parent_has_ended(end, monkeypatch):
+    """A parent that is interrupted may leave the pipe with an item in it, which resets it."""
+    pool = sys.modules[_serve.__module__]
+    for name in ("signal", "pthread_sigmask"):
+        monkeypatch.setattr(pool.signal, name, lambda *_: None)
+
+    class Pipe:
+        def recv(self) -> None:
+            raise end
+
+    _serve(Pipe(), len)

@@ -29,7 +29,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def worker_pool_preload() -> tuple[str, ...]:
-    return ("megatron_infer.load", "megatron_models.gpt")
+    return ("megatron_infer.load", "megatron_models.models.gpt.model")
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,12 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 from megatron_models.errors import ConfigError
-from megatron_models.families import gpt2, llama, mixtral
-from megatron_models.families.neutral import NEUTRAL, OURS_WITHOUT_EFFECT, WINDOWS, WITHOUT_EFFECT
+from megatron_models.families.neutral import NEUTRAL, WINDOWS, WITHOUT_EFFECT
 from megatron_models.models.gpt.config import GPTConfig
+from megatron_models.models.gpt.families import gpt2, llama, mixtral
 from megatron_models.parameters import parameter_shapes
 
+NO_EFFECT = {each.name for each in fields(GPTConfig) if each.metadata.get("no_effect")}
 OPERATIONS = {
     "transpose": set(),
     "concat": {"dim", "sizes"},
@@ -285,7 +286,7 @@ def test_each_field_of_ours_comes_back_or_is_refused(family, theirs):
                 assert "has" in str(error) and changed != config
                 continue
             outcomes["kept"] += 1
-            free = {*OURS_WITHOUT_EFFECT, *UNREAD[family.name]}
+            free = {*NO_EFFECT, *UNREAD[family.name]}
             free |= UNSCALED[changed.rope_scaling_type]
             left = {n: v for n, v in changed.to_dict().items() if n not in free}
             biases = [each for each in left if each.startswith("add_")]

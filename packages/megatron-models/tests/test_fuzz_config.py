@@ -5,8 +5,8 @@ import json
 import pytest
 from fuzzing import fuzz, mutate_json
 from megatron_models.errors import ConfigError
-from megatron_models.families import gpt2, llama, mixtral
 from megatron_models.models.gpt.config import GPTConfig
+from megatron_models.models.gpt.families import gpt2, llama, mixtral
 from megatron_models.parameters import parameter_shapes
 
 COMMON = {"vocab_size": 61, "tie_word_embeddings": False}

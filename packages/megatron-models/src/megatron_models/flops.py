@@ -19,11 +19,11 @@ def training_flops(
     *,
     squared_lengths: int | None = None,
 ) -> int:
-    """Return the operations of a forward and backward pass of a causal model.
+    """Return the operations of a forward and backward pass.
 
     Args:
         config: the model.
-        sequence_length: length of each causal sequence, in tokens.
+        sequence_length: length of each sequence, in tokens.
         tokens: tokens processed; by default one sequence.
         squared_lengths: sum of the squares of the lengths of all documents, where packed documents
             do not attend to each other; by default ``tokens * sequence_length``.
@@ -32,8 +32,8 @@ def training_flops(
         tokens = sequence_length
     if squared_lengths is None:
         squared_lengths = tokens * sequence_length
-    attention = config.work.per_pair * squared_lengths // 2  # causality keeps half of the pairs
-    return _PASSES * _MULTIPLY_ADD * (tokens * config.work.per_token + attention)
+    work = config.work
+    return _PASSES * _MULTIPLY_ADD * (tokens * work.per_token + work.per_square * squared_lengths)
 
 
 def tokens_per_pair(config: ModelConfig) -> float:

@@ -52,7 +52,7 @@ CONFIG_FILE = "config.yaml"
 def pretrain_gpt(
     config: RunConfig, values: Values | None = None, *, command: str | None = None
 ) -> int:
-    """Train a GPT model as ``config`` says, and print as it goes.
+    """Train a model as ``config`` says, and print as it goes.
 
     While it runs, no other run can save into the folder of --save.
 

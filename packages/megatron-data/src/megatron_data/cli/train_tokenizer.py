@@ -38,7 +38,7 @@ def add_parser(commands: Any) -> None:
         "--kind",
         choices=("bpe", "unigram", "wordpiece"),
         default="bpe",
-        help="byte-level BPE as GPT-2's, byte-level unigram, or WordPiece as BERT's",
+        help="byte-level BPE as GPT2's, byte-level unigram, or WordPiece as BERT's",
     )
     parser.add_argument(
         "--cased", action="store_true", help="wordpiece: keep capital letters and accents"

@@ -201,7 +201,7 @@ class GPTBuilder(Builder):
 
 @dataclass(kw_only=True)
 class CompatBuilder(GreedyBuilder, GPTBuilder):
-    """Megatron's order of GPT samples."""
+    """The order of samples of Megatron's `GPTDataset`."""
 
     def _order(
         self, source: TokenSource, sequences: tuple[int, int], wanted: Wanted, number: int

@@ -35,7 +35,7 @@ def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
     while True:
         try:
             item = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):  # closed, or reset by a parent that has ended
             return
         try:
             answer = True, function(item)

@@ -1,4 +1,4 @@
-"""GPT-2's two files, `vocab.json` and `merges.txt`, as one tokenizer."""
+"""GPT2's two files, `vocab.json` and `merges.txt`, as one tokenizer."""
 
 import json
 import os
@@ -17,9 +17,9 @@ END_OF_TEXT = "<|endoftext|>"
 def gpt2_tokenizer(
     vocab_file: str | os.PathLike[str], merge_file: str | os.PathLike[str]
 ) -> HuggingFaceTokenizer:
-    """The byte-level BPE in the two files of GPT-2: Megatron's `GPT2BPETokenizer`.
+    """The byte-level BPE in the two files of GPT2: Megatron's `GPT2BPETokenizer`.
 
-    It encodes as GPT-2 does, whatever the vocabulary; `<|endoftext|>` ends a document.
+    It encodes as GPT2 does, whatever the vocabulary; `<|endoftext|>` ends a document.
 
     Args:
         vocab_file: `vocab.json`, tokens to numbers.

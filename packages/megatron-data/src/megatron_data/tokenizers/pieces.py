@@ -23,7 +23,7 @@ LLAMA3 = (
 )
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
-# No alternative of GPT-2's pattern has white space after anything else, and none looks back: a word
+# No alternative of GPT2's pattern has white space after anything else, and none looks back: a word
 # ends before every space and line end that follows a letter, a digit or a full stop. The only
 # look-ahead is that of white space, which is never the last thing before such a cut. (The stops
 # are those of Chinese and Japanese, which are written without spaces.)

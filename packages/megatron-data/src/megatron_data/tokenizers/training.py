@@ -22,7 +22,7 @@ def train_bpe(
     min_frequency: int = 2,
     progress: bool = False,
 ) -> HuggingFaceTokenizer:
-    """Train a byte-level BPE tokenizer, as GPT-2's: any text round-trips, nothing is unknown.
+    """Train a byte-level BPE tokenizer, as GPT2's: any text round-trips, nothing is unknown.
 
     Special tokens take the first numbers, in the order given; the first of them ends documents.
     The vocabulary comes out smaller than asked when the texts have too few distinct pairs.

@@ -29,11 +29,13 @@ class Block(nn.Module):
         self.layer = number
         self.sublayers = layer
         for sublayer in layer:
-            if sublayer.norm is not None:
-                self.add_module(f"{sublayer.name}_norm", Norm(sublayer.norm, place))
+            norms = {name: Norm(norm, place) for name, norm in sublayer.norms.items()}
+            first = f"{sublayer.name}_norm"
+            if first in norms:
+                self.add_module(first, norms.pop(first))
             self.add_module(sublayer.name, build_mixer(sublayer.mixer, number, place))
-            if sublayer.norm_after is not None:
-                self.add_module(f"{sublayer.name}_norm_after", Norm(sublayer.norm_after, place))
+            for name, norm in norms.items():
+                self.add_module(name, norm)
 
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
         """Transform the residual stream."""
@@ -47,6 +49,8 @@ class Block(nn.Module):
             if sublayer.norm_after is not None:
                 y = getattr(self, f"{sublayer.name}_norm_after")(y)
             x = x + context.drop(y, self.layer, sublayer.site)
+            if sublayer.norm_sum is not None:
+                x = getattr(self, f"{sublayer.name}_norm_sum")(x)
         return x
 
     @staticmethod

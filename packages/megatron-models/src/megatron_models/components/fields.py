@@ -31,6 +31,7 @@ def flag(
     not_negative: bool = False,
     filled: bool = False,
     most: int | None = None,
+    no_effect: bool = False,
     **metadata: Any,
 ) -> dict[str, Any]:
     """Return the metadata of a field.
@@ -42,10 +43,18 @@ def flag(
         not_negative: the value must be 0 or more, and finite.
         filled: 0 stands for a value worked out from others.
         most: the largest integer allowed.
+        no_effect: what a model computes is the same whatever the value: weights of training losses,
+            padding in memory. A family need not express it.
         **metadata: ``unit`` and ``choices``.
     """
-    checks = {"positive": positive, "not_negative": not_negative, "filled": filled, "most": most}
-    given = {key: value for key, value in checks.items() if value}
+    said = {
+        "positive": positive,
+        "not_negative": not_negative,
+        "filled": filled,
+        "most": most,
+        "no_effect": no_effect,
+    }
+    given = {key: value for key, value in said.items() if value}
     return {"flag": name, "help": help_text, **given, **metadata}
 
 

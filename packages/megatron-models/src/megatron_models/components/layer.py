@@ -14,15 +14,21 @@ from megatron_models.components.parts import LayerPass, Mixer, Parameters, Terms
 
 @dataclass(frozen=True)
 class Sublayer:
-    """A mixer between the residual stream and itself: ``x + drop(after(mixer(before(x))))``.
+    """A mixer beside the residual stream: ``sum(x + drop(after(mixer(before(x)))))``.
+
+    The three norms ``before``, ``after`` and ``sum`` are there or not: before alone is pre-LN
+    (Xiong et al., 2020), the sum's alone is post-LN (Vaswani et al., 2017; BERT), before and after
+    are a sandwich (Ding et al., 2021).
 
     Attributes:
-        name: of the mixer in the layer; its norms are ``<name>_norm`` and ``<name>_norm_after``.
+        name: of the mixer in the layer; its norms are ``<name>_norm``, ``<name>_norm_after`` and
+            ``<name>_norm_sum``.
         mixer: what it computes.
         site: the number by which dropout knows its output
             (`megatron_models.components.dropout`).
         norm: of what the mixer reads, if there is one.
         norm_after: of what it adds, if there is one.
+        norm_sum: of the stream after it was added, if there is one.
     """
 
     name: str
@@ -30,22 +36,29 @@ class Sublayer:
     site: int
     norm: NormSpec | None = None
     norm_after: NormSpec | None = None
+    norm_sum: NormSpec | None = None
 
     @property
     def norms(self) -> dict[str, NormSpec]:
         """The norms by their names in the layer."""
-        both = {f"{self.name}_norm": self.norm, f"{self.name}_norm_after": self.norm_after}
-        return {name: norm for name, norm in both.items() if norm is not None}
+        found = {
+            f"{self.name}_norm": self.norm,
+            f"{self.name}_norm_after": self.norm_after,
+            f"{self.name}_norm_sum": self.norm_sum,
+        }
+        return {name: norm for name, norm in found.items() if norm is not None}
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
         """Return the parameters of norms and mixer, by their names in the layer."""
-        found: Parameters = {}
-        mixer = prefixed(self.name, self.mixer.parameters(sequence_parallel))
-        for name, norm in self.norms.items():
-            if norm is self.norm_after:
-                found |= mixer
-            found |= prefixed(name, norm.parameters(sequence_parallel))
-        return found | mixer
+        norms = {
+            name: prefixed(name, norm.parameters(sequence_parallel))
+            for name, norm in self.norms.items()
+        }
+        first = norms.pop(f"{self.name}_norm", {})
+        found = first | prefixed(self.name, self.mixer.parameters(sequence_parallel))
+        for own in norms.values():
+            found |= own
+        return found
 
     def activations(self, taken: LayerPass, width: int) -> Terms:
         """Return the bytes that norms, mixer and dropout keep, by part.
@@ -117,6 +130,16 @@ class TrunkSpec:
     def products_per_pair(self) -> int:
         """Return the multiply-adds of one query and one key, in all layers together."""
         return sum(mixer.products_per_pair() for mixer in self.mixers)
+
+    def products_per_square(self) -> int:
+        """Return the multiply-adds of a sequence of length 1, which grow with its square.
+
+        Causality keeps half of the pairs of query and key.
+        """
+        return sum(
+            mixer.products_per_pair() // (1 if mixer.both_directions else 2)
+            for mixer in self.mixers
+        )
 
     def layer_activations(self, number: int, taken: LayerPass) -> Terms:
         """Return the bytes that one layer keeps of one micro-batch, by part."""

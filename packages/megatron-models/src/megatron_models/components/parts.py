@@ -163,6 +163,9 @@ class Mixer:
     reads_padding: ClassVar[bool] = False
     """Whether it has to know which tokens are padding."""
 
+    both_directions: ClassVar[bool] = False
+    """Whether tokens attend to later ones too, so that no half of the pairs is left out."""
+
     expert_parallel: ClassVar[bool] = False
     """Whether axes ``ep`` and ``expert_tp`` cut it."""
 

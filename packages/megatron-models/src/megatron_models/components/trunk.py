@@ -1,4 +1,4 @@
-"""An embedding, layers and a final norm: what GPT and both sides of an encoder-decoder are."""
+"""An embedding, layers and a final norm: a decoder-only model, or a side of an encoder-decoder."""
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn

@@ -10,7 +10,6 @@ from typing import Any
 from megatron_models.errors import ConfigError
 from megatron_models.families.neutral import (
     NEUTRAL,
-    OURS_WITHOUT_EFFECT,
     WINDOW_FIELDS,
     WITHOUT_EFFECT,
     refuse_windows,
@@ -139,8 +138,10 @@ class Family:
         found: list[str] = []
         writers: list[Callable[[], Mapping[str, Any]]]
         writers = [partial(rule.write, config) for rule in self.odd]
-        odd = {name for rule in self.odd for name in rule.ours} | OURS_WITHOUT_EFFECT
+        odd = {name for rule in self.odd for name in rule.ours}
         for entry in dataclasses.fields(config):
+            if entry.metadata.get("no_effect"):
+                continue
             if entry.name in self.settings:
                 writers.append(partial(self.settings[entry.name].write, entry.name, config))
             elif entry.name not in odd:

@@ -1,4 +1,4 @@
-"""Settings without effect on what a model computes: fields of a ``config.json``, and of ours.
+"""Settings of a ``config.json`` without effect on what a model computes.
 
 Forks and successors of a published model keep its architecture's name and add fields. Weights alone
 do not show them, so a field is refused unless it is known here, or to the family, to change
@@ -16,16 +16,6 @@ _OFF = (None, False)
 _ONE = (None, 1, 1.0)
 _NONE = (None,)
 _ZERO = (None, 0)
-
-#: Our fields that are exported as nothing: padding is not stored, and these losses are of training.
-OURS_WITHOUT_EFFECT = frozenset(
-    {
-        "make_vocab_size_divisible_by",
-        "moe_router_load_balancing_type",
-        "moe_aux_loss_coeff",
-        "moe_z_loss_coeff",
-    }
-)
 
 #: Their fields that never change the model: files and versions, tokens, what is returned, how text
 #: is generated (these stand in ``generation_config.json`` today), labels of classifiers, training.

@@ -28,10 +28,12 @@ class Work(NamedTuple):
     Attributes:
         per_token: elements of matrices that one token is multiplied with.
         per_pair: of one query and one key that it may attend to, in all layers together.
+        per_square: of all pairs in a sequence, divided by the square of its length.
     """
 
     per_token: int
     per_pair: int
+    per_square: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +82,12 @@ class ModelConfig(ComponentConfig):
     def work(self) -> Work:
         """Multiply-adds of a forward pass, by token and by pair of query and key."""
         per_token = sum(spec.multiplied for spec in self.parameters().values())
-        return Work(per_token, sum(t.products_per_pair() for t in self.trunks().values()))
+        trunks = self.trunks().values()
+        return Work(
+            per_token,
+            sum(trunk.products_per_pair() for trunk in trunks),
+            sum(trunk.products_per_square() for trunk in trunks),
+        )
 
     @cached_property
     def inner_losses(self) -> tuple[str, ...]:

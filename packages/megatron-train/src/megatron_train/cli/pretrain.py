@@ -1,4 +1,4 @@
-"""``megatron-train pretrain gpt``: train a GPT model from scratch, or continue a run."""
+"""``megatron-train pretrain gpt``: train a model from scratch, or continue a run."""
 
 import argparse
 import os

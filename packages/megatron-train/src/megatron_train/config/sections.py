@@ -1,6 +1,6 @@
 """The sections of a run's configuration that belong to the trainer itself.
 
-The sections ``model``, ``optimizer`` and ``layout`` are `megatron_models.GPTConfig`,
+The sections ``model``, ``optimizer`` and ``layout`` are the configuration of the model's kind,
 `megatron_optim.OptimizerConfig` and `megatron_parallel.ParallelLayout`. Names and defaults are
 Megatron-LM's unless the help says otherwise. A section checks what it can see alone;
 `megatron_train.config.run` checks what involves several.

@@ -44,7 +44,7 @@ def gelu(
 
     Args:
         x: Input of any shape.
-        approximate: "none" for the error function, "tanh" for the approximation of GPT-2.
+        approximate: "none" for the error function, "tanh" for the approximation of GPT2.
         backend: "auto" or the name of one backend.
 
     Returns:

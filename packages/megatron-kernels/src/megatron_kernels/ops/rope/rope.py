@@ -59,7 +59,7 @@ def rope(
         cos: Cosines `[s, b or 1, r/2]` from `rope_tables`, r <= d.
         sin: Sines of the same shape.
         interleaved: False pairs channel i with i + r/2 (Llama, "rotate half"); True pairs 2i with
-            2i + 1 (the paper, GPT-J).
+            2i + 1 (the paper, GPTJ).
         backend: "auto" or the name of one backend.
 
     Returns:

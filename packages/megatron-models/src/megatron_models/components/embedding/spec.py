@@ -65,6 +65,7 @@ class EmbeddingConfig(PositionConfig):
             "--make-vocab-size-divisible-by",
             "the vocabulary is padded to a multiple of this, whatever the tensor-parallel size",
             positive=True,
+            no_effect=True,
             unit="tokens",
         ),
     )

@@ -71,12 +71,16 @@ class MoEConfig(MLPConfig):
             "--moe-router-load-balancing-type",
             "load is balanced over a micro-batch, over each of its sequences, or not at all",
             choices=get_args(LoadBalancing),
+            no_effect=True,
         ),
     )
     moe_aux_loss_coeff: float = field(
         default=0.0,
         metadata=flag(
-            "--moe-aux-loss-coeff", "weight of the load balancing loss", not_negative=True
+            "--moe-aux-loss-coeff",
+            "weight of the load balancing loss",
+            not_negative=True,
+            no_effect=True,
         ),
     )
     moe_z_loss_coeff: float = field(
@@ -85,6 +89,7 @@ class MoEConfig(MLPConfig):
             "--moe-z-loss-coeff",
             "weight of the z loss, which keeps router logits low",
             not_negative=True,
+            no_effect=True,
         ),
     )
 

@@ -5,11 +5,11 @@ Softmax over all experts, renormalised over the chosen ones, is softmax over the
 one chosen expert it is 1.
 """
 
-from megatron_models.families import llama
 from megatron_models.families.family import Family, Operation, Row
-from megatron_models.families.rope import rope
 from megatron_models.families.settings import Fixed, Odd, Theirs, Unused, inexpressible
 from megatron_models.models.gpt.config import GPTConfig
+from megatron_models.models.gpt.families import llama
+from megatron_models.models.gpt.families.rope import rope
 
 _MOE = "model.layers.{i}.block_sparse_moe"
 _EXPERT = f"{_MOE}.experts.{{e}}"

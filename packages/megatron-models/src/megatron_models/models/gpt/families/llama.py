@@ -5,7 +5,6 @@ we do, so no row permutes them.
 """
 
 from megatron_models.families.family import UNTIED, Family, Operation, Row
-from megatron_models.families.rope import rope
 from megatron_models.families.settings import (
     Fixed,
     Odd,
@@ -16,6 +15,7 @@ from megatron_models.families.settings import (
     unsupported,
 )
 from megatron_models.models.gpt.config import GPTConfig
+from megatron_models.models.gpt.families.rope import rope
 
 _QKV: Operation = (
     "interleave_qkv",

@@ -1,0 +1,1 @@
+"""Bidirectional encoders (BERT) as a kind of model for the megatron packages."""

@@ -1,0 +1,23 @@
+"""Attention in both directions."""
+
+from megatron_kernels import attention
+from megatron_models import Placement
+from megatron_models.components.context import Context
+from torch import Tensor, nn
+
+from bidirectional.config import BidirectionalSpec
+
+
+class Bidirectional(nn.Module):
+    """Self-attention of one layer; the tensor-parallel axis cuts it by heads."""
+
+    def __init__(self, spec: BidirectionalSpec, layer: int, place: Placement) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (place.column(spec.read) for _ in range(3))
+        self.out = place.row(spec.out)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Let every token ``[s, b, h]`` attend as the mask allows."""
+        y = attention(self.q(x), self.k(x), self.v(x), context.mask)
+        result: Tensor = self.out(y.flatten(2))
+        return result

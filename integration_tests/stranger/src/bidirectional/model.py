@@ -1,0 +1,92 @@
+"""The encoder, whole or as one stage of a pipeline."""
+
+from collections.abc import Sequence
+
+import megatron_parallel
+import torch
+from megatron_kernels import Mask
+from megatron_models import ConfigError, Placement
+from megatron_models.components.context import Context
+from megatron_models.components.norm.module import Norm
+from megatron_models.components.norm.spec import NormSpec
+from megatron_models.components.stack import run_layers
+from megatron_models.components.trunk import Trunk
+from megatron_models.stages import plan_stage
+from megatron_parallel import Mesh, initialize_parameters
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bidirectional.config import BidirectionalConfig
+
+
+class Encoder(Trunk):
+    """From tokens to the last layer's stream ``[s, b, h]``; `pool` reads the first token."""
+
+    def __init__(
+        self,
+        config: BidirectionalConfig,
+        place: Placement,
+        *,
+        chunk: int = 0,
+        split: Sequence[range] | None = None,
+        seed: int = 1234,
+    ) -> None:
+        mesh = place.mesh
+        if place.sequence_parallel or mesh.layout.cp > 1:
+            raise ConfigError("this encoder is not cut along the sequence")
+        plan = plan_stage(config, mesh.layout, mesh.axis("pp").index, chunk, split)
+        stage = config.trunk().stage(plan.layers, first=plan.first, last=plan.last)
+        super().__init__(stage, place)
+        self.config, self.mesh, self.dtype = config, mesh, place.dtype
+        self.stage, self.first, self.last = plan.stage, plan.first, plan.last
+        beside = config.beside()
+        if plan.first:
+            self.segments = nn.Module()
+            place.register(self.segments, {"weight": beside["segments.weight"]})
+            self.embedding_norm = Norm(config.component(NormSpec), place)
+        if plan.last:
+            self.pooler = nn.Module()
+            names = ("weight", "bias")
+            place.register(self.pooler, {name: beside[f"pooler.{name}"] for name in names})
+        if place.on.type != "meta":
+            initialize_parameters(self, seed=seed, mesh=mesh)
+
+    def passed(self, batch_size: int, sequence_length: int) -> megatron_parallel.Passed:
+        """Return shape and dtype of what a stage passes on."""
+        shape = (sequence_length, batch_size, self.config.hidden_size)
+        return megatron_parallel.Passed(shape, self.dtype)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, *, segments: Tensor | None = None, padding: Tensor | None = None
+    ) -> Tensor:
+        """Run this stage.
+
+        Args:
+            x: tokens ``[b, s]`` on the first stage, on others the stream ``[s, b, h]``.
+            segments: of each token ``[b, s]``; by default all are of segment 0.
+            padding: True where a token ``[b, s]`` is padding, which no token attends to.
+        """
+        if self.first:
+            given = torch.zeros_like(x) if segments is None else segments
+            x = self.embedding(x, None, 0) + functional.embedding(given.t(), self.segments.weight)
+            x = self.embedding_norm(x)
+        documents = None if padding is None else -padding.to(torch.int32)
+        mask = Mask(causal=False, document_ids=documents).prepare(len(x), len(x), device=x.device)
+        return run_layers(self.layers, x, Context(mask), self.tp)
+
+    def pool(self, stream: Tensor) -> Tensor:
+        """Return the pooled first token ``[b, h]`` of a whole stream."""
+        return torch.tanh(functional.linear(stream[0], self.pooler.weight, self.pooler.bias))
+
+
+def stages(
+    config: BidirectionalConfig,
+    place: Placement | Mesh,
+    *,
+    split: Sequence[range] | None = None,
+    seed: int = 1234,
+) -> list[Encoder]:
+    """Build this rank's stages, one for each of its ``vpp`` chunks."""
+    place = Placement.of(place)
+    numbers = range(place.mesh.layout.vpp)
+    return [Encoder(config, place, chunk=chunk, split=split, seed=seed) for chunk in numbers]
