@@ -5,6 +5,7 @@ gradients on ranks equal those of one rank in float64. `parity/test_strangers_ki
 with transformers.
 """
 
+import re
 import subprocess
 import sys
 import zlib
@@ -33,6 +34,7 @@ from megatron_parallel.pipeline import stage_parameters
 
 pytest.importorskip("bidirectional", reason="pip install -e integration_tests/stranger")
 
+STRANGER = Path(__file__).with_name("stranger")
 SHAPE = {
     "num_layers": 2,
     "hidden_size": 16,
@@ -117,6 +119,15 @@ def test_it_is_counted_like_a_model_of_the_packages():
     assert memory.activations > 0
     half = training_memory(shape, 10, 3, layout=ParallelLayout(tp=2, dp=1))
     assert memory.parameters / 2 < half.parameters < memory.parameters
+
+
+def test_the_tutorial_shows_the_code_that_runs():
+    blocks = re.findall(r"```py\n# (\S+)\n(.*?)```", (STRANGER / "README.md").read_text(), re.S)
+    assert len(blocks) > 5
+    for name, code in blocks:
+        assert code in (STRANGER / name).read_text(), name
+    (entries,) = re.findall(r"```toml\n(.*?)```", (STRANGER / "README.md").read_text(), re.S)
+    assert entries in (STRANGER / "pyproject.toml").read_text()
 
 
 def test_it_is_listed_and_no_package_knows_it():

@@ -10,7 +10,12 @@ from megatron_train.config.reference import render_reference
 from megatron_train.megatron_lm.page import render_flags
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"docs/configuration.md": render_reference, "docs/megatron-flags.md": render_flags}
+TUTORIAL = ROOT / "integration_tests" / "stranger" / "README.md"
+PAGES = {
+    "docs/configuration.md": render_reference,
+    "docs/megatron-flags.md": render_flags,
+    "docs/adding-a-model.md": TUTORIAL.read_text,
+}
 
 
 def main(check: bool) -> int:
