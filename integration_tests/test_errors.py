@@ -63,7 +63,7 @@ def prepared(tmp_path_factory):
     (folder / "megatron" / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
     (folder / "no-checkpoint").mkdir()
     (folder / "huggingface").mkdir()
-    (folder / "huggingface" / "config.json").write_text('{"architectures": ["BertModel"]}')
+    (folder / "huggingface" / "config.json").write_text('{"architectures": ["FalconForCausalLM"]}')
     (folder / "file").write_text("a file where a folder is wanted")
     with contextlib.chdir(folder):
         assert call(f"{TRAIN} {DATA} --save trained") == 0
@@ -286,7 +286,7 @@ MISTAKES = {
     ),
     "a published model of another kind": (
         "megatron-ckpt convert --from-hf huggingface converted",
-        ["BertModel"],
+        ["FalconForCausalLM"],
     ),
     "a checkpoint that is none": ("megatron-ckpt verify no-checkpoint", ["no-checkpoint"]),
     "a dataset that is none": ("megatron-data verify foreign", ["foreign.idx"]),
