@@ -264,6 +264,18 @@ def test_a_model_without_family_is_exported_as_the_only_one_that_fits(
         export_hf(made, tmp_path / "three")
 
 
+def test_an_architecture_that_two_families_read_asks_for_one(
+    toy, folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("megatron_ckpt.families.entry_points", lambda group: twice(toy))
+    line = ["convert", "--from-hf", str(folder), str(tmp_path / "one")]
+    assert main(line) == 1
+    words = "the families toy, twin all read ToyModel: choose one by --family\n"
+    assert capsys.readouterr().err.endswith(words)
+    assert not (tmp_path / "one").exists()
+    assert main([*line, "--family", "twin"]) == 0
+
+
 def twice(toy):
     entry = EntryPoint("toy", "toy_family:FAMILY", "megatron.families")
     return [entry, EntryPoint("twin", "toy_family:FAMILY", "megatron.families")]

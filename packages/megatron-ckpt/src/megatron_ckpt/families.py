@@ -74,13 +74,21 @@ def find_family(name: str) -> Family:
 
 
 def detect_family(architectures: Sequence[str]) -> Family:
-    """Return the family that has one of these architectures."""
+    """Return the family that has one of these architectures.
+
+    Raises:
+        CheckpointError: there is none, or there are several.
+    """
     known = {entry.name: entry for entry in entry_points(group=GROUP)}
-    for entry in known.values():
-        family: Family = entry.load()
-        if set(architectures) & set(family.architectures):
-            return family
+    loaded: dict[str, Family] = {name: known[name].load() for name in sorted(known)}
+    found = [name for name, each in loaded.items() if {*architectures} & {*each.architectures}]
+    if len(found) == 1:
+        return loaded[found[0]]
     wanted = brief(" or ".join(architectures)) or "a config.json without architectures"
+    if found:
+        raise CheckpointError(
+            f"the families {', '.join(found)} all read {wanted}: choose one by --family"
+        )
     raise CheckpointError(f"no family reads {wanted}; {_installed(known)}")
 
 

@@ -5,13 +5,13 @@ checkpoint's record gives, and knows no kind by name. Importing this module does
 """
 
 import difflib
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 from megatron_models.errors import ConfigError
+from megatron_models.lookup import look_up
 from megatron_models.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -76,7 +76,9 @@ class ModelKind:
             place: a `megatron_models.Placement`, or a mesh.
             **options: ``split``, the layers of every stage of the pipeline, and ``seed``.
         """
-        build: Callable[..., list[nn.Module]] = pkgutil.resolve_name(self.stages)
+        build: Callable[..., list[nn.Module]] = look_up(
+            self.stages, f"stages of the kind {self.name!r}"
+        )
         return build(config, place, **options)
 
     @property
@@ -105,7 +107,8 @@ def find_kind(name: str) -> ModelKind:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"no kind of model {name!r}{hint}; installed are {', '.join(sorted(known)) or 'none'}"
+            f"no kind of model {name!r}{hint}; installed are {', '.join(sorted(known)) or 'none'}; "
+            "install the distribution that brings it"
         )
     return _load(known[name])
 

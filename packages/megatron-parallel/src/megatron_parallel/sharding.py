@@ -2,7 +2,7 @@
 
 Every module that owns parameters has an attribute `sharding`, a dict from its local parameter names
 to `Sharding`. `collect_shardings` gathers them into one table keyed by global name. Initialisation,
-weight-decay groups, gradient norms, checkpoints and conversion read that table; nobody writes a
+weight-decay groups, gradient norms, checkpoints and conversion read that table; there is no
 second one.
 
 A `Sharding` speaks of the *global* parameter, as a checkpoint stores it, and says which mesh axis

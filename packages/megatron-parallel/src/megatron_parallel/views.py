@@ -33,8 +33,8 @@ def flat_range_views(
 ) -> list[View]:
     """Views of `flat`, which holds elements `start : start + n` of this rank's flattened tensor.
 
-    For shards of a gradient bucket: padding is left out. `replica` is the caller's to give, since
-    whoever cuts a bucket decides who else holds the same range.
+    For shards of a gradient bucket: padding is left out. `replica` is an argument, since the
+    code that cuts a bucket decides which ranks hold the same range.
     """
     views = []
     position = 0
@@ -74,7 +74,7 @@ def collect_shardings(module: nn.Module) -> dict[str, Sharding]:
     """The table of a module: global parameter name to `Sharding`, in the order of parameters.
 
     Reads the attribute `sharding` of every submodule. A parameter that is used twice (tied) has one
-    entry, under its first name. Raises `LayoutError` for a parameter nobody describes.
+    entry, under its first name. Raises `LayoutError` for a parameter without a description.
     """
     owners = dict(module.named_modules(remove_duplicate=False))
     table = {}

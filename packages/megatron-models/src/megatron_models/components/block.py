@@ -1,6 +1,5 @@
 """One transformer layer, of any sublayers."""
 
-import pkgutil
 from functools import partial
 
 from jaxtyping import Float
@@ -10,6 +9,7 @@ from megatron_models.components.context import Context
 from megatron_models.components.layer import Layer
 from megatron_models.components.norm.module import Norm
 from megatron_models.components.parts import Mixer
+from megatron_models.lookup import look_up
 from megatron_models.placement import Placement
 
 
@@ -68,6 +68,10 @@ def build_mixer(mixer: Mixer, number: int, place: Placement) -> nn.Module:
         mixer: its description.
         number: of its layer.
         place: where it is built.
+
+    Raises:
+        ConfigError: the class that the description names cannot be imported.
     """
-    module: nn.Module = pkgutil.resolve_name(mixer.module)(mixer, number, place)
+    build = look_up(mixer.module, f"{type(mixer).__name__}.module")
+    module: nn.Module = build(mixer, number, place)
     return module

@@ -3,8 +3,8 @@
 A component's configuration is a frozen dataclass of plain values that derives from
 `ComponentConfig`. A model's configuration derives from those of its components, so that its fields
 are theirs, flat and under Megatron-LM's names, and a field that a component gains is a field of
-every model that has the component. Messages name fields in braces, so that whoever took the values
-from flags can say so.
+every model that has the component. Messages name fields in braces, so that a program
+that took the values from flags can name the flags.
 
 Importing this module does not import torch.
 """
@@ -13,7 +13,7 @@ import dataclasses
 import difflib
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from megatron_models.errors import ConfigError
 
@@ -96,10 +96,6 @@ class ComponentConfig:
         """
         names = [each.name for each in dataclasses.fields(kind) if hasattr(self, each.name)]
         return kind(**{name: getattr(self, name) for name in names} | changes)
-
-    def replace(self, **changes: Any) -> Self:
-        """Return a copy in which some fields differ."""
-        return dataclasses.replace(self, **changes)
 
 
 def check_cut(config: ComponentConfig, field: str, axis: str, parts: int, what: str = "") -> None:

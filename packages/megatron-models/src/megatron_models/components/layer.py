@@ -5,7 +5,7 @@ Importing this module does not import torch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_models.components.embedding.spec import EmbeddingSpec
 from megatron_models.components.norm.spec import NormSpec
@@ -158,11 +158,9 @@ class TrunkSpec:
             first: whether it has the embedding.
             last: whether it has the final norm.
         """
-        return TrunkSpec(
-            self.embedding if first else None,
-            {number: self.layers[number] for number in numbers},
-            self.final_norm if last else None,
-            self.width,
-            self.first_number,
-            self.embedding_site,
+        return replace(
+            self,
+            embedding=self.embedding if first else None,
+            layers={number: self.layers[number] for number in numbers},
+            final_norm=self.final_norm if last else None,
         )

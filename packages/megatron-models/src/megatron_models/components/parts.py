@@ -4,6 +4,7 @@ Counting, floating-point operations, memory and the activation report are sums o
 say here; no file lists them a second time. Importing this module does not import torch.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -145,7 +146,7 @@ class Refusal(NamedTuple):
     why: str
 
 
-class Mixer:
+class Mixer(ABC):
     """A sublayer as plain data: what stands between a norm and the residual stream.
 
     A subclass is a frozen dataclass that derives from the configuration whose fields it reads. It
@@ -169,26 +170,26 @@ class Mixer:
     expert_parallel: ClassVar[bool] = False
     """Whether axes ``ep`` and ``expert_tp`` cut it."""
 
+    @abstractmethod
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
         """Return its parameters, in the order of the module."""
-        raise NotImplementedError
 
     def products_per_pair(self) -> int:
         """Return the multiply-adds of one query and one key that it may attend to; none here."""
         return 0
 
+    @abstractmethod
     def activations(self, taken: LayerPass) -> Terms:
         """Return the bytes that it keeps for its backward pass, by part of it, without its input.
 
         The empty name is the mixer itself.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def keeps_input(self, taken: LayerPass) -> str | None:
         """Return the part that keeps the mixer's input, None if none does."""
-        raise NotImplementedError
 
-    def check_layout(self, layout: ParallelLayout) -> None:
+    def check_layout(self, layout: ParallelLayout) -> None:  # noqa: B027 - most need no check
         """Refuse a layout that cannot cut it; by default there is none.
 
         Raises:

@@ -1,5 +1,7 @@
 """What decoding asks of a model, whatever its kind."""
 
+from abc import ABC, abstractmethod
+
 import megatron_parallel
 import torch
 from megatron_parallel import Mesh
@@ -9,7 +11,7 @@ from megatron_models.components.attention.rotary import RotaryTable
 from megatron_models.models.causal_config import CausalConfig
 
 
-class CausalModel(nn.Module):
+class CausalModel(nn.Module, ABC):
     """A model, or a stage of one, that continues texts token by token with a `KVCache`.
 
     Attributes:
@@ -34,6 +36,6 @@ class CausalModel(nn.Module):
     layers: nn.ModuleDict
     rotary: RotaryTable | None
 
+    @abstractmethod
     def passed(self, batch_size: int, sequence_length: int) -> "megatron_parallel.Passed":
         """Return shape and dtype of what a stage that is not the last passes on."""
-        raise NotImplementedError

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import json
 import reprlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Self
@@ -37,7 +38,7 @@ class Work(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig(ComponentConfig):
+class ModelConfig(ComponentConfig, ABC):
     """Base of the configurations of kinds of models: plain values, to and from JSON.
 
     Raises:
@@ -48,9 +49,9 @@ class ModelConfig(ComponentConfig):
     kind: ClassVar[str]
     """Name of the kind in the entry-point group ``megatron.models``."""
 
+    @abstractmethod
     def trunks(self) -> dict[str, TrunkSpec]:
         """Return the model's trunks by the start of their parameters' names, often empty."""
-        raise NotImplementedError
 
     def trunk(self) -> TrunkSpec:
         """Return the only trunk.

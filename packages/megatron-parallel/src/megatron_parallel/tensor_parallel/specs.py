@@ -1,7 +1,7 @@
 """Parallel layers as plain data: their sizes, and how their parameters are cut. No torch.
 
-A layer is built from its description (`ColumnParallelLinear.of`), and whoever counts parameters
-reads the same description, so that no shape is written twice.
+A layer is built from its description (`ColumnParallelLinear.of`), and counts of parameters
+read the same description, so that no shape is written twice.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from megatron_parallel import ParallelLayout
 from megatron_parallel.pipeline import schedule_kind
 
 from megatron_train.config.checkpoint import CheckpointConfig
-from megatron_train.config.options import options_of
+from megatron_train.config.options import flags_of
 from megatron_train.config.sections import TrainingConfig
 from megatron_train.errors import TrainError
 
@@ -33,7 +33,7 @@ def check_model_layout(
     try:
         model.check_layout(layout)
     except ConfigError as error:
-        raise TrainError(error.told(_flags(model) | _flags(layout))) from None
+        raise TrainError(error.told(flags_of(type(model)) | flags_of(type(layout)))) from None
 
 
 def check_features(run: "RunConfig") -> None:
@@ -76,12 +76,7 @@ def _refuse(model: ModelConfig, feature: Feature, form: str) -> None:
     refusal = model.refusal(feature)
     if refusal is not None:
         line = form.format(setting=refusal.setting, why=refusal.why)
-        raise TrainError(ConfigError(line, vars(model)).told(_flags(model)))
-
-
-def _flags(section: ModelConfig | ParallelLayout) -> dict[str, str]:
-    """The flag of every field of a section."""
-    return {option.name: option.flag for option in options_of(type(section), "")}
+        raise TrainError(ConfigError(line, vars(model)).told(flags_of(type(model))))
 
 
 def check_expert_overlap(run: "RunConfig") -> None:

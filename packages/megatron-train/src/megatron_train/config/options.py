@@ -120,6 +120,11 @@ class Option:
         return "text" if self.kind == "text" else f"{article} {self.kind}"
 
 
+def flags_of(cls: type[Any]) -> dict[str, str]:
+    """Return the flag of every field of a configuration dataclass that is a setting."""
+    return {option.name: option.flag for option in options_of(cls, "")}
+
+
 def options_of(cls: type, section: str) -> tuple[Option, ...]:
     """Read the options of the configuration dataclass ``cls``, in the order of its fields.
 

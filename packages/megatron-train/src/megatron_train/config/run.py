@@ -34,7 +34,7 @@ from megatron_train.config.model import (
     check_first_weights,
     check_model_layout,
 )
-from megatron_train.config.options import Option, options_of
+from megatron_train.config.options import Option, flags_of, options_of
 from megatron_train.config.sections import (
     EvaluationConfig,
     LoggingConfig,
@@ -223,7 +223,7 @@ class RunConfig:
         packing = self.recompute.packing
         if self.training.compile and packing is not None:
             raise TrainError(
-                f"{_flags('recompute')[packing]} does not reach code that --compile compiles, "
+                f"{flags_of(Recompute)[packing]} does not reach code that --compile compiles, "
                 "which decides itself how activations are kept; leave out one of them"
             )
 
@@ -403,18 +403,13 @@ def _resolve(layout: ParallelLayout, world_size: int) -> ParallelLayout:
         return layout.resolve(world_size)
 
 
-def _flags(section: str) -> dict[str, str]:
-    """The flag of every field of a section."""
-    return {option.name: option.flag for option in options_of(sections()[section][1], section)}
-
-
 @contextmanager
 def _told_by_flags(section: str) -> Iterator[None]:
     """What the section refuses in the `with` block is told by its flags, as a `TrainError`."""
     try:
         yield
     except FieldError as error:
-        raise TrainError(error.told(_flags(section))) from None
+        raise TrainError(error.told(flags_of(sections()[section][1]))) from None
 
 
 def _model_ranks(layout: ParallelLayout) -> int:

@@ -153,6 +153,21 @@ class CrossAttentionSpec(AttentionConfig, Mixer):
             **prefixed("out", parameters_of(self.out, sequence_parallel)),
         }
 
+    def activations(self, taken: LayerPass) -> Terms:
+        """Refuse: what it keeps depends on the length of the encoder's text too.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "there is no formula for what cross-attention keeps: it depends on the length of the "
+            "encoder's text; measure it with megatron_parallel.recompute.counting_kept"
+        )
+
+    def keeps_input(self, taken: LayerPass) -> str | None:
+        """Return the projection to queries."""
+        return "q"
+
     def check_layout(self, layout: ParallelLayout) -> None:
         """Refuse tensor-parallel ranks that cannot share out heads and query groups."""
         check_heads(self, layout.tp)

@@ -42,7 +42,6 @@ class ExpertLinear(nn.Module):
         super().__init__()
         place.register(self, spec.shardings(), "weight", "bias")
         axis, outputs = place.mesh.axis("expert_tp"), spec.outputs[-1]
-        self.outputs = outputs
         self.start = outputs // axis.size * axis.index if spec.cut == "inputs" else 0
 
     def forward(self, x: Float[Tensor, "m i"], counts: Int[Tensor, " e"]) -> Float[Tensor, "m ..."]:

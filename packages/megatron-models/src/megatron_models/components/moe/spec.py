@@ -161,9 +161,9 @@ class MoESpec(MoEConfig, Mixer):
         """Refuse ranks that cannot share out experts, or the channels of each."""
         check_cut(self, "num_experts", "ep", layout.ep)
         axis = "tp" if layout.etp is None else "etp"
-        fields = ("moe_ffn_hidden_size", "hidden_size") if self.has_mlp_bias else ()
-        for name in fields or ("moe_ffn_hidden_size",):  # the bias of an expert is cut, too
-            check_cut(self, name, axis, layout.expert_tp, "the experts' ")
+        check_cut(self, "moe_ffn_hidden_size", axis, layout.expert_tp, "the experts' ")
+        if self.has_mlp_bias:  # that of the second matrix is cut, too
+            check_cut(self, "hidden_size", axis, layout.expert_tp, "the experts' ")
         check_cut(self, "moe_shared_expert_intermediate_size", "tp", layout.tp)
 
     def refuses(self, feature: Feature) -> Refusal | None:

@@ -325,7 +325,8 @@ def _of_stage(config: GPTConfig, plan: StagePlan) -> TrunkSpec:
     stage = trunk.stage(plan.layers, first=plan.first, last=plan.last)
     if trunk.embedding is None or not (plan.first or (plan.last and tied)):
         return stage
-    embedding = trunk.embedding.replace(
+    embedding = replace(
+        trunk.embedding,
         multiplies=plan.last and tied,
         tied_over_stages=tied and plan.count > 1,
         output_only=not plan.first,

@@ -1,0 +1,55 @@
+"""Kinds are found by name; what a description names wrongly is reported in one line."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+from megatron_models import ConfigError, Placement, find_kind, model_kinds
+from megatron_models.components.attention.spec import AttentionSpec
+from megatron_models.components.block import build_mixer
+from megatron_models.components.parts import Mixer
+from megatron_parallel import Mesh
+
+
+def test_the_kinds_of_this_package_are_installed():
+    assert {"gpt", "encoder_decoder"} <= model_kinds().keys()
+    assert find_kind("gpt").components == (
+        "Stream",
+        "Position",
+        "Embedding",
+        "Attention",
+        "Norm",
+        "MLP",
+        "MoE",
+    )
+
+
+def test_a_kind_that_is_not_installed_is_named_with_what_to_do():
+    message = r"no kind of model 'gtp'; did you mean 'gpt'\?; installed are .*gpt.*; install the"
+    with pytest.raises(ConfigError, match=message):
+        find_kind("gtp")
+
+
+@pytest.mark.parametrize(
+    "name", ["megatron_models.absent:Attention", "megatron_models.cache:Absent", "no name at all"]
+)
+def test_a_module_that_a_description_names_wrongly_is_one_line(small, name):
+    @dataclass(frozen=True, kw_only=True)
+    class Wrong(AttentionSpec):
+        module: ClassVar[str] = name
+
+    with pytest.raises(ConfigError) as caught:
+        build_mixer(small().component(Wrong), 0, Placement(Mesh.single()))
+    text = str(caught.value)
+    assert text.startswith(f"Wrong.module is {name!r}, which cannot be imported: ")
+    assert text.endswith("; give package.module:name") and "\n" not in text
+    with pytest.raises(ConfigError, match="stages of the kind 'gpt' is "):
+        replace(find_kind("gpt"), stages=name).build(small(), Mesh.single())
+
+
+def test_a_mixer_that_leaves_out_what_is_counted_cannot_be_made():
+    class Uncounted(Mixer):
+        pass
+
+    with pytest.raises(TypeError, match=r"activations.*keeps_input.*parameters"):
+        Uncounted()
