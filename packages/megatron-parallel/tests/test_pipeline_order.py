@@ -144,6 +144,8 @@ def test_plans_and_refusals_are_torchs(name: str) -> None:
                     continue
                 for rank, wanted in enumerate(torchs_plan(name, pp, vpp, count)):
                     assert planned_actions(name, pp, rank, count, vpp) == wanted
+                    split = any(kind == "W" for kind, *_ in wanted)
+                    assert schedule_kind(name).splits_backward == split
                     compared += 1
     assert compared > 30
     assert (refused > 0) == (name in ("interleaved-1f1b", "zero-bubble", "dualpipe-v"))

@@ -9,6 +9,7 @@ from megatron_parallel import (
     Mesh,
     ParallelLayout,
     RowParallelLinear,
+    Seat,
     VocabParallelEmbedding,
     collect_shardings,
     fuse_gradient_accumulation,
@@ -18,6 +19,7 @@ from megatron_parallel import (
     vocab_parallel_cross_entropy,
 )
 from megatron_parallel.tensor_parallel import overlap_forward
+from megatron_parallel.tensor_parallel.specs import ColumnSpec
 from megatron_parallel.testing import WorkerPool
 from torch import nn
 from torch.nn import functional
@@ -222,3 +224,15 @@ def test_what_decays_and_what_is_cut(single: Mesh) -> None:
     parted = RowParallelLinear(6, 4, single, sequence_parallel=True)
     assert [s.partial for s in row.sharding.values()] == [None, None]
     assert [s.partial for s in parted.sharding.values()] == [None, "tp"]
+
+
+def test_a_description_cuts_the_first_dim_of_the_output_unless_it_says_otherwise() -> None:
+    place = Seat(ParallelLayout(tp=2, dp=1), rank=1)
+    plain = ColumnSpec(in_features=3, out_features=(4, 2))
+    other = ColumnSpec(in_features=3, out_features=(4, 2), dim=1)
+    shapes = {
+        spec: {name: each.local_shape(place) for name, each in spec.shardings().items()}
+        for spec in (plain, other)
+    }
+    assert shapes[plain] == {"weight": (2, 2, 3), "bias": (2, 2)}
+    assert shapes[other] == {"weight": (4, 1, 3), "bias": (4, 1)}

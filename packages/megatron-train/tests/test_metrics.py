@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_train.errors import TrainError
+from megatron_train.metrics.appended import AppendedFile
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.event_file import EventFile
 from megatron_train.metrics.lines import TrainingLine, evaluation_lines
@@ -190,6 +191,15 @@ def test_what_is_appended_is_whole_or_an_error_that_names_the_file(tmp_path):
         with pytest.raises(OSError, match="No space left on device") as caught:
             writer.write({"kind": "train"})
     assert caught.value.filename == str(path)
+
+
+def test_a_file_that_was_closed_takes_nothing_more(tmp_path):
+    appended = AppendedFile(tmp_path / "metrics.jsonl")
+    appended.write(b"whole\n")
+    appended.close()
+    with pytest.raises(ValueError, match="closed"):
+        appended.write(b"more\n")
+    assert appended.path.read_bytes() == b"whole\n"
 
 
 def test_an_event_file_that_finds_the_disk_full_names_itself_and_writes_in_no_thread(tmp_path):

@@ -51,7 +51,8 @@ def build_schedule(
         return schedule_of_turns(stages, micro_batches, loss, plans, run_pair)
     order = order_taken(name, stages[0].group_size, micro_batches)
     if (single := _OF_ONE.get(order)) is not None:
-        return single(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
+        (stage,) = stages
+        return single(stage, micro_batches, loss_fn=loss, scale_grads=False)
     return _OF_CHUNKS[name](list(stages), micro_batches, loss_fn=loss, scale_grads=False)
 
 
