@@ -100,6 +100,27 @@ def test_every_term_is_what_is_counted(config, dtype, dropout):
         assert {n: b for n, b in last.items() if b} == {n: b for n, b in terms.items() if b}, plan
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
+@pytest.mark.parametrize(
+    "knob",
+    [
+        {"softmax_type": "learnable"},
+        {"softmax_type": "off-by-one", "num_query_groups": 2},
+    ],
+    ids=["learned sinks", "sinks"],
+)
+def test_attention_that_is_not_fused_keeps_what_it_writes_out(small, knob, dropout, dtype):
+    config = small(num_layers=2, **knob)
+    for plan in SELECTIVE[:2]:
+        found = counted(config, dtype, plan, dropout).items()
+        parts = ("layers.1.attention", "layers.1.attention.out")
+        kept = sum(size for name, size in found if name in parts)
+        taken = LayerPass(S, B, of_cpu(config, dtype, dropout), recompute=plan)
+        terms = layer_activations(config, taken)
+        assert kept == terms["attention"] + terms["attention.out"], plan
+
+
 @pytest.mark.parametrize("dropout", [False, True], ids=["", "dropout"])
 def test_stacks_keep_what_the_formula_says(small, dropout):
     config = small(num_layers=8)

@@ -3,7 +3,7 @@
 Importing this module does not import torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -55,22 +55,34 @@ class Keeping:
     ) -> "Keeping":
         """What this package's operations keep on CPUs.
 
-        Attention dropout needs attention written out, in at least float32, which keeps the scores,
-        the probabilities and what dropout leaves of them, for each row its logarithm and whether
-        it has one, and in each layer the causal mask. RMSNorm is not fused and computes in at least
-        float32.
+        Attention dropout needs attention written out, which then keeps what dropout leaves of the
+        probabilities too. RMSNorm is not fused and computes in at least float32.
         """
         wide = max(element, 4)
         rms = normalization == "RMSNorm"
-        return cls(
+        keeping = cls(
             element=element,
-            square=3 * wide if attention_dropout else 0,
-            pair=1 if attention_dropout else 0,
-            row=wide + 1 if attention_dropout else wide,
-            attended=wide if attention_dropout and element < 4 else 0,
+            row=wide,
             statistic=wide if rms else element,
             normalised=wide if rms else 0,
             norm_input=wide if rms else 0,
             number=4 if hidden_dropout else 0,
             key_number=4 if attention_dropout else 0,
         )
+        return keeping.written_out(wide) if attention_dropout else keeping
+
+    def written_out(self, more: int = 0) -> "Keeping":
+        """Return the same with attention written out, if it is fused.
+
+        It is computed in at least float32 and keeps the scores and the probabilities, for each row
+        its logarithm and whether it has one, and in each layer the mask.
+
+        Args:
+            more: bytes kept of each query and key, for each head, beside scores and probabilities.
+        """
+        wide = max(self.element, 4)
+        if self.square:
+            return replace(self, square=self.square + more)
+        attended = wide if self.element < wide else 0
+        square = 2 * wide + more
+        return replace(self, square=square, pair=1, row=wide + 1, attended=attended)

@@ -121,8 +121,8 @@ def _forward(
     if sinks is not None:  # one more key for every row, whose value is zero
         lse = torch.logaddexp(lse, raised(sinks).view(k.shape[2], -1, 1))
     p = _probabilities(scores, lse)
-    out = torch.einsum("bgmst,tbgd->sbgmd", _dropped(p, dropout), values).flatten(2, 3)
-    return out.to(q.dtype), _ungrouped(lse)
+    out = torch.einsum("bgmst,tbgd->bgmsd", _dropped(p, dropout), values)  # p is not copied
+    return out.permute(3, 0, 1, 2, 4).flatten(2, 3).to(q.dtype), _ungrouped(lse)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Mask, scale: float | None, query_offset: int) -> Tensor:

@@ -72,7 +72,7 @@ class AttentionSpec(AttentionConfig, Mixer):
 
     def activations(self, taken: LayerPass) -> Terms:
         """Return what attention keeps; recomputed attention keeps queries, keys and values."""
-        keeping, tp = taken.keeping, taken.tp
+        keeping, tp = self._keeping(taken.keeping), taken.tp
         written = not taken.recompute.does("core_attn")
         core = 0
         if written:
@@ -80,6 +80,7 @@ class AttentionSpec(AttentionConfig, Mixer):
             core = heads * (keeping.row + keeping.square * taken.sequence_length)
             core += taken.sequence_length**2 * keeping.pair
             core += self.num_attention_heads // tp * taken.sequence_length * keeping.key_number
+            core += self._sinks_kept(keeping) // tp
         return {
             "": core + self._query_key_value(taken.tokens, tp, keeping, written),
             "out": taken.tokens * self.query_size // tp * keeping.element,
@@ -98,6 +99,16 @@ class AttentionSpec(AttentionConfig, Mixer):
         if feature == "document_pool" and self.softmax_type != "vanilla":
             return Refusal("{softmax_type}", "blocks of attention have no sinks yet")
         return None
+
+    def _keeping(self, keeping: Keeping) -> Keeping:
+        """Attention with sinks is not fused."""
+        return keeping if self.softmax_type == "vanilla" else keeping.written_out()
+
+    def _sinks_kept(self, keeping: Keeping) -> int:
+        """Bytes of the sinks of all heads; learned ones of enough precision are parameters."""
+        wide = max(keeping.element, 4)
+        learned = self.softmax_type == "learnable" and keeping.element == wide
+        return 0 if self.softmax_type == "vanilla" or learned else self.num_attention_heads * wide
 
     def _query_key_value(self, tokens: int, tp: int, keep: Keeping, written: bool) -> int:
         """Bytes of the fused projection of one rank, and copies of what is rotated or reordered.
