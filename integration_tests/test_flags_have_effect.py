@@ -36,7 +36,7 @@ from megatron_parallel.recompute import HostMemory
 from megatron_train import StepEngine, Trainer, pretrain
 from megatron_train.cli import main
 from megatron_train.config.flags import ALIASES
-from megatron_train.config.run import run_options
+from megatron_train.config.run_sections import run_options
 from megatron_train.metrics.console import Console
 
 BASE: Words = {
@@ -150,6 +150,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
         {"--untie-embeddings-and-output-weights": ""},
     ),
     "model.softmax_type": ({}, {"--softmax-type": "off-by-one"}),
+    "model.attn_logit_softcapping": ({}, {"--attn-logit-softcapping": "0.01"}),
     "model.num_experts": ({}, EXPERTS),
     "model.moe_router_topk": (EXPERTS, {"--moe-router-topk": "3"}),
     "model.moe_ffn_hidden_size": (EXPERTS, {"--moe-ffn-hidden-size": "24"}),

@@ -59,11 +59,13 @@ MODELS = {
         moe_aux_loss_coeff=0.05,
     ),
 }
-MODELS["few"] = replace(MODELS["untied"], num_query_groups=2, add_qkv_bias=True)
+MODELS["few"] = replace(
+    MODELS["untied"], num_query_groups=2, add_qkv_bias=True, attn_logit_softcapping=0.3
+)
 """GPT-2's kind (learned positions, LayerNorm, biases, tied), Llama's, mixtures of experts.
 
 `moe` has biases in its experts, a shared one, attention sinks and both losses of a router; `few` is
-Llama's with two KV heads and biases of its queries.
+Llama's with two KV heads, biases of its queries and bounded scores of attention.
 """
 
 Model = Literal["tied", "untied", "moe", "moe-gated", "few"]
@@ -359,6 +361,10 @@ CASES = (
     _case("untied", 4, "smooth", tp=2),
     _case("tied", 2, "sp", "smooth", tp=4, pp=2),
     _case("few", 1, "sp", "sharded", tp=4, dp=2),
+    _case("few", 2, "dropout", cp=2),
+    _case("few", 4, "allgather", cp=4),
+    _case("few", 2, "sp", "a2a", tp=2, cp=2),
+    _case("few", 2, "dropout", "a2a+p2p", cp=4),
     _case("untied", 2, "sp", "chunks", "dropout", tp=2),
     _case("tied", 1, "sp", "chunks", "uniform", tp=4, pp=2),
 )

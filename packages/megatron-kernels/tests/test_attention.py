@@ -124,6 +124,37 @@ def test_only_the_reference_has_sinks_and_the_others_say_so() -> None:
     assert choice.backend == "reference" and "torch: it has no sinks" in choice.reason
 
 
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_softcap_bounds_the_scores_before_the_mask(fast: bool) -> None:
+    """By Gemma 2's formula, `softcap * tanh(x / softcap)`."""
+    q, k, v = (torch.randn(5, 2, heads, 4, dtype=F64) for heads in (4, 2, 2))
+    found = attention(q, k, v, Mask(), 1.5, softcap=0.8)
+    keys, values = (x.repeat_interleave(2, dim=2) for x in (k, v))
+    scores = 0.8 * torch.tanh(1.5 * torch.einsum("sbnd,tbnd->bnst", q, keys) / 0.8)
+    scores = scores.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf)
+    torch.testing.assert_close(found, torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), values))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    assert torch.autograd.gradcheck(
+        lambda *x: attention(*x, Mask(window=3), softcap=0.8), leaves, fast_mode=fast
+    )
+
+
+def test_a_softcap_of_zero_or_far_above_the_scores_is_none_and_a_negative_one_is_refused() -> None:
+    q, k, v = inputs()
+    plain = attention(q, k, v, Mask())
+    torch.testing.assert_close(attention(q, k, v, Mask(), softcap=0.0), plain, rtol=0, atol=0)
+    torch.testing.assert_close(attention(q, k, v, Mask(), softcap=1e6), plain)
+    for softcap in (-1.0, float("nan")):
+        with pytest.raises(KernelError, match=f"softcap is {softcap}; it must be 0"):
+            attention(q, k, v, Mask(), softcap=softcap)
+
+
+def test_backends_without_a_softcap_say_so() -> None:
+    q = k = v = torch.randn(3, 1, 2, 4)
+    choice = attention.explain(q, k, v, Mask(), softcap=2.0)
+    assert choice.backend == "reference" and "torch: it has no softcap" in choice.reason
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_default_scale_is_one_over_the_root_of_the_head_dimension(backend: str) -> None:
     q, k, v = inputs()
@@ -194,17 +225,18 @@ MASKS = [
 ]
 
 
+@pytest.mark.parametrize("softcap", [0.0, 0.5])
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
-def test_the_block_backward_equals_autograd(mask: Mask, dropped: bool) -> None:
+def test_the_block_backward_equals_autograd(mask: Mask, dropped: bool, softcap: float) -> None:
     q, k, v = inputs()
     kept = torch.rand(2, 4, 7, 7, generator=torch.Generator().manual_seed(3)) > 0.3
     dropout = partial(torch.mul, kept / 0.7) if dropped else None
-    out, lse = attention_forward(q, k, v, mask, dropout=dropout)
+    out, lse = attention_forward(q, k, v, mask, dropout=dropout, softcap=softcap)
     dout = torch.randn_like(out)
     expected = torch.autograd.grad(out, (q, k, v), dout)
     with torch.no_grad():
-        ours = attention_backward(dout, q, k, v, out, lse, mask, dropout=dropout)
+        ours = attention_backward(dout, q, k, v, out, lse, mask, dropout=dropout, softcap=softcap)
     for got, want in zip(ours, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
@@ -258,7 +290,7 @@ def test_blocks_of_keys_and_queries_combine_to_the_whole(documents: bool) -> Non
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_flash_attn_is_deterministic_where_torch_is_asked_to_be(
+def test_flash_attn_takes_the_softcap_and_is_deterministic_where_torch_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The library itself needs a GPU: this is what it is called with."""
@@ -273,7 +305,8 @@ def test_flash_attn_is_deterministic_where_torch_is_asked_to_be(
     for wanted in (True, False):
         torch.use_deterministic_algorithms(wanted)
         try:
-            flash(q, k, v, Mask(causal=True), None, 0)
+            flash(q, k, v, Mask(causal=True), None, 0, softcap=30.0)
         finally:
             torch.use_deterministic_algorithms(False)
+        assert options[-1]["softcap"] == 30.0
         assert options.pop()["deterministic"] is wanted

@@ -54,6 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling_original_length": 8,
     },
     "linear-scaling": {"position_embedding_type": "rope", "rope_scaling_type": "linear"},
+    "softcap": {"attn_logit_softcapping": 1.5, "num_query_groups": 2},
 }
 
 

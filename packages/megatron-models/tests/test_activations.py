@@ -105,10 +105,11 @@ def test_every_term_is_what_is_counted(config, dtype, dropout):
 @pytest.mark.parametrize(
     "knob",
     [
+        {"attn_logit_softcapping": 2.0},
         {"softmax_type": "learnable"},
-        {"softmax_type": "off-by-one", "num_query_groups": 2},
+        {"softmax_type": "off-by-one", "attn_logit_softcapping": 2.0, "num_query_groups": 2},
     ],
-    ids=["learned sinks", "sinks"],
+    ids=["softcap", "learned sinks", "both"],
 )
 def test_attention_that_is_not_fused_keeps_what_it_writes_out(small, knob, dropout, dtype):
     config = small(num_layers=2, **knob)

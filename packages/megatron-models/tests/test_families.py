@@ -184,6 +184,9 @@ def test_a_foreign_model_we_do_not_implement_is_refused_by_name(family, change, 
         family.config_from_hf(theirs)
 
 
+SOFTCAP = "has attn_logit_softcapping = 0.0, this one has 50.0; it cannot be exported"
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
@@ -195,6 +198,14 @@ def test_a_foreign_model_we_do_not_implement_is_refused_by_name(family, change, 
         (llama.FAMILY, {}, "this one has 'gelu'; it cannot be exported to that family"),
         (llama.FAMILY, ROTARY_SWIGLU | {"num_experts": 4}, "num_experts = 0, this one has 4"),
         (llama.FAMILY, ROTARY_SWIGLU | {"softmax_type": "learnable"}, "softmax_type"),
+        (llama.FAMILY, ROTARY_SWIGLU | {"attn_logit_softcapping": 50.0}, SOFTCAP),
+        (gpt2.FAMILY, {"attn_logit_softcapping": 50.0}, SOFTCAP),
+        (
+            mixtral.FAMILY,
+            ROTARY_SWIGLU
+            | {"add_bias_linear": False, "num_experts": 4, "attn_logit_softcapping": 50.0},
+            SOFTCAP,
+        ),
         (mixtral.FAMILY, {}, "moe_layers"),
         (mixtral.FAMILY, {"num_experts": 4, "moe_layer_freq": "2"}, "moe_layers"),
     ],
@@ -208,16 +219,16 @@ def test_a_model_the_family_cannot_express_is_not_exported(small, family, change
 class KnobConfig(GPTConfig):
     """A configuration with a field that no family has heard of."""
 
-    attention_softcap: float = 0.0
+    a_knob: float = 0.0
 
 
 @pytest.mark.parametrize(("family", "theirs"), CASES)
 def test_a_new_field_is_refused_by_every_family_unless_it_has_its_default(family, theirs):
     config = KnobConfig(**family.config_from_hf(theirs).to_dict())
     assert family.config_to_hf(config) == family.config_to_hf(family.config_from_hf(theirs))
-    words = f"a {family.title} model has attention_softcap = 0.0, this one has 30.0"
+    words = f"a {family.title} model has a_knob = 0.0, this one has 30.0"
     with pytest.raises(ConfigError, match=words):
-        family.config_to_hf(replace(config, attention_softcap=30.0))
+        family.config_to_hf(replace(config, a_knob=30.0))
 
 
 #: Another value of each field of ours that has a default, for a model that has experts or not.
@@ -244,6 +255,7 @@ OTHERS = {
     "add_mlp_bias": True,
     "untie_embeddings_and_output_weights": (False, True),
     "softmax_type": "learnable",
+    "attn_logit_softcapping": 1.0,
     "num_experts": (0, 3),
     "moe_router_topk": 3,
     "moe_ffn_hidden_size": 12,

@@ -73,6 +73,8 @@ def attention(x, weights, name, config, factors):
                 if config.position_embedding_type == "rope":
                     query = rotate(query, t, config)
                 scores = keys[: t + 1] @ query / math.sqrt(d)
+                if bound := config.attn_logit_softcapping:
+                    scores = bound * torch.tanh(scores / bound)
                 kept = torch.softmax(scores, 0) * factors[t, len(outputs), : t + 1]
                 rows.append(kept @ values[: t + 1])
             outputs.append(torch.stack(rows))

@@ -64,6 +64,16 @@ def _merged_without_lse(mesh: Mesh, replace: Replace) -> None:
     replace(ring, "_merge", wrong)
 
 
+@defect("a ring's backward pass does not know that scores are bounded", "cp2-few-dropout")
+def _scores_taken_for_plain(mesh: Mesh, replace: Replace) -> None:
+    true = context_parallel.attention_backward
+
+    def wrong(*args: Any, softcap: float, **options: Any) -> Any:
+        return true(*args, **options)
+
+    replace(context_parallel, "attention_backward", wrong)
+
+
 @defect("gradients of keys and values stay where they were computed", "cp4-untied")
 def _keys_not_sent_home(mesh: Mesh, replace: Replace) -> None:
     true = ring._Message.wait

@@ -28,6 +28,7 @@ def attention(
     *,
     dropout: Callable[[Tensor], Tensor] | None = None,
     sinks: Float[Tensor, " n"] | None = None,
+    softcap: float = 0.0,
     backend: str = AUTO,
 ) -> Float[Tensor, "s b n dv"]:
     """softmax(scale * q k^T, where allowed) v, for every head.
@@ -46,16 +47,20 @@ def attention(
         sinks: Logits `[n]`, one for each head, that take part in the softmax and have no value: a
             head may attend to nothing (gpt-oss; Xiao et al. 2023, "Efficient Streaming Language
             Models with Attention Sinks"). Only the reference has them.
+        softcap: Scaled scores x become softcap * tanh(x / softcap) before the mask (Gemma 2, arXiv
+            2408.00118, section 2); 0 for none. flash-attn and the reference have it.
         backend: "auto" or the name of one backend.
 
     Returns:
         `[s, b, n, dv]` in the dtype of `q`; its memory need not be contiguous.
 
     Raises:
-        KernelError: n is not a multiple of g.
+        KernelError: n is not a multiple of g, or ``softcap`` is negative.
     """
     if q.shape[2] % k.shape[2]:
         raise KernelError(
             f"attention: {q.shape[2]} heads do not divide over {k.shape[2]} query groups"
         )
-    return attention.run(backend, q, k, v, mask, scale, query_offset, dropout, sinks)
+    if not softcap >= 0:
+        raise KernelError(f"attention: softcap is {softcap}; it must be 0 (none) or above")
+    return attention.run(backend, q, k, v, mask, scale, query_offset, dropout, sinks, softcap)

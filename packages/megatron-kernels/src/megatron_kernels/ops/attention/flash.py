@@ -20,6 +20,7 @@ def flash(
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None = None,
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """`flash_attn_func`, on views `[b, s, n, d]`.
 
@@ -41,6 +42,7 @@ def flash(
         k.transpose(0, 1),
         v.transpose(0, 1),
         softmax_scale=scale,
+        softcap=softcap,
         causal=mask.causal,
         window_size=(reach, 0 if mask.causal and mask.window is not None else reach),
         deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -57,6 +59,7 @@ def flash_refusal(
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None = None,
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> str | None:
     """Why `flash` cannot serve these arguments, cheapest test first."""
     if dropout is not None:

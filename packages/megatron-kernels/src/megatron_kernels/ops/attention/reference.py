@@ -1,6 +1,6 @@
 """Attention written out, and the pair of block functions that ring attention is built from.
 
-    scores = scale * q k^T        p = softmax of the allowed scores        out = p v
+    scores = scale * q k^T, bounded      p = softmax of the allowed scores      out = p v
 
 A block pass also gives the log of each row's sum of exponentials, lse. Passes over disjoint sets
 of keys combine to the whole by weighting each `out` with exp(lse - logaddexp of all lse). The
@@ -28,9 +28,10 @@ def reference(
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None = None,
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """The forward block pass, without its lse; autograd differentiates it."""
-    return _forward(q, k, v, mask, scale, query_offset, dropout, sinks)[0]
+    return _forward(q, k, v, mask, scale, query_offset, dropout, sinks, softcap)[0]
 
 
 def attention_forward(
@@ -42,6 +43,7 @@ def attention_forward(
     query_offset: int = 0,
     *,
     dropout: Callable[[Tensor], Tensor] | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Float[Tensor, "s b n dv"], Float[Tensor, "s b n"]]:
     """Attention over one block of keys.
 
@@ -54,12 +56,13 @@ def attention_forward(
         query_offset: Index of the first query among the keys.
         dropout: Applied to the block's probabilities `[b, n, s, t]`; a product with a mask that is
             the same in the backward pass. The lse is that of all probabilities.
+        softcap: Bounds the scaled scores, as in `attention`; 0 for none.
 
     Returns:
         out `[s, b, n, dv]` in the dtype of `q`, and lse `[s, b, n]` in float32 (float64 for
         float64), -inf for a row that may attend nowhere, whose out is zero.
     """
-    return _forward(q, k, v, mask, scale, query_offset, dropout)
+    return _forward(q, k, v, mask, scale, query_offset, dropout, None, softcap)
 
 
 def attention_backward(
@@ -74,6 +77,7 @@ def attention_backward(
     query_offset: int = 0,
     *,
     dropout: Callable[[Tensor], Tensor] | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "t b g d"], Float[Tensor, "t b g dv"]]:
     """Gradients of attention from one block of keys.
 
@@ -88,19 +92,22 @@ def attention_backward(
         scale: As in the forward pass.
         query_offset: As in the forward pass.
         dropout: As in the forward pass.
+        softcap: As in the forward pass.
 
     Returns:
         This block's share of dq, and the whole of its dk and dv, in the dtypes of q, k and v.
     """
     groups = k.shape[2]
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = _scores(q, k, mask, scale, query_offset)
-    p = _probabilities(scores, _grouped(lse, groups))
+    scores = _scores(q, k, scale, softcap)
+    p = _probabilities(_masked(scores, q, k, mask, query_offset), _grouped(lse, groups))
     gradient, final = (_by_group(raised(x), groups) for x in (dout, out))
     dv = torch.einsum("bgmst,sbgmd->tbgd", _dropped(p, dropout), gradient)
     dp = _dropped(torch.einsum("sbgmd,tbgd->bgmst", gradient, raised(v)), dropout)
     share = (gradient * final).sum(-1).permute(1, 2, 3, 0)[..., None]
     dscores = scale * p * (dp - share)
+    if softcap:
+        dscores = dscores * (1 - (scores / softcap) ** 2)
     dq = torch.einsum("bgmst,tbgd->sbgmd", dscores, raised(k)).flatten(2, 3)
     dk = torch.einsum("bgmst,sbgmd->tbgd", dscores, _by_group(raised(q), groups))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -114,22 +121,28 @@ def _forward(
     scale: float | None,
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    scores, values = _scores(q, k, mask, scale, query_offset), raised(v)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = _masked(_scores(q, k, scale, softcap), q, k, mask, query_offset)
     lse = torch.logsumexp(scores, -1)
     if sinks is not None:  # one more key for every row, whose value is zero
         lse = torch.logaddexp(lse, raised(sinks).view(k.shape[2], -1, 1))
     p = _probabilities(scores, lse)
-    out = torch.einsum("bgmst,tbgd->bgmsd", _dropped(p, dropout), values)  # p is not copied
+    out = torch.einsum("bgmst,tbgd->bgmsd", _dropped(p, dropout), raised(v))  # p is not copied
     return out.permute(3, 0, 1, 2, 4).flatten(2, 3).to(q.dtype), _ungrouped(lse)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Mask, scale: float | None, query_offset: int) -> Tensor:
-    """Scaled scores `[b, g, n/g, s, t]` with -inf where attending is forbidden."""
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
+    """Scaled and bounded scores `[b, g, n/g, s, t]`."""
     heads = _by_group(raised(q), k.shape[2])
     scores = torch.einsum("sbgmd,tbgd->bgmst", heads, raised(k)) * scale
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
+
+
+def _masked(scores: Tensor, q: Tensor, k: Tensor, mask: Mask, query_offset: int) -> Tensor:
+    """The scores with -inf where attending is forbidden."""
     allowed = mask.allowed(q.shape[0], k.shape[0], query_offset, device=q.device)
     return scores.masked_fill(~allowed[:, None, None], -math.inf)
 

@@ -17,6 +17,7 @@ def sdpa(
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None = None,
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Lower the mask to what the fused kernels are fastest with, and call them on views.
 
@@ -62,10 +63,13 @@ def sdpa_refusal(
     query_offset: int,
     dropout: Callable[[Tensor], Tensor] | None = None,
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> str | None:
     """Why `sdpa` cannot serve these arguments."""
     if dropout is not None:
         return "it draws a dropout of its own and applies no other"
     if sinks is not None:
         return "it has no sinks"
+    if softcap:
+        return "it has no softcap"
     return None

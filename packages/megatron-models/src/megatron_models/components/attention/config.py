@@ -122,6 +122,15 @@ class AttentionConfig(PositionConfig):
             choices=get_args(SoftmaxType),
         ),
     )
+    attn_logit_softcapping: float = field(
+        default=0.0,
+        metadata=flag(
+            "--attn-logit-softcapping",
+            "bound of attention's scores x, which become bound * tanh(x / bound) (Gemma 2); "
+            "0: none (our name)",
+            not_negative=True,
+        ),
+    )
 
     def _fill(self) -> None:
         super()._fill()

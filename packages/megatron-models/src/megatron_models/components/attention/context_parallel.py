@@ -117,27 +117,30 @@ class ContextParallel:
         v: Float[Tensor, "part b g d"],
         layer: int,
         first_head: int,
+        softcap: float = 0.0,
     ) -> Float[Tensor, "part b n d"]:
         """Attention of this rank's queries over the keys of all ranks.
 
         ``first_head`` is the global number of the first of ``n``, which are those of this
-        tensor-parallel rank.
+        tensor-parallel rank. ``softcap`` bounds the scores, as in `megatron_kernels.attention`.
         """
         comm, axis, split = self._comm[layer], self._axis, self._split
         if comm == "p2p":
-            return ring_attention(q, k, v, self._ring, axis, self._blocks(layer, first_head))
+            return ring_attention(
+                q, k, v, self._ring, axis, self._blocks(layer, first_head, softcap)
+            )
         if comm == "allgather":
             own = split.places[axis.index]
-            attend = partial(self._attend, self._gathered, layer, first_head, own)
+            attend = partial(self._attend, self._gathered, layer, first_head, own, softcap)
             return gathered_attention(q, k, v, split, axis, attend)
         if comm == "a2a":
             first_head += q.shape[2] // axis.size * axis.index
-            attend = partial(self._attend, self._whole, layer, first_head, None)
+            attend = partial(self._attend, self._whole, layer, first_head, None, softcap)
             return head_scatter_attention(q, k, v, split, axis, attend)
         inner, outer = self._mesh.axis("cp_inner"), self._mesh.axis("cp_outer")
         within, plan = self._hierarchy
         first_head += q.shape[2] // inner.size * inner.index
-        blocks = self._blocks(layer, first_head)
+        blocks = self._blocks(layer, first_head, softcap)
         return hierarchical_attention(q, k, v, within, plan, inner, outer, blocks)
 
     def _attend(
@@ -146,6 +149,7 @@ class ContextParallel:
         layer: int,
         first_head: int,
         places: Int[Tensor, "b_or_1 s"] | None,
+        softcap: float,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -155,10 +159,10 @@ class ContextParallel:
             drop = partial(
                 self._dropout.probabilities, layer=layer, first_head=first_head, places=places
             )
-        return attention(q, k, v, mask, dropout=drop)
+        return attention(q, k, v, mask, dropout=drop, softcap=softcap)
 
-    def _blocks(self, layer: int, first_head: int) -> "_Blocks":
-        return _Blocks(self._dropout if self._drops else None, layer, first_head)
+    def _blocks(self, layer: int, first_head: int, softcap: float) -> "_Blocks":
+        return _Blocks(self._dropout if self._drops else None, layer, first_head, softcap)
 
     @property
     def _drops(self) -> bool:
@@ -225,9 +229,10 @@ class _Blocks:
     dropout: StageDropout | None
     layer: int
     first_head: int
+    softcap: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: _Lowered) -> tuple[Tensor, Tensor]:
-        return attention_forward(q, k, v, mask.mask, dropout=self._drop(mask))
+        return attention_forward(q, k, v, mask.mask, dropout=self._drop(mask), softcap=self.softcap)
 
     def backward(
         self,
@@ -239,7 +244,10 @@ class _Blocks:
         lse: Tensor,
         mask: _Lowered,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return attention_backward(dout, q, k, v, out, lse, mask.mask, dropout=self._drop(mask))
+        drop = self._drop(mask)
+        return attention_backward(
+            dout, q, k, v, out, lse, mask.mask, dropout=drop, softcap=self.softcap
+        )
 
     def _drop(self, mask: _Lowered) -> "partial[Tensor] | None":
         if self.dropout is None:

@@ -29,6 +29,7 @@ class CrossAttention(nn.Module):
         self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
         self.head_size = spec.kv_channels
         self.sharers = group_sharers(spec, self.tp.size)
+        self.softcap = spec.attn_logit_softcapping
         self.q = place.column(spec.q)
         self.kv = place.column(spec.kv)
         self.out = place.row(spec.out)
@@ -66,4 +67,4 @@ class CrossAttention(nn.Module):
     def _attend(self, context: Context, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         site = CROSS_ATTENTION_PROBABILITIES
         drop = context.probability_drop(self.layer, self.first_head, site)
-        return attention(q, k, v, mask, dropout=drop)
+        return attention(q, k, v, mask, dropout=drop, softcap=self.softcap)

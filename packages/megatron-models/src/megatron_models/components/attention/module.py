@@ -31,6 +31,7 @@ class Attention(nn.Module):
         self.interleaved = spec.rotary_interleaved
         self.head_size, self.slots = spec.kv_channels, spec.slots
         self.sharers = group_sharers(spec, self.tp.size)
+        self.softcap = spec.attn_logit_softcapping
         self.qkv = place.column(spec.qkv)
         self.sinks = None if spec.softmax_type == "vanilla" else Sinks(spec, place)
         self.out = place.row(spec.out)
@@ -52,7 +53,9 @@ class Attention(nn.Module):
             core = partial(self._attend, context)
         else:
             over_ranks = context.parallel.attention
-            core = partial(over_ranks, layer=self.layer, first_head=self.first_head)
+            core = partial(
+                over_ranks, layer=self.layer, first_head=self.first_head, softcap=self.softcap
+            )
         y = context.recomputed("core_attn", core, q, k, v)
         result: Tensor = self.out(y.flatten(2))
         return result
@@ -61,7 +64,16 @@ class Attention(nn.Module):
         """Attention over keys that are all on this rank."""
         drop = context.probability_drop(self.layer, self.first_head, ATTENTION_PROBABILITIES)
         sinks = None if self.sinks is None else self.sinks(q)
-        return attention(q, k, v, context.mask, None, context.offset, dropout=drop, sinks=sinks)
+        return attention(
+            q,
+            k,
+            v,
+            context.mask,
+            query_offset=context.offset,
+            dropout=drop,
+            sinks=sinks,
+            softcap=self.softcap,
+        )
 
     def _project(
         self, x: Float[Tensor, "part b h"]

@@ -101,7 +101,9 @@ class AttentionSpec(AttentionConfig, Mixer):
         return None
 
     def _keeping(self, keeping: Keeping) -> Keeping:
-        """Attention with sinks is not fused."""
+        """Sinks and bounded scores are not fused; a bound keeps the hyperbolic tangents too."""
+        if self.attn_logit_softcapping:
+            return keeping.written_out(max(keeping.element, 4))
         return keeping if self.softmax_type == "vanilla" else keeping.written_out()
 
     def _sinks_kept(self, keeping: Keeping) -> int:
