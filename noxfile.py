@@ -365,6 +365,8 @@ def boundaries(session: nox.Session) -> None:
     # cosmic-ray and coverage are for the tests of tooling/mutation.
     install(session, *EDITABLE, "import-linter", "deptry", "cosmic-ray", "coverage", "pytest-xdist")
     session.run("lint-imports")
+    sources = [f"packages/{name}/src" for name in PACKAGES]
+    session.run("python", "tooling/check_cycles.py", *sources)
     for name in PACKAGES:
         session.run("python", "tooling/check_dependencies.py", name)
     pytest(session, "tooling/tests", slow=slow, at_once=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from megatron_data import train_bpe
 from megatron_train.cli import main
-from megatron_train.config.run import run_options
+from megatron_train.config.run_sections import run_options
 from megatron_train.megatron_lm.table import megatron_flags
 
 # The pretraining example of the README: a GPT of 345 million parameters, its flags in its order.

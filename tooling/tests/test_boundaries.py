@@ -91,6 +91,34 @@ def test_the_clean_copy_is_green(tree: Path) -> None:
     assert deptry(tree, "megatron-optim").returncode == 0
 
 
+def check_cycles(tree: Path) -> subprocess.CompletedProcess[str]:
+    """The check for circles over the copy."""
+    sources = sorted(str(path / "src") for path in (tree / "packages").iterdir())
+    return subprocess.run(
+        [sys.executable, ROOT / "tooling/check_cycles.py", *sources],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import megatron_parallel.mesh",
+        "def late():\n    from megatron_parallel import mesh",
+        "if typing.TYPE_CHECKING:\n    from megatron_parallel.mesh import Mesh",
+    ],
+    ids=["plain", "in a function", "for type checking"],
+)
+def test_a_circle_of_imports_is_found(tree: Path, line: str) -> None:
+    assert check_cycles(tree).returncode == 0
+    plant(tree, "megatron_parallel.layout", line)
+    done = check_cycles(tree)
+    assert done.returncode != 0
+    assert "megatron_parallel.layout -> " in done.stderr and "megatron_parallel.mesh" in done.stderr
+
+
 @pytest.mark.parametrize(("module", "line"), FORBIDDEN)
 def test_a_forbidden_import_is_found(complaints: str, module: str, line: str) -> None:
     imported = line.split()[1]

@@ -195,7 +195,7 @@ def test_quantised_tensors_become_float32_and_plain_ones_keep_their_type(tmp_pat
 
 
 def test_a_tensor_is_read_when_its_turn_comes_and_let_go_before_the_next(tmp_path, monkeypatch):
-    from megatron_ckpt.formats.gguf import GGUFFile
+    from megatron_ckpt.formats.gguf_file import GGUFFile
 
     path = write(tmp_path / "m.gguf")
     read, alive = [], []

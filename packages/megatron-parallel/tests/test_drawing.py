@@ -1,6 +1,6 @@
 """Pictures of layouts."""
 
-from megatron_parallel import ParallelLayout
+from megatron_parallel import ParallelLayout, draw_layout
 
 EIGHT = """\
 8 ranks: tp 2 x cp 1 x dp 2 x pp 2, order tp-cp-ep-dp-pp
@@ -25,13 +25,13 @@ one rank each: cp"""
 
 
 def test_eight_ranks() -> None:
-    drawn = ParallelLayout(tp=2, pp=2).resolve(8).draw()
+    drawn = draw_layout(ParallelLayout(tp=2, pp=2).resolve(8))
     assert drawn == EIGHT
     assert [line.rstrip() for line in drawn.splitlines()] == drawn.splitlines()
 
 
 def test_chunks_and_experts_are_named() -> None:
-    drawn = ParallelLayout(tp=2, ep=4, etp=1, pp=2, vpp=2).resolve(8).draw()
+    drawn = draw_layout(ParallelLayout(tp=2, ep=4, etp=1, pp=2, vpp=2).resolve(8))
     assert "stage 1 (chunks 1 3)" in drawn
     assert "experts etp 1 x ep 4" in drawn
     assert "ep                   2 x 4     [0 1 2 3] [4 5 6 7]" in drawn
@@ -40,6 +40,6 @@ def test_chunks_and_experts_are_named() -> None:
 def test_a_large_layout_fits_the_width_and_says_what_is_left_out() -> None:
     layout = ParallelLayout(tp=8, pp=32).resolve(16384)
     for width in (70, 100, 160):
-        drawn = layout.draw(width)
+        drawn = draw_layout(layout, width)
         assert max(map(len, drawn.splitlines())) <= width
         assert "more" in drawn and "⋮" in drawn

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from megatron_train.cli import main
-from megatron_train.config.run import run_options, sections
+from megatron_train.config.run_sections import run_options, sections
 
 COMMANDS = [
     [],

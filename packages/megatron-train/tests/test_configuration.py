@@ -9,7 +9,8 @@ from megatron_train.config.files import read_file, to_yaml
 from megatron_train.config.flags import Parser, add_options, given_flags
 from megatron_train.config.reference import render_reference
 from megatron_train.config.resolve import resolve
-from megatron_train.config.run import RunConfig, run_options, sections
+from megatron_train.config.run import RunConfig
+from megatron_train.config.run_sections import run_options, sections
 from megatron_train.config.shown import print_config
 from megatron_train.errors import TrainError, UsageError
 

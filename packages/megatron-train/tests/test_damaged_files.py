@@ -12,7 +12,7 @@ from megatron_train.callbacks.stopping import StopAt
 from megatron_train.checkpointing import Saver, restore
 from megatron_train.config.files import parse_settings, read_file
 from megatron_train.config.recipes import recipe_names, recipe_text
-from megatron_train.config.run import run_options
+from megatron_train.config.run_sections import run_options
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.records import read_records

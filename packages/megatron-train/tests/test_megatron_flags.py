@@ -6,7 +6,7 @@ import pytest
 from megatron_train.cli import main
 from megatron_train.cli.main import build_parser
 from megatron_train.config.flags import ALIASES, LAYERS_PER_VIRTUAL_STAGE
-from megatron_train.config.run import run_options
+from megatron_train.config.run_sections import run_options
 from megatron_train.megatron_lm.page import render_flags
 from megatron_train.megatron_lm.table import KINDS, megatron_flags
 

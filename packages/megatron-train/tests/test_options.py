@@ -3,7 +3,7 @@ from typing import Literal
 
 import pytest
 from megatron_train.config.options import Option, options_of
-from megatron_train.config.run import run_options
+from megatron_train.config.run_sections import run_options
 from megatron_train.errors import TrainError
 
 

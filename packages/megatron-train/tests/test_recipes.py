@@ -5,7 +5,8 @@ from megatron_train.cli import main
 from megatron_train.config.files import read_file
 from megatron_train.config.recipes import recipe_about, recipe_names, recipe_text, recipe_values
 from megatron_train.config.resolve import derive
-from megatron_train.config.run import build_run, run_options
+from megatron_train.config.run import build_run
+from megatron_train.config.run_sections import run_options
 from megatron_train.config.values import Given, Values
 
 VOCABULARY = {"gpt2-124m": 50257, "megatron-gpt-345m": 50257, "gpt3-175b": 50257}

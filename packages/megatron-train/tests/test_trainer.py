@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 from megatron_parallel import Mesh
-from megatron_train.callbacks.callback import Callback
 from megatron_train.callbacks.evaluation import Evaluation
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.stopping import StopAt
@@ -11,6 +10,7 @@ from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.peak import Peak
+from megatron_train.trainer import Callback
 
 from .conftest import BigramTask
 

@@ -10,7 +10,7 @@ from megatron_ckpt.dtypes import dtype_name, item_size
 from megatron_ckpt.errors import CheckpointError, did_you_mean
 from megatron_ckpt.families import detect_family, find_family
 from megatron_ckpt.formats.huggingface import CONFIG
-from megatron_ckpt.formats.source import open_source
+from megatron_ckpt.formats.opening import open_source
 from megatron_ckpt.json_input import Fields
 from megatron_ckpt.ops.ignored import check_ignored
 from megatron_ckpt.ops.interpreter import check_source

@@ -21,6 +21,7 @@ from .data_parallel.fusion import Fusion as Fusion
 from .data_parallel.fusion import fuse_gradient_accumulation as fuse_gradient_accumulation
 from .data_parallel.parameters import ParameterBuffers as ParameterBuffers
 from .data_parallel.shards import Shards as Shards
+from .drawing import draw_layout as draw_layout
 from .dropout import DropoutKey as DropoutKey
 from .dropout import keep_mask as keep_mask
 from .dropout import keyed_dropout as keyed_dropout

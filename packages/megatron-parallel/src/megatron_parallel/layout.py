@@ -405,12 +405,6 @@ class ParallelLayout:
             text += " in a V"
         return f"{text}, order {self.order}"
 
-    def draw(self, width: int = 100) -> str:
-        """A picture of the layout, at most `width` characters wide: ranks by stage, then groups."""
-        from megatron_parallel.drawing import draw
-
-        return draw(self, width)
-
 
 def stages_of(placement: Placement, pp: int, vpp: int, index: int) -> tuple[int, ...]:
     """Stages that rank `index` of a pipeline holds, in the order of the model."""

@@ -1,5 +1,4 @@
 from ._version import __version__ as __version__
-from .callbacks.callback import Callback as Callback
 from .config.checkpoint import CheckpointConfig as CheckpointConfig
 from .config.data import DataConfig as DataConfig
 from .config.run import RunConfig as RunConfig
@@ -15,6 +14,7 @@ from .pretrain import pretrain_gpt as pretrain_gpt
 from .tasks.gpt import GPTTask as GPTTask
 from .tasks.task import Batch as Batch
 from .tasks.task import Task as Task
+from .trainer import Callback as Callback
 from .trainer import StepReport as StepReport
 from .trainer import Stop as Stop
 from .trainer import Trainer as Trainer

@@ -29,7 +29,6 @@ from megatron_ckpt import (
 from megatron_data import Tokenizer
 from megatron_parallel import Mesh, naming_failures
 
-from megatron_train.callbacks.callback import Callback
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.run_record import (
@@ -41,7 +40,7 @@ from megatron_train.run_record import (
     upgraded,
 )
 from megatron_train.stored import stored
-from megatron_train.trainer import StepReport, Trainer
+from megatron_train.trainer import Callback, StepReport, Trainer
 
 TOKENIZER_FOLDER = "tokenizer"
 _CHECKPOINT = re.compile(r"iter_\d{7,}")

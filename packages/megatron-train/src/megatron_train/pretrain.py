@@ -18,13 +18,14 @@ from megatron_models import CausalModel, Placement, find_kind, parameter_count
 from megatron_optim import Optimizer
 from megatron_parallel import Mesh
 
-from megatron_train.callbacks.callback import Callback, Listener
 from megatron_train.callbacks.evaluation import Evaluation, Test
+from megatron_train.callbacks.listener import Listener
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import Progress, Recorder, TensorBoard
 from megatron_train.callbacks.stopping import StopAt, StopOnSignal
 from megatron_train.checkpointing import Saver, coordinator_of
-from megatron_train.config.run import RunConfig, run_options
+from megatron_train.config.run import RunConfig
+from megatron_train.config.run_sections import run_options
 from megatron_train.config.shown import write_config
 from megatron_train.config.values import Values
 from megatron_train.engine import StepEngine
@@ -44,7 +45,7 @@ from megatron_train.starting import (
 from megatron_train.step_time import check_step_time
 from megatron_train.tasks.gpt import GPTTask
 from megatron_train.tokenizer import open_tokenizer
-from megatron_train.trainer import Stop, Trainer
+from megatron_train.trainer import Callback, Stop, Trainer
 
 CONFIG_FILE = "config.yaml"
 

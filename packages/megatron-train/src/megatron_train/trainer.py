@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron_optim import LearningRateSchedule, Optimizer, WeightDecaySchedule
@@ -20,9 +20,6 @@ from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.stored import stored
 from megatron_train.tasks.task import Batch, Task
-
-if TYPE_CHECKING:
-    from megatron_train.callbacks.callback import Callback
 
 MAX_NAN_STEPS = 10
 """Consecutive steps without a finite loss and gradient after which a run gives up."""
@@ -66,6 +63,31 @@ class StepReport:
         return {name: self.sums[name] / self.denominators[name] for name in self.sums}
 
 
+class Callback:
+    """Something that happens around the steps of a run; every hook does nothing by default.
+
+    A callback with a ``name`` has state of its own, which is kept in checkpoints as plain values.
+    """
+
+    name = ""
+
+    def on_start(self, trainer: "Trainer") -> None:
+        """Before the first step of this process."""
+
+    def on_step(self, trainer: "Trainer", report: StepReport) -> None:
+        """After every step."""
+
+    def on_end(self, trainer: "Trainer") -> None:
+        """After the last step of this process."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the state to keep in a checkpoint."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state` returned."""
+
+
 @dataclass(frozen=True)
 class Stop:
     """Why a run ended before its last step, and the exit status that says so."""
@@ -100,7 +122,7 @@ class Trainer:
         steps: Callable[[int], Iterator[Sequence[Batch]]],
         train_iters: int,
         check_for_nan: bool = False,
-        callbacks: Sequence["Callback"] = (),
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.engine = engine
         self.optimizer = optimizer

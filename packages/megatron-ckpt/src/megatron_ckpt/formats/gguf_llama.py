@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_ckpt.errors import CheckpointError
-from megatron_ckpt.formats.gguf import Architecture, GGUFFile
+from megatron_ckpt.formats.gguf_file import Architecture, GGUFFile
 
 if TYPE_CHECKING:
     from megatron_ckpt.ops.rows import RowData

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from megatron_ckpt.errors import CheckpointError, did_you_mean
-from megatron_ckpt.formats.gguf import GGUFFile
+from megatron_ckpt.formats.gguf_file import GGUFFile
 
 _KEY = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # of tokenizer.ggml.token_type

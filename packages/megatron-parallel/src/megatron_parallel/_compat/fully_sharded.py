@@ -1,8 +1,9 @@
 """torch's `fully_shard`, with the collectives and the sums of this project."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,8 +12,12 @@ from torch.nn import Parameter
 
 from megatron_parallel._compat.collectives import _all_gather, _reduce_scatter
 
-if TYPE_CHECKING:
-    from megatron_parallel.collective_failure import naming_failures
+
+class Named(AbstractContextManager[None], Protocol):
+    """Names the collective that fails in its block, as `naming_failures` does."""
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Return the same for a block that starts what a later block waits for."""
 
 
 class ShardedStage:
@@ -43,7 +48,7 @@ def fully_shard(
     reduce_dtype: torch.dtype | None,
     keep_gathered: bool,
     started: Callable[[str, Tensor], None],
-    naming: "Callable[[str, Tensor], naming_failures]",
+    naming: Callable[[str, Tensor], Named],
 ) -> ShardedStage:
     """Cut the parameters of `module` over `inner`; gradients are sums, over `outer` too.
 
@@ -60,7 +65,7 @@ def fully_shard(
     class NamedWork(dist.Work):
         """torch waits for it long after the call, elsewhere."""
 
-        def __init__(self, work: dist.Work, named: "naming_failures") -> None:
+        def __init__(self, work: dist.Work, named: Named) -> None:
             super().__init__()
             self._work, self._named = work, named
 

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_train.callbacks.callback import Callback, Listener
+from megatron_train.callbacks.listener import Listener
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.lines import evaluation_lines
 from megatron_train.tasks.task import Batch
+from megatron_train.trainer import Callback
 
 if TYPE_CHECKING:
     from megatron_train.trainer import StepReport, Trainer

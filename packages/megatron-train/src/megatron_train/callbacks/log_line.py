@@ -6,12 +6,13 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from megatron_train.callbacks.callback import Callback, Listener
+from megatron_train.callbacks.listener import Listener
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.lines import TrainingLine
 from megatron_train.metrics.peak import Peak
 from megatron_train.stored import stored
+from megatron_train.trainer import Callback
 
 if TYPE_CHECKING:
     from megatron_train.trainer import StepReport, Trainer

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_train._command import one_line
-from megatron_train.callbacks.callback import Callback
 from megatron_train.errors import TrainError
 from megatron_train.metrics import plot, records
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.event_file import EventFile
+from megatron_train.trainer import Callback
 
 if TYPE_CHECKING:
     from megatron_train.trainer import StepReport, Trainer

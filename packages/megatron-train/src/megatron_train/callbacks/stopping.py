@@ -9,8 +9,7 @@ import time
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron_train.callbacks.callback import Callback
-from megatron_train.trainer import Stop
+from megatron_train.trainer import Callback, Stop
 
 if TYPE_CHECKING:
     from megatron_train.trainer import StepReport, Trainer

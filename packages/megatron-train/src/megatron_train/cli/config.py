@@ -11,7 +11,7 @@ from megatron_train.cli import from_megatron
 from megatron_train.config.files import read_file
 from megatron_train.config.flags import Parser, describe
 from megatron_train.config.options import Option
-from megatron_train.config.run import run_options
+from megatron_train.config.run_sections import run_options
 from megatron_train.errors import TrainError
 from megatron_train.megatron_lm.table import megatron_flags
 

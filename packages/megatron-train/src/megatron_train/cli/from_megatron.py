@@ -9,7 +9,7 @@ from typing import Any
 from megatron_train.config.files import to_yaml
 from megatron_train.config.flags import Parser, add_options
 from megatron_train.config.resolve import with_flags
-from megatron_train.config.run import run_options, sections
+from megatron_train.config.run_sections import run_options, sections
 from megatron_train.config.values import Values
 from megatron_train.errors import UsageError, refuse
 from megatron_train.megatron_lm.shell import LaunchCommand, read_script

@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron_parallel import ParallelLayout
+from megatron_parallel import ParallelLayout, draw_layout
 
 from megatron_train.config.flags import Parser, add_options, given_flags
 from megatron_train.config.options import options_of
@@ -31,5 +31,5 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--world-size must be positive, got {arguments.world_size}")
     values = given_flags(arguments, options_of(ParallelLayout, "layout"))
     layout = build_section("layout", ParallelLayout, values, order=arguments.order)
-    print(layout.resolve(arguments.world_size).draw())
+    print(draw_layout(layout.resolve(arguments.world_size)))
     return 0

@@ -8,7 +8,7 @@ import sys
 from megatron_train.config.flags import Parser, add_options, notes_of
 from megatron_train.config.notes import without_effect
 from megatron_train.config.resolve import resolve
-from megatron_train.config.run import run_options, sections
+from megatron_train.config.run_sections import run_options, sections
 from megatron_train.config.shown import print_config
 from megatron_train.errors import UsageError
 

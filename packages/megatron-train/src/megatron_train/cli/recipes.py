@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_train.config.flags import Parser
 from megatron_train.config.recipes import difference, recipe_about, recipe_names, recipe_text
-from megatron_train.config.run import run_options
+from megatron_train.config.run_sections import run_options
 
 _EXAMPLE = """\
 example:

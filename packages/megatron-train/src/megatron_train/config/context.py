@@ -1,15 +1,11 @@
 """What context parallelism refuses, told in flags."""
 
-from typing import TYPE_CHECKING
-
 from megatron_train.config.pool import check_pool_run
+from megatron_train.config.run_sections import RunSections
 from megatron_train.errors import TrainError
 
-if TYPE_CHECKING:
-    from megatron_train.config.run import RunConfig
 
-
-def check_context_parallel(run: "RunConfig") -> None:
+def check_context_parallel(run: RunSections) -> None:
     """Refuse sequences, heads and settings that the context-parallel axis cannot do.
 
     Raises:
@@ -54,7 +50,7 @@ def check_context_parallel(run: "RunConfig") -> None:
     _check_heads(run)
 
 
-def _check_ways(run: "RunConfig") -> None:
+def _check_ways(run: RunSections) -> None:
     ways = run.training.cp_comm_type
     if len(ways) not in (1, run.model.num_layers):
         raise TrainError(
@@ -63,7 +59,7 @@ def _check_ways(run: "RunConfig") -> None:
         )
 
 
-def _check_hierarchy(run: "RunConfig") -> None:
+def _check_hierarchy(run: RunSections) -> None:
     flag, given = "--hierarchical-context-parallel-sizes", run.layout.hierarchical_cp is not None
     wanted = "a2a+p2p" in run.training.cp_comm_type
     if wanted and not given:
@@ -75,7 +71,7 @@ def _check_hierarchy(run: "RunConfig") -> None:
         raise TrainError(f"{flag} is of use with --cp-comm-type a2a+p2p only; leave it out")
 
 
-def _check_heads(run: "RunConfig") -> None:
+def _check_heads(run: RunSections) -> None:
     layout, heads = run.layout, run.model.num_attention_heads
     sizes = {"a2a": layout.cp, "a2a+p2p": (layout.hierarchical_cp or (1,))[0]}
     for way in dict.fromkeys(run.training.cp_comm_type):

@@ -5,7 +5,6 @@ their answers in flags.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megatron_models import ConfigError, Feature, ModelConfig
 from megatron_parallel import ParallelLayout
@@ -13,11 +12,9 @@ from megatron_parallel.pipeline import schedule_kind
 
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.options import flags_of
+from megatron_train.config.run_sections import RunSections
 from megatron_train.config.sections import TrainingConfig
 from megatron_train.errors import TrainError
-
-if TYPE_CHECKING:
-    from megatron_train.config.run import RunConfig
 
 
 def check_model_layout(
@@ -36,7 +33,7 @@ def check_model_layout(
         raise TrainError(error.told(flags_of(type(model)) | flags_of(type(layout)))) from None
 
 
-def check_features(run: "RunConfig") -> None:
+def check_features(run: RunSections) -> None:
     """Refuse ways to train that a component of the model is not proven with.
 
     Raises:
@@ -59,7 +56,7 @@ def check_first_weights(model: ModelConfig, checkpoint: CheckpointConfig) -> Non
         _refuse(model, "from_scratch", f"{{setting}} {{why}}{ending}")
 
 
-def _features(run: "RunConfig") -> Iterator[tuple[Feature, str]]:
+def _features(run: RunSections) -> Iterator[tuple[Feature, str]]:
     """Yield the ways to train that a component may refuse, and the flag that asked for each."""
     if run.training.compile:
         yield "compile", "--compile"
@@ -79,7 +76,7 @@ def _refuse(model: ModelConfig, feature: Feature, form: str) -> None:
         raise TrainError(ConfigError(line, vars(model)).told(flags_of(type(model))))
 
 
-def check_expert_overlap(run: "RunConfig") -> None:
+def check_expert_overlap(run: RunSections) -> None:
     """Refuse to hide messages of experts where there are none, or nothing to hide them behind.
 
     Raises:

@@ -1,22 +1,19 @@
 """What a pool of data- and context-parallel ranks refuses, told in flags."""
 
 import math
-from typing import TYPE_CHECKING
 
+from megatron_train.config.run_sections import RunSections
 from megatron_train.errors import TrainError
-
-if TYPE_CHECKING:
-    from megatron_train.config.run import RunConfig
 
 FLAG, ROOM = "--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank"
 
 
-def part_multiple(run: "RunConfig") -> int:
+def part_multiple(run: RunSections) -> int:
     """What a rank's part of a row is a multiple of: zig-zag and sequence parallelism cut it."""
     return math.lcm(2, run.layout.tp if run.training.sequence_parallel else 1)
 
 
-def check_pool_run(run: "RunConfig") -> None:
+def check_pool_run(run: RunSections) -> None:
     """Refuse what cannot be trained in a pool, and the room on its ranks where there is no pool.
 
     Raises:
@@ -42,7 +39,7 @@ def check_pool_run(run: "RunConfig") -> None:
         )
 
 
-def _check_room(run: "RunConfig", room: int) -> None:
+def _check_room(run: RunSections, room: int) -> None:
     """A sample may be one document, and then the pool has to hold all of it."""
     multiple, ranks, length = part_multiple(run), run.layout.pool, run.data.seq_length
     most = ranks * (room // multiple * multiple)
@@ -54,7 +51,7 @@ def _check_room(run: "RunConfig", room: int) -> None:
         )
 
 
-def _check_settings(run: "RunConfig") -> None:
+def _check_settings(run: RunSections) -> None:
     training, layout = run.training, run.layout
     if not run.data.reset_attention_mask:
         raise TrainError(

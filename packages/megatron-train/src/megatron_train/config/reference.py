@@ -2,7 +2,7 @@
 
 from megatron_train.config.flags import ALIASES, LAYERS_PER_VIRTUAL_STAGE
 from megatron_train.config.options import Option
-from megatron_train.config.run import run_options, sections
+from megatron_train.config.run_sections import run_options, sections
 
 _INTRODUCTION = """\
 # Configuration reference

@@ -14,7 +14,8 @@ from megatron_train.config.files import read_file
 from megatron_train.config.flags import LAYERS_PER_VIRTUAL_STAGE, given_flags, implied_flags
 from megatron_train.config.options import options_of
 from megatron_train.config.recipes import RECIPE, recipe_values
-from megatron_train.config.run import RunConfig, build_run, run_options, sections
+from megatron_train.config.run import RunConfig, build_run
+from megatron_train.config.run_sections import run_options, sections
 from megatron_train.config.values import Given, Values
 from megatron_train.errors import TrainError, UsageError
 

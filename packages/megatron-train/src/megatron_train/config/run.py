@@ -5,107 +5,31 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar
 
 from megatron_data import FIMConfig
-from megatron_models import CausalConfig, find_kind
-from megatron_optim import (
-    LearningRateSchedule,
-    OptimError,
-    OptimizerConfig,
-    WeightDecaySchedule,
-)
-from megatron_parallel import (
-    DataParallelConfig,
-    FieldError,
-    ParallelLayout,
-    Recompute,
-)
-from megatron_parallel.pipeline import PipelineConfig, check_micro_batches, schedule_kind
+from megatron_optim import OptimError
+from megatron_parallel import FieldError, ParallelLayout, Recompute
+from megatron_parallel.pipeline import check_micro_batches, schedule_kind
 
-from megatron_train.config.batch_size import BatchSizeSchedule
-from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.context import check_context_parallel
-from megatron_train.config.data import DataConfig
 from megatron_train.config.model import (
     check_expert_overlap,
     check_features,
     check_first_weights,
     check_model_layout,
 )
-from megatron_train.config.options import Option, flags_of, options_of
-from megatron_train.config.sections import (
-    EvaluationConfig,
-    LoggingConfig,
-    ScheduleConfig,
-    TrainingConfig,
-)
+from megatron_train.config.options import flags_of, options_of
+from megatron_train.config.run_sections import RunSections, run_options, sections
 from megatron_train.config.values import Values
 from megatron_train.errors import TrainError, UsageError, collected, refuse
 
 Section = TypeVar("Section")
 
-KIND = "gpt"
-"""The kind of model that runs train."""
-
-_SECTIONS: dict[str, tuple[str, type[Any]]] = {
-    "data": ("data", DataConfig),
-    "fim": ("filling in the middle", FIMConfig),
-    "training": ("training", TrainingConfig),
-    "optimizer": ("optimizer", OptimizerConfig),
-    "schedule": ("learning-rate schedule", ScheduleConfig),
-    "layout": ("parallel layout", ParallelLayout),
-    "pipeline": ("pipeline", PipelineConfig),
-    "data_parallel": ("data parallelism", DataParallelConfig),
-    "recompute": ("recomputation and offloading of activations", Recompute),
-    "evaluation": ("evaluation", EvaluationConfig),
-    "checkpoint": ("checkpoints", CheckpointConfig),
-    "logging": ("logging", LoggingConfig),
-}
-
-
-@cache
-def sections(kind: str = KIND) -> dict[str, tuple[str, type[Any]]]:
-    """Return every section of a run: key in YAML files, title, and the dataclass that holds it.
-
-    Args:
-        kind: of the model.
-
-    Raises:
-        ConfigError: no such kind is installed.
-    """
-    return {"model": ("model", find_kind(kind).config), **_SECTIONS}
-
-
-@cache
-def run_options() -> tuple[Option, ...]:
-    """Return every option of a run, section by section.
-
-    Cached: a run asks several times, and type hints are slow to evaluate.
-    """
-    return tuple(
-        option for name, (_, cls) in sections().items() for option in options_of(cls, name)
-    )
-
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(RunSections):
     """Everything that defines a run: one field for each section, all checked."""
-
-    model: CausalConfig
-    data: DataConfig
-    training: TrainingConfig
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
-    layout: ParallelLayout = dataclasses.field(default_factory=ParallelLayout)
-    fim: FIMConfig = dataclasses.field(default_factory=FIMConfig)
-    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
-    data_parallel: DataParallelConfig = dataclasses.field(default_factory=DataParallelConfig)
-    recompute: Recompute = dataclasses.field(default_factory=Recompute)
-    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
-    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
-    logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
         if self.layout.dp is None:
@@ -210,11 +134,6 @@ class RunConfig:
                 "cannot; leave out --compile, or choose another schedule"
             )
 
-    @property
-    def split(self) -> tuple[range, ...]:
-        """Global layer numbers of every pipeline stage."""
-        return self.pipeline.split(self.model.num_layers, self.layout)
-
     def _check_recompute(self) -> None:
         """Refuse to keep activations in a way that the layout or compiled code cannot."""
         with _told_by_flags("recompute"):
@@ -287,59 +206,6 @@ class RunConfig:
             self.weight_decay_schedule()
         except OptimError as error:
             raise TrainError(error.told(flags)) from None
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Ranks that share out the samples of a step."""
-        return self.layout.dp or 1
-
-    @property
-    def samples_at_once(self) -> int:
-        """Samples in one micro-batch of every data-parallel rank."""
-        return self.training.micro_batch_size * self.data_parallel_size
-
-    @property
-    def global_batch_size(self) -> int:
-        """Samples in one step, after a ramp if there is one."""
-        return self.training.global_batch_size or self.samples_at_once
-
-    @property
-    def batch_sizes(self) -> BatchSizeSchedule:
-        """Samples in each step."""
-        return BatchSizeSchedule(self.global_batch_size, self.training.rampup_batch_size)
-
-    @property
-    def train_iters(self) -> int:
-        """Steps of the whole run."""
-        iters, samples = self.training.train_iters, self.training.train_samples
-        return iters if iters is not None else self.batch_sizes.whole_steps(samples or 0)[0]
-
-    @property
-    def train_samples(self) -> int:
-        """Samples of the whole run, as long as its data order is."""
-        return self.training.train_samples or self.train_iters * self.global_batch_size
-
-    def learning_rate_schedule(self) -> LearningRateSchedule:
-        """Return the learning rate as a function of consumed samples."""
-        lengths, unit = self.schedule, self.global_batch_size
-        decay = lengths.lr_decay_iters or self.training.train_iters
-        warmup: float = lengths.lr_warmup_iters
-        annealing = lengths.lr_wsd_decay_iters
-        if decay is None:
-            unit = 1
-            decay = lengths.lr_decay_samples or self.train_samples
-            warmup, annealing = lengths.lr_warmup_samples, lengths.lr_wsd_decay_samples
-        if lengths.lr_warmup_fraction is not None:
-            warmup = lengths.lr_warmup_fraction * decay
-        return self.optimizer.learning_rate_schedule(
-            decay_samples=decay * unit,
-            warmup_samples=int(warmup * unit),
-            wsd_decay_samples=None if annealing is None else annealing * unit,
-        )
-
-    def weight_decay_schedule(self) -> WeightDecaySchedule:
-        """Return the weight decay as a function of consumed samples."""
-        return self.optimizer.weight_decay_schedule(samples=self.train_samples)
 
 
 def build_run(values: Values, world_size: int = 1) -> RunConfig:

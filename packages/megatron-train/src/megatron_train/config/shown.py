@@ -7,7 +7,8 @@ import yaml
 
 from megatron_train.config.files import to_yaml
 from megatron_train.config.options import Option, options_of
-from megatron_train.config.run import RunConfig, run_options, sections
+from megatron_train.config.run import RunConfig
+from megatron_train.config.run_sections import run_options, sections
 from megatron_train.config.values import Values
 from megatron_train.replacing import replacing
 

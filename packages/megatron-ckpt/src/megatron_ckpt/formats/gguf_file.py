@@ -1,0 +1,121 @@
+"""A GGUF file as it is: metadata by key, tensors by their GGUF names."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megatron_ckpt.errors import CheckpointError, brief
+from megatron_ckpt.formats.gguf_header import check_header
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_ckpt.ops.rows import RowData
+
+T = TypeVar("T")
+
+#: Element types that are kept as they are, by their GGUF names; all others become float32.
+_PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class GGUFFile:
+    """Metadata by key and raw tensors of a GGUF file, which stays mapped while this lives."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from gguf import GGUFReader
+        except ImportError:
+            raise CheckpointError(
+                f"{path}: reading GGUF files needs the package gguf; "
+                "pip install 'megatron-ckpt[gguf]'"
+            ) from None
+        self.path = path
+        check_header(path)
+        # The reader takes slices beyond a torn file's end, which then fail in various ways.
+        self._reader: Any = self._checked(lambda: GGUFReader(path))
+        if self._reader.byte_order != "I":
+            raise CheckpointError(f"{path} has another byte order than this machine")
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        if self.get("split.count", 0) > 1:
+            raise CheckpointError(
+                f"{path} is one of {self.get('split.count')} parts: join them with llama.cpp's "
+                "llama-gguf-split --merge"
+            )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a metadata key."""
+        if key not in self._reader.fields:
+            return default
+        return self._checked(self._reader.fields[key].contents)
+
+    def need(self, key: str) -> Any:
+        """Return the value of a metadata key that has to be there."""
+        if key not in self._reader.fields:
+            raise CheckpointError(f"{self.path} has no metadata {key!r}: it is no complete model")
+        return self.get(key)
+
+    def keys(self) -> Iterator[str]:
+        """Yield the metadata keys."""
+        yield from self._reader.fields
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of the tensors."""
+        return tuple(self._tensors)
+
+    def meta(self, name: str) -> "Tensor":
+        """Return a tensor of the shape and dtype that `read` gives, without content."""
+        import torch
+
+        raw = self._tensors[name]
+        shape = [int(extent) for extent in reversed(raw.shape)]
+        return torch.empty(shape, dtype=_torch_dtype(raw), device="meta")
+
+    def read(self, name: str) -> "Tensor":
+        """Read a tensor; a quantised one becomes float32."""
+        import numpy as np
+        import torch
+        from gguf import dequantize
+
+        raw = self._tensors[name]
+        kind = raw.tensor_type.name
+        if kind in _PLAIN:
+            # A copy, so that nothing points into the file; bfloat16 comes as bytes.
+            return torch.from_numpy(np.array(raw.data)).view(_torch_dtype(raw))
+        try:
+            return torch.from_numpy(np.asarray(dequantize(raw.data, raw.tensor_type)))
+        except NotImplementedError:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} has type {kind}, which the package gguf cannot "
+                "dequantise"
+            ) from None
+
+    def _checked(self, read: Callable[[], T]) -> T:
+        try:
+            return read()
+        except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
+            raise CheckpointError(
+                f"{self.path} is damaged, or no GGUF file of version 2 or 3: {brief(error)}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How files that name an architecture map to a Hugging Face model.
+
+    Attributes:
+        rows: Hugging Face's names, theirs, and the operations, given the ``config.json``.
+        config: makes the content of ``config.json`` of a file.
+        ignored: tensors that say nothing a row could use.
+    """
+
+    rows: "Callable[[Mapping[str, Any]], list[RowData]]"
+    config: Callable[[GGUFFile], dict[str, Any]]
+    ignored: tuple[str, ...] = ()
+
+
+def _torch_dtype(raw: Any) -> Any:
+    import torch
+
+    return getattr(torch, _PLAIN.get(raw.tensor_type.name, "float32"))

@@ -1,0 +1,26 @@
+"""Open what an import reads from, whatever its format."""
+
+from pathlib import Path
+
+from megatron_ckpt.errors import CheckpointError
+from megatron_ckpt.formats.source import ModelSource
+
+
+def open_source(path: str | Path) -> ModelSource:
+    """Open a folder as Hugging Face's libraries write it, or a GGUF file.
+
+    Raises:
+        CheckpointError: neither, or one whose configuration cannot be read.
+    """
+    path = Path(path)
+    if path.is_file():
+        from megatron_ckpt.formats.gguf import is_gguf, open_gguf
+
+        if is_gguf(path):
+            return open_gguf(path)
+        raise CheckpointError(
+            f"{path} is not a GGUF file: give one, or the folder of a Hugging Face model"
+        )
+    from megatron_ckpt.formats.huggingface import open_folder
+
+    return open_folder(path)

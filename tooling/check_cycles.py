@@ -1,0 +1,33 @@
+"""No modules import one another in a circle, for type checking or inside of functions neither.
+
+Usage: python tooling/check_cycles.py packages/*/src
+"""
+
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+from grimp import build_graph
+
+
+def find_cycle(sources: list[Path]) -> list[str]:
+    """Return modules of which each imports the next and the last is the first; empty if none do.
+
+    Args:
+        sources: folders of packages.
+    """
+    sys.path[:0] = map(str, sources)
+    packages = [path.name for source in sources for path in source.iterdir() if path.is_dir()]
+    graph = build_graph(*packages, cache_dir=None, exclude_type_checking_imports=False)
+    imported = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    try:
+        TopologicalSorter(imported).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+if __name__ == "__main__":
+    cycle = find_cycle([Path(argument) for argument in sys.argv[1:]])
+    if cycle:
+        sys.exit(f"modules import one another in a circle: {' -> '.join(cycle)}")
