@@ -58,6 +58,8 @@ def test_parameters_gradients_and_moments(small):
     assert (full.parameters, full.gradients, full.optimizer) == (4 * count, 4 * count, 8 * count)
     assert (half.parameters, half.gradients, half.optimizer) == (2 * count, 4 * count, 12 * count)
     assert full.total == 16 * count + full.activations
+    assert training_memory(config, 8, 1, moments=1).optimizer == 4 * count
+    assert training_memory(config, 8, 1, "bfloat16", moments=0).optimizer == 4 * count  # main
 
 
 def test_a_rank_of_several_holds_its_part(small):

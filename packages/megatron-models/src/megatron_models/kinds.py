@@ -4,11 +4,11 @@ Who trains, converts or serves a model looks its kind up by the name that a comm
 checkpoint's record gives, and knows no kind by name. Importing this module does not import torch.
 """
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
+
+from megatron_parallel import Extensions
 
 from megatron_models.errors import ConfigError
 from megatron_models.lookup import look_up
@@ -17,7 +17,8 @@ from megatron_models.models.model_config import ModelConfig
 if TYPE_CHECKING:
     from torch import nn
 
-GROUP = "megatron.models"
+KINDS = Extensions("megatron.models", "kind of model", ConfigError)
+"""Kinds of models by name, those of other distributions too."""
 
 Migration = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """From the fields of one version of a kind's configurations to those of the next."""
@@ -93,7 +94,7 @@ class ModelKind:
 
 def model_kinds() -> dict[str, ModelKind]:
     """Return every installed kind by name, other distributions' too."""
-    return {name: _load(entry) for name, entry in sorted(_installed().items())}
+    return {name: find_kind(name) for name in KINDS.entries()}
 
 
 def find_kind(name: str) -> ModelKind:
@@ -102,39 +103,10 @@ def find_kind(name: str) -> ModelKind:
     Raises:
         ConfigError: there is none of that name.
     """
-    known = _installed()
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+    kind = KINDS.load(name)
+    if not isinstance(kind, ModelKind) or kind.name != name:
         raise ConfigError(
-            f"no kind of model {name!r}{hint}; installed are {', '.join(sorted(known)) or 'none'}; "
-            "install the distribution that brings it"
-        )
-    return _load(known[name])
-
-
-def _installed() -> dict[str, EntryPoint]:
-    """Return the entry points of kinds.
-
-    Raises:
-        ConfigError: two distributions bring one name.
-    """
-    found: dict[str, EntryPoint] = {}
-    for entry in entry_points(group=GROUP):
-        other = found.setdefault(entry.name, entry)
-        if other.value != entry.value:
-            raise ConfigError(
-                f"two distributions bring a kind of model {entry.name!r}: {other.value} and "
-                f"{entry.value}; uninstall one"
-            )
-    return found
-
-
-def _load(entry: EntryPoint) -> ModelKind:
-    kind = entry.load()
-    if not isinstance(kind, ModelKind) or kind.name != entry.name:
-        raise ConfigError(
-            f"the entry point {entry.name!r} of {GROUP} is {entry.value}, which is no ModelKind of "
-            "that name"
+            f"the entry point {name!r} of {KINDS.group} is {KINDS.find(name).value}, which is no "
+            "ModelKind of that name"
         )
     return kind

@@ -22,7 +22,7 @@ from megatron_models.models.model_config import ModelConfig
 Precision = Literal["float32", "bfloat16"]
 
 _FP32 = 4
-_MOMENTS = 2  # of AdamW, in float32
+_ADAM_MOMENTS = 2
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,9 @@ def training_memory(
     in_flight: int = 1,
     recompute: Recompute | None = None,
     dispatcher: str = "allgather",
+    moments: int = _ADAM_MOMENTS,
 ) -> TrainingMemory:
-    """Return the bytes that training with AdamW holds on one rank, with fused kernels.
+    """Return the bytes that training holds on one rank, with fused kernels.
 
     Parameters, gradients and optimizer state are those of the tensors themselves: the buckets they
     lie in are padded by less than 64 elements a parameter and 64 for each rank a bucket is cut
@@ -76,6 +77,8 @@ def training_memory(
             1F1B with enough of them.
         recompute: what is computed again; by default nothing.
         dispatcher: how tokens get to their experts, ``allgather`` or ``alltoall``.
+        moments: float32 tensors that the optimizer's update rule keeps for each parameter. Defaults
+            to the two of AdamW.
 
     Raises:
         ConfigError: the sequence is longer than the model's positions, or ``layout`` does not say
@@ -87,7 +90,8 @@ def training_memory(
     if layout.dp is None:
         raise ConfigError(f"{layout} has no data-parallel size: call its resolve(world size)")
     size = _FP32 if precision == "float32" else 2
-    held = _model_states(config, layout, data_parallel or DataParallelConfig(), size, layers)
+    sharing = data_parallel or DataParallelConfig()
+    held = _model_states(config, layout, sharing, size, layers, moments)
     taken = LayerPass(
         -(-sequence_length // layout.cp),
         micro_batch_size,
@@ -122,13 +126,14 @@ def _model_states(
     data_parallel: DataParallelConfig,
     size: int,
     layers: int | None,
+    moments: int,
 ) -> TrainingMemory:
-    """Bytes of parameters of ``size`` bytes each, of their gradients and of AdamW's state."""
+    """Bytes of parameters of ``size`` bytes each, their gradients and the optimizer's state."""
     dense, experts = _elements(config, layout, layers)
     whole = dense + experts
     data_ranks = (layout.dp or 1) * layout.cp // layout.dp_outer
     part = -(-dense // data_ranks) + -(-experts // layout.expert_dp)
-    state = _FP32 * (_MOMENTS if size == _FP32 else _MOMENTS + 1)
+    state = _FP32 * (moments if size == _FP32 else moments + 1)
     if data_parallel.use_torch_fsdp2:  # experts are copied like the rest
         part = -(-whole // data_ranks)
         return TrainingMemory(part * size, part * size, part * state, 0)

@@ -10,3 +10,7 @@ from .optimizer import StepResult as StepResult
 from .param_groups import parameter_groups as parameter_groups
 from .schedule import LearningRateSchedule as LearningRateSchedule
 from .schedule import WeightDecaySchedule as WeightDecaySchedule
+from .update_rule import MAIN as MAIN
+from .update_rule import StateTensor as StateTensor
+from .update_rule import UpdateRule as UpdateRule
+from .update_rule import build_rules as build_rules

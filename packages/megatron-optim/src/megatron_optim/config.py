@@ -14,6 +14,7 @@ from megatron_optim.schedule import (
     LearningRateSchedule,
     WeightDecaySchedule,
 )
+from megatron_optim.update_rule import RULES
 
 
 def _flag(flag: str, help_text: str, **metadata: Any) -> dict[str, Any]:
@@ -22,12 +23,19 @@ def _flag(flag: str, help_text: str, **metadata: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, gradient clipping, and the shape of the learning-rate and weight-decay schedules.
+    """The update rule, gradient clipping, and the shape of the schedules.
 
     How long the schedules last is a property of the run, not of the optimizer, and is given in
     samples to `learning_rate_schedule` and `weight_decay_schedule`.
     """
 
+    optimizer: str = field(
+        default="adam",
+        metadata=_flag(
+            "--optimizer",
+            "update rule: adam (AdamW), sgd (with momentum), or one of another distribution",
+        ),
+    )
     lr: float = field(
         default=1e-3,
         metadata=_flag("--lr", "highest learning rate, reached when the warm-up ends"),
@@ -84,18 +92,25 @@ class OptimizerConfig:
         default=1e-8,
         metadata=_flag("--adam-eps", "term added to the denominator of the update"),
     )
+    sgd_momentum: float = field(
+        default=0.9,
+        metadata=_flag("--sgd-momentum", "share of the last update that SGD adds to the next"),
+    )
     clip_grad: float = field(
         default=1.0,
         metadata=_flag("--clip-grad", "largest global gradient norm; 0 switches clipping off"),
     )
 
     def __post_init__(self) -> None:
+        if self.optimizer not in RULES:
+            unknown = RULES.unknown(self.optimizer, "{optimizer:repr}")
+            raise OptimError(f"{{optimizer:name}}: {unknown}", vars(self))
         for name in ("lr", "min_lr", "lr_warmup_init", "weight_decay", "clip_grad"):
             if not getattr(self, name) >= 0.0:
                 raise OptimError(
                     f"{{{name}:name}} must not be negative, got {{{name}:repr}}", vars(self)
                 )
-        for name in ("adam_beta1", "adam_beta2"):
+        for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise OptimError(
                     f"{{{name}:name}} must lie in [0, 1), got {{{name}:repr}}", vars(self)

@@ -1,4 +1,4 @@
-"""AdamW for sharded parameters in fp32, float64 or bf16."""
+"""The optimizer: what is the same whatever rule updates the parameters."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,17 +9,14 @@ from jaxtyping import Float
 from megatron_parallel import Mesh, Sharding, Shards, View
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.adamw import adamw
 
 from megatron_optim.clip import clip_coefficient, gradient_norm, scale_gradients
 from megatron_optim.config import OptimizerConfig
 from megatron_optim.distributed import ShardedMainParameters
 from megatron_optim.errors import OptimError
 from megatron_optim.mixed_precision import Gradients, MainParameters
-from megatron_optim.param_groups import decay_groups
-
-FUSED_DEVICES = ("cpu", "cuda")
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from megatron_optim.param_groups import Group, group_parameters
+from megatron_optim.update_rule import MAIN, build_rules
 
 
 class StepResult(NamedTuple):
@@ -34,7 +31,9 @@ class StepResult(NamedTuple):
 
 
 class Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) with gradient clipping and weight-decay groups.
+    """An update rule with gradient clipping and weight-decay groups.
+
+    The rule is that of ``config.optimizer`` (`megatron_optim.UpdateRule`).
 
     ``named_parameters`` maps global names to this rank's parameters, each of them once (a tied
     weight has one name); those that do not require a gradient are left out. ``table`` and ``mesh``
@@ -50,6 +49,12 @@ class Optimizer:
 
     With ``shards``, those of all stages of this rank, it updates and keeps state for this rank's
     part of the parameters only (`megatron_optim.distributed`), and ``gradients`` returns parts too.
+
+    Attributes:
+        config: its settings.
+        state_names: names of the state tensors that its rules keep for a parameter.
+        steps: updates that were made.
+        skipped_steps: those that were not, because of a gradient that was not finite.
     """
 
     def __init__(
@@ -75,17 +80,16 @@ class Optimizer:
             else MainParameters(trainable, gradients)
         )
         tensors = self._main.tensors
-        self._decaying, self._others = decay_groups(tensors, table)
-        self._fused = all(tensor.device.type in FUSED_DEVICES for tensor in tensors.values())
+        rules = build_rules(config)
+        self.state_names = tuple(dict.fromkeys(kept.name for rule in rules for kept in rule.state))
+        self._groups = group_parameters(tensors, table, mesh, *rules)
         # Allocated now, so that a checkpoint can be loaded before the first step.
-        self._moments = {
-            moment: {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-            for moment in MOMENTS
-        }
-        self._counts = {
-            name: torch.zeros((), device=tensor.device if self._fused else "cpu")
-            for name, tensor in tensors.items()
-        }
+        self._state: dict[str, dict[str, Tensor]] = {}
+        for group in self._groups:
+            for kept in group.rule.state:
+                self._state.setdefault(kept.name, {}).update(
+                    {n: torch.zeros_like(tensors[n], dtype=kept.dtype) for n in group.names}
+                )
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """Return the gradients that the next step will use, by global name, in main precision."""
@@ -105,37 +109,33 @@ class Optimizer:
         factor = clip_coefficient(norm, self.config.clip_grad)
         scale_gradients(gradients.values(), factor)
         decay = self.config.weight_decay if weight_decay is None else weight_decay
-        self._update(self._decaying, gradients, lr, decay)
-        self._update(self._others, gradients, lr, 0.0)
+        for group in self._groups:
+            self._update(group, gradients, lr, decay if group.decays else 0.0)
         self._main.publish()
         self.steps += 1
         return StepResult(norm, factor, skipped=False)
 
     @torch.no_grad()
     def _update(
-        self, names: Sequence[str], gradients: Mapping[str, Tensor], lr: float, decay: float
+        self, group: Group, gradients: Mapping[str, Tensor], lr: float, weight_decay: float
     ) -> None:
-        """Apply AdamW to the parameters of these names.
+        """Apply the group's rule to its parameters."""
 
-        torch's function and not its class, which imports the whole compiler when it is made.
-        """
-        if not names:
-            return
-        adamw(
-            [self._main.tensors[name] for name in names],
-            [gradients[name] for name in names],
-            exp_avgs=[self._moments["exp_avg"][name] for name in names],
-            exp_avg_sqs=[self._moments["exp_avg_sq"][name] for name in names],
-            max_exp_avg_sqs=[],
-            state_steps=[self._counts[name] for name in names],
-            fused=self._fused,
-            amsgrad=False,
-            beta1=self.config.adam_beta1,
-            beta2=self.config.adam_beta2,
+        def held(tensors: Mapping[str, Tensor]) -> list[Tensor]:
+            return [
+                tensors[name].view(group.matrices[name]) if group.matrices else tensors[name]
+                for name in group.names
+            ]
+
+        if group.matrices:  # autograd may have left them in another order of strides
+            gradients = {name: gradients[name].contiguous() for name in group.names}
+        group.rule.update(
+            held(self._main.tensors),
+            held(gradients),
+            {kept.name: held(self._state[kept.name]) for kept in group.rule.state},
             lr=lr,
-            weight_decay=decay,
-            eps=self.config.adam_eps,
-            maximize=False,
+            weight_decay=weight_decay,
+            step=self.steps + 1,
         )
 
     def zero_grad(self) -> None:
@@ -153,10 +153,11 @@ class Optimizer:
     def views(self) -> dict[str, list[View]]:
         """Return views of all state tensors for a checkpoint, to save or to load into.
 
-        A tensor is called after its parameter: ``NAME.exp_avg``, ``NAME.exp_avg_sq`` and, for bf16
-        parameters, ``NAME.main``. The step counts are in `scalars`.
+        A tensor is called after its parameter and the rule's name for it: ``NAME.exp_avg`` and
+        ``NAME.exp_avg_sq`` of AdamW, ``NAME.momentum_buffer`` of SGD. Main parameters of bf16
+        parameters are ``NAME.main``. The step counts are in `scalars`.
         """
-        state = {**self._moments, "main": self._main.copies}
+        state = {**self._state, MAIN: self._main.copies}
         return {
             f"{name}.{suffix}": views
             for suffix, tensors in state.items()
@@ -174,8 +175,6 @@ class Optimizer:
             raise OptimError(f"the optimizer state in the checkpoint lacks {sorted(missing)}")
         self.steps = int(scalars["steps"])
         self.skipped_steps = int(scalars["skipped_steps"])
-        for count in self._counts.values():
-            count.fill_(self.steps)
 
 
 def _require_distinct(parameters: Mapping[str, Parameter]) -> None:

@@ -1,12 +1,29 @@
-"""Which parameters take weight decay."""
+"""Which parameters are updated alike: by which rule, with weight decay or without."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron_parallel import Sharding
+from megatron_parallel import Mesh, Sharding
 from torch import Tensor
 
 from megatron_optim.errors import OptimError
+from megatron_optim.update_rule import UpdateRule
+
+
+class Group(NamedTuple):
+    """Parameters that one call of a rule updates.
+
+    Attributes:
+        rule: that updates them.
+        decays: whether weight decay applies to them.
+        names: their global names.
+        matrices: for a rule that needs matrices, the shape in which it is given each of them.
+    """
+
+    rule: UpdateRule
+    decays: bool
+    names: tuple[str, ...]
+    matrices: Mapping[str, tuple[int, ...]]
 
 
 def parameter_groups(
@@ -20,28 +37,62 @@ def parameter_groups(
     Returns up to two dicts for a ``torch.optim`` optimizer, each with ``params``, ``weight_decay``
     and ``decays``; a group without parameters is left out.
     """
-    decaying, others = decay_groups(named_parameters, table)
+    require_shardings(named_parameters, table)
     groups = [
         {
-            "params": [named_parameters[name] for name in names],
-            "weight_decay": weight_decay if decays else 0.0,
-            "decays": decays,
+            "params": [p for name, p in named_parameters.items() if table[name].weight_decay == on],
+            "weight_decay": weight_decay if on else 0.0,
+            "decays": on,
         }
-        for names, decays in ((decaying, True), (others, False))
+        for on in (True, False)
     ]
     return [group for group in groups if group["params"]]
 
 
-def decay_groups(
-    names: Iterable[str], table: Mapping[str, Sharding]
-) -> tuple[list[str], list[str]]:
-    """Return the names that take weight decay, and those that do not, each in the given order."""
-    names = list(names)
-    require_shardings(names, table)
-    return (
-        [name for name in names if table[name].weight_decay],
-        [name for name in names if not table[name].weight_decay],
-    )
+def group_parameters(
+    tensors: Mapping[str, Tensor],
+    table: Mapping[str, Sharding],
+    mesh: Mesh,
+    rule: UpdateRule,
+    others: UpdateRule,
+) -> tuple[Group, ...]:
+    """Return the groups of parameters, those with weight decay first.
+
+    ``rule`` updates all parameters or, if it needs matrices, those that are matrices between the
+    token embedding and the output layer; ``others`` updates the rest. ``tensors`` are what this
+    rank updates, by global name.
+
+    Raises:
+        OptimError: a parameter is missing from the table, or this rank has only a part of a matrix
+            that the rule needs whole.
+    """
+    require_shardings(tensors, table)
+    found: dict[tuple[bool, bool], list[str]] = {}
+    for name in tensors:
+        decays, own = table[name].weight_decay, rule.takes(table[name])
+        found.setdefault((decays, own), []).append(name)
+    groups = []
+    for (decays, own), names in sorted(found.items(), reverse=True):
+        matrices = (
+            {name: _matrix_shape(name, tensors[name], table[name], mesh) for name in names}
+            if own and rule.needs == "matrices"
+            else {}
+        )
+        groups.append(Group(rule if own else others, decays, tuple(names), matrices))
+    return tuple(groups)
+
+
+def _matrix_shape(name: str, tensor: Tensor, sharding: Sharding, mesh: Mesh) -> tuple[int, ...]:
+    """Return the shape of a parameter's tensor as a matrix, or as one for each expert."""
+    local = sharding.local_shape(mesh)
+    if tuple(tensor.shape) != local:
+        raise OptimError(
+            f"the update rule needs matrices whole, and this rank updates a part of {name!r} of "
+            f"shape {tuple(tensor.shape)}, not {local}: make the gradient buffers with "
+            "DataParallelConfig(whole_matrices=True); fully sharded data parallelism "
+            "(--use-torch-fsdp2) cannot keep them whole"
+        )
+    return sharding.local_matrix(mesh)
 
 
 def require_shardings(names: Iterable[str], table: Mapping[str, Sharding]) -> None:

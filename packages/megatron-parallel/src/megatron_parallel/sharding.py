@@ -142,6 +142,9 @@ class Sharding:
         partial: Axis whose ranks all hold the parameter but see different parts of the same
             samples, so that a local gradient is only its part of a sum over the axis: norms and
             biases in sequence-parallel regions. `GradientBuffers` adds the parts up, nobody else.
+        vocabulary: Whether `dim` numbers the tokens of a vocabulary: a token embedding or an output
+            matrix. These may have a learning rate of their own, and an update rule that needs
+            matrices does not take them.
 
     Raises:
         LayoutError: These contradict one another.
@@ -159,6 +162,7 @@ class Sharding:
     tied: bool = False
     partial: str | None = None
     spill_dim: int | None = None
+    vocabulary: bool = False
 
     def __post_init__(self) -> None:
         if (self.axis is None) != (self.dim is None):
@@ -207,6 +211,11 @@ class Sharding:
         """
         kept = [d for d in range(self.experts, len(self.shape)) if d != self.fused_dim]
         return kept[0] if kept else 0
+
+    @property
+    def hidden_matrix(self) -> bool:
+        """Whether it is a matrix between token embedding and output matrix."""
+        return self.matrix is not None and not self.vocabulary
 
     @property
     def of_one_expert(self) -> "Sharding":
@@ -259,6 +268,18 @@ class Sharding:
         if self.experts:
             shape[0] = self.expert_numbers(mesh).stop - self.expert_numbers(mesh).start
         return tuple(shape)
+
+    def local_matrix(self, mesh: Axes) -> tuple[int, ...]:
+        """This rank's part as a matrix `(rows, columns)`, or `(experts, rows, columns)`.
+
+        Raises `LayoutError` if there is no matrix, or it does not follow from where dims are split.
+        """
+        shape, local = self.shape[self.experts :], self.local_shape(mesh)[self.experts :]
+        for split in range(len(shape) - 1, 0, -1):
+            if (prod(shape[:split]), prod(shape[split:])) == self.matrix:
+                of_one = (prod(local[:split]), prod(local[split:]))
+                return (len(self.expert_numbers(mesh)), *of_one) if self.experts else of_one
+        raise LayoutError(f"shape {self.shape} cannot be split into the dims of {self.matrix}")
 
     def expert_numbers(self, mesh: Axes) -> range:
         """The experts this rank holds."""

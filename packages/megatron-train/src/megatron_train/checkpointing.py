@@ -27,6 +27,7 @@ from megatron_ckpt import (
     find_checkpoint,
 )
 from megatron_data import Tokenizer
+from megatron_optim import MAIN
 from megatron_parallel import Mesh, naming_failures
 
 from megatron_train.errors import TrainError
@@ -163,7 +164,9 @@ class _Found:
     path: Path
     model: ModelRecord | None
     continues: bool
-    """Whether it holds the state of an optimizer, and not only weights."""
+    """Whether it holds where a run stands, and not only weights."""
+    kept: Sequence[str]
+    """What the optimizer keeps for a parameter: names of state tensors, and main parameters."""
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as plain values, to be sent to other ranks."""
@@ -222,6 +225,7 @@ def restore(
     iteration = found.iteration if itself else None
     state: Any
     if optimizer:
+        _refuse_other_rule(trainer, found)
         state = store.load(iteration, views_of(trainer))
     else:
         state = store.load(iteration, _weights_of(trainer), groups=["model"], cast="floating")
@@ -331,8 +335,24 @@ def _find(store: CheckpointStore, folder: Path, itself: bool, console: Console) 
 
 
 def _found(checkpoint: Checkpoint) -> _Found:
-    groups = {record.group for record in checkpoint.tensors.values()}
-    return _Found(checkpoint.iteration, checkpoint.path, checkpoint.model, "optim" in groups)
+    names = (name for name, record in checkpoint.tensors.items() if record.group == "optim")
+    kept = sorted({name.rpartition(".")[2] for name in names})
+    continues = bool(kept) or "trainer" in checkpoint.values()  # some rules keep nothing
+    return _Found(checkpoint.iteration, checkpoint.path, checkpoint.model, continues, kept)
+
+
+def _refuse_other_rule(trainer: Trainer, found: _Found) -> None:
+    """Raise `TrainError` where the checkpoint has the state of another update rule."""
+    here = {*trainer.optimizer.state_names}
+    there = {*found.kept} - {MAIN}
+    if there - here or (here and not there):
+        rule = trainer.optimizer.config.optimizer
+        saved, kept = (", ".join(sorted(names)) or "none" for names in (there, here))
+        raise TrainError(
+            f"{found.path} has the optimizer state {saved}, and --optimizer {rule} has {kept}: it "
+            "was saved with another update rule; give that --optimizer, or --no-load-optim to "
+            "begin with a fresh one"
+        )
 
 
 def views_of(trainer: Trainer) -> dict[str, list[View]]:

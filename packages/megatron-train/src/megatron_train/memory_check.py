@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from megatron_models import TrainingMemory, training_memory
+from megatron_optim import build_rules
 
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
@@ -62,6 +63,7 @@ def least_memory(config: RunConfig) -> TrainingMemory:
         layers=None if whole else len(config.split[0]),
         recompute=config.recompute,
         dispatcher=config.training.moe_token_dispatcher_type,
+        moments=min(len(rule.state) for rule in build_rules(config.optimizer)),
     )
 
 

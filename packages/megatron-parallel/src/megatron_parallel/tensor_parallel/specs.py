@@ -41,7 +41,13 @@ class ColumnSpec:
         out, cut = self.out_features, (self.axis, self.dim, self.padded, self.fused_dim)
         spill = self.spill_dim
         found = {
-            "weight": Sharding((*out, self.in_features), *cut, init=self.init, spill_dim=spill)
+            "weight": Sharding(
+                (*out, self.in_features),
+                *cut,
+                init=self.init,
+                spill_dim=spill,
+                vocabulary=self.padded is not None,
+            )
         }
         if self.bias:
             found["bias"] = Sharding(out, *cut, weight_decay=False, init=ZEROS, spill_dim=spill)
@@ -93,4 +99,5 @@ class VocabSpec:
         """How the weight is cut; sequence parallelism changes nothing."""
         del sequence_parallel
         shape = (self.num_embeddings, self.embedding_dim)
-        return {"weight": Sharding(shape, self.axis, 0, self.padded, init=self.init)}
+        cut = (self.axis, 0, self.padded)
+        return {"weight": Sharding(shape, *cut, init=self.init, vocabulary=True)}

@@ -1,0 +1,48 @@
+"""Runs with another update rule than AdamW: they continue bit for bit, and with no other rule."""
+
+import pytest
+import torch
+from megatron_ckpt import find_checkpoint
+from megatron_train.cli import main
+from megatron_train.metrics.records import read_records
+
+RUN = """--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8
+    --micro-batch-size 2 --train-iters 4 --mock-data --tokenizer-type NullTokenizer --vocab-size 40
+    --eval-iters 0 --log-interval 4 --lr 1e-2 --device cpu --no-progress"""
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch, capsys, plain_runs):
+    monkeypatch.chdir(tmp_path)
+
+    def run(words, status=0):
+        capsys.readouterr()
+        assert main(f"pretrain gpt {RUN} {words}".split()) == status
+        return capsys.readouterr()
+
+    return run
+
+
+def losses(folder):
+    return [record["lm loss"] for record in read_records(f"{folder}/metrics.jsonl").train]
+
+
+@pytest.mark.parametrize("rule", ["--optimizer sgd", "--optimizer sgd --sgd-momentum 0"])
+def test_a_stopped_run_continues_bit_for_bit_with_its_rule_and_no_other(train, rule):
+    train(f"{rule} --save whole")
+    train(f"{rule} --save stopped --exit-interval 2")
+    refused = train("--save stopped --load stopped", 1).err
+    kept = "none" if "0" in rule else "momentum_buffer"
+    assert refused.splitlines()[-1] == (
+        f"megatron-train: error: stopped/iter_0000002 has the optimizer state {kept}, and "
+        "--optimizer adam has exp_avg, exp_avg_sq: it was saved with another update rule; give "
+        "that --optimizer, or --no-load-optim to begin with a fresh one"
+    )
+    train(f"{rule} --save stopped --load stopped")
+    assert losses("stopped") == losses("whole") and len(losses("whole")) == 4
+    one, other = find_checkpoint("whole"), find_checkpoint("stopped")
+    assert one.tensors.keys() == other.tensors.keys()
+    for name in one.tensors:
+        assert torch.equal(one.read(name), other.read(name)), name
+    train("--save stopped --load stopped --train-iters 5 --no-load-optim")
+    assert len(losses("stopped")) == 5

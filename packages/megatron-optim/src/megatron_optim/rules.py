@@ -1,0 +1,104 @@
+"""The update rules of this package: AdamW, and SGD with momentum.
+
+Both call torch's functions and not its optimizer classes, which import the whole compiler when they
+are made. They are fused on CPUs and CUDA devices, and torch's default implementation elsewhere.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from megatron_optim.config import OptimizerConfig
+from megatron_optim.update_rule import StateTensor, UpdateRule
+
+FUSED_DEVICES = ("cpu", "cuda")
+
+
+class AdamW(UpdateRule):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019): ``--optimizer adam``.
+
+    Settings are ``adam_beta1``, ``adam_beta2`` and ``adam_eps``.
+    """
+
+    state = (StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
+
+    def update(
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        state: Mapping[str, Sequence[Tensor]],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+    ) -> None:
+        """Update parameters and both moments."""
+        fused = _fused(parameters)
+        device = parameters[0].device if fused else torch.device("cpu")
+        # torch counts each of them up by one, in place.
+        counts = torch.full((len(parameters),), step - 1, dtype=torch.float32, device=device)
+        adamw(
+            list(parameters),
+            list(gradients),
+            exp_avgs=list(state["exp_avg"]),
+            exp_avg_sqs=list(state["exp_avg_sq"]),
+            max_exp_avg_sqs=[],
+            state_steps=list(counts.unbind()),
+            fused=fused,
+            amsgrad=False,
+            beta1=self.config.adam_beta1,
+            beta2=self.config.adam_beta2,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=self.config.adam_eps,
+            maximize=False,
+        )
+
+
+class SGD(UpdateRule):
+    """Stochastic gradient descent with momentum: ``--optimizer sgd``.
+
+    With gradient ``g``, weight decay ``w`` and momentum ``m``: ``d = g + w * parameter``,
+    ``buffer = m * buffer + d``, ``parameter -= lr * buffer``, as ``torch.optim.SGD`` and
+    Megatron-LM do. Weight decay is part of the gradient here, unlike in AdamW. The setting is
+    ``sgd_momentum``; without momentum there is no state.
+    """
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        super().__init__(config)
+        self.state = (StateTensor("momentum_buffer"),) if config.sgd_momentum else ()
+
+    def update(
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        state: Mapping[str, Sequence[Tensor]],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+    ) -> None:
+        """Update parameters and the momentum buffer."""
+        del step
+        buffers: list[Tensor | None] = [None] * len(parameters)
+        if self.state:
+            buffers = [*state["momentum_buffer"]]
+        sgd(
+            list(parameters),
+            list(gradients),
+            buffers,
+            fused=_fused(parameters),
+            weight_decay=weight_decay,
+            momentum=self.config.sgd_momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+
+
+def _fused(parameters: Sequence[Tensor]) -> bool:
+    return all(tensor.device.type in FUSED_DEVICES for tensor in parameters)

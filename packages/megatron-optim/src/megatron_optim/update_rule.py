@@ -1,0 +1,146 @@
+"""The contract of an update rule, and how rules are found.
+
+A rule turns a gradient into a change of its parameter: AdamW, SGD with momentum, or one that
+another distribution brings under the entry-point group ``megatron.update_rules``. Everything else
+is the optimizer's work: the gradient norm and clipping, skipped steps, fp32 main parameters of bf16
+weights, shards of data-parallel ranks, and checkpoint views of the rule's state. Importing this
+module does not import torch.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from megatron_parallel import Extensions, Sharding
+
+from megatron_optim.errors import OptimError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron_optim.config import OptimizerConfig
+
+RULES = Extensions(
+    "megatron.update_rules",
+    "update rule",
+    OptimError,
+    own={"adam": "megatron_optim.rules:AdamW", "sgd": "megatron_optim.rules:SGD"},
+)
+"""Classes of update rules by the name that ``OptimizerConfig.optimizer`` gives."""
+
+MAIN = "main"
+"""Suffix of fp32 main parameters in checkpoints, which no state tensor may have."""
+
+Needs = Literal["elements", "matrices"]
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """A tensor that a rule keeps for every tensor it updates, of the same shape and zero at first.
+
+    Attributes:
+        name: suffix in checkpoints, where the tensor is called ``PARAMETER.NAME``.
+        dtype: of the tensor. Defaults to that of the main parameter, float32 or float64.
+    """
+
+    name: str
+    dtype: "torch.dtype | None" = None
+
+
+class UpdateRule(ABC):
+    """How parameters follow from gradients.
+
+    A subclass names its ``state`` and updates in `update`. The class is the object of the entry
+    point; it is called with the `OptimizerConfig` of the run. A state that depends on the
+    configuration is set in the constructor.
+
+    Attributes:
+        config: settings of the run.
+        needs: ``elements`` if every element is updated by itself: what `update` is given may be any
+            flat part of a parameter. ``matrices`` if a matrix is updated as a whole: see `update`.
+            Such a rule is given matrices that are neither token embeddings nor output matrices; the
+            other parameters are updated by the rule ``others``.
+        others: for a rule that needs matrices, name of the rule of the other parameters.
+        state: the tensors it keeps for each tensor it updates.
+    """
+
+    needs: ClassVar[Needs] = "elements"
+    others: ClassVar[str] = "adam"
+    state: Sequence[StateTensor] = ()
+
+    def __init__(self, config: "OptimizerConfig") -> None:
+        self.config = config
+
+    def takes(self, sharding: Sharding) -> bool:
+        """Whether a parameter is updated by this rule, and not by ``others``.
+
+        A rule that needs matrices may take fewer of them, but no others: only those are kept whole.
+        """
+        return self.needs == "elements" or sharding.hidden_matrix
+
+    @abstractmethod
+    def update(
+        self,
+        parameters: "Sequence[Tensor]",
+        gradients: "Sequence[Tensor]",
+        state: "Mapping[str, Sequence[Tensor]]",
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+    ) -> None:
+        """Update parameters and state in place, without a gradient of its own.
+
+        It is called once a step for each group of parameters with one learning rate and one weight
+        decay, and not at all in a step that is skipped.
+
+        Args:
+            parameters: main parameters, float32 or float64, all on one device. Of a rule that needs
+                matrices each is a matrix ``[rows, columns]``, or one matrix for each expert of a
+                layer ``[experts, rows, columns]``; under tensor parallelism it is this rank's part.
+            gradients: of these parameters, clipped, in the same dtype and shape. The rule may
+                overwrite them.
+            state: under each name of ``state`` a tensor for each parameter, in the same shape.
+            lr: learning rate of this step.
+            weight_decay: of this step; 0 for parameters that take none.
+            step: number of the update, from 1; steps that were skipped do not count.
+        """
+
+
+def build_rules(config: "OptimizerConfig") -> tuple[UpdateRule, UpdateRule]:
+    """Return the rule that a configuration names, and that of the parameters it does not take.
+
+    They are the same unless the first needs matrices.
+
+    Raises:
+        OptimError: a rule is not installed, cannot be imported, or breaks the contract.
+    """
+    rule = _build(config.optimizer, config)
+    if rule.needs == "elements":
+        return rule, rule
+    others = _build(rule.others, config)
+    if others.needs != "elements":
+        raise OptimError(
+            f"the update rule {config.optimizer!r} leaves other parameters to {rule.others!r}, "
+            "which needs matrices too: its `others` must name a rule that needs elements"
+        )
+    return rule, others
+
+
+def _build(name: str, config: "OptimizerConfig") -> UpdateRule:
+    found = RULES.load(name)
+    if not (isinstance(found, type) and issubclass(found, UpdateRule)):
+        raise OptimError(
+            f"the entry point {name!r} of {RULES.group} is {RULES.find(name).value}, which is no "
+            "subclass of megatron_optim.UpdateRule"
+        )
+    rule = found(config)
+    names = [tensor.name for tensor in rule.state]
+    if len({*names, MAIN}) <= len(names):
+        raise OptimError(
+            f"the update rule {name!r} has the state {', '.join(names)}: names must differ from "
+            f"one another and from {MAIN}, the suffix of main parameters"
+        )
+    return rule

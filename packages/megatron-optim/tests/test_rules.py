@@ -1,0 +1,205 @@
+"""Update rules against torch's optimizers in float64, and how rules are found."""
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from types import ModuleType
+
+import megatron_parallel.extensions as extensions
+import pytest
+import torch
+from megatron_optim import OptimError, Optimizer, OptimizerConfig, StateTensor, UpdateRule
+from megatron_optim.update_rule import RULES
+from megatron_parallel import Mesh, Sharding
+from torch import Tensor, nn
+
+Model = Callable[..., nn.Module]
+Table = Callable[[nn.Module], dict[str, Sharding]]
+
+
+def backward(network: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    batch = torch.randn(13, 7, generator=generator, dtype=torch.float64)
+    network(batch).square().mean().backward()
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_twenty_steps_of_sgd_equal_torch(
+    model: Model, table: Table, mesh: Mesh, momentum: float
+) -> None:
+    ours, theirs = model(), model()
+    config = OptimizerConfig(
+        optimizer="sgd", sgd_momentum=momentum, weight_decay=0.1, clip_grad=0.0
+    )
+    optimizer = Optimizer(dict(ours.named_parameters()), table(ours), mesh, config)
+    matrices = [p for p in theirs.parameters() if p.ndim > 1]
+    vectors = [p for p in theirs.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
+    reference = torch.optim.SGD(groups, lr=1.0, momentum=momentum)
+    for step in range(20):
+        lr = 0.05 * (step + 1) / 20
+        for group in reference.param_groups:
+            group["lr"] = lr
+        for network in (ours, theirs):
+            network.zero_grad()
+            backward(network, step)
+        optimizer.step(lr)
+        reference.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+    names = {name.rsplit(".", 1)[1] for name in optimizer.views()}
+    assert names == ({"momentum_buffer"} if momentum else set())
+
+
+class Signed(UpdateRule):
+    """Steps by the sign of a slow mean of the gradient; keeps the mean in bf16."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        super().__init__(config)
+        self.seen: list[tuple[list[int], float, int]] = []
+        self.state = (StateTensor("slow", torch.bfloat16),)
+
+    def update(self, parameters, gradients, state, *, lr, weight_decay, step):  # type: ignore[no-untyped-def]
+        self.seen.append(([tensor.ndim for tensor in parameters], weight_decay, step))
+        for parameter, gradient, slow in zip(parameters, gradients, state["slow"], strict=True):
+            slow.mul_(0.5).add_(gradient, alpha=0.5)
+            parameter.sub_(lr * slow.sign() + lr * weight_decay * parameter)
+
+
+class Scaled(UpdateRule):
+    """Steps by the gradient over its Frobenius norm, matrix by matrix."""
+
+    needs = "matrices"
+    others = "sgd"
+
+    def update(self, parameters, gradients, state, *, lr, weight_decay, step):  # type: ignore[no-untyped-def]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            norm = torch.linalg.matrix_norm(gradient, keepdim=True)
+            parameter.sub_(lr * gradient / norm)
+
+
+class Twice(Signed):
+    """Breaks the contract."""
+
+    state = (StateTensor("main"),)
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        UpdateRule.__init__(self, config)
+
+
+class Circular(Scaled):
+    """Leaves the rest to a rule that leaves the rest to it."""
+
+    others = "scaled"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Entry points of another distribution that bring the rules of this file."""
+    module = sys.modules[__name__]
+    monkeypatch.setitem(sys.modules, "strange", module)
+    names = {"signed": "Signed", "scaled": "Scaled", "twice": "Twice", "circular": "Circular"}
+    names |= {"absent": "Absent", "number": "MARK"}
+    found = [EntryPoint(n, f"strange:{value}", RULES.group) for n, value in names.items()]
+    true = extensions.entry_points
+    monkeypatch.setattr(
+        extensions,
+        "entry_points",
+        lambda group: found if group == RULES.group else true(group=group),
+    )
+    yield module
+
+
+MARK = 7
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_rule_of_another_distribution_updates_and_keeps_its_state(
+    model: Model, table: Table, mesh: Mesh
+) -> None:
+    network = model()
+    before = {name: p.detach().clone() for name, p in network.named_parameters()}
+    config = OptimizerConfig(optimizer="signed", weight_decay=0.1, clip_grad=0.0)
+    optimizer = Optimizer(dict(network.named_parameters()), table(network), mesh, config)
+    backward(network, 0)
+    optimizer.step(0.5)
+    for name, parameter in network.named_parameters():
+        decay = 0.05 * before[name] if parameter.ndim > 1 else 0.0
+        expected = before[name] - 0.5 * parameter.grad.sign() - decay
+        torch.testing.assert_close(parameter.data, expected, rtol=0, atol=1e-14)
+        kept = optimizer.views()[f"{name}.slow"][0].tensor
+        assert kept.dtype == torch.bfloat16 and kept.shape == parameter.shape
+
+    first = next(network.parameters())
+    first.grad.fill_(torch.nan)
+    optimizer.step(0.5)
+    backward(network, 1)
+    network.zero_grad()
+    optimizer.step(0.5)
+    (rule,) = {group.rule for group in optimizer._groups}
+    assert [(decay, step) for _, decay, step in rule.seen] == [(0.1, 1), (0.0, 1), (0.1, 2), (0, 2)]
+
+
+@pytest.mark.usefixtures("installed")
+def test_matrices_go_to_the_rule_that_needs_them_and_the_rest_to_another(mesh: Mesh) -> None:
+    table = {
+        "embedding": Sharding((9, 4), vocabulary=True),
+        "fused": Sharding((2, 3, 4), fused_dim=0),
+        "experts": Sharding((3, 2, 4), "expert_tp", 1, experts=True),
+        "gain": Sharding((4,)),
+    }
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(sharding: Sharding) -> Tensor:
+        return torch.randn(sharding.shape, generator=generator, dtype=torch.float64)
+
+    before = {name: drawn(sharding) for name, sharding in table.items()}
+    parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in before.items()}
+    config = OptimizerConfig(optimizer="scaled", clip_grad=0.0, weight_decay=0.0)
+    optimizer = Optimizer(parameters, table, mesh, config)
+    for name, parameter in parameters.items():
+        parameter.grad = drawn(table[name])
+    optimizer.step(0.1)
+    norms = {
+        "embedding": torch.tensor(1.0),
+        "fused": parameters["fused"].grad.norm(),
+        "experts": parameters["experts"].grad.norm(dim=(1, 2), keepdim=True),
+        "gain": torch.tensor(1.0),
+    }
+    for name, parameter in parameters.items():
+        expected = before[name] - 0.1 * parameter.grad / norms[name]
+        torch.testing.assert_close(parameter.data, expected, rtol=0, atol=1e-14)
+    assert set(optimizer.views()) == {"embedding.momentum_buffer", "gain.momentum_buffer"}
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent", "the update rule 'absent' is .*:Absent, which cannot be imported: "),
+        ("number", "the entry point 'number' of megatron.update_rules is .*:MARK, which is no sub"),
+        ("twice", "the update rule 'twice' has the state main: names must differ"),
+        ("circular", "the update rule 'circular' leaves other parameters to 'scaled', which needs"),
+    ],
+)
+def test_a_rule_that_breaks_the_contract_is_one_line(mesh: Mesh, name: str, message: str) -> None:
+    parameters = {"a": nn.Parameter(torch.zeros(2, 2))}
+    with pytest.raises(OptimError, match=f"^{message}") as caught:
+        Optimizer(parameters, {"a": Sharding((2, 2))}, mesh, OptimizerConfig(optimizer=name))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
+    message = r"^optimizer: no update rule 'adamm'; did you mean 'adam'\?; installed are adam, sgd"
+    with pytest.raises(OptimError, match=message) as caught:
+        OptimizerConfig(optimizer="adamm")
+    assert caught.value.told({"optimizer": "--optimizer"}).startswith("--optimizer: no update rule")
+    with pytest.raises(OptimError, match=r"sgd_momentum must lie in \[0, 1\), got 1\.5"):
+        OptimizerConfig(sgd_momentum=1.5)
+
+
+def test_two_distributions_with_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = EntryPoint("sgd", "elsewhere:SGD", RULES.group)
+    monkeypatch.setattr(extensions, "entry_points", lambda group: [other])
+    with pytest.raises(OptimError, match="two distributions bring the update rule 'sgd'"):
+        RULES.find("sgd")

@@ -1,0 +1,79 @@
+"""What installed distributions bring under an entry-point group, found by name.
+
+A package that can be extended from outside (kinds of models, update rules) has one `Extensions` and
+looks names up there; it imports an object only when that is asked for. Nothing here imports torch.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Extensions:
+    """The objects of one entry-point group.
+
+    Attributes:
+        group: Name of the entry-point group, such as `megatron.models`.
+        what: What an object of the group is, for messages: `kind of model`.
+        error: Exception that is raised for a name that cannot be used.
+        own: Objects that are there without an entry point, `package.module:object` by name: those
+            of the package that looks names up.
+    """
+
+    group: str
+    what: str
+    error: type[ValueError]
+    own: Mapping[str, str] = field(default_factory=dict)
+
+    def entries(self) -> dict[str, EntryPoint]:
+        """Entry points by name, sorted.
+
+        Raises `error` if two distributions bring different objects under one name.
+        """
+        found = {name: EntryPoint(name, value, self.group) for name, value in self.own.items()}
+        for entry in entry_points(group=self.group):
+            other = found.setdefault(entry.name, entry)
+            if other.value != entry.value:
+                raise self.error(
+                    f"two distributions bring the {self.what} {entry.name!r}: {other.value} and "
+                    f"{entry.value}; uninstall one"
+                )
+        return dict(sorted(found.items()))
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is an object of that name. One of `own` is found without a search."""
+        return name in self.own or name in self.entries()
+
+    def find(self, name: str) -> EntryPoint:
+        """The entry point of that name. Raises `error` if there is none."""
+        known = self.entries()
+        if name not in known:
+            raise self.error(self.unknown(name))
+        return known[name]
+
+    def load(self, name: str) -> Any:
+        """The object of that name. Raises `error` if there is none or it cannot be imported."""
+        entry = self.find(name)
+        try:
+            return entry.load()
+        except (ImportError, AttributeError) as error:
+            raise self.error(
+                f"the {self.what} {name!r} is {entry.value}, which cannot be imported: {error}; "
+                "repair or uninstall the distribution that brings it"
+            ) from error
+
+    def unknown(self, name: str, shown: str | None = None) -> str:
+        """One line that says that `name` is not there, with the names that are.
+
+        `shown` stands for the name in the line. Defaults to its `repr`.
+        """
+        known = list(self.entries())
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return (
+            f"no {self.what} {shown or repr(name)}{hint}; installed are "
+            f"{', '.join(known) or 'none'}; install the distribution that brings it"
+        )

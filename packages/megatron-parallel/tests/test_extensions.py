@@ -1,0 +1,49 @@
+"""Objects of an entry-point group are found by name, and what is wrong with one is one line."""
+
+from importlib.metadata import EntryPoint
+
+import megatron_parallel.extensions as extensions
+import pytest
+from megatron_parallel import Extensions
+
+GROUP = "some.group"
+SHAPES = Extensions(GROUP, "shape", KeyError, own={"circle": "math:tau"})
+
+
+@pytest.fixture
+def bring(monkeypatch):
+    """Return a function that installs entry points, of this group and another."""
+
+    def install(**found):
+        points = [EntryPoint(name, value, GROUP) for name, value in found.items()]
+        monkeypatch.setattr(
+            extensions, "entry_points", lambda group: points if group == GROUP else []
+        )
+
+    return install
+
+
+def test_own_objects_and_those_of_other_distributions_are_found(bring):
+    bring(angle="math:pi")
+    assert list(SHAPES.entries()) == ["angle", "circle"]
+    assert SHAPES.load("angle") == 3.141592653589793 and SHAPES.load("circle") > 6
+    assert "angle" in SHAPES and "circle" in SHAPES and "square" not in SHAPES
+
+
+def test_an_own_name_is_known_without_a_search(monkeypatch):
+    monkeypatch.setattr(extensions, "entry_points", None)
+    assert "circle" in SHAPES
+
+
+def test_what_cannot_be_found_is_one_line(bring):
+    bring(angel="math:pi", broken="math:absent", gone="no_such_module:it")
+    with pytest.raises(KeyError, match=r"no shape 'angle'; did you mean 'angel'\?; installed are "):
+        SHAPES.find("angle")
+    for name in ("broken", "gone"):
+        with pytest.raises(KeyError, match=f"the shape '{name}' is .*, which cannot be imported:"):
+            SHAPES.load(name)
+    bring(circle="math:pi")
+    with pytest.raises(KeyError, match="two distributions bring the shape 'circle': math:tau and"):
+        SHAPES.find("circle")
+    bring(circle="math:tau")  # the same object again
+    assert list(SHAPES.entries()) == ["circle"]
