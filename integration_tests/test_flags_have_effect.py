@@ -240,6 +240,8 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "optimizer.optimizer": ({}, {"--optimizer": "sgd"}),
     "optimizer.lr": ({}, {"--lr": "1e-3"}),
     "optimizer.min_lr": ({}, {"--min-lr": "5e-3"}),
+    "optimizer.decoupled_lr": ({}, {"--decoupled-lr": "1e-3"}),
+    "optimizer.decoupled_min_lr": ({"--decoupled-lr": "9e-3"}, {"--decoupled-min-lr": "5e-3"}),
     "optimizer.lr_warmup_init": ({"--lr-warmup-iters": "2"}, {"--lr-warmup-init": "1e-3"}),
     "optimizer.lr_decay_style": ({}, {"--lr-decay-style": "cosine"}),
     "optimizer.lr_wsd_decay_style": (WSD, {"--lr-wsd-decay-style": "linear"}),

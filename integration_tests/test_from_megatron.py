@@ -20,9 +20,9 @@ if [ -z "$3" ]; then
         "--data-cache-path ${SAVE}/cache" "--tiktoken-pattern v2" "--num-workers 1")
 fi
 torchrun --nproc_per_node 1 pretrain_gpt.py ${MODEL[@]} ${TRAIN[@]} ${DATA[@]} \\
-    --sequence-parallel --fp8-format hybrid --eval-iters 1 --log-interval 1 --save $SAVE \\
-    --load $SAVE --overlap-grad-reduce --use-distributed-optimizer --overlap-param-gather \\
-    --ckpt-format torch_dist --profile --manual-gc
+    --sequence-parallel --fp8-format hybrid --fp8-param-gather --eval-iters 1 --log-interval 1 \\
+    --save $SAVE --load $SAVE --overlap-grad-reduce --use-distributed-optimizer \\
+    --overlap-param-gather --ckpt-format torch_dist --profile --manual-gc
 """
 
 
@@ -31,9 +31,9 @@ def test_a_script_becomes_a_run_that_trains(tmp_path, capsys, monkeypatch, plain
     torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.sh").write_text(SCRIPT)
-    dropped = ["--drop", "--fp8-format", "--drop", "decoupled-lr"]
+    dropped = ["--drop", "--fp8-format", "--drop", "fp8-param-gather"]
     assert main(["config", "from-megatron", "train.sh", *dropped, "--output", "run.yaml"]) == 0
-    assert "dropped       2  --decoupled-lr --fp8-format" in capsys.readouterr().out
+    assert "dropped       2  --fp8-format --fp8-param-gather" in capsys.readouterr().out
     assert main(["pretrain", "gpt", "--config", "run.yaml", "--no-progress"]) == 0
     printed = capsys.readouterr()
     losses = [float(loss) for loss in re.findall(r"\| lm loss: (\S+)", printed.out)]

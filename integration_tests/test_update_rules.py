@@ -1,5 +1,7 @@
 """Runs with another update rule than AdamW: they continue bit for bit, and with no other rule."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from megatron_ckpt import find_checkpoint
@@ -24,7 +26,7 @@ def train(tmp_path, monkeypatch, capsys, plain_runs):
 
 
 def losses(folder):
-    return [record["lm loss"] for record in read_records(f"{folder}/metrics.jsonl").train]
+    return [record["lm loss"] for record in read_records(Path(folder, "metrics.jsonl")).train]
 
 
 @pytest.mark.parametrize("rule", ["--optimizer sgd", "--optimizer sgd --sgd-momentum 0"])

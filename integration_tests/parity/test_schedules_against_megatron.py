@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from megatron_optim import LearningRateSchedule, WeightDecaySchedule
+from megatron_optim import LearningRateSchedule, OptimizerConfig, WeightDecaySchedule
 
 scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler")
 
@@ -78,3 +78,30 @@ def test_weight_decays_are_equal_to_the_last_bit(style: str) -> None:
         for samples in [0, 1, length, length + 1] + [choose.randint(0, length) for _ in range(40)]:
             reference.num_steps = samples
             assert ours.at(samples) == reference.get_wd(), (ours, samples)
+
+
+@pytest.mark.parametrize("lowest", [None, 2e-3])
+def test_decoupled_learning_rates_are_equal_to_the_last_bit(lowest: float | None) -> None:
+    core = pytest.importorskip("megatron.core.optimizer")
+    rates = {"lr": 1e-2, "min_lr": 1e-3, "decoupled_lr": 5e-3, "decoupled_min_lr": lowest}
+    overrides = core.get_standard_config_overrides(core.AdamOptimizerConfig(**rates))
+    (override,) = (found for found in overrides.values() if "max_lr" in found)
+    reference = theirs(
+        init_lr=4e-4,
+        max_lr=rates["lr"],
+        min_lr=rates["min_lr"],
+        lr_warmup_steps=7,
+        lr_decay_steps=40,
+        lr_decay_style="cosine",
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=1,
+        wd_incr_style="constant",
+    )
+    config = OptimizerConfig(**rates, lr_warmup_init=4e-4, lr_decay_style="cosine")
+    for decoupled, group in ((True, override), (False, {})):
+        lengths = {"warmup_samples": 7, "decay_samples": 40, "decoupled": decoupled}
+        ours = config.learning_rate_schedule(**lengths)
+        for samples in range(45):
+            reference.num_steps = samples
+            assert ours.at(samples) == reference.get_lr(group)

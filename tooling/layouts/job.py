@@ -124,12 +124,14 @@ def build_trainer(
 class Recording(Optimizer):
     """An optimizer that keeps the gradients it was given, before it clips them."""
 
-    def step(self, lr: float, weight_decay: float | None = None) -> StepResult:
+    def step(
+        self, lr: float, weight_decay: float | None = None, decoupled_lr: float | None = None
+    ) -> StepResult:
         """Keep the gradients, then step."""
         taken = {name: gradient.clone() for name, gradient in self.gradients().items()}
         views = self._main.views(taken, self._table, self._mesh)
         vars(self).setdefault("seen", []).append(pieces(views))
-        return super().step(lr, weight_decay)
+        return super().step(lr, weight_decay, decoupled_lr)
 
     def ends(self) -> tuple[list[Piece], list[Piece]]:
         """The gradients of the first and the last step; none where no step was finite."""

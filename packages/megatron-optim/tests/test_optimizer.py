@@ -62,6 +62,32 @@ def test_twenty_steps_equal_torch_adamw_with_clipping(
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
 
+def test_embedding_and_output_follow_a_learning_rate_of_their_own(mesh: Mesh) -> None:
+    start = {n: torch.linspace(-1, 1, 6, dtype=torch.float64) for n in ("word", "gain", "output")}
+    ours = {name: nn.Parameter(tensor.clone().view(2, 3)) for name, tensor in start.items()}
+    theirs = {name: nn.Parameter(tensor.clone().view(2, 3)) for name, tensor in start.items()}
+    table = {name: Sharding((2, 3), vocabulary=name != "gain") for name in ours}
+    config = OptimizerConfig(weight_decay=0.1, clip_grad=0.0)
+    optimizer = Optimizer(ours, table, mesh, config)
+    reference = torch.optim.AdamW(
+        [{"params": [theirs["word"], theirs["output"]]}, {"params": [theirs["gain"]]}],
+        weight_decay=0.1,
+    )
+    for step, rates in enumerate([(0.1, 0.02), (0.05, 0.07), (0.03, 0.03)], start=1):
+        for parameter in (*ours.values(), *theirs.values()):
+            parameter.grad = (parameter * step).cos().detach()
+        for group, rate in zip(reference.param_groups, reversed(rates), strict=True):
+            group["lr"] = rate
+        optimizer.step(rates[0], decoupled_lr=None if step == 3 else rates[1])
+        reference.step()
+        for name, parameter in ours.items():
+            torch.testing.assert_close(parameter, theirs[name], rtol=0, atol=1e-14)
+    with pytest.raises(OptimError, match="decoupled_min_lr needs decoupled_lr; give both"):
+        OptimizerConfig(decoupled_min_lr=1e-4)
+    with pytest.raises(OptimError, match=r"decoupled_lr must not be negative, got -1\.0"):
+        OptimizerConfig(decoupled_lr=-1.0)
+
+
 def test_a_step_follows_the_written_formula(mesh: Mesh) -> None:
     start = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
     parameter = nn.Parameter(start.clone())

@@ -484,6 +484,12 @@ UNFIT = [
         "(--lr-warmup-iters) and that of the decay at 10 (--train-iters)",
     ),
     ("--min-lr 1 --lr 0.1", "--min-lr 1.0 must lie between 0 and --lr 0.1; "),
+    (
+        "--lr 1 --min-lr 0.5 --decoupled-lr 0.1",
+        "--min-lr 0.5 must lie between 0 and --decoupled-lr",
+    ),
+    ("--lr 1 --decoupled-lr 1 --decoupled-min-lr 2", "--decoupled-min-lr 2.0 must lie between 0 "),
+    ("--decoupled-min-lr 0.1", "--decoupled-min-lr needs --decoupled-lr; give both or neither"),
     ("--lr-warmup-init 1 --lr 0.1", "--lr-warmup-init 1.0, where the warm-up starts, "),
     ("--end-weight-decay 0.1", "from --weight-decay 0.01 to --end-weight-decay 0.1; give --weight"),
     ("--start-weight-decay 1", "not shrink: --start-weight-decay 1.0, --weight-decay 0.01"),

@@ -112,7 +112,7 @@ def test_an_update_rule_that_is_not_installed_is_named_with_those_that_are(capsy
     assert "are adam, sgd; install" in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("word", ["--manual-gc", "--decoupled-lr", "--fp8-param-gather"])
+@pytest.mark.parametrize("word", ["--manual-gc", "--muon-momentum", "--fp8-param-gather"])
 def test_a_flag_of_the_table_is_never_taken_for_another(word, capsys):
     words = ["layout", "--world-size", "2", word, "3"]
     error = printed(words, capsys, 2).err

@@ -44,6 +44,21 @@ class OptimizerConfig:
         default=0.0,
         metadata=_flag("--min-lr", "learning rate at the end of the decay and after it"),
     )
+    decoupled_lr: float | None = field(
+        default=None,
+        metadata=_flag(
+            "--decoupled-lr",
+            "highest learning rate of token embedding and output matrix; unset: lr",
+        ),
+    )
+    decoupled_min_lr: float | None = field(
+        default=None,
+        metadata=_flag(
+            "--decoupled-min-lr",
+            "learning rate of token embedding and output matrix at the end of the decay; unset: "
+            "min_lr",
+        ),
+    )
     lr_warmup_init: float = field(
         default=0.0,
         metadata=_flag("--lr-warmup-init", "learning rate at which the warm-up starts"),
@@ -105,11 +120,17 @@ class OptimizerConfig:
         if self.optimizer not in RULES:
             unknown = RULES.unknown(self.optimizer, "{optimizer:repr}")
             raise OptimError(f"{{optimizer:name}}: {unknown}", vars(self))
-        for name in ("lr", "min_lr", "lr_warmup_init", "weight_decay", "clip_grad"):
-            if not getattr(self, name) >= 0.0:
+        rates = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "lr_warmup_init")
+        for name in (*rates, "weight_decay", "clip_grad"):
+            if getattr(self, name) is not None and not getattr(self, name) >= 0.0:
                 raise OptimError(
                     f"{{{name}:name}} must not be negative, got {{{name}:repr}}", vars(self)
                 )
+        if self.decoupled_min_lr is not None and self.decoupled_lr is None:
+            raise OptimError(
+                "{decoupled_min_lr:name} needs {decoupled_lr:name}; give both or neither",
+                vars(self),
+            )
         for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise OptimError(
@@ -119,12 +140,25 @@ class OptimizerConfig:
             raise OptimError("{adam_eps:name} must be positive, got {adam_eps:repr}", vars(self))
 
     def learning_rate_schedule(
-        self, *, decay_samples: int, warmup_samples: int = 0, wsd_decay_samples: int | None = None
+        self,
+        *,
+        decay_samples: int,
+        warmup_samples: int = 0,
+        wsd_decay_samples: int | None = None,
+        decoupled: bool = False,
     ) -> LearningRateSchedule:
-        """Return the learning-rate schedule of a run whose decay ends at ``decay_samples``."""
+        """Return the learning-rate schedule of a run whose decay ends at ``decay_samples``.
+
+        With ``decoupled`` that of token embedding and output matrix: it differs in its highest and
+        lowest rate where ``decoupled_lr`` and ``decoupled_min_lr`` are set, and in nothing else.
+        """
+        highest, lowest = self.lr, self.min_lr
+        if decoupled and self.decoupled_lr is not None:
+            highest = self.decoupled_lr
+            lowest = lowest if self.decoupled_min_lr is None else self.decoupled_min_lr
         return LearningRateSchedule(
-            max_lr=self.lr,
-            min_lr=self.min_lr,
+            max_lr=highest,
+            min_lr=lowest,
             init_lr=self.lr_warmup_init,
             warmup_samples=warmup_samples,
             decay_samples=decay_samples,

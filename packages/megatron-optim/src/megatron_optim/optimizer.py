@@ -95,11 +95,18 @@ class Optimizer:
         """Return the gradients that the next step will use, by global name, in main precision."""
         return self._main.gradients()
 
-    def step(self, lr: float, weight_decay: float | None = None) -> StepResult:
+    def step(
+        self, lr: float, weight_decay: float | None = None, decoupled_lr: float | None = None
+    ) -> StepResult:
         """Clip the gradient and update every parameter once.
 
-        ``weight_decay`` (default: the configured one) applies to the parameters that take it.
         Gradients must have been reduced over the data axis; they are scaled in place where clipped.
+
+        Args:
+            lr: learning rate.
+            weight_decay: of the parameters that take it. Defaults to the configured one.
+            decoupled_lr: learning rate of token embeddings and output matrices
+                (`Sharding.vocabulary`). Defaults to ``lr``.
         """
         gradients = self.gradients()
         norm = gradient_norm(gradients, self._table, self._mesh, sharded=self._main.sharded)
@@ -110,7 +117,8 @@ class Optimizer:
         scale_gradients(gradients.values(), factor)
         decay = self.config.weight_decay if weight_decay is None else weight_decay
         for group in self._groups:
-            self._update(group, gradients, lr, decay if group.decays else 0.0)
+            rate = lr if decoupled_lr is None or not group.decoupled else decoupled_lr
+            self._update(group, gradients, rate, decay if group.decays else 0.0)
         self._main.publish()
         self.steps += 1
         return StepResult(norm, factor, skipped=False)

@@ -1,4 +1,4 @@
-"""Which parameters are updated alike: by which rule, with weight decay or without."""
+"""Which parameters are updated alike: by which rule, with which weight decay and learning rate."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -16,12 +16,15 @@ class Group(NamedTuple):
     Attributes:
         rule: that updates them.
         decays: whether weight decay applies to them.
+        decoupled: whether they are token embeddings or output matrices, whose learning rate may be
+            another.
         names: their global names.
         matrices: for a rule that needs matrices, the shape in which it is given each of them.
     """
 
     rule: UpdateRule
     decays: bool
+    decoupled: bool
     names: tuple[str, ...]
     matrices: Mapping[str, tuple[int, ...]]
 
@@ -67,18 +70,20 @@ def group_parameters(
             that the rule needs whole.
     """
     require_shardings(tensors, table)
-    found: dict[tuple[bool, bool], list[str]] = {}
+    found: dict[tuple[bool, bool, bool], list[str]] = {}
     for name in tensors:
-        decays, own = table[name].weight_decay, rule.takes(table[name])
-        found.setdefault((decays, own), []).append(name)
+        sharding = table[name]
+        key = sharding.weight_decay, rule.takes(sharding), sharding.vocabulary
+        found.setdefault(key, []).append(name)
     groups = []
-    for (decays, own), names in sorted(found.items(), reverse=True):
+    for (decays, own, decoupled), names in sorted(found.items(), reverse=True):
         matrices = (
             {name: _matrix_shape(name, tensors[name], table[name], mesh) for name in names}
             if own and rule.needs == "matrices"
             else {}
         )
-        groups.append(Group(rule if own else others, decays, tuple(names), matrices))
+        updating = rule if own else others
+        groups.append(Group(updating, decays, decoupled, tuple(names), matrices))
     return tuple(groups)
 
 

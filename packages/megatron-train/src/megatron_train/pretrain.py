@@ -207,6 +207,7 @@ def build_gpt_trainer(
         engine=engine,
         optimizer=optimizer,
         learning_rate=config.learning_rate_schedule(),
+        decoupled_learning_rate=config.learning_rate_schedule(decoupled=True),
         weight_decay=config.weight_decay_schedule(),
         steps=batches.training,
         train_iters=config.train_iters,

@@ -104,6 +104,8 @@ class Trainer:
         optimizer: steps the engine's parameters by its gradients.
         learning_rate: learning rate by consumed samples.
         weight_decay: weight decay by consumed samples.
+        decoupled_learning_rate: learning rate of token embeddings and output matrices by consumed
+            samples. Defaults to ``learning_rate``.
         steps: gives, from a number of consumed samples, an iterator over this rank's micro-batches
             of each following step.
         train_iters: steps of the whole run.
@@ -119,6 +121,7 @@ class Trainer:
         optimizer: Optimizer,
         learning_rate: LearningRateSchedule,
         weight_decay: WeightDecaySchedule,
+        decoupled_learning_rate: LearningRateSchedule | None = None,
         steps: Callable[[int], Iterator[Sequence[Batch]]],
         train_iters: int,
         check_for_nan: bool = False,
@@ -128,6 +131,7 @@ class Trainer:
         self.optimizer = optimizer
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
+        self.decoupled_learning_rate = decoupled_learning_rate or learning_rate
         self.steps = steps
         self.train_iters = train_iters
         self.check_for_nan = check_for_nan
@@ -179,7 +183,10 @@ class Trainer:
         learning_rate = self.learning_rate.at(self.consumed_samples)
         finite, updated, grad_norm = all(map(math.isfinite, sums.values())), False, math.nan
         if finite:
-            result = self.optimizer.step(learning_rate, self.weight_decay.at(self.consumed_samples))
+            consumed = self.consumed_samples
+            decoupled = self.decoupled_learning_rate.at(consumed)
+            decay = self.weight_decay.at(consumed)
+            result = self.optimizer.step(learning_rate, decay, decoupled)
             updated, grad_norm = not result.skipped, result.grad_norm
             finite = math.isfinite(grad_norm)
         if self.check_for_nan and not finite:

@@ -206,6 +206,15 @@ class RunConfig(RunSections):
             self.weight_decay_schedule()
         except OptimError as error:
             raise TrainError(error.told(flags)) from None
+        if self.optimizer.decoupled_lr is None:
+            return
+        flags["max_lr"] = "--decoupled-lr"
+        if self.optimizer.decoupled_min_lr is not None:
+            flags["min_lr"] = "--decoupled-min-lr"
+        try:
+            self.learning_rate_schedule(decoupled=True)
+        except OptimError as error:
+            raise TrainError(error.told(flags)) from None
 
 
 def build_run(values: Values, world_size: int = 1) -> RunConfig:

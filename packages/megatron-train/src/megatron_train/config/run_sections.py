@@ -119,8 +119,11 @@ class RunSections:
         """Samples of the whole run, as long as its data order is."""
         return self.training.train_samples or self.train_iters * self.global_batch_size
 
-    def learning_rate_schedule(self) -> LearningRateSchedule:
-        """Return the learning rate as a function of consumed samples."""
+    def learning_rate_schedule(self, *, decoupled: bool = False) -> LearningRateSchedule:
+        """Return the learning rate as a function of consumed samples.
+
+        With ``decoupled`` that of token embedding and output matrix.
+        """
         lengths, unit = self.schedule, self.global_batch_size
         decay = lengths.lr_decay_iters or self.training.train_iters
         warmup: float = lengths.lr_warmup_iters
@@ -135,6 +138,7 @@ class RunSections:
             decay_samples=decay * unit,
             warmup_samples=int(warmup * unit),
             wsd_decay_samples=None if annealing is None else annealing * unit,
+            decoupled=decoupled,
         )
 
     def weight_decay_schedule(self) -> WeightDecaySchedule:
