@@ -179,6 +179,22 @@ MISTAKES = {
         f"{TRAIN} {DATA} --global-batch-size 8 --rampup-batch-size 2 2 30",
         ["--rampup-batch-size", "--train-samples"],
     ),
+    "a stepped batch that is none": (
+        f"{TRAIN} {DATA} --step-batch-size-schedule 0:4 64:eight",
+        ["--step-batch-size-schedule: '64:eight' is not TOKENS:SAMPLES"],
+    ),
+    "a stepped batch that ends at another size than is given": (
+        f"{TRAIN} {DATA} --step-batch-size-schedule 0:4 64:8 --global-batch-size 4",
+        ["--global-batch-size 4 is not 8, the last", "leave it out"],
+    ),
+    "a stepped batch that is to be rounded": (
+        f"{TRAIN} {DATA} --step-batch-size-schedule 0:4 --decrease-batch-size-if-needed",
+        ["--step-batch-size-schedule and --decrease-batch-size-if-needed exclude each other"],
+    ),
+    "a batch that is rounded down to nothing": (
+        f"{TRAIN} {DATA} --global-batch-size 1 --decrease-batch-size-if-needed",
+        ["--global-batch-size 1 is less than 2 samples"],
+    ),
     "a sequence beyond the positions": (
         f"{TRAIN} {DATA} --max-position-embeddings 8",
         ["--seq-length 16", "--max-position-embeddings 8"],

@@ -220,6 +220,11 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "training.train_samples": (SAMPLES, {"--train-samples": "12"}),
     "training.global_batch_size": ({}, {"--global-batch-size": "2"}),
     "training.rampup_batch_size": (SAMPLES, {"--rampup-batch-size": "2 2 6"}),
+    "training.step_batch_size_schedule": (SAMPLES, {"--step-batch-size-schedule": "0:2 64:4"}),
+    "training.decrease_batch_size_if_needed": (
+        {"--global-batch-size": "5"},
+        {"--decrease-batch-size-if-needed": ""},
+    ),
     "training.seed": ({}, {"--seed": "1"}),
     "training.bf16": ({}, {"--bf16": ""}),
     "training.float64": ({}, {"--float64": ""}),

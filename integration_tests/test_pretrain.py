@@ -141,6 +141,41 @@ def test_a_growing_batch_continues_in_the_middle_of_its_growth(corpus, train):
     assert losses(corpus / "halved") == losses(corpus / "grown")
 
 
+def test_a_stepped_batch_continues_where_its_size_changes(corpus, train):
+    length = int(re.search(r"--seq-length (\d+)", f"{DATA} {SIZES}")[1])
+    words = (
+        f"pretrain gpt {DATA} --tokenizer-model tokenizer {SIZES} {DROPOUT} --lr 1e-2 "
+        f"--micro-batch-size 4 --step-batch-size-schedule 0:4 {6 * length}:12,{20 * length}:8 "
+        "--eval-iters 0 --no-progress --log-interval 1"
+    )
+    printed = train(f"{words} --train-samples 45 --save stepped")
+    assert "4 to 12 samples a step in 1 to 3 micro-batches of 4" in printed
+    sizes = [4, 4, 12, 8, 8, 8]  # 8 samples are not below 6, 20 not below 20; 1 is left
+    assert re.findall(r"global batch size: +(\d+)", printed) == [str(size) for size in sizes]
+    assert "iteration        6/       6 | consumed samples:           44 |" in printed
+    train(f"{words} --train-samples 45 --save parted --exit-interval 3")
+    # What is left is counted from the samples consumed: other sizes before change nothing.
+    changed = words.replace("0:4 ", "0:12 ")
+    printed = train(f"{changed} --train-samples 45 --save parted --load parted")
+    assert "iteration        6/       6 | consumed samples:           44 |" in printed
+    assert losses(corpus / "parted") == losses(corpus / "stepped")
+    printed = train(f"{words} --train-iters 6")
+    assert "iteration        6/       6 | consumed samples:           44 |" in printed
+
+
+def test_a_rounded_batch_continues_on_ranks_that_need_no_rounding(corpus, train):
+    words = (
+        f"pretrain gpt {DATA} --tokenizer-model tokenizer {SIZES} {DROPOUT} --lr 1e-2 "
+        "--global-batch-size 10 --decrease-batch-size-if-needed --train-samples 40 "
+        "--eval-iters 1 --no-progress --log-interval 1"
+    )
+    printed = train(f"{words} --micro-batch-size 4 --save rounded --exit-interval 3")
+    assert re.findall(r"global batch size: +(\d+)", printed) == ["8", "8", "8"]
+    assert "iteration        3/       5 |" in printed
+    printed = train(f"{words} --micro-batch-size 2 --load rounded --save rounded")
+    assert "iteration        4/       4 | consumed samples:           34 |" in printed
+
+
 def test_the_configuration_of_a_run_can_be_run_again(corpus, train, whole):
     train("pretrain gpt --config whole/config.yaml --save again --no-progress")
     assert losses(corpus / "again") == losses(corpus / "whole")

@@ -1,4 +1,4 @@
-"""Batch sizes of a ramp against megatron-core's calculator."""
+"""Batch sizes of a ramp, and rounded ones, against megatron-core's calculators."""
 
 import random
 
@@ -14,14 +14,27 @@ def test_sizes_of_random_ramps_are_equal() -> None:
         start, increment = choose.randint(1, 64), choose.randint(1, 64)
         increments, samples = choose.randint(1, 50), choose.randint(1, 10**6)
         final = start + increment * increments
-        ours = BatchSizeSchedule(final, (start, increment, samples))
+        micro, ranks = choose.randint(1, 4), choose.randint(1, 4)
+        start, final = start + micro * ranks, final + micro * ranks
+        ours = BatchSizeSchedule.ramp((start, increment, samples), final, micro * ranks)
         theirs = calculators.RampupBatchsizeNumMicroBatchesCalculator(
-            final, 1, 1, False, 1, start, increment, samples
+            final, micro, ranks, True, 1, start, increment, samples
         )
         for consumed in (0, samples, samples + 1, *choose.sample(range(2 * samples), 2)):
             theirs.update(consumed, consistency_check=False)
-            expected = theirs.get_current_global_batch_size()
+            asked = theirs.get_current_global_batch_size()
+            sizes = {theirs.get_current_running_global_batch_size()}
             if consumed * increments % samples == 0:  # there its division in floats may round down
-                assert ours.at(consumed) in (expected, expected + increment)
-            else:
-                assert ours.at(consumed) == expected
+                sizes.add((asked + increment) // (micro * ranks) * micro * ranks)
+            assert ours.at(consumed) in sizes
+
+
+def test_rounded_sizes_of_constant_batches_are_equal() -> None:
+    choose = random.Random(1)
+    for _ in range(100):
+        micro, ranks = choose.randint(1, 8), choose.randint(1, 8)
+        size = choose.randint(micro * ranks, 500)
+        theirs = calculators.ConstantNumMicroBatchesCalculator(size, micro, ranks, True, 1)
+        ours = BatchSizeSchedule.constant(size, micro * ranks)
+        assert ours.at(0) == theirs.get_current_running_global_batch_size()
+        assert ours.at(0) // (micro * ranks) == theirs.get()

@@ -1,31 +1,131 @@
-"""Samples in each step, by hand; against megatron-core in the parity session."""
+"""Samples in each step, by hand; ramps and rounding against megatron-core in the parity session."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from megatron_train import TrainError
 from megatron_train.config.batch_size import BatchSizeSchedule
 
 
+def schedules() -> st.SearchStrategy[BatchSizeSchedule]:
+    """Sizes that go up and down, at samples that steps meet or jump over."""
+    pair = st.tuples(st.integers(1, 60), st.integers(4, 40))
+    pairs = st.lists(pair, max_size=5, unique_by=lambda pair: pair[0])
+    return st.builds(
+        lambda size, rest, multiple: BatchSizeSchedule(((0, size), *sorted(rest)), multiple),
+        st.integers(4, 40),
+        pairs,
+        st.integers(1, 4),
+    )
+
+
 def test_a_ramp_takes_equal_shares_of_its_samples() -> None:
-    schedule = BatchSizeSchedule(8, (2, 3, 30))
+    schedule = BatchSizeSchedule.ramp((2, 3, 30), 8)
     assert list(schedule.sizes) == [2, 5, 8]
     assert [schedule.at(n) for n in (0, 14, 15, 29, 30, 31, 10**12)] == [2, 2, 5, 5, 8, 8, 8]
 
 
+def test_a_ramp_of_more_increments_than_samples_leaves_sizes_out() -> None:
+    schedule = BatchSizeSchedule.ramp((1, 1, 2), 8)
+    assert [schedule.at(n) for n in (0, 1, 2)] == [1, 4, 8]
+
+
 def test_without_a_ramp_all_steps_are_equal() -> None:
-    schedule = BatchSizeSchedule(8)
+    schedule = BatchSizeSchedule.constant(8)
     assert list(schedule.sizes) == [8] and schedule.at(0) == schedule.at(10**12) == 8
-    assert schedule.whole_steps(63) == (7, 56)
+    assert schedule.whole_steps(63) == (7, 56) and schedule.consumed_by(7) == 56
 
 
-@pytest.mark.parametrize("ramp", [(2, 3, 30), (1, 1, 1), (4, 4, 1000), (2, 6, 7)])
-def test_whole_steps_are_those_that_are_made_one_by_one(ramp: tuple[int, ...]) -> None:
-    schedule = BatchSizeSchedule(8, ramp)
-    for samples in (1, 2, 5, 29, 30, 31, 100, 1023):
-        steps = consumed = 0
-        while consumed + schedule.at(consumed) <= samples:
-            consumed += schedule.at(consumed)
-            steps += 1
-        assert schedule.whole_steps(samples) == (steps, consumed)
+def test_the_stepped_schedule_of_megatrons_gpt3_script() -> None:
+    words = ["0:16", "2.4B:320", "4.8B:624", "7.2B:928", "9.6B:1232", "12B:1536"]
+    schedule = BatchSizeSchedule.stepped(words, 2048)
+    assert schedule == BatchSizeSchedule.stepped([" ".join(words)], 2048)
+    assert schedule == BatchSizeSchedule.stepped([",".join(words)], 2048)
+    # 2.4e9 / 2048 = 1171875 samples, and so on in equal parts
+    assert schedule.plateaus == tuple(
+        (1171875 * i, size) for i, size in enumerate((16, 320, 624, 928, 1232, 1536))
+    )
+    assert [schedule.at(n) for n in (0, 1171874, 1171875, 5859375)] == [16, 16, 320, 1536]
+    # 73243 steps of 16 lead to 1171888, the first sample count that is not below 1171875
+    assert schedule.whole_steps(1171888 + 320) == (73244, 1172208)
+
+
+def test_a_stepped_schedule_may_go_down_and_stand_in_any_order() -> None:
+    schedule = BatchSizeSchedule.stepped(["1.5k:2", "0:0.004K", "5E2:8"], 100)
+    assert schedule.plateaus == ((0, 4), (5, 8), (15, 2)) and schedule.last == 2
+    # 4 + 4 reach 5; 8 more are 16, beyond 15; then 2 at a time
+    assert schedule.whole_steps(21) == (5, 20)
+    assert [schedule.consumed_by(steps) for steps in range(6)] == [0, 4, 8, 16, 18, 20]
+
+
+def test_tokens_are_rounded_down_to_samples() -> None:
+    assert BatchSizeSchedule.stepped(["0:2 31:4"], 16).plateaus == ((0, 2), (1, 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the first size is missing; begin with 0:SAMPLES"),
+        ("99:768", "99:768: the first size is missing"),
+        ("0:768 250B", "'250B' is not TOKENS:SAMPLES"),
+        ("0:768 250G:1536", "'250G:1536' is not"),
+        ("0:0", "with at least 1 sample"),
+        ("0:1.5", "two whole numbers"),
+        ("0:-4", "two whole numbers"),
+        ("0:4:8", "'0:4:8' is not"),
+        ("0:nan", "'0:nan' is not"),
+        ("0:4 9e99T:8", "'9e99T:8' is not"),
+        ("0:2 5:4 7:8", "0:2 and 5:4 both begin at sample 0, as --seq-length is 16"),
+    ],
+)
+def test_what_is_no_schedule_is_refused_in_a_line(text: str, message: str) -> None:
+    with pytest.raises(TrainError) as caught:
+        BatchSizeSchedule.stepped(text.split(), 16)
+    line = str(caught.value)
+    assert line.startswith("--step-batch-size-schedule") and message in line and "\n" not in line
+
+
+def test_sizes_are_rounded_down_to_what_ranks_can_share() -> None:
+    schedule = BatchSizeSchedule.constant(33, 16)
+    assert (schedule.at(0), schedule.last, schedule.whole_steps(100)) == (32, 32, (3, 96))
+    schedule.check(8, 2)
+    ramp = BatchSizeSchedule.ramp((4, 5, 30), 14, 4)  # 4, 9, 14 at 0, 15, 30
+    assert ramp.sizes == (4, 8, 12) and [ramp.at(n) for n in (0, 16, 32)] == [4, 8, 12]
+    with pytest.raises(TrainError) as caught:
+        BatchSizeSchedule.constant(3, 4)
+    assert str(caught.value).startswith(
+        "--global-batch-size 3 is less than 4 samples, one micro-batch of every data parallel rank"
+    )
+
+
+@settings(deadline=None)
+@given(schedules(), st.integers(0, 200), st.integers(0, 80))
+def test_whole_steps_are_those_of_a_straight_loop(
+    schedule: BatchSizeSchedule, samples: int, begun: int
+) -> None:
+    steps, consumed = 0, begun
+    while consumed + schedule.at(consumed) <= samples:
+        consumed += schedule.at(consumed)
+        steps += 1
+    assert schedule.whole_steps(samples, begun) == (steps, consumed)
+
+
+@settings(deadline=None)
+@given(schedules(), st.integers(0, 30))
+def test_steps_consume_what_a_straight_loop_does(schedule: BatchSizeSchedule, steps: int) -> None:
+    consumed = 0
+    for _ in range(steps):
+        consumed += schedule.at(consumed)
+    assert schedule.consumed_by(steps) == consumed
+
+
+@settings(deadline=None)
+@given(schedules(), st.integers(0, 200))
+def test_a_size_is_that_of_the_last_pair_reached(
+    schedule: BatchSizeSchedule, consumed: int
+) -> None:
+    size = [size for first, size in schedule.plateaus if first <= consumed][-1]
+    assert schedule.at(consumed) == size - size % schedule.multiple > 0
 
 
 @pytest.mark.parametrize(
@@ -39,13 +139,26 @@ def test_whole_steps_are_those_that_are_made_one_by_one(ramp: tuple[int, ...]) -
 )
 def test_what_is_no_ramp_is_refused(ramp: tuple[int, ...], message: str) -> None:
     with pytest.raises(TrainError) as caught:
-        BatchSizeSchedule(8, ramp)
+        BatchSizeSchedule.ramp(ramp, 8)
     assert message in str(caught.value)
 
 
-def test_a_size_on_the_way_that_ranks_cannot_share_is_named() -> None:
-    BatchSizeSchedule(16, (4, 4, 100)).check(2, 2)
+@pytest.mark.parametrize(
+    ("schedule", "named"),
+    [
+        (BatchSizeSchedule.ramp((4, 6, 100), 16), "--rampup-batch-size passes through 10, which"),
+        (BatchSizeSchedule.ramp((4, 6, 100), 22), "--rampup-batch-size passes through 10, which"),
+        (BatchSizeSchedule.ramp((4, 2, 100), 6), "--global-batch-size 6"),
+        (
+            BatchSizeSchedule.stepped(["0:4 100:10"], 1),
+            "--step-batch-size-schedule passes through 10, which",
+        ),
+    ],
+)
+def test_a_size_that_ranks_cannot_share_is_named(schedule: BatchSizeSchedule, named: str) -> None:
+    BatchSizeSchedule.ramp((4, 4, 100), 16).check(2, 2)
     with pytest.raises(TrainError) as caught:
-        BatchSizeSchedule(16, (4, 6, 100)).check(2, 2)
-    message = "--rampup-batch-size passes through 10, which is not a multiple of "
-    assert f"{message}--micro-batch-size 2 times 2 data parallel ranks" in str(caught.value)
+        schedule.check(2, 2)
+    assert str(caught.value).startswith(
+        f"{named} is not a multiple of --micro-batch-size 2 times 2 data parallel ranks"
+    )

@@ -186,6 +186,35 @@ def test_data_parallel_ranks_follow_from_the_number_of_ranks():
     assert (run.global_batch_size, run.samples_at_once) == (24, 6)
 
 
+IN_STEPS = f"{MINIMAL} --step-batch-size-schedule 0:2 160:8,320:4"
+
+
+def test_a_stepped_batch_is_counted_in_tokens_and_ends_at_its_last_size():
+    run = parse(IN_STEPS)  # of 16 tokens: 8 at 10 samples, 4 at 20
+    assert run.batch_sizes.plateaus == ((0, 2), (10, 8), (20, 4))
+    assert run.global_batch_size == 4 and run.train_iters == run.training.train_iters
+    assert run.train_samples == run.consumed_samples == run.batch_sizes.consumed_by(run.train_iters)
+    assert parse(f"{IN_STEPS} --global-batch-size 4") == dataclasses.replace(
+        run, training=dataclasses.replace(run.training, global_batch_size=4)
+    )
+
+
+def test_the_samples_and_rates_of_a_run_do_not_depend_on_the_rounding_of_its_batch():
+    plain = parse(f"{MINIMAL} --global-batch-size 12", ranks=2)
+    run = parse(f"{MINIMAL} --global-batch-size 12 --decrease-batch-size-if-needed", ranks=5)
+    assert (run.batch_sizes.at(0), run.global_batch_size) == (10, 12)
+    assert run.train_samples == plain.train_samples == 12 * run.train_iters
+    assert run.consumed_samples == 10 * run.train_iters
+    assert run.learning_rate_schedule() == plain.learning_rate_schedule()
+
+
+def test_a_run_that_continues_counts_the_samples_that_are_left():
+    run = parse(f"{IN_SAMPLES} --global-batch-size 6")
+    samples = run.training.train_samples
+    assert run.train_iters_after(100, samples - 13) == 102
+    assert run.train_iters_after(100, samples + 5) == 100
+
+
 CP2 = "--context-parallel-size 2"
 
 

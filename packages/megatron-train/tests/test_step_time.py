@@ -55,10 +55,15 @@ def test_the_work_of_a_step_is_that_of_its_batch_shared_by_all_ranks():
     assert (packed.flops, packed.attention) == (operations(8, 64, attention=False), 0)
 
 
-def test_a_ramp_is_measured_by_its_last_and_largest_step():
-    training = TrainingConfig(
-        micro_batch_size=2, global_batch_size=8, rampup_batch_size=(2, 2, 60), train_samples=100
-    )
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"global_batch_size": 8, "rampup_batch_size": (2, 2, 60)},
+        {"step_batch_size_schedule": ("0:8 640:2",)},
+    ],
+)
+def test_a_run_of_several_sizes_is_measured_by_its_largest_step(sizes):
+    training = TrainingConfig(micro_batch_size=2, train_samples=100, **sizes)
     assert least_work(replace(run_of(), training=training)).flops == operations(8, 64)
 
 

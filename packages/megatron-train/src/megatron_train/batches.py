@@ -75,11 +75,11 @@ class GPTBatches:
         self._pool = pool
         self._micro_batch_size = training.micro_batch_size
         self._sizes = config.batch_sizes
-        self._evaluated = BatchSizeSchedule(config.global_batch_size)
+        self._evaluated = BatchSizeSchedule.constant(config.batch_sizes.last)
         self._samples_at_once = config.samples_at_once
         self._vocab_size = config.model.vocab_size
         self._train_samples = config.train_samples
-        self._valid_samples = config.evaluation.eval_iters * config.global_batch_size
+        self._valid_samples = config.evaluation.eval_iters * config.batch_sizes.last
         by_split = {
             "train": data.train_data_path,
             "valid": data.valid_data_path,

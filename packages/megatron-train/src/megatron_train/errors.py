@@ -37,11 +37,12 @@ def collected(lines: list[str]) -> Iterator[None]:
 
 
 def refuse(lines: Sequence[str]) -> None:
-    """Raise what `collected` has found, if there is anything.
+    """Raise what `collected` has found, if there is anything; equal lines count once.
 
     Raises:
         TrainError: with these lines.
     """
+    lines = list(dict.fromkeys(lines))
     if len(lines) == 1:
         raise TrainError(lines[0])
     if lines:

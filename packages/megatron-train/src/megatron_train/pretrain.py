@@ -299,8 +299,8 @@ class _Run:
         listeners: list[Listener] = []
         testers: list[Listener] = []
         if logging.progress:
-            _, samples = config.batch_sizes.whole_steps(config.train_samples)
-            callbacks.append(Progress(self.console, samples, config.data.seq_length))
+            samples, length = config.consumed_samples, config.data.seq_length
+            callbacks.append(Progress(self.console, samples, length))
         recorder = None
         if config.checkpoint.save is not None:
             facts = {**self.facts, "layout": layout_in_words(config)}
@@ -359,13 +359,14 @@ def _micro_batches(config: RunConfig) -> str:
         room = training.max_seqlen_per_dp_cp_rank
         return f"rows of at most {room} tokens a rank, in a pool of {layout.pool}"
     counts = [size // config.samples_at_once for size in config.batch_sizes.sizes]
-    batches = "micro-batch" if counts[-1] == 1 else "micro-batches"
+    batches = "micro-batch" if max(counts) == 1 else "micro-batches"
     share = "" if layout.dp == 1 else f" on each of {layout.dp} data parallel ranks"
     return f"{_span(counts)} {batches} of {training.micro_batch_size}{share}"
 
 
 def _span(numbers: Sequence[int]) -> str:
-    return f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+    least, most = min(numbers), max(numbers)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def layout_in_words(config: RunConfig) -> str:

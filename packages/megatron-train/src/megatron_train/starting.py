@@ -203,6 +203,7 @@ class Start:
             else:
                 console.warn(f"{absent}; --exit-on-missing-checkpoint refuses to")
             return None
+        trainer.train_iters = config.train_iters_after(trainer.iteration, trainer.consumed_samples)
         console.line(f"continuing from {self.folder} after step {trainer.iteration}")
         if trainer.iteration >= trainer.train_iters:
             console.line(f"nothing left to do: the run is {trainer.train_iters} steps long")

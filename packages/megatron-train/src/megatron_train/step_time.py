@@ -37,7 +37,7 @@ def least_work(config: RunConfig) -> StepWork:
     Of documents that do not attend to one another (--reset-attention-mask, or a pool of ranks) no
     attention is counted, since their lengths are unknown.
     """
-    length, samples = config.data.seq_length, config.batch_sizes.sizes[-1]
+    length, samples = config.data.seq_length, max(config.batch_sizes.sizes)
     tokens = samples * length
     packed = config.data.reset_attention_mask or config.layout.hybrid_cp
     without = training_flops(config.model, length, tokens, squared_lengths=0)
@@ -61,7 +61,7 @@ def check_step_time(config: RunConfig, rate: Peak | None) -> str | None:
     seconds = work.flops / rate.flops_per_second
     if seconds <= LONG:
         return None
-    samples = config.batch_sizes.sizes[-1]
+    samples = max(config.batch_sizes.sizes)
     text = (
         f"a step of {samples} sample{'s' * (samples > 1)} with --seq-length "
         f"{config.data.seq_length} takes at least {_duration(seconds)}: {work.flops:.4g} "

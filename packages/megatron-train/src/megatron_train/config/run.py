@@ -69,7 +69,14 @@ class RunConfig(RunSections):
 
     def _check_batch(self) -> None:
         """Refuse batches that ranks cannot share out."""
-        self.batch_sizes.check(self.training.micro_batch_size, self.data_parallel_size)
+        training, sizes = self.training, self.batch_sizes
+        given = training.global_batch_size
+        if training.step_batch_size_schedule is not None and given not in (None, sizes.last):
+            raise TrainError(
+                f"--global-batch-size {given} is not {sizes.last}, the last batch size of "
+                "--step-batch-size-schedule; leave it out"
+            )
+        sizes.check(training.micro_batch_size, self.data_parallel_size)
 
     def _check_fim(self) -> None:
         """Refuse options of filling in the middle where nothing is, or without a tokenizer."""
@@ -190,7 +197,7 @@ class RunConfig(RunSections):
         if self.train_iters == 0:
             raise TrainError(
                 f"--train-samples {self.training.train_samples} is less than one step of "
-                f"{self.global_batch_size} samples; raise it or lower --global-batch-size"
+                f"{self.batch_sizes.at(0)} samples; raise it or lower --global-batch-size"
             )
         unit, other = ("samples", "iters") if self.training.train_samples else ("iters", "samples")
         self.schedule.refuse_mixing(unit, other)

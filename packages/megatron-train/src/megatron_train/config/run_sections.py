@@ -100,29 +100,66 @@ class RunSections:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in one step, after a ramp if there is one."""
+        """Samples in one step as they are asked for, those of the last step if sizes differ."""
+        if self.training.step_batch_size_schedule is not None:
+            return self.batch_sizes.last
         return self.training.global_batch_size or self.samples_at_once
 
     @property
     def batch_sizes(self) -> BatchSizeSchedule:
         """Samples in each step."""
-        return BatchSizeSchedule(self.global_batch_size, self.training.rampup_batch_size)
+        training = self.training
+        if training.step_batch_size_schedule is not None:
+            words = training.step_batch_size_schedule
+            return BatchSizeSchedule.stepped(words, self.data.seq_length)
+        multiple = self.samples_at_once if training.decrease_batch_size_if_needed else 1
+        if training.rampup_batch_size is not None:
+            ramp = training.rampup_batch_size
+            return BatchSizeSchedule.ramp(ramp, self.global_batch_size, multiple)
+        return BatchSizeSchedule.constant(self.global_batch_size, multiple)
 
     @property
     def train_iters(self) -> int:
         """Steps of the whole run."""
-        iters, samples = self.training.train_iters, self.training.train_samples
-        return iters if iters is not None else self.batch_sizes.whole_steps(samples or 0)[0]
+        return self.train_iters_after(0, 0)
+
+    def train_iters_after(self, iteration: int, consumed: int) -> int:
+        """Return the steps of the whole run, where earlier ones may have had other sizes.
+
+        A run that continues on another number of ranks, or with another batch size, makes other
+        steps of the samples that are left.
+
+        Args:
+            iteration: steps that were made.
+            consumed: samples that they consumed.
+        """
+        if self.training.train_iters is not None:
+            return self.training.train_iters
+        return iteration + self.batch_sizes.whole_steps(self.train_samples, consumed)[0]
 
     @property
     def train_samples(self) -> int:
-        """Samples of the whole run, as long as its data order is."""
-        return self.training.train_samples or self.train_iters * self.global_batch_size
+        """Samples of the whole run, as long as its data order is.
+
+        They do not depend on the layout: sizes count as they are asked for.
+        """
+        if self.training.train_samples is not None:
+            return self.training.train_samples
+        asked = dataclasses.replace(self.batch_sizes, multiple=1)
+        return asked.consumed_by(self.training.train_iters or 0)
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples that the steps of the whole run consume, `train_samples` at most."""
+        if self.training.train_iters is not None:
+            return self.batch_sizes.consumed_by(self.training.train_iters)
+        return self.batch_sizes.whole_steps(self.train_samples)[1]
 
     def learning_rate_schedule(self, *, decoupled: bool = False) -> LearningRateSchedule:
         """Return the learning rate as a function of consumed samples.
 
-        With ``decoupled`` that of token embedding and output matrix.
+        A length in steps counts as that many `global_batch_size`, as in Megatron-LM. With
+        ``decoupled`` it is the rate of token embedding and output matrix.
         """
         lengths, unit = self.schedule, self.global_batch_size
         decay = lengths.lr_decay_iters or self.training.train_iters

@@ -37,6 +37,17 @@ class TrainingConfig:
         "--global-batch-size; with --train-samples",
         unit="samples",
     )
+    step_batch_size_schedule: tuple[str, ...] | None = setting(
+        None,
+        "batch sizes by consumed tokens, instead of --global-batch-size, such as "
+        '"0:768 250B:1536": 768 samples a step, and 1536 from 250 billion tokens on; K, M, B and T '
+        "multiply by powers of 1,000",
+    )
+    decrease_batch_size_if_needed: bool = setting(
+        False,
+        "round a batch size down to whole micro-batches of every data parallel rank, instead of "
+        "refusing it; not with --step-batch-size-schedule",
+    )
     seed: int = setting(1234, "seed of initial weights and data order")
     bf16: bool = setting(False, "hold weights and compute in bfloat16, with fp32 main weights")
     float64: bool = setting(
@@ -117,6 +128,13 @@ class TrainingConfig:
                     "--rampup-batch-size makes steps of several sizes, so the length of the run "
                     "is counted in samples: give --train-samples instead of --train-iters"
                 )
+        if self.step_batch_size_schedule is not None:
+            for name in ("rampup_batch_size", "decrease_batch_size_if_needed"):
+                if getattr(self, name):
+                    raise TrainError(
+                        f"--step-batch-size-schedule and {flag_of(name)} exclude each other; give "
+                        "one"
+                    )
         positive(self, "max_seqlen_per_dp_cp_rank")
         positive(self, "exit_interval", "exit_duration_in_mins", "distributed_timeout_minutes")
         not_negative(self, "seed")
