@@ -81,6 +81,11 @@ ON_RANKS: dict[str, SetUp] = {
     ),
     "layout.dp_outer": SetUp(4, SHARDED, {"--num-distributed-optimizer-instances": "2"}),
     "pipeline.schedule": SetUp(2, PP2, {"--pipeline-schedule": "gpipe"}),
+    "pipeline.group_size": SetUp(
+        2,
+        {**PP2, "--num-virtual-stages-per-pipeline-rank": "2", "--global-batch-size": "6"},
+        {"--microbatch-group-size-per-virtual-pipeline-stage": "3"},
+    ),
     "pipeline.first": SetUp(2, PP2, {"--decoder-first-pipeline-num-layers": "1"}),
     "pipeline.last": SetUp(2, PP2, {"--decoder-last-pipeline-num-layers": "1"}),
     "pipeline.count_embedding": SetUp(2, UNEVEN, {"--account-for-embedding-in-pipeline-split": ""}),

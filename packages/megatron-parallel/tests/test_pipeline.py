@@ -130,10 +130,15 @@ def build(mesh: Mesh, split: tuple[range, ...], tied: bool, **options: Any) -> P
 
 
 def train(
-    mesh: Mesh, split: tuple[range, ...], counts: list[int], tied: bool, schedule: str
+    mesh: Mesh,
+    split: tuple[range, ...],
+    counts: list[int],
+    tied: bool,
+    schedule: str,
+    group_size: int | None = None,
 ) -> list[tuple[dict[str, Tensor], dict[str, Tensor], list[Action]]]:
     """Sums, gradients and order of a step with each number of micro-batches."""
-    engine = build(mesh, split, tied, schedule=schedule)
+    engine = build(mesh, split, tied, schedule=schedule, group_size=group_size)
     parameters = stage_parameters(engine.chunks)
     results = []
     dp = mesh.axis("dp")
@@ -228,6 +233,20 @@ def test_sums_and_gradients_equal_those_of_one_process(
         index = layout.coordinates(rank).pp
         for count, (_, _, trace) in zip(counts, steps, strict=True):
             assert trace == planned_actions(schedule, layout.pp, index, count, layout.vpp)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "combined-1f1b"])
+def test_groups_of_any_size_give_the_results_of_one_process(
+    worker_pool: WorkerPool, schedule: str
+) -> None:
+    layout, split, counts = ParallelLayout(pp=2, vpp=2, dp=1), split_layers(4, 2, 2), [3, 5, 6, 8]
+    ranks = worker_pool.run_mesh(layout, train, split, counts, True, schedule, 3)
+    assert_equal(ranks, counts, layout, 4, True)
+    for rank, steps in enumerate(ranks):
+        for count, (_, _, trace) in zip(counts, steps, strict=True):
+            assert trace == planned_actions(schedule, 2, rank, count, 2, 3)
+            if count == 6:
+                assert trace != planned_actions(schedule, 2, rank, count, 2)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -118,7 +118,13 @@ class Chunk(nn.Module):
 
 
 def run(
-    recorder: Recorder, layout: ParallelLayout, rank: int, schedule: str, count: int, train: bool
+    recorder: Recorder,
+    layout: ParallelLayout,
+    rank: int,
+    schedule: str,
+    count: int,
+    train: bool,
+    group_size: int | None = None,
 ) -> Record:
     """What one rank starts and waits for in a step."""
     recorder.rank, recorder.record = rank, []
@@ -133,6 +139,7 @@ def run(
         inputs=lambda batch, stage: {} if stage else {"given": batch},
         passed=lambda batch, stage: Passed(SHAPE, torch.float32),
         schedule=schedule,
+        group_size=group_size,
     )
     batches = [torch.ones(SHAPE)] * count
     if train:
@@ -229,6 +236,14 @@ def run_all(
 def test_no_step_hangs(recorder: Recorder, schedule: str) -> None:
     checked, found = run_all(recorder, schedule, (3,), lambda pp: [1, 2, 3, 4, 6])
     assert checked >= 6 and found == []
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "combined-1f1b"])
+def test_no_step_in_groups_hangs(recorder: Recorder, schedule: str) -> None:
+    layout = ParallelLayout(pp=3, vpp=2, dp=1)
+    for count in (4, 7, 8, 11):
+        records = [run(recorder, layout, rank, schedule, count, True, 4) for rank in range(3)]
+        assert not hangs(records)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from megatron_parallel.pipeline import (
     planned_actions,
     planned_turns,
     schedule_kind,
+    simulate,
 )
 
 
@@ -59,6 +60,29 @@ def test_combined_1f1b_is_further_ahead_and_then_runs_pairs() -> None:
             assert ahead[0] - ahead[1] in (0, 1)
 
 
+def test_interleaved_1f1b_runs_groups_of_a_given_size() -> None:
+    """The example in Megatron-LM's description of `microbatch_group_size_per_vp_stage`."""
+
+    def forward(rank: int, count: int, group_size: int) -> str:
+        plan = planned_actions("interleaved-1f1b", 2, rank, count, 2, group_size)
+        return " ".join(str(a.micro_batch) for a in plan if a.kind == "F")
+
+    for rank in range(2):
+        assert forward(rank, 4, 2) == "0 1 0 1 2 3 2 3"
+        assert forward(rank, 5, 3) == "0 1 2 0 1 2 3 4 3 4"
+    # The default: as many equal groups as there can be.
+    for count in (2, 3, 4, 6, 8):
+        length = count // (count // 2)
+        assert planned_actions("interleaved-1f1b", 2, 0, count, 2) == planned_actions(
+            "interleaved-1f1b", 2, 0, count, 2, length
+        )
+
+
+def test_groups_are_simulated_and_cost_memory() -> None:
+    short, long = (simulate("interleaved-1f1b", 2, 8, 2, group_size=size) for size in (2, 4))
+    assert short.end == long.end and max(long.alive) > max(short.alive)
+
+
 def test_zero_bubble_puts_weight_gradients_where_1f1b_waits() -> None:
     assert order("zero-bubble", 2, 0, 3) == "F0 F1 I0 W0 F2 I1 W1 I2 W2"
     assert order("zero-bubble", 2, 1, 3) == "F0 I0 F1 I1 W0 F2 I2 W1 W2"
@@ -67,6 +91,11 @@ def test_zero_bubble_puts_weight_gradients_where_1f1b_waits() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("interleaved-1f1b", 4, 2, 8, 3), "group_size=3 is less than pp=4.* give at least 4"),
+        (("interleaved-1f1b", 2, 2, 2, 3), "cannot run 2 micro-batches, less than one group"),
+        (("interleaved-1f1b", 4, 2, 11, 5), "the last group has 1, .* use 10 or 14 micro-batches"),
+        (("looped-bfs", 2, 2, 8, 4), "group_size=4 needs schedule 'interleaved-1f1b' or 'comb"),
+        (("combined-1f1b", 2, 1, 8, 4), "group_size=4 needs .* with vpp=1; leave it out"),
         (("1f1b", 2, 1, 0), "0 micro-batches: a step needs at least 1"),
         (("interleaved-1f1b", 4, 2, 9), r"cannot run 9 micro-batches: 9 // 4 = 2 .* use 8 or 10"),
         (("zero-bubble", 4, 1, 9), r"cannot run 9 micro-batches: 9 // 4 = 2 .* use 8 or 10"),
@@ -80,7 +109,7 @@ def test_zero_bubble_puts_weight_gradients_where_1f1b_waits() -> None:
     ],
 )
 def test_what_a_schedule_cannot_run_is_refused_with_its_numbers(
-    arguments: tuple[str, int, int, int], message: str
+    arguments: tuple[Any, ...], message: str
 ) -> None:
     with pytest.raises(LayoutError, match=message):
         check_micro_batches(*arguments)
@@ -89,6 +118,8 @@ def test_what_a_schedule_cannot_run_is_refused_with_its_numbers(
 def test_the_counts_that_a_refusal_proposes_are_accepted() -> None:
     for count in (8, 10, 3, 4):
         check_micro_batches("interleaved-1f1b", 4, 2, count)
+    for count in (10, 14):
+        check_micro_batches("interleaved-1f1b", 4, 2, count, 5)
 
 
 def test_a_schedule_needs_its_placement() -> None:

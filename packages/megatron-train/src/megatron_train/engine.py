@@ -86,6 +86,7 @@ class StepEngine:
         data_parallel: how gradients are summed, and what each rank keeps.
         compile: whether to compile each stage with torch.compile.
         schedule: of the pipeline. Defaults to that of `default_schedule`.
+        group_size: micro-batches in a row, as for `megatron_parallel.PipelineEngine`.
         per_token: whether every true token of a step has the same weight. Otherwise every
             micro-batch of every data-parallel rank has, however many true tokens are in it: the
             loss of a step is a mean of their means. Inner losses are per token either way, and so
@@ -111,6 +112,7 @@ class StepEngine:
         *,
         compile: bool = False,  # noqa: A002
         schedule: str | None = None,
+        group_size: int | None = None,
         per_token: bool = True,
     ) -> None:
         data_parallel = data_parallel or DataParallelConfig()
@@ -156,6 +158,7 @@ class StepEngine:
             passed=self._passed,
             sums=task.losses,
             schedule=schedule or default_schedule(mesh.layout),
+            group_size=group_size,
             around_backward=self._gradients.around_backward,
         )
 

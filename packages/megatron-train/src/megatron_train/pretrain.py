@@ -193,6 +193,7 @@ def build_gpt_trainer(
         config.data_parallel,
         compile=training.compile,
         schedule=config.pipeline.schedule_of(mesh.layout),
+        group_size=config.pipeline.group_size,
         per_token=training.calculate_per_token_loss,
     )
     optimizer = Optimizer(

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -63,11 +63,11 @@ def schedule_of_turns(
     micro_batches: int,
     loss: Callable[..., Tensor],
     plans: Sequence[Sequence[tuple[Action, ...]]],
-    run_pair: Callable[[PairedPass, PairedPass], None],
+    run_pair: Callable[[PairedPass, PairedPass], None] | None,
 ) -> Any:
     """A schedule of our own: torch adds to the plan of each rank what is sent and received.
 
-    Of a pair, `run_pair` is given the forward and the backward pass.
+    Of a pair, `run_pair` is given the forward and the backward pass; plans without pairs need none.
     """
     kinds = torchs._ComputationType
     here = {stage.stage_index: stage for stage in stages}
@@ -111,9 +111,10 @@ def schedule_of_turns(
         return PairedPass(ours[action], receive, run)
 
     def overlapped(action: Any, context: Any) -> None:
-        run_pair(*(one_of_pair(each, context) for each in action.sub_actions))
+        cast(Any, run_pair)(*(one_of_pair(each, context) for each in action.sub_actions))
 
-    schedule.register_custom_function(kinds.OVERLAP_F_B, overlapped)
+    if run_pair is not None:
+        schedule.register_custom_function(kinds.OVERLAP_F_B, overlapped)
     schedule.pipeline_order = {
         rank: [
             theirs(turn[0])

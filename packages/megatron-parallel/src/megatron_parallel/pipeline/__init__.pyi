@@ -16,6 +16,7 @@ from .order import Action as Action
 from .order import planned_actions as planned_actions
 from .order import planned_turns as planned_turns
 from .rules import SCHEDULES as SCHEDULES
+from .rules import check_group_size as check_group_size
 from .rules import check_micro_batches as check_micro_batches
 from .rules import check_schedule as check_schedule
 from .rules import default_schedule as default_schedule

@@ -8,6 +8,7 @@ from megatron_parallel.layout import ParallelLayout
 from megatron_parallel.pipeline.layout_string import count_stages, parse_pipeline_layout
 from megatron_parallel.pipeline.rules import (
     SCHEDULES,
+    check_group_size,
     check_schedule,
     default_schedule,
     schedule_kind,
@@ -35,6 +36,14 @@ class PipelineConfig:
         "stages (megatron-train schedule draws them; our name)",
         "--pipeline-schedule",
         choices=tuple(name for name in SCHEDULES if name != COMBINED),
+    )
+    group_size: int | None = _setting(
+        None,
+        "micro-batches that a virtual stage runs in a row, at least as many as there are stages; "
+        "longer groups leave more time for messages and keep more activations; by default groups "
+        "are equally long and as short as they can be",
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        unit="micro-batches",
     )
     first: int | None = _setting(
         None,
@@ -112,6 +121,8 @@ class PipelineConfig:
             return layout
         schedule = self.schedule_of(layout)
         check_schedule(schedule, layout.vpp)
+        if self.group_size is not None:
+            check_group_size(schedule, layout.pp, layout.vpp, self.group_size)
         return replace(layout, placement=schedule_kind(schedule).placement)
 
     def schedule_of(self, layout: ParallelLayout) -> str:

@@ -22,7 +22,12 @@ from megatron_parallel.pipeline.contract import AroundBackward, Inputs, PassedOn
 from megatron_parallel.pipeline.loop import LoopRunner, Runner
 from megatron_parallel.pipeline.objective import Loss, Objective
 from megatron_parallel.pipeline.order import Action
-from megatron_parallel.pipeline.rules import check_micro_batches, check_schedule, schedule_kind
+from megatron_parallel.pipeline.rules import (
+    check_group_size,
+    check_micro_batches,
+    check_schedule,
+    schedule_kind,
+)
 from megatron_parallel.turns import Turns
 
 
@@ -45,6 +50,10 @@ class PipelineEngine:
             Under `combined-1f1b` the forward pass of one micro-batch and the backward pass of
             another take turns: the model ends one with `turns.hand_over()` where it is about to
             wait (`Dispatcher.dispatch` takes `turns`, too).
+        group_size: Micro-batches that a chunk runs in a row under interleaved or combined 1F1B, at
+            least as many as there are ranks (Megatron-LM's `microbatch_group_size_per_vp_stage`).
+            Longer groups hide messages better and keep more activations. By default a step has
+            as many groups of equal length as it can.
         around_backward: Gives a context for each pass that adds to gradients, with its stage and
             whether it is that stage's last: from then on a bucket may be reduced when it is full.
             `StageGradients.around_backward` is one.
@@ -63,12 +72,13 @@ class PipelineEngine:
         passed: PassedOn | None = None,
         sums: Sequence[str] = ("loss",),
         schedule: str = "1f1b",
+        group_size: int | None = None,
         around_backward: AroundBackward = no_context,
     ) -> None:
         pp, vpp = mesh.layout.pp, mesh.layout.vpp
         self.mesh = mesh
         self.chunks = [chunks] if isinstance(chunks, nn.Module) else list(chunks)
-        self.schedule = schedule
+        self.schedule, self.group_size = schedule, group_size
         self.turns = Turns(mesh.device) if schedule_kind(schedule).pairs else None
         """Where passes of two micro-batches run together: what ends a turn in the middle of one."""
         self.trace: list[Action] = []
@@ -76,6 +86,8 @@ class PipelineEngine:
         if len(self.chunks) != vpp:
             raise LayoutError(f"{len(self.chunks)} chunks were given, but the layout has vpp={vpp}")
         check_schedule(schedule, vpp, mesh.layout.placement if pp > 1 else None)
+        if group_size is not None:
+            check_group_size(schedule, pp, vpp, group_size)
         self._objective = Objective(loss, sums, mesh.device)
         self._runner: Runner
         if pp == 1:
@@ -92,6 +104,7 @@ class PipelineEngine:
                 self.chunks,
                 self._objective,
                 schedule=schedule,
+                group_size=group_size,
                 inputs=inputs,
                 passed=passed,
                 around_backward=around_backward,
@@ -123,8 +136,8 @@ class PipelineEngine:
             raise LayoutError(
                 "run() needs a denominator and enabled gradients; evaluate() needs neither"
             )
-        layout = self.mesh.layout
-        check_micro_batches(self.schedule, layout.pp, layout.vpp, len(micro_batches))
+        layout, count = self.mesh.layout, len(micro_batches)
+        check_micro_batches(self.schedule, layout.pp, layout.vpp, count, self.group_size)
         return self._step(micro_batches, denominators, backward=True)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> dict[str, Tensor]:

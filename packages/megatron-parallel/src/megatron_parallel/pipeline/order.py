@@ -28,7 +28,12 @@ class Action(NamedTuple):
 
 
 def planned_actions(
-    schedule: str, pp: int, rank: int, micro_batches: int, vpp: int = 1
+    schedule: str,
+    pp: int,
+    rank: int,
+    micro_batches: int,
+    vpp: int = 1,
+    group_size: int | None = None,
 ) -> list[Action]:
     """What one rank of a pipeline computes in a training step, in order.
 
@@ -40,32 +45,45 @@ def planned_actions(
         rank: which of them.
         micro_batches: of one step.
         vpp: stages of each rank.
+        group_size: micro-batches that a chunk runs in a row, as for `check_micro_batches`.
 
     Raises:
         LayoutError: no such rank, or the schedule cannot run these numbers.
     """
-    turns = planned_turns(schedule, pp, rank, micro_batches, vpp)
+    turns = planned_turns(schedule, pp, rank, micro_batches, vpp, group_size)
     return [action for together in turns for action in together]
 
 
 def planned_turns(
-    schedule: str, pp: int, rank: int, micro_batches: int, vpp: int = 1
+    schedule: str,
+    pp: int,
+    rank: int,
+    micro_batches: int,
+    vpp: int = 1,
+    group_size: int | None = None,
 ) -> list[tuple[Action, ...]]:
     """`planned_actions`, with passes that run together in one tuple: a pair, forward and backward.
 
     Raises:
         LayoutError: as `planned_actions`.
     """
-    check_micro_batches(schedule, pp, vpp, micro_batches)
+    check_micro_batches(schedule, pp, vpp, micro_batches, group_size)
     if not 0 <= rank < pp:
         raise LayoutError(f"rank {rank} does not exist: the pipeline has {pp}")
+    length = group_size or _round_length(pp, micro_batches)
     if schedule == "combined-1f1b":
-        return _combined(stages_of("loop", pp, vpp, rank), pp, rank, micro_batches)
-    return [(action,) for action in _alone(schedule, pp, rank, micro_batches, vpp)]
+        length = length if vpp > 1 else micro_batches  # one chunk needs no rounds
+        return _combined(stages_of("loop", pp, vpp, rank), pp, rank, micro_batches, length)
+    if schedule == "interleaved-1f1b" and pp > 1:
+        stages = stages_of("loop", pp, vpp, rank)
+        plan = _interleaved(stages, pp, rank, micro_batches, length)
+    else:
+        plan = _alone(schedule, pp, rank, micro_batches, vpp)
+    return [(action,) for action in plan]
 
 
 def _alone(schedule: str, pp: int, rank: int, micro_batches: int, vpp: int) -> list[Action]:
-    """The plans of schedules whose passes run one by one."""
+    """The plans of other schedules whose passes run one by one."""
     if pp == 1:  # the engine runs a plain loop
         return [a for i in range(micro_batches) for a in (Action("F", 0, i), Action("B", 0, i))]
     stages = stages_of(schedule_kind(schedule).placement, pp, vpp, rank)
@@ -75,8 +93,6 @@ def _alone(schedule: str, pp: int, rank: int, micro_batches: int, vpp: int) -> l
         return _one_chunk(rank, micro_batches, ahead)
     if schedule == "looped-bfs":
         return _breadth_first(stages, micro_batches)
-    if schedule == "interleaved-1f1b":
-        return _interleaved(stages, pp, rank, micro_batches)
     if schedule == "zero-bubble":
         return _zero_bubble(stages, pp, rank, micro_batches)
     if schedule == "zb-v":
@@ -107,22 +123,33 @@ def _breadth_first(stages: tuple[int, ...], micro_batches: int) -> list[Action]:
     return forward + [Action("B", stage, i) for _, stage, i in reversed(forward)]
 
 
-def _in_rounds(kind: Kind, stages: tuple[int, ...], pp: int, micro_batches: int) -> list[Action]:
-    """Each chunk in turn for a round of micro-batches, then the next round."""
-    length = micro_batches // max(1, micro_batches // pp)
+def _round_length(pp: int, micro_batches: int) -> int:
+    """Micro-batches of one of the equal rounds, which are at least as long as the pipeline."""
+    return micro_batches // max(1, micro_batches // pp)
+
+
+def _in_rounds(
+    kind: Kind, stages: tuple[int, ...], length: int, micro_batches: int
+) -> list[Action]:
+    """Each chunk in turn for a round of micro-batches, then the next round; the last is the rest.
+
+    Forward passes are Megatron-LM's `get_schedule_table`.
+    """
     return [
-        Action(kind, stage, first + i)
+        Action(kind, stage, i)
         for first in range(0, micro_batches, length)
         for stage in stages
-        for i in range(length)
+        for i in range(first, min(first + length, micro_batches))
     ]
 
 
-def _interleaved(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int) -> list[Action]:
+def _interleaved(
+    stages: tuple[int, ...], pp: int, rank: int, micro_batches: int, length: int
+) -> list[Action]:
     """Narayanan et al. 2021, section 2.2: 1F1B over chunks, two passes earlier a rank."""
-    forward = _in_rounds("F", stages, pp, micro_batches)
-    backward = _in_rounds("B", stages[::-1], pp, micro_batches)
-    ahead = _ahead(stages, pp, micro_batches, 2 * (pp - 1 - rank))
+    forward = _in_rounds("F", stages, length, micro_batches)
+    backward = _in_rounds("B", stages[::-1], length, micro_batches)
+    ahead = _ahead(stages, length, micro_batches, 2 * (pp - 1 - rank))
     plan = forward[:ahead]
     for done, action in enumerate(backward):
         plan += [*forward[ahead + done : ahead + done + 1], action]
@@ -130,18 +157,16 @@ def _interleaved(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int
 
 
 def _combined(
-    stages: tuple[int, ...], pp: int, rank: int, micro_batches: int
+    stages: tuple[int, ...], pp: int, rank: int, micro_batches: int, length: int
 ) -> list[tuple[Action, ...]]:
     """Interleaved 1F1B, one forward pass further ahead, whose passes then run in pairs.
 
     Interleaved or not: a pair gives its results when both are done, so neighbours have to be two
     passes apart, and the last rank's backward pass must not wait for the forward pass it is with.
     """
-    several = len(stages) > 1
-    round_of = pp if several else micro_batches  # one chunk needs no rounds
-    forward = _in_rounds("F", stages, round_of, micro_batches)
-    backward = _in_rounds("B", stages[::-1], round_of, micro_batches)
-    ahead = _ahead(stages, round_of, micro_batches, 2 * (pp - 1 - rank) + 1)
+    forward = _in_rounds("F", stages, length, micro_batches)
+    backward = _in_rounds("B", stages[::-1], length, micro_batches)
+    ahead = _ahead(stages, length, micro_batches, 2 * (pp - 1 - rank) + 1)
     pairs = list(zip(forward[ahead:], backward, strict=False))
     return [
         *((action,) for action in forward[:ahead]),
@@ -152,9 +177,10 @@ def _combined(
 
 def _zero_bubble(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int) -> list[Action]:
     """ZB-H1 of Qi et al. 2023: as late as memory of 1F1B allows, weight gradients fill the gaps."""
-    forward = _in_rounds("F", stages, pp, micro_batches)
-    backward = _in_rounds("I", stages[::-1], pp, micro_batches)
-    ahead = _ahead(stages, pp, micro_batches, pp - 1 - rank)
+    length = _round_length(pp, micro_batches)
+    forward = _in_rounds("F", stages, length, micro_batches)
+    backward = _in_rounds("I", stages[::-1], length, micro_batches)
+    ahead = _ahead(stages, length, micro_batches, pp - 1 - rank)
     plan = forward[:ahead]
     for done, action in enumerate(backward):
         plan += [*forward[ahead + done : ahead + done + 1], action]
@@ -164,9 +190,8 @@ def _zero_bubble(stages: tuple[int, ...], pp: int, rank: int, micro_batches: int
     return plan + [action._replace(kind="W") for action in late]
 
 
-def _ahead(stages: tuple[int, ...], pp: int, micro_batches: int, more: int) -> int:
+def _ahead(stages: tuple[int, ...], length: int, micro_batches: int, more: int) -> int:
     """Forward passes before the first backward pass: those of all chunks but one, and `more`."""
-    length = micro_batches // max(1, micro_batches // pp)
     return min((len(stages) - 1) * length + more, len(stages) * micro_batches)
 
 

@@ -18,6 +18,7 @@ class ScheduleKind:
         splits_backward: whether input and weight gradients are computed apart.
         rounds: whether micro-batches have to come in rounds of equal length, with several chunks
             if not with one.
+        grouped: whether the length of these rounds can be chosen.
         pairs: whether a forward and a backward pass of two micro-batches run together, so that one
             computes while messages of the other are under way (`Turns`).
         source: where it was described.
@@ -29,6 +30,7 @@ class ScheduleKind:
     placement: Placement = "loop"
     splits_backward: bool = False
     rounds: bool = False
+    grouped: bool = False
     pairs: bool = False
 
     def takes(self, vpp: int) -> bool:
@@ -39,9 +41,14 @@ class ScheduleKind:
 _KINDS: Final = (
     ScheduleKind("gpipe", "one", "Huang et al. 2019"),
     ScheduleKind("1f1b", "one", "Narayanan et al. 2019, with the flush of 2021"),
-    ScheduleKind("interleaved-1f1b", "several", "Narayanan et al. 2021", rounds=True),
+    ScheduleKind("interleaved-1f1b", "several", "Narayanan et al. 2021", rounds=True, grouped=True),
     ScheduleKind(
-        "combined-1f1b", "any", "Megatron-LM's combined 1F1B, 2025", rounds=True, pairs=True
+        "combined-1f1b",
+        "any",
+        "Megatron-LM's combined 1F1B, 2025",
+        rounds=True,
+        grouped=True,
+        pairs=True,
     ),
     ScheduleKind("looped-bfs", "any", "Lamy-Poirier 2022"),
     ScheduleKind("zero-bubble", "any", "Qi et al. 2023", splits_backward=True, rounds=True),
@@ -98,13 +105,37 @@ def order_taken(schedule: str, pp: int, micro_batches: int) -> str:
     return "gpipe" if schedule == "1f1b" and micro_batches < pp else schedule
 
 
-def check_micro_batches(schedule: str, pp: int, vpp: int, micro_batches: int) -> None:
+def check_group_size(schedule: str, pp: int, vpp: int, group_size: int) -> None:
+    """Raise `LayoutError` unless the schedule can run groups of that many micro-batches."""
+    size = {"group_size": group_size}
+    if not schedule_kind(schedule).grouped or vpp == 1:
+        fitting = " or ".join(repr(kind.name) for kind in _KINDS if kind.grouped)
+        raise LayoutError(
+            f"{{group_size:=}} needs schedule {fitting} with at least 2 chunks per rank, and there "
+            f"is {schedule!r} with vpp={vpp}; leave it out",
+            size,
+        )
+    if group_size < pp:
+        raise LayoutError(
+            f"{{group_size:=}} is less than pp={pp}, so that ranks would wait for one another in "
+            f"every group; give at least {pp}",
+            size,
+        )
+
+
+def check_micro_batches(
+    schedule: str, pp: int, vpp: int, micro_batches: int, group_size: int | None = None
+) -> None:
     """Raise `LayoutError`, naming the numbers, if the schedule cannot run that many micro-batches.
 
     GPipe, 1F1B, looped BFS and ZB-V run any number from 1, fewer than there are stages included.
     Interleaved 1F1B and zero bubble go in `micro_batches // pp` rounds (at least one) of equal
     length; so does combined 1F1B with several chunks, which needs at least two micro-batches.
     DualPipeV needs as many micro-batches as there are stages.
+
+    With `group_size` interleaved and combined 1F1B go in rounds of that many micro-batches and a
+    last one of the rest: a round has as many as the pipeline has ranks, or more. This is
+    Megatron-LM's `microbatch_group_size_per_vp_stage`.
     """
     check_schedule(schedule, vpp)
     if pp < 1:
@@ -122,6 +153,10 @@ def check_micro_batches(schedule: str, pp: int, vpp: int, micro_batches: int) ->
             f"{schedule} cannot run 1 micro-batch: while messages of one are under way another one "
             "computes; use at least 2"
         )
+    if group_size is not None:
+        check_group_size(schedule, pp, vpp, group_size)
+        _check_last_group(schedule, pp, micro_batches, group_size)
+        return
     rounds = max(1, micro_batches // pp)
     if kind.rounds and (vpp > 1 or not kind.pairs) and micro_batches % rounds:
         below = micro_batches - micro_batches % rounds
@@ -132,4 +167,24 @@ def check_micro_batches(schedule: str, pp: int, vpp: int, micro_batches: int) ->
             f"{schedule} over {pp} ranks cannot run {micro_batches} micro-batches: "
             f"{micro_batches} // {pp} = {rounds} rounds must be equally long; "
             f"use {below} or {above} micro-batches"
+        )
+
+
+def _check_last_group(schedule: str, pp: int, micro_batches: int, group_size: int) -> None:
+    """Refuse a step without a whole group, and a last group that is shorter than the pipeline."""
+    size = {"group_size": group_size}
+    whole, rest = divmod(micro_batches, group_size)
+    if not whole:
+        raise LayoutError(
+            f"{schedule} with {{group_size:=}} cannot run {micro_batches} micro-batches, less than "
+            f"one group; use at least {group_size}, or smaller groups",
+            size,
+        )
+    if 0 < rest < pp:
+        below = whole * group_size
+        raise LayoutError(
+            f"{schedule} over {pp} ranks with {{group_size:=}} cannot run {micro_batches} "
+            f"micro-batches: the last group has {rest}, fewer than there are ranks; use {below} or "
+            f"{below + pp} micro-batches",
+            size,
         )

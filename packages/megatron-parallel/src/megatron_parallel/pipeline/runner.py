@@ -51,6 +51,7 @@ class StageRunner:
         objective: Objective,
         *,
         schedule: str,
+        group_size: int | None,
         inputs: Inputs,
         passed: PassedOn,
         around_backward: AroundBackward,
@@ -62,7 +63,7 @@ class StageRunner:
         self._layout = mesh.layout
         self._chunks = dict(zip(mesh.layout.stages(self._pp.index), chunks, strict=True))
         self._objective = objective
-        self._schedule = schedule
+        self._schedule, self._group_size = schedule, group_size
         self._inputs = inputs
         self._passed = passed
         self._around_backward = around_backward
@@ -118,6 +119,7 @@ class StageRunner:
         """
         values = {
             "the step": f"{'training' if backward else 'evaluation'} under {self._schedule}",
+            "the size of groups": str(self._group_size),
             "the sums of the loss": ", ".join(self._objective.names),
             "the number of micro-batches": str(count),
         }
@@ -138,8 +140,9 @@ class StageRunner:
         pp, rank, vpp = self._pp.size, self._pp.index, len(stages)
         if backward:
             pair = None if self._turns is None else self._pair
-            schedule = build_schedule(self._schedule, stages, count, self._add, pair)
-            plan = planned_actions(self._schedule, pp, rank, count, vpp)
+            group = self._group_size
+            schedule = build_schedule(self._schedule, stages, count, self._add, pair, group)
+            plan = planned_actions(self._schedule, pp, rank, count, vpp, group)
         else:
             v = self._layout.placement == "v"
             schedule = build_forward_schedule(stages, count, self._add, v=v)

@@ -40,14 +40,17 @@ def build_schedule(
     micro_batches: int,
     loss: Callable[..., Tensor],
     run_pair: RunPair | None = None,
+    group_size: int | None = None,
 ) -> Any:
     """torch's schedule object. Gradients are not scaled: the loss is a sum over its denominator.
 
-    `run_pair` is for schedules with pairs.
+    `run_pair` is for schedules with pairs. torch's own interleaved schedule chooses its rounds
+    itself, so with a `group_size` it runs our plan.
     """
-    if run_pair is not None and schedule_kind(name).pairs:
+    if group_size is not None or (run_pair is not None and schedule_kind(name).pairs):
         pp, vpp = stages[0].group_size, len(stages)
-        plans = [planned_turns(name, pp, rank, micro_batches, vpp) for rank in range(pp)]
+        ranks = range(pp)
+        plans = [planned_turns(name, pp, rank, micro_batches, vpp, group_size) for rank in ranks]
         return schedule_of_turns(stages, micro_batches, loss, plans, run_pair)
     order = order_taken(name, stages[0].group_size, micro_batches)
     if (single := _OF_ONE.get(order)) is not None:

@@ -131,15 +131,21 @@ DEFAULT_TIMES: Final = Times()
 
 
 def simulate(
-    schedule: str, pp: int, micro_batches: int, vpp: int = 1, times: Times = DEFAULT_TIMES
+    schedule: str,
+    pp: int,
+    micro_batches: int,
+    vpp: int = 1,
+    times: Times = DEFAULT_TIMES,
+    group_size: int | None = None,
 ) -> Timeline:
-    """Run a schedule on paper.
+    """Run a schedule on paper; arguments as for `planned_actions`.
 
     Raises:
         LayoutError: the schedule cannot run these numbers.
     """
-    check_micro_batches(schedule, pp, vpp, micro_batches)
-    plans = [planned_turns(schedule, pp, rank, micro_batches, vpp) for rank in range(pp)]
+    check_micro_batches(schedule, pp, vpp, micro_batches, group_size)
+    ranks = range(pp)
+    plans = [planned_turns(schedule, pp, r, micro_batches, vpp, group_size) for r in ranks]
     placement = schedule_kind(schedule).placement if pp > 1 else "loop"
     holder = {s: r for r in range(pp) for s in stages_of(placement, pp, vpp, r)}
     ends: dict[Action, Fraction] = {}

@@ -60,6 +60,12 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     parser.add_argument(
         "--micro-batches", type=int, metavar="M", help="in one step [default: twice the ranks]"
     )
+    parser.add_argument(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        type=int,
+        metavar="N",
+        help="micro-batches that a stage runs in a row [default: as few as the schedule allows]",
+    )
     for name, default, text in (
         ("forward", 1.0, "of a stage's forward pass"),
         ("backward", 2.0, "of a stage's whole backward pass"),
@@ -90,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
         weight=arguments.weight_time,
         send=arguments.send_time,
     )
-    timeline = simulate(schedule, ranks, count, chunks, times)
+    group = arguments.microbatch_group_size_per_virtual_pipeline_stage
+    timeline = simulate(schedule, ranks, count, chunks, times, group)
     if arguments.output is None:
         print(draw_timeline(timeline))
         return 0

@@ -131,8 +131,10 @@ class RunConfig(RunSections):
         with _told_by_flags("pipeline"):
             self.pipeline.split(self.model.num_layers, layout)
             schedule = self.pipeline.schedule_of(layout)
+            group = self.pipeline.group_size
             for size in self.batch_sizes.sizes:
-                check_micro_batches(schedule, layout.pp, layout.vpp, size // self.samples_at_once)
+                count = size // self.samples_at_once
+                check_micro_batches(schedule, layout.pp, layout.vpp, count, group)
         if not schedule_kind(schedule).splits_backward:
             return
         if self.training.compile:
