@@ -9,7 +9,7 @@ import megatron_parallel.extensions as extensions
 import pytest
 import torch
 from megatron_optim import OptimError, Optimizer, OptimizerConfig, StateTensor, UpdateRule
-from megatron_optim.update_rule import RULES
+from megatron_optim.known_rules import RULES
 from megatron_parallel import Mesh, Sharding
 from torch import Tensor, nn
 

@@ -106,3 +106,59 @@ def test_boundaries_do_not_depend_on_how_many_ranks_share_a_bucket(
         assert len({stop - start for start, stop in shards}) == 1
         assert all(start % ALIGNMENT == 0 for start, _ in shards)
         assert bucket.numel - bucket.slots[-1].stop < ALIGNMENT * (parts + 1)
+
+
+def plan_whole(
+    shapes: dict[str, tuple[int, ...]], size: int, parts: int, **shardings: Sharding
+) -> tuple[BucketPlan, ...]:
+    parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    table = {name: Sharding(shape) for name, shape in shapes.items()} | shardings
+    sizes = {"dp_cp": parts, "expert_dp": parts}
+    return plan_buckets(parameters, table, sizes, size, whole_matrices=True)
+
+
+def test_whole_matrices_have_buckets_of_their_own_and_the_rest_is_cut() -> None:
+    shapes = {"word": (9, 30), "a": (2, 100), "gain": (50,), "b": (3, 100), "c": (1, 100)}
+    word = Sharding((9, 30), vocabulary=True)
+    plans = plan_whole(shapes, 10**6, 2, word=word)
+    assert [(bucket.whole, sorted(n)) for bucket, n in zip(plans, names(plans), strict=True)] == [
+        (True, ["a", "b", "c"]),
+        (False, ["gain", "word"]),
+    ]
+    assert [[part.name for part in plans[0].shard_parts(i)] for i in (0, 1)] == [["b"], ["c", "a"]]
+    assert plans[0].numel == 2 * 384  # of 256 + 128 elements with padding, and 320
+    assert plans[0].parts_in(torch.empty(384), 0)["b"].shape == (3, 100)
+    assert plans[1].parts_in(torch.empty(192), 1)["word"].shape == (142,)  # 64 + 270 - 192
+    assert not any(bucket.whole for bucket in plan(tensors(a=10), 10))
+
+
+def test_buckets_of_whole_matrices_fill_all_shards() -> None:
+    layers = {f"m{layer}": (8, 16) for layer in range(8)}
+    plans = plan_whole(layers, 64, 4)  # a matrix alone is larger than a bucket
+    assert [len(n) for n in names(plans)] == [4, 4]
+    for bucket in plans:
+        assert bucket.numel == 4 * 128  # nothing but matrices
+        assert [len(bucket.shard_parts(index)) for index in range(4)] == [1, 1, 1, 1]
+    assert [len(n) for n in names(plan_whole(layers, 256, 2))] == [4, 4]
+
+
+@hypothesis.given(
+    rows=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    parts=st.integers(1, 5),
+    size=st.integers(1, 2000),
+)
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_no_whole_matrix_is_cut_and_none_overlap(rows: list[int], parts: int, size: int) -> None:
+    shapes = {f"m{number}": (count, 16) for number, count in enumerate(rows)}
+    plans = plan_whole(shapes, size, parts)
+    assert sorted(name for n in names(plans) for name in n) == sorted(shapes)
+    for bucket in plans:
+        held = [part for index in range(parts) for part in bucket.shard_parts(index)]
+        assert sorted(part.name for part in held) == sorted(slot.name for slot in bucket.slots)
+        ends = 0
+        for slot in sorted(bucket.slots, key=lambda slot: slot.start):
+            assert slot.start >= ends and slot.start % ALIGNMENT == 0
+            ends = slot.stop
+        assert ends <= bucket.numel and bucket.numel % (ALIGNMENT * parts) == 0
+        padded = [-(-slot.numel // ALIGNMENT) * ALIGNMENT for slot in bucket.slots]
+        assert bucket.numel <= sum(padded) + (parts - 1) * max(padded)

@@ -14,3 +14,4 @@ from .update_rule import MAIN as MAIN
 from .update_rule import StateTensor as StateTensor
 from .update_rule import UpdateRule as UpdateRule
 from .update_rule import build_rules as build_rules
+from .update_rule import needs_matrices as needs_matrices

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_optim.errors import OptimError
+from megatron_optim.known_rules import RULES
 from megatron_optim.schedule import (
     ANNEAL_STYLES,
     DECAY_STYLES,
@@ -14,7 +15,6 @@ from megatron_optim.schedule import (
     LearningRateSchedule,
     WeightDecaySchedule,
 )
-from megatron_optim.update_rule import RULES
 
 
 def _flag(flag: str, help_text: str, **metadata: Any) -> dict[str, Any]:

@@ -12,23 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from megatron_parallel import Extensions, Sharding
+from megatron_parallel import Sharding
 
+from megatron_optim.config import OptimizerConfig
 from megatron_optim.errors import OptimError
+from megatron_optim.known_rules import RULES
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from megatron_optim.config import OptimizerConfig
-
-RULES = Extensions(
-    "megatron.update_rules",
-    "update rule",
-    OptimError,
-    own={"adam": "megatron_optim.rules:AdamW", "sgd": "megatron_optim.rules:SGD"},
-)
-"""Classes of update rules by the name that ``OptimizerConfig.optimizer`` gives."""
 
 MAIN = "main"
 """Suffix of fp32 main parameters in checkpoints, which no state tensor may have."""
@@ -70,7 +62,7 @@ class UpdateRule(ABC):
     others: ClassVar[str] = "adam"
     state: Sequence[StateTensor] = ()
 
-    def __init__(self, config: "OptimizerConfig") -> None:
+    def __init__(self, config: OptimizerConfig) -> None:
         self.config = config
 
     def takes(self, sharding: Sharding) -> bool:
@@ -109,7 +101,7 @@ class UpdateRule(ABC):
         """
 
 
-def build_rules(config: "OptimizerConfig") -> tuple[UpdateRule, UpdateRule]:
+def build_rules(config: OptimizerConfig) -> tuple[UpdateRule, UpdateRule]:
     """Return the rule that a configuration names, and that of the parameters it does not take.
 
     They are the same unless the first needs matrices.
@@ -129,7 +121,16 @@ def build_rules(config: "OptimizerConfig") -> tuple[UpdateRule, UpdateRule]:
     return rule, others
 
 
-def _build(name: str, config: "OptimizerConfig") -> UpdateRule:
+def needs_matrices(config: OptimizerConfig) -> bool:
+    """Whether the update rule of a configuration needs matrices whole.
+
+    Then gradient buffers that are cut over data-parallel ranks are made with
+    ``DataParallelConfig(whole_matrices=True)``.
+    """
+    return build_rules(config)[0].needs == "matrices"
+
+
+def _build(name: str, config: OptimizerConfig) -> UpdateRule:
     found = RULES.load(name)
     if not (isinstance(found, type) and issubclass(found, UpdateRule)):
         raise OptimError(

@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from megatron_ckpt import CheckpointStore, exchange
 from megatron_data import Tokenizer
 from megatron_models import CausalModel, Placement, find_kind, parameter_count
-from megatron_optim import Optimizer
+from megatron_optim import Optimizer, needs_matrices
 from megatron_parallel import Mesh
 
 from megatron_train.callbacks.evaluation import Evaluation, Test
@@ -190,7 +190,7 @@ def build_gpt_trainer(
     engine = StepEngine(
         task,
         mesh,
-        config.data_parallel,
+        replace(config.data_parallel, whole_matrices=needs_matrices(config.optimizer)),
         compile=training.compile,
         schedule=config.pipeline.schedule_of(mesh.layout),
         group_size=config.pipeline.group_size,

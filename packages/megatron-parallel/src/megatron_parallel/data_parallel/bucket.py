@@ -269,20 +269,17 @@ class Bucket:
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """By name, in main precision; zero where the backward pass came to nothing.
 
-        Of a sharded bucket, the flat parts of gradients that lie in this rank's shard.
+        Of a sharded bucket, what lies in this rank's shard (`BucketPlan.parts_in`).
         """
         if self.sharded and self.shard is not None:
-            parts = self.plan.shard_parts(self.route.inner.index)
-            return {
-                part.name: self.shard[part.at : part.at + part.stop - part.start] for part in parts
-            }
+            return self.plan.parts_in(self.shard, self.route.inner.index)
         if self.flat is not None:
             return dict(self.views)
         where_autograd_puts_them = {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in self.parameters.items()
         }
-        if self.sharded:  # over one rank: its shard is all of them
+        if self.sharded and not self.plan.whole:  # over one rank: its shard is all of them
             return {name: gradient.view(-1) for name, gradient in where_autograd_puts_them.items()}
         return where_autograd_puts_them
 

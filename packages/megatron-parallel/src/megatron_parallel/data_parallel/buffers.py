@@ -81,7 +81,12 @@ class GradientBuffers:
             routes["expert_dp"] = Route(mesh.axis("expert_dp"))
         sizes = {name: route.inner.size for name, route in routes.items()}
         plans = plan_buckets(
-            parameters, table, sizes, config.ddp_bucket_size, low_precision=config.low_precision
+            parameters,
+            table,
+            sizes,
+            config.ddp_bucket_size,
+            low_precision=config.low_precision,
+            whole_matrices=config.whole_matrices,
         )
         self.config = config
         self.buckets = tuple(
@@ -168,7 +173,7 @@ class GradientBuffers:
         """This rank's summed main gradients by global name, as views of the buckets.
 
         They may be scaled in place. A parameter that no backward pass reached has gradient zero.
-        Of sharded buckets they are flat, the part in this rank's shard (`BucketPlan.shard_parts`);
+        Of sharded buckets they are the parts in this rank's shard (`BucketPlan.parts_in`), and
         parameters that do not reach into it are absent.
         """
         if not self._finished:

@@ -92,6 +92,11 @@ class DataParallelConfig:
         ),
     )
 
+    whole_matrices: bool = field(default=False, metadata={"flag": None})
+    """Whether a distributed optimizer gives each matrix to one rank, for rules that need it whole.
+
+    Token embeddings and output matrices are cut all the same."""
+
     def __post_init__(self) -> None:
         if self.ddp_bucket_size < 1:
             raise LayoutError("{ddp_bucket_size} is not a number of elements >= 1", vars(self))

@@ -68,8 +68,11 @@ class ParameterBuffers:
             for each in [module] if isinstance(module, nn.Module) else module:
                 self._watch(each)
 
-    def parts(self) -> dict[str, Shaped[Tensor, " n"]]:
-        """What this rank updates, by global name: flat parts that share memory with parameters."""
+    def parts(self) -> dict[str, Shaped[Tensor, "..."]]:
+        """What this rank updates, by global name; it shares memory with the parameters.
+
+        Flat parts; of buckets of whole matrices, tensors of the parameters' shape.
+        """
         return {name: part for bucket in self.buckets for name, part in bucket.parts().items()}
 
     def views(self, tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, list[View]]:
@@ -79,7 +82,8 @@ class ParameterBuffers:
         for name in starts.keys() & tensors.keys():
             sharding = self._table[name]
             replica = sharding.replica(mesh, sharded=True)
-            found[name] = flat_range_views(tensors[name], starts[name], sharding, mesh, replica)
+            flat = tensors[name].view(-1)
+            found[name] = flat_range_views(flat, starts[name], sharding, mesh, replica)
         return found
 
     @torch.no_grad()
@@ -150,10 +154,7 @@ class _ParameterBucket:
 
     def parts(self) -> dict[str, Tensor]:
         """Of each parameter that reaches into this rank's shard, the part in it."""
-        parts = self._plan.shard_parts(self._axis.index)
-        return {
-            part.name: self._shard[part.at : part.at + part.stop - part.start] for part in parts
-        }
+        return self._plan.parts_in(self._shard, self._axis.index)
 
     def starts(self) -> dict[str, int]:
         """Where each of those parts begins in its flattened parameter."""

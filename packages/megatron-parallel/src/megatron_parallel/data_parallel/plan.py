@@ -10,14 +10,20 @@ so its reduction can start while the backward pass goes on.
 The boundaries depend on the parameters and on the bucket size only. Whether a bucket is reduced as
 a whole (every rank keeps all of it) or cut into one shard per rank, and over how many ranks,
 changes nothing but the padding at its end.
+
+An update rule that needs whole matrices asks for buckets of another kind (`whole_matrices`). Every
+matrix lies in one shard of its bucket. The matrices of a bucket are dealt out to the shards, the
+largest first, each to the shard that is the least full; shards are as long as the fullest one. Such
+a bucket takes as much as fills its shards evenly, so it may be larger than the others.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Final, NamedTuple
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
 from megatron_parallel.data_parallel.config import BUCKET_SIZE
@@ -46,7 +52,12 @@ class Slot:
     @property
     def stop(self) -> int:
         """End of the slot."""
-        return self.start + prod(self.shape)
+        return self.start + self.numel
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return prod(self.shape)
 
 
 class SlotPart(NamedTuple):
@@ -79,6 +90,7 @@ class BucketPlan:
         dtype: Of the main gradients.
         parameter_dtype: Of the parameters.
         device: Where the parameters are.
+        whole: Whether each parameter lies in one shard.
     """
 
     slots: tuple[Slot, ...]
@@ -90,6 +102,7 @@ class BucketPlan:
     dtype: torch.dtype
     parameter_dtype: torch.dtype
     device: torch.device
+    whole: bool = False
 
     def shard(self, index: int) -> tuple[int, int]:
         """Start and stop of the shard of the rank whose index on the axis is `index`."""
@@ -109,6 +122,20 @@ class BucketPlan:
                     SlotPart(slot.name, start - slot.start, stop - slot.start, start - begin)
                 )
         return tuple(parts)
+
+    def parts_in(self, shard: Shaped[Tensor, " n"], index: int) -> dict[str, Shaped[Tensor, "..."]]:
+        """What lies in the storage of that rank's shard, by name.
+
+        Flat parts of parameters or, in a bucket of whole ones, tensors of their shape.
+        """
+        found = {
+            part.name: shard[part.at : part.at + part.stop - part.start]
+            for part in self.shard_parts(index)
+        }
+        if not self.whole:
+            return found
+        shapes = {slot.name: slot.shape for slot in self.slots}
+        return {name: tensor.view(shapes[name]) for name, tensor in found.items()}
 
 
 def main_dtype(dtype: torch.dtype, *, low_precision: bool = False) -> torch.dtype:
@@ -136,6 +163,7 @@ def plan_buckets(
     bucket_size: int = BUCKET_SIZE,
     *,
     low_precision: bool = False,
+    whole_matrices: bool = False,
 ) -> tuple[BucketPlan, ...]:
     """Buckets for `parameters`, in the order in which the backward pass completes them.
 
@@ -149,6 +177,8 @@ def plan_buckets(
         parts: Sizes of the axes `dp_cp` and `expert_dp`.
         bucket_size: Elements of a bucket, at most, unless it holds a single parameter.
         low_precision: Whether gradients of bf16 parameters are added up in bf16 (`main_dtype`).
+        whole_matrices: Whether matrices (`Sharding.hidden_matrix`) have buckets of their own, of
+            which each lies in one shard.
 
     Raises:
         LayoutError: A parameter without a sharding or a gradient, or a bad bucket size.
@@ -172,12 +202,13 @@ def plan_buckets(
             dtype=main_dtype(parameter.dtype, low_precision=low_precision),
             parameter_dtype=parameter.dtype,
             device=parameter.device,
+            whole=whole_matrices and sharding.hidden_matrix,
         )
         if kind.tied:
             close(_Filling(kind).add(name, parameter, place))
             continue
         bucket = filling.get(kind)
-        if bucket is not None and bucket.end + parameter.numel() > bucket_size:
+        if bucket is not None and bucket.would_overflow(parameter, bucket_size, parts[kind.axis]):
             close(bucket)
             bucket = None
         if bucket is None:
@@ -197,6 +228,7 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     parameter_dtype: torch.dtype
     device: torch.device
+    whole: bool
 
 
 class _Filling:
@@ -214,9 +246,31 @@ class _Filling:
         self.place = place
         return self
 
+    def would_overflow(self, parameter: Tensor, bucket_size: int, parts: int) -> bool:
+        """Whether the bucket is full without the parameter."""
+        if self.kind.whole:
+            largest = max(parameter.numel(), *(slot.numel for slot in self.slots))
+            bucket_size = parts * max(bucket_size, largest)
+        return self.end + parameter.numel() > bucket_size
+
     def plan(self, parts: int) -> BucketPlan:
-        numel = _aligned(self.end, ALIGNMENT * parts)
-        return BucketPlan(tuple(self.slots), numel, parts, *self.kind)
+        slots, numel = tuple(self.slots), _aligned(self.end, ALIGNMENT * parts)
+        if self.kind.whole:
+            slots, numel = _dealt_out(slots, parts)
+        return BucketPlan(slots, numel, parts, *self.kind)
+
+
+def _dealt_out(slots: tuple[Slot, ...], parts: int) -> tuple[tuple[Slot, ...], int]:
+    """Slots that each lie in one of so many equal shards, and the elements of all shards."""
+    ends = [0] * parts
+    places: dict[str, tuple[int, int]] = {}  # shard, and start in it
+    for slot in sorted(slots, key=lambda slot: -slot.numel):
+        shard = ends.index(min(ends))
+        places[slot.name] = shard, ends[shard]
+        ends[shard] = _aligned(ends[shard] + slot.numel, ALIGNMENT)
+    length = max(ends)
+    moved = (replace(s, start=places[s.name][0] * length + places[s.name][1]) for s in slots)
+    return tuple(moved), length * parts
 
 
 def _aligned(number: int, step: int) -> int:
