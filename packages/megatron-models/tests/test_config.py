@@ -22,6 +22,18 @@ def test_vocabulary_is_padded_to_a_multiple_that_no_layout_changes(small):
     assert small(vocab_size=257, make_vocab_size_divisible_by=1).padded_vocab_size == 257
 
 
+@pytest.mark.parametrize("untied", [False, True])
+def test_token_embedding_and_output_matrix_are_those_of_the_vocabulary(small, untied):
+    """As megatron-core marks them: a tied weight too, position embeddings not."""
+    config = small(untie_embeddings_and_output_weights=untied)
+    cut = {name: spec.sharding for name, spec in config.parameters().items()}
+    marked = {name for name, sharding in cut.items() if sharding.vocabulary}
+    assert marked == {"embedding.word.weight"} | ({"output.weight"} if untied else set())
+    assert cut["embedding.position.weight"].hidden_matrix
+    assert not cut["embedding.word.weight"].hidden_matrix
+    assert not cut["final_norm.weight"].hidden_matrix
+
+
 def test_output_projections_start_smaller_by_the_root_of_twice_the_layers(small):
     assert small(num_layers=8).output_std == pytest.approx(0.02 / math.sqrt(16))
 
