@@ -79,6 +79,30 @@ def test_logits_with_a_cache_on_two_ranks_equal_one(rank_pool, batch):
     assert (two[..., 150:] == -torch.inf).all()
 
 
+def some_logits(mesh, config, tokens, places, cut):
+    """Logits at some places, and elements of the output layer's own result."""
+    model = GPT(config, Placement(mesh, dtype=torch.float64, sequence_parallel=cut))
+    made = []
+    model.output.register_forward_hook(lambda module, given, result: made.append(result.numel()))
+    with torch.no_grad():
+        found = model(tokens.to(mesh.device), logits_at=places.to(mesh.device))
+    return found.cpu(), made
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["tp2", "tp2-sp"])
+def test_logits_asked_for_on_two_ranks_equal_one(rank_pool, batch, cut):
+    tokens, _ = batch
+    places = torch.tensor([[11, 0, 6], [5, 5, 7]])
+    whole, _ = some_logits(Mesh.single(), LLAMA, tokens, places, False)
+    results = rank_pool.run_mesh(
+        ParallelLayout(tp=2, dp=1), some_logits, LLAMA, tokens, places, cut
+    )
+    two = torch.cat([found for found, _ in results], -1)
+    torch.testing.assert_close(two, whole, rtol=0, atol=1e-12)
+    made = 4 if cut else 3  # places of two ranks are equally many
+    assert [count for _, count in results] == [[made * 2 * 128]] * 2
+
+
 @pytest.mark.parametrize(
     ("tp", "message"),
     [

@@ -1,4 +1,5 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -72,6 +73,32 @@ def test_prompts_are_prefilled_in_groups_of_bounded_size(
     assert sizes[:4] == [4, 2, 4, 7]
 
 
+@contextmanager
+def counting_logits(model: GPT) -> Iterator[list[torch.Size]]:
+    """Shapes of what the output layer returns, in a list."""
+    made: list[torch.Size] = []
+    assert model.output is not None
+    hook = model.output.register_forward_hook(lambda _, given, out: made.append(out.shape))
+    yield made
+    hook.remove()
+
+
+def test_a_prefill_makes_the_logits_of_last_tokens_alone(make_model: Make) -> None:
+    model = make_model("llama")
+    width = model.config.padded_vocab_size
+    with counting_logits(model) as made:
+        generate_tokens(model, PROMPTS, SamplingParams(max_new_tokens=2, temperature=0.0))
+    assert made == [(1, len(PROMPTS), width)] * 2
+
+
+def test_a_long_prefill_of_a_large_vocabulary_makes_the_last_logits_alone(make_model: Make) -> None:
+    model = make_model("llama", vocab_size=128_000, positions=2049, dtype=torch.float32)
+    prompt = [place % 997 for place in range(2048)]
+    with counting_logits(model) as made:
+        generate_tokens(model, [prompt], SamplingParams(max_new_tokens=1, temperature=0.0))
+    assert [shape.numel() for shape in made] == [model.config.padded_vocab_size]
+
+
 def test_a_stop_token_ends_a_continuation_and_is_left_out(make_model: Make) -> None:
     model = make_model()
     free = generate_tokens(model, PROMPTS, GREEDY)
@@ -141,10 +168,14 @@ def test_all_ranks_of_a_cut_model_yield_what_one_does(
 
     def on_ranks(mesh: Mesh) -> tuple[list, list, list]:
         model = make_model(kind, mesh=mesh)
+        if model.output is not None:
+            model.output.register_forward_hook(lambda _, given, out: made.append(len(out)))
+        made: list[int] = []
         seen: list[tuple[int, int]] = []
         monkeypatch.setattr(engine, "PREFILL_TOKENS", 8)  # several passes for the prompts
         seeded = generate_tokens(model, PROMPTS, settings, on_token=lambda *one: seen.append(one))
         unseeded = generate_tokens(model, PROMPTS, SamplingParams(max_new_tokens=5))
+        assert set(made) <= {1}  # a token of each row, never all of a prompt
         return seeded, unseeded, seen
 
     results = worker_pool.run_mesh(layout, on_ranks)

@@ -28,6 +28,7 @@ def test_log_probs_are_those_of_one_forward_pass(
     make_model: Callable[..., GPT], kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "SCORED_TOKENS", chunk)
+    monkeypatch.setattr(engine, "LOGITS_TOKENS", 2 * chunk)
     model = make_model(kind).eval()
     for prompt, one in zip(
         PROMPTS, generate_tokens(model, PROMPTS, DRAWN, log_probs=True), strict=True
@@ -41,6 +42,23 @@ def test_log_probs_are_those_of_one_forward_pass(
         torch.testing.assert_close(
             torch.tensor(scored, dtype=torch.float64), expected(model, whole)
         )
+
+
+def test_a_long_prompt_is_scored_in_pieces(
+    make_model: Callable[..., GPT], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama")
+    prompts = [[place * 7 % 61 for place in range(length)] for length in (23, 4, 3, 10)]
+    whole = generate_tokens(model, prompts, DRAWN[0], log_probs=True)
+    made: list[int] = []
+    assert model.output is not None
+    model.output.register_forward_hook(lambda _, given, out: made.append(out.shape[:2].numel()))
+    monkeypatch.setattr(engine, "LOGITS_TOKENS", 10)
+    pieces = generate_tokens(model, prompts, DRAWN[0], log_probs=True)
+    assert [one.tokens for one in pieces] == [one.tokens for one in whole]
+    for one, other in zip(pieces, whole, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-9)
+    assert made[:5] == [2 * 4, 10, 10, 10, 3]
 
 
 def test_asking_for_log_probs_changes_no_token(make_model: Callable[..., GPT]) -> None:
@@ -73,10 +91,13 @@ def test_scoring_takes_texts_up_to_the_models_positions(make_model: Callable[...
         score_tokens(model, [[*full, 1]])
 
 
-def test_ranks_score_as_one(make_model: Callable[..., GPT], worker_pool: WorkerPool) -> None:
+def test_ranks_score_as_one(
+    make_model: Callable[..., GPT], worker_pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = generate_tokens(make_model("llama"), PROMPTS, DRAWN, log_probs=True)
 
     def on_ranks(mesh: Mesh) -> list[tuple[float, ...]]:
+        monkeypatch.setattr(engine, "LOGITS_TOKENS", 5)  # the first prompt in two pieces
         model = make_model("llama", mesh=mesh)
         found = generate_tokens(model, PROMPTS, DRAWN, log_probs=True)
         return [tuple(each.log_probs or ()) for each in found]

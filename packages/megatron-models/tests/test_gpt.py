@@ -108,6 +108,23 @@ def test_decoding_with_a_cache_equals_the_whole_sequence(model):
     torch.testing.assert_close(torch.cat(steps), whole, rtol=0, atol=1e-12)
 
 
+def test_logits_are_made_where_they_are_asked_for_alone(model, monkeypatch):
+    made = []
+    logits = GPT._logits
+    monkeypatch.setattr(GPT, "_logits", lambda *given: made.append(logits(*given)) or made[-1])
+    tokens = draw(model.config, 2, 9)
+    places = torch.tensor([[8, 0, 3], [2, 2, 5]])
+    with torch.no_grad():
+        whole = model(tokens)
+        some = model(tokens, logits_at=places)
+    for row in range(2):
+        torch.testing.assert_close(some[:, row], whole[places[row], row], rtol=0, atol=1e-13)
+    assert [each.numel() for each in made] == [whole.numel(), some.numel()]
+    assert some.shape == (3, 2, model.config.padded_vocab_size)
+    with pytest.raises(ConfigError, match="labels and logits_at exclude each other"):
+        model(tokens, labels=tokens, logits_at=places)
+
+
 def test_a_truncated_cache_goes_on_from_where_it_was_cut(model):
     tokens = draw(model.config, 1, 8)
     cache = StaticKVCache(model.config, model.mesh, 1, 8, dtype=torch.float64)

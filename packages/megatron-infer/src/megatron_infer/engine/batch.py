@@ -31,7 +31,10 @@ from megatron_infer.sampling import Sampler
 FinishReason = Literal["stop", "length", "positions"]
 
 PREFILL_TOKENS = 4096
-"""Prompt tokens, with padding, in one pass over several prompts; it bounds the logits' memory."""
+"""Prompt tokens, with padding, in one pass over several prompts; it bounds memory."""
+
+LOGITS_TOKENS = 1024
+"""Prompt tokens in one pass where all of them are scored; it bounds the memory of their logits."""
 
 SCORED_TOKENS = 256
 """Tokens whose log-probabilities over the whole vocabulary are held in float64 at a time."""
@@ -165,7 +168,8 @@ class Batch:
         self._only_score = only_score
         self._sampler = Sampler(settings)
         self._cached = [0] * len(prompts)
-        self._to_prefill = _groups(prompts)
+        self._most = LOGITS_TOKENS if log_probs else PREFILL_TOKENS
+        self._to_prefill = _groups(prompts, self._most)
         self._positions = model.config.max_position_embeddings
         parameter = next(model.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
@@ -195,8 +199,10 @@ class Batch:
     def step(self) -> None:
         """Run the model once: on the next prompts, or on the newest token of each that goes on."""
         if self._to_prefill:
-            rows = self._to_prefill.popleft()
-            self.advance(rows, [self._prompts[row] for row in rows])
+            rows = self._to_prefill[0]
+            self.advance(rows, [self._next_of_prompt(row) for row in rows])
+            if all(self._goes_on(row) is None for row in rows):
+                self._to_prefill.popleft()
         else:
             rows = [row for row in range(len(self._prompts)) if row not in self.ended]
             self.advance(rows, [self.tokens[row][-1:] for row in rows])
@@ -219,8 +225,22 @@ class Batch:
             for prompt, scores in zip(self._prompts, self.log_probs, strict=True)
         ]
 
+    def _next_of_prompt(self, row: int) -> Sequence[int]:
+        """Return the next tokens of a prompt: all of it, unless its logits would be too many."""
+        start = self._cached[row]
+        end = start + self._most if self._scoring else len(self._prompts[row])
+        return self._prompts[row][start:end]
+
+    def _goes_on(self, row: int) -> int | None:
+        """Return the next token of a prompt that is not fed to its end, else None."""
+        prompt, cached = self._prompts[row], self._cached[row]
+        return prompt[cached] if cached < len(prompt) else None
+
     def advance(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> None:
-        """Feed each row its new tokens, and choose the one that follows."""
+        """Feed each row its new tokens, and choose the one that follows.
+
+        Of a prompt that goes on, nothing is chosen: its next token follows.
+        """
         outcome = self._run_stage(rows, new)
         width = max(len(tokens) for tokens in new)
         scores = torch.zeros(
@@ -228,7 +248,11 @@ class Batch:
         )
         if self._model.last:
             logits = self._next_logits(outcome, new)
-            chosen = self._sampler(logits, rows)
+            given = [self._goes_on(row) for row in rows]
+            if None in given:
+                chosen = self._sampler(logits, rows)
+            else:
+                chosen = torch.tensor(given, device=self._device)
             if self._scoring:
                 scores = self._score(outcome, new, logits, chosen)
             broadcast(chosen, self._tp, purpose="the chosen tokens")
@@ -241,10 +265,18 @@ class Batch:
         for row, tokens, token, known in zip(
             rows, new, chosen.tolist(), scores.tolist(), strict=True
         ):
-            self._accept(row, token, known[: len(tokens)])
+            if self._goes_on(row) is None:
+                self._accept(row, token, known[: len(tokens)])
+            else:
+                self.log_probs[row] += known[: len(tokens)]
 
     def _run_stage(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
-        """Run this rank's layers on the new tokens: activations, or logits ``[s, b, v_part]``."""
+        """Run this rank's layers on the new tokens.
+
+        Returns:
+            Activations; or on the last stage logits, ``[1, rows, v_part]`` of each row's last
+            token, of all tokens where they are scored, ``[s, rows, v_part]``.
+        """
         width = max(len(tokens) for tokens in new)
         if self._model.first:
             padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in new]
@@ -256,17 +288,25 @@ class Batch:
         starts = [self._cached[row] for row in rows]
         self._cache.aim(rows, starts)
         positions, mask = self._places(starts, width)
-        outcome: Tensor = self._model(x, positions=positions, mask=mask, cache=self._cache)
+        asked = None if self._scoring else self._ends(new).unsqueeze(-1)
+        outcome: Tensor = self._model(
+            x, positions=positions, mask=mask, cache=self._cache, logits_at=asked
+        )
         for row, tokens in zip(rows, new, strict=True):
             self._cached[row] += len(tokens)
         return outcome
 
+    def _ends(self, new: Sequence[Sequence[int]]) -> Int[Tensor, " rows"]:
+        """Return the place of each row's last new token."""
+        return torch.tensor([len(tokens) - 1 for tokens in new], device=self._device)
+
     def _next_logits(
-        self, logits: Float[Tensor, "s rows v_part"], new: Sequence[Sequence[int]]
+        self, logits: Float[Tensor, "s_or_1 rows v_part"], new: Sequence[Sequence[int]]
     ) -> Float[Tensor, "rows v"]:
         """Return the logits of the token that follows each row's new tokens."""
-        ends = torch.tensor([len(tokens) - 1 for tokens in new], device=self._device)
-        last = logits[ends, torch.arange(len(new), device=self._device)]
+        last = logits[0]
+        if self._scoring:
+            last = logits[self._ends(new), torch.arange(len(new), device=self._device)]
         whole = all_gather(last, self._tp, dim=-1, purpose="logits")
         return whole[:, : self._model.config.vocab_size]
 
@@ -317,11 +357,14 @@ class Batch:
             self.ended[row] = "positions"
 
 
-def _groups(prompts: Sequence[Sequence[int]]) -> deque[list[int]]:
-    """Return rows whose prompts go through the model together, those of similar lengths."""
+def _groups(prompts: Sequence[Sequence[int]], most: int) -> deque[list[int]]:
+    """Return rows whose prompts go through the model together, those of similar lengths.
+
+    A group of several prompts has at most ``most`` tokens, with padding.
+    """
     groups: deque[list[int]] = deque()
     for row in sorted(range(len(prompts)), key=lambda row: len(prompts[row])):
-        if not groups or (len(groups[-1]) + 1) * len(prompts[row]) > PREFILL_TOKENS:
+        if not groups or (len(groups[-1]) + 1) * len(prompts[row]) > most:
             groups.append([])
         groups[-1].append(row)
     return groups

@@ -14,6 +14,10 @@ from megatron_models.models.causal_config import CausalConfig
 class CausalModel(nn.Module, ABC):
     """A model, or a stage of one, that continues texts token by token with a `KVCache`.
 
+    Decoding calls it with tokens or the stream of the stage before, and with the keywords
+    ``positions``, ``mask``, ``cache`` and ``logits_at`` of `GPT.forward`: of a long prompt only the
+    logits of its last token are wanted, and the others are never made.
+
     Attributes:
         config: its shape.
         mesh: where it lives.

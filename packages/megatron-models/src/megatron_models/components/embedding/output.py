@@ -2,9 +2,35 @@
 
 import torch
 from jaxtyping import Float, Int
-from megatron_parallel import Axis
+from megatron_parallel import Axis, scatter_sequence
 from megatron_parallel.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
+from torch.nn import functional
+
+
+def stream_at(
+    x: Float[Tensor, "part b h"], places: Int[Tensor, "b k"], sequence_axis: Axis | None = None
+) -> Float[Tensor, "_ b h"]:
+    """Return the residual stream at some places only, as input of an output layer.
+
+    Args:
+        x: the stream of all tokens, or with ``sequence_axis`` this rank's part of it.
+        places: which tokens of each sequence, 0 to s - 1.
+        sequence_axis: the ranks that the sequence is cut over, which the output layer gathers.
+
+    Returns:
+        ``[k, b, h]``; or with ``sequence_axis`` of n ranks this rank's part of it,
+        ``[ceil(k / n), b, h]``, with zeros behind the last place.
+    """
+    rows = torch.arange(x.shape[1], device=x.device)
+    if sequence_axis is None:
+        return x[places.t(), rows]
+    local = places.t() - sequence_axis.index * len(x)
+    elsewhere = (local < 0) | (local >= len(x))
+    partial = x[local.masked_fill(elsewhere, 0), rows]
+    partial = partial.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    missing = -len(partial) % sequence_axis.size
+    return scatter_sequence(functional.pad(partial, (0, 0, 0, 0, 0, missing)), sequence_axis)
 
 
 def losses_or_logits(

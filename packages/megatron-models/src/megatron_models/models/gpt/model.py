@@ -20,7 +20,7 @@ from megatron_models.components.attention.context_parallel import (
 from megatron_models.components.attention.rotary import RotaryTable
 from megatron_models.components.context import Context
 from megatron_models.components.dropout import Dropout, StageDropout
-from megatron_models.components.embedding.output import losses_or_logits
+from megatron_models.components.embedding.output import losses_or_logits, stream_at
 from megatron_models.components.embedding.spec import output_spec
 from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.trunk import Trunk
@@ -134,6 +134,7 @@ class GPT(Trunk, CausalModel):
         inner: InnerLosses | None = None,
         turns: Turns | None = None,
         label_smoothing: float = 0.0,
+        logits_at: Int[Tensor, "b k"] | None = None,
     ) -> Float[Tensor, "..."]:
         """Run this stage.
 
@@ -162,16 +163,20 @@ class GPT(Trunk, CausalModel):
                 experts' tokens are on their way; the dispatcher must be ``alltoall``.
             label_smoothing: share of the loss that all tokens of the vocabulary have in common; see
                 `megatron_parallel.vocab_parallel_cross_entropy`.
+            logits_at: places among these tokens for which logits are made, 0 to s - 1, ``k`` of
+                each sequence; by default all. Only the last stage reads them. Not with labels.
 
         Returns:
             Activations like ``x`` of a later stage; from the last stage the loss of each token,
             minus the log-probability of its label in nats, ``[b, s]``, or without labels logits
-            ``[s, b, padded vocabulary / tp]``; those of padding tokens are -inf.
+            ``[s, b, padded vocabulary / tp]``, ``[k, b, ...]`` with ``logits_at``; those of padding
+            tokens are -inf.
 
         Raises:
-            ConfigError: more tokens than the model has positions, or the cache room; a length that
-                sequence parallelism cannot cut; dropout or context parallelism while decoding;
-                a split for other ranks; tokens on a later stage or activations on the first.
+            ConfigError: labels together with ``logits_at``; more tokens than the model has
+                positions, or the cache room; a length that sequence parallelism cannot cut; dropout
+                or context parallelism while decoding; a split for other ranks; tokens on a later
+                stage or activations on the first.
         """
         length = self._sequence_length(x)
         offset = 0 if cache is None else cache.length
@@ -216,7 +221,15 @@ class GPT(Trunk, CausalModel):
         x = super().forward(x, context, positions)
         if not self.last:
             return x
+        if logits_at is not None:
+            if labels is not None:
+                raise ConfigError(
+                    "labels and logits_at exclude each other: a loss needs all places"
+                )
+            x = stream_at(x, logits_at, self.tp if self.sequence_parts > 1 else None)
         logits = self._logits(x)
+        if logits_at is not None:
+            logits = logits[: logits_at.shape[1]]
         vocab = self.config.vocab_size
         return losses_or_logits(logits, labels, self.tp, vocab, label_smoothing)
 
