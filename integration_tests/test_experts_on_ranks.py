@@ -11,6 +11,7 @@ from megatron_parallel import Mesh, ParallelLayout, parameter_views
 from megatron_parallel.testing import WorkerPool
 from megatron_train.engine import StepEngine
 from megatron_train.tasks.gpt import GPTTask
+from megatron_train.tasks.task import MicroBatch
 
 MODEL = GPTConfig(
     num_layers=2,
@@ -47,7 +48,8 @@ def step(mesh: Mesh, samples: int, length: int, dispatcher: str):
     """Losses of a step of two micro-batches, and this rank's part of every gradient."""
     stages = gpt_chunks(MODEL, Placement(mesh, dtype=torch.float64, dispatcher=dispatcher))
     engine = StepEngine(GPTTask(stages, None, reset_attention_mask=True), mesh)
-    batches = [batch(number, samples, length) for number in (1, 3)]
+    drawn = (batch(number, samples, length) for number in (1, 3))
+    batches = [MicroBatch.of(fields, by="tokens") for fields in drawn]
     denominators = engine.denominators(batches)
     sums = engine.run(batches, denominators, 1)
     views = parameter_views(engine.gradients(), engine.table, mesh)

@@ -55,7 +55,7 @@ def observe(mesh: Mesh, words: Words, folder: Path) -> dict[str, Any]:
     inputs, run = GPTTask.inputs, StepEngine.run
 
     def read(task: GPTTask, batch: Any, *rest: Any) -> Any:
-        found["read"].append(batch["tokens"].tolist())
+        found["read"].append(batch.fields["tokens"].tolist())
         return inputs(task, batch, *rest)
 
     def ran(engine: StepEngine, *rest: Any) -> Any:

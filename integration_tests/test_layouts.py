@@ -82,7 +82,7 @@ def test_masks_are_unequal_between_ranks_and_micro_batches():
     for rank in (0, 1):
         mesh = Mesh(ParallelLayout(dp=2), rank)  # no group is used
         (step,) = batches(case, mesh, 0, 1)
-        kept.append([int(batch["loss_mask"].sum()) for batch in step])
+        kept.append([int(batch.fields["loss_mask"].sum()) for batch in step])
     assert len({sum(counts) for counts in kept}) == 2
     assert all(len(set(counts)) == case.accumulation == 4 for counts in kept)
 

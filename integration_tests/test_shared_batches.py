@@ -10,8 +10,9 @@ from megatron_models import GPTConfig
 from megatron_optim import OptimizerConfig
 from megatron_parallel import Mesh, ParallelLayout
 from megatron_train import DataConfig, EvaluationConfig, RunConfig, TrainError, TrainingConfig
-from megatron_train.batches import GPTBatches
+from megatron_train.batches import RunBatches
 from megatron_train.shared_batches import Batches, open_batches
+from megatron_train.tasks.gpt_kind import TASK
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,10 @@ def everything(batches: Batches) -> list[list[dict[str, torch.Tensor]]]:
         steps.append(step)
         steps.extend(batches.validation())
     steps.extend(batches.testing())
-    return [[dict(batch) for batch in step] for step in steps]
+    return [
+        [{**batch.fields, "counted": torch.tensor([batch.samples, batch.tokens])} for batch in step]
+        for step in steps
+    ]
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -73,10 +77,10 @@ LAYOUTS = [
 def test_one_rank_opens_the_corpus_and_all_have_it(worker_pool, text, layout):
     def run(mesh: Mesh) -> tuple[tuple[int, ...], bool, bool]:
         config = run_of(text, layout)
-        shared = open_batches(config, None, mesh)
+        shared = open_batches(config, TASK, None, mesh)
         found = everything(shared)
         opened = text in Path("/proc/self/maps").read_text()
-        alone = GPTBatches(config, None, mesh.axis("dp"))
+        alone = RunBatches(config, TASK.open(config, None), mesh.axis("dp"))
         expected = everything(alone)
         assert (shared.tests, shared.untested) == (alone.tests, alone.untested) == (True, "")
         assert len(found) == len(expected) == 2 + 2 + 1
@@ -96,8 +100,8 @@ def test_one_rank_opens_the_corpus_and_all_have_it(worker_pool, text, layout):
 def test_an_error_of_the_reading_rank_is_that_of_all(worker_pool, text):
     def run(mesh: Mesh) -> tuple[str, str]:
         with pytest.raises((DataError, TrainError)) as missing:
-            open_batches(run_of(text + "s", mesh.layout), None, mesh)
-        batches = open_batches(run_of(text, mesh.layout, vocab_size=100), None, mesh)
+            open_batches(run_of(text + "s", mesh.layout), TASK, None, mesh)
+        batches = open_batches(run_of(text, mesh.layout, vocab_size=100), TASK, None, mesh)
         with pytest.raises((DataError, TrainError)) as unknown:
             everything(batches)
         return str(missing.value), str(unknown.value)

@@ -10,6 +10,7 @@ from megatron_parallel import DataParallelConfig, Mesh, ParallelLayout
 from megatron_parallel.testing import WorkerPool
 from megatron_train.engine import StepEngine
 from megatron_train.tasks.gpt import GPTTask
+from megatron_train.tasks.task import MicroBatch
 
 # All sizes are multiples of 64 times the ranks, so that no bucket is padded.
 DENSE = GPTConfig(
@@ -47,7 +48,8 @@ def held(mesh: Mesh, config: GPTConfig, data_parallel: DataParallelConfig, dtype
         shards=engine.shards,
     )
     tokens = torch.arange(8).view(1, 8)
-    batch = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(1, 8)}
+    fields = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(1, 8)}
+    batch = MicroBatch.of(fields, by="tokens")
     engine.run([batch, batch], engine.denominators([batch, batch]), 1)
     if data_parallel.use_torch_fsdp2:
         flats = list(engine.gradients().values())

@@ -11,6 +11,7 @@ from megatron_optim import Optimizer, OptimizerConfig
 from megatron_parallel import DataParallelConfig, Mesh, Recompute
 from megatron_train.engine import StepEngine
 from megatron_train.tasks.gpt import GPTTask
+from megatron_train.tasks.task import MicroBatch
 from torch import Tensor
 
 SMALL: dict[str, Any] = {
@@ -67,11 +68,11 @@ class Job:
             shards=self.engine.shards,
         )
 
-    def batches(self, iteration: int) -> list[dict[str, Tensor]]:
+    def batches(self, iteration: int) -> list[MicroBatch]:
         """Two micro-batches of two samples, with documents and padding, drawn on the CPU."""
         generator = torch.Generator().manual_seed(iteration)
         documents = torch.tensor([[0] * 7 + [1] * 9, [0] * 12 + [-1] * 4], dtype=torch.int32)
-        return [
+        drawn: Iterator[dict[str, Tensor]] = (
             {
                 "tokens": torch.randint(0, 97, (2, 16), generator=generator),
                 "labels": torch.randint(0, 97, (2, 16), generator=generator),
@@ -81,7 +82,8 @@ class Job:
                 "document_ids": documents,
             }
             for number in range(2)
-        ]
+        )
+        return [MicroBatch.of(fields, by="tokens") for fields in drawn]
 
     def gradients(self, iteration: int = 1) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Forward and backward passes of a step: losses per token, and gradients on the CPU."""

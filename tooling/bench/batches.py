@@ -21,8 +21,9 @@ from megatron_optim import OptimizerConfig
 from megatron_parallel import Mesh, ParallelLayout
 from megatron_parallel.testing import WorkerPool
 from megatron_train import DataConfig, EvaluationConfig, RunConfig, TrainingConfig
-from megatron_train.batches import GPTBatches
+from megatron_train.batches import RunBatches
 from megatron_train.shared_batches import Batches, open_batches
+from megatron_train.tasks.gpt_kind import TASK
 
 LENGTH, SAMPLES, ACCUMULATION = 2048, 4, 8
 LAYOUTS = (ParallelLayout(tp=4, dp=1), ParallelLayout(tp=2, pp=2, dp=1), ParallelLayout(pp=4, dp=1))
@@ -59,8 +60,8 @@ def seconds(mesh: Mesh, prefix: str, rounds: int) -> dict[str, list[float]]:
         layout=mesh.layout,
     )
     ways: dict[str, Callable[[], Batches]] = {
-        "each": lambda: GPTBatches(config, None, mesh.axis("dp")),
-        "sent": lambda: open_batches(config, None, mesh),
+        "each": lambda: RunBatches(config, TASK.open(config, None), mesh.axis("dp")),
+        "sent": lambda: open_batches(config, TASK, None, mesh),
     }
     steps = {way: read().training(0) for way, read in ways.items()}
     taken = {way: list[float]() for way in ways}

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_models import GPTConfig, Placement, gpt_chunks
 from megatron_parallel import Mesh, ParallelLayout
 from megatron_parallel.testing import WorkerPool
-from megatron_train import GPTTask
+from megatron_train import GPTTask, MicroBatch
 from megatron_train.engine import StepEngine
 from torch import Tensor
 
@@ -52,13 +52,14 @@ def build(mesh: Mesh, layers: int, hidden: int, schedule: str) -> StepEngine:
     return StepEngine(GPTTask(stages, None), mesh, schedule=schedule)
 
 
-def batches(mesh: Mesh, count: int) -> list[dict[str, Tensor]]:
+def batches(mesh: Mesh, count: int) -> list[MicroBatch]:
     generator = torch.Generator().manual_seed(mesh.rank)
     found = []
     for _ in range(count):
         tokens = torch.randint(0, 1024, (1, LENGTH), generator=generator)
         mask = torch.ones(1, LENGTH)
-        found.append({"tokens": tokens, "labels": tokens, "loss_mask": mask})
+        fields = {"tokens": tokens, "labels": tokens, "loss_mask": mask}
+        found.append(MicroBatch.of(fields, by="tokens"))
     return found
 
 

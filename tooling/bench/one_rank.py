@@ -23,7 +23,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ import torch
 from megatron_models import GPT, GPTConfig, parameter_count
 from megatron_optim import LearningRateSchedule, Optimizer, OptimizerConfig, WeightDecaySchedule
 from megatron_parallel import DataParallelConfig, Mesh
-from megatron_train import Batch, Callback, GPTTask, StepEngine, StepReport, Trainer
+from megatron_train import Callback, GPTTask, MicroBatch, StepEngine, StepReport, Trainer
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import Recorder, TensorBoard
 from megatron_train.callbacks.stopping import StopAt
@@ -47,7 +47,7 @@ WAYS = {
 }
 """What a data-parallel rank keeps, each in a contest of its own."""
 
-StepByHand = Callable[[Sequence[Batch]], float]
+StepByHand = Callable[[Sequence[MicroBatch]], float]
 
 
 class Times(NamedTuple):
@@ -64,7 +64,7 @@ class Times(NamedTuple):
         return Times(end.wall - self.wall, end.cpu - self.cpu)
 
 
-def by_hand(model: nn.Module, loss: Callable[[Batch], Tensor]) -> StepByHand:
+def by_hand(model: nn.Module, loss: Callable[[Mapping[str, Tensor]], Tensor]) -> StepByHand:
     """The loop one would write by hand; `loss` is that of all tokens of a micro-batch together."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
@@ -72,11 +72,11 @@ def by_hand(model: nn.Module, loss: Callable[[Batch], Tensor]) -> StepByHand:
     ]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)
 
-    def step(batches: Sequence[Batch]) -> float:
-        tokens = sum(batch["tokens"].numel() for batch in batches)
+    def step(batches: Sequence[MicroBatch]) -> float:
+        tokens = sum(batch.tokens for batch in batches)
         total = 0.0
         for batch in batches:
-            part = loss(batch) / tokens
+            part = loss(batch.fields) / tokens
             part.backward()
             total += part.item()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=True)
@@ -90,13 +90,13 @@ def by_hand(model: nn.Module, loss: Callable[[Batch], Tensor]) -> StepByHand:
 def plain_step(config: GPTConfig) -> StepByHand:
     """Of torch's own modules."""
     model = plain_copy(GPT(config, Mesh.single()))
-    return by_hand(model, lambda batch: model(batch["tokens"], batch["labels"], reduction="sum"))
+    return by_hand(model, lambda f: model(f["tokens"], f["labels"], reduction="sum"))
 
 
 def bare_step(config: GPTConfig) -> StepByHand:
     """Of the model of megatron_models."""
     model = GPT(config, Mesh.single())
-    return by_hand(model, lambda batch: model.loss(batch["tokens"], batch["labels"]).sum())
+    return by_hand(model, lambda f: model.loss(f["tokens"], f["labels"]).sum())
 
 
 class Losses(Callback):
@@ -121,7 +121,7 @@ class Contest:
         self,
         config: GPTConfig,
         data_parallel: DataParallelConfig,
-        batches: list[list[Batch]],
+        batches: list[list[MicroBatch]],
         folder: Path,
     ) -> None:
         self._batches = batches
@@ -139,7 +139,7 @@ class Contest:
             adam_eps=EPSILON,
             clip_grad=CLIP,
         )
-        samples = sum(len(batch["tokens"]) for step in batches for batch in step)
+        samples = sum(batch.samples for step in batches for batch in step)
         self._trainer = Trainer(
             engine=engine,
             optimizer=Optimizer(
@@ -170,7 +170,7 @@ class Contest:
         """Train on every batch in all ways."""
         self._trainer.run()
 
-    def _turns(self, consumed: int) -> Iterator[list[Batch]]:
+    def _turns(self, consumed: int) -> Iterator[list[MicroBatch]]:
         """Give the trainer its batches; make the steps by hand before or after its own."""
         for number, batches in enumerate(self._batches):
             if number % 2 == 0:
@@ -181,7 +181,7 @@ class Contest:
             if number % 2:
                 self._steps_by_hand(batches, ("bare", "plain"))
 
-    def _steps_by_hand(self, batches: list[Batch], ways: Sequence[str]) -> None:
+    def _steps_by_hand(self, batches: list[MicroBatch], ways: Sequence[str]) -> None:
         for way in ways:
             start = Times.now()
             loss = self._by_hand[way](batches)
@@ -189,7 +189,7 @@ class Contest:
             self.losses[way].append(loss)
 
 
-def make_batches(args: argparse.Namespace) -> list[list[Batch]]:
+def make_batches(args: argparse.Namespace) -> list[list[MicroBatch]]:
     """The micro-batches of every step; one round more than counts, as the last is never timed."""
     generator = torch.Generator().manual_seed(0)
     shape = (args.micro_batch_size, args.sequence_length + 1)
@@ -200,9 +200,10 @@ def make_batches(args: argparse.Namespace) -> list[list[Batch]]:
             torch.randint(args.vocab_size, shape, generator=generator)
             for _ in range(args.micro_batches)
         ]
-        steps.append(
-            [{"tokens": t[:, :-1], "labels": t[:, 1:], "loss_mask": ones.clone()} for t in texts]
-        )
+        fields = [
+            {"tokens": t[:, :-1], "labels": t[:, 1:], "loss_mask": ones.clone()} for t in texts
+        ]
+        steps.append([MicroBatch.of(one, by="tokens") for one in fields])
     return steps
 
 

@@ -21,7 +21,7 @@ from megatron_parallel import Mesh, View
 from megatron_train import Callback, GPTTask, StepReport, Trainer
 from megatron_train.document_pool import DocumentPool
 from megatron_train.engine import StepEngine
-from megatron_train.tasks.task import Batch
+from megatron_train.tasks.task import MicroBatch
 from torch import Tensor
 
 from layouts.cases import GLOBAL_BATCH, RECOMPUTE, SEQUENCE, SPLITS, Case
@@ -196,7 +196,7 @@ def make_asymmetric(engine: StepEngine) -> None:
                 view.tensor.add_(0.2 * whole[tuple(slice(o, o + n) for o, n in ends)])
 
 
-def batches(case: Case, mesh: Mesh, consumed: int, steps: int) -> Iterator[Sequence[Batch]]:
+def batches(case: Case, mesh: Mesh, consumed: int, steps: int) -> Iterator[Sequence[MicroBatch]]:
     """Yield this rank's micro-batches of every step."""
     axis = mesh.axis("dp")
     total = steps * GLOBAL_BATCH
@@ -208,11 +208,12 @@ def batches(case: Case, mesh: Mesh, consumed: int, steps: int) -> Iterator[Seque
         return
     indices = iter(SequentialSampler(total, consumed, case.micro_batch, axis.index, axis.size))
     for _ in range(consumed, total, GLOBAL_BATCH):
-        yield [stack(case, next(indices)) for _ in range(case.accumulation)]
+        fields = (stack(case, next(indices)) for _ in range(case.accumulation))
+        yield [MicroBatch.of(one, by="tokens") for one in fields]
 
 
-def stack(case: Case, indices: Sequence[int]) -> Batch:
-    """The samples of one micro-batch."""
+def stack(case: Case, indices: Sequence[int]) -> dict[str, Tensor]:
+    """The fields of the samples of one micro-batch."""
     rows = [sample(index) for index in indices]
     if case.config.num_experts:
         rows = [padded(row) for row in rows]

@@ -10,7 +10,7 @@ from megatron_ckpt import ModelRecord
 from megatron_optim import LearningRateSchedule, Optimizer, OptimizerConfig, WeightDecaySchedule
 from megatron_parallel import Mesh, Sharding
 from megatron_train.engine import StepEngine
-from megatron_train.tasks.task import Batch
+from megatron_train.tasks.task import MicroBatch
 from megatron_train.trainer import Trainer
 from torch import Tensor, nn
 
@@ -21,6 +21,7 @@ class BigramTask:
     """Predict each token from the one before it."""
 
     losses = ("lm loss",)
+    reported = ()
     inner_losses = ()
     model_record = ModelRecord("bigram", None, 0, {"vocabulary": VOCABULARY})
 
@@ -38,20 +39,20 @@ class BigramTask:
     def units(self, stage):
         return []
 
-    def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
-        return {"lm loss": float(sum(batch["loss_mask"].sum() for batch in batches))}
+    def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
+        return {"lm loss": float(sum(batch.fields["loss_mask"].sum() for batch in batches))}
 
-    def inputs(self, batch: Batch, stage: int, iteration: int | None) -> dict[str, Tensor]:
-        return {"input": batch["tokens"]}
+    def inputs(self, batch: MicroBatch, stage: int, iteration: int | None) -> dict[str, Tensor]:
+        return {"input": batch.fields["tokens"]}
 
-    def loss(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+    def loss(self, output: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
         losses = nn.functional.cross_entropy(
-            output.flatten(0, 1), batch["labels"].flatten(), reduction="none"
+            output.flatten(0, 1), batch.fields["labels"].flatten(), reduction="none"
         )
-        return {"lm loss": (losses * batch["loss_mask"].flatten()).sum()}
+        return {"lm loss": (losses * batch.fields["loss_mask"].flatten()).sum()}
 
-    def flops(self, batches: Sequence[Batch]) -> float:
-        return 10.0 * sum(batch["tokens"].numel() for batch in batches)
+    def flops(self, batches: Sequence[MicroBatch]) -> float:
+        return 10.0 * sum(batch.tokens for batch in batches)
 
 
 def sample(index: int) -> dict[str, Tensor]:
@@ -63,15 +64,16 @@ def sample(index: int) -> dict[str, Tensor]:
     return {"tokens": text[:-1], "labels": text[1:], "loss_mask": mask}
 
 
-def steps(micro: int, accumulation: int) -> Callable[[int], Iterator[Sequence[Batch]]]:
+def steps(micro: int, accumulation: int) -> Callable[[int], Iterator[Sequence[MicroBatch]]]:
     """Steps over samples 0, 1, 2, … in micro-batches of ``micro``."""
 
-    def read(consumed: int) -> Iterator[Sequence[Batch]]:
-        def micro_batches() -> Iterator[Batch]:
+    def read(consumed: int) -> Iterator[Sequence[MicroBatch]]:
+        def micro_batches() -> Iterator[MicroBatch]:
             index = consumed
             while True:
                 rows = [sample(i) for i in range(index, index + micro)]
-                yield {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+                fields = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+                yield MicroBatch.of(fields, by="tokens")
                 index += micro
 
         batches = micro_batches()

@@ -64,7 +64,7 @@ def spoil(steps, numbers):
     def read(consumed):
         for number, batches in enumerate(steps(consumed)):
             if number in numbers:
-                batches[0]["loss_mask"][0, 0] = math.inf
+                batches[0].fields["loss_mask"][0, 0] = math.inf
             yield batches
 
     return read
@@ -75,8 +75,9 @@ def by_hand(trainer, batches):
     total = count = 0.0
     weight = trainer.task.stages[0].weight.detach()
     for batch in batches:
-        logits, mask = weight[batch["tokens"]], batch["loss_mask"].bool()
-        chosen = torch.log_softmax(logits, -1).gather(-1, batch["labels"][..., None])[..., 0]
+        fields = batch.fields
+        logits, mask = weight[fields["tokens"]], fields["loss_mask"].bool()
+        chosen = torch.log_softmax(logits, -1).gather(-1, fields["labels"][..., None])[..., 0]
         total, count = total - chosen[mask].sum().item(), count + mask.sum().item()
     return total, count
 
@@ -113,7 +114,7 @@ def test_a_loss_that_no_token_counts_in_is_left_out_of_an_evaluation(make_traine
     trainer, batches = make_trainer(), next(make_steps(2, 3)(0))
     assert trainer.evaluate([]) == {}
     for batch in batches:
-        batch["loss_mask"].zero_()
+        batch.fields["loss_mask"].zero_()
     assert trainer.evaluate([batches]) == {}
 
 
@@ -129,7 +130,9 @@ def test_a_skipped_step_has_consumed_its_samples(make_trainer):
     assert [r.learning_rate for r in reports] == [trainer.learning_rate.at(n) for n in (0, 6, 12)]
     assert (trainer.iteration, trainer.consumed_samples) == (3, 18)
     # The next step takes the samples behind those that were skipped.
-    assert torch.equal(next(steps)[0]["tokens"], next(make_trainer().steps(18))[0]["tokens"])
+    assert torch.equal(
+        next(steps)[0].fields["tokens"], next(make_trainer().steps(18))[0].fields["tokens"]
+    )
 
 
 def test_weight_decay_is_asked_for_the_samples_consumed_before_the_step(make_trainer, monkeypatch):
@@ -137,7 +140,9 @@ def test_weight_decay_is_asked_for_the_samples_consumed_before_the_step(make_tra
     trainer, decays = make_trainer(weight_decay=schedule, train_iters=4), []
     step = trainer.optimizer.step
     monkeypatch.setattr(
-        trainer.optimizer, "step", lambda lr, decay: decays.append(decay) or step(lr, decay)
+        trainer.optimizer,
+        "step",
+        lambda lr, decay, *rest: decays.append(decay) or step(lr, decay, *rest),
     )
     steps = spoil(trainer.steps, {1})(0)  # a skipped step counts
     for _ in range(4):

@@ -25,7 +25,7 @@ def parse(command: str, config: Path | None = None, ranks: int = 1) -> RunConfig
     parser = Parser()
     add_options(parser, run_options(), TITLES)
     namespace = parser.parse_args(command.split())
-    namespace.config, namespace.recipe = config, None
+    namespace.config, namespace.recipe, namespace.kind = config, None, "gpt"
     return resolve(namespace, ranks)[0]
 
 
@@ -615,7 +615,7 @@ def test_a_printed_configuration_is_a_file_of_the_same_run(tmp_path):
     parser = Parser()
     add_options(parser, run_options(), TITLES)
     namespace = parser.parse_args(command.split())
-    namespace.config = namespace.recipe = None
+    namespace.config, namespace.recipe, namespace.kind = None, None, "gpt"
     run, values = resolve(namespace, 1)
     assert run.model.vocab_size == 101  # the end of a document is one more
     printed = print_config(run, values)

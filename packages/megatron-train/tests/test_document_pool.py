@@ -4,14 +4,13 @@ from collections.abc import Sequence
 
 import torch
 from megatron_parallel import Mesh, ParallelLayout
-from megatron_train.document_pool import DocumentPool
-from megatron_train.tasks.task import Batch
+from megatron_train.document_pool import DocumentPool, Fields
 
 LENGTH, PADDING = 16, -1
 DOCUMENTS = {0: [5, 11], 1: [16], 2: [1, 2, 3, 10], 3: [7, 4]}  # the last one ends in padding
 
 
-def read(numbers: Sequence[int]) -> Batch:
+def read(numbers: Sequence[int]) -> Fields:
     """Samples whose tokens say where they are: 100 n + place."""
     rows = []
     for number in numbers:
@@ -36,19 +35,22 @@ def test_every_token_of_a_batch_is_in_one_row_with_its_place() -> None:
     rows = pool.rows(read, range(4))
     seen = []
     for row in rows:
-        true = row["document_ids"] >= 0
-        assert row["tokens"].shape[1] <= 20 and row["tokens"].shape[1] % 2 == 0
-        assert torch.equal(true, row["sample_places"] >= 0)
-        assert not row["loss_mask"][~true].any()
-        where = 100 * row["sample_ids"] + row["sample_places"]
+        fields = row.fields
+        length = fields["tokens"].shape[1]
+        true = fields["document_ids"] >= 0
+        assert length <= 20 and length % 2 == 0
+        assert torch.equal(true, fields["sample_places"] >= 0)
+        assert not fields["loss_mask"][~true].any()
+        where = 100 * fields["sample_ids"] + fields["sample_places"]
         for name, wanted in (("tokens", where), ("labels", where + 1)):
-            assert torch.equal(row[name][true], wanted[true])
-        assert torch.equal(row["positions"][true], row["sample_places"][true].int())
+            assert torch.equal(fields[name][true], wanted[true])
+        assert torch.equal(fields["positions"][true], fields["sample_places"][true].int())
         seen += where[true].tolist()
-        assert row["places"].tolist() == [[list(range(row["tokens"].shape[1]))]]
+        assert row.split.places.tolist() == [[list(range(length))]]
     whole = read(range(4))
     assert sorted(seen) == sorted(whole["tokens"][whole["document_ids"] >= 0].tolist())
-    assert sum(row["extent"] for row in rows).tolist() == [4, 4 * LENGTH]
+    assert sum(row.samples for row in rows) == 4
+    assert sum(row.tokens for row in rows) == 4 * LENGTH
     pool.rows(read, range(4))
     assert len(told) == 1 and told[0].startswith("first batch: documents: 9 unsplit; micro-")
 
@@ -56,17 +58,17 @@ def test_every_token_of_a_batch_is_in_one_row_with_its_place() -> None:
 def test_documents_of_a_row_are_told_apart() -> None:
     mesh = Mesh(ParallelLayout(dp=1, hybrid_cp=True), 0)
     (row,) = DocumentPool(mesh, room=64).rows(read, [0, 2])
-    ids = row["document_ids"][0]
+    ids = row.fields["document_ids"][0]
     runs = [(int(n), int(count)) for n, count in zip(*ids.unique(return_counts=True), strict=True)]
     assert [number for number, _ in runs] == list(range(6))
     assert sorted(count for _, count in runs) == sorted(DOCUMENTS[0] + DOCUMENTS[2])
 
 
 def test_a_batch_of_nothing_but_padding_is_one_empty_row() -> None:
-    def nothing(numbers: Sequence[int]) -> Batch:
+    def nothing(numbers: Sequence[int]) -> Fields:
         batch = dict(read(numbers))
         return {**batch, "document_ids": torch.full_like(batch["document_ids"], PADDING)}
 
     (row,) = DocumentPool(Mesh(ParallelLayout(dp=1, hybrid_cp=True), 0), room=8).rows(nothing, [1])
-    assert row["document_ids"].tolist() == [[PADDING, PADDING]]
-    assert row["extent"].tolist() == [1, LENGTH]
+    assert row.fields["document_ids"].tolist() == [[PADDING, PADDING]]
+    assert (row.samples, row.tokens) == (1, LENGTH)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from megatron_parallel import Mesh, ParallelLayout, Sharding, scatter_to_axis
 from megatron_train.engine import StepEngine
+from megatron_train.tasks.task import MicroBatch
 from torch import nn
 
 SIZE = 8
@@ -29,16 +30,16 @@ class Rows(nn.Embedding):
 class Penalised:
     """Sums of looked-up rows as the loss, and their penalty as an inner one."""
 
-    losses, inner_losses = ("sum",), ("size",)
+    losses, reported, inner_losses = ("sum",), (), ("size",)
 
     def __init__(self, mesh, cut):
         self.stages = (Rows(mesh, cut),)
 
     def denominators(self, batches):
-        return dict.fromkeys(("sum", "size"), float(sum(b["tokens"].numel() for b in batches)))
+        return dict.fromkeys(("sum", "size"), float(sum(b.tokens for b in batches)))
 
     def inputs(self, batch, stage, iteration):
-        return {"tokens": batch["tokens"]}
+        return {"tokens": batch.fields["tokens"]}
 
     def loss(self, output, batch):
         return {"sum": output.sum()}
@@ -48,7 +49,8 @@ class Penalised:
 def test_an_inner_loss_on_tensor_parallel_ranks_is_reported_as_on_one_rank(worker_pool, cut):
     def step(mesh):
         engine = StepEngine(Penalised(mesh, cut), mesh)
-        batches = [{"tokens": torch.tensor([[1, 2, 5, 1]]) + shift} for shift in (0, 2)]
+        drawn = (torch.tensor([[1, 2, 5, 1]]) + shift for shift in (0, 2))
+        batches = [MicroBatch.of({"tokens": tokens}, by="tokens") for tokens in drawn]
         sums = engine.run(batches, engine.denominators(batches), 1)
         return sums, engine.gradients()["weight"].clone()
 

@@ -150,7 +150,7 @@ def test_flags_are_sorted_by_what_becomes_of_them():
         ("2 --num-layers 2", "'2' stands behind no flag"),
         ("--num-layers --lr 1", "--num-layers has no value: the variable behind it is empty"),
         ("--num-layers 2 3", "--num-layers 2 3: the flag takes 1 values, and has 2"),
-        ("--optimizer muon", "--optimizer muon is not supported"),
+        ("--moe-router-dtype fp64", "--moe-router-dtype fp64 is not supported"),
         ("--append-eod", "--append-eod is a flag of megatron-data preprocess"),
     ],
 )

@@ -7,6 +7,7 @@ import torch
 from megatron_parallel import Mesh
 from megatron_train import TrainError
 from megatron_train.engine import StepEngine
+from megatron_train.tasks.task import MicroBatch
 from torch.nn import functional
 
 from .conftest import BigramTask, sample
@@ -15,10 +16,11 @@ from .conftest import BigramTask, sample
 def micro_batches():
     """Three of two samples, with 3, 7 and 11 true tokens."""
     rows = [sample(index) for index in range(6)]
-    return [
+    fields = (
         {name: torch.stack([rows[i][name], rows[i + 1][name]]) for name in rows[0]}
         for i in (0, 2, 4)
-    ]
+    )
+    return [MicroBatch.of(one, by="tokens") for one in fields]
 
 
 @pytest.mark.parametrize("per_token", [True, False])
@@ -27,12 +29,12 @@ def test_the_gradient_is_that_of_the_mean_that_was_asked_for(per_token):
     (table,) = task.stages
     weight = table.weight.detach().clone().requires_grad_()
     sums, counts = [], []
-    for batch in batches:
+    for fields in (batch.fields for batch in batches):
         losses = functional.cross_entropy(
-            weight[batch["tokens"]].flatten(0, 1), batch["labels"].flatten(), reduction="none"
+            weight[fields["tokens"]].flatten(0, 1), fields["labels"].flatten(), reduction="none"
         )
-        sums.append((losses * batch["loss_mask"].flatten()).sum())
-        counts.append(batch["loss_mask"].sum())
+        sums.append((losses * fields["loss_mask"].flatten()).sum())
+        counts.append(fields["loss_mask"].sum())
     assert len({count.item() for count in counts}) == 3
     means = [s / n for s, n in zip(sums, counts, strict=True)]
     loss = sum(sums) / sum(counts) if per_token else sum(means) / len(means)

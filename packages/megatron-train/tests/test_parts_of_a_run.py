@@ -8,6 +8,7 @@ from megatron_data import ByteTokenizer, load_tokenizer
 from megatron_models import GPTConfig
 from megatron_optim import OptimizerConfig
 from megatron_train import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
+from megatron_train.assembly import choose_device
 from megatron_train.callbacks.stopping import StopAt
 from megatron_train.checkpointing import Kept, Saver, restore, tokenizer_files
 from megatron_train.config.files import read_file
@@ -17,7 +18,7 @@ from megatron_train.config.shown import write_config
 from megatron_train.engine import _require_whole_compiler
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
-from megatron_train.pretrain import _deterministic, choose_device
+from megatron_train.pretrain import _deterministic
 from megatron_train.run_record import differing
 from megatron_train.starting import Start, what_is_kept
 from megatron_train.trainer import Callback, Stop

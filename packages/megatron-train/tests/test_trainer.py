@@ -56,9 +56,9 @@ def test_accumulation_equals_one_big_batch(make_trainer, micro, accumulation):
 def test_the_loss_is_the_sum_over_true_tokens_divided_by_their_number(make_trainer):
     trainer = make_trainer(2, 3)
     batches = next(trainer.steps(0))
-    logits = torch.cat([trainer.task.stages[0](b["tokens"]) for b in batches]).flatten(0, 1)
-    labels = torch.cat([b["labels"] for b in batches]).flatten()
-    mask = torch.cat([b["loss_mask"] for b in batches]).flatten().bool()
+    logits = torch.cat([trainer.task.stages[0](b.fields["tokens"]) for b in batches]).flatten(0, 1)
+    labels = torch.cat([b.fields["labels"] for b in batches]).flatten()
+    mask = torch.cat([b.fields["loss_mask"] for b in batches]).flatten().bool()
     expected = torch.nn.functional.cross_entropy(logits[mask], labels[mask])
     report = trainer.step(iter([batches]))
     assert report.losses["lm loss"] == pytest.approx(expected.item(), rel=1e-14)
@@ -105,7 +105,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(make_trainer):
     def spoiled(consumed):
         for number, batches in enumerate(good.steps(consumed)):
             if number == 1:
-                batches[1]["loss_mask"][0, 0] = math.inf
+                batches[1].fields["loss_mask"][0, 0] = math.inf
             yield batches
 
     trainer.steps = spoiled
@@ -120,7 +120,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(make_trainer):
 def test_an_infinite_loss_with_a_finite_gradient_changes_nothing(make_trainer):
     trainer = make_trainer()
     batches = next(trainer.steps(0))
-    token, label = batches[0]["tokens"][0, 0], batches[0]["labels"][0, 0]
+    first = batches[0].fields
+    token, label = first["tokens"][0, 0], first["labels"][0, 0]
     with torch.no_grad():
         trainer.task.stages[0].weight[token, label] = -math.inf
     before = weights(trainer)
@@ -204,9 +205,8 @@ class Rewarded(BigramTask):
 def test_a_field_may_have_the_name_of_a_loss(make_trainer, make_steps, per_token):
     def trained(field):
         engine = StepEngine(Rewarded(), Mesh.single(), per_token=per_token)
-        batches = next(make_steps(2, 3)(0))
-        for batch in batches:
-            batch[field] = torch.tensor(4.0)
+        plain = next(make_steps(2, 3)(0))
+        batches = [batch.replaced(**{field: torch.tensor(4.0)}) for batch in plain]
         denominators = engine.denominators(batches)
         sums = engine.run(batches, denominators, 1)
         return denominators, sums, engine.evaluate(batches), engine.gradients()["weight"].clone()
@@ -228,5 +228,5 @@ def test_names_that_the_engine_gives_are_refused(make_steps):
     engine = StepEngine(Taken(), Mesh.single())
     with pytest.raises(TrainError, match="task Taken gives stage 0 an argument 'inner'"):
         engine.run(next(make_steps(2, 3)(0)), {"lm loss": 1.0}, 1)
-    with pytest.raises(TrainError, match="'lm loss' is a loss and an inner loss"):
+    with pytest.raises(TrainError, match="two losses or reported sums are called 'lm loss'"):
         StepEngine(Twice(), Mesh.single())

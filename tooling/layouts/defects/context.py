@@ -13,7 +13,7 @@ from megatron_models.components.dropout import StageDropout
 from megatron_parallel import DropoutKey, Mesh
 from megatron_parallel.context_parallel import ContextSplit, RingPlan, SequenceMask
 from megatron_parallel.data_parallel.buffers import Route
-from megatron_train import GPTTask
+from megatron_train import GPTTask, MicroBatch
 from megatron_train.engine import StepEngine
 from torch import Tensor
 
@@ -109,9 +109,9 @@ def _labels_of_part(mesh: Mesh, replace: Replace) -> None:
 def _with_part(replace: Replace, name: str, change: Callable[..., Tensor]) -> None:
     true = GPTTask.cut
 
-    def wrong(self: GPTTask, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def wrong(self: GPTTask, batch: MicroBatch) -> MicroBatch:
         own = true(self, batch)
-        return {**own, name: change(batch, own)}
+        return own.replaced(**{name: change(batch.fields, own.fields)})
 
     replace(GPTTask, "cut", wrong)
 

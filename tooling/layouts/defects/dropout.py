@@ -37,8 +37,8 @@ def _mask_of_own_batch(mesh: Mesh, replace: Replace) -> None:
     true = GPTTask.inputs
 
     def wrong(self: GPTTask, batch: Any, stage: int, iteration: int | None) -> Mapping[str, Any]:
-        numbers = batch["sample_ids"] % len(batch["sample_ids"])
-        return true(self, {**batch, "sample_ids": numbers}, stage, iteration)
+        numbers = batch.fields["sample_ids"] % batch.samples
+        return true(self, batch.replaced(sample_ids=numbers), stage, iteration)
 
     replace(GPTTask, "inputs", wrong)
 

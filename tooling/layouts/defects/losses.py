@@ -8,7 +8,7 @@ from megatron_data import SequentialSampler
 from megatron_parallel import Mesh
 from megatron_parallel.pipeline import PipelineEngine
 from megatron_parallel.pipeline.objective import Objective
-from megatron_train import Batch, GPTTask
+from megatron_train import GPTTask, MicroBatch
 from megatron_train.engine import StepEngine
 from torch import Tensor
 
@@ -29,7 +29,7 @@ def _average_of_micro_batches(mesh: Mesh, replace: Replace) -> None:
     true = Objective.add
 
     def wrong(self: Objective, output: Any, micro_batch: Any) -> Tensor:
-        share = float(micro_batch.batch["loss_mask"].sum()) or 1.0
+        share = float(micro_batch.fields["loss_mask"].sum()) or 1.0
         return true(self, output, micro_batch) * next(iter(self._denominators.values())) / share / 4
 
     replace(Objective, "add", wrong)
@@ -58,7 +58,7 @@ def _first_micro_batch(mesh: Mesh, replace: Replace) -> None:
 def _mean_of_own_part(mesh: Mesh, replace: Replace) -> None:
     true = StepEngine._weighed
 
-    def wrong(self: StepEngine, batch: Batch) -> Any:
+    def wrong(self: StepEngine, batch: MicroBatch) -> Any:
         own = self.task.denominators([self.task.cut(batch)])
         divisors = {name: 2 * own[name] or 1.0 for name in own}
         return dataclasses.replace(true(self, batch), divisors=divisors)
@@ -88,9 +88,9 @@ def _not_scaled(mesh: Mesh, replace: Replace) -> None:
 def _polarity(mesh: Mesh, replace: Replace) -> None:
     true = GPTTask.loss
 
-    def wrong(self: GPTTask, output: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def wrong(self: GPTTask, output: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
         if mesh.axis("dp").index == 1:
-            batch = {**batch, "loss_mask": 1 - batch["loss_mask"]}
+            batch = batch.replaced(loss_mask=1 - batch.fields["loss_mask"])
         return true(self, output, batch)
 
     replace(GPTTask, "loss", wrong)

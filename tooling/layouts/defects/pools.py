@@ -1,14 +1,13 @@
 """Defects of a pool of ranks: what still goes by the layout's context-parallel size, and rows."""
 
-from collections.abc import Mapping
 from dataclasses import replace as changed
 from typing import Any
 
 import torch
 from megatron_models import Dropout
 from megatron_parallel import Mesh
-from megatron_parallel.context_parallel import ContextSplit, PoolPlan
-from megatron_train import GPTTask
+from megatron_parallel.context_parallel import PoolPlan
+from megatron_train import GPTTask, MicroBatch
 from megatron_train.document_pool import DocumentPool
 from megatron_train.engine import StepEngine
 from torch import Tensor
@@ -22,10 +21,10 @@ POOL = "cp2·dp2·hybrid(6)-untied-dropout"
 def _static_positions(mesh: Mesh, replace: Replace) -> None:
     true = GPTTask.cut
 
-    def wrong(self: GPTTask, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        split = ContextSplit(batch["places"])
-        index = mesh.axis("cp").index % split.ranks
-        return {**true(self, batch), "positions": split.take(batch["positions"], index)}
+    def wrong(self: GPTTask, batch: MicroBatch) -> MicroBatch:
+        index = mesh.axis("cp").index % batch.split.ranks
+        own = batch.split.take(batch.fields["positions"], index)
+        return true(self, batch).replaced(positions=own)
 
     replace(GPTTask, "cut", wrong)
 
@@ -44,9 +43,9 @@ def _static_denominators(mesh: Mesh, replace: Replace) -> None:
 def _one_document(mesh: Mesh, replace: Replace) -> None:
     true = DocumentPool.rows
 
-    def wrong(self: DocumentPool, *arguments: Any) -> list[dict[str, Tensor]]:
+    def wrong(self: DocumentPool, *arguments: Any) -> list[MicroBatch]:
         rows = true(self, *arguments)
-        return [{**row, "document_ids": row["document_ids"].clamp(max=0)} for row in rows]
+        return [row.replaced(document_ids=row.fields["document_ids"].clamp(max=0)) for row in rows]
 
     replace(DocumentPool, "rows", wrong)
 

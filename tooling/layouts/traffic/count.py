@@ -8,7 +8,7 @@ from megatron_optim import LearningRateSchedule, Optimizer, OptimizerConfig, Wei
 from megatron_parallel import Mesh
 from megatron_train import GPTTask, Trainer
 from megatron_train.engine import StepEngine
-from megatron_train.tasks.task import Batch
+from megatron_train.tasks.task import MicroBatch
 
 from layouts.traffic.formulas import Totals
 from layouts.traffic.jobs import DATA_PARALLEL, LENGTH, MICRO_BATCHES, SAMPLES, STEPS, Job
@@ -47,7 +47,7 @@ def count(mesh: Mesh, job: Job) -> Totals:
     return {(r.axis, r.operation): (r.calls, r.nbytes) for r in traffic.records}
 
 
-def batches(mesh: Mesh) -> Iterator[list[Batch]]:
+def batches(mesh: Mesh) -> Iterator[list[MicroBatch]]:
     """Yield the micro-batches of every step."""
     generator = torch.Generator().manual_seed(mesh.axis("dp").index)
     ones = torch.ones(SAMPLES, LENGTH)
@@ -56,4 +56,7 @@ def batches(mesh: Mesh) -> Iterator[list[Batch]]:
             torch.randint(1000, (SAMPLES, LENGTH + 1), generator=generator)
             for _ in range(MICRO_BATCHES)
         ]
-        yield [{"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": ones} for text in texts]
+        fields = (
+            {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": ones} for text in texts
+        )
+        yield [MicroBatch.of(one, by="tokens") for one in fields]

@@ -100,6 +100,10 @@ class BidirectionalConfig(ModelConfig, MLPConfig, NormConfig, HeadsConfig, Embed
     num_segments: int = field(
         default=2, metadata=flag("--num-segments", "kinds of tokens in a text", positive=True)
     )
+    masked_lm_head: bool = field(
+        default=False,
+        metadata=flag("--masked-lm-head", "an output layer that predicts hidden tokens"),
+    )
 
     def trunks(self) -> dict[str, TrunkSpec]:
         """Return embedding and layers; every norm is of a sum."""
@@ -111,6 +115,10 @@ class BidirectionalConfig(ModelConfig, MLPConfig, NormConfig, HeadsConfig, Embed
         )
         layers = dict.fromkeys(range(self.num_layers), layer)
         return {"": TrunkSpec(self.component(EmbeddingSpec), layers, None, self.hidden_size)}
+
+    def output(self) -> EmbeddingConfig | None:
+        """Return this configuration if the model has an output layer."""
+        return self if self.masked_lm_head else None
 
     def beside(self) -> dict[str, Sharding]:
         """Return how segments and the pooler are held: by every rank."""

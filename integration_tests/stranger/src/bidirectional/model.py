@@ -7,6 +7,7 @@ import torch
 from megatron_kernels import Mask
 from megatron_models import ConfigError, Placement
 from megatron_models.components.context import Context
+from megatron_models.components.embedding.spec import output_spec
 from megatron_models.components.norm.module import Norm
 from megatron_models.components.norm.spec import NormSpec
 from megatron_models.components.stack import run_layers
@@ -48,6 +49,8 @@ class Encoder(Trunk):
             self.pooler = nn.Module()
             names = ("weight", "bias")
             place.register(self.pooler, {name: beside[f"pooler.{name}"] for name in names})
+            if config.masked_lm_head:
+                self.output = place.column(output_spec(config))
         if place.on.type != "meta":
             initialize_parameters(self, seed=seed, mesh=mesh)
 
@@ -59,7 +62,7 @@ class Encoder(Trunk):
     def forward(  # type: ignore[override]
         self, x: Tensor, *, segments: Tensor | None = None, padding: Tensor | None = None
     ) -> Tensor:
-        """Run this stage.
+        """Run this stage; the last one with a head returns this rank's logits ``[s, b, v_part]``.
 
         Args:
             x: tokens ``[b, s]`` on the first stage, on others the stream ``[s, b, h]``.
@@ -72,7 +75,8 @@ class Encoder(Trunk):
             x = self.embedding_norm(x)
         documents = None if padding is None else -padding.to(torch.int32)
         mask = Mask(causal=False, document_ids=documents).prepare(len(x), len(x), device=x.device)
-        return run_layers(self.layers, x, Context(mask), self.tp)
+        x = run_layers(self.layers, x, Context(mask), self.tp)
+        return self.output(x) if self.last and self.config.masked_lm_head else x
 
     def pool(self, stream: Tensor) -> Tensor:
         """Return the pooled first token ``[b, h]`` of a whole stream."""

@@ -10,9 +10,13 @@ from .engine import StepEngine as StepEngine
 from .errors import TrainError as TrainError
 from .metrics.records import Records as Records
 from .metrics.records import read_records as read_records
-from .pretrain import pretrain_gpt as pretrain_gpt
+from .pretrain import train as train
 from .tasks.gpt import GPTTask as GPTTask
-from .tasks.task import Batch as Batch
+from .tasks.kinds import TaskData as TaskData
+from .tasks.kinds import TaskKind as TaskKind
+from .tasks.kinds import find_task as find_task
+from .tasks.kinds import task_kinds as task_kinds
+from .tasks.task import MicroBatch as MicroBatch
 from .tasks.task import Task as Task
 from .trainer import Callback as Callback
 from .trainer import StepReport as StepReport

@@ -13,12 +13,12 @@ of says where each token came from:
 - `document_ids` `[1, s]`: number of the document in the row; -1 is padding.
 - `sample_ids` `[1, s]`: number of its sample.
 - `sample_places` `[1, s]`: its place in that sample; -1 is padding.
-- `places` `[ranks, 1, part]`: which places of the row each of its ranks holds.
-- `extent` `[2]`: samples and tokens of the global batch that are counted with this row; those of
-  all micro-batches of all ranks of the pool add up to it.
+
+The row's `split` says which places each of its ranks holds. The samples and tokens of all
+micro-batches of all ranks of the pool add up to those of the global batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -26,14 +26,11 @@ from megatron_parallel import Mesh, all_reduce
 from megatron_parallel.context_parallel import ContextSplit, PoolPlan, PoolRow, plan_pool
 from torch import Tensor
 
-from megatron_train.tasks.task import Batch
+from megatron_train.tasks.task import MicroBatch
 
-Read = Callable[[Sequence[int]], Batch]
+Fields = Mapping[str, Tensor]
+Read = Callable[[Sequence[int]], Fields]
 """Reads samples by their numbers: fields `[b, s]` and `[b]`."""
-
-PLACES: Final = "places"
-EXTENT: Final = "extent"
-"""Fields that a row has beside those of samples."""
 
 _BY_TOKEN: Final = ("tokens", "labels", "loss_mask", "positions")
 
@@ -68,7 +65,7 @@ class DocumentPool:
         self._tokens_per_pair = tokens_per_pair
         self._tell = tell
 
-    def rows(self, read: Read, numbers: Sequence[int]) -> list[dict[str, Tensor]]:
+    def rows(self, read: Read, numbers: Sequence[int]) -> list[MicroBatch]:
         """Return this rank's micro-batches of the global batch of these samples.
 
         Every rank gets equally many, of other lengths; some may hold nothing but padding.
@@ -81,15 +78,17 @@ class DocumentPool:
         ends = self._document_ends(samples, numbers)
         plan = self._plan([stop - start for _, start, stop in ends])
         some = self._axis.index % len(numbers)  # one that is read anyway
-        rows = []
+        length = samples[some]["tokens"].shape[1]
+        share = len(range(self._axis.index, len(numbers), self._axis.size))
+        rows: list[MicroBatch] = []
         for row in plan.of(self._axis.index):
             taken = () if row is None else row.documents
             parts = [samples.part(*ends[number]) for number in taken]
-            rows.append(self._filled(parts or [samples.part(some, 0, 0)], row))
-        share = len(range(self._axis.index, len(numbers), self._axis.size))
-        length = samples[some]["tokens"].shape[1]
-        for count, batch in zip((share, *(0,) * len(rows)), rows, strict=False):
-            batch[EXTENT] = torch.tensor([count, count * length])
+            fields = self._filled(parts or [samples.part(some, 0, 0)], row)
+            ranks = 1 if row is None else len(row.ranks)
+            split = ContextSplit.per_document(fields["document_ids"], ranks)
+            counted = 0 if rows else share  # of all samples of this rank, with its first row
+            rows.append(MicroBatch(fields, counted, counted * length, split))
         return rows
 
     def _plan(self, lengths: Sequence[int]) -> PoolPlan:
@@ -126,16 +125,15 @@ class DocumentPool:
 
     def _filled(self, parts: Sequence[dict[str, Tensor]], row: PoolRow | None) -> dict[str, Tensor]:
         """The documents of a row one after the other, and padding to its length."""
-        length, ranks = (self._multiple, 1) if row is None else (row.length, len(row.ranks))
+        length = self._multiple if row is None else row.length
         for number, part in enumerate(parts):
             part["document_ids"] = torch.full_like(part["document_ids"], number)
-        batch = {}
+        fields = {}
         for name in parts[0]:
             whole = torch.cat([part[name] for part in parts], 1)
             value = -1 if name in ("document_ids", "sample_places") else 0
-            batch[name] = torch.nn.functional.pad(whole, (0, length - whole.shape[1]), value=value)
-        batch[PLACES] = ContextSplit.per_document(batch["document_ids"], ranks).places
-        return batch
+            fields[name] = torch.nn.functional.pad(whole, (0, length - whole.shape[1]), value=value)
+        return fields
 
 
 class _Samples:
@@ -144,9 +142,9 @@ class _Samples:
     def __init__(self, read: Read, numbers: Sequence[int]) -> None:
         self._read = read
         self._numbers = numbers
-        self._found: dict[int, Batch] = {}
+        self._found: dict[int, Fields] = {}
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> Fields:
         if index not in self._found:
             self._found[index] = self._read([self._numbers[index]])
         return self._found[index]
@@ -160,7 +158,7 @@ class _Samples:
         return part
 
 
-def _runs(sample: Batch) -> Tensor:
+def _runs(sample: Fields) -> Tensor:
     """Where each document of a sample begins and ends, `[n, 2]`; padding is none."""
     ids = sample["document_ids"][0]
     changes = (ids[1:] != ids[:-1]).nonzero()[:, 0] + 1

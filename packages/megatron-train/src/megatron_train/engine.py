@@ -13,6 +13,8 @@ The same path serves every layout. On one rank the pipeline is a plain loop, the
 leave gradients where autograd puts them, and nothing communicates.
 """
 
+import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,9 +41,8 @@ from megatron_parallel import (
 from megatron_parallel.pipeline import FullyShardedStages, StageGradients, default_schedule
 from torch import Tensor, nn
 
-from megatron_train.document_pool import EXTENT, PLACES
 from megatron_train.errors import TrainError
-from megatron_train.tasks.task import Batch, Task
+from megatron_train.tasks.task import MicroBatch, Task
 
 
 @dataclass(frozen=True)
@@ -63,20 +64,6 @@ INNER, TURNS = "inner", "turns"
 """Keyword arguments that the engine itself gives to stages."""
 
 
-@dataclass(frozen=True)
-class _MicroBatch:
-    """What this rank computes of a micro-batch.
-
-    Attributes:
-        batch: the task's fields, which only the task looks into.
-        divisors: what each loss is divided by for the mean of the whole micro-batch; empty where
-            every true token has the same weight.
-    """
-
-    batch: Batch
-    divisors: Mapping[str, float]
-
-
 class StepEngine:
     """Forward and backward passes of a step on one rank of a mesh.
 
@@ -93,7 +80,7 @@ class StepEngine:
             is every evaluation.
 
     Raises:
-        TrainError: the task gives a name to a loss and to an inner loss.
+        TrainError: the task gives one name to two losses or reported sums.
 
     Attributes:
         parameters: this rank's parameters by global name, each of them once; whoever reads them
@@ -116,10 +103,12 @@ class StepEngine:
         per_token: bool = True,
     ) -> None:
         data_parallel = data_parallel or DataParallelConfig()
-        if twice := {*task.losses} & {*task.inner_losses}:
+        sums = (*task.losses, *task.reported)
+        names = Counter((*sums, *task.inner_losses))
+        if twice := [name for name, count in names.items() if count > 1]:
             raise TrainError(
-                f"task {type(task).__name__}: {min(twice)!r} is a loss and an inner loss; give "
-                "them two names"
+                f"task {type(task).__name__}: two losses or reported sums are called {twice[0]!r}; "
+                "give them two names"
             )
         self.task = task
         self.mesh = mesh
@@ -156,13 +145,13 @@ class StepEngine:
             self._loss,
             inputs=self._inputs,
             passed=self._passed,
-            sums=task.losses,
+            sums=sums,
             schedule=schedule or default_schedule(mesh.layout),
             group_size=group_size,
             around_backward=self._gradients.around_backward,
         )
 
-    def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
+    def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Return what each sum of `run` is to be divided by, for the micro-batches of all ranks."""
         if self.mesh.layout.hybrid_cp:
             return self.true_tokens(batches)
@@ -171,31 +160,32 @@ class StepEngine:
             counts |= dict.fromkeys(self.task.losses, float(len(batches)))
         return self._summed(counts, "dp", "token counts")
 
-    def true_tokens(self, batches: Sequence[Batch]) -> dict[str, float]:
+    def true_tokens(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Return what each sum of `evaluate` is to be divided by."""
         if self.mesh.layout.hybrid_cp:  # rows, of which each of their ranks has an equal share
-            shared = [(len(batch[PLACES]), self.task.denominators([batch])) for batch in batches]
-            counts = {name: sum(c[name] / ranks for ranks, c in shared) for name in shared[0][1]}
+            counts = dict.fromkeys(self._counted, 0.0)
+            for batch in batches:
+                ranks = 1 if batch.split is None else batch.split.ranks
+                for name, count in self.task.denominators([batch]).items():
+                    counts[name] += count / ranks
             return self._summed(counts, self._data, "token counts")
         # Of whole sequences, which all ranks of the context axis read.
         return self._summed(self.task.denominators(batches), "dp", "token counts")
 
-    def extent(self, batches: Sequence[Batch]) -> Extent:
+    def extent(self, batches: Sequence[MicroBatch]) -> Extent:
         """Return how large the global batch is that these are this rank's micro-batches of."""
+        samples = sum(batch.samples for batch in batches)
+        tokens = sum(batch.tokens for batch in batches)
+        flops = self.task.flops(batches)
         if self.mesh.layout.hybrid_cp:
-            samples, tokens = torch.stack([batch[EXTENT] for batch in batches]).sum(0).tolist()
-            own = {"samples": samples, "tokens": tokens, "flops": self.task.flops(batches)}
+            own = {"samples": samples, "tokens": tokens, "flops": flops}
             whole = self._summed(own, self._data, "extent of the batch")
             return Extent(int(whole["samples"]), int(whole["tokens"]), whole["flops"])
         ranks = self.mesh.axis("dp").size  # each has as many samples as this one
-        return Extent(
-            samples=ranks * sum(len(batch["tokens"]) for batch in batches),
-            tokens=ranks * sum(batch["tokens"].numel() for batch in batches),
-            flops=ranks * self.task.flops(batches),
-        )
+        return Extent(ranks * samples, ranks * tokens, ranks * flops)
 
     def run(
-        self, batches: Sequence[Batch], denominators: Mapping[str, float], iteration: int
+        self, batches: Sequence[MicroBatch], denominators: Mapping[str, float], iteration: int
     ) -> dict[str, float]:
         """Add the gradients of all micro-batches and sum them over all ranks.
 
@@ -206,7 +196,8 @@ class StepEngine:
 
         Returns:
             Each loss summed over the true tokens of the global batch, equal on every rank; where
-            micro-batches have equal weights, the sum of the means of all micro-batches.
+            micro-batches have equal weights, the sum of the means of all micro-batches. Reported
+            sums are over the global batch either way.
         """
         self._iteration = iteration
         inner = {name: denominators[name] for name in self.task.inner_losses}
@@ -219,11 +210,10 @@ class StepEngine:
             sums |= self._summed(self._inner.sums, "world", "inner loss sums")
         return sums
 
-    def evaluate(self, batches: Sequence[Batch]) -> dict[str, float]:
+    def evaluate(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Return each loss summed over the true tokens of all ranks; makes no gradients."""
         self._iteration = self._inner = None
-        own = [_MicroBatch(self._own(batch), {}) for batch in batches]
-        sums = self._pipeline.evaluate(own)
+        sums = self._pipeline.evaluate([self._own(batch) for batch in batches])
         return self._summed(sums, self._data, "loss sums")
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
@@ -262,8 +252,8 @@ class StepEngine:
             return Fusion(off="code that torch.compile makes (--compile) has no buffers to add to")
         return fuse_gradient_accumulation(self.task.stages, self._gradients.buffers)
 
-    def _inputs(self, micro_batch: _MicroBatch, stage: int) -> Mapping[str, Any]:
-        given = dict(self.task.inputs(micro_batch.batch, stage, self._iteration))
+    def _inputs(self, batch: MicroBatch, stage: int) -> Mapping[str, Any]:
+        given = dict(self.task.inputs(batch, stage, self._iteration))
         if taken := given.keys() & {INNER, TURNS}:
             raise TrainError(
                 f"task {type(self.task).__name__} gives stage {stage} an argument {min(taken)!r}, "
@@ -277,30 +267,35 @@ class StepEngine:
             given[TURNS] = self._pipeline.turns
         return given
 
-    def _passed(self, micro_batch: _MicroBatch, stage: int) -> Passed | tuple[Passed, ...]:
-        return self.task.passed(micro_batch.batch, stage)
+    def _passed(self, batch: MicroBatch, stage: int) -> Passed | tuple[Passed, ...]:
+        return self.task.passed(batch, stage)
 
-    def _loss(self, output: Any, micro_batch: _MicroBatch) -> dict[str, Tensor]:
-        """Each loss of a micro-batch as a sum, or as its part of the micro-batch's mean."""
-        sums = self.task.loss(output, micro_batch.batch)
-        if not micro_batch.divisors:
+    def _loss(self, output: Any, batch: MicroBatch) -> dict[str, Tensor]:
+        """Sums of a micro-batch; of each loss, or of its part of the micro-batch's mean."""
+        sums = self.task.loss(output, batch)
+        if not batch.divisors:
             return sums
-        return {name: value / micro_batch.divisors[name] for name, value in sums.items()}
+        return {name: value / batch.divisors.get(name, 1.0) for name, value in sums.items()}
 
-    def _weighed(self, batch: Batch) -> _MicroBatch:
+    def _weighed(self, batch: MicroBatch) -> MicroBatch:
         """`_own`, with what the mean of the whole micro-batch is divided by where it counts."""
         if self._per_token:
-            return _MicroBatch(self._own(batch), {})
+            return self._own(batch)
         counts = self.task.denominators([batch])  # of whole sequences
         divisors = {name: counts[name] or 1.0 for name in self.task.losses}
-        return _MicroBatch(self._own(batch), divisors)
+        return dataclasses.replace(self._own(batch), divisors=divisors)
 
-    def _own(self, batch: Batch) -> Batch:
+    def _own(self, batch: MicroBatch) -> MicroBatch:
         """What this rank computes of a micro-batch, on its device."""
         device = self.mesh.device
         if device.type != "cpu":
-            batch = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+            batch = batch.to(device)
         return self.task.cut(batch) if self._cuts else batch
+
+    @property
+    def _counted(self) -> tuple[str, ...]:
+        """Names of all that has a denominator."""
+        return (*self.task.losses, *self.task.reported, *self.task.inner_losses)
 
     @property
     def _cuts(self) -> bool:

@@ -77,7 +77,7 @@ def least_scores(config: RunConfig) -> int:
     training, layout = config.training, config.layout
     if not training.attention_dropout or training.compile or layout.hybrid_cp:
         return 0
-    heads = config.model.num_attention_heads // layout.tp
+    heads = config.model.attention_heads // layout.tp
     part = config.data.seq_length // (1 if layout.cp == 1 else 2 * layout.cp)
     return 4 * training.micro_batch_size * heads * part * part
 

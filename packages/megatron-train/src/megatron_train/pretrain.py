@@ -3,21 +3,25 @@
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 from megatron_ckpt import CheckpointStore, exchange
 from megatron_data import Tokenizer
-from megatron_models import CausalModel, Placement, find_kind, parameter_count
-from megatron_optim import Optimizer, needs_matrices
+from megatron_models import find_kind
 from megatron_parallel import Mesh
 
+from megatron_train.assembly import (
+    build_trainer,
+    choose_device,
+    choose_dtype,
+    load_run_tokenizer,
+)
 from megatron_train.callbacks.evaluation import Evaluation, Test
 from megatron_train.callbacks.listener import Listener
 from megatron_train.callbacks.log_line import LogLine
@@ -28,8 +32,7 @@ from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options
 from megatron_train.config.shown import write_config
 from megatron_train.config.values import Values
-from megatron_train.engine import StepEngine
-from megatron_train.errors import TrainError
+from megatron_train.description import description, layout_in_words
 from megatron_train.memory_check import refuse_what_cannot_fit
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.environment import environment
@@ -43,16 +46,13 @@ from megatron_train.starting import (
     what_is_kept,
 )
 from megatron_train.step_time import check_step_time
-from megatron_train.tasks.gpt import GPTTask
-from megatron_train.tokenizer import open_tokenizer
+from megatron_train.tasks.kinds import find_task
 from megatron_train.trainer import Callback, Stop, Trainer
 
 CONFIG_FILE = "config.yaml"
 
 
-def pretrain_gpt(
-    config: RunConfig, values: Values | None = None, *, command: str | None = None
-) -> int:
+def train(config: RunConfig, values: Values | None = None, *, command: str | None = None) -> int:
     """Train a model as ``config`` says, and print as it goes.
 
     While it runs, no other run can save into the folder of --save.
@@ -91,12 +91,13 @@ def pretrain_gpt(
             console.warn(long)
         facts = environment(mesh.device)
         # Printed with the first line there is: what is refused before needs no environment.
-        console.preface = partial(_description, config, values, facts, dtype)
+        console.preface = partial(description, config, values, facts, dtype)
         tokenizer = load_run_tokenizer(config)
-        batches = open_batches(config, tokenizer, mesh, console.line)
+        task = find_task(find_kind(config.model.kind).default_task)
+        batches = open_batches(config, task, tokenizer, mesh, console.line)
         # One rank looks at the corpora, since others need not have them (--broadcast-batches).
         record = exchange(coordinator, lambda: None, lambda _: run_record(config, tokenizer))
-        trainer = build_gpt_trainer(config, batches, mesh, dtype, family)
+        trainer = build_trainer(config, task, batches, mesh, dtype, family)
         run = _Run(config, console, mesh, peak, batches, tokenizer, facts, start, record)
         trainer.callbacks = run.callbacks()
         continued = start.take(trainer, config, record, console)
@@ -139,7 +140,8 @@ def join(config: RunConfig, device: torch.device) -> Mesh:
         LayoutError: ranks that do not arrive, or were started with another configuration.
     """
     settings = (
-        (option, getattr(getattr(config, option.section), option.name)) for option in run_options()
+        (option, getattr(getattr(config, option.section), option.name))
+        for option in run_options(config.model.kind)
     )
     return Mesh.bind(
         config.layout,
@@ -147,106 +149,6 @@ def join(config: RunConfig, device: torch.device) -> Mesh:
         timeout=timedelta(minutes=config.training.distributed_timeout_minutes),
         configuration={option.flag: str(value) for option, value in settings},
     )
-
-
-def build_gpt_trainer(
-    config: RunConfig,
-    batches: Batches,
-    mesh: Mesh,
-    dtype: torch.dtype,
-    family: str | None = None,
-) -> Trainer:
-    """Build this rank's stages of the model, optimizer and trainer, without any callback.
-
-    ``family`` is kept in checkpoints.
-    """
-    training = config.training
-    stages = find_kind(config.model.kind).build(
-        config.model,
-        Placement(
-            mesh,
-            sequence_parallel=training.sequence_parallel,
-            tp_comm_overlap=training.tp_comm_overlap,
-            recompute=config.recompute,
-            dispatcher=training.moe_token_dispatcher_type,
-            dtype=dtype,
-            device=mesh.device,
-            cp_comm_type=training.cp_comm_type,
-        ),
-        split=config.split,
-        seed=training.seed,
-    )
-    task = GPTTask(
-        cast(list[CausalModel], stages),
-        family,
-        seed=training.seed,
-        hidden_dropout=training.hidden_dropout,
-        attention_dropout=training.attention_dropout,
-        reset_position_ids=config.data.reset_position_ids,
-        reset_attention_mask=config.data.reset_attention_mask,
-        cut_per_document=training.context_parallel_split == "per_document",
-        sequence_length=config.data.seq_length,
-    )
-    engine = StepEngine(
-        task,
-        mesh,
-        replace(config.data_parallel, whole_matrices=needs_matrices(config.optimizer)),
-        compile=training.compile,
-        schedule=config.pipeline.schedule_of(mesh.layout),
-        group_size=config.pipeline.group_size,
-        per_token=training.calculate_per_token_loss,
-    )
-    optimizer = Optimizer(
-        engine.parameters,
-        engine.table,
-        mesh,
-        config.optimizer,
-        gradients=engine.gradients,
-        shards=engine.shards,
-    )
-    return Trainer(
-        engine=engine,
-        optimizer=optimizer,
-        learning_rate=config.learning_rate_schedule(),
-        decoupled_learning_rate=config.learning_rate_schedule(decoupled=True),
-        weight_decay=config.weight_decay_schedule(),
-        steps=batches.training,
-        train_iters=config.train_iters,
-        check_for_nan=config.data_parallel.check_for_nan_in_loss_and_grad,
-    )
-
-
-def choose_device(name: str) -> torch.device:
-    """Return the device called ``name``; ``auto`` is a GPU where there is one."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise TrainError("--device cuda: torch sees no GPU here; use --device cpu")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def choose_dtype(config: RunConfig) -> torch.dtype:
-    """Return the dtype of weights and arithmetic."""
-    if config.training.float64:
-        return torch.float64
-    return torch.bfloat16 if config.training.bf16 else torch.float32
-
-
-def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """Return the run's tokenizer, or None where it has none.
-
-    Raises:
-        TrainError: it has more tokens than the model.
-    """
-    data = config.data
-    tokenizer = open_tokenizer(data, config.model.vocab_size)
-    if tokenizer is not None and tokenizer.vocab_size > config.model.vocab_size:
-        name = data.tokenizer_model or data.vocab_file or data.tokenizer_type
-        raise TrainError(
-            f"--vocab-size {config.model.vocab_size} is smaller than the {tokenizer.vocab_size} "
-            f"tokens of {name}; leave it out to take the tokenizer's"
-        )
-    return tokenizer
 
 
 @dataclass(frozen=True)
@@ -324,59 +226,6 @@ class _Run:
             callbacks.append(board)
             listeners.append(board.evaluated)
         return callbacks, listeners, testers
-
-
-def _description(
-    config: RunConfig,
-    values: Values | None,
-    facts: dict[str, str],
-    dtype: torch.dtype,
-) -> Iterator[str]:
-    """Yield lines on environment, configuration and model size."""
-    yield "environment: " + ", ".join(f"{name} {value}" for name, value in facts.items())
-    if values is not None:
-        yield "configuration (what is not listed is the default):"
-        for key in (option.key for option in run_options() if option.key in values.given):
-            given = values.given[key]
-            value = (
-                " ".join(map(str, given.value)) if isinstance(given.value, tuple) else given.value
-            )
-            yield f"  {key}: {value}  [{given.origin}]"
-    count = parameter_count(config.model)
-    precision = str(dtype).removeprefix("torch.")
-    layout = config.layout
-    if layout.world_size > 1:
-        yield f"layout: {layout_in_words(config)}"
-    yield (
-        f"model: {count:,} parameters (without padding of the vocabulary) in {precision}; "
-        f"{_span(config.batch_sizes.sizes)} samples a step in {_micro_batches(config)}"
-    )
-
-
-def _micro_batches(config: RunConfig) -> str:
-    """Return what a step is computed in, on each rank."""
-    layout, training = config.layout, config.training
-    if layout.hybrid_cp:
-        room = training.max_seqlen_per_dp_cp_rank
-        return f"rows of at most {room} tokens a rank, in a pool of {layout.pool}"
-    counts = [size // config.samples_at_once for size in config.batch_sizes.sizes]
-    batches = "micro-batch" if max(counts) == 1 else "micro-batches"
-    share = "" if layout.dp == 1 else f" on each of {layout.dp} data parallel ranks"
-    return f"{_span(counts)} {batches} of {training.micro_batch_size}{share}"
-
-
-def _span(numbers: Sequence[int]) -> str:
-    least, most = min(numbers), max(numbers)
-    return str(least) if least == most else f"{least} to {most}"
-
-
-def layout_in_words(config: RunConfig) -> str:
-    """Return how many ranks a run has, and what each axis cuts where there are several."""
-    layout = config.layout
-    if layout.world_size == 1:
-        return "1 rank"
-    cut = ", sequence parallel" if config.training.sequence_parallel else ""
-    return f"{layout.world_size} ranks, {layout}{cut}"
 
 
 @contextmanager

@@ -14,11 +14,11 @@ from typing import Any, Final
 
 from megatron_data import Blend, Tokenizer, parse_data_path, read_data_path_changes
 
-from megatron_train.batches import of_conversations
 from megatron_train.config.data import CONVERSATION_OPTIONS
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
 from megatron_train.stored import shown
+from megatron_train.tasks.gpt_data import of_conversations
 
 KINDS: Final = ("data", "tokenizer", "seed", "objective")
 """What makes a run this run, beside its model, whose configuration a checkpoint has anyway."""
@@ -54,7 +54,7 @@ def run_record(config: RunConfig, tokenizer: Tokenizer | None) -> dict[str, Any]
             "calculate_per_token_loss": training.calculate_per_token_loss,
             "hidden_dropout": training.hidden_dropout,
             "attention_dropout": training.attention_dropout,
-            **{name: model[name] for name in LOSS_FIELDS},
+            **{name: model[name] for name in LOSS_FIELDS if name in model},
         },
         "optimizer": {
             "global_batch_size": config.global_batch_size,

@@ -20,12 +20,13 @@ from megatron_models import tokens_per_pair
 from megatron_parallel import Mesh, broadcast_tensors
 from torch import Tensor
 
-from megatron_train.batches import GPTBatches
+from megatron_train.batches import RunBatches
 from megatron_train.config.pool import part_multiple
 from megatron_train.config.run import RunConfig
 from megatron_train.document_pool import DocumentPool
 from megatron_train.errors import TrainError
-from megatron_train.tasks.task import Batch
+from megatron_train.tasks.kinds import TaskKind
+from megatron_train.tasks.task import MicroBatch
 
 PURPOSE: Final = "micro-batches"
 _WORDS: Final = "words"
@@ -44,18 +45,19 @@ class Batches(Protocol):
     def untested(self) -> str:
         """Why the share of --split to test on gives nothing, if it does not."""
 
-    def training(self, consumed_samples: int) -> Iterator[Sequence[Batch]]:
+    def training(self, consumed_samples: int) -> Iterator[Sequence[MicroBatch]]:
         """Yield the micro-batches of each step after ``consumed_samples`` samples."""
 
-    def validation(self) -> Iterator[Sequence[Batch]]:
+    def validation(self) -> Iterator[Sequence[MicroBatch]]:
         """Yield the micro-batches of one evaluation by global batch, the same ones every time."""
 
-    def testing(self) -> Iterator[Sequence[Batch]]:
+    def testing(self) -> Iterator[Sequence[MicroBatch]]:
         """Yield the micro-batches of the test by global batch; none where nothing `tests`."""
 
 
 def open_batches(
     config: RunConfig,
+    task: TaskKind,
     tokenizer: Tokenizer | None,
     mesh: Mesh,
     tell: Callable[[str], None] | None = None,
@@ -75,7 +77,7 @@ def open_batches(
         )
 
     def read() -> Batches:
-        return GPTBatches(config, tokenizer, mesh.axis("dp"), pool)
+        return RunBatches(config, task.open(config, tokenizer), mesh.axis("dp"), pool)
 
     return SharedBatches(mesh, read) if config.data.broadcast_batches else read()
 
@@ -106,39 +108,42 @@ class SharedBatches:
             words = self._heard(self._sent({}))
             self.tests, self.untested = words["tests"], words["untested"]
 
-    def training(self, consumed_samples: int) -> Iterator[Sequence[Batch]]:
+    def training(self, consumed_samples: int) -> Iterator[Sequence[MicroBatch]]:
         """Yield the micro-batches of each step after ``consumed_samples`` samples."""
         return self._shared(lambda source: source.training(consumed_samples))
 
-    def validation(self) -> Iterator[Sequence[Batch]]:
+    def validation(self) -> Iterator[Sequence[MicroBatch]]:
         """Yield the micro-batches of one evaluation by global batch, the same ones every time."""
         return self._shared(lambda source: source.validation())
 
-    def testing(self) -> Iterator[Sequence[Batch]]:
+    def testing(self) -> Iterator[Sequence[MicroBatch]]:
         """Yield the micro-batches of the test by global batch; none where nothing `tests`."""
         return self._shared(lambda source: source.testing())
 
     def _shared(
-        self, start: Callable[[Batches], Iterator[Sequence[Batch]]]
-    ) -> Iterator[Sequence[Batch]]:
+        self, start: Callable[[Batches], Iterator[Sequence[MicroBatch]]]
+    ) -> Iterator[Sequence[MicroBatch]]:
         steps = None if self._source is None else start(self._source)
         while step := self._next(steps):
             yield step
 
-    def _next(self, steps: Iterator[Sequence[Batch]] | None) -> Sequence[Batch]:
+    def _next(self, steps: Iterator[Sequence[MicroBatch]] | None) -> Sequence[MicroBatch]:
         """The micro-batches of the next step on all ranks; none after the last."""
         flat: dict[str, Tensor] = {}
         if steps is not None:
             read = self._or_tell(lambda: next(steps, ()))
-            flat = {f"{n} {name}": t for n, batch in enumerate(read) for name, t in batch.items()}
-        found: list[dict[str, Tensor]] = []
+            for index, batch in enumerate(read):
+                flat[f"{index} "] = torch.tensor([batch.samples, batch.tokens])
+                flat |= {f"{index} {name}": tensor for name, tensor in batch.fields.items()}
+        found: list[MicroBatch] = []
         for key, tensor in self._sent(flat).items():
             if key == _WORDS:
                 self._heard({key: tensor})
             number, name = key.split(" ", 1)
-            if int(number) == len(found):
-                found.append({})
-            found[-1][name] = tensor
+            if name:
+                found[int(number)] = found[int(number)].replaced(**{name: tensor})
+            else:
+                found.append(MicroBatch({}, *tensor.tolist()))
         return found
 
     def _or_tell(self, read: Callable[[], Read]) -> Read:

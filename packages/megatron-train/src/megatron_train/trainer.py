@@ -19,7 +19,7 @@ from megatron_parallel import all_reduce
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.stored import stored
-from megatron_train.tasks.task import Batch, Task
+from megatron_train.tasks.task import MicroBatch, Task
 
 MAX_NAN_STEPS = 10
 """Consecutive steps without a finite loss and gradient after which a run gives up."""
@@ -32,7 +32,7 @@ class StepReport:
     Attributes:
         iteration: number of the step, from 1.
         consumed_samples: samples the run has seen, this step included.
-        sums: each loss summed over the true tokens of the global batch.
+        sums: each loss, and each reported sum, over the true tokens of the global batch.
         denominators: what each sum is divided by.
         learning_rate: the rate the step was made with.
         grad_norm: norm of the gradient over all parameters, before clipping.
@@ -59,7 +59,7 @@ class StepReport:
 
     @property
     def losses(self) -> dict[str, float]:
-        """Each loss per true token."""
+        """Each loss per true token, and each reported mean."""
         return {name: self.sums[name] / self.denominators[name] for name in self.sums}
 
 
@@ -122,7 +122,7 @@ class Trainer:
         learning_rate: LearningRateSchedule,
         weight_decay: WeightDecaySchedule,
         decoupled_learning_rate: LearningRateSchedule | None = None,
-        steps: Callable[[int], Iterator[Sequence[Batch]]],
+        steps: Callable[[int], Iterator[Sequence[MicroBatch]]],
         train_iters: int,
         check_for_nan: bool = False,
         callbacks: Sequence[Callback] = (),
@@ -173,7 +173,7 @@ class Trainer:
         """End the run after the current step, on all ranks; the first reason given counts."""
         self.stopped = self.stopped or stop
 
-    def step(self, steps: Iterator[Sequence[Batch]]) -> StepReport:
+    def step(self, steps: Iterator[Sequence[MicroBatch]]) -> StepReport:
         """Take the next global batch from ``steps`` and make one step with it."""
         start = time.perf_counter()
         batches = next(steps)
@@ -181,7 +181,8 @@ class Trainer:
         denominators = {n: c or 1.0 for n, c in self.engine.denominators(batches).items()}
         sums = self.engine.run(batches, denominators, self.iteration + 1)
         learning_rate = self.learning_rate.at(self.consumed_samples)
-        finite, updated, grad_norm = all(map(math.isfinite, sums.values())), False, math.nan
+        losses = self._losses(sums)
+        finite, updated, grad_norm = all(map(math.isfinite, losses.values())), False, math.nan
         if finite:
             consumed = self.consumed_samples
             decoupled = self.decoupled_learning_rate.at(consumed)
@@ -190,7 +191,7 @@ class Trainer:
             updated, grad_norm = not result.skipped, result.grad_norm
             finite = math.isfinite(grad_norm)
         if self.check_for_nan and not finite:
-            raise TrainError(self._not_finite(sums, grad_norm))
+            raise TrainError(self._not_finite(losses, grad_norm))
         self.engine.zero()
         extent = self.engine.extent(batches)
         self.iteration += 1
@@ -211,8 +212,8 @@ class Trainer:
             flops=extent.flops,
         )
 
-    def evaluate(self, steps: Iterable[Sequence[Batch]]) -> dict[str, float]:
-        """Return each loss per true token over all micro-batches of ``steps``; changes nothing."""
+    def evaluate(self, steps: Iterable[Sequence[MicroBatch]]) -> dict[str, float]:
+        """Return each loss and each reported mean over all micro-batches; changes nothing."""
         totals: dict[str, float] = {}
         counts: dict[str, float] = {}
         for stage in self.task.stages:
@@ -270,9 +271,13 @@ class Trainer:
         self.stop(Stop("another rank was told to stop", status))
         return True
 
-    def _not_finite(self, sums: Mapping[str, float], grad_norm: float) -> str:
+    def _losses(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """The sums that have a gradient."""
+        return {name: sums[name] for name in sums if name not in self.task.reported}
+
+    def _not_finite(self, losses: Mapping[str, float], grad_norm: float) -> str:
         """Say what of the step about to end is not finite, the same on all ranks."""
-        wrong = [f"{name} is {value}" for name, value in sums.items() if not math.isfinite(value)]
+        wrong = [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
         if gradient := self.engine.not_finite():
             wrong.append(gradient)
         if not wrong:

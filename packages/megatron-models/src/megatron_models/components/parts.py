@@ -174,6 +174,11 @@ class Mixer(ABC):
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
         """Return its parameters, in the order of the module."""
 
+    @property
+    def heads(self) -> int:
+        """Heads of attention, which ranks may share out; none here."""
+        return 0
+
     def products_per_pair(self) -> int:
         """Return the multiply-adds of one query and one key that it may attend to; none here."""
         return 0

@@ -16,7 +16,11 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from megatron_parallel import ParallelLayout
 
-from megatron_models.components.embedding.spec import EmbeddingConfig, output_parameters
+from megatron_models.components.embedding.spec import (
+    EmbeddingConfig,
+    EmbeddingSpec,
+    output_parameters,
+)
 from megatron_models.components.fields import ComponentConfig
 from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.parts import Feature, Mixer, Parameters, Refusal, prefixed
@@ -101,6 +105,28 @@ class ModelConfig(ComponentConfig, ABC):
         """The mixers of all layers, each once."""
         found = {id(mixer): mixer for trunk in self.trunks().values() for mixer in trunk.mixers}
         return tuple(found.values())
+
+    @cached_property
+    def embedding(self) -> EmbeddingSpec:
+        """The embedding of its first trunk that has one.
+
+        Raises:
+            ConfigError: the model reads no tokens.
+        """
+        for trunk in self.trunks().values():
+            if trunk.embedding is not None:
+                return trunk.embedding
+        raise ConfigError(f"a model of kind {self.kind!r} reads no tokens")
+
+    @property
+    def depth(self) -> int:
+        """Layers of all trunks together."""
+        return sum(len(trunk.layers) for trunk in self.trunks().values())
+
+    @property
+    def attention_heads(self) -> int:
+        """Heads of the layer that has most; 0 without attention."""
+        return max((mixer.heads for mixer in self.mixers), default=0)
 
     @property
     def expert_parallel(self) -> bool:

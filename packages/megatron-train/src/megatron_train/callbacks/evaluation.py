@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from megatron_train.callbacks.listener import Listener
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.lines import evaluation_lines
-from megatron_train.tasks.task import Batch
+from megatron_train.tasks.task import MicroBatch
 from megatron_train.trainer import Callback
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Evaluation(Callback):
     def __init__(
         self,
         console: Console,
-        batches: Callable[[], Iterable[Sequence[Batch]]],
+        batches: Callable[[], Iterable[Sequence[MicroBatch]]],
         interval: int,
         listeners: Iterable[Listener] = (),
     ) -> None:
@@ -41,7 +41,8 @@ class Evaluation(Callback):
         if report.iteration % self._every and not last:
             return
         losses = trainer.evaluate(self._batches())
-        for line in evaluation_lines(f"iteration {report.iteration}", losses):
+        place = f"iteration {report.iteration}"
+        for line in evaluation_lines(place, losses, trainer.task.reported):
             self._console.line(line)
         for listener in self._listeners:
             listener(report.iteration, losses)
@@ -59,7 +60,7 @@ class Test(Callback):
     def __init__(
         self,
         console: Console,
-        batches: Callable[[], Iterable[Sequence[Batch]]],
+        batches: Callable[[], Iterable[Sequence[MicroBatch]]],
         listeners: Iterable[Listener] = (),
     ) -> None:
         self._console = console
@@ -71,7 +72,8 @@ class Test(Callback):
         if report.iteration < trainer.train_iters:
             return
         losses = trainer.evaluate(self._batches())
-        for line in evaluation_lines(f"iteration {report.iteration} on test set", losses):
+        place = f"iteration {report.iteration} on test set"
+        for line in evaluation_lines(place, losses, trainer.task.reported):
             self._console.line(line)
         for listener in self._listeners:
             listener(report.iteration, losses)

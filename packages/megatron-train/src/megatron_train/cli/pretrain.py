@@ -1,9 +1,11 @@
-"""``megatron-train pretrain gpt``: train a model from scratch, or continue a run."""
+"""``megatron-train pretrain KIND``: train a model from scratch, or continue a run."""
 
 import argparse
 import os
 import shlex
 import sys
+
+from megatron_models import ModelKind, model_kinds
 
 from megatron_train.config.flags import Parser, add_options, notes_of
 from megatron_train.config.notes import without_effect
@@ -11,6 +13,7 @@ from megatron_train.config.resolve import resolve
 from megatron_train.config.run_sections import run_options, sections
 from megatron_train.config.shown import print_config
 from megatron_train.errors import UsageError
+from megatron_train.tasks.kinds import KINDS
 
 _EXAMPLE = """\
 example:
@@ -25,15 +28,22 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Add the command to ``commands``."""
     summary = "train a model from scratch, or continue a run"
     pretrain = commands.add_parser("pretrain", help=summary, description=summary.capitalize() + ".")
-    families = pretrain.add_subparsers(metavar="MODEL", required=True)
-    parser = families.add_parser(
-        "gpt",
+    kinds = pretrain.add_subparsers(metavar="MODEL", required=True)
+    tasks = KINDS.entries()
+    for kind in model_kinds().values():
+        if kind.default_task in tasks:
+            _add_kind(kinds, kind)
+
+
+def _add_kind(kinds: "argparse._SubParsersAction[Parser]", kind: ModelKind) -> None:
+    parser = kinds.add_parser(
+        kind.name,
         megatron=True,
         usage="%(prog)s [--config FILE] [flags]",
-        help="a decoder-only language model",
-        description="Train a decoder-only language model. Flags override --config, which overrides "
-        "--recipe, which overrides the defaults.",
-        epilog=_EXAMPLE,
+        help=kind.summary,
+        description=f"Train {kind.summary}. Flags override --config, which overrides --recipe, "
+        "which overrides the defaults.",
+        epilog=_EXAMPLE.replace("pretrain gpt", f"pretrain {kind.name}"),
     )
     parser.add_argument(
         "--recipe",
@@ -51,8 +61,9 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         action="store_true",
         help="print every setting as YAML for --config, with where it comes from, and stop",
     )
-    add_options(parser, run_options(), {name: title for name, (title, _) in sections().items()})
-    parser.set_defaults(run=run)
+    titles = {name: title for name, (title, _) in sections(kind.name).items()}
+    add_options(parser, run_options(kind.name), titles)
+    parser.set_defaults(run=run, kind=kind.name)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,10 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
     if ranks > 1:
         minutes = config.training.distributed_timeout_minutes
         return _run_ranks(arguments.words, ranks, minutes * 60)
-    from megatron_train.pretrain import pretrain_gpt
+    from megatron_train.pretrain import train
 
     command = shlex.join(["megatron-train", *arguments.words])
-    return pretrain_gpt(config, values, command=command)
+    return train(config, values, command=command)
 
 
 def ranks_to_start(text: str | None) -> int:

@@ -52,9 +52,9 @@ def check_context_parallel(run: RunSections) -> None:
 
 def _check_ways(run: RunSections) -> None:
     ways = run.training.cp_comm_type
-    if len(ways) not in (1, run.model.num_layers):
+    if len(ways) not in (1, run.model.depth):
         raise TrainError(
-            f"--cp-comm-type has {len(ways)} values for --num-layers {run.model.num_layers}; give "
+            f"--cp-comm-type has {len(ways)} values for --num-layers {run.model.depth}; give "
             "one for all layers or one for each"
         )
 
@@ -72,7 +72,7 @@ def _check_hierarchy(run: RunSections) -> None:
 
 
 def _check_heads(run: RunSections) -> None:
-    layout, heads = run.layout, run.model.num_attention_heads
+    layout, heads = run.layout, run.model.attention_heads
     sizes = {"a2a": layout.cp, "a2a+p2p": (layout.hierarchical_cp or (1,))[0]}
     for way in dict.fromkeys(run.training.cp_comm_type):
         ranks = sizes.get(way, 1)

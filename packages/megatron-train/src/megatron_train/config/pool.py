@@ -29,11 +29,11 @@ def check_pool_run(run: RunSections) -> None:
     _check_room(run, room)
     _check_settings(run)
     ways = set(run.training.cp_comm_type)
-    heads, ranks = run.model.num_attention_heads // run.layout.tp, run.layout.pool
+    heads, ranks = run.model.attention_heads // run.layout.tp, run.layout.pool
     if "a2a" in ways and heads % ranks:
         raise TrainError(
             f"--cp-comm-type a2a cannot scatter --num-attention-heads "
-            f"{run.model.num_attention_heads} / --tensor-model-parallel-size {run.layout.tp} = "
+            f"{run.model.attention_heads} / --tensor-model-parallel-size {run.layout.tp} = "
             f"{heads} heads over all {ranks} ranks of {FLAG}; use p2p or allgather, or change one "
             "of them"
         )

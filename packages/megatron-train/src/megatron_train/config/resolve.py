@@ -15,7 +15,7 @@ from megatron_train.config.flags import LAYERS_PER_VIRTUAL_STAGE, given_flags, i
 from megatron_train.config.options import options_of
 from megatron_train.config.recipes import RECIPE, recipe_values
 from megatron_train.config.run import RunConfig, build_run
-from megatron_train.config.run_sections import run_options, sections
+from megatron_train.config.run_sections import KIND, run_options
 from megatron_train.config.values import Given, Values
 from megatron_train.errors import TrainError, UsageError
 
@@ -35,14 +35,15 @@ def resolve(
         TrainError: a value that cannot be used, told as it was given.
         UsageError: a required value that nobody gave.
     """
-    options = run_options()
+    kind: str = namespace.kind
+    options = run_options(kind)
     values = Values()
     if namespace.recipe is not None:
         values = recipe_values(namespace.recipe, options)
     if namespace.config is not None:
         values = values.updated(read_file(Path(namespace.config), options))
-    values = derive(_with_described_stages(with_flags(values, namespace)))
-    config = build_run(values, world_size or started_ranks())
+    values = derive(_with_described_stages(with_flags(values, namespace, kind)), kind)
+    config = build_run(values, world_size or started_ranks(), kind)
     given = values.given.get("checkpoint.model_family")
     if given is not None and given.origin.startswith(RECIPE):
         config = _without_strange_family(config, given.value)
@@ -58,13 +59,18 @@ def _without_strange_family(config: RunConfig, name: str) -> RunConfig:
     return replace(config, checkpoint=replace(config.checkpoint, model_family=None))
 
 
-def with_flags(values: Values, namespace: argparse.Namespace) -> Values:
+def with_flags(values: Values, namespace: argparse.Namespace, kind: str = KIND) -> Values:
     """Return ``values`` with those of a parsed command line put over them.
+
+    Args:
+        values: to be put over.
+        namespace: the parsed command line.
+        kind: of the model, whose flags it has.
 
     Raises:
         UsageError: a flag whose value cannot be used.
     """
-    options = run_options()
+    options = run_options(kind)
     values = values.updated(given_flags(namespace, options))
     for key, implied in implied_flags(namespace, options).given.items():
         values = values.with_derived(key, implied.value, implied.origin)
@@ -84,10 +90,10 @@ def started_ranks() -> int:
     return int(text)
 
 
-def derive(values: Values) -> Values:
+def derive(values: Values, kind: str = KIND) -> Values:
     """Fill in what follows from other settings: positions, vocabulary, the checkpoint's model."""
     if values.get("checkpoint.use_checkpoint_args"):
-        values = _with_model_of_checkpoint(values)
+        values = _with_model_of_checkpoint(values, kind)
     seq_length = values.get("data.seq_length")
     if seq_length is not None:
         values = values.with_derived("model.max_position_embeddings", seq_length, "--seq-length")
@@ -154,7 +160,7 @@ def _with_whole_conversations(values: Values) -> Values:
     return values.with_derived("data.sample_order", "packed", "--sft")
 
 
-def _with_model_of_checkpoint(values: Values) -> Values:
+def _with_model_of_checkpoint(values: Values, kind: str) -> Values:
     """Take every setting of the model that is not given from the checkpoint to start with."""
     from megatron_ckpt import Checkpoint, CheckpointError, find_checkpoint
 
@@ -172,7 +178,12 @@ def _with_model_of_checkpoint(values: Values) -> Values:
         model = config_of(found.model)
     except ConfigError as error:
         raise TrainError(f"--use-checkpoint-args: {found.path}: {error}") from None
-    for option in options_of(sections()["model"][1], "model"):
+    if model.kind != kind:
+        raise TrainError(
+            f"--use-checkpoint-args: {found.path} holds a model of kind {model.kind}; train it by "
+            f"megatron-train pretrain {model.kind}"
+        )
+    for option in options_of(type(model), "model"):
         value = getattr(model, option.name)
         values = values.with_derived(option.key, value, f"the checkpoint {found.path}")
     return values

@@ -20,7 +20,7 @@ from megatron_train.config.model import (
     check_model_layout,
 )
 from megatron_train.config.options import flags_of, options_of
-from megatron_train.config.run_sections import RunSections, run_options, sections
+from megatron_train.config.run_sections import KIND, RunSections, run_options, sections
 from megatron_train.config.values import Values
 from megatron_train.errors import TrainError, UsageError, collected, refuse
 
@@ -61,10 +61,11 @@ class RunConfig(RunSections):
 
     def _check_length(self) -> None:
         """Refuse samples longer than the model takes."""
-        if self.data.seq_length > self.model.max_position_embeddings:
+        longest = self.model.embedding.max_position_embeddings
+        if self.data.seq_length > longest:
             raise TrainError(
                 f"--seq-length {self.data.seq_length} exceeds --max-position-embeddings "
-                f"{self.model.max_position_embeddings}; shorten the one or raise the other"
+                f"{longest}; shorten the one or raise the other"
             )
 
     def _check_batch(self) -> None:
@@ -129,7 +130,7 @@ class RunConfig(RunSections):
         """Refuse what the schedule cannot run."""
         layout = self.layout
         with _told_by_flags("pipeline"):
-            self.pipeline.split(self.model.num_layers, layout)
+            self.pipeline.split(self.model.depth, layout)
             schedule = self.pipeline.schedule_of(layout)
             group = self.pipeline.group_size
             for size in self.batch_sizes.sizes:
@@ -226,9 +227,19 @@ class RunConfig(RunSections):
             raise TrainError(error.told(flags)) from None
 
 
-def build_run(values: Values, world_size: int = 1) -> RunConfig:
-    """Build and check the configuration of a run on ``world_size`` ranks from given values."""
-    absent = list(values.missing(run_options()))
+def build_run(values: Values, world_size: int = 1, kind: str = KIND) -> RunConfig:
+    """Build and check the configuration of a run from given values.
+
+    Args:
+        values: by section and name.
+        world_size: ranks of the run.
+        kind: of the model.
+
+    Raises:
+        TrainError: values that are refused, or do not go together.
+        UsageError: a required value that is not given.
+    """
+    absent = list(values.missing(run_options(kind)))
     missing = [option.flag for option in absent if not option.derived]
     if not {"training.train_iters", "training.train_samples"} & values.given.keys():
         missing.append("--train-iters (or --train-samples)")
@@ -242,7 +253,7 @@ def build_run(values: Values, world_size: int = 1) -> RunConfig:
             f"missing: {', '.join(missing)}; give as flags, by --recipe, or in --config"
         )
     built, wrong = {}, list[str]()
-    for name, (_, cls) in sections().items():
+    for name, (_, cls) in sections(kind).items():
         with collected(wrong):
             built[name] = build_section(name, cls, values)
     refuse(wrong)

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from megatron_data import FIMConfig
-from megatron_models import CausalConfig, find_kind
+from megatron_models import ModelConfig, find_kind
 from megatron_optim import LearningRateSchedule, OptimizerConfig, WeightDecaySchedule
 from megatron_parallel import DataParallelConfig, ParallelLayout, Recompute
 from megatron_parallel.pipeline import PipelineConfig
@@ -23,7 +23,7 @@ from megatron_train.config.sections import (
 )
 
 KIND = "gpt"
-"""The kind of model that runs train."""
+"""The kind of model whose settings are shown where no kind is named."""
 
 _SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "data": ("data", DataConfig),
@@ -55,13 +55,16 @@ def sections(kind: str = KIND) -> dict[str, tuple[str, type[Any]]]:
 
 
 @cache
-def run_options() -> tuple[Option, ...]:
+def run_options(kind: str = KIND) -> tuple[Option, ...]:
     """Return every option of a run, section by section.
 
     Cached: a run asks several times, and type hints are slow to evaluate.
+
+    Args:
+        kind: of the model.
     """
     return tuple(
-        option for name, (_, cls) in sections().items() for option in options_of(cls, name)
+        option for name, (_, cls) in sections(kind).items() for option in options_of(cls, name)
     )
 
 
@@ -69,7 +72,7 @@ def run_options() -> tuple[Option, ...]:
 class RunSections:
     """Everything that defines a run: one field for each section. `RunConfig` checks them."""
 
-    model: CausalConfig
+    model: ModelConfig
     data: DataConfig
     training: TrainingConfig
     optimizer: OptimizerConfig
@@ -86,7 +89,7 @@ class RunSections:
     @property
     def split(self) -> tuple[range, ...]:
         """Global layer numbers of every pipeline stage."""
-        return self.pipeline.split(self.model.num_layers, self.layout)
+        return self.pipeline.split(self.model.depth, self.layout)
 
     @property
     def data_parallel_size(self) -> int:

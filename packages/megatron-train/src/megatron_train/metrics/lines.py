@@ -6,7 +6,7 @@ loss out where it is negative; neither happens here.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -58,10 +58,20 @@ class TrainingLine:
         return " | ".join(fields) + " |"
 
 
-def evaluation_lines(place: str, losses: Mapping[str, float]) -> list[str]:
-    """Return the lines of an evaluation: a rule, losses with their perplexities, a rule."""
+def evaluation_lines(
+    place: str, losses: Mapping[str, float], reported: Collection[str] = ()
+) -> list[str]:
+    """Return the lines of an evaluation: a rule, losses with their perplexities, a rule.
+
+    Args:
+        place: where in the run.
+        losses: means by name.
+        reported: names of those that are no losses, and have no perplexity.
+    """
     text = f" validation loss at {place} | "
     for name, value in losses.items():
-        text += f"{name} value: {value:.6E} | {name} PPL: {math.exp(min(20.0, value)):.6E} | "
+        text += f"{name} value: {value:.6E} | "
+        if name not in reported:
+            text += f"{name} PPL: {math.exp(min(20.0, value)):.6E} | "
     rule = "-" * (len(text) + 1)
     return [rule, text, rule]

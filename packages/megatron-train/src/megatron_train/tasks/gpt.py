@@ -1,7 +1,8 @@
 """Left-to-right language modelling."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from megatron_ckpt import ModelRecord
 from megatron_kernels import Mask
@@ -10,9 +11,8 @@ from megatron_parallel import Axis, DropoutKey, Passed, pool_group_name
 from megatron_parallel.context_parallel import ContextSplit
 from torch import Tensor, nn
 
-from megatron_train.document_pool import EXTENT, PLACES
-from megatron_train.errors import TrainError
-from megatron_train.tasks.task import Batch
+from megatron_train.config.run import RunConfig
+from megatron_train.tasks.task import MicroBatch
 
 LOSS = "lm loss"
 
@@ -37,6 +37,7 @@ class GPTTask:
     """
 
     losses = (LOSS,)
+    reported = ()
 
     def __init__(
         self,
@@ -88,59 +89,54 @@ class GPTTask:
         """The blocks of a stage."""
         return [block for own in self._stages if own is stage for block in own.layers.values()]
 
-    def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
+    def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Return the number of tokens that count; for routers, of those that are not padding."""
-        counts = {LOSS: sum(float(batch["loss_mask"].double().sum()) for batch in batches)}
+        counts = {LOSS: sum(float(batch.fields["loss_mask"].double().sum()) for batch in batches)}
         if self.inner_losses:
             routed = float(sum(self._routed(batch) for batch in batches))
             counts |= dict.fromkeys(self.inner_losses, routed)
         return counts
 
-    def _routed(self, batch: Batch) -> int:
+    def _routed(self, batch: MicroBatch) -> int:
         if self._reset_attention_mask:
-            return int((batch["document_ids"] >= 0).sum())
-        return batch["tokens"].numel()
+            return int((batch.fields["document_ids"] >= 0).sum())
+        return batch.fields["tokens"].numel()
 
-    def cut(self, batch: Batch) -> Batch:
-        """Return the batch at this rank's places, with the ``places`` of all ranks.
+    def cut(self, batch: MicroBatch) -> MicroBatch:
+        """Return the batch at this rank's places.
 
         What masks are made of stays whole: ``document_ids`` and ``sample_ids``.
         """
-        tokens = batch["tokens"]
-        if PLACES in batch and not self._mesh.layout.hybrid_cp:
-            raise TrainError(
-                f"samples have a field {PLACES!r}, which context parallelism gives them; rename it"
-            )
-        if self._mesh.layout.hybrid_cp:
-            split = ContextSplit(batch[PLACES])
-        elif self._cut_per_document:
-            split = ContextSplit.per_document(batch["document_ids"], self._cp.size)
-        else:
+        fields, split = batch.fields, batch.split
+        if split is None and self._cut_per_document:
+            split = ContextSplit.per_document(fields["document_ids"], self._cp.size)
+        elif split is None:
+            tokens = fields["tokens"]
             split = ContextSplit.zigzag(tokens.shape[1], self._cp.size, tokens.device)
         index = self._context(split.ranks).index
-        by_place = batch.keys() & {"tokens", "labels", "loss_mask", "positions"}
-        own = {name: split.take(batch[name], index) for name in by_place}
-        return {**batch, **own, PLACES: split.places}
+        by_place = fields.keys() & {"tokens", "labels", "loss_mask", "positions"}
+        own = {name: split.take(fields[name], index) for name in by_place}
+        return dataclasses.replace(batch.replaced(**own), split=split)
 
-    def inputs(self, batch: Batch, stage: int, iteration: int | None) -> Mapping[str, Any]:
+    def inputs(self, batch: MicroBatch, stage: int, iteration: int | None) -> Mapping[str, Any]:
         """Return tokens for the first stage, labels for the last, mask and dropout for all."""
         own = next(one for one in self._stages if one.stage == stage)
-        given: dict[str, Any] = {}
+        fields, given = batch.fields, dict[str, Any]()
         if own.first:
-            given["x"] = batch["tokens"]
+            given["x"] = fields["tokens"]
         if own.last:
-            given["labels"] = batch["labels"]
+            given["labels"] = fields["labels"]
             if iteration is not None:
                 given["label_smoothing"] = self._label_smoothing
         pooled = self._mesh.layout.hybrid_cp
         if self._reset_position_ids or pooled:
-            given["positions"] = batch["positions"]
+            given["positions"] = fields["positions"]
         if self._reset_attention_mask or pooled:
-            given["mask"] = Mask(document_ids=batch["document_ids"])
-        if self._cp.size > 1 or pooled:
-            given["split"] = ContextSplit(batch[PLACES])
-        if pooled:
-            given["cp"] = self._context(len(batch[PLACES]))
+            given["mask"] = Mask(document_ids=fields["document_ids"])
+        if batch.split is not None:
+            given["split"] = batch.split
+            if pooled:
+                given["cp"] = self._context(batch.split.ranks)
         if iteration is not None and (self._hidden_dropout or self._attention_dropout):
             given["dropout"] = self._dropout(batch, iteration)
         return given
@@ -150,36 +146,50 @@ class GPTTask:
         pooled = self._mesh.layout.hybrid_cp
         return self._mesh.axis(pool_group_name(ranks)) if pooled else self._cp
 
-    def _dropout(self, batch: Batch, iteration: int) -> Dropout:
+    def _dropout(self, batch: MicroBatch, iteration: int) -> Dropout:
         """What is dropped; in rows of a pool, as in the samples that they are made of."""
         rates = self._hidden_dropout, self._attention_dropout
         if self._mesh.layout.hybrid_cp:
-            samples, places = batch["sample_ids"].t(), batch["sample_places"]
+            samples, places = batch.fields["sample_ids"].t(), batch.fields["sample_places"]
             key = DropoutKey.for_tokens(self._seed, iteration, samples, places.t())
             return Dropout(key, *rates, places, self._sequence_length)
         key = DropoutKey.for_batch(
             seed=self._seed,
             iteration=iteration,
-            samples=batch["sample_ids"],
-            positions=batch["tokens"].shape[1] * self._cp.size,
+            samples=batch.fields["sample_ids"],
+            positions=batch.fields["tokens"].shape[1] * self._cp.size,
         )
         return Dropout(key, *rates)
 
-    def passed(self, batch: Batch, stage: int) -> Passed:
+    def passed(self, batch: MicroBatch, stage: int) -> Passed:
         """Return shape and dtype of the activations between two stages."""
-        samples, part = batch["tokens"].shape
+        samples, part = batch.fields["tokens"].shape
         return self._stages[0].passed(samples, part * self._cp.size)
 
-    def loss(self, output: Tensor, batch: Batch) -> dict[str, Tensor]:
+    def loss(self, output: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
         """Return the cross entropy ``[b, s]`` summed over the tokens that count."""
-        return {LOSS: (output * batch["loss_mask"]).sum()}
+        return {LOSS: (output * batch.fields["loss_mask"]).sum()}
 
-    def flops(self, batches: Sequence[Batch]) -> float:
+    def flops(self, batches: Sequence[MicroBatch]) -> float:
         """Return the operations of a forward and backward pass over the batches."""
-        config = self._stages[0].config
-        if self._mesh.layout.hybrid_cp:
-            tokens = sum(int(batch[EXTENT][1]) for batch in batches)
-            return float(training_flops(config, self._sequence_length or 0, tokens))
-        length = batches[0]["tokens"].shape[1]
-        tokens = sum(batch["tokens"].numel() for batch in batches)
-        return float(training_flops(config, length, tokens))
+        config, length = self._stages[0].config, self._sequence_length
+        if not self._mesh.layout.hybrid_cp:
+            length = batches[0].fields["tokens"].shape[1]
+        tokens = sum(batch.tokens for batch in batches)
+        return float(training_flops(config, length or 0, tokens))
+
+
+def gpt_task(run: RunConfig, stages: Sequence[nn.Module], family: str | None) -> GPTTask:
+    """Return the task of a run, see `megatron_train.tasks.kinds.TaskKind`."""
+    training, data = run.training, run.data
+    return GPTTask(
+        cast(Sequence[CausalModel], stages),
+        family,
+        seed=training.seed,
+        hidden_dropout=training.hidden_dropout,
+        attention_dropout=training.attention_dropout,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        cut_per_document=training.context_parallel_split == "per_document",
+        sequence_length=data.seq_length,
+    )

@@ -4,15 +4,61 @@ The trainer never asks which model it trains, nor on how many ranks. It divides 
 denominators, and both come from here.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import torch
 from megatron_ckpt import ModelRecord
 from megatron_parallel import Passed
+from megatron_parallel.context_parallel import ContextSplit
 from torch import Tensor, nn
 
-Batch: TypeAlias = Mapping[str, Tensor]
-"""One micro-batch: tensors of shape ``[b, s]`` or ``[b]`` by name."""
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """What this rank computes at a time.
+
+    Attributes:
+        fields: tensors by name, which only the task looks into.
+        samples: how many samples of the global batch are counted with it.
+        tokens: how many tokens of the global batch are counted with it, masked ones included.
+        split: which places of its sequences each rank has that it is cut over. None where no
+            context parallelism cuts it, and before `Task.cut` where the task decides.
+        divisors: what each loss is divided by for the mean of the whole micro-batch; empty where
+            every true token has the same weight.
+    """
+
+    fields: Mapping[str, Tensor]
+    samples: int
+    tokens: int
+    split: ContextSplit | None = None
+    divisors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Tensor], by: str) -> "MicroBatch":
+        """Return a micro-batch whose samples and tokens are those of one of its fields.
+
+        Args:
+            fields: tensors by name.
+            by: name of a field ``[b, s]``.
+        """
+        return cls(fields, len(fields[by]), fields[by].numel())
+
+    def replaced(self, **fields: Tensor) -> "MicroBatch":
+        """Return the same with other fields, or more."""
+        return dataclasses.replace(self, fields={**self.fields, **fields})
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """Return the same on a device; copies need not have ended."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        split = None if self.split is None else ContextSplit(moved(self.split.places))
+        fields = {name: moved(tensor) for name, tensor in self.fields.items()}
+        return dataclasses.replace(self, fields=fields, split=split)
 
 
 class Task(Protocol):
@@ -41,6 +87,14 @@ class Task(Protocol):
         """Names of the losses."""
 
     @property
+    def reported(self) -> Sequence[str]:
+        """Names of sums that are reported beside the losses, such as an accuracy.
+
+        `denominators` and `loss` give them too. They have no gradient, and a value that is not
+        finite does not end or skip a step.
+        """
+
+    @property
     def inner_losses(self) -> Sequence[str]:
         """Names of the losses that layers have of their own (`megatron_parallel.InnerLosses`).
 
@@ -48,33 +102,35 @@ class Task(Protocol):
         a layer names there the axes whose ranks all have the same value.
         """
 
-    def denominators(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Return what each loss, inner ones too, is divided by, from labels and masks alone.
+    def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Return what each loss and each reported sum is divided by, from labels and masks alone.
+
+        Inner losses are among them.
 
         Called with the micro-batches of this rank before the first forward pass of a step, and
         summed over the ranks, so that no gradient is ever an average of averages.
         """
 
-    def cut(self, batch: Batch) -> Batch:
+    def cut(self, batch: MicroBatch) -> MicroBatch:
         """Return what this rank computes of a micro-batch of its data-parallel rank.
 
         Asked for with context parallelism only, where it is a part of every sequence, and in a pool
         (`megatron_train.document_pool`), where it is a part of a row. `inputs`, `passed` and `loss`
-        are called with what is returned.
+        are called with what is returned, whose ``split`` says which places each rank has.
         """
 
-    def inputs(self, batch: Batch, stage: int, iteration: int | None) -> Mapping[str, Any]:
+    def inputs(self, batch: MicroBatch, stage: int, iteration: int | None) -> Mapping[str, Any]:
         """Return the keyword arguments of a stage for a micro-batch.
 
         What the stage before passes on comes as its first positional argument. ``iteration`` is the
         number of the step, or None in an evaluation.
         """
 
-    def passed(self, batch: Batch, stage: int) -> Passed | tuple[Passed, ...]:
+    def passed(self, batch: MicroBatch, stage: int) -> Passed | tuple[Passed, ...]:
         """Return shape and dtype of what a stage passes on; asked of every rank for every stage."""
 
-    def loss(self, output: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return each loss of a micro-batch as a sum, from the output of the last stage."""
+    def loss(self, output: Any, batch: MicroBatch) -> dict[str, Tensor]:
+        """Return each loss and each reported sum of a micro-batch, from the last stage's output."""
 
-    def flops(self, batches: Sequence[Batch]) -> float:
+    def flops(self, batches: Sequence[MicroBatch]) -> float:
         """Return the operations of a forward and backward pass of the whole model."""

@@ -34,6 +34,11 @@ class AttentionSpec(AttentionConfig, Mixer):
     module: ClassVar[str] = "megatron_models.components.attention.module:Attention"
 
     @property
+    def heads(self) -> int:
+        """Heads of queries."""
+        return self.num_attention_heads
+
+    @property
     def slots(self) -> tuple[int, int, int]:
         """Heads of one group in the fused projection: its queries, its key, its value."""
         return (self.heads_per_group, 1, 1)
@@ -138,6 +143,11 @@ class CrossAttentionSpec(AttentionConfig, Mixer):
     """
 
     module: ClassVar[str] = "megatron_models.components.attention.cross:CrossAttention"
+
+    @property
+    def heads(self) -> int:
+        """Heads of queries."""
+        return self.num_attention_heads
 
     @property
     def q(self) -> ColumnSpec:

@@ -1,0 +1,65 @@
+"""Samples with hidden tokens, of megatron-data's BERT datasets."""
+
+from collections.abc import Mapping, Sequence
+
+from megatron_data import (
+    BertDatasetConfig,
+    DataError,
+    Dataset,
+    Datasets,
+    Tokenizer,
+    WordPieces,
+    build_bert_datasets,
+    check_tokenizer,
+)
+from megatron_data.torch import read_batch
+from megatron_train import MicroBatch, RunConfig
+from torch import Tensor
+
+
+class MaskedText:
+    """What a run reads its samples from.
+
+    Args:
+        run: the run; its corpora are rows of sentences.
+        tokenizer: one of word pieces.
+
+    Raises:
+        DataError: there is no tokenizer.
+    """
+
+    def __init__(self, run: RunConfig, tokenizer: Tokenizer | None) -> None:
+        if tokenizer is None:
+            raise DataError("tokens are hidden by word pieces; give --tokenizer-type, --vocab-file")
+        data = run.data
+        self._run = run
+        self._tokenizer = tokenizer
+        self._path = data.data_path or {
+            "train": data.train_data_path,
+            "valid": data.valid_data_path,
+            "test": data.test_data_path,
+        }
+
+    def datasets(self, sizes: Sequence[int]) -> Datasets:
+        """Return the datasets of at least these numbers of samples."""
+        train, valid, test = sizes
+        return build_bert_datasets(
+            self._path,
+            self._run.data.split,
+            (train, valid, test),
+            config=BertDatasetConfig(sequence_length=self._run.data.seq_length, binary_head=False),
+            pieces=WordPieces.of(self._tokenizer),
+            seed=self._run.training.seed,
+        )
+
+    def check(self) -> None:
+        """Refuse corpora that another tokenizer made."""
+        check_tokenizer(self._path, self._tokenizer)
+
+    def read(self, dataset: Dataset, samples: Sequence[int]) -> Mapping[str, Tensor]:
+        """Read samples by their numbers."""
+        return read_batch(dataset, samples)
+
+    def micro_batch(self, fields: Mapping[str, Tensor]) -> MicroBatch:
+        """Return the micro-batch of these fields, counted by its tokens."""
+        return MicroBatch.of(fields, by="tokens")

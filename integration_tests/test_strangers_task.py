@@ -1,0 +1,64 @@
+"""A task from another distribution: `stranger/` trains by `megatron-train pretrain bidirectional`.
+
+No file of the eight packages knows of it. Its runs equal those of one rank in float64 under tensor
+and pipeline parallelism, and move between layouts.
+"""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+from megatron_data import IndexedDatasetBuilder, bert_tokenizer
+from megatron_train import read_records
+
+pytest.importorskip("bidirectional", reason="pip install -e integration_tests/stranger")
+
+WORDS = ["cat", "dog", "bird", "saw", "big", "small", "red", "ran", "sat", "mat", "tree", "then"]
+RUN = (
+    "megatron-train pretrain bidirectional --train-data-path text --valid-data-path text "
+    "--tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt --masked-lm-head "
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 24 --micro-batch-size 2 "
+    "--global-batch-size 4 --lr 1e-2 --eval-interval 3 --eval-iters 1 --log-interval 3 --float64"
+)
+TP2 = "--nproc-per-node 2 --tensor-model-parallel-size 2"
+PP2 = "--nproc-per-node 2 --pipeline-model-parallel-size 2"
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory) -> Path:
+    """A folder with rows of sentences, and the vocabulary they are made of."""
+    folder = tmp_path_factory.mktemp("sentences")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
+    tokenizer, draw = bert_tokenizer(folder / "vocab.txt"), random.Random(1)
+    with IndexedDatasetBuilder(folder / "text", "uint16") as builder:
+        for _ in range(20):
+            for _ in range(draw.randint(2, 5)):
+                builder.add_item(tokenizer.encode(" ".join(draw.choices(WORDS, k=9))))
+            builder.end_document()
+        builder.finalize()
+    return folder
+
+
+def steps(folder: Path) -> dict[int, list[float]]:
+    """Loss, accuracy and gradient norm of every step."""
+    names = ("lm loss", "accuracy", "grad_norm")
+    records = read_records(folder / "metrics.jsonl").train
+    return {record["iteration"]: [record[name] for name in names] for record in records}
+
+
+def test_it_trains_and_moves_between_layouts_as_on_one_rank(sentences, run_command, tmp_path):
+    run = f"{RUN} --train-iters 6"
+    done = run_command(sentences, f"{run} --save {tmp_path}/one")
+    assert (
+        re.search(r"accuracy value: \S+ \| *\n", done.stdout) and "accuracy PPL" not in done.stdout
+    )
+    for layout, stop in ((TP2, 2), (PP2, 4), ("", 6)):
+        save = f"--save {tmp_path}/moved --load {tmp_path}/moved --exit-interval {stop}"
+        run_command(sentences, f"{run} {layout} {save}")
+    one, moved = steps(tmp_path / "one"), steps(tmp_path / "moved")
+    assert one.keys() == moved.keys() == set(range(1, 7))
+    for step, values in one.items():
+        assert moved[step] == pytest.approx(values, abs=1e-9), step
+    assert len({accuracy for _, accuracy, _ in one.values()}) > 1

@@ -1,0 +1,108 @@
+"""The parts of a run on one rank: device, tokenizer, stages, engine, optimizer, trainer."""
+
+from dataclasses import replace
+
+import torch
+from megatron_data import Tokenizer
+from megatron_models import Placement, find_kind
+from megatron_optim import Optimizer, needs_matrices
+from megatron_parallel import Mesh
+
+from megatron_train.config.run import RunConfig
+from megatron_train.engine import StepEngine
+from megatron_train.errors import TrainError
+from megatron_train.shared_batches import Batches
+from megatron_train.tasks.kinds import TaskKind
+from megatron_train.tokenizer import open_tokenizer
+from megatron_train.trainer import Trainer
+
+
+def build_trainer(
+    config: RunConfig,
+    task: TaskKind,
+    batches: Batches,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    family: str | None = None,
+) -> Trainer:
+    """Build this rank's stages of the model, optimizer and trainer, without any callback.
+
+    ``family`` is kept in checkpoints.
+    """
+    training = config.training
+    stages = find_kind(config.model.kind).build(
+        config.model,
+        Placement(
+            mesh,
+            sequence_parallel=training.sequence_parallel,
+            tp_comm_overlap=training.tp_comm_overlap,
+            recompute=config.recompute,
+            dispatcher=training.moe_token_dispatcher_type,
+            dtype=dtype,
+            device=mesh.device,
+            cp_comm_type=training.cp_comm_type,
+        ),
+        split=config.split,
+        seed=training.seed,
+    )
+    made = task.build(config, stages, family)
+    engine = StepEngine(
+        made,
+        mesh,
+        replace(config.data_parallel, whole_matrices=needs_matrices(config.optimizer)),
+        compile=training.compile,
+        schedule=config.pipeline.schedule_of(mesh.layout),
+        group_size=config.pipeline.group_size,
+        per_token=training.calculate_per_token_loss,
+    )
+    optimizer = Optimizer(
+        engine.parameters,
+        engine.table,
+        mesh,
+        config.optimizer,
+        gradients=engine.gradients,
+        shards=engine.shards,
+    )
+    return Trainer(
+        engine=engine,
+        optimizer=optimizer,
+        learning_rate=config.learning_rate_schedule(),
+        decoupled_learning_rate=config.learning_rate_schedule(decoupled=True),
+        weight_decay=config.weight_decay_schedule(),
+        steps=batches.training,
+        train_iters=config.train_iters,
+        check_for_nan=config.data_parallel.check_for_nan_in_loss_and_grad,
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device called ``name``; ``auto`` is a GPU where there is one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise TrainError("--device cuda: torch sees no GPU here; use --device cpu")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def choose_dtype(config: RunConfig) -> torch.dtype:
+    """Return the dtype of weights and arithmetic."""
+    if config.training.float64:
+        return torch.float64
+    return torch.bfloat16 if config.training.bf16 else torch.float32
+
+
+def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
+    """Return the run's tokenizer, or None where it has none.
+
+    Raises:
+        TrainError: it has more tokens than the model.
+    """
+    data, vocab_size = config.data, config.model.embedding.vocab_size
+    tokenizer = open_tokenizer(data, vocab_size)
+    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
+        name = data.tokenizer_model or data.vocab_file or data.tokenizer_type
+        raise TrainError(
+            f"--vocab-size {vocab_size} is smaller than the {tokenizer.vocab_size} "
+            f"tokens of {name}; leave it out to take the tokenizer's"
+        )
+    return tokenizer

@@ -1,0 +1,64 @@
+"""What a run prints about itself before its first step."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron_models import parameter_count
+
+from megatron_train.config.run import RunConfig
+from megatron_train.config.run_sections import run_options
+from megatron_train.config.values import Values
+
+
+def description(
+    config: RunConfig,
+    values: Values | None,
+    facts: dict[str, str],
+    dtype: torch.dtype,
+) -> Iterator[str]:
+    """Yield lines on environment, configuration and model size."""
+    yield "environment: " + ", ".join(f"{name} {value}" for name, value in facts.items())
+    if values is not None:
+        yield "configuration (what is not listed is the default):"
+        options = run_options(config.model.kind)
+        for key in (option.key for option in options if option.key in values.given):
+            given = values.given[key]
+            value = (
+                " ".join(map(str, given.value)) if isinstance(given.value, tuple) else given.value
+            )
+            yield f"  {key}: {value}  [{given.origin}]"
+    count = parameter_count(config.model)
+    precision = str(dtype).removeprefix("torch.")
+    layout = config.layout
+    if layout.world_size > 1:
+        yield f"layout: {layout_in_words(config)}"
+    yield (
+        f"model: {count:,} parameters (without padding of the vocabulary) in {precision}; "
+        f"{_span(config.batch_sizes.sizes)} samples a step in {_micro_batches(config)}"
+    )
+
+
+def _micro_batches(config: RunConfig) -> str:
+    """Return what a step is computed in, on each rank."""
+    layout, training = config.layout, config.training
+    if layout.hybrid_cp:
+        room = training.max_seqlen_per_dp_cp_rank
+        return f"rows of at most {room} tokens a rank, in a pool of {layout.pool}"
+    counts = [size // config.samples_at_once for size in config.batch_sizes.sizes]
+    batches = "micro-batch" if max(counts) == 1 else "micro-batches"
+    share = "" if layout.dp == 1 else f" on each of {layout.dp} data parallel ranks"
+    return f"{_span(counts)} {batches} of {training.micro_batch_size}{share}"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return str(least) if least == most else f"{least} to {most}"
+
+
+def layout_in_words(config: RunConfig) -> str:
+    """Return how many ranks a run has, and what each axis cuts where there are several."""
+    layout = config.layout
+    if layout.world_size == 1:
+        return "1 rank"
+    cut = ", sequence parallel" if config.training.sequence_parallel else ""
+    return f"{layout.world_size} ranks, {layout}{cut}"

@@ -1,0 +1,100 @@
+"""Kinds of tasks, found by the entry-point group ``megatron.tasks``.
+
+A model kind names the task that it is pretrained for, and a distribution may bring tasks of its
+own. Importing this module does not import torch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_data import Dataset, Datasets, Tokenizer
+from megatron_models.lookup import look_up
+from megatron_parallel import Extensions
+
+from megatron_train.config.run import RunConfig
+from megatron_train.errors import TrainError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from megatron_train.tasks.task import MicroBatch, Task
+
+KINDS = Extensions("megatron.tasks", "kind of task", TrainError)
+"""Kinds of tasks by name, those of other distributions too."""
+
+
+class TaskData(Protocol):
+    """What a run reads its samples from."""
+
+    def datasets(self, sizes: Sequence[int]) -> Datasets:
+        """Return the datasets for training, validation and test.
+
+        Args:
+            sizes: samples of each; 0 where that dataset is not asked for.
+
+        Raises:
+            EmptySplitError: a share of the corpora has no sample.
+        """
+
+    def check(self) -> None:
+        """Refuse corpora that do not fit together, or do not fit the run.
+
+        Raises:
+            TrainError: in one line.
+        """
+
+    def read(self, dataset: Dataset, samples: Sequence[int]) -> "Mapping[str, Tensor]":
+        """Read samples by their numbers: fields whose first dim is the sample."""
+
+    def micro_batch(self, fields: "Mapping[str, Tensor]") -> "MicroBatch":
+        """Return the micro-batch of what `read` returned."""
+
+
+@dataclass(frozen=True)
+class TaskKind:
+    """A kind of tasks: how a run's task and its samples are made.
+
+    Attributes:
+        name: under which commands know it; that of its entry point.
+        summary: one line for lists and ``--help``.
+        task: ``package.module:function`` that returns a `megatron_train.Task`. It is called with
+            the run, this rank's stages of the model, and the name of the model's family or None.
+        data: ``package.module:function`` that returns a `TaskData`. It is called with the run and
+            its tokenizer or None.
+    """
+
+    name: str
+    summary: str
+    task: str
+    data: str
+
+    def build(self, run: RunConfig, stages: "Sequence[nn.Module]", family: str | None) -> "Task":
+        """Return the task of a run, as this rank sees it."""
+        make: Callable[..., Task] = look_up(self.task, f"the task {self.name!r}")
+        return make(run, stages, family)
+
+    def open(self, run: RunConfig, tokenizer: Tokenizer | None) -> TaskData:
+        """Return what the run reads its samples from."""
+        make: Callable[..., TaskData] = look_up(self.data, f"the data of the task {self.name!r}")
+        return make(run, tokenizer)
+
+
+def task_kinds() -> dict[str, TaskKind]:
+    """Return every installed kind by name, other distributions' too."""
+    return {name: find_task(name) for name in KINDS.entries()}
+
+
+def find_task(name: str) -> TaskKind:
+    """Return an installed kind of tasks.
+
+    Raises:
+        TrainError: there is none of that name.
+    """
+    kind = KINDS.load(name)
+    if not isinstance(kind, TaskKind) or kind.name != name:
+        raise TrainError(
+            f"the entry point {name!r} of {KINDS.group} is {KINDS.find(name).value}, which is no "
+            "TaskKind of that name"
+        )
+    return kind

@@ -1,0 +1,116 @@
+"""Sums that are only reported, and names that say nothing to engine and trainer."""
+
+import io
+import math
+
+import pytest
+import torch
+from megatron_optim import Optimizer, OptimizerConfig
+from megatron_parallel import Mesh
+from megatron_train.callbacks.evaluation import Evaluation
+from megatron_train.engine import StepEngine
+from megatron_train.metrics.console import Console
+from megatron_train.tasks.task import MicroBatch
+from torch.nn import functional
+
+from .conftest import BigramTask
+
+
+class Accurate(BigramTask):
+    """Reports the share of tokens whose likeliest successor is the true one."""
+
+    reported = ("accuracy",)
+    value = 1.0  # of a hit
+
+    def denominators(self, batches):
+        counts = super().denominators(batches)
+        return counts | {"accuracy": counts["lm loss"]}
+
+    def loss(self, output, batch):
+        hits = (output.argmax(-1) == batch.fields["labels"]) * batch.fields["loss_mask"]
+        return super().loss(output, batch) | {"accuracy": self.value * hits.sum()}
+
+
+def trainer_of(make_trainer, task, **options):
+    engine = StepEngine(task, Mesh.single(), **options)
+    optimizer = Optimizer(
+        engine.parameters,
+        engine.table,
+        engine.mesh,
+        OptimizerConfig(lr=0.1),
+        gradients=engine.gradients,
+    )
+    return make_trainer(engine=engine, optimizer=optimizer)
+
+
+def hits_by_hand(weight, batches):
+    """The share of true tokens whose row is largest at their label."""
+    right = count = 0
+    for fields in (batch.fields for batch in batches):
+        columns = (fields[name].flatten().tolist() for name in ("tokens", "labels", "loss_mask"))
+        for token, label, kept in zip(*columns, strict=True):
+            right += kept and int(weight[token].argmax()) == label
+            count += kept
+    return right / count
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_a_reported_sum_is_a_mean_over_all_true_tokens_and_has_no_gradient(make_trainer, per_token):
+    plain = trainer_of(make_trainer, BigramTask(), per_token=per_token)
+    trainer = trainer_of(make_trainer, Accurate(), per_token=per_token)
+    batches = next(trainer.steps(0))
+    expected = hits_by_hand(trainer.task.stages[0].weight.detach().clone(), batches)
+    report, other = trainer.step(iter([batches])), plain.step(iter([batches]))
+    assert report.losses["accuracy"] == pytest.approx(expected, rel=1e-14) and 0 < expected < 1
+    assert report.losses["lm loss"] == other.losses["lm loss"]
+    assert report.grad_norm == other.grad_norm
+    assert torch.equal(trainer.task.stages[0].weight, plain.task.stages[0].weight)
+
+
+def test_a_reported_sum_that_is_not_finite_skips_no_step(make_trainer):
+    trainer = trainer_of(make_trainer, Accurate())
+    trainer.task.value, trainer.check_for_nan = math.inf, True
+    report = trainer.step(trainer.steps(0))
+    assert report.updated and report.finite and not math.isfinite(report.losses["accuracy"])
+
+
+def test_an_evaluation_prints_no_perplexity_of_what_is_no_loss(make_trainer, make_steps):
+    trainer, out = trainer_of(make_trainer, Accurate()), io.StringIO()
+    steps = [next(make_steps(2, 2)(0)), next(make_steps(1, 1)(9))]
+    expected = hits_by_hand(trainer.task.stages[0].weight.detach(), [b for s in steps for b in s])
+    trainer.callbacks = [Evaluation(Console(out), lambda: steps, trainer.train_iters)]
+    trainer.iteration = trainer.train_iters
+    report = type("Report", (), {"iteration": trainer.train_iters})
+    trainer.callbacks[0].on_step(trainer, report)
+    assert f"accuracy value: {expected:.6E} |" in out.getvalue()
+    assert "lm loss PPL" in out.getvalue() and "accuracy PPL" not in out.getvalue()
+
+
+class OneName(BigramTask):
+    """Its loss is called like the only field it reads, and no field is called `tokens`."""
+
+    losses = ("text",)
+
+    def denominators(self, batches):
+        return {"text": float(sum(batch.tokens for batch in batches))}
+
+    def inputs(self, batch, stage, iteration):
+        return {"input": batch.fields["text"][:, :-1]}
+
+    def loss(self, output, batch):
+        labels = batch.fields["text"][:, 1:].flatten()
+        return {"text": functional.cross_entropy(output.flatten(0, 1), labels, reduction="sum")}
+
+
+def test_a_loss_may_have_the_name_of_a_field(make_trainer):
+    trainer = trainer_of(make_trainer, OneName())
+    texts = [torch.tensor([[1, 2, 5, 1, 7], [3, 3, 0, 8, 4]]) + shift for shift in range(2)]
+    batches = [MicroBatch({"text": text}, samples=2, tokens=8) for text in texts]
+    weight = trainer.task.stages[0].weight.detach().clone().requires_grad_()
+    pairs = torch.cat([torch.stack([t[:, :-1], t[:, 1:]]).flatten(1) for t in texts], 1)
+    loss = functional.cross_entropy(weight[pairs[0]], pairs[1])
+    (gradient,) = torch.autograd.grad(loss, weight)
+    report = trainer.step(iter([batches]))
+    assert report.losses == {"text": pytest.approx(loss.item(), rel=1e-14)}
+    assert (report.samples, report.tokens) == (4, 16)
+    assert report.grad_norm == pytest.approx(float(gradient.norm()), rel=1e-14)
