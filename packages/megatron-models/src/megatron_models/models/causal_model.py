@@ -14,9 +14,9 @@ from megatron_models.models.causal_config import CausalConfig
 class CausalModel(nn.Module, ABC):
     """A model, or a stage of one, that continues texts token by token with a `KVCache`.
 
-    Decoding calls it with tokens or the stream of the stage before, and with the keywords
-    ``positions``, ``mask``, ``cache`` and ``logits_at`` of `GPT.forward`: of a long prompt only the
-    logits of its last token are wanted, and the others are never made.
+    Decoding calls it with tokens ``[b, s]`` or the stream of the stage before, and with these
+    keywords: ``positions``, ``mask``, ``cache``, and ``logits_at`` ``[b, k]``, the places for which
+    logits are made. Of a long prompt only those of its last token are wanted.
 
     Attributes:
         config: its shape.
