@@ -31,14 +31,9 @@ class MaskedText:
     def __init__(self, run: RunConfig, tokenizer: Tokenizer | None) -> None:
         if tokenizer is None:
             raise DataError("tokens are hidden by word pieces; give --tokenizer-type, --vocab-file")
-        data = run.data
         self._run = run
         self._tokenizer = tokenizer
-        self._path = data.data_path or {
-            "train": data.train_data_path,
-            "valid": data.valid_data_path,
-            "test": data.test_data_path,
-        }
+        self._path = run.data.corpora
 
     def datasets(self, sizes: Sequence[int]) -> Datasets:
         """Return the datasets of at least these numbers of samples."""

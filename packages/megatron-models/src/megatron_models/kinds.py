@@ -103,10 +103,4 @@ def find_kind(name: str) -> ModelKind:
     Raises:
         ConfigError: there is none of that name.
     """
-    kind = KINDS.load(name)
-    if not isinstance(kind, ModelKind) or kind.name != name:
-        raise ConfigError(
-            f"the entry point {name!r} of {KINDS.group} is {KINDS.find(name).value}, which is no "
-            "ModelKind of that name"
-        )
-    return kind
+    return KINDS.described(name, ModelKind)

@@ -8,7 +8,18 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, Protocol, TypeVar
+
+
+class Named(Protocol):
+    """A description that says under which name it is found."""
+
+    @property
+    def name(self) -> str:
+        """The name of its entry point."""
+
+
+Described = TypeVar("Described", bound=Named)
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,19 @@ class Extensions:
                 f"the {self.what} {name!r} is {entry.value}, which cannot be imported: {error}; "
                 "repair or uninstall the distribution that brings it"
             ) from error
+
+    def described(self, name: str, cls: type[Described]) -> Described:
+        """The object of that name, which is a `cls` and has the name of its entry point.
+
+        Raises `error` as `load`, and if it is something else.
+        """
+        found = self.load(name)
+        if not isinstance(found, cls) or found.name != name:
+            raise self.error(
+                f"the entry point {name!r} of {self.group} is {self.find(name).value}, which is no "
+                f"{cls.__name__} of that name"
+            )
+        return found
 
     def unknown(self, name: str, shown: str | None = None) -> str:
         """One line that says that `name` is not there, with the names that are.

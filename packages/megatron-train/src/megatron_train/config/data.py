@@ -259,6 +259,15 @@ class DataConfig:
                 )
 
     @property
+    def corpora(self) -> tuple[str, ...] | dict[str, tuple[str, ...] | None]:
+        """The corpora of all splits together, or of each by its name: train, valid and test."""
+        return self.data_path or {
+            "train": self.train_data_path,
+            "valid": self.valid_data_path,
+            "test": self.test_data_path,
+        }
+
+    @property
     def holds_conversation_lines(self) -> bool:
         """Whether a corpus is a file of JSON lines."""
         paths = (path for name in DATA_PATHS for path in getattr(self, name) or ())

@@ -40,15 +40,9 @@ class GPTData:
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer | None) -> None:
-        data = config.data
-        by_split = {
-            "train": data.train_data_path,
-            "valid": data.valid_data_path,
-            "test": data.test_data_path,
-        }
         self._config = config
         self._tokenizer = tokenizer
-        self._path = data.data_path or by_split
+        self._path = config.data.corpora
         self._build = _builder(config, tokenizer, self._path)
 
     def datasets(self, sizes: Sequence[int]) -> Datasets:

@@ -91,10 +91,4 @@ def find_task(name: str) -> TaskKind:
     Raises:
         TrainError: there is none of that name.
     """
-    kind = KINDS.load(name)
-    if not isinstance(kind, TaskKind) or kind.name != name:
-        raise TrainError(
-            f"the entry point {name!r} of {KINDS.group} is {KINDS.find(name).value}, which is no "
-            "TaskKind of that name"
-        )
-    return kind
+    return KINDS.described(name, TaskKind)
