@@ -52,7 +52,7 @@ def step(mesh: Mesh, samples: int, length: int, dispatcher: str):
     batches = [MicroBatch.of(fields, by="tokens") for fields in drawn]
     denominators = engine.denominators(batches)
     sums = engine.run(batches, denominators, 1)
-    views = parameter_views(engine.gradients(), engine.table, mesh)
+    views = parameter_views(engine.stages.gradients(), engine.stages.table, mesh)
     parts = [(name, v.offsets, v.tensor.clone()) for name, held in views.items() for v in held]
     return {name: sums[name] / denominators[name] for name in sums}, parts
 

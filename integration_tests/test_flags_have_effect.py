@@ -412,9 +412,9 @@ class Probes:
 
         def trained(trainer: Trainer) -> Any:
             engine = trainer.engine
-            parameters = engine.parameters
-            self.seen["buckets"] = [len(b.buckets) for b in engine.buffers]
-            self.seen["sharded"] = len(engine.shards)
+            parameters = engine.stages.parameters
+            self.seen["buckets"] = [len(b.buckets) for b in engine.stages.buffers]
+            self.seen["sharded"] = len(engine.stages.shards)
             self.seen["fused"] = engine.fusion.fused
             self.seen["waiting"] = sum(
                 len(module._forward_pre_hooks)

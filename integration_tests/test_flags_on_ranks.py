@@ -60,7 +60,7 @@ def observe(mesh: Mesh, words: Words, folder: Path) -> dict[str, Any]:
 
     def ran(engine: StepEngine, *rest: Any) -> Any:
         sums = run(engine, *rest)
-        found["held"] = {name: tuple(p.shape) for name, p in engine.parameters.items()}
+        found["held"] = {name: tuple(p.shape) for name, p in engine.stages.parameters.items()}
         found["order"] = [str(action) for action in engine._pipeline.trace]
         return sums
 

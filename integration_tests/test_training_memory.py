@@ -39,22 +39,15 @@ def held(mesh: Mesh, config: GPTConfig, data_parallel: DataParallelConfig, dtype
     split = (range(1), range(1, 2)) if mesh.layout.pp > 1 else None
     stages = gpt_chunks(config, Placement(mesh, dtype=dtype), split=split)
     engine = StepEngine(GPTTask(stages, None), mesh, data_parallel)
-    optimizer = Optimizer(
-        engine.parameters,
-        engine.table,
-        mesh,
-        OptimizerConfig(lr=0.1),
-        gradients=engine.gradients,
-        shards=engine.shards,
-    )
+    optimizer = Optimizer(engine.stages, OptimizerConfig(lr=0.1))
     tokens = torch.arange(8).view(1, 8)
     fields = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(1, 8)}
     batch = MicroBatch.of(fields, by="tokens")
     engine.run([batch, batch], engine.denominators([batch, batch]), 1)
     if data_parallel.use_torch_fsdp2:
-        flats = list(engine.gradients().values())
+        flats = list(engine.stages.gradients().values())
     else:
-        buckets = [bucket for buffers in engine.buffers for bucket in buffers.buckets]
+        buckets = [bucket for buffers in engine.stages.buffers for bucket in buffers.buckets]
         flats = [b.flat for b in buckets if b.flat is not None]
         alone = [b.parameters.values() for b in buckets if b.flat is None]
         flats += [parameter.grad for some in alone for parameter in some]
@@ -62,9 +55,9 @@ def held(mesh: Mesh, config: GPTConfig, data_parallel: DataParallelConfig, dtype
     optimizer.step(0.1)
     state = [v.tensor for views in optimizer.views().values() for v in views]
     return TrainingMemory(
-        parameters=sum(v.tensor.nbytes for views in engine.views().values() for v in views)
+        parameters=sum(v.tensor.nbytes for views in engine.stages.views().values() for v in views)
         if data_parallel.use_torch_fsdp2
-        else nbytes(engine.parameters.values()),
+        else nbytes(engine.stages.parameters.values()),
         gradients=gradients,
         optimizer=sum(t.nbytes for t in state),
         activations=0,

@@ -59,14 +59,7 @@ class Job:
             reset_attention_mask=True,
         )
         self.engine = StepEngine(task, mesh, self.data_parallel, compile=self.compile)
-        self.optimizer = Optimizer(
-            self.engine.parameters,
-            self.engine.table,
-            mesh,
-            OptimizerConfig(lr=LEARNING_RATE),
-            gradients=self.engine.gradients,
-            shards=self.engine.shards,
-        )
+        self.optimizer = Optimizer(self.engine.stages, OptimizerConfig(lr=LEARNING_RATE))
 
     def batches(self, iteration: int) -> list[MicroBatch]:
         """Two micro-batches of two samples, with documents and padding, drawn on the CPU."""
@@ -90,24 +83,24 @@ class Job:
         batches = self.batches(iteration)
         denominators = {n: c or 1.0 for n, c in self.engine.denominators(batches).items()}
         sums = self.engine.run(batches, denominators, iteration)
-        gradients = {n: g.detach().cpu() for n, g in self.engine.gradients().items()}
+        gradients = {n: g.detach().cpu() for n, g in self.engine.stages.gradients().items()}
         return {name: sums[name] / denominators[name] for name in sums}, gradients
 
     def step(self, iteration: int) -> tuple[dict[str, float], float]:
         """A whole step: losses per token, and the norm of the gradient."""
         losses, _ = self.gradients(iteration)
         norm = self.optimizer.step(LEARNING_RATE).grad_norm
-        self.engine.zero()
+        self.engine.stages.zero()
         return losses, norm
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of all parameters on the CPU."""
-        self.engine.settle()
-        return {name: p.detach().cpu().clone() for name, p in self.engine.parameters.items()}
+        self.engine.stages.settle()
+        return {name: p.detach().cpu().clone() for name, p in self.engine.stages.parameters.items()}
 
     def state(self) -> dict[str, Any]:
         """Views of everything that a checkpoint of it holds."""
-        views = {f"model.{name}": v for name, v in self.engine.views().items()}
+        views = {f"model.{name}": v for name, v in self.engine.stages.views().items()}
         views |= {f"optimizer.{name}": v for name, v in self.optimizer.views().items()}
         return views
 

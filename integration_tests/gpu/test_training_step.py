@@ -74,7 +74,7 @@ def test_bf16_is_as_near_to_fp32_as_its_rounding(job, device, name):
     in_bf16 = job(device, dtype=torch.bfloat16, **CASES[name])
     in_fp32 = job(torch.device("cpu"), **CASES[name])
     with torch.no_grad():  # both start with weights that bf16 has
-        for parameter in in_fp32.engine.parameters.values():
+        for parameter in in_fp32.engine.stages.parameters.values():
             parameter.copy_(parameter.bfloat16())
     losses, gradients = in_bf16.gradients()
     true_losses, true_gradients = in_fp32.gradients()
@@ -104,7 +104,7 @@ def test_an_optimizer_step_equals_that_of_the_cpu(job, device, name):
     _, gradients = true.gradients()
     ours.gradients()
     with torch.no_grad():
-        for key, gradient in ours.engine.gradients().items():
+        for key, gradient in ours.engine.stages.gradients().items():
             gradient.copy_(gradients[key])
     before = true.weights()
     norms = [one.optimizer.step(1e-3).grad_norm for one in (ours, true)]
@@ -153,5 +153,5 @@ def test_a_step_waits_for_the_device_no_oftener_than_counted(job, device, device
         denominators = one.engine.denominators(batches)
         one.engine.run(batches, denominators, 2)
         one.optimizer.step(1e-3)
-        one.engine.zero()
+        one.engine.stages.zero()
     assert waits.total() <= most, "\n".join(f"{n} {place}" for place, n in waits.items())

@@ -142,14 +142,7 @@ class Contest:
         samples = sum(batch.samples for step in batches for batch in step)
         self._trainer = Trainer(
             engine=engine,
-            optimizer=Optimizer(
-                engine.parameters,
-                engine.table,
-                mesh,
-                settings,
-                gradients=engine.gradients,
-                shards=engine.shards,
-            ),
+            optimizer=Optimizer(engine.stages, settings),
             learning_rate=LearningRateSchedule(
                 max_lr=LEARNING_RATE, decay_samples=samples, decay_style="constant"
             ),

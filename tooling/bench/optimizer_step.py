@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 from megatron_optim import Optimizer, OptimizerConfig, sum_of_squares
-from megatron_parallel import Mesh, Sharding
+from megatron_parallel import Mesh, Sharding, TrainableParameters
 from torch.nn import Parameter
 
 
@@ -60,7 +60,9 @@ def step_times(layers: int, hidden: int, clip: float, repeats: int) -> tuple[int
 
     ours, plain = parameters(), parameters()
     table = {name: Sharding(shape) for name, shape in shapes.items()}
-    optimizer = Optimizer(ours, table, Mesh.single(), OptimizerConfig(lr=1e-4, clip_grad=clip))
+    optimizer = Optimizer(
+        TrainableParameters(ours, table, Mesh.single()), OptimizerConfig(lr=1e-4, clip_grad=clip)
+    )
     decaying = [p for p in plain.values() if p.ndim > 1]
     others = [p for p in plain.values() if p.ndim == 1]
     adam = torch.optim.AdamW(

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from megatron_models import GPT, GPTConfig, training_flops
 from megatron_optim import Optimizer, OptimizerConfig
-from megatron_parallel import Mesh, collect_shardings
+from megatron_parallel import Mesh, TrainableParameters, collect_shardings
 from plain_gpt import PlainGPT, plain_copy
 from torch import Tensor, nn
 
@@ -60,7 +60,7 @@ def our_step(model: GPT, mesh: Mesh, compiled: bool) -> Step:
         clip_grad=CLIP,
     )
     table = collect_shardings(model)
-    optimizer = Optimizer(dict(model.named_parameters()), table, mesh, settings)
+    optimizer = Optimizer(TrainableParameters(model.named_parameters(), table, mesh), settings)
     forward = torch.compile(model.loss, fullgraph=True, dynamic=False) if compiled else model.loss
 
     def step(tokens: Tensor, labels: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def train(mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate:
         losses=[loss for report in reports.all for loss in report.losses.values()],
         norms=[report.grad_norm for report in reports.all],
         gradients=trainer.optimizer.ends(),
-        parameters=pieces(trainer.engine.views()),
+        parameters=pieces(trainer.engine.stages.views()),
         routes=routes,
     )
 
@@ -102,12 +102,7 @@ def build_trainer(
     )
     make_asymmetric(engine)
     optimizer = Recording(
-        engine.parameters,
-        engine.table,
-        mesh,
-        OptimizerConfig(lr=learning_rate, weight_decay=0.1, clip_grad=CLIP),
-        gradients=engine.gradients,
-        shards=engine.shards,
+        engine.stages, OptimizerConfig(lr=learning_rate, weight_decay=0.1, clip_grad=CLIP)
     )
     return Trainer(
         engine=engine,
@@ -127,7 +122,7 @@ class Recording(Optimizer):
     def step(
         self, lr: float, weight_decay: float | None = None, decoupled_lr: float | None = None
     ) -> StepResult:
-        """Keep the gradients, then step."""
+        views = self._main.views(taken)
         taken = {name: gradient.clone() for name, gradient in self.gradients().items()}
         views = self._main.views(taken, self._table, self._mesh)
         vars(self).setdefault("seen", []).append(pieces(views))
@@ -187,7 +182,7 @@ def pieces(views: dict[str, list[View]]) -> list[Piece]:
 
 def make_asymmetric(engine: StepEngine) -> None:
     """Move every gain off 1 and every bias off 0, by values that depend on the global name."""
-    for view_name, views in engine.views().items():
+    for view_name, views in engine.stages.views().items():
         for view in views:
             if len(view.global_shape) == 1 or view_name.endswith("bias"):
                 generator = torch.Generator().manual_seed(sum(view_name.encode()))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_optim import OptimError, Optimizer, OptimizerConfig, parameter_groups
-from megatron_parallel import Mesh, Sharding
+from megatron_parallel import Mesh, Sharding, TrainableParameters
 from torch import nn
 
 Model = Callable[..., nn.Module]
@@ -17,7 +17,9 @@ CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95, clip_grad=0
 @pytest.fixture
 def build(table: Table, mesh: Mesh) -> Callable[..., Optimizer]:
     def make(network: nn.Module, config: OptimizerConfig = CONFIG) -> Optimizer:
-        return Optimizer(dict(network.named_parameters()), table(network), mesh, config)
+        return Optimizer(
+            TrainableParameters(network.named_parameters(), table(network), mesh), config
+        )
 
     return make
 
@@ -68,7 +70,7 @@ def test_embedding_and_output_follow_a_learning_rate_of_their_own(mesh: Mesh) ->
     theirs = {name: nn.Parameter(tensor.clone().view(2, 3)) for name, tensor in start.items()}
     table = {name: Sharding((2, 3), vocabulary=name != "gain") for name in ours}
     config = OptimizerConfig(weight_decay=0.1, clip_grad=0.0)
-    optimizer = Optimizer(ours, table, mesh, config)
+    optimizer = Optimizer(TrainableParameters(ours, table, mesh), config)
     reference = torch.optim.AdamW(
         [{"params": [theirs["word"], theirs["output"]]}, {"params": [theirs["gain"]]}],
         weight_decay=0.1,
@@ -92,7 +94,9 @@ def test_a_step_follows_the_written_formula(mesh: Mesh) -> None:
     start = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3)
     parameter = nn.Parameter(start.clone())
     config = OptimizerConfig(adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3, clip_grad=0.0)
-    optimizer = Optimizer({"w": parameter}, {"w": Sharding((2, 3))}, mesh, config)
+    optimizer = Optimizer(
+        TrainableParameters({"w": parameter}, {"w": Sharding((2, 3))}, mesh), config
+    )
     weight, mean, square = start.clone(), torch.zeros(2, 3), torch.zeros(2, 3)
     for step, (lr, decay) in enumerate([(0.1, 0.0), (0.2, 0.5), (0.05, 0.3)], start=1):
         gradient = (weight * step).cos()
@@ -248,15 +252,15 @@ def test_mistakes_are_named(mesh: Mesh) -> None:
     weight = nn.Parameter(torch.zeros(2, 2))
     table = {"a": Sharding((2, 2)), "b": Sharding((2, 2))}
     with pytest.raises(OptimError, match="'c'"):
-        Optimizer({"c": weight}, table, mesh, CONFIG)
+        Optimizer(TrainableParameters({"c": weight}, table, mesh), CONFIG)
     with pytest.raises(OptimError, match="'a' and 'b' are the same"):
-        Optimizer({"a": weight, "b": weight}, table, mesh, CONFIG)
+        Optimizer(TrainableParameters({"a": weight, "b": weight}, table, mesh), CONFIG)
     with pytest.raises(OptimError, match="no parameter"):
-        Optimizer({}, table, mesh, CONFIG)
+        Optimizer(TrainableParameters({}, table, mesh), CONFIG)
     with pytest.raises(OptimError, match="float16"):
-        Optimizer({"a": nn.Parameter(weight.half())}, table, mesh, CONFIG)
+        Optimizer(TrainableParameters({"a": nn.Parameter(weight.half())}, table, mesh), CONFIG)
     with pytest.raises(OptimError, match="steps"):
-        Optimizer({"a": weight}, table, mesh, CONFIG).load_scalars({})
+        Optimizer(TrainableParameters({"a": weight}, table, mesh), CONFIG).load_scalars({})
 
 
 def test_gradients_may_be_handed_in(model: Model, mesh: Mesh, table: Table) -> None:
@@ -270,8 +274,12 @@ def test_gradients_may_be_handed_in(model: Model, mesh: Mesh, table: Table) -> N
     next(network.parameters()).grad = torch.full((11, 7), math.nan, dtype=torch.bfloat16)
 
     named = dict(network.named_parameters())
-    one = Optimizer(named, table(network), mesh, CONFIG, gradients=lambda: handed)
-    two = Optimizer(reference.named_parameters(), table(reference), mesh, CONFIG)
+    one = Optimizer(
+        TrainableParameters(named, table(network), mesh, gradients=lambda: handed), CONFIG
+    )
+    two = Optimizer(
+        TrainableParameters(reference.named_parameters(), table(reference), mesh), CONFIG
+    )
     assert one.gradients()["0.weight"] is handed["0.weight"]
     assert one.step(1e-2) == two.step(1e-2)
     for name, parameter in reference.named_parameters():

@@ -6,7 +6,14 @@ import math
 import pytest
 import torch
 from megatron_optim import Optimizer, OptimizerConfig, gradient_norm
-from megatron_parallel import DataParallelConfig, GradientBuffers, Mesh, ParallelLayout, Sharding
+from megatron_parallel import (
+    DataParallelConfig,
+    GradientBuffers,
+    Mesh,
+    ParallelLayout,
+    Sharding,
+    TrainableParameters,
+)
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor
 from torch.nn import Parameter
@@ -46,7 +53,9 @@ def norms(mesh: Mesh) -> tuple[float, float]:
 
 def steps(mesh: Mesh, count: int, bad_rank: int | None = None) -> tuple[list, dict[str, Tensor]]:
     parameters = {name: Parameter(tensor) for name, tensor in local(mesh, 0).items()}
-    optimizer = Optimizer(parameters, TABLE, mesh, OptimizerConfig(clip_grad=0.5))
+    optimizer = Optimizer(
+        TrainableParameters(parameters, TABLE, mesh), OptimizerConfig(clip_grad=0.5)
+    )
     results = []
     for step in range(count):
         for name, gradient in local(mesh, step + 1).items():
@@ -116,7 +125,9 @@ def pipeline_steps(
     buffers = GradientBuffers(weights, PIPELINE, mesh, DataParallelConfig(ddp_bucket_size=10))
     config = OptimizerConfig(clip_grad=0.5, weight_decay=0.1)
     table = {**PIPELINE, "embedding": counted}
-    optimizer = Optimizer(weights, table, mesh, config, gradients=buffers.gradients)
+    optimizer = Optimizer(
+        TrainableParameters(weights, table, mesh, gradients=buffers.gradients), config
+    )
     data = mesh.axis("dp")
     norms = []
     for step in range(times):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron_optim import OptimError, Optimizer, OptimizerConfig, StateTensor, UpdateRule
 from megatron_optim.known_rules import RULES
-from megatron_parallel import Mesh, Sharding
+from megatron_parallel import Mesh, Sharding, TrainableParameters
 from torch import Tensor, nn
 
 Model = Callable[..., nn.Module]
@@ -31,7 +31,7 @@ def test_twenty_steps_of_sgd_equal_torch(
     config = OptimizerConfig(
         optimizer="sgd", sgd_momentum=momentum, weight_decay=0.1, clip_grad=0.0
     )
-    optimizer = Optimizer(dict(ours.named_parameters()), table(ours), mesh, config)
+    optimizer = Optimizer(TrainableParameters(ours.named_parameters(), table(ours), mesh), config)
     matrices = [p for p in theirs.parameters() if p.ndim > 1]
     vectors = [p for p in theirs.parameters() if p.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
@@ -120,7 +120,9 @@ def test_a_rule_of_another_distribution_updates_and_keeps_its_state(
     network = model()
     before = {name: p.detach().clone() for name, p in network.named_parameters()}
     config = OptimizerConfig(optimizer="signed", weight_decay=0.1, clip_grad=0.0)
-    optimizer = Optimizer(dict(network.named_parameters()), table(network), mesh, config)
+    optimizer = Optimizer(
+        TrainableParameters(network.named_parameters(), table(network), mesh), config
+    )
     backward(network, 0)
     optimizer.step(0.5)
     for name, parameter in network.named_parameters():
@@ -156,7 +158,7 @@ def test_matrices_go_to_the_rule_that_needs_them_and_the_rest_to_another(mesh: M
     before = {name: drawn(sharding) for name, sharding in table.items()}
     parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in before.items()}
     config = OptimizerConfig(optimizer="scaled", clip_grad=0.0, weight_decay=0.0)
-    optimizer = Optimizer(parameters, table, mesh, config)
+    optimizer = Optimizer(TrainableParameters(parameters, table, mesh), config)
     for name, parameter in parameters.items():
         parameter.grad = drawn(table[name])
     optimizer.step(0.1)
@@ -185,7 +187,10 @@ def test_matrices_go_to_the_rule_that_needs_them_and_the_rest_to_another(mesh: M
 def test_a_rule_that_breaks_the_contract_is_one_line(mesh: Mesh, name: str, message: str) -> None:
     parameters = {"a": nn.Parameter(torch.zeros(2, 2))}
     with pytest.raises(OptimError, match=f"^{message}") as caught:
-        Optimizer(parameters, {"a": Sharding((2, 2))}, mesh, OptimizerConfig(optimizer=name))
+        Optimizer(
+            TrainableParameters(parameters, {"a": Sharding((2, 2))}, mesh),
+            OptimizerConfig(optimizer=name),
+        )
     assert "\n" not in str(caught.value)
 
 

@@ -19,6 +19,7 @@ from megatron_parallel import (
     ParallelLayout,
     ParameterBuffers,
     Sharding,
+    TrainableParameters,
 )
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor
@@ -80,7 +81,8 @@ def steps(mesh: Mesh, config: DataParallelConfig, times: int = 20) -> dict[str, 
         buffers = GradientBuffers(weights, TABLE, mesh, config)
         shards = [ParameterBuffers([], buffers, TABLE)] if config.use_distributed_optimizer else []
         optimizer = Optimizer(
-            weights, TABLE, mesh, settings, gradients=buffers.gradients, shards=shards
+            TrainableParameters(weights, TABLE, mesh, gradients=buffers.gradients, shards=shards),
+            settings,
         )
         data = mesh.axis("dp")
         for step in range(times):

@@ -92,13 +92,7 @@ def make_trainer():
         engine = StepEngine(BigramTask(), mesh)
         arguments: dict[str, Any] = {
             "engine": engine,
-            "optimizer": Optimizer(
-                engine.parameters,
-                engine.table,
-                mesh,
-                OptimizerConfig(lr=0.1),
-                gradients=engine.gradients,
-            ),
+            "optimizer": Optimizer(engine.stages, OptimizerConfig(lr=0.1)),
             "learning_rate": LearningRateSchedule(max_lr=0.1, decay_samples=1000),
             "weight_decay": WeightDecaySchedule(start=0.01, end=0.01, samples=1000),
             "steps": steps(micro, accumulation),

@@ -44,7 +44,7 @@ def test_the_gradient_is_that_of_the_mean_that_was_asked_for(per_token):
     denominators = engine.denominators(batches)
     found = engine.run(batches, denominators, 1)
     assert math.isclose(found["lm loss"] / denominators["lm loss"], loss.item(), rel_tol=1e-14)
-    assert (engine.gradients()["weight"] - weight.grad).abs().max() < 1e-15
+    assert (engine.stages.gradients()["weight"] - weight.grad).abs().max() < 1e-15
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_where_that_was_asked_for(make_trainer):

@@ -33,13 +33,7 @@ class Accurate(BigramTask):
 
 def trainer_of(make_trainer, task, **options):
     engine = StepEngine(task, Mesh.single(), **options)
-    optimizer = Optimizer(
-        engine.parameters,
-        engine.table,
-        engine.mesh,
-        OptimizerConfig(lr=0.1),
-        gradients=engine.gradients,
-    )
+    optimizer = Optimizer(engine.stages, OptimizerConfig(lr=0.1))
     return make_trainer(engine=engine, optimizer=optimizer)
 
 

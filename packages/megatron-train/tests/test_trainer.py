@@ -209,7 +209,12 @@ def test_a_field_may_have_the_name_of_a_loss(make_trainer, make_steps, per_token
         batches = [batch.replaced(**{field: torch.tensor(4.0)}) for batch in plain]
         denominators = engine.denominators(batches)
         sums = engine.run(batches, denominators, 1)
-        return denominators, sums, engine.evaluate(batches), engine.gradients()["weight"].clone()
+        return (
+            denominators,
+            sums,
+            engine.evaluate(batches),
+            engine.stages.gradients()["weight"].clone(),
+        )
 
     *expected, gradient = trained("advantages")
     *found, same = trained("rewards")

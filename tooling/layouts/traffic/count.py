@@ -29,14 +29,7 @@ def count(mesh: Mesh, job: Job) -> Totals:
     settings = OptimizerConfig(lr=1e-4, clip_grad=1.0)
     trainer = Trainer(
         engine=engine,
-        optimizer=Optimizer(
-            engine.parameters,
-            engine.table,
-            mesh,
-            settings,
-            gradients=engine.gradients,
-            shards=engine.shards,
-        ),
+        optimizer=Optimizer(engine.stages, settings),
         learning_rate=LearningRateSchedule(max_lr=1e-4, decay_samples=1000),
         weight_decay=WeightDecaySchedule(start=0.1, end=0.1, samples=STEPS),
         steps=lambda consumed: batches(mesh),

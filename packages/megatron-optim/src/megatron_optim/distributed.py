@@ -9,13 +9,12 @@ table, by name. A checkpoint holds the same global tensors as without: a flat pa
 the boxes it covers, and any layout may load it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from megatron_parallel import Mesh, Sharding, Shards, View
+from megatron_parallel import View
 from torch import Tensor
 
-from megatron_optim.errors import OptimError
-from megatron_optim.mixed_precision import Gradients, MainParameters
+from megatron_optim.mixed_precision import MainParameters
 
 
 class ShardedMainParameters(MainParameters):
@@ -23,30 +22,23 @@ class ShardedMainParameters(MainParameters):
 
     sharded = True
 
-    def __init__(self, shards: Sequence[Shards], source: Gradients | None) -> None:
-        if source is None:
-            raise OptimError(
-                "shards of parameters need shards of gradients: give the gradients of the buffers "
-                "that the shards were made with"
-            )
-        parts = {name: part for shard in shards for name, part in shard.parts().items()}
-        super().__init__(parts, source)
-        self._shards = tuple(shards)
-
     def publish(self) -> None:
         """Round the fp32 copies into the parameters, then start gathering those of other ranks."""
         super().publish()
-        for shard in self._shards:
+        for shard in self._trainable.shards:
             shard.gather()
 
     def refresh(self) -> None:
         """Take the fp32 copies anew from the model's parameters, after weights were loaded."""
-        for shard in self._shards:
+        for shard in self._trainable.shards:
             shard.settle()
         super().refresh()
 
-    def views(
-        self, tensors: Mapping[str, Tensor], table: Mapping[str, Sharding], mesh: Mesh
-    ) -> dict[str, list[View]]:
+    def views(self, tensors: Mapping[str, Tensor]) -> dict[str, list[View]]:
         """Return views of tensors shaped like the parts, for a checkpoint."""
-        return {n: v for shard in self._shards for n, v in shard.views(tensors, mesh).items()}
+        shards, mesh = self._trainable.shards, self._trainable.mesh
+        return {name: v for each in shards for name, v in each.views(tensors, mesh).items()}
+
+    def _updated(self) -> dict[str, Tensor]:
+        """Return the parts that this rank updates, by name."""
+        return {n: part for each in self._trainable.shards for n, part in each.parts().items()}

@@ -6,17 +6,14 @@ bf16 parameter that the model computes with. Parameters in fp32 and float64 are 
 parameters and cost nothing here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from jaxtyping import Float
-from megatron_parallel import Mesh, Sharding, View, parameter_views
+from megatron_parallel import Trainable, View, parameter_views
 from torch import Tensor
 
 from megatron_optim.errors import OptimError
-
-Gradients = Callable[[], Mapping[str, Tensor]]
-"""Returns gradients by global parameter name, such as `GradientBuffers.gradients`."""
 
 FULL_PRECISION = (torch.float32, torch.float64)
 
@@ -24,17 +21,20 @@ FULL_PRECISION = (torch.float32, torch.float64)
 class MainParameters:
     """The tensors that an optimizer updates on behalf of a model's parameters.
 
-    ``tensors`` maps every parameter's name to its main parameter, on the same device; ``copies``
-    holds those names whose main parameter is an fp32 copy. Gradients are read from the parameters,
-    or asked from ``source`` where it is given.
+    Args:
+        trainable: the parameters of this rank; those that do not require a gradient are left out.
+
+    Attributes:
+        tensors: every parameter's main parameter by name, on the same device.
+        copies: those of them that are fp32 copies.
     """
 
     sharded = False
     """Whether data-parallel ranks update a shard each, and not all the same."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], source: Gradients | None = None) -> None:
-        self._parameters = dict(parameters)
-        self._source = source
+    def __init__(self, trainable: Trainable) -> None:
+        self._trainable = trainable
+        self._parameters = self._updated()
         self.tensors: dict[str, Tensor] = {}
         self.copies: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
@@ -55,7 +55,12 @@ class MainParameters:
         A parameter that the backward pass did not reach has a gradient of zero, so that its update
         does not depend on which rank or micro-batch reached it.
         """
-        given = self._given()
+        given = self._trainable.gradients()
+        if missing := sorted(self.tensors.keys() - given.keys()):
+            raise OptimError(
+                f"the gradients handed in lack {len(missing)} of the parameters, the first is "
+                f"{missing[0]!r}; make the buffers and the optimizer from the same parameters"
+            )
         gradients = {}
         for name, main in self.tensors.items():
             gradient = given[name]
@@ -64,17 +69,10 @@ class MainParameters:
             )
         return gradients
 
-    def _given(self) -> Mapping[str, Tensor | None]:
-        if self._source is None:
-            return {name: parameter.grad for name, parameter in self._parameters.items()}
-        given = self._source()
-        missing = sorted(self.tensors.keys() - given.keys())
-        if missing:
-            raise OptimError(
-                f"the gradients handed in lack {len(missing)} of the parameters, the first is "
-                f"{missing[0]!r}; make the buffers and the optimizer from the same parameters"
-            )
-        return given
+    def _updated(self) -> dict[str, Tensor]:
+        """Return what this rank updates, by name."""
+        parameters = self._trainable.parameters
+        return {name: p for name, p in parameters.items() if p.requires_grad}
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -88,14 +86,6 @@ class MainParameters:
         for name, main in self.copies.items():
             main.copy_(self._parameters[name])
 
-    def views(
-        self, tensors: Mapping[str, Tensor], table: Mapping[str, Sharding], mesh: Mesh
-    ) -> dict[str, list[View]]:
+    def views(self, tensors: Mapping[str, Tensor]) -> dict[str, list[View]]:
         """Return views of tensors shaped like the main parameters, for a checkpoint."""
-        return parameter_views(tensors, table, mesh)
-
-    def zero_grad(self) -> None:
-        """Drop all gradients; those that were handed in are for their holder to drop."""
-        if self._source is None:
-            for parameter in self._parameters.values():
-                parameter.grad = None
+        return parameter_views(tensors, self._trainable.table, self._trainable.mesh)

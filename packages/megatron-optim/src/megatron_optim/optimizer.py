@@ -1,12 +1,12 @@
 """The optimizer: what is the same whatever rule updates the parameters."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
-from megatron_parallel import Mesh, Sharding, Shards, View
+from megatron_parallel import Trainable, View
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -14,7 +14,7 @@ from megatron_optim.clip import clip_coefficient, gradient_norm, scale_gradients
 from megatron_optim.config import OptimizerConfig
 from megatron_optim.distributed import ShardedMainParameters
 from megatron_optim.errors import OptimError
-from megatron_optim.mixed_precision import Gradients, MainParameters
+from megatron_optim.mixed_precision import MainParameters
 from megatron_optim.param_groups import Group, group_parameters
 from megatron_optim.update_rule import MAIN, build_rules
 
@@ -35,20 +35,22 @@ class Optimizer:
 
     The rule is that of ``config.optimizer`` (`megatron_optim.UpdateRule`).
 
-    ``named_parameters`` maps global names to this rank's parameters, each of them once (a tied
-    weight has one name); those that do not require a gradient are left out. ``table`` and ``mesh``
-    say how they are cut. A gradient whose norm is NaN or infinite is not applied: the step is
-    skipped, on every rank alike, and counted in ``skipped_steps``.
+    A gradient whose norm is NaN or infinite is not applied: the step is skipped, on every rank
+    alike, and counted in ``skipped_steps``.
 
     bf16 parameters have fp32 main parameters, which hold the exact weights; optimizer state is fp32
-    (float64 for float64 parameters).
+    (float64 for float64 parameters). Clipping scales gradients in place.
 
-    Gradients are those on the parameters, unless ``gradients`` is given: it is called once a step
-    and returns them by name, summed over the data axis and in main precision, as
-    ``megatron_parallel.GradientBuffers.gradients`` does. Clipping scales them in place.
+    Args:
+        trainable: this rank's parameters, how they are cut, and their gradients
+            (`megatron_parallel.TrainableParameters`, `megatron_parallel.TrainableStages`).
+            Parameters that do not require a gradient are left out. If it has shards, only this
+            rank's part of the parameters is updated and has state (`megatron_optim.distributed`).
+        config: settings.
 
-    With ``shards``, those of all stages of this rank, it updates and keeps state for this rank's
-    part of the parameters only (`megatron_optim.distributed`), and ``gradients`` returns parts too.
+    Raises:
+        OptimError: no parameter requires a gradient, one has two names, or a dtype that cannot be
+            trained.
 
     Attributes:
         config: its settings.
@@ -57,32 +59,18 @@ class Optimizer:
         skipped_steps: those that were not, because of a gradient that was not finite.
     """
 
-    def __init__(
-        self,
-        named_parameters: Mapping[str, Parameter] | Iterable[tuple[str, Parameter]],
-        table: Mapping[str, Sharding],
-        mesh: Mesh,
-        config: OptimizerConfig,
-        *,
-        gradients: Gradients | None = None,
-        shards: Sequence[Shards] = (),
-    ) -> None:
-        trainable = {n: p for n, p in dict(named_parameters).items() if p.requires_grad}
-        _require_distinct(trainable)
+    def __init__(self, trainable: Trainable, config: OptimizerConfig) -> None:
+        _require_distinct({n: p for n, p in trainable.parameters.items() if p.requires_grad})
         self.config = config
         self.steps = 0
         self.skipped_steps = 0
-        self._table = table
-        self._mesh = mesh
-        self._main = (
-            ShardedMainParameters(shards, gradients)
-            if shards
-            else MainParameters(trainable, gradients)
-        )
+        self._trainable = trainable
+        kind = ShardedMainParameters if trainable.shards else MainParameters
+        self._main = kind(trainable)
         tensors = self._main.tensors
         rules = build_rules(config)
         self.state_names = tuple(dict.fromkeys(kept.name for rule in rules for kept in rule.state))
-        self._groups = group_parameters(tensors, table, mesh, *rules)
+        self._groups = group_parameters(tensors, trainable.table, trainable.mesh, *rules)
         # Allocated now, so that a checkpoint can be loaded before the first step.
         self._state: dict[str, dict[str, Tensor]] = {}
         for group in self._groups:
@@ -109,7 +97,8 @@ class Optimizer:
                 (`Sharding.vocabulary`). Defaults to ``lr``.
         """
         gradients = self.gradients()
-        norm = gradient_norm(gradients, self._table, self._mesh, sharded=self._main.sharded)
+        table, mesh = self._trainable.table, self._trainable.mesh
+        norm = gradient_norm(gradients, table, mesh, sharded=self._main.sharded)
         if not math.isfinite(norm):
             self.skipped_steps += 1
             return StepResult(norm, 1.0, skipped=True)
@@ -147,8 +136,8 @@ class Optimizer:
         )
 
     def zero_grad(self) -> None:
-        """Drop all gradients; those that were handed in are for their holder to drop."""
-        self._main.zero_grad()
+        """Drop all gradients, see `megatron_parallel.Trainable.zero`."""
+        self._trainable.zero()
 
     def refresh_main_parameters(self) -> None:
         """Take the fp32 main parameters anew from the model.
@@ -169,7 +158,7 @@ class Optimizer:
         return {
             f"{name}.{suffix}": views
             for suffix, tensors in state.items()
-            for name, views in self._main.views(tensors, self._table, self._mesh).items()
+            for name, views in self._main.views(tensors).items()
         }
 
     def scalars(self) -> dict[str, Any]:

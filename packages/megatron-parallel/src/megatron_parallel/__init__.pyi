@@ -21,6 +21,8 @@ from .data_parallel.fusion import Fusion as Fusion
 from .data_parallel.fusion import fuse_gradient_accumulation as fuse_gradient_accumulation
 from .data_parallel.parameters import ParameterBuffers as ParameterBuffers
 from .data_parallel.shards import Shards as Shards
+from .data_parallel.trainable import Trainable as Trainable
+from .data_parallel.trainable import TrainableParameters as TrainableParameters
 from .drawing import draw_layout as draw_layout
 from .dropout import DropoutKey as DropoutKey
 from .dropout import keep_mask as keep_mask
@@ -51,6 +53,7 @@ from .pipeline.contract import Passed as Passed
 from .pipeline.engine import PipelineEngine as PipelineEngine
 from .pipeline.failure import PeerError as PeerError
 from .pipeline.split import split_layers as split_layers
+from .pipeline.trainable import TrainableStages as TrainableStages
 from .recompute.plan import Recompute as Recompute
 from .seat import Seat as Seat
 from .sharding import DEFAULT_INIT as DEFAULT_INIT

@@ -55,14 +55,7 @@ def build_trainer(
         group_size=config.pipeline.group_size,
         per_token=training.calculate_per_token_loss,
     )
-    optimizer = Optimizer(
-        engine.parameters,
-        engine.table,
-        mesh,
-        config.optimizer,
-        gradients=engine.gradients,
-        shards=engine.shards,
-    )
+    optimizer = Optimizer(engine.stages, config.optimizer)
     return Trainer(
         engine=engine,
         optimizer=optimizer,

@@ -361,7 +361,7 @@ def views_of(trainer: Trainer) -> dict[str, list[View]]:
 
 
 def _weights_of(trainer: Trainer) -> dict[str, Any]:
-    return dict(trainer.engine.views())
+    return dict(trainer.engine.stages.views())
 
 
 def refuse_other_model(

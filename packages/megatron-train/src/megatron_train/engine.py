@@ -1,13 +1,10 @@
 """One step of this rank: its micro-batches through its stages, gradients summed over all ranks.
 
     engine = StepEngine(task, mesh)
-    optimizer = Optimizer(
-        engine.parameters, engine.table, mesh, config,
-        gradients=engine.gradients, shards=engine.shards,
-    )
+    optimizer = Optimizer(engine.stages, config)
     sums = engine.run(micro_batches, denominators, iteration)   # each loss, over all ranks
     optimizer.step(lr)
-    engine.zero()
+    engine.stages.zero()
 
 The same path serves every layout. On one rank the pipeline is a plain loop, the gradient buffers
 leave gradients where autograd puts them, and nothing communicates.
@@ -20,25 +17,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from megatron_parallel import (
     DataParallelConfig,
     Fusion,
     InnerLosses,
     Mesh,
-    ParameterBuffers,
     Passed,
     PipelineEngine,
-    Sharding,
-    Shards,
-    View,
+    TrainableStages,
     all_reduce,
-    collect_shardings,
-    describe_not_finite,
     fuse_gradient_accumulation,
-    parameter_views,
 )
-from megatron_parallel.pipeline import FullyShardedStages, StageGradients, default_schedule
+from megatron_parallel.pipeline import default_schedule
 from torch import Tensor, nn
 
 from megatron_train.errors import TrainError
@@ -83,11 +73,7 @@ class StepEngine:
         TrainError: the task gives one name to two losses or reported sums.
 
     Attributes:
-        parameters: this rank's parameters by global name, each of them once; whoever reads them
-            outside of `run` and `evaluate` calls `settle` first.
-        table: how each is cut.
-        buffers: main gradients, one set for each stage of this rank, and for what they share.
-        shards: what this rank updates of each of these sets, where it does not update all.
+        stages: this rank's stages with their parameters, gradients and shards.
         fusion: which weights' gradients are added up by the products that make them, and why not.
     """
 
@@ -113,26 +99,8 @@ class StepEngine:
         self.task = task
         self.mesh = mesh
         self._per_token = per_token
-        self.table: dict[str, Sharding] = {}
-        for stage in task.stages:
-            self.table.update(collect_shardings(stage))
-        chunks: list[nn.Module] = list(task.stages)
-        self._gradients: StageGradients | FullyShardedStages
-        self.shards: list[Shards] = []
-        if data_parallel.use_torch_fsdp2:
-            units = [task.units(stage) for stage in task.stages]
-            cut = FullyShardedStages(mesh, task.stages, units, self.table, data_parallel)
-            self._gradients, chunks = cut, cut.modules
-            self.shards.extend(cut.buffers)
-        else:
-            self._gradients = whole = StageGradients(mesh, task.stages, self.table, data_parallel)
-            if data_parallel.use_distributed_optimizer:
-                self.shards.extend(
-                    ParameterBuffers(holders, buffers, self.table)
-                    for holders, buffers in whole.holders
-                )
-        self.parameters = self._gradients.parameters
-        self.buffers = self._gradients.buffers
+        self.stages = TrainableStages(task.stages, mesh, data_parallel, self._units)
+        chunks = self.stages.modules
         self.fusion = self._fuse(data_parallel, compile)
         if compile:
             _require_whole_compiler(mesh, torch.__version__)
@@ -148,7 +116,7 @@ class StepEngine:
             sums=sums,
             schedule=schedule or default_schedule(mesh.layout),
             group_size=group_size,
-            around_backward=self._gradients.around_backward,
+            around_backward=self.stages.around_backward,
         )
 
     def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
@@ -204,7 +172,7 @@ class StepEngine:
         self._inner = InnerLosses(inner) if inner else None
         outer = {name: denominators[name] for name in self.task.losses}
         found = self._pipeline.run([self._weighed(batch) for batch in batches], outer)
-        self._gradients.finish()
+        self.stages.finish()
         sums = self._summed(found, self._data, "loss sums")
         if self._inner is not None:  # a value that several ranks have is counted on one of them
             sums |= self._summed(self._inner.sums, "world", "inner loss sums")
@@ -216,41 +184,18 @@ class StepEngine:
         sums = self._pipeline.evaluate([self._own(batch) for batch in batches])
         return self._summed(sums, self._data, "loss sums")
 
-    def gradients(self) -> dict[str, Float[Tensor, "..."]]:
-        """Return the main gradients after `run`, by global name."""
-        return self._gradients.gradients()
-
-    def not_finite(self) -> str:
-        """Say which gradient is not finite, in the same line on every rank; empty if none is."""
-        found = [item for buffers in self.buffers for item in buffers.not_finite()]
-        return describe_not_finite(found, self.mesh)
-
-    def zero(self) -> None:
-        """Drop all gradients."""
-        self._gradients.zero()
-
-    def settle(self) -> None:
-        """Return when all weights of the latest step are on this rank."""
-        for shards in self.shards:
-            shards.settle()
-
-    def views(self) -> dict[str, list[View]]:
-        """Return views of all parameters, to save or to load into."""
-        self.settle()
-        if isinstance(self._gradients, FullyShardedStages):
-            cut = self._gradients.buffers
-            return {n: v for one in cut for n, v in one.views(one.weights(), self.mesh).items()}
-        return parameter_views(self.parameters, self.table, self.mesh)
-
     def _fuse(self, data_parallel: DataParallelConfig, compiled: bool) -> Fusion:
         """Let products add up the gradients of their weights, where nothing stands against it."""
         if not data_parallel.gradient_accumulation_fusion:
             return Fusion(off="--no-gradient-accumulation-fusion")
-        if not isinstance(self._gradients, StageGradients):
+        if data_parallel.use_torch_fsdp2:
             return Fusion(off="torch's fully_shard (--use-torch-fsdp2) adds gradients up itself")
         if compiled:
             return Fusion(off="code that torch.compile makes (--compile) has no buffers to add to")
-        return fuse_gradient_accumulation(self.task.stages, self._gradients.buffers)
+        return fuse_gradient_accumulation(self.task.stages, self.stages.buffers)
+
+    def _units(self, stage: nn.Module) -> Sequence[nn.Module]:
+        return self.task.units(stage)
 
     def _inputs(self, batch: MicroBatch, stage: int) -> Mapping[str, Any]:
         given = dict(self.task.inputs(batch, stage, self._iteration))

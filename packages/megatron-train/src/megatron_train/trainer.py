@@ -164,7 +164,7 @@ class Trainer:
                 callback.on_step(self, report)
             if self._all_stop():
                 break
-        self.engine.settle()
+        self.engine.stages.settle()
         for callback in self.callbacks:
             callback.on_end(self)
         return self.stopped if self.iteration < self.train_iters else None
@@ -192,7 +192,7 @@ class Trainer:
             finite = math.isfinite(grad_norm)
         if self.check_for_nan and not finite:
             raise TrainError(self._not_finite(losses, grad_norm))
-        self.engine.zero()
+        self.engine.stages.zero()
         extent = self.engine.extent(batches)
         self.iteration += 1
         self.consumed_samples += extent.samples
@@ -278,7 +278,7 @@ class Trainer:
     def _not_finite(self, losses: Mapping[str, float], grad_norm: float) -> str:
         """Say what of the step about to end is not finite, the same on all ranks."""
         wrong = [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
-        if gradient := self.engine.not_finite():
+        if gradient := self.engine.stages.not_finite():
             wrong.append(gradient)
         if not wrong:
             wrong.append(f"the gradient is finite, but its norm is {grad_norm}")

@@ -19,3 +19,5 @@ from .plan import main_dtype as main_dtype
 from .plan import plan_buckets as plan_buckets
 from .reduction import Route as Route
 from .shards import Shards as Shards
+from .trainable import Trainable as Trainable
+from .trainable import TrainableParameters as TrainableParameters

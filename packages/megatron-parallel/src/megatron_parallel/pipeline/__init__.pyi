@@ -30,3 +30,4 @@ from .simulator import Times as Times
 from .simulator import simulate as simulate
 from .split import split_layers as split_layers
 from .split import stage_layers as stage_layers
+from .trainable import TrainableStages as TrainableStages

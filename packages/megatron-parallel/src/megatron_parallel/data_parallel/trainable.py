@@ -1,0 +1,103 @@
+"""What an optimizer has to know about parameters: how they are cut, their gradients, its share.
+
+`TrainableParameters` describes the parameters of a plain module; its gradients are where autograd
+leaves them. `TrainableStages` holds the stages of a pipeline rank; its gradients are in buffers. An
+optimizer takes either.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_parallel.data_parallel.shards import Shards
+from megatron_parallel.errors import LayoutError
+from megatron_parallel.mesh import Mesh
+from megatron_parallel.sharding import Sharding
+
+
+@runtime_checkable
+class Trainable(Protocol):
+    """Parameters of one rank, with their gradients."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where this rank stands."""
+
+    @property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """This rank's parameters by global name, each of them once (a tied weight has one name)."""
+
+    @property
+    def table(self) -> Mapping[str, Sharding]:
+        """How each parameter is cut."""
+
+    @property
+    def shards(self) -> Sequence[Shards]:
+        """The parts of them that this rank updates; empty if it updates all of them."""
+
+    def gradients(self) -> Mapping[str, Float[Tensor, "..."] | None]:
+        """Return gradients summed over the data axis; of the parts in `shards` if there are any.
+
+        None stands for a gradient of zero.
+        """
+
+    def zero(self) -> None:
+        """Drop all gradients and start the next step."""
+
+
+class TrainableParameters:
+    """Parameters that are described one by one.
+
+    Args:
+        parameters: This rank's parameters by global name, such as `module.named_parameters()`.
+        table: How each is cut, such as `collect_shardings(module)`.
+        mesh: Where this rank stands.
+        gradients: Returns the gradients, such as `GradientBuffers.gradients`. Defaults to those
+            that autograd leaves on the parameters; on several data-parallel ranks the caller sums
+            them.
+        shards: The parts that this rank updates, one for each set of buffers. Defaults to all.
+
+    Attributes:
+        parameters: By global name.
+        table: How each is cut.
+        mesh: Where this rank stands.
+        shards: The parts that this rank updates.
+
+    Raises:
+        LayoutError: There are shards, but no gradients of shards.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter] | Iterable[tuple[str, Parameter]],
+        table: Mapping[str, Sharding],
+        mesh: Mesh,
+        *,
+        gradients: Callable[[], Mapping[str, Tensor]] | None = None,
+        shards: Sequence[Shards] = (),
+    ) -> None:
+        if shards and gradients is None:
+            raise LayoutError(
+                "shards of parameters need shards of gradients: give the gradients of the buffers "
+                "that the shards were made with"
+            )
+        self.parameters = dict(parameters)
+        self.table = table
+        self.mesh = mesh
+        self.shards = tuple(shards)
+        self._source = gradients
+
+    def gradients(self) -> Mapping[str, Float[Tensor, "..."] | None]:
+        """Return the gradients by global name."""
+        if self._source is not None:
+            return self._source()
+        return {name: parameter.grad for name, parameter in self.parameters.items()}
+
+    def zero(self) -> None:
+        """Drop the gradients on the parameters; their holder drops those that were handed in."""
+        if self._source is None:
+            for parameter in self.parameters.values():
+                parameter.grad = None

@@ -1,0 +1,119 @@
+"""The stages of one rank as they are trained: what a training loop and an optimizer share.
+
+stages = TrainableStages(model_stages, mesh, DataParallelConfig(use_distributed_optimizer=True))
+engine = PipelineEngine(mesh, stages.modules, ..., around_backward=stages.around_backward)
+optimizer = megatron_optim.Optimizer(stages, config)
+engine.run(micro_batches, denominators)
+stages.finish()
+optimizer.step(lr)
+stages.zero()
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megatron_parallel.data_parallel.buffers import GradientBuffers
+from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
+from megatron_parallel.data_parallel.finite import describe_not_finite
+from megatron_parallel.data_parallel.parameters import ParameterBuffers
+from megatron_parallel.data_parallel.shards import Shards
+from megatron_parallel.mesh import Mesh
+from megatron_parallel.pipeline.contract import Backward
+from megatron_parallel.pipeline.gradients import FullyShardedStages, StageGradients
+from megatron_parallel.sharding import Sharding
+from megatron_parallel.views import View, collect_shardings, parameter_views
+
+
+class TrainableStages:
+    """Parameters, sharding table, main gradients and shards of a rank's stages; a `Trainable`.
+
+    Args:
+        stages: This rank's stages, in the order of `mesh.layout.stages`; one without pipeline.
+        mesh: Where this rank stands.
+        config: How gradients are summed, and what each rank keeps.
+        units: Returns the modules of a stage that are gathered one at a time; asked for with
+            `config.use_torch_fsdp2`. Defaults to none.
+
+    Attributes:
+        mesh: Where this rank stands.
+        config: How gradients are summed.
+        modules: What runs the stages.
+        parameters: This rank's parameters by global name, each of them once. Call `settle` before
+            reading them outside of the stages.
+        table: How each is cut.
+        buffers: Main gradients, one set for each stage, and one for what stages share; empty with
+            `config.use_torch_fsdp2`, which has none.
+        shards: What this rank updates of each set, if it does not update all.
+
+    Raises:
+        LayoutError: The stages do not fit the mesh, a parameter is not described, or cannot be cut.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        mesh: Mesh,
+        config: DataParallelConfig = DEFAULTS,
+        units: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
+    ) -> None:
+        self.mesh = mesh
+        self.config = config
+        self.table: dict[str, Sharding] = {}
+        for stage in stages:
+            self.table.update(collect_shardings(stage))
+        self.modules: list[nn.Module] = list(stages)
+        self.shards: list[Shards] = []
+        self.buffers: list[GradientBuffers] = []
+        self._gradients: StageGradients | FullyShardedStages
+        if config.use_torch_fsdp2:
+            gathered = [() if units is None else units(stage) for stage in stages]
+            self._gradients = cut = FullyShardedStages(mesh, stages, gathered, self.table, config)
+            self.modules = cut.modules
+            self.shards.extend(cut.buffers)
+        else:
+            self._gradients = whole = StageGradients(mesh, stages, self.table, config)
+            self.buffers = whole.buffers
+            if config.use_distributed_optimizer:
+                self.shards.extend(
+                    ParameterBuffers(holders, buffers, self.table)
+                    for holders, buffers in whole.holders
+                )
+        self.parameters: Mapping[str, Parameter] = self._gradients.parameters
+
+    def around_backward(self, backward: Backward) -> AbstractContextManager[None]:
+        """The `around_backward` of a `PipelineEngine`."""
+        return self._gradients.around_backward(backward)
+
+    def finish(self) -> None:
+        """Wait until all gradients are summed."""
+        self._gradients.finish()
+
+    def gradients(self) -> dict[str, Float[Tensor, "..."]]:
+        """Return the main gradients by global name, after `finish`."""
+        return self._gradients.gradients()
+
+    def not_finite(self) -> str:
+        """Return which gradient is not finite, in the same line on every rank; empty if none is."""
+        found = [item for each in self._gradients.buffers for item in each.not_finite()]
+        return describe_not_finite(found, self.mesh)
+
+    def zero(self) -> None:
+        """Drop all gradients and start the next step."""
+        self._gradients.zero()
+
+    def settle(self) -> None:
+        """Return when all weights of the latest step are on this rank."""
+        for shards in self.shards:
+            shards.settle()
+
+    def views(self) -> dict[str, list[View]]:
+        """Return views of all parameters, to save or to load into."""
+        self.settle()
+        if isinstance(self._gradients, FullyShardedStages):
+            cut = self._gradients.buffers
+            return {n: v for one in cut for n, v in one.views(one.weights(), self.mesh).items()}
+        return parameter_views(self.parameters, self.table, self.mesh)
