@@ -122,9 +122,9 @@ class Recording(Optimizer):
     def step(
         self, lr: float, weight_decay: float | None = None, decoupled_lr: float | None = None
     ) -> StepResult:
-        views = self._main.views(taken)
+        """Keep the gradients, then step."""
         taken = {name: gradient.clone() for name, gradient in self.gradients().items()}
-        views = self._main.views(taken, self._table, self._mesh)
+        views = self._main.views(taken)
         vars(self).setdefault("seen", []).append(pieces(views))
         return super().step(lr, weight_decay, decoupled_lr)
 
