@@ -215,6 +215,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "fim.prefix_token": (FIM, {"--fim-prefix-token": "d"}),
     "fim.middle_token": (FIM, {"--fim-middle-token": "d"}),
     "fim.suffix_token": (FIM, {"--fim-suffix-token": "d"}),
+    "training.task": ({}, {"--task": "gtp"}),
     "training.micro_batch_size": ({}, {"--micro-batch-size": "1"}),
     "training.train_iters": ({"--lr-decay-iters": "8"}, {"--train-iters": "3"}),
     "training.train_samples": (SAMPLES, {"--train-samples": "12"}),
@@ -325,6 +326,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
 }
 
 REFUSALS = {
+    "training.task": "--task gtp: no kind of task 'gtp'; did you mean 'gpt'?",
     "checkpoint.exit_on_missing_checkpoint": "--load nowhere has no complete checkpoint",
     "data.max_document_bytes": "lines.jsonl:1: ",
     "data.max_template_steps": "it takes more steps than it may (--max-template-steps",

@@ -9,8 +9,10 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from megatron_data import IndexedDatasetBuilder, bert_tokenizer
 from megatron_train import read_records
+from megatron_train.cli import main
 
 pytest.importorskip("bidirectional", reason="pip install -e integration_tests/stranger")
 
@@ -62,3 +64,39 @@ def test_it_trains_and_moves_between_layouts_as_on_one_rank(sentences, run_comma
     for step, values in one.items():
         assert moved[step] == pytest.approx(values, abs=1e-9), step
     assert len({accuracy for _, accuracy, _ in one.values()}) > 1
+
+
+@pytest.fixture
+def refused(sentences, monkeypatch, capsys, plain_runs):
+    """The one line that a run is refused with."""
+    monkeypatch.chdir(sentences)
+
+    def run(words: str) -> str:
+        assert main(f"{RUN} {words}".split()[1:]) == 1
+        *_, line = capsys.readouterr().err.splitlines()
+        return line.removeprefix("megatron-train: error: ")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--mask-prob 0.01", "--mask-prob 0.01 hides less than one of --seq-length 24 tokens; "),
+        ("--mask-prob 1", "--mask-prob must lie between 0 and 1, got 1.0"),
+        ("--no-masked-lm-head", "hidden tokens are predicted by --masked-lm-head; give it"),
+        ("--task gpt", "--task gpt trains models of kind gpt, not bidirectional; give one of "),
+    ],
+)
+def test_what_it_cannot_train_is_refused_in_one_line(words, line, refused):
+    assert refused(f"--train-iters 1 {words}").startswith(line)
+
+
+def test_its_settings_are_of_the_run_and_its_record(sentences, refused, run_command, tmp_path):
+    run_command(sentences, f"{RUN} --train-iters 2 --mask-prob 0.4 --save {tmp_path}/more")
+    settings = yaml.safe_load((tmp_path / "more" / "config.yaml").read_text())
+    assert settings["masked_lm"] == {"probability": 0.4, "short_samples": 0.1}
+    again = f"--train-iters 3 --save {tmp_path}/more --load {tmp_path}/more"
+    assert "objective: masked_lm.probability 0.4 there, 0.15 here" in refused(again)
+    (tmp_path / "run.yaml").write_text("masked_lm: {propability: 0.4}\n")
+    assert "did you mean masked_lm.probability?" in refused(f"--config {tmp_path}/run.yaml")

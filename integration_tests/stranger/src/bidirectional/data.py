@@ -7,6 +7,7 @@ from megatron_data import (
     DataError,
     Dataset,
     Datasets,
+    MaskingConfig,
     Tokenizer,
     WordPieces,
     build_bert_datasets,
@@ -15,6 +16,8 @@ from megatron_data import (
 from megatron_data.torch import read_batch
 from megatron_train import MicroBatch, RunConfig
 from torch import Tensor
+
+from bidirectional.settings import MaskedLMConfig
 
 
 class MaskedText:
@@ -38,11 +41,17 @@ class MaskedText:
     def datasets(self, sizes: Sequence[int]) -> Datasets:
         """Return the datasets of at least these numbers of samples."""
         train, valid, test = sizes
+        given = self._run.section(MaskedLMConfig)
         return build_bert_datasets(
             self._path,
             self._run.data.split,
             (train, valid, test),
-            config=BertDatasetConfig(sequence_length=self._run.data.seq_length, binary_head=False),
+            config=BertDatasetConfig(
+                sequence_length=self._run.data.seq_length,
+                masking=MaskingConfig(probability=given.probability),
+                short_probability=given.short_samples,
+                binary_head=False,
+            ),
             pieces=WordPieces.of(self._tokenizer),
             seed=self._run.training.seed,
         )

@@ -22,8 +22,6 @@ class MaskedLM:
     inner_losses = ()
 
     def __init__(self, run: RunConfig, stages: Sequence[Encoder], family: str | None) -> None:
-        if not run.model.masked_lm_head:
-            raise ConfigError("hidden tokens are predicted by --masked-lm-head; give it")
         self.stages = stages
         self._family = family
         self._config = run.model

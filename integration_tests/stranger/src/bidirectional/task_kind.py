@@ -1,10 +1,16 @@
 """The entry in the group ``megatron.tasks``; it needs megatron-train, which the model does not."""
 
+from megatron_parallel import Section
 from megatron_train import TaskKind
+
+from bidirectional.settings import MaskedLMConfig, check_masked_lm
 
 TASK = TaskKind(
     name="masked_lm",
     summary="predict hidden tokens",
     task="bidirectional.task:MaskedLM",
     data="bidirectional.data:MaskedText",
+    kinds=("bidirectional",),
+    sections=(Section("masked_lm", MaskedLMConfig, "hidden tokens"),),
+    checks=(check_masked_lm,),
 )

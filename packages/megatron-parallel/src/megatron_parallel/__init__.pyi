@@ -31,6 +31,7 @@ from .errors import CollectiveError as CollectiveError
 from .errors import FieldError as FieldError
 from .errors import LayoutError as LayoutError
 from .extensions import Extensions as Extensions
+from .extensions import Section as Section
 from .grid import Grid as Grid
 from .group_names import pool_group_name as pool_group_name
 from .init import initialize as initialize

@@ -1,7 +1,8 @@
 """What installed distributions bring under an entry-point group, found by name.
 
 A package that can be extended from outside (kinds of models, update rules) has one `Extensions` and
-looks names up there; it imports an object only when that is asked for. Nothing here imports torch.
+looks names up there; it imports an object only when that is asked for. An object that needs
+settings of its own brings `Section`s of them. Nothing here imports torch.
 """
 
 import difflib
@@ -20,6 +21,22 @@ class Named(Protocol):
 
 
 Described = TypeVar("Described", bound=Named)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of settings that an extension brings to the configuration of a run.
+
+    Attributes:
+        name: Of the section in files of settings, such as `masked_lm`.
+        config: Frozen dataclass whose fields are the settings. Their metadata has `help`, and may
+            have `flag`, `unit` and `choices`. It is imported without torch.
+        title: Of its group of flags in `--help` and in the documentation.
+    """
+
+    name: str
+    config: type[Any]
+    title: str
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from megatron_ckpt import CheckpointStore, exchange
 from megatron_data import Tokenizer
-from megatron_models import find_kind
 from megatron_parallel import Mesh
 
 from megatron_train.assembly import (
@@ -93,7 +92,7 @@ def train(config: RunConfig, values: Values | None = None, *, command: str | Non
         # Printed with the first line there is: what is refused before needs no environment.
         console.preface = partial(description, config, values, facts, dtype)
         tokenizer = load_run_tokenizer(config)
-        task = find_task(find_kind(config.model.kind).default_task)
+        task = find_task(config.task)
         batches = open_batches(config, task, tokenizer, mesh, console.line)
         # One rank looks at the corpora, since others need not have them (--broadcast-batches).
         record = exchange(coordinator, lambda: None, lambda _: run_record(config, tokenizer))
@@ -140,8 +139,8 @@ def join(config: RunConfig, device: torch.device) -> Mesh:
         LayoutError: ranks that do not arrive, or were started with another configuration.
     """
     settings = (
-        (option, getattr(getattr(config, option.section), option.name))
-        for option in run_options(config.model.kind)
+        (option, getattr(config.part(option.section), option.name))
+        for option in run_options(config.model.kind, config.task)
     )
     return Mesh.bind(
         config.layout,

@@ -54,7 +54,9 @@ def run_record(config: RunConfig, tokenizer: Tokenizer | None) -> dict[str, Any]
             "calculate_per_token_loss": training.calculate_per_token_loss,
             "hidden_dropout": training.hidden_dropout,
             "attention_dropout": training.attention_dropout,
+            "task": config.task,
             **{name: model[name] for name in LOSS_FIELDS if name in model},
+            **_settings_of_task(config),
         },
         "optimizer": {
             "global_batch_size": config.global_batch_size,
@@ -65,6 +67,12 @@ def run_record(config: RunConfig, tokenizer: Tokenizer | None) -> dict[str, Any]
     if config.data.sample_order == "compat":  # drawn for all samples of a run at once
         record["length"] = {"samples": config.train_samples}
     return record
+
+
+def _settings_of_task(config: RunConfig) -> dict[str, Any]:
+    """What the sections of the task hold, by ``section.name``."""
+    sections = {name: asdict(section) for name, section in config.of_task.items() if name != "fim"}
+    return {f"{s}.{name}": value for s, given in sections.items() for name, value in given.items()}
 
 
 def _data(config: RunConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -82,7 +90,7 @@ def _data(config: RunConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "reset_position_ids": data.reset_position_ids,
         "reset_attention_mask": data.reset_attention_mask,
         "sft": data.sft,
-        "fim": asdict(config.fim) if data.fim_data else None,
+        "fim": asdict(config.of_task["fim"]) if data.fim_data else None,
         "written": None,
     }
     if writer := of_conversations(config, tokenizer):

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from megatron_train._command import CommandError, broken_pipe, interrupted, tell
 from megatron_train._version import __version__
-from megatron_train.cli import config, layout, models, pretrain, recipes, schedule
+from megatron_train.cli import config, layout, models, pretrain, recipes, schedule, tasks
 from megatron_train.cli import report as report_page
 from megatron_train.cli.failure import report_of
 from megatron_train.config.flags import Parser
@@ -25,6 +25,7 @@ def build_parser() -> Parser:
     pretrain.add_command(commands)
     recipes.add_command(commands)
     models.add_command(commands)
+    tasks.add_command(commands)
     config.add_command(commands)
     layout.add_command(commands)
     schedule.add_command(commands)

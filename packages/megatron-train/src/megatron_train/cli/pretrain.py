@@ -7,13 +7,13 @@ import sys
 
 from megatron_models import ModelKind, model_kinds
 
+from megatron_train.config.brought import tasks_for
 from megatron_train.config.flags import Parser, add_options, notes_of
 from megatron_train.config.notes import without_effect
 from megatron_train.config.resolve import resolve
 from megatron_train.config.run_sections import run_options, sections
 from megatron_train.config.shown import print_config
 from megatron_train.errors import UsageError
-from megatron_train.tasks.kinds import KINDS
 
 _EXAMPLE = """\
 example:
@@ -29,9 +29,8 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     summary = "train a model from scratch, or continue a run"
     pretrain = commands.add_parser("pretrain", help=summary, description=summary.capitalize() + ".")
     kinds = pretrain.add_subparsers(metavar="MODEL", required=True)
-    tasks = KINDS.entries()
-    for kind in model_kinds().values():
-        if kind.default_task in tasks:
+    for name, kind in model_kinds().items():
+        if tasks_for(name):
             _add_kind(kinds, kind)
 
 

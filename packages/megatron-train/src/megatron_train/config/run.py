@@ -2,16 +2,23 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from megatron_data import FIMConfig
 from megatron_optim import OptimError
 from megatron_parallel import FieldError, ParallelLayout, Recompute
 from megatron_parallel.pipeline import check_micro_batches, schedule_kind
 
+from megatron_train.config.brought import (
+    check_task,
+    default_task,
+    refuse_other_sections,
+    task_checks,
+    task_sections,
+)
 from megatron_train.config.context import check_context_parallel
 from megatron_train.config.model import (
     check_expert_overlap,
@@ -38,10 +45,10 @@ class RunConfig(RunSections):
         if self.training.sequence_parallel and self.layout.tp == 1:  # there is nothing to cut
             alone = dataclasses.replace(self.training, sequence_parallel=False)
             object.__setattr__(self, "training", alone)
+        self._take_sections_of_task()
         wrong: list[str] = []
-        for check in (
+        checks: tuple[Callable[[], None], ...] = (
             self._check_length,
-            self._check_fim,
             self._check_batch,
             self._check_layout,
             self._check_data_parallel,
@@ -52,12 +59,26 @@ class RunConfig(RunSections):
             lambda: check_first_weights(self.model, self.checkpoint),
             self._check_evaluation,
             self._check_schedules,
-        ):
+            *(partial(check, self) for check in task_checks(self.task)),
+        )
+        for check in checks:
             with collected(wrong):
                 check()
         refuse(wrong)
         check_expert_overlap(self)
         self._check_pipeline()
+
+    def _take_sections_of_task(self) -> None:
+        """Complete the sections of the task by those that are not given."""
+        check_task(self.model.kind, self.task)
+        known = task_sections(self.model.kind, self.task)
+        if strange := self.of_task.keys() - known.keys():
+            raise TrainError(f"the task {self.task} has no section {', '.join(sorted(strange))}")
+        found = {
+            name: self.of_task[name] if name in self.of_task else section.config()
+            for name, section in known.items()
+        }
+        object.__setattr__(self, "of_task", found)
 
     def _check_length(self) -> None:
         """Refuse samples longer than the model takes."""
@@ -78,26 +99,6 @@ class RunConfig(RunSections):
                 "--step-batch-size-schedule; leave it out"
             )
         sizes.check(training.micro_batch_size, self.data_parallel_size)
-
-    def _check_fim(self) -> None:
-        """Refuse options of filling in the middle where nothing is, or without a tokenizer."""
-        if self.data.fim_data and self.data.tokenizer is None:
-            raise TrainError(
-                "--fim-data needs a tokenizer, which makes tokens of the parts of a text; give "
-                "--tokenizer-model"
-            )
-        given = [
-            option.flag
-            for option in options_of(FIMConfig, "fim")
-            if getattr(self.fim, option.name) != option.default
-        ]
-        if given and not self.data.fim_data:
-            raise TrainError(f"{given[0]} needs --fim-data; give both, or leave it out")
-        if self.fim.fragment_rate != FIMConfig.fragment_rate and not self.fim.split_sample:
-            raise TrainError(
-                "--fim-fragment-rate is about what --fim-split-sample tells apart; give both, or "
-                "leave it out"
-            )
 
     def _check_layout(self) -> None:
         """Refuse what the layout cannot do with this model, sequence and batch."""
@@ -239,7 +240,11 @@ def build_run(values: Values, world_size: int = 1, kind: str = KIND) -> RunConfi
         TrainError: values that are refused, or do not go together.
         UsageError: a required value that is not given.
     """
-    absent = list(values.missing(run_options(kind)))
+    flags = {option.key: option.flag for option in run_options(kind)}
+    task = values.get("training.task") or default_task(kind)
+    check_task(kind, task)
+    refuse_other_sections(values, kind, task, flags)
+    absent = list(values.missing(run_options(kind, task)))
     missing = [option.flag for option in absent if not option.derived]
     if not {"training.train_iters", "training.train_samples"} & values.given.keys():
         missing.append("--train-iters (or --train-samples)")
@@ -253,12 +258,13 @@ def build_run(values: Values, world_size: int = 1, kind: str = KIND) -> RunConfi
             f"missing: {', '.join(missing)}; give as flags, by --recipe, or in --config"
         )
     built, wrong = {}, list[str]()
-    for name, (_, cls) in sections(kind).items():
+    for name, (_, cls) in sections(kind, task).items():
         with collected(wrong):
             built[name] = build_section(name, cls, values)
     refuse(wrong)
     built["layout"] = _resolve(built["layout"], world_size)
-    return RunConfig(**built)
+    of_task = {name: built.pop(name) for name in task_sections(kind, task)}
+    return RunConfig(**built, of_task=of_task)
 
 
 def build_section(name: str, cls: type[Section], values: Values, **fixed: Any) -> Section:

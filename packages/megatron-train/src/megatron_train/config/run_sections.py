@@ -1,17 +1,18 @@
 """The sections of a run, and the numbers that follow from several of them."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron_data import FIMConfig
 from megatron_models import ModelConfig, find_kind
 from megatron_optim import LearningRateSchedule, OptimizerConfig, WeightDecaySchedule
 from megatron_parallel import DataParallelConfig, ParallelLayout, Recompute
 from megatron_parallel.pipeline import PipelineConfig
 
 from megatron_train.config.batch_size import BatchSizeSchedule
+from megatron_train.config.brought import default_task, task_sections
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.data import DataConfig
 from megatron_train.config.options import Option, options_of
@@ -21,13 +22,15 @@ from megatron_train.config.sections import (
     ScheduleConfig,
     TrainingConfig,
 )
+from megatron_train.errors import TrainError
+
+SectionT = TypeVar("SectionT")
 
 KIND = "gpt"
 """The kind of model whose settings are shown where no kind is named."""
 
 _SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "data": ("data", DataConfig),
-    "fim": ("filling in the middle", FIMConfig),
     "training": ("training", TrainingConfig),
     "optimizer": ("optimizer", OptimizerConfig),
     "schedule": ("learning-rate schedule", ScheduleConfig),
@@ -42,35 +45,59 @@ _SECTIONS: dict[str, tuple[str, type[Any]]] = {
 
 
 @cache
-def sections(kind: str = KIND) -> dict[str, tuple[str, type[Any]]]:
+def sections(kind: str = KIND, task: str | None = None) -> dict[str, tuple[str, type[Any]]]:
     """Return every section of a run: key in YAML files, title, and the dataclass that holds it.
 
     Args:
         kind: of the model.
+        task: whose sections are among them. Defaults to all tasks that can train the kind.
 
     Raises:
         ConfigError: no such kind is installed.
+        TrainError: a task brings a section whose name is taken.
     """
-    return {"model": ("model", find_kind(kind).config), **_SECTIONS}
+    found = {"model": ("model", find_kind(kind).config), **_SECTIONS}
+    for name, section in task_sections(kind, task).items():
+        if name in found:
+            raise TrainError(
+                f"the section {name!r} that a task brings ({section.config.__module__}) has the "
+                "name of a section of every run; uninstall it"
+            )
+        found[name] = (section.title, section.config)
+    return found
 
 
 @cache
-def run_options(kind: str = KIND) -> tuple[Option, ...]:
+def run_options(kind: str = KIND, task: str | None = None) -> tuple[Option, ...]:
     """Return every option of a run, section by section.
 
     Cached: a run asks several times, and type hints are slow to evaluate.
 
     Args:
         kind: of the model.
+        task: whose options are among them. Defaults to all tasks that can train the kind.
+
+    Raises:
+        TrainError: two options have one flag.
     """
-    return tuple(
-        option for name, (_, cls) in sections(kind).items() for option in options_of(cls, name)
-    )
+    found: dict[str, Option] = {}
+    for name, (_, cls) in sections(kind, task).items():
+        for option in options_of(cls, name):
+            other = found.setdefault(option.flag, option)
+            if other is not option:
+                raise TrainError(
+                    f"the settings {other.key} and {option.key} have one flag, {option.flag}; "
+                    "uninstall the distribution that brings the one or the other"
+                )
+    return tuple(found.values())
 
 
 @dataclass(frozen=True)
 class RunSections:
-    """Everything that defines a run: one field for each section. `RunConfig` checks them."""
+    """Everything that defines a run: one field for each section. `RunConfig` checks them.
+
+    The sections that the task brings are in ``of_task`` by name; `section` finds them by class.
+    """
 
     model: ModelConfig
     data: DataConfig
@@ -78,13 +105,36 @@ class RunSections:
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     layout: ParallelLayout = dataclasses.field(default_factory=ParallelLayout)
-    fim: FIMConfig = dataclasses.field(default_factory=FIMConfig)
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     data_parallel: DataParallelConfig = dataclasses.field(default_factory=DataParallelConfig)
     recompute: Recompute = dataclasses.field(default_factory=Recompute)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+    of_task: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def task(self) -> str:
+        """Name of the task: that of --task, or the one of the kind of model."""
+        return self.training.task or default_task(self.model.kind)
+
+    def part(self, name: str) -> Any:
+        """Return a section by its name, also one that the task brings."""
+        return self.of_task[name] if name in self.of_task else getattr(self, name)
+
+    def section(self, cls: type[SectionT]) -> SectionT:
+        """Return the section that the task brings of a class.
+
+        Args:
+            cls: dataclass of the section.
+
+        Raises:
+            TrainError: the task of the run has none.
+        """
+        for section in self.of_task.values():
+            if type(section) is cls:
+                return section
+        raise TrainError(f"the task {self.task} has no section that is a {cls.__name__}")
 
     @property
     def split(self) -> tuple[range, ...]:

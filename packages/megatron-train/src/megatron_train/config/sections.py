@@ -18,6 +18,11 @@ class TrainingConfig:
     """Length of the run, batch, precision and device."""
 
     micro_batch_size: int = required("samples in one forward pass", unit="samples")
+    task: str | None = setting(
+        None,
+        "what the model is trained to do, see megatron-train tasks list; unset: what its kind is "
+        "for (our name)",
+    )
     train_iters: int | None = setting(
         None, "steps of the whole run; this or --train-samples is required", unit="steps"
     )

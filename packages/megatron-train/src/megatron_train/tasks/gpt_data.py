@@ -11,6 +11,7 @@ from megatron_data import (
     Dataset,
     Datasets,
     FillInTheMiddle,
+    FIMConfig,
     OpenDatasets,
     SFTTokenizer,
     StorageCache,
@@ -156,4 +157,4 @@ def _infill(config: RunConfig, tokenizer: Tokenizer | None) -> FillInTheMiddle |
     """What takes documents apart, with the draws of the run's seed."""
     if not config.data.fim_data or tokenizer is None:
         return None
-    return FillInTheMiddle(config.fim, tokenizer, config.training.seed)
+    return FillInTheMiddle(config.section(FIMConfig), tokenizer, config.training.seed)

@@ -1,5 +1,9 @@
 """The entry of left-to-right language modelling in the group ``megatron.tasks``."""
 
+from megatron_data import FIMConfig
+from megatron_parallel import Section
+
+from megatron_train.tasks.gpt_checks import check_fim
 from megatron_train.tasks.kinds import TaskKind
 
 TASK = TaskKind(
@@ -7,4 +11,7 @@ TASK = TaskKind(
     summary="predict each next token",
     task="megatron_train.tasks.gpt:gpt_task",
     data="megatron_train.tasks.gpt_data:GPTData",
+    kinds=("gpt",),
+    sections=(Section("fim", FIMConfig, "filling in the middle"),),
+    checks=(check_fim,),
 )

@@ -10,18 +10,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from megatron_data import Dataset, Datasets, Tokenizer
 from megatron_models.lookup import look_up
-from megatron_parallel import Extensions
+from megatron_parallel import Section
 
 from megatron_train.config.run import RunConfig
-from megatron_train.errors import TrainError
+from megatron_train.tasks.known import TASKS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from megatron_train.tasks.task import MicroBatch, Task
-
-KINDS = Extensions("megatron.tasks", "kind of task", TrainError)
-"""Kinds of tasks by name, those of other distributions too."""
 
 
 class TaskData(Protocol):
@@ -62,12 +59,21 @@ class TaskKind:
             the run, this rank's stages of the model, and the name of the model's family or None.
         data: ``package.module:function`` that returns a `TaskData`. It is called with the run and
             its tokenizer or None.
+        kinds: names of the kinds of models that it can train, beside those that name it as their
+            default. Defaults to None, which is every kind.
+        sections: settings of its own. They are flags of ``pretrain KIND`` and sections of files;
+            the task finds its own by ``run.section(Config)``.
+        checks: functions of the run that raise a `TrainError` in one line, with the flags named,
+            where settings do not go together. They are called before any rank meets another.
     """
 
     name: str
     summary: str
     task: str
     data: str
+    kinds: tuple[str, ...] | None = None
+    sections: tuple[Section, ...] = ()
+    checks: tuple[Callable[[RunConfig], None], ...] = ()
 
     def build(self, run: RunConfig, stages: "Sequence[nn.Module]", family: str | None) -> "Task":
         """Return the task of a run, as this rank sees it."""
@@ -82,7 +88,7 @@ class TaskKind:
 
 def task_kinds() -> dict[str, TaskKind]:
     """Return every installed kind by name, other distributions' too."""
-    return {name: find_task(name) for name in KINDS.entries()}
+    return {name: find_task(name) for name in TASKS.entries()}
 
 
 def find_task(name: str) -> TaskKind:
@@ -91,4 +97,4 @@ def find_task(name: str) -> TaskKind:
     Raises:
         TrainError: there is none of that name.
     """
-    return KINDS.described(name, TaskKind)
+    return TASKS.described(name, TaskKind)
