@@ -11,6 +11,7 @@ from megatron_parallel import (
     RowParallelLinear,
     Seat,
     VocabParallelEmbedding,
+    all_gather,
     collect_shardings,
     fuse_gradient_accumulation,
     initialize_parameters,
@@ -236,3 +237,22 @@ def test_a_description_cuts_the_first_dim_of_the_output_unless_it_says_otherwise
     }
     assert shapes[plain] == {"weight": (2, 2, 3), "bias": (2, 2)}
     assert shapes[other] == {"weight": (4, 1, 3), "bias": (4, 1)}
+
+
+def one_token(mesh: Mesh) -> torch.Tensor:
+    """Logits of a single token, by layers that otherwise cut sequences over two ranks."""
+    model = Network(mesh, sequence_parallel=mesh.axis("tp").size > 1)
+    overlap_forward(model, 4)
+    initialize_parameters(model, seed=3, mesh=mesh)
+    whole = {"sequence_parallel": False}
+    with torch.no_grad():
+        x = model.embedding(batch()[0][:1], **whole)
+        x = x + model.out(torch.tanh(model.qkv(x, **whole)).flatten(-2), **whole)
+        logits = model.embedding.output(x, 4, **whole)
+    return all_gather(logits, mesh.axis("tp"), dim=-1)[..., :VOCAB]
+
+
+def test_a_call_may_leave_the_sequence_whole(worker_pool: WorkerPool) -> None:
+    expected = one_token(Mesh.single())
+    for logits in worker_pool.run_mesh(TP[2], one_token, ranks=2):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)

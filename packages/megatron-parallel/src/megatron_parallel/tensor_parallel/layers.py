@@ -3,7 +3,8 @@
 A column-parallel layer cuts its outputs, a row-parallel one its inputs; put one after the other
 they need one sum over the ranks. With `sequence_parallel` the activations outside the pair are cut
 along the sequence, dim 0, and that sum becomes an all-gather before and a reduce-scatter after
-(Korthikanti et al. 2022, section 4.2.2).
+(Korthikanti et al. 2022, section 4.2.2). A call of a layer may say otherwise for its own pass: a
+single token that is decoded cannot be cut.
 
     x --copy/gather--> [ column-parallel -> activation -> row-parallel ] --reduce/scatter--> y
 
@@ -100,9 +101,15 @@ class ColumnParallelLinear(nn.Module):
         cut = sequence_parallel
         return cls(mesh=mesh, sequence_parallel=cut, dtype=dtype, device=device, **vars(spec))
 
-    def forward(self, x: Float[Tensor, "... in"]) -> Float[Tensor, "..."]:
-        """This rank's part of the output."""
-        cut = self.sequence_parallel, self.chunks
+    def forward(
+        self, x: Float[Tensor, "... in"], *, sequence_parallel: bool | None = None
+    ) -> Float[Tensor, "..."]:
+        """This rank's part of the output.
+
+        `sequence_parallel` says whether `x` is cut in this call. Defaults to how the layer was
+        built.
+        """
+        cut = _cut(self, sequence_parallel), self.chunks
         return column_parallel_linear(
             x, self.weight, self.bias, self.axis, *cut, accumulate=self.accumulate
         )
@@ -160,9 +167,15 @@ class RowParallelLinear(nn.Module):
         cut = sequence_parallel
         return cls(mesh=mesh, sequence_parallel=cut, dtype=dtype, device=device, **vars(spec))
 
-    def forward(self, x: Float[Tensor, "... part"]) -> Float[Tensor, "... out"]:
-        """The summed output, or this rank's part of its sequence."""
-        cut = self.sequence_parallel, self.chunks
+    def forward(
+        self, x: Float[Tensor, "... part"], *, sequence_parallel: bool | None = None
+    ) -> Float[Tensor, "... out"]:
+        """The summed output, or this rank's part of its sequence.
+
+        `sequence_parallel` says whether the output is cut in this call. Defaults to how the layer
+        was built.
+        """
+        cut = _cut(self, sequence_parallel), self.chunks
         return row_parallel_linear(
             x, self.weight, self.axis, *cut, bias=self.bias, accumulate=self.accumulate
         )
@@ -217,8 +230,14 @@ class VocabParallelEmbedding(nn.Module):
         cut = sequence_parallel
         return cls(mesh=mesh, sequence_parallel=cut, dtype=dtype, device=device, **vars(spec))
 
-    def forward(self, tokens: Int[Tensor, "..."]) -> Float[Tensor, "... h"]:
-        """Embeddings of `tokens`, or of this rank's part of their sequence."""
+    def forward(
+        self, tokens: Int[Tensor, "..."], *, sequence_parallel: bool | None = None
+    ) -> Float[Tensor, "... h"]:
+        """Embeddings of `tokens`, or of this rank's part of their sequence.
+
+        `sequence_parallel` says whether the embeddings are cut in this call. Defaults to how the
+        layer was built.
+        """
         if self.axis.size == 1:
             return functional.embedding(tokens, self.weight)
         rows = self.weight.shape[0]
@@ -226,15 +245,22 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (local < 0) | (local >= rows)
         partial = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
         partial = partial.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        leave = scatter_sequence if self.sequence_parallel else reduce_from_axis
+        leave = scatter_sequence if _cut(self, sequence_parallel) else reduce_from_axis
         return leave(partial, self.axis)
 
-    def output(self, x: Float[Tensor, "... h"], chunks: int = 1) -> Float[Tensor, "... v"]:
+    def output(
+        self,
+        x: Float[Tensor, "... h"],
+        chunks: int = 1,
+        *,
+        sequence_parallel: bool | None = None,
+    ) -> Float[Tensor, "... v"]:
         """This rank's part of the logits, by an output layer tied to the embeddings.
 
-        `x` is `[s/n, ..., h]` with `sequence_parallel`. Whoever calls it sets `multiplies`.
+        `x` is `[s/n, ..., h]` with `sequence_parallel`, by default that of the layer. Whoever calls
+        it sets `multiplies`.
         """
-        cut = self.sequence_parallel, chunks
+        cut = _cut(self, sequence_parallel), chunks
         return column_parallel_linear(
             x, self.weight, None, self.axis, *cut, accumulate=self.accumulate
         )
@@ -253,6 +279,13 @@ def overlap_forward(module: nn.Module, chunks: int = CHUNKS) -> None:
     for layer in module.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             layer.chunks = chunks
+
+
+def _cut(
+    layer: ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding, given: bool | None
+) -> bool:
+    """Whether a call cuts the sequence: as it says, or as the layer was built."""
+    return layer.sequence_parallel if given is None else given
 
 
 def _register(
