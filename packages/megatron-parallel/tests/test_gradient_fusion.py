@@ -23,7 +23,7 @@ from megatron_parallel import (
 )
 from megatron_parallel.data_parallel import ProductOp
 from megatron_parallel.data_parallel import fusion as fusion_module
-from megatron_parallel.tensor_parallel.weight_gradient import Multiplies, may_multiply
+from megatron_parallel.tensor_parallel import PLAIN, Accumulating, Multiplies, multiplies
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -39,7 +39,7 @@ class Model(nn.Module):
     def __init__(self, mesh: Mesh, dtype: torch.dtype) -> None:
         super().__init__()
         self.embedding = VocabParallelEmbedding(VOCAB, H, mesh, dtype=dtype)
-        self.embedding.multiplies = True
+        self.embedding.product = PLAIN
         self.up = ColumnParallelLinear(H, (2, FFN), mesh, dim=1, fused_dim=0, dtype=dtype)
         self.down = RowParallelLinear(FFN, H, mesh, dtype=dtype)
         self.frozen = ColumnParallelLinear(H, H, mesh, bias=False, dtype=dtype)
@@ -221,8 +221,8 @@ def test_torch_calls_hooks_of_a_parameter_whose_gradient_is_none() -> None:
 def test_layers_that_multiply_are_found_by_their_attributes_alone(single: Mesh) -> None:
     """`isinstance` finds no parameter of a module on Python 3.12, and is an error on any."""
     model, _ = built(single, torch.float32)
-    assert may_multiply(model.up) and may_multiply(model.embedding)
-    assert not may_multiply(torch.nn.Linear(2, 2)) and not may_multiply(model)
+    assert multiplies(model.up) and multiplies(model.embedding)
+    assert not multiplies(torch.nn.Linear(2, 2)) and not multiplies(model)
     with pytest.raises(TypeError):
         isinstance(model.up, Multiplies)
 
@@ -236,7 +236,7 @@ def test_what_cannot_be_fused_says_why(single: Mesh) -> None:
         f"gradient accumulation is fused for 0 of 3 weight matrices; not for 3: {reason}"
     )
     assert str(Fusion(off="so")) == "gradient accumulation is not fused: so"
-    assert model.up.accumulate is None
+    assert model.up.product is PLAIN
 
 
 def test_an_operation_can_be_handed_in(single: Mesh) -> None:
@@ -301,9 +301,9 @@ def test_it_ends_with_the_buffers(single: Mesh) -> None:
 def test_a_copy_of_a_layer_leaves_gradients_to_autograd(single: Mesh) -> None:
     model, buffers = built(single)
     fuse_gradient_accumulation([model], [buffers])
-    assert model.up.accumulate is not None
+    assert isinstance(model.up.product, Accumulating)
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert again.up.accumulate is None
+        assert again.up.product == PLAIN
 
 
 @pytest.mark.parametrize(("ignores", "refusal"), [(None, None), (True, "has wrong products")])

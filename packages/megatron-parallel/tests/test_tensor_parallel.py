@@ -19,7 +19,7 @@ from megatron_parallel import (
     parameter_views,
     vocab_parallel_cross_entropy,
 )
-from megatron_parallel.tensor_parallel import overlap_forward
+from megatron_parallel.tensor_parallel import PLAIN, overlap_forward
 from megatron_parallel.tensor_parallel.specs import ColumnSpec
 from megatron_parallel.testing import WorkerPool
 from torch import nn
@@ -43,7 +43,7 @@ class Network(nn.Module):
         options = {"sequence_parallel": sequence_parallel, "init": NORMAL, "dtype": torch.float64}
         self.axis = mesh.axis("tp")
         self.embedding = VocabParallelEmbedding(VOCAB, H, mesh, padded=48, **options)  # type: ignore[arg-type]
-        self.embedding.multiplies = True
+        self.embedding.product = PLAIN
         self.qkv = ColumnParallelLinear(H, (GROUPS, 3), mesh, **options)  # type: ignore[arg-type]
         self.out = RowParallelLinear(GROUPS * 3, H, mesh, **options)  # type: ignore[arg-type]
         self.up = ColumnParallelLinear(H, (2, FFN), mesh, dim=1, fused_dim=0, **options)  # type: ignore[arg-type]

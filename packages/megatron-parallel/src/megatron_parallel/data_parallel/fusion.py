@@ -3,9 +3,9 @@
     fusion = fuse_gradient_accumulation(chunks, buffers)
     print(fusion)             # which weights, and of the others why not
 
-A layer that multiplies by its weight is told where the buffers add up that weight's gradient, and
-its backward pass gives autograd none. That saves a matrix as large as the weight and two passes
-over it in every micro-batch. It is what Megatron-LM calls gradient accumulation fusion.
+The `Product` of a layer becomes an `Accumulating` one, which knows where the buffers add up the
+gradients of its weights, and gives autograd none. That saves a matrix as large as the weight and
+two passes over it in every micro-batch. It is what Megatron-LM calls gradient accumulation fusion.
 """
 
 from collections import Counter
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.data_parallel.buffers import GradientBuffers
-from megatron_parallel.tensor_parallel.weight_gradient import may_multiply
+from megatron_parallel.tensor_parallel.layers import multiplied_by, multiplies
+from megatron_parallel.tensor_parallel.product import Accumulating, Product
 
 
 @runtime_checkable
@@ -110,9 +111,9 @@ def fuse_gradient_accumulation(
 ) -> Fusion:
     """Let the layers of `modules` add the gradients of their weights to main gradients themselves.
 
-    Every `Multiplies` in the modules gets an `accumulate` if its weight's gradient is in `buffers`
-    (a frozen one's is not) and the operation can. It ends with `GradientBuffers.close`. Code that
-    torch.compile has compiled leaves gradients to autograd all the same.
+    The product of every `Multiplies` in the modules adds up gradients that are in `buffers` (those
+    of frozen weights are not), if the operation can. It ends with `GradientBuffers.close`. Code
+    that torch.compile has compiled leaves gradients to autograd all the same.
 
     Args:
         modules: Stages of this rank.
@@ -129,25 +130,35 @@ def fuse_gradient_accumulation(
     refused: dict[str, str] = {}
     reasons: dict[tuple[Any, ...], str | None] = {}
     for layer in (layer for module in modules for layer in module.modules()):
-        if not may_multiply(layer) or not layer.multiplies:
+        if not multiplies(layer):
             continue
-        if id(layer.weight) not in owners:
-            continue
-        bucket, name = owners[id(layer.weight)]
-        kind = layer.weight.dtype, bucket.plan.dtype, bucket.plan.device
-        if kind not in reasons:
-            reasons[kind] = op.refusal(*kind)
-        reason = reasons[kind]
-        if reason is None:
-            layer.accumulate = Accumulator(bucket, name, op.add)
-            fused.append(name)
-        else:
-            refused[name] = reason
+        added = {}
+        for number, weight in enumerate(multiplied_by(layer)):
+            matrix = layer.sharding[layer.multiplied[number]].matrix
+            if id(weight) not in owners or matrix is None:
+                continue
+            bucket, name = owners[id(weight)]
+            kind = weight.dtype, bucket.plan.dtype, bucket.plan.device
+            if kind not in reasons:
+                reasons[kind] = op.refusal(*kind)
+            reason = reasons[kind]
+            if reason is None:
+                added[number] = Accumulator(bucket, name, op.add)
+                fused.append(name)
+            else:
+                refused[name] = reason
+        if added:
+            layer.product = Accumulating(_alone(layer.product), added)
     return Fusion(tuple(dict.fromkeys(fused)), refused)
 
 
+def _alone(product: Product) -> Product:
+    """A product without the buffers that it was fused with before."""
+    return product.product if isinstance(product, Accumulating) else product
+
+
 class Accumulator:
-    """Adds up the gradient of one weight where its bucket has it; the `Accumulate` of a layer."""
+    """Adds up the gradient of one weight where its bucket has it; an `Accumulate`."""
 
     def __init__(self, bucket: Bucket, name: str, add: AddProduct) -> None:
         self._bucket, self._name, self._add = bucket, name, add
@@ -163,10 +174,6 @@ class Accumulator:
         into, first = bucket.place(self._name)
         self._add(into.view(-1, shape[-1]), dy, x, first=first)
         return bucket.nothing.expand(shape) if returned else None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a layer has none: nobody sums its gradients."""
-        return type(None), ()
 
 
 def _name(dtype: torch.dtype) -> str:

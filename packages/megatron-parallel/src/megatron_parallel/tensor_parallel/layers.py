@@ -8,13 +8,14 @@ single token that is decoded cannot be cut.
 
     x --copy/gather--> [ column-parallel -> activation -> row-parallel ] --reduce/scatter--> y
 
-On an axis of size 1 each forward is one `F.linear` or `F.embedding`. `accumulate` of a layer, which
-`fuse_gradient_accumulation` sets, adds up the gradient of its weight. Parameters are built without
-values (NaN); `initialize_parameters(model, seed=..., mesh=...)` fills them, by global name.
+What a layer multiplies by is its `product`, an `x W^T` unless another `Product` is given, whose
+further parameters are the layer's, too. On an axis of size 1 each forward is one `F.linear` or
+`F.embedding`. Parameters are built without values (NaN); `initialize_parameters(model, seed=...,
+mesh=...)` fills them, by global name.
 """
 
 from math import nan
-from typing import Final
+from typing import Any, Final, Protocol, TypeGuard
 
 import torch
 from jaxtyping import Float, Int
@@ -23,11 +24,12 @@ from torch.nn import functional
 
 from megatron_parallel.axes import Axis
 from megatron_parallel.collectives import reduce_from_axis, scatter_sequence
+from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import DEFAULT_INIT, Init, Sharding
 from megatron_parallel.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
+from megatron_parallel.tensor_parallel.product import PLAIN, Product
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec, VocabSpec
-from megatron_parallel.tensor_parallel.weight_gradient import Accumulate
 
 CHUNKS: Final = 4
 """Pieces in which `overlap_forward` communicates, unless told otherwise."""
@@ -52,6 +54,7 @@ class ColumnParallelLinear(nn.Module):
         axis: Name of the axis.
         sequence_parallel: Whether the input is cut along dim 0 and has to be gathered.
         init: How the weight starts; the bias starts at zero.
+        product: What it multiplies by.
         dtype: Of the parameters.
         device: Of the parameters; the mesh's by default.
     """
@@ -73,6 +76,7 @@ class ColumnParallelLinear(nn.Module):
         axis: str = "tp",
         sequence_parallel: bool = False,
         init: Init = DEFAULT_INIT,
+        product: Product = PLAIN,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
     ) -> None:
@@ -80,12 +84,12 @@ class ColumnParallelLinear(nn.Module):
         out = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         spec = ColumnSpec(in_features, out, bias, dim, fused_dim, spill_dim, padded, axis, init)
         self.sharding = spec.shardings(sequence_parallel)
-        _register(self, ("weight", "bias"), mesh, dtype, device)
+        self.product = product
+        self.multiplied = add_further(self.sharding, product)
+        _register(self, ("weight", "bias", *self.multiplied[1:]), mesh, dtype, device)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
         self.chunks = 1
-        self.multiplies = True
-        self.accumulate: Accumulate | None = None
 
     @classmethod
     def of(
@@ -94,12 +98,15 @@ class ColumnParallelLinear(nn.Module):
         mesh: Mesh,
         *,
         sequence_parallel: bool = False,
+        product: Product = PLAIN,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
     ) -> "ColumnParallelLinear":
         """Build the layer that `spec` describes; other arguments as for the class."""
-        cut = sequence_parallel
-        return cls(mesh=mesh, sequence_parallel=cut, dtype=dtype, device=device, **vars(spec))
+        where: Any = {"mesh": mesh, "dtype": dtype, "device": device}
+        return cls(
+            sequence_parallel=sequence_parallel, product=product, **where, **spec.arguments()
+        )
 
     def forward(
         self, x: Float[Tensor, "... in"], *, sequence_parallel: bool | None = None
@@ -111,7 +118,7 @@ class ColumnParallelLinear(nn.Module):
         """
         cut = _cut(self, sequence_parallel), self.chunks
         return column_parallel_linear(
-            x, self.weight, self.bias, self.axis, *cut, accumulate=self.accumulate
+            x, self.weight, self.bias, self.axis, *cut, self.product, multiplied_by(self)[1:]
         )
 
     def extra_repr(self) -> str:
@@ -140,18 +147,19 @@ class RowParallelLinear(nn.Module):
         axis: str = "tp",
         sequence_parallel: bool = False,
         init: Init = DEFAULT_INIT,
+        product: Product = PLAIN,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         super().__init__()
         spec = RowSpec(in_features, out_features, bias, axis, init)
         self.sharding = spec.shardings(sequence_parallel)
-        _register(self, ("weight", "bias"), mesh, dtype, device)
+        self.product = product
+        self.multiplied = add_further(self.sharding, product)
+        _register(self, ("weight", "bias", *self.multiplied[1:]), mesh, dtype, device)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
         self.chunks = 1
-        self.multiplies = True
-        self.accumulate: Accumulate | None = None
 
     @classmethod
     def of(
@@ -160,12 +168,15 @@ class RowParallelLinear(nn.Module):
         mesh: Mesh,
         *,
         sequence_parallel: bool = False,
+        product: Product = PLAIN,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
     ) -> "RowParallelLinear":
         """Build the layer that `spec` describes; other arguments as for the class."""
-        cut = sequence_parallel
-        return cls(mesh=mesh, sequence_parallel=cut, dtype=dtype, device=device, **vars(spec))
+        where: Any = {"mesh": mesh, "dtype": dtype, "device": device}
+        return cls(
+            sequence_parallel=sequence_parallel, product=product, **where, **spec.arguments()
+        )
 
     def forward(
         self, x: Float[Tensor, "... part"], *, sequence_parallel: bool | None = None
@@ -176,9 +187,8 @@ class RowParallelLinear(nn.Module):
         was built.
         """
         cut = _cut(self, sequence_parallel), self.chunks
-        return row_parallel_linear(
-            x, self.weight, self.axis, *cut, bias=self.bias, accumulate=self.accumulate
-        )
+        own: Any = {"product": self.product, "further": multiplied_by(self)[1:]}
+        return row_parallel_linear(x, self.weight, self.axis, *cut, bias=self.bias, **own)
 
     def extra_repr(self) -> str:
         """Global weight shape and how it is cut."""
@@ -189,7 +199,8 @@ class VocabParallelEmbedding(nn.Module):
     """Token embeddings with the vocabulary cut over an axis.
 
     Token numbers `[...]` to `[..., h]`; with `sequence_parallel`, `[s, ...]` to `[s/n, ..., h]`.
-    `padded` is the vocabulary's size in memory; padded rows are zero and not stored.
+    `padded` is the vocabulary's size in memory; padded rows are zero and not stored. `product` is
+    None, or where the table is an output layer too what `output` multiplies by.
     """
 
     weight: nn.Parameter
@@ -213,8 +224,8 @@ class VocabParallelEmbedding(nn.Module):
         _register(self, ("weight",), mesh, dtype, device)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
-        self.multiplies = False
-        self.accumulate: Accumulate | None = None
+        self.product: Product | None = None
+        self.multiplied = ("weight",)
 
     @classmethod
     def of(
@@ -258,12 +269,10 @@ class VocabParallelEmbedding(nn.Module):
         """This rank's part of the logits, by an output layer tied to the embeddings.
 
         `x` is `[s/n, ..., h]` with `sequence_parallel`, by default that of the layer. Whoever calls
-        it sets `multiplies`.
+        it sets `product`, so that gradient accumulation is fused here too.
         """
         cut = _cut(self, sequence_parallel), chunks
-        return column_parallel_linear(
-            x, self.weight, None, self.axis, *cut, accumulate=self.accumulate
-        )
+        return column_parallel_linear(x, self.weight, None, self.axis, *cut, self.product or PLAIN)
 
     def extra_repr(self) -> str:
         """Global weight shape and how it is cut."""
@@ -286,6 +295,51 @@ def _cut(
 ) -> bool:
     """Whether a call cuts the sequence: as it says, or as the layer was built."""
     return layer.sequence_parallel if given is None else given
+
+
+class Multiplies(Protocol):
+    """A module that multiplies by some of its parameters, as layers cut over an axis do.
+
+    Attributes:
+        product: What it multiplies by.
+        multiplied: Names of the parameters that are handed to the product, in its order.
+        sharding: Of its parameters.
+    """
+
+    product: Product
+    multiplied: tuple[str, ...]
+    sharding: dict[str, Sharding]
+
+
+def multiplies(module: object) -> TypeGuard[Multiplies]:
+    """Return whether a module is a `Multiplies`; a table of embeddings without a product is none.
+
+    `isinstance` cannot tell: from Python 3.12 on it does not see the parameters of a module.
+    """
+    return hasattr(module, "multiplied") and getattr(module, "product", None) is not None
+
+
+def multiplied_by(layer: object) -> tuple[Tensor, ...]:
+    """This rank's parts of what a `Multiplies` hands to its product."""
+    return tuple([getattr(layer, name) for name in layer.multiplied])  # type: ignore[attr-defined]
+
+
+def add_further(table: dict[str, Sharding], product: Product) -> tuple[str, ...]:
+    """Add what a product has beside the weight to a layer's table; names in the product's order.
+
+    Raises:
+        LayoutError: The layer has a parameter of that name.
+    """
+    further = product.shardings(table["weight"])
+    for name in further.keys() & {"bias", *table}:
+        raise LayoutError(f"a product's parameter {name!r} is one of the layer's: rename it")
+    table.update(further)
+    return ("weight", *further)
+
+
+def multiplied(layer: nn.Module) -> tuple[Tensor, ...]:
+    """This rank's parts of what a `Multiplies` hands to its product."""
+    return tuple([getattr(layer, name) for name in layer.multiplied])  # type: ignore[union-attr]
 
 
 def _register(

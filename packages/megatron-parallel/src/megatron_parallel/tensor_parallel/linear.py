@@ -18,16 +18,15 @@ backward pass (zero bubble) sums the input's gradient in its first half only, an
 in its second; what a row-parallel layer in chunks gathers for the first half it keeps for the
 second.
 
-With an `Accumulate` the gradient of the weight is added up by the product that makes it.
+What is multiplied is a `Product`: `x W^T`, unless another one is handed in.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import functional
 
 from megatron_parallel import _compat
 from megatron_parallel.axes import Axis
@@ -38,12 +37,19 @@ from megatron_parallel.collectives import (
     reduce_from_axis,
     scatter_sequence,
 )
+from megatron_parallel.tensor_parallel.product import (
+    PLAIN,
+    Product,
+    Weights,
+    as_rows,
+    gradients_of,
+    wanted_of,
+)
 from megatron_parallel.tensor_parallel.started import (
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
-from megatron_parallel.tensor_parallel.weight_gradient import Accumulate, weight_gradient
 
 
 def column_parallel_linear(
@@ -53,7 +59,8 @@ def column_parallel_linear(
     axis: Axis,
     sequence_parallel: bool = False,
     chunks: int = 1,
-    accumulate: Accumulate | None = None,
+    product: Product = PLAIN,
+    further: Weights = (),
 ) -> Float[Tensor, "..."]:
     """What `ColumnParallelLinear` does, with a weight held elsewhere (tied output embeddings).
 
@@ -65,18 +72,20 @@ def column_parallel_linear(
         sequence_parallel: Whether the input is cut and has to be gathered.
         chunks: At most so many pieces in which the input is gathered while products of those that
             are there are computed.
-        accumulate: Adds up the gradient of the weight, a leaf; by default autograd does.
+        product: What is multiplied.
+        further: Parameters that the product adds to the weight, this rank's part of each.
     """
     shape = weight.shape[:-1]
     flat_bias = bias if bias is None or bias.dim() == 1 else bias.flatten()
+    weights = (weight, *further)
     if axis.size == 1:
-        y = _linear(x, weight, flat_bias, accumulate)
+        y = product.forward(x, weights, flat_bias)
     elif torch.compiler.is_compiling():  # the compiler itself moves collectives
         whole = gather_sequence(x, axis) if sequence_parallel else copy_to_axis(x, axis)
-        y = functional.linear(whole, _matrix(weight), flat_bias)
+        y = product.forward(whole, weights, flat_bias)
     else:
-        cut = sequence_parallel, chunks
-        y = _Column.apply(x, weight, flat_bias, axis, *cut, accumulate)  # type: ignore[no-untyped-call]
+        how = _How(product, axis, sequence_parallel, chunks)
+        y = _Column.apply(x, *weights, flat_bias, how)  # type: ignore[no-untyped-call]
     return y if len(shape) == 1 else y.view(*y.shape[:-1], *shape)
 
 
@@ -88,7 +97,8 @@ def row_parallel_linear(
     chunks: int = 1,
     *,
     bias: Float[Tensor, " out"] | None = None,
-    accumulate: Accumulate | None = None,
+    product: Product = PLAIN,
+    further: Weights = (),
 ) -> Float[Tensor, "... out"]:
     """The sum over the ranks of an axis of `x W^T`, or this rank's part of its dim 0.
 
@@ -100,152 +110,116 @@ def row_parallel_linear(
         chunks: With it, at most so many pieces in which the sum travels while further ones are
             computed.
         bias: Added to the sum, once.
-        accumulate: Adds up the gradient of the weight, a leaf; by default autograd does.
+        product: What is multiplied.
+        further: Parameters that the product adds to the weight, this rank's part of each.
     """
+    weights = (weight, *further)
     if axis.size == 1:
-        return _linear(x, weight, bias, accumulate)
+        return product.forward(x, weights, bias)
     y: Tensor
     if sequence_parallel and chunks > 1 and not torch.compiler.is_compiling():
-        y = _Row.apply(x, weight, axis, chunks, accumulate)  # type: ignore[no-untyped-call]
+        how = _How(product, axis, sequence_parallel, chunks)
+        y = _Row.apply(x, *weights, how)  # type: ignore[no-untyped-call]
     else:
         leave = scatter_sequence if sequence_parallel else reduce_from_axis
-        y = leave(_linear(x, weight, None, accumulate), axis)
+        y = leave(product.forward(x, weights), axis)
     return y if bias is None else y + bias
 
 
-def _linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, accumulate: Accumulate | None
-) -> Tensor:
-    """`x W^T + b` of this rank; the outputs are one dim."""
-    if accumulate is None or torch.compiler.is_compiling():  # traced code cannot add to a buffer
-        return functional.linear(x, _matrix(weight), bias)
-    y: Tensor = _Linear.apply(x, weight, bias, accumulate)  # type: ignore[no-untyped-call]
-    return y
+class _How(NamedTuple):
+    """What a function takes beside tensors."""
+
+    product: Product
+    axis: Axis
+    cut: bool
+    chunks: int
 
 
-class _Linear(Function):
-    """The product of one rank, of which autograd gets no gradient of the weight."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, accumulate: Accumulate
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.accumulate = accumulate
-        return functional.linear(x, _matrix(weight), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = (_compat.gradient_wanted(ctx, i) for i in range(3))
-        rows = _rows(grads[0])
-        dx = (rows @ _matrix(weight)).view(x.shape) if needs_x else None
-        dweight = weight_gradient(ctx, 1, rows, _rows(x), weight.shape) if needs_weight else None
-        return dx, dweight, rows.sum(0) if needs_bias else None, None
+def _taken(*rest: Any) -> tuple[list[Tensor], Tensor | None, _How]:
+    """Arguments after the input: weights, the bias, and what is no tensor."""
+    *weights, bias, how = rest
+    return weights, bias, how
 
 
 class _Column(Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        axis: Axis,
-        cut: bool,
-        chunks: int,
-        accumulate: Accumulate | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.cut, ctx.accumulate = axis, cut, accumulate
-        matrix = _matrix(weight)
-        if not cut:
-            return functional.linear(x, matrix, bias)
-        count = _divisor(len(x), chunks)
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
+        weights, bias, how = _taken(*rest)
+        ctx.save_for_backward(x, *weights)
+        ctx.how = how
+        if not how.cut:
+            return how.product.forward(x, weights, bias)
+        count = _divisor(len(x), how.chunks)
         if count == 1:
-            return functional.linear(all_gather(x, axis), matrix, bias)
-        return _gathered_in_chunks(x, matrix, bias, axis, count)
+            return how.product.forward(all_gather(x, how.axis), weights, bias)
+        return _gathered_in_chunks(x, weights, bias, how, count)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = (_compat.gradient_wanted(ctx, i) for i in range(3))
-        gathering = start_all_gather(x, ctx.axis) if ctx.cut and needs_weight else None
+        x, *weights = ctx.saved_tensors
+        how: _How = ctx.how
+        wanted = wanted_of(ctx, weights)
+        needs_x = _compat.gradient_wanted(ctx, 0)
+        needs_bias = _compat.gradient_wanted(ctx, 1 + len(weights))
+        gathering = start_all_gather(x, how.axis) if how.cut and any(wanted) else None
         dy = grads[0]
-        rows = _rows(dy)
+        rows = as_rows(dy)
         reducing = None
         if needs_x:
-            partial = (rows @ _matrix(weight)).view(*dy.shape[:-1], weight.shape[-1])
-            start = start_reduce_scatter if ctx.cut else start_all_reduce
-            reducing = start(partial, ctx.axis)
-        dweight = dbias = None
-        if needs_weight:
-            whole = x if gathering is None else gathering.wait()
-            dweight = weight_gradient(ctx, 1, rows, _rows(whole), weight.shape)
-        if needs_bias:
-            dbias = rows.sum(0)
+            partial = how.product.dgrad(rows, weights).view(*dy.shape[:-1], x.shape[-1])
+            start = start_reduce_scatter if how.cut else start_all_reduce
+            reducing = start(partial, how.axis)
+        whole = x if gathering is None else gathering.wait()
+        dweights = gradients_of(how.product, rows, whole, weights, wanted)
+        dbias = rows.sum(0) if needs_bias else None
         dx = None if reducing is None else reducing.wait()
-        return dx, dweight, dbias, None, None, None, None
+        return dx, *dweights, dbias, None
 
 
 class _Row(Function):
     """The sequence-parallel row product in chunks."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        axis: Axis,
-        chunks: int,
-        accumulate: Accumulate | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.accumulate, ctx.gathered = axis, accumulate, None
-        count = _divisor(len(x) // axis.size, chunks)
-        places = x.reshape(axis.size, count, -1, *x.shape[1:])
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
+        *weights, how = rest
+        ctx.save_for_backward(x, *weights)
+        ctx.how, ctx.gathered = how, None
+        count = _divisor(len(x) // how.axis.size, how.chunks)
+        places = x.reshape(how.axis.size, count, -1, *x.shape[1:])
         under_way = []
         for chunk in range(count):
-            product = functional.linear(places[:, chunk].flatten(0, 1), weight)
-            under_way.append(start_reduce_scatter(product, axis))
+            product = how.product.forward(places[:, chunk].flatten(0, 1), weights)
+            under_way.append(start_reduce_scatter(product, how.axis))
         return _joined([part.wait() for part in under_way])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight = (_compat.gradient_wanted(ctx, i) for i in range(2))
+        x, *weights = ctx.saved_tensors
+        how: _How = ctx.how
+        needs_x, wanted = _compat.gradient_wanted(ctx, 0), wanted_of(ctx, weights)
         # A split pass comes twice, with one gradient: it is gathered for the first half.
         known, dy = ctx.gathered or (None, None)
         if dy is None or known is not grads[0]:
-            dy = all_gather(grads[0], ctx.axis)
-        later = ctx.needs_input_grad[1] and not needs_weight
+            dy = all_gather(grads[0], how.axis)
+        later = any(ctx.needs_input_grad[1 : 1 + len(weights)]) and not any(wanted)
         ctx.gathered = (grads[0], dy) if later else None
-        rows = _rows(dy)
-        dx = (rows @ weight).view(x.shape) if needs_x else None
-        dweight = weight_gradient(ctx, 1, rows, _rows(x), weight.shape) if needs_weight else None
-        return dx, dweight, None, None, None
+        rows = as_rows(dy)
+        dx = how.product.dgrad(rows, weights).view(x.shape) if needs_x else None
+        return dx, *gradients_of(how.product, rows, x, weights, wanted), None
 
 
 def _gathered_in_chunks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, count: int
+    x: Tensor, weights: Weights, bias: Tensor | None, how: _How, count: int
 ) -> Tensor:
     """The product with the gathered input, chunk by chunk as they come."""
+    axis = how.axis
     under_way = [start_all_gather(chunk, axis) for chunk in x.chunk(count)]
-    y = x.new_empty((axis.size, count, len(x) // count, *x.shape[1:-1], weight.shape[0]))
+    width = weights[0].shape[:-1].numel()
+    y = x.new_empty((axis.size, count, len(x) // count, *x.shape[1:-1], width))
     for chunk, gathering in enumerate(under_way):
-        product = functional.linear(gathering.wait(), weight, bias)
+        product = how.product.forward(gathering.wait(), weights, bias)
         y[:, chunk] = product.view(axis.size, -1, *product.shape[1:])
     return y.flatten(0, 2)
-
-
-def _matrix(weight: Tensor) -> Tensor:
-    """A weight `(*out, in)` with one dim of outputs."""
-    return weight if weight.dim() == 2 else weight.flatten(0, -2)
-
-
-def _rows(t: Tensor) -> Tensor:
-    """`[..., h]` as a matrix."""
-    return t.reshape(-1, t.shape[-1])
 
 
 def _joined(chunks: list[Tensor]) -> Tensor:

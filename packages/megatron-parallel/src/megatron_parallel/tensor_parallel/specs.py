@@ -5,6 +5,7 @@ read the same description, so that no shape is written twice.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_parallel.sharding import DEFAULT_INIT, ZEROS, Init, Sharding
 
@@ -23,6 +24,7 @@ class ColumnSpec:
         padded: Size of the cut dim in memory, when it is a padded vocabulary.
         axis: Name of the axis.
         init: How the weight starts; the bias starts at zero.
+        role: What Megatron-Core calls the layer (`linear_qkv`); products are chosen by it.
     """
 
     in_features: int
@@ -34,6 +36,11 @@ class ColumnSpec:
     padded: int | None = None
     axis: str = "tp"
     init: Init = DEFAULT_INIT
+    role: str = ""
+
+    def arguments(self) -> dict[str, Any]:
+        """What the layer takes."""
+        return {name: value for name, value in vars(self).items() if name != "role"}
 
     def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
         """How weight and bias are cut; sequence parallelism changes nothing."""
@@ -59,7 +66,7 @@ class RowSpec:
     """A linear layer whose inputs are cut, weight `(out_features, in_features)`.
 
     Its bias is added after the sum, once. Under sequence parallelism ranks that add it to different
-    positions have different parts of its gradient.
+    positions have different parts of its gradient. `role` is as for a `ColumnSpec`.
     """
 
     in_features: int
@@ -67,6 +74,11 @@ class RowSpec:
     bias: bool = True
     axis: str = "tp"
     init: Init = DEFAULT_INIT
+    role: str = ""
+
+    def arguments(self) -> dict[str, Any]:
+        """What the layer takes."""
+        return {name: value for name, value in vars(self).items() if name != "role"}
 
     def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
         """How weight and bias are cut."""

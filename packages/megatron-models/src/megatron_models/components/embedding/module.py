@@ -1,6 +1,7 @@
 """Token and position embeddings: from token numbers ``[b, s]`` to activations ``[s, b, h]``."""
 
 from jaxtyping import Float, Int
+from megatron_parallel.tensor_parallel import PLAIN
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,7 +20,7 @@ class Embedding(nn.Module):
         self.sequence_axis = place.mesh.axis("tp") if place.sequence_parallel else None
         self.word = place.vocabulary(spec.word)
         self.word.sharding["weight"] = spec.word_sharding()
-        self.word.multiplies = spec.multiplies
+        self.word.product = PLAIN if spec.multiplies else None
         self.position: PositionEmbedding | None = None
         if spec.position() is not None:
             self.position = PositionEmbedding(spec, place)
