@@ -45,6 +45,7 @@ SMALLER = {
     "pretrain gpt": "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 128 --micro-batch-size 2 --train-iters 2 --lr-warmup-iters 0 "
     "--eval-interval 2 --eval-iters 1 --no-progress",
+    "finetune gpt": "--seq-length 64 --micro-batch-size 2 --train-iters 2 --eval-iters 0",
     "--hybrid-context-parallel": "--micro-batch-size 1",
     "-m megatron_train": "--pipeline-model-parallel-size 2",
     "--exit-interval": "--exit-interval 1",

@@ -30,6 +30,7 @@ from megatron_data import Tokenizer
 from megatron_optim import MAIN
 from megatron_parallel import Mesh, naming_failures
 
+from megatron_train.config.from_checkpoint import TOKENIZER_FOLDER
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.run_record import (
@@ -43,7 +44,6 @@ from megatron_train.run_record import (
 from megatron_train.stored import stored
 from megatron_train.trainer import Callback, StepReport, Trainer
 
-TOKENIZER_FOLDER = "tokenizer"
 _CHECKPOINT = re.compile(r"iter_\d{7,}")
 
 

@@ -7,7 +7,16 @@ from typing import NoReturn
 
 from megatron_train._command import CommandError, broken_pipe, interrupted, tell
 from megatron_train._version import __version__
-from megatron_train.cli import config, layout, models, pretrain, recipes, schedule, tasks
+from megatron_train.cli import (
+    config,
+    finetune,
+    layout,
+    models,
+    pretrain,
+    recipes,
+    schedule,
+    tasks,
+)
 from megatron_train.cli import report as report_page
 from megatron_train.cli.failure import report_of
 from megatron_train.config.flags import Parser
@@ -23,6 +32,7 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     pretrain.add_command(commands)
+    finetune.add_command(commands)
     recipes.add_command(commands)
     models.add_command(commands)
     tasks.add_command(commands)

@@ -4,16 +4,23 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Callable, Mapping, Sequence
 
 from megatron_models import ModelKind, model_kinds
 
 from megatron_train.config.brought import tasks_for
 from megatron_train.config.flags import Parser, add_options, notes_of
 from megatron_train.config.notes import without_effect
+from megatron_train.config.options import Option
 from megatron_train.config.resolve import resolve
+from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options, sections
 from megatron_train.config.shown import print_config
+from megatron_train.config.values import Values
 from megatron_train.errors import UsageError
+
+Resolver = Callable[[argparse.Namespace, int | None], tuple[RunConfig, Values]]
+"""Makes the configuration of a run of a command line and a number of ranks to start."""
 
 _EXAMPLE = """\
 example:
@@ -49,6 +56,19 @@ def _add_kind(kinds: "argparse._SubParsersAction[Parser]", kind: ModelKind) -> N
         metavar="NAME",
         help="settings of a whole run that come with this program; megatron-train recipes list",
     )
+    titles = {name: title for name, (title, _) in sections(kind.name).items()}
+    add_run_flags(parser, run_options(kind.name), titles)
+    parser.set_defaults(run=run, resolve=resolve, kind=kind.name)
+
+
+def add_run_flags(parser: Parser, options: Sequence[Option], titles: Mapping[str, str]) -> None:
+    """Add the flags of a command that trains.
+
+    Args:
+        parser: of the command.
+        options: settings of its runs.
+        titles: of their sections.
+    """
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings, by section")
     parser.add_argument(
         "--nproc-per-node",
@@ -60,15 +80,14 @@ def _add_kind(kinds: "argparse._SubParsersAction[Parser]", kind: ModelKind) -> N
         action="store_true",
         help="print every setting as YAML for --config, with where it comes from, and stop",
     )
-    titles = {name: title for name, (title, _) in sections(kind.name).items()}
-    add_options(parser, run_options(kind.name), titles)
-    parser.set_defaults(run=run, kind=kind.name)
+    add_options(parser, options, titles)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; returns 0, or 128 plus the number of the signal that stopped the run."""
     ranks = ranks_to_start(arguments.nproc_per_node)
-    config, values = resolve(arguments, ranks if ranks > 1 else None)
+    resolved: Resolver = arguments.resolve
+    config, values = resolved(arguments, ranks if ranks > 1 else None)
     if arguments.tells_notes and os.environ.get("RANK", "0") == "0":
         for line in (*notes_of(arguments), *without_effect(config, values)):
             sys.stderr.write(f"megatron-train: note: {line}\n")

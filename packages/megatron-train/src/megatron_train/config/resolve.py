@@ -6,20 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_data import holds_conversation_lines
-from megatron_models import ConfigError, config_of
 from megatron_parallel.pipeline import count_stages
 
 from megatron_train.config.data import DATA_PATHS, DataConfig
 from megatron_train.config.files import read_file
 from megatron_train.config.flags import LAYERS_PER_VIRTUAL_STAGE, given_flags, implied_flags
-from megatron_train.config.options import options_of
+from megatron_train.config.from_checkpoint import CHECKPOINT, TOKENIZER, model_of, with_model_of
 from megatron_train.config.recipes import RECIPE, recipe_values
 from megatron_train.config.run import RunConfig, build_run
 from megatron_train.config.run_sections import KIND, run_options
 from megatron_train.config.values import Given, Values
 from megatron_train.errors import TrainError, UsageError
-
-_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file")
 
 
 def resolve(
@@ -42,6 +39,24 @@ def resolve(
         values = recipe_values(namespace.recipe, options)
     if namespace.config is not None:
         values = values.updated(read_file(Path(namespace.config), options))
+    return complete(values, namespace, kind, world_size)
+
+
+def complete(
+    values: Values, namespace: argparse.Namespace, kind: str, world_size: int | None = None
+) -> tuple[RunConfig, Values]:
+    """Return the configuration of a run, and ``values`` with all that they were completed by.
+
+    Args:
+        values: from files.
+        namespace: the parsed command line, whose flags are put over them.
+        kind: of the model.
+        world_size: ranks of the run; by default as torchrun says, and 1 without it.
+
+    Raises:
+        TrainError: a value that cannot be used, told as it was given.
+        UsageError: a required value that nobody gave.
+    """
     values = derive(_with_described_stages(with_flags(values, namespace, kind)), kind)
     config = build_run(values, world_size or started_ranks(), kind)
     given = values.given.get("checkpoint.model_family")
@@ -137,9 +152,11 @@ def _with_vocabulary(values: Values) -> Values:
     if kind in ("NullTokenizer", "NullMultimodalTokenizer"):
         if given is None:
             raise UsageError(f"--tokenizer-type {kind} needs --vocab-size")
+        if given.origin.startswith(CHECKPOINT):  # it counts that token
+            return values
         whole = Given(given.value + 1, f"{given.origin}, and one token that ends a document")
         return values.updated(Values({key: whole}))
-    if given is not None or not any(f"data.{name}" in values.given for name in _TOKENIZER):
+    if given is not None or not any(f"data.{name}" in values.given for name in TOKENIZER):
         return values
     from megatron_train.tokenizer import open_tokenizer
 
@@ -172,18 +189,12 @@ def _with_model_of_checkpoint(values: Values, kind: str) -> Values:
             found = found or find_checkpoint(folder)
         except CheckpointError as error:
             reason = str(error)
-    if found is None or found.model is None:
+    if found is None:
         raise TrainError(f"--use-checkpoint-args finds no checkpoint with a model: {reason}")
-    try:
-        model = config_of(found.model)
-    except ConfigError as error:
-        raise TrainError(f"--use-checkpoint-args: {found.path}: {error}") from None
+    model = model_of(found, "--use-checkpoint-args")
     if model.kind != kind:
         raise TrainError(
             f"--use-checkpoint-args: {found.path} holds a model of kind {model.kind}; train it by "
             f"megatron-train pretrain {model.kind}"
         )
-    for option in options_of(type(model), "model"):
-        value = getattr(model, option.name)
-        values = values.with_derived(option.key, value, f"the checkpoint {found.path}")
-    return values
+    return with_model_of(values, found, model)
