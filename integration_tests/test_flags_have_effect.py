@@ -33,7 +33,7 @@ from megatron_data import (
 from megatron_data.indexed.pair import FileTokens
 from megatron_parallel import GradientBuffers, Mesh
 from megatron_parallel.recompute import HostMemory
-from megatron_train import StepEngine, Trainer, assembly
+from megatron_train import StepEngine, Trainer, tokenizer
 from megatron_train.cli import main
 from megatron_train.config.flags import ALIASES
 from megatron_train.config.run_sections import run_options
@@ -401,7 +401,7 @@ class Probes:
         self.seen: dict[str, Any] = {"bars": 0, "compiled": 0, "micro-batches": []}
         self.seen["runs"] = self.seen["moved"] = self.seen["stretches"] = 0
         bind, run, train = Mesh.bind, StepEngine.run, Trainer.run
-        opened = assembly.open_tokenizer
+        opened = tokenizer.open_tokenizer
 
         def bound(*args: Any, **given: Any) -> Mesh:
             self.seen["timeout"] = given["timeout"]
@@ -460,7 +460,7 @@ class Probes:
         patch.setattr(FileTokens, "__getitem__", stretched)
         patch.setattr(again, "checkpoint", recomputed)
         patch.setattr(HostMemory, "_pack", packed)
-        patch.setattr(assembly, "open_tokenizer", made)
+        patch.setattr(tokenizer, "open_tokenizer", made)
         patch.setattr(Mesh, "bind", bound)
         patch.setattr(StepEngine, "run", ran)
         patch.setattr(Trainer, "run", trained)

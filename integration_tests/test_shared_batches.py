@@ -77,7 +77,7 @@ LAYOUTS = [
 def test_one_rank_opens_the_corpus_and_all_have_it(worker_pool, text, layout):
     def run(mesh: Mesh) -> tuple[tuple[int, ...], bool, bool]:
         config = run_of(text, layout)
-        shared = open_batches(config, TASK, None, mesh)
+        shared = open_batches(config, lambda: TASK.open(config, None), mesh)
         found = everything(shared)
         opened = text in Path("/proc/self/maps").read_text()
         alone = RunBatches(config, TASK.open(config, None), mesh.axis("dp"))
@@ -97,11 +97,15 @@ def test_one_rank_opens_the_corpus_and_all_have_it(worker_pool, text, layout):
         assert opened == (place.tp == place.cp == place.pp == 0)
 
 
+def opened(config: RunConfig, mesh: Mesh) -> Batches:
+    return open_batches(config, lambda: TASK.open(config, None), mesh)
+
+
 def test_an_error_of_the_reading_rank_is_that_of_all(worker_pool, text):
     def run(mesh: Mesh) -> tuple[str, str]:
         with pytest.raises((DataError, TrainError)) as missing:
-            open_batches(run_of(text + "s", mesh.layout), TASK, None, mesh)
-        batches = open_batches(run_of(text, mesh.layout, vocab_size=100), TASK, None, mesh)
+            opened(run_of(text + "s", mesh.layout), mesh)
+        batches = opened(run_of(text, mesh.layout, vocab_size=100), mesh)
         with pytest.raises((DataError, TrainError)) as unknown:
             everything(batches)
         return str(missing.value), str(unknown.value)

@@ -97,6 +97,6 @@ def test_its_settings_are_of_the_run_and_its_record(sentences, refused, run_comm
     settings = yaml.safe_load((tmp_path / "more" / "config.yaml").read_text())
     assert settings["masked_lm"] == {"probability": 0.4, "short_samples": 0.1}
     again = f"--train-iters 3 --save {tmp_path}/more --load {tmp_path}/more"
-    assert "objective: masked_lm.probability 0.4 there, 0.15 here" in refused(again)
+    assert "other data: probability 0.4 there, 0.15 here" in refused(again)
     (tmp_path / "run.yaml").write_text("masked_lm: {propability: 0.4}\n")
     assert "did you mean masked_lm.probability?" in refused(f"--config {tmp_path}/run.yaml")

@@ -61,7 +61,7 @@ def seconds(mesh: Mesh, prefix: str, rounds: int) -> dict[str, list[float]]:
     )
     ways: dict[str, Callable[[], Batches]] = {
         "each": lambda: RunBatches(config, TASK.open(config, None), mesh.axis("dp")),
-        "sent": lambda: open_batches(config, TASK, None, mesh),
+        "sent": lambda: open_batches(config, lambda: TASK.open(config, None), mesh),
     }
     steps = {way: read().training(0) for way, read in ways.items()}
     taken = {way: list[float]() for way in ways}

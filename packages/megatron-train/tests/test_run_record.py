@@ -11,6 +11,7 @@ from megatron_train import CheckpointConfig, DataConfig, RunConfig, ScheduleConf
 from megatron_train.config.sections import LoggingConfig
 from megatron_train.errors import TrainError
 from megatron_train.run_record import changes_since, run_record, upgraded
+from megatron_train.tasks.gpt_data import GPTData
 
 PATH = Path("iter_0000002")
 FIELDS = {
@@ -57,7 +58,9 @@ def record(changes=(), tokenizer=None):
         section, name = key.split(".")
         fields[section][name] = value
     config = RunConfig(**{name: cls(**fields[name]) for name, cls in CLASSES.items()})
-    return json.loads(json.dumps(run_record(config, tokenizer or ByteTokenizer())))
+    tokenizer = tokenizer or ByteTokenizer()
+    samples = GPTData(config, tokenizer).identity()
+    return json.loads(json.dumps(run_record(config, tokenizer, samples)))
 
 
 REFUSED = {

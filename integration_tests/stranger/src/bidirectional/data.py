@@ -1,6 +1,7 @@
 """Samples with hidden tokens, of megatron-data's BERT datasets."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from megatron_data import (
     BertDatasetConfig,
@@ -59,6 +60,10 @@ class MaskedText:
     def check(self) -> None:
         """Refuse corpora that another tokenizer made."""
         check_tokenizer(self._path, self._tokenizer)
+
+    def identity(self) -> Mapping[str, float]:
+        """Return which tokens are hidden; a run that continues hides the same."""
+        return asdict(self._run.section(MaskedLMConfig))
 
     def read(self, dataset: Dataset, samples: Sequence[int]) -> Mapping[str, Tensor]:
         """Read samples by their numbers."""

@@ -13,7 +13,7 @@ from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.shared_batches import Batches
 from megatron_train.tasks.kinds import TaskKind
-from megatron_train.tokenizer import open_tokenizer
+from megatron_train.tokenizer import Tokenizers
 from megatron_train.trainer import Trainer
 
 
@@ -84,14 +84,18 @@ def choose_dtype(config: RunConfig) -> torch.dtype:
     return torch.bfloat16 if config.training.bf16 else torch.float32
 
 
-def load_run_tokenizer(config: RunConfig) -> Tokenizer | None:
+def load_run_tokenizer(config: RunConfig, tokenizers: Tokenizers | None = None) -> Tokenizer | None:
     """Return the run's tokenizer, or None where it has none.
+
+    Args:
+        config: the run.
+        tokenizers: those that are open already.
 
     Raises:
         TrainError: it has more tokens than the model.
     """
     data, vocab_size = config.data, config.model.embedding.vocab_size
-    tokenizer = open_tokenizer(data, vocab_size)
+    tokenizer = (tokenizers or Tokenizers()).open(data, vocab_size)
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
         name = data.tokenizer_model or data.vocab_file or data.tokenizer_type
         raise TrainError(

@@ -9,7 +9,7 @@ it.
 
 import re
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -35,7 +35,6 @@ from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.run_record import (
     KINDS,
-    LOSS_FIELDS,
     RunRecord,
     changes_since,
     differing,
@@ -216,7 +215,7 @@ def restore(
     if plain is None:
         return None
     found = _Found.from_plain(plain)
-    refuse_other_model(trainer, found.model, found.path, but=LOSS_FIELDS)
+    refuse_other_model(trainer, found.model, found.path, but=run.get("objective", ()))
     if not found.continues:
         raise TrainError(
             f"{found.path} holds weights, but no run to continue; begin a new one with them by "
@@ -285,10 +284,15 @@ def _compare(
             console.warn(f"{what}{than} before step {step}: {changes[kind]}")
 
 
-def load_weights(trainer: Trainer, folder: Path) -> int:
+def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> int:
     """Load only the weights of the newest complete checkpoint in ``folder``, or of ``folder``.
 
     Weights of another floating-point type are converted.
+
+    Args:
+        trainer: what begins.
+        folder: of checkpoints, or one checkpoint.
+        run: the record of the run that begins; settings of its objective may be others.
 
     Returns:
         The step after which they were saved.
@@ -303,7 +307,9 @@ def load_weights(trainer: Trainer, folder: Path) -> int:
         return _found(find_checkpoint(folder)).to_plain()
 
     found = _Found.from_plain(exchange(store.coordinator, lambda: None, find))
-    refuse_other_model(trainer, found.model, found.path, but=("init_method_std", *LOSS_FIELDS))
+    refuse_other_model(
+        trainer, found.model, found.path, but=("init_method_std", *run.get("objective", ()))
+    )
     iteration = found.iteration if itself else None
     store.load(iteration, _weights_of(trainer), groups=["model"], cast="floating")
     trainer.optimizer.refresh_main_parameters()
@@ -365,7 +371,7 @@ def _weights_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def refuse_other_model(
-    trainer: Trainer, model: ModelRecord | None, path: Path, but: Sequence[str] = ()
+    trainer: Trainer, model: ModelRecord | None, path: Path, but: Iterable[str] = ()
 ) -> None:
     """Raise `TrainError` unless ``model`` is that of ``trainer``, the fields ``but`` left out."""
     if model is None:

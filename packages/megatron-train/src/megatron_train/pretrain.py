@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -46,12 +46,19 @@ from megatron_train.starting import (
 )
 from megatron_train.step_time import check_step_time
 from megatron_train.tasks.kinds import find_task
+from megatron_train.tokenizer import Tokenizers
 from megatron_train.trainer import Callback, Stop, Trainer
 
 CONFIG_FILE = "config.yaml"
 
 
-def train(config: RunConfig, values: Values | None = None, *, command: str | None = None) -> int:
+def train(
+    config: RunConfig,
+    values: Values | None = None,
+    *,
+    command: str | None = None,
+    tokenizers: Tokenizers | None = None,
+) -> int:
     """Train a model as ``config`` says, and print as it goes.
 
     While it runs, no other run can save into the folder of --save.
@@ -61,6 +68,7 @@ def train(config: RunConfig, values: Values | None = None, *, command: str | Non
         values: where its values came from, to be printed.
         command: what other runs are shown that find the folder in use. Defaults to the command line
             of this process.
+        tokenizers: those that were opened for the configuration; they are not opened again.
 
     Returns:
         0, or 128 plus the number of the signal that ended the run early.
@@ -91,11 +99,16 @@ def train(config: RunConfig, values: Values | None = None, *, command: str | Non
         facts = environment(mesh.device)
         # Printed with the first line there is: what is refused before needs no environment.
         console.preface = partial(description, config, values, facts, dtype)
-        tokenizer = load_run_tokenizer(config)
+        tokenizer = load_run_tokenizer(config, tokenizers)
         task = find_task(config.task)
-        batches = open_batches(config, task, tokenizer, mesh, console.line)
+        data = cache(partial(task.open, config, tokenizer))
+        batches = open_batches(config, data, mesh, console.line)
         # One rank looks at the corpora, since others need not have them (--broadcast-batches).
-        record = exchange(coordinator, lambda: None, lambda _: run_record(config, tokenizer))
+        record = exchange(
+            coordinator,
+            lambda: None,
+            lambda _: run_record(config, tokenizer, data().identity()),
+        )
         trainer = build_trainer(config, task, batches, mesh, dtype, family)
         run = _Run(config, console, mesh, peak, batches, tokenizer, facts, start, record)
         trainer.callbacks = run.callbacks()

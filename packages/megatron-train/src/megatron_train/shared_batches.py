@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import torch
-from megatron_data import Tokenizer
 from megatron_models import tokens_per_pair
 from megatron_parallel import Mesh, broadcast_tensors
 from torch import Tensor
@@ -25,7 +24,7 @@ from megatron_train.config.pool import part_multiple
 from megatron_train.config.run import RunConfig
 from megatron_train.document_pool import DocumentPool
 from megatron_train.errors import TrainError
-from megatron_train.tasks.kinds import TaskKind
+from megatron_train.tasks.kinds import TaskData
 from megatron_train.tasks.task import MicroBatch
 
 PURPOSE: Final = "micro-batches"
@@ -57,14 +56,17 @@ class Batches(Protocol):
 
 def open_batches(
     config: RunConfig,
-    task: TaskKind,
-    tokenizer: Tokenizer | None,
+    data: Callable[[], TaskData],
     mesh: Mesh,
     tell: Callable[[str], None] | None = None,
 ) -> Batches:
     """Return what gives this rank its micro-batches: the corpus, or one rank that reads it.
 
-    ``tell`` is given a line on how a pool of ranks shares out the documents of the first batch.
+    Args:
+        config: the run.
+        data: returns what samples are read from; called on ranks that read.
+        mesh: where this rank stands.
+        tell: given a line on how a pool of ranks shares out the documents of the first batch.
     """
     pool = None
     if config.layout.hybrid_cp:
@@ -77,7 +79,7 @@ def open_batches(
         )
 
     def read() -> Batches:
-        return RunBatches(config, task.open(config, tokenizer), mesh.axis("dp"), pool)
+        return RunBatches(config, data(), mesh.axis("dp"), pool)
 
     return SharedBatches(mesh, read) if config.data.broadcast_batches else read()
 

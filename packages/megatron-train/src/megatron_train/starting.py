@@ -174,7 +174,7 @@ class Start:
         if self.folder is None:
             return None
         if self.weights_only:
-            iteration = load_weights(trainer, self.folder)
+            iteration = load_weights(trainer, self.folder, record)
             console.line(
                 f"beginning at step 0 with the weights of {self.folder}, step {iteration}; "
                 "optimizer and order of samples are new"

@@ -28,3 +28,25 @@ def open_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer
     elif data.tokenizer == "TikTokenizer":
         options["vocab_size"] = vocab_size
     return make_tokenizer(data.tokenizer_type, **options)
+
+
+class Tokenizers:
+    """Opens the tokenizer of a run once, though its configuration and its ranks' data need it."""
+
+    def __init__(self) -> None:
+        self._opened: list[tuple[DataConfig, int | None, Tokenizer | None]] = []
+
+    def open(self, data: DataConfig, vocab_size: int | None = None) -> Tokenizer | None:
+        """Return the tokenizer as `open_tokenizer` does, the same for equal settings.
+
+        Without ``vocab_size`` it is also that of a model with as many tokens as it has.
+        """
+        wanted = data.tokenizer, data.tokenizer_settings
+        for known, size, tokenizer in self._opened:
+            if (known.tokenizer, known.tokenizer_settings) == wanted:
+                own = None if tokenizer is None else tokenizer.vocab_size
+                if vocab_size == size or (size is None and vocab_size == own):
+                    return tokenizer
+        found = open_tokenizer(data, vocab_size)
+        self._opened.append((data, vocab_size, found))
+        return found

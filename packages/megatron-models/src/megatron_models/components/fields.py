@@ -32,6 +32,7 @@ def flag(
     filled: bool = False,
     most: int | None = None,
     no_effect: bool = False,
+    objective: bool = False,
     **metadata: Any,
 ) -> dict[str, Any]:
     """Return the metadata of a field.
@@ -45,6 +46,7 @@ def flag(
         most: the largest integer allowed.
         no_effect: what a model computes is the same whatever the value: weights of training losses,
             padding in memory. A family need not express it.
+        objective: only training losses depend on it. A checkpoint's weights go with any value.
         **metadata: ``unit`` and ``choices``.
     """
     said = {
@@ -53,6 +55,7 @@ def flag(
         "filled": filled,
         "most": most,
         "no_effect": no_effect,
+        "objective": objective,
     }
     given = {key: value for key, value in said.items() if value}
     return {"flag": name, "help": help_text, **given, **metadata}

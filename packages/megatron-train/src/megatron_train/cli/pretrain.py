@@ -18,8 +18,9 @@ from megatron_train.config.run_sections import run_options, sections
 from megatron_train.config.shown import print_config
 from megatron_train.config.values import Values
 from megatron_train.errors import UsageError
+from megatron_train.tokenizer import Tokenizers
 
-Resolver = Callable[[argparse.Namespace, int | None], tuple[RunConfig, Values]]
+Resolver = Callable[[argparse.Namespace, int | None, Tokenizers], tuple[RunConfig, Values]]
 """Makes the configuration of a run of a command line and a number of ranks to start."""
 
 _EXAMPLE = """\
@@ -87,7 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Train; returns 0, or 128 plus the number of the signal that stopped the run."""
     ranks = ranks_to_start(arguments.nproc_per_node)
     resolved: Resolver = arguments.resolve
-    config, values = resolved(arguments, ranks if ranks > 1 else None)
+    tokenizers = Tokenizers()
+    config, values = resolved(arguments, ranks if ranks > 1 else None, tokenizers)
     if arguments.tells_notes and os.environ.get("RANK", "0") == "0":
         for line in (*notes_of(arguments), *without_effect(config, values)):
             sys.stderr.write(f"megatron-train: note: {line}\n")
@@ -100,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     from megatron_train.pretrain import train
 
     command = shlex.join(["megatron-train", *arguments.words])
-    return train(config, values, command=command)
+    return train(config, values, command=command, tokenizers=tokenizers)
 
 
 def ranks_to_start(text: str | None) -> int:

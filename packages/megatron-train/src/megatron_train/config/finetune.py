@@ -16,6 +16,7 @@ from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options, sections
 from megatron_train.config.values import Given, Values
 from megatron_train.errors import TrainError, UsageError
+from megatron_train.tokenizer import Tokenizers
 
 if TYPE_CHECKING:
     from megatron_ckpt import Checkpoint
@@ -54,13 +55,16 @@ def finetune_titles(task: str) -> dict[str, str]:
 
 
 def resolve_finetuning(
-    namespace: argparse.Namespace, world_size: int | None = None
+    namespace: argparse.Namespace,
+    world_size: int | None = None,
+    tokenizers: Tokenizers | None = None,
 ) -> tuple[RunConfig, Values]:
     """Return the configuration of a run of ``finetune TASK`` and the values it was made from.
 
     Args:
         namespace: the parsed command line.
         world_size: ranks of the run; by default as torchrun says, and 1 without it.
+        tokenizers: keeps the tokenizer that is opened for the size of the vocabulary.
 
     Raises:
         TrainError: a checkpoint or a value that cannot be used.
@@ -89,7 +93,7 @@ def resolve_finetuning(
     values = with_model_of(Values(), checkpoint, model).updated(given)
     values = values.updated(Values({"training.task": Given(task, f"finetune {task}")}))
     values = with_tokenizer_of(values, checkpoint)
-    return complete(values, namespace, model.kind, world_size)
+    return complete(values, namespace, model.kind, world_size, tokenizers)
 
 
 def _read(path: Path, task: str) -> Values:

@@ -17,16 +17,20 @@ from megatron_train.config.run import RunConfig, build_run
 from megatron_train.config.run_sections import KIND, run_options
 from megatron_train.config.values import Given, Values
 from megatron_train.errors import TrainError, UsageError
+from megatron_train.tokenizer import Tokenizers
 
 
 def resolve(
-    namespace: argparse.Namespace, world_size: int | None = None
+    namespace: argparse.Namespace,
+    world_size: int | None = None,
+    tokenizers: Tokenizers | None = None,
 ) -> tuple[RunConfig, Values]:
     """Return the configuration of a run and the values it was made from.
 
     Args:
         namespace: the parsed command line.
         world_size: ranks of the run; by default as torchrun says, and 1 without it.
+        tokenizers: keeps the tokenizer that is opened for the size of the vocabulary.
 
     Raises:
         TrainError: a value that cannot be used, told as it was given.
@@ -39,11 +43,15 @@ def resolve(
         values = recipe_values(namespace.recipe, options)
     if namespace.config is not None:
         values = values.updated(read_file(Path(namespace.config), options))
-    return complete(values, namespace, kind, world_size)
+    return complete(values, namespace, kind, world_size, tokenizers)
 
 
 def complete(
-    values: Values, namespace: argparse.Namespace, kind: str, world_size: int | None = None
+    values: Values,
+    namespace: argparse.Namespace,
+    kind: str,
+    world_size: int | None = None,
+    tokenizers: Tokenizers | None = None,
 ) -> tuple[RunConfig, Values]:
     """Return the configuration of a run, and ``values`` with all that they were completed by.
 
@@ -52,12 +60,14 @@ def complete(
         namespace: the parsed command line, whose flags are put over them.
         kind: of the model.
         world_size: ranks of the run; by default as torchrun says, and 1 without it.
+        tokenizers: keeps the tokenizer that is opened for the size of the vocabulary.
 
     Raises:
         TrainError: a value that cannot be used, told as it was given.
         UsageError: a required value that nobody gave.
     """
-    values = derive(_with_described_stages(with_flags(values, namespace, kind)), kind)
+    values = _with_described_stages(with_flags(values, namespace, kind))
+    values = derive(values, kind, tokenizers)
     config = build_run(values, world_size or started_ranks(), kind)
     given = values.given.get("checkpoint.model_family")
     if given is not None and given.origin.startswith(RECIPE):
@@ -105,14 +115,14 @@ def started_ranks() -> int:
     return int(text)
 
 
-def derive(values: Values, kind: str = KIND) -> Values:
+def derive(values: Values, kind: str = KIND, tokenizers: Tokenizers | None = None) -> Values:
     """Fill in what follows from other settings: positions, vocabulary, the checkpoint's model."""
     if values.get("checkpoint.use_checkpoint_args"):
         values = _with_model_of_checkpoint(values, kind)
     seq_length = values.get("data.seq_length")
     if seq_length is not None:
         values = values.with_derived("model.max_position_embeddings", seq_length, "--seq-length")
-        values = _with_vocabulary(values)
+        values = _with_vocabulary(values, tokenizers or Tokenizers())
     return _with_whole_conversations(values)
 
 
@@ -144,7 +154,7 @@ def _with_described_stages(values: Values) -> Values:
     return values.with_derived("layout.vpp", count // pipeline, "--pipeline-model-parallel-layout")
 
 
-def _with_vocabulary(values: Values) -> Values:
+def _with_vocabulary(values: Values, tokenizers: Tokenizers) -> Values:
     """Take the size of the vocabulary from the tokenizer, unless it is given."""
     key = "model.vocab_size"
     given = values.given.get(key)
@@ -158,9 +168,7 @@ def _with_vocabulary(values: Values) -> Values:
         return values.updated(Values({key: whole}))
     if given is not None or not any(f"data.{name}" in values.given for name in TOKENIZER):
         return values
-    from megatron_train.tokenizer import open_tokenizer
-
-    tokenizer = open_tokenizer(DataConfig(**values.section("data")))
+    tokenizer = tokenizers.open(DataConfig(**values.section("data")))
     if tokenizer is None:
         return values
     return values.with_derived(key, tokenizer.vocab_size, "the tokenizer")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,9 @@ from megatron_data import (
 from megatron_data.torch import read_batch
 from torch import Tensor
 
+from megatron_train.config.data import CONVERSATION_OPTIONS
 from megatron_train.config.run import RunConfig
+from megatron_train.data_identity import changes_identity
 from megatron_train.errors import TrainError
 from megatron_train.mock_data import MockDataset
 from megatron_train.tasks.task import MicroBatch
@@ -44,7 +46,10 @@ class GPTData:
         self._config = config
         self._tokenizer = tokenizer
         self._path = config.data.corpora
-        self._build = _builder(config, tokenizer, self._path)
+        changes = config.data.data_path_changes
+        self._changes = read_data_path_changes(changes) if changes else ()
+        self._writer = _writer(config, tokenizer)
+        self._build = self._builder()
 
     def datasets(self, sizes: Sequence[int]) -> Datasets:
         """Return the datasets of these numbers of samples, opened when they are asked for."""
@@ -56,7 +61,36 @@ class GPTData:
         Raises:
             TrainError: naming both.
         """
-        _refuse_other_tokenizers(self._config, self._tokenizer, self._path)
+        data = self._config.data
+        if data.allow_tokenizer_mismatch or data.mock_data:
+            return
+        try:
+            check_tokenizer(self._path, self._tokenizer, data_path_changes=self._changes)
+        except TokenizerMismatchError as error:
+            raise TrainError(
+                f"{error}, or give --allow-tokenizer-mismatch if both have the same tokens"
+            ) from None
+
+    def identity(self) -> dict[str, Any]:
+        """Return how samples are made of the corpora: their order, masks and conversations."""
+        data = self._config.data
+        found: dict[str, Any] = {
+            "order": data.sample_order,
+            "reset_position_ids": data.reset_position_ids,
+            "reset_attention_mask": data.reset_attention_mask,
+            "sft": data.sft,
+            "fim": asdict(self._config.section(FIMConfig)) if data.fim_data else None,
+            "written": None,
+        }
+        if self._writer is not None:
+            given = data.tokenizer_settings
+            named = {name: given[name] for name in CONVERSATION_OPTIONS if name in given}
+            # What a file of a template or the tokenizer's folder holds may change under its name.
+            fingerprint = self._writer.template.fingerprint[:19]
+            found["written"] = named | {"template": fingerprint}
+        if self._changes:
+            found["changes"] = changes_identity(self._changes)
+        return found
 
     def read(self, dataset: Dataset, samples: Sequence[int]) -> dict[str, Tensor]:
         """Read samples by their numbers: fields ``[b, s]`` and ``[b]``.
@@ -78,39 +112,36 @@ class GPTData:
         """Return the micro-batch of these fields, counted by its tokens."""
         return MicroBatch.of(fields, by="tokens")
 
-
-def _builder(
-    config: RunConfig, tokenizer: Tokenizer | None, data_path: Any
-) -> Callable[..., Datasets]:
-    """What builds the datasets of a run, given their `sizes`."""
-    data = config.data
-    if data.mock_data:
-        return partial(_mock_datasets, config)
-    build = partial(
-        build_sft_datasets if data.sft else build_gpt_datasets,
-        data_path,
-        data.split,
-        sequence_length=data.seq_length,
-        seed=config.training.seed,
-        order=data.sample_order,
-        mapped=data.mmap_bin_files,
-        storage=StorageCache(folder) if (folder := data.object_storage_cache_path) else None,
-        opened=OpenDatasets(),
-    )
-    if data.sft:
-        longest = data.max_document_bytes
-        limits = {} if longest is None else {"max_document_bytes": longest}
-        return partial(build, tokenizer=of_conversations(config, tokenizer), **limits)
-    return partial(
-        build,
-        data_path_changes=_changes(config),
-        eod_id=tokenizer.eod_id if tokenizer else None,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
-        infill=_infill(config, tokenizer),
-        cache=data.data_cache_path if data.sample_order == "compat" else None,
-    )
+    def _builder(self) -> Callable[..., Datasets]:
+        """What builds the datasets of the run, given their `sizes`."""
+        config, tokenizer, data = self._config, self._tokenizer, self._config.data
+        if data.mock_data:
+            return partial(_mock_datasets, config)
+        build = partial(
+            build_sft_datasets if data.sft else build_gpt_datasets,
+            self._path,
+            data.split,
+            sequence_length=data.seq_length,
+            seed=config.training.seed,
+            order=data.sample_order,
+            mapped=data.mmap_bin_files,
+            storage=StorageCache(folder) if (folder := data.object_storage_cache_path) else None,
+            opened=OpenDatasets(),
+        )
+        if data.sft:
+            longest = data.max_document_bytes
+            limits = {} if longest is None else {"max_document_bytes": longest}
+            return partial(build, tokenizer=self._writer, **limits)
+        return partial(
+            build,
+            data_path_changes=self._changes,
+            eod_id=tokenizer.eod_id if tokenizer else None,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+            infill=_infill(config, tokenizer),
+            cache=data.data_cache_path if data.sample_order == "compat" else None,
+        )
 
 
 def _mock_datasets(config: RunConfig, sizes: Sequence[int]) -> Datasets:
@@ -122,26 +153,7 @@ def _mock_datasets(config: RunConfig, sizes: Sequence[int]) -> Datasets:
     return Datasets(*made)
 
 
-def _changes(config: RunConfig) -> Sequence[tuple[int, str | Sequence[str]]]:
-    path = config.data.data_path_changes
-    return read_data_path_changes(path) if path else ()
-
-
-def _refuse_other_tokenizers(
-    config: RunConfig, tokenizer: Tokenizer | None, data_path: Any
-) -> None:
-    """Compare the tokenizers of all corpora with the run's, or with one another."""
-    if config.data.allow_tokenizer_mismatch or config.data.mock_data:
-        return
-    try:
-        check_tokenizer(data_path, tokenizer, data_path_changes=_changes(config))
-    except TokenizerMismatchError as error:
-        raise TrainError(
-            f"{error}, or give --allow-tokenizer-mismatch if both have the same tokens"
-        ) from None
-
-
-def of_conversations(config: RunConfig, tokenizer: Tokenizer | None) -> SFTTokenizer | None:
+def _writer(config: RunConfig, tokenizer: Tokenizer | None) -> SFTTokenizer | None:
     """What conversations are tokenized with that are JSON lines, None where there are none."""
     data = config.data
     if tokenizer is None or not data.holds_conversation_lines:

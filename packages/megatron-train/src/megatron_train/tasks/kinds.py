@@ -6,7 +6,7 @@ own. Importing this module does not import torch.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_data import Dataset, Datasets, Tokenizer
 from megatron_models.lookup import look_up
@@ -39,6 +39,13 @@ class TaskData(Protocol):
 
         Raises:
             TrainError: in one line.
+        """
+
+    def identity(self) -> Mapping[str, Any]:
+        """Return how samples are made of the corpora, as plain values that JSON can hold.
+
+        They are kept in checkpoints beside what the corpora are known by; a run that continues with
+        others is refused.
         """
 
     def read(self, dataset: Dataset, samples: Sequence[int]) -> "Mapping[str, Tensor]":

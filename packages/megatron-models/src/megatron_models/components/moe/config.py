@@ -72,6 +72,7 @@ class MoEConfig(MLPConfig):
             "load is balanced over a micro-batch, over each of its sequences, or not at all",
             choices=get_args(LoadBalancing),
             no_effect=True,
+            objective=True,
         ),
     )
     moe_aux_loss_coeff: float = field(
@@ -81,6 +82,7 @@ class MoEConfig(MLPConfig):
             "weight of the load balancing loss",
             not_negative=True,
             no_effect=True,
+            objective=True,
         ),
     )
     moe_z_loss_coeff: float = field(
@@ -90,6 +92,7 @@ class MoEConfig(MLPConfig):
             "weight of the z loss, which keeps router logits low",
             not_negative=True,
             no_effect=True,
+            objective=True,
         ),
     )
 
