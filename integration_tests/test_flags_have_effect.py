@@ -60,6 +60,7 @@ BASE: Words = {
 }
 ROPE: Words = {"--position-embedding-type": "rope"}
 EXPERTS: Words = {"--num-experts": "4"}
+SIGMOID: Words = {**EXPERTS, "--moe-router-score-function": "sigmoid"}
 LLAMA3: Words = {**ROPE, "--rope-scaling-type": "llama3", "--rope-scaling-original-length": "8"}
 WSD: Words = {"--lr-decay-style": "WSD", "--lr-wsd-decay-iters": "2"}
 GROWING: Words = {
@@ -160,6 +161,12 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     ),
     "model.moe_layer_freq": (EXPERTS, {"--moe-layer-freq": "[0]+[1]"}),
     "model.moe_router_pre_softmax": (EXPERTS, {"--moe-router-pre-softmax": ""}),
+    "model.moe_router_score_function": (EXPERTS, {"--moe-router-score-function": "sigmoid"}),
+    "model.moe_router_enable_expert_bias": (SIGMOID, {"--moe-router-enable-expert-bias": ""}),
+    "model.moe_router_bias_update_rate": (
+        {**SIGMOID, "--moe-router-enable-expert-bias": ""},
+        {"--moe-router-bias-update-rate": "10"},
+    ),
     "model.moe_router_load_balancing_type": (
         {**EXPERTS, "--moe-aux-loss-coeff": "1"},
         {"--moe-router-load-balancing-type": "seq_aux_loss"},

@@ -20,7 +20,8 @@ SAMPLE = {
     "tp2·pp2-tied",
     "tp2·sp·dp2-untied-dropout",
     "dp2·ep2-moe",
-    "tp2·sp·ep2·etp1·a2a-moe",
+    "tp2·sp·ep2·etp1·a2a-biased",
+    "tp2·pp2-biased",
     "cp2-tied-dropout",
     "dp2·fsdp-tied-dropout",
     "dp2·ep2·a2a·combined-1f1b-moe-dropout",
@@ -47,6 +48,7 @@ DEFECT_SAMPLE = {
     "rows of a pool are counted by the layout's context-parallel size",
     "the blocks of a ring are added up without their log-sum-exp",
     "the norm counts replicated parameters on every rank",
+    "the tokens of an expert are not summed over tensor-parallel ranks",
     "the gradient of experts is divided by the ranks that hold them",
     "the micro-batches of a pair take each other's rows",
 }

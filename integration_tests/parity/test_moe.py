@@ -81,13 +81,20 @@ def test_the_layer_equals_mixtrals(dispatcher: str) -> None:
         torch.testing.assert_close(own, their.view(own.shape), rtol=1e-6, atol=1e-5, msg=name)
 
 
-def routed(logits: Tensor, topk: int, pre_softmax: bool) -> Routing:
+def routed(
+    logits: Tensor, topk: int, pre_softmax: bool = False, bias: Tensor | None = None, **more: object
+) -> Routing:
     """The routing of given logits."""
-    changed = config(moe_router_topk=topk, moe_router_pre_softmax=pre_softmax, hidden_size=E * 2)
+    more |= {"moe_router_topk": topk, "moe_router_pre_softmax": pre_softmax}
+    if bias is not None:
+        more["moe_router_enable_expert_bias"] = True
+    changed = config(hidden_size=E * 2, **more)
     place = Placement(Mesh.single(), dtype=torch.float64)
     router = Router(changed.component(MoESpec), place)
     with torch.no_grad():
         router.weight.copy_(torch.eye(E, 2 * E))
+        if bias is not None:
+            router.expert_bias.copy_(bias)
     found: Routing = router(torch.cat([logits, torch.zeros_like(logits)], 1), None)
     return found
 
@@ -103,6 +110,56 @@ def test_choices_and_weights_equal_megatrons(topk: int, pre: bool) -> None:
     assert torch.equal(torch.zeros(N, E).scatter(1, found.experts, 1).bool(), chosen.bool())
     dense = torch.zeros(N, E, dtype=torch.float64).scatter(1, found.experts, found.weights)
     torch.testing.assert_close(dense, probabilities, rtol=0, atol=1e-7)  # theirs is in float32
+
+
+BIAS = 0.3 * drawn(E, seed=9).detach()
+
+
+@pytest.mark.parametrize("bias", [None, BIAS], ids=["plain", "biased"])
+@pytest.mark.parametrize("topk", [1, 2, 3])
+def test_sigmoid_choices_and_weights_equal_megatrons(topk: int, bias: Tensor | None) -> None:
+    moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    logits = drawn(N, E).detach()
+    found = routed(logits, topk, bias=bias, moe_router_score_function="sigmoid")
+    probabilities, chosen = moe_utils.topk_routing_with_score_function(
+        logits, topk, score_function="sigmoid", expert_bias=bias
+    )
+    assert torch.equal(torch.zeros(N, E).scatter(1, found.experts, 1).bool(), chosen.bool())
+    dense = torch.zeros(N, E, dtype=torch.float64).scatter(1, found.experts, found.weights)
+    torch.testing.assert_close(dense, probabilities, rtol=0, atol=1e-7)  # theirs is in float32
+    assert torch.equal(found.experts, found.preferred) == (bias is None)
+
+
+@pytest.mark.parametrize("bias", [None, BIAS], ids=["plain", "biased"])
+def test_the_sigmoid_loss_of_the_router_equals_megatrons(bias: Tensor | None) -> None:
+    moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    logits = drawn(N, E)
+    found = routed(logits, 2, bias=bias, moe_router_score_function="sigmoid")
+    chosen, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, 2, "sigmoid")
+    expected = moe_utils.switch_load_balancing_loss_func(scores, chosen.sum(0), N, 2, E, 1.0)
+    groups = torch.zeros(N, dtype=torch.int64)
+    value = load_balancing_loss(found, groups, 1, ALONE, sigmoid=True) / N
+    torch.testing.assert_close(value, expected)
+
+
+def test_biases_move_as_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tokens, group: None)
+    state = moe_utils.parallel_state
+    monkeypatch.setattr(state, "get_tensor_and_data_parallel_group", lambda **kind: None)
+    changed = config(
+        hidden_size=E * 2,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=0.01,
+    )
+    router = Router(changed.component(MoESpec), Placement(Mesh.single(), dtype=torch.float64))
+    tokens = torch.tensor([3.0, 9, 0, 4, 4, 4])  # the mean is 4
+    with torch.no_grad():
+        router.expert_bias.copy_(BIAS)
+    expected = moe_utils.get_updated_expert_bias(tokens, BIAS, 0.01)
+    torch.testing.assert_close(router.balanced(router.expert_bias, tokens), expected)
+    assert ((expected - BIAS).sign() == torch.tensor([1, -1, 1, 0, 0, 0])).all()
 
 
 @pytest.mark.parametrize("topk", [1, 2])

@@ -59,16 +59,24 @@ MODELS = {
         moe_aux_loss_coeff=0.05,
     ),
 }
+MODELS["biased"] = replace(
+    MODELS["moe"],
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_bias_update_rate=0.02,
+    init_method_std=0.1,  # tokens differ so much that loads are nearly even
+)
 MODELS["few"] = replace(
     MODELS["untied"], num_query_groups=2, add_qkv_bias=True, attn_logit_softcapping=0.3
 )
 """GPT-2's kind (learned positions, LayerNorm, biases, tied), Llama's, mixtures of experts.
 
 `moe` has biases in its experts, a shared one, attention sinks and both losses of a router; `few` is
-Llama's with two KV heads, biases of its queries and bounded scores of attention.
+Llama's with two KV heads, biases of its queries and bounded scores of attention. `biased` is `moe`
+with sigmoid scores and biases of experts, which are state and no parameters.
 """
 
-Model = Literal["tied", "untied", "moe", "moe-gated", "few"]
+Model = Literal["tied", "untied", "moe", "moe-gated", "biased", "few"]
 
 SPLITS = {
     1: (range(5),),
@@ -348,6 +356,11 @@ CASES = (
     _case("moe-gated", 1, "alltoall", "dropout", "uniform", "combined-1f1b", dp=4, ep=4),
     _case("moe", 1, "alltoall", "combined-1f1b", pp=4, dp=2, ep=2),
     _case("moe", 1, "sp", "alltoall", "combined-1f1b", "gathered", tp=2, pp=2, dp=2, ep=2),
+    _case("biased", 2, tp=2, pp=2),
+    _case("biased", 2, "sp", "alltoall", tp=2, ep=2, etp=1),
+    _case("biased", 2, "alltoall", dp=2, ep=2),
+    _case("biased", 2, "alltoall", "dropout", "selective", dp=2, ep=2),
+    _case("biased", 1, "sp", "alltoall", "sharded", tp=2, pp=2, dp=2, ep=2),
     _case("tied", 2, "sharded", "dropout", dp=4, dp_outer=2),
     _case("untied", 2, dp=4, dp_outer=2),
     _case("tied", 2, "fsdp", "dropout", dp=2),

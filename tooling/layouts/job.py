@@ -181,8 +181,13 @@ def pieces(views: dict[str, list[View]]) -> list[Piece]:
 
 
 def make_asymmetric(engine: StepEngine) -> None:
-    """Move every gain off 1 and every bias off 0, by values that depend on the global name."""
+    """Move every gain off 1 and every bias off 0, by values that depend on the global name.
+
+    Biases of experts stay 0: uneven ones would hide by how much loads differ.
+    """
     for view_name, views in engine.stages.views().items():
+        if view_name in engine.stages.states:
+            continue
         for view in views:
             if len(view.global_shape) == 1 or view_name.endswith("bias"):
                 generator = torch.Generator().manual_seed(sum(view_name.encode()))

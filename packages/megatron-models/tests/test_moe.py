@@ -152,6 +152,18 @@ def test_only_active_experts_are_counted(small):
         ({**EXPERTS, "moe_layer_freq": "[0]*2"}, "gives no layer any experts"),
         ({**EXPERTS, "moe_z_loss_coeff": -1.0}, "moe_z_loss_coeff must be a number from 0 on"),
         (
+            {**EXPERTS, "moe_router_enable_expert_bias": True},
+            "moe_router_enable_expert_bias needs moe_router_score_function sigmoid",
+        ),
+        (
+            {
+                **EXPERTS,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_pre_softmax": True,
+            },
+            "moe_router_pre_softmax has no effect with moe_router_score_function sigmoid",
+        ),
+        (
             {**EXPERTS, "moe_aux_loss_coeff": 1.0, "moe_router_load_balancing_type": "none"},
             "has no effect with moe_router_load_balancing_type none",
         ),

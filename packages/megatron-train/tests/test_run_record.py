@@ -77,6 +77,7 @@ REFUSED = {
     "training.attention_dropout": ("objective", 0.0),
     "model.moe_aux_loss_coeff": ("objective", 0.5),
     "model.moe_z_loss_coeff": ("objective", 0.5),
+    "model.moe_router_bias_update_rate": ("objective", 0.5),
     "model.moe_router_load_balancing_type": ("objective", "seq_aux_loss"),
 }
 

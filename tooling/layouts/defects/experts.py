@@ -6,6 +6,7 @@ import megatron_models.components.moe.module as moe
 import megatron_models.components.moe.router as router
 import megatron_parallel.data_parallel.plan as plan
 import megatron_parallel.expert_parallel.dispatch as dispatch
+import megatron_parallel.state as state
 import torch
 from megatron_models.components.moe.module import MoE
 from megatron_models.components.moe.router import Router, Routing
@@ -72,6 +73,41 @@ def _partial_answers(mesh: Mesh, replace: Replace) -> None:
         return rows.split(list(sizes))[axis.index]
 
     replace(dispatch, "scatter_rows", wrong)
+
+
+# -- state -----------------------------------------------------------------------------------------
+
+
+def _not_observed_over(names: set[str], replace: Replace) -> None:
+    true = state._observers
+    replace(
+        state, "_observers", lambda *row: [axis for axis in true(*row) if axis.name not in names]
+    )
+
+
+@defect(
+    "the tokens of an expert are not summed over tensor-parallel ranks",
+    "tp2·sp·ep2·etp1·a2a-biased",
+)
+def _tokens_of_one_tensor_rank(mesh: Mesh, replace: Replace) -> None:
+    _not_observed_over({"tp"}, replace)
+
+
+@defect("the tokens of an expert are not summed over data-parallel ranks", "dp2·ep2·a2a-biased")
+def _tokens_of_one_data_rank(mesh: Mesh, replace: Replace) -> None:
+    _not_observed_over({"dp", "dp_cp"}, replace)
+
+
+@defect("the bias of an expert weighs its answers", "tp2·pp2-biased")
+def _bias_weighs(mesh: Mesh, replace: Replace) -> None:
+    true = Router._choose
+
+    def wrong(self: Router, logits: Tensor) -> Any:
+        weights, experts, preferred = true(self, logits)
+        return weights + self.expert_bias[experts], experts, preferred
+
+    if mesh.world_size > 1:
+        replace(Router, "_choose", wrong)
 
 
 # -- denominators and statistics -----------------------------------------------------------------

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Union
 
 import torch
-from megatron_parallel import Mesh, Recompute, Sharding
+from megatron_parallel import Mesh, Recompute, Sharding, StepState
+from megatron_parallel.state import Update
 from megatron_parallel.tensor_parallel import (
     ColumnParallelLinear,
     ColumnSpec,
@@ -83,6 +84,26 @@ class Placement:
         return VocabParallelEmbedding.of(
             spec, self.mesh, sequence_parallel=cut, dtype=self.dtype, device=self.on
         )
+
+    def state(
+        self, module: nn.Module, shardings: Mapping[str, Sharding], name: str, update: Update
+    ) -> StepState | None:
+        """Give a module state that is not a parameter, in at least float32.
+
+        Args:
+            module: gets a buffer called ``name``, and its row in the attribute ``sharding``.
+            shardings: of the module's state; without a row for ``name`` it has none.
+            name: of the buffer.
+            update: returns the value after a step, see `megatron_parallel.StepState`.
+
+        Returns:
+            What takes the module's observations, or None.
+        """
+        if name not in shardings:
+            return None
+        module.sharding = {**vars(module).get("sharding", {}), name: shardings[name]}  # type: ignore[assignment]
+        exact = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return StepState(module, name, self.mesh, update, dtype=exact, device=self.on)
 
     def register(self, module: nn.Module, shardings: Mapping[str, Sharding], *names: str) -> None:
         """Give a module its sharding table, and parameters without values.

@@ -67,6 +67,8 @@ from .sharding import Init as Init
 from .sharding import Piece as Piece
 from .sharding import Sharding as Sharding
 from .sharding import flat_range_boxes as flat_range_boxes
+from .state import StepState as StepState
+from .state import collect_states as collect_states
 from .tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
 )

@@ -25,6 +25,7 @@ from torch import Generator, Tensor, nn
 
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import Box, Init, Sharding
+from megatron_parallel.state import collect_states
 from megatron_parallel.views import collect_shardings
 
 BLOCK_NUMEL = 65536
@@ -34,12 +35,14 @@ BLOCK_NUMEL = 65536
 def initialize_parameters(module: nn.Module, *, seed: int, mesh: Mesh) -> None:
     """Give every parameter of `module` the values its sharding's `init` asks for, by global name.
 
-    Layers are built without values (NaN), so that a model can be built on the meta device and
-    filled later; this fills it.
+    State that is not a parameter starts again at its constant. Layers are built without values
+    (NaN), so that a model can be built on the meta device and filled later; this fills it.
     """
     table = collect_shardings(module)
     for name, parameter in module.named_parameters():
         initialize(parameter, seed=seed, name=name, sharding=table[name], mesh=mesh)
+    for name, state in collect_states([module]).items():
+        initialize(state.value, seed=seed, name=name, sharding=table[name], mesh=mesh)
 
 
 def initialize(

@@ -1,9 +1,9 @@
 """Which part of which parameter a rank holds: one table, read by everybody.
 
-Every module that owns parameters has an attribute `sharding`, a dict from its local parameter names
-to `Sharding`. `collect_shardings` gathers them into one table keyed by global name. Initialisation,
-weight-decay groups, gradient norms, checkpoints and conversion read that table; there is no
-second one.
+Every module that owns parameters, or state that is not a parameter, has an attribute `sharding`, a
+dict from their local names to `Sharding`. `collect_shardings` gathers them into one table keyed by
+global name. Initialisation, weight-decay groups, gradient norms, checkpoints and conversion read
+that table; there is no second one.
 
 A `Sharding` speaks of the *global* parameter, as a checkpoint stores it, and says which mesh axis
 cuts which dim. It is the same for every layout: only `pieces(mesh)`, which asks where this rank
@@ -145,6 +145,8 @@ class Sharding:
         vocabulary: Whether `dim` numbers the tokens of a vocabulary: a token embedding or an output
             matrix. These may have a learning rate of their own, and an update rule that needs
             matrices does not take them.
+        reduce: For state that is not a parameter (`megatron_parallel.StepState`), how what ranks
+            and micro-batches have observed is combined. Defaults to None, a parameter.
 
     Raises:
         LayoutError: These contradict one another.
@@ -163,6 +165,7 @@ class Sharding:
     partial: str | None = None
     spill_dim: int | None = None
     vocabulary: bool = False
+    reduce: Literal["sum", "max"] | None = None
 
     def __post_init__(self) -> None:
         if (self.axis is None) != (self.dim is None):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import Box, Sharding, flat_range_boxes
+from megatron_parallel.state import collect_states
 
 
 class View(NamedTuple):
@@ -73,12 +74,13 @@ def box_views(
 def collect_shardings(module: nn.Module) -> dict[str, Sharding]:
     """The table of a module: global parameter name to `Sharding`, in the order of parameters.
 
-    Reads the attribute `sharding` of every submodule. A parameter that is used twice (tied) has one
-    entry, under its first name. Raises `LayoutError` for a parameter without a description.
+    Rows of state that is not a parameter (`StepState`) follow those of parameters. Reads the
+    attribute `sharding` of every submodule. A parameter that is used twice (tied) has one entry,
+    under its first name. Raises `LayoutError` for a parameter without a description.
     """
     owners = dict(module.named_modules(remove_duplicate=False))
     table = {}
-    for name, _ in module.named_parameters():
+    for name in (*(name for name, _ in module.named_parameters()), *collect_states([module])):
         prefix, _, local = name.rpartition(".")
         described: Mapping[str, Sharding] = getattr(owners[prefix], "sharding", {})
         if local not in described:
@@ -90,14 +92,21 @@ def collect_shardings(module: nn.Module) -> dict[str, Sharding]:
     return table
 
 
+def _held(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and state of a module by global name."""
+    states = {name: state.value for name, state in collect_states([module]).items()}
+    return {**dict(module.named_parameters()), **states}
+
+
 def parameter_views(
     tensors: nn.Module | Mapping[str, Tensor], table: Mapping[str, Sharding], mesh: Mesh
 ) -> dict[str, list[View]]:
     """Views of parameters, or of tensors shaped like them (gradients, moments), for a checkpoint.
 
-    A name whose local part is all padding has an empty list.
+    Of a module, views of all that a checkpoint holds: parameters and state. A name whose local part
+    is all padding has an empty list.
     """
-    named = dict(tensors.named_parameters()) if isinstance(tensors, nn.Module) else tensors
+    named = _held(tensors) if isinstance(tensors, nn.Module) else tensors
     views: dict[str, list[View]] = {}
     for name, tensor in named.items():
         if name not in table:

@@ -189,6 +189,8 @@ class Trainer:
             decay = self.weight_decay.at(consumed)
             result = self.optimizer.step(learning_rate, decay, decoupled)
             updated, grad_norm = not result.skipped, result.grad_norm
+            if updated:
+                self.engine.stages.update_states()
             finite = math.isfinite(grad_norm)
         if self.check_for_nan and not finite:
             raise TrainError(self._not_finite(losses, grad_norm))

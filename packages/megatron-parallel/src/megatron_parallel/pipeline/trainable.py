@@ -1,12 +1,15 @@
 """The stages of one rank as they are trained: what a training loop and an optimizer share.
 
-stages = TrainableStages(model_stages, mesh, DataParallelConfig(use_distributed_optimizer=True))
-engine = PipelineEngine(mesh, stages.modules, ..., around_backward=stages.around_backward)
-optimizer = megatron_optim.Optimizer(stages, config)
-engine.run(micro_batches, denominators)
-stages.finish()
-optimizer.step(lr)
-stages.zero()
+    stages = TrainableStages(model_stages, mesh, DataParallelConfig(use_distributed_optimizer=True))
+    engine = PipelineEngine(mesh, stages.modules, ..., around_backward=stages.around_backward)
+    optimizer = megatron_optim.Optimizer(stages, config)
+    engine.run(micro_batches, denominators)
+    stages.finish()
+    optimizer.step(lr)
+    stages.update_states()
+    stages.zero()
+
+Every layout and way of summing gradients is used alike; `DataParallelConfig` chooses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +28,7 @@ from megatron_parallel.mesh import Mesh
 from megatron_parallel.pipeline.contract import Backward
 from megatron_parallel.pipeline.gradients import FullyShardedStages, StageGradients
 from megatron_parallel.sharding import Sharding
+from megatron_parallel.state import collect_states
 from megatron_parallel.views import View, collect_shardings, parameter_views
 
 
@@ -44,7 +48,8 @@ class TrainableStages:
         modules: What runs the stages.
         parameters: This rank's parameters by global name, each of them once. Call `settle` before
             reading them outside of the stages.
-        table: How each is cut.
+        table: How each is cut, states too.
+        states: State of these stages that is not a parameter, by global name.
         buffers: Main gradients, one set for each stage, and one for what stages share; empty with
             `config.use_torch_fsdp2`, which has none.
         shards: What this rank updates of each set, if it does not update all.
@@ -65,6 +70,7 @@ class TrainableStages:
         self.table: dict[str, Sharding] = {}
         for stage in stages:
             self.table.update(collect_shardings(stage))
+        self.states = collect_states(stages)
         self.modules: list[nn.Module] = list(stages)
         self.shards: list[Shards] = []
         self.buffers: list[GradientBuffers] = []
@@ -102,8 +108,15 @@ class TrainableStages:
         return describe_not_finite(found, self.mesh)
 
     def zero(self) -> None:
-        """Drop all gradients and start the next step."""
+        """Drop all gradients and observations, and start the next step."""
         self._gradients.zero()
+        for state in self.states.values():
+            state.forget()
+
+    def update_states(self) -> None:
+        """Update state that is not a parameter by what this step has observed on all ranks."""
+        for state in self.states.values():
+            state.step()
 
     def settle(self) -> None:
         """Return when all weights of the latest step are on this rank."""
@@ -111,9 +124,12 @@ class TrainableStages:
             shards.settle()
 
     def views(self) -> dict[str, list[View]]:
-        """Return views of all parameters, to save or to load into."""
+        """Return views of all parameters and states, to save or to load into."""
         self.settle()
+        states = {name: state.value for name, state in self.states.items()}
         if isinstance(self._gradients, FullyShardedStages):
             cut = self._gradients.buffers
-            return {n: v for one in cut for n, v in one.views(one.weights(), self.mesh).items()}
-        return parameter_views(self.parameters, self.table, self.mesh)
+            found = {n: v for one in cut for n, v in one.views(one.weights(), self.mesh).items()}
+        else:
+            found = parameter_views(self.parameters, self.table, self.mesh)
+        return {**found, **parameter_views(states, self.table, self.mesh)}

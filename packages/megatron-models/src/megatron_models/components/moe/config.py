@@ -10,6 +10,7 @@ from megatron_models.errors import ConfigError
 from megatron_models.layer_pattern import PatternError, layer_pattern
 
 LoadBalancing = Literal["none", "aux_loss", "seq_aux_loss"]
+ScoreFunction = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,33 @@ class MoEConfig(MLPConfig):
         metadata=flag(
             "--moe-router-pre-softmax",
             "softmax over all experts before the choice instead of over the chosen ones after it",
+        ),
+    )
+    moe_router_score_function: ScoreFunction = field(
+        default="softmax",
+        metadata=flag(
+            "--moe-router-score-function",
+            "what makes scores of a router's logits; sigmoid ones are divided by the sum of the "
+            "chosen",
+            choices=get_args(ScoreFunction),
+        ),
+    )
+    moe_router_enable_expert_bias: bool = field(
+        default=False,
+        metadata=flag(
+            "--moe-router-enable-expert-bias",
+            "balance experts by a bias for the choice alone, which falls after each step where an "
+            "expert had more tokens than the mean; needs sigmoid scores",
+        ),
+    )
+    moe_router_bias_update_rate: float = field(
+        default=1e-3,
+        metadata=flag(
+            "--moe-router-bias-update-rate",
+            "how much an expert's bias changes in a step",
+            not_negative=True,
+            no_effect=True,
+            objective=True,
         ),
     )
     moe_router_load_balancing_type: LoadBalancing = field(
@@ -119,7 +147,23 @@ class MoEConfig(MLPConfig):
                 "one of them",
                 vars(self),
             )
+        self._check_scores()
         self._check_pattern()
+
+    def _check_scores(self) -> None:
+        sigmoid = self.moe_router_score_function == "sigmoid"
+        if sigmoid and self.moe_router_pre_softmax:
+            raise ConfigError(
+                "{moe_router_pre_softmax:name} has no effect with {moe_router_score_function}; leave it "
+                "out",
+                vars(self),
+            )
+        if self.moe_router_enable_expert_bias and not sigmoid:
+            raise ConfigError(
+                "{moe_router_enable_expert_bias:name} needs {moe_router_score_function:name} sigmoid: a "
+                "bias moves scores that do not depend on one another",
+                vars(self),
+            )
 
     def _check_pattern(self) -> None:
         try:

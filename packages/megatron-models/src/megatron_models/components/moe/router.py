@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts a token goes to, and the losses that steer it.
+"""The router of a mixture of experts: which experts a token goes to, and what steers it.
 
 Logits and softmax are in float32, or float64 in a float64 model, whatever the model's precision: a
 rounding error sends a token to another expert.
@@ -10,12 +10,18 @@ tokens of the *micro-batch*, on whatever tensor- and context-parallel ranks they
 counted over those ranks. It is 1 for an even load. ``seq_aux_loss`` takes each sequence by itself.
 The z loss (Zoph et al. 2022, equation 5) is the mean of the squared logsumexp of the logits.
 
-Both are attached as sums over tokens: the loss of a micro-batch times its number of tokens, to be
-divided by that of the global batch. Micro-batches of equally many tokens weigh alike, as in
+With sigmoid scores (DeepSeek-AI 2024, section 2.1.2), ``P_e`` is a score divided by the sum of all,
+and the weights of a token's experts are their scores divided by the sum of the chosen. An expert
+may then have a bias that counts for the choice alone (Wang et al. 2024): after each step it falls
+by a constant where the expert had more tokens than the mean, and rises where it had fewer. The
+loss counts the choices that would be made without it, as in Megatron-LM.
+
+Both losses are attached as sums over tokens: the loss of a micro-batch times its number of tokens,
+to be divided by that of the global batch. Micro-batches of equally many tokens weigh alike, as in
 Megatron-LM, and others by their tokens. Padding is neither routed nor counted.
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,8 +29,11 @@ from megatron_parallel import Axis, InnerLosses, Mesh, all_reduce
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_models.components.moe.spec import LOAD_BALANCING, Z_LOSS, MoESpec
+from megatron_models.components.moe.spec import EXPERT_BIAS, LOAD_BALANCING, Z_LOSS, MoESpec
 from megatron_models.placement import Placement
+
+SMALL: Final = 1e-20
+"""Keeps a quotient of scores finite, as in Megatron-LM."""
 
 
 class Routing(NamedTuple):
@@ -34,46 +43,77 @@ class Routing(NamedTuple):
         experts: ``[n, k]``, the best first; -1 for padding.
         weights: ``[n, k]`` of their answers, float32 or float64.
         logits: ``[n, e]`` of all experts, likewise.
+        preferred: ``[n, k]``, the choice without a bias, which the loss counts.
     """
 
     experts: Int[Tensor, "n k"]
     weights: Float[Tensor, "n k"]
     logits: Float[Tensor, "n e"]
+    preferred: Int[Tensor, "n k"]
 
 
 class Router(nn.Module):
-    """Top-k softmax routing without dropping.
+    """Top-k routing without dropping.
 
     The tokens of a micro-batch are cut over tensor-parallel ranks, with sequence parallelism or
     without, so the gradient of the weight is always partial over them.
     """
 
     weight: Tensor
+    expert_bias: Tensor
 
     def __init__(self, spec: MoESpec, place: Placement) -> None:
         super().__init__()
         self.choices = spec.moe_router_topk
         self.pre_softmax = spec.moe_router_pre_softmax
+        self.sigmoid = spec.moe_router_score_function == "sigmoid"
+        self.rate = spec.moe_router_bias_update_rate
         place.register(self, spec.router())
+        self.load = place.state(self, spec.router_state(), EXPERT_BIAS, self.balanced)
 
     def forward(self, x: Float[Tensor, "n h"], routed: Bool[Tensor, " n"] | None) -> Routing:
         """Choose experts for every token; ``routed`` is False where a token is padding."""
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
         logits = functional.linear(x.to(exact), self.weight.to(exact))
+        weights, experts, preferred = self._choose(logits)
+        if routed is not None:
+            experts = experts.masked_fill(~routed[:, None], -1)
+            preferred = preferred.masked_fill(~routed[:, None], -1)
+        if self.load is not None:
+            chosen = functional.one_hot(experts + 1, logits.shape[1] + 1)[..., 1:]
+            weights = self.load.observe(weights, chosen.sum((0, 1)))
+        return Routing(experts, weights, logits, preferred)
+
+    def _choose(
+        self, logits: Float[Tensor, "n e"]
+    ) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"], Int[Tensor, "n k"]]:
+        """Return weights and numbers of each token's experts, and those without a bias."""
+        if self.sigmoid:
+            scores = torch.sigmoid(logits)
+            chosen, preferred = torch.topk(scores, self.choices)
+            experts = preferred
+            if self.load is not None:
+                experts = torch.topk(scores + self.expert_bias, self.choices).indices
+                chosen = scores.gather(1, experts)
+            weights = chosen if self.choices == 1 else chosen / (chosen.sum(1, True) + SMALL)
+            return weights, experts, preferred
         if self.pre_softmax:
             weights, experts = torch.topk(torch.softmax(logits, -1), self.choices)
         else:
             chosen, experts = torch.topk(logits, self.choices)
             weights = torch.softmax(chosen, -1)
-        if routed is not None:
-            experts = experts.masked_fill(~routed[:, None], -1)
-        return Routing(experts, weights, logits)
+        return weights, experts, experts
+
+    def balanced(self, bias: Tensor, tokens: Tensor) -> Tensor:
+        """Return the biases of experts ``[e]`` after a step in which they had ``tokens`` each."""
+        return bias + self.rate * torch.sign(tokens.mean() - tokens).to(bias.dtype)
 
 
 class RouterLosses:
     """The losses of one layer's router, as the configuration asks for them."""
 
     def __init__(self, spec: MoESpec, mesh: Mesh) -> None:
+        self.sigmoid = spec.moe_router_score_function == "sigmoid"
         self.by_sequence = spec.moe_router_load_balancing_type == "seq_aux_loss"
         self.balance, self.z = spec.moe_aux_loss_coeff, spec.moe_z_loss_coeff
         self.layers = sum(spec.moe_layers)
@@ -94,7 +134,8 @@ class RouterLosses:
         if self.balance:
             if not self.by_sequence:
                 sequences, count = torch.zeros_like(sequences), 1
-            value = load_balancing_loss(routing, sequences, count, self.axis) / self.layers
+            value = load_balancing_loss(routing, sequences, count, self.axis, self.sigmoid)
+            value = value / self.layers
             factor = self.balance * self.layers
             weights = inner.attach(weights, LOAD_BALANCING, value, factor, replicated=())
         if self.z:
@@ -104,7 +145,11 @@ class RouterLosses:
 
 
 def load_balancing_loss(
-    routing: Routing, groups: Int[Tensor, " n"], count: int, axis: Axis
+    routing: Routing,
+    groups: Int[Tensor, " n"],
+    count: int,
+    axis: Axis,
+    sigmoid: bool = False,
 ) -> Float[Tensor, ""]:
     """Return this rank's part of the sum over groups of their load-balancing loss times tokens.
 
@@ -113,16 +158,25 @@ def load_balancing_loss(
         groups: number of the group in which each token is balanced.
         count: of groups, on all ranks.
         axis: ranks that have the other tokens of these groups.
+        sigmoid: whether scores are sigmoids of logits instead of their softmax.
     """
-    experts, logits = routing.experts, routing.logits
+    experts, logits = routing.preferred, routing.logits
     routed = (experts[:, :1] >= 0).to(logits.dtype)
     members = functional.one_hot(groups, count).t().to(logits.dtype)  # [groups, n]
-    probabilities = members @ (torch.softmax(logits, -1) * routed)  # [groups, e]
+    probabilities = members @ (_shares(logits, sigmoid) * routed)  # [groups, e]
     choices = functional.one_hot(experts.clamp(min=0), logits.shape[1]).sum(1) * routed
     counts = all_reduce((members @ choices).long(), axis, purpose="routing counts")
     total = counts.sum(1, keepdim=True).clamp(min=1)  # choices of the group, k for each token
     shares = counts.to(logits.dtype) / total
     return logits.shape[1] * (shares * probabilities).sum()
+
+
+def _shares(logits: Float[Tensor, "n e"], sigmoid: bool) -> Float[Tensor, "n e"]:
+    """Scores of all experts, which add up to 1."""
+    if not sigmoid:
+        return torch.softmax(logits, -1)
+    scores = torch.sigmoid(logits)
+    return scores / (scores.sum(1, True) + SMALL)
 
 
 def z_loss(routing: Routing) -> Float[Tensor, ""]:

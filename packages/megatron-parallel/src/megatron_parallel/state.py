@@ -1,0 +1,187 @@
+"""State of a module that is not a parameter: biases of experts, running statistics, maxima.
+
+    class Centred(nn.Module):
+        def __init__(self, width, mesh):
+            super().__init__()
+            self.sharding = {"mean": Sharding((width,), reduce="sum", init=ZEROS)}
+            StepState(self, "mean", mesh, moved)  # adds the buffer `mean`
+
+        def forward(self, x):
+            return self.states["mean"].observe(x - self.mean, x.detach().sum((0, 1)))
+
+Such a tensor changes once a step, by what all micro-batches have shown on all ranks, and is the
+same in every layout. Its row in the sharding table says how it is cut and how observations are
+combined (`Sharding.reduce`). It is a buffer of its module, so it moves with it, and it has views
+beside the parameters, so that checkpoints hold it.
+
+Observations are summed over the ranks that a gradient of the same row would be summed over:
+data-parallel and context-parallel ranks, and those of `Sharding.partial`.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from megatron_parallel.axes import Axis
+from megatron_parallel.collectives import all_reduce
+from megatron_parallel.errors import LayoutError
+from megatron_parallel.mesh import Mesh
+from megatron_parallel.sharding import Sharding
+
+Update = Callable[[Tensor, Tensor], Tensor]
+"""`update(value, observed)` returns the value after a step; it is called alike on every rank.
+
+`observed` is 0, or -inf with `reduce="max"`, if nothing was observed.
+"""
+
+
+class StepState:
+    """A buffer of a module, what the current step has observed for it, and how that changes it.
+
+    The module gets the buffer under ``name``, filled by the ``init`` of its row (a constant), and
+    this object in its attribute ``states``.
+
+    Args:
+        module: Owner; its attribute `sharding` has a row for ``name``.
+        name: Of the buffer.
+        mesh: Where this rank stands.
+        update: Returns the value after a step.
+        observed: Shape of an observation. Defaults to the local shape of the value.
+        dtype: Of the value. Observations are float64.
+        device: Of the value. Defaults to the mesh's device.
+
+    Raises:
+        LayoutError: The row is that of a parameter, or does not start at a constant.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        mesh: Mesh,
+        update: Update,
+        *,
+        observed: tuple[int, ...] | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        table: dict[str, Sharding] = getattr(module, "sharding", {})
+        if name not in table or table[name].reduce is None:
+            raise LayoutError(
+                f"state {name!r} of {type(module).__name__} needs a row in its attribute "
+                "'sharding', with reduce='sum' or 'max'"
+            )
+        self.sharding = table[name]
+        if self.sharding.init.kind != "constant":
+            raise LayoutError(
+                f"state {name!r} of {type(module).__name__} starts at "
+                f"{self.sharding.init.kind!r} values: give its row a constant init"
+            )
+        shape = self.sharding.local_shape(mesh)
+        self._module, self._name, self._mesh = module, name, mesh
+        self._update = update
+        self._shape = shape if observed is None else observed
+        self._observed: Tensor | None = None
+        where = mesh.device if device is None else torch.device(device)
+        value = torch.full(shape, self.sharding.init.scale, dtype=dtype, device=where)
+        module.register_buffer(name, value)
+        states: dict[str, StepState] = vars(module).setdefault("states", {})
+        states[name] = self
+
+    @property
+    def value(self) -> Float[Tensor, "..."]:
+        """The buffer."""
+        return self._module.get_buffer(self._name)
+
+    def observe(self, x: Float[Tensor, "*shape"], seen: Tensor) -> Float[Tensor, "*shape"]:
+        """Return `x`, whose backward pass adds `seen` to what this step has observed.
+
+        An evaluation has no backward pass and observes nothing. A forward pass that is computed
+        again (activation checkpointing) counts once.
+
+        Args:
+            x: A tensor through which the backward pass comes.
+            seen: This rank's part of the micro-batch's observation.
+        """
+        observed: Tensor = _Observe.apply(x, seen.detach(), self)  # type: ignore[no-untyped-call]
+        return observed
+
+    def forget(self) -> None:
+        """Drop what the current step has observed."""
+        self._observed = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Combine what all ranks have observed, and update the value; a collective call."""
+        total = self._observed
+        if total is None:
+            nothing = -math.inf if self.sharding.reduce == "max" else 0.0
+            total = self.value.new_full(self._shape, nothing, dtype=torch.float64)
+        for axis in _observers(self.sharding, self._mesh):
+            operation = self.sharding.reduce or "sum"
+            total = all_reduce(total, axis, op=operation, purpose=f"state {self._name!r}")
+        value = self.value
+        value.copy_(self._update(value, total))
+        self._observed = None
+
+    def _add(self, seen: Tensor) -> None:
+        seen = seen.double()
+        if tuple(seen.shape) != self._shape:
+            raise LayoutError(
+                f"state {self._name!r} observes tensors of shape {self._shape}, not "
+                f"{tuple(seen.shape)}"
+            )
+        if self._observed is None:
+            self._observed = seen.clone()
+        elif self.sharding.reduce == "max":
+            torch.maximum(self._observed, seen, out=self._observed)
+        else:
+            self._observed += seen
+
+
+def collect_states(modules: Iterable[nn.Module]) -> dict[str, StepState]:
+    """Return the states of modules and of their submodules by global name, in order of modules.
+
+    Raises:
+        LayoutError: Two modules have a state of one name.
+    """
+    found: dict[str, StepState] = {}
+    for module in modules:
+        for prefix, owner in module.named_modules():
+            states: dict[str, StepState] = vars(owner).get("states", {})
+            for name, state in states.items():
+                path = f"{prefix}.{name}" if prefix else name
+                if path in found:
+                    raise LayoutError(f"two stages of this rank have a state {path!r} each")
+                found[path] = state
+    return found
+
+
+def _observers(sharding: Sharding, mesh: Mesh) -> list[Axis]:
+    """The ranks that observe other tokens, as a gradient of this row is summed."""
+    layout = mesh.layout
+    if sharding.experts:
+        data = "expert_dp"
+    else:
+        data = "dp_cp" if layout.cp > 1 or layout.hybrid_cp else "dp"
+    names = [data] if sharding.partial is None else [data, sharding.partial]
+    return [mesh.axis(name) for name in names]
+
+
+class _Observe(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: Tensor, state: StepState) -> Tensor:
+        ctx.seen, ctx.state = seen, state
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.state is not None:
+            ctx.state._add(ctx.seen)
+            ctx.state = None  # a split backward pass may come by twice
+        return grads[0], None, None

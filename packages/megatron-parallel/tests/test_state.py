@@ -1,0 +1,163 @@
+"""State that is not a parameter: what ranks and micro-batches observe, and what becomes of it."""
+
+import copy
+
+import pytest
+import torch
+from megatron_parallel import (
+    ONES,
+    ZEROS,
+    LayoutError,
+    Mesh,
+    ParallelLayout,
+    Sharding,
+    StepState,
+    TrainableStages,
+    collect_shardings,
+    collect_states,
+    initialize_parameters,
+    parameter_views,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+SAMPLES = torch.tensor([[1.0, -2.0, 4.0], [0.5, 7.0, -9.0], [3.0, 1.0, 1.0], [2.0, 2.0, -4.0]])
+
+
+class Watched(nn.Module):
+    """Multiplies by a weight; knows the sum and the largest of all it has seen."""
+
+    def __init__(self, mesh, partial=None):
+        super().__init__()
+        self.sharding = {
+            "weight": Sharding((3,), init=ONES, partial=partial),
+            "total": Sharding((3,), init=ZEROS, partial=partial, reduce="sum"),
+            "largest": Sharding((2,), init=ZEROS, partial=partial, reduce="max"),
+        }
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        StepState(self, "total", mesh, torch.add, dtype=torch.float64)
+        StepState(
+            self,
+            "largest",
+            mesh,
+            lambda value, seen: torch.cat([value[1:], seen]),  # of the last two steps
+            observed=(1,),
+            dtype=torch.float64,
+        )
+
+    def forward(self, x):
+        y = self.states["total"].observe(x * self.weight, x.sum(0))
+        return self.states["largest"].observe(y, x.max().view(1))
+
+
+def train(mesh, partial=None, again=False):
+    """Two steps with the samples of this rank, one by one, and what is known after them."""
+    model = Watched(mesh, partial)
+    stages = TrainableStages([model], mesh)
+    data = mesh.axis("dp")
+    rank, ranks = data.index, data.size
+    if partial is not None:
+        other = mesh.axis(partial)
+        rank, ranks = rank * other.size + other.index, ranks * other.size
+    for step in range(2):
+        own = range(rank, len(SAMPLES), ranks)
+        for number in own:
+            for buffers in stages.buffers:
+                buffers.begin(last=number == own[-1])
+            x = SAMPLES[number : number + 1].double() * (step + 1)
+            with torch.no_grad():
+                model(x)  # an evaluation
+            y = checkpoint(model, x, use_reentrant=False) if again else model(x)
+            y.sum().backward()
+        stages.finish()
+        stages.update_states()
+        stages.zero()
+    return model.total.clone(), model.largest.clone()
+
+
+TOTAL, LARGEST = 3 * SAMPLES.sum(0).double(), torch.tensor([7.0, 14.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+def test_what_all_micro_batches_show_is_combined_once(again):
+    total, largest = train(Mesh.single(), again=again)
+    torch.testing.assert_close(total, TOTAL)
+    assert torch.equal(largest, LARGEST)
+
+
+@pytest.mark.parametrize(
+    ("layout", "partial"),
+    [
+        (ParallelLayout(dp=2), None),
+        (ParallelLayout(dp=4), None),
+        (ParallelLayout(dp=2, tp=2), None),
+        (ParallelLayout(dp=2, tp=2), "tp"),
+        (ParallelLayout(dp=1, tp=2), "tp"),
+    ],
+    ids=str,
+)
+def test_all_ranks_know_what_one_rank_knows(worker_pool, layout, partial):
+    for total, largest in worker_pool.run_mesh(layout, train, partial):
+        torch.testing.assert_close(total, TOTAL)
+        assert torch.equal(largest, LARGEST)
+
+
+def test_nothing_observed_is_zero_or_minus_infinity():
+    model = Watched(Mesh.single())
+    for state in model.states.values():
+        state.step()
+    assert torch.equal(model.total, torch.zeros(3, dtype=torch.float64))
+    assert model.largest.tolist() == [0.0, -torch.inf]
+
+
+def test_a_step_that_is_dropped_is_forgotten():
+    mesh = Mesh.single()
+    model = Watched(mesh)
+    stages = TrainableStages([model], mesh)
+    model(SAMPLES.double()).sum().backward()
+    stages.zero()
+    stages.update_states()
+    assert torch.equal(model.total, torch.zeros(3, dtype=torch.float64))
+
+
+def test_state_is_in_table_and_views_and_starts_at_its_constant():
+    mesh = Mesh.single()
+    model = nn.Sequential(Watched(mesh), Watched(mesh))
+    table = collect_shardings(model)
+    states = ["0.total", "0.largest", "1.total", "1.largest"]
+    assert list(table) == ["0.weight", "1.weight", *states]
+    assert list(collect_states([model])) == states
+    model[1].total.fill_(5.0)
+    views = parameter_views(model, table, mesh)
+    assert list(views) == list(table)
+    assert views["1.total"][0].tensor.data_ptr() == model[1].total.data_ptr()
+    assert list(TrainableStages([model], mesh).views()) == list(table)
+    initialize_parameters(model, seed=1, mesh=mesh)
+    assert torch.equal(model[1].total, torch.zeros(3, dtype=torch.float64))
+
+
+def test_a_copy_of_a_module_has_state_of_its_own():
+    one = Watched(Mesh.single())
+    two = copy.deepcopy(one)
+    two(SAMPLES.double()).sum().backward()
+    for state in (*one.states.values(), *two.states.values()):
+        state.step()
+    assert one.total.abs().sum() == 0
+    torch.testing.assert_close(two.total, SAMPLES.sum(0).double())
+
+
+def test_what_is_not_state_is_refused():
+    mesh = Mesh.single()
+    module = nn.Module()
+    module.sharding = {"a": Sharding((2,)), "b": Sharding((2,), reduce="sum")}
+    for name in ("a", "c"):
+        with pytest.raises(LayoutError, match=f"state '{name}' of Module needs a row in its attr"):
+            StepState(module, name, mesh, torch.add)
+    with pytest.raises(LayoutError, match="'b' of Module starts at 'normal' values: give its row"):
+        StepState(module, "b", mesh, torch.add)
+    watched = Watched(mesh)
+    wrong = watched.states["total"].observe(watched.weight * 1, torch.ones(4))
+    with pytest.raises(LayoutError, match=r"'total' observes tensors of shape \(3,\), not \(4,\)"):
+        wrong.sum().backward()
+    with pytest.raises(LayoutError, match="two stages of this rank have a state 'total' each"):
+        collect_states([watched, Watched(mesh)])
