@@ -1,4 +1,4 @@
-"""What sharded optimizers save, every layout continues, as one rank would: in float64, 4 steps."""
+"""What one layout saves, every other continues, as one rank would: in float64, 4 steps."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from megatron_parallel.testing import WorkerPool
 from megatron_train.checkpointing import coordinator_of, views_of
 
 STEPS, HALF = 4, 2
-BY_NAME = {case.name: case for case in CASES if case.model == "tied" and not case.dropout}
+BY_TITLE = {case.title: case for case in CASES if not case.dropout}
 ONE = CASES[0].reference
 
 
@@ -40,11 +40,12 @@ def carry_on(mesh: Mesh, case: Case, folder: Path, steps: int, dtype: torch.dtyp
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
-        ("pp2·dp2·gathered", "tp2"),
-        ("pp2·dp2·fsdp", "pp2·dp2·gathered"),
-        ("tp2", "dp4(2x2)·fsdp"),
-        pytest.param("dp4(2x2)·fsdp", "tp2·sp·pp2·dp2·gathered", marks=pytest.mark.slow),
-        pytest.param("tp2·sp·pp2·dp2·gathered", "pp2·dp2·fsdp", marks=pytest.mark.slow),
+        ("pp2·dp2·gathered-tied", "tp2-tied"),
+        ("pp2·dp2·fsdp-tied", "pp2·dp2·gathered-tied"),
+        ("tp2-tied", "dp4(2x2)·fsdp-tied"),
+        ("tp2·pp2-biased", "tp2·sp·ep2·etp1·a2a-biased"),
+        pytest.param("dp4(2x2)·fsdp-tied", "tp2·sp·pp2·dp2·gathered-tied", marks=pytest.mark.slow),
+        pytest.param("tp2·sp·pp2·dp2·gathered-tied", "pp2·dp2·fsdp-tied", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_in_another_layout_as_one_rank_would(
@@ -52,9 +53,9 @@ def test_a_run_goes_on_in_another_layout_as_one_rank_would(
 ) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    whole = reference(ONE, STEPS, torch.float64, LEARNING_RATE)
+    before, after = BY_TITLE[saved], BY_TITLE[loaded]
+    whole = reference(before.reference, STEPS, torch.float64, LEARNING_RATE)
     torch.set_num_threads(threads)
-    before, after = BY_NAME[saved], BY_NAME[loaded]
     worker_pool.run_mesh(before.layout, save, before, tmp_path, torch.float64)
     ranks = worker_pool.run_mesh(after.layout, carry_on, after, tmp_path, HALF, torch.float64)
     parameters = [
@@ -63,12 +64,12 @@ def test_a_run_goes_on_in_another_layout_as_one_rank_would(
     assert absolute(joined(parameters), dict_of(whole.parameters)) <= 1e-9
 
 
-@pytest.mark.parametrize("loaded", ["pp2·dp2·gathered", "pp2·dp2·fsdp"])
+@pytest.mark.parametrize("loaded", ["pp2·dp2·gathered-tied", "pp2·dp2·fsdp-tied"])
 def test_main_weights_of_bf16_survive_bit_for_bit(
     worker_pool: WorkerPool, tmp_path: Path, loaded: str
 ) -> None:
     (first,) = worker_pool.run_mesh(ONE.layout, saved_state, ONE, tmp_path)
-    after = BY_NAME[loaded]
+    after = BY_TITLE[loaded]
     ranks = worker_pool.run_mesh(after.layout, carry_on, after, tmp_path, 0, torch.bfloat16)
     assert any(name.endswith(".main") for name in first)
     assert absolute(joined(ranks), first) == 0

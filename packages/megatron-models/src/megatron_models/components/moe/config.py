@@ -154,14 +154,14 @@ class MoEConfig(MLPConfig):
         sigmoid = self.moe_router_score_function == "sigmoid"
         if sigmoid and self.moe_router_pre_softmax:
             raise ConfigError(
-                "{moe_router_pre_softmax:name} has no effect with {moe_router_score_function}; leave it "
-                "out",
+                "{moe_router_pre_softmax:name} has no effect with {moe_router_score_function}; "
+                "leave it out",
                 vars(self),
             )
         if self.moe_router_enable_expert_bias and not sigmoid:
             raise ConfigError(
-                "{moe_router_enable_expert_bias:name} needs {moe_router_score_function:name} sigmoid: a "
-                "bias moves scores that do not depend on one another",
+                "{moe_router_enable_expert_bias:name} needs {moe_router_score_function:name} "
+                "sigmoid: a bias moves scores that do not depend on one another",
                 vars(self),
             )
 
