@@ -17,15 +17,21 @@ from megatron_parallel import (
     Sharding,
     collect_shardings,
     fuse_gradient_accumulation,
+    initialize,
     initialize_parameters,
 )
 from megatron_parallel.tensor_parallel import (
     PLAIN,
     Accumulating,
+    LoRA,
+    LoRAConfig,
     Product,
     Wanted,
     Weights,
+    find_product,
+    merged_parameters,
     overlap_forward,
+    train_adapters,
 )
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
@@ -69,6 +75,9 @@ class Scaled:
         return weights[0] * weights[1].unsqueeze(-1)
 
 
+LORA = LoRA(rank=3, alpha=5.0)
+
+
 class Pair(nn.Module):
     """A column-parallel layer and a row-parallel one."""
 
@@ -80,6 +89,12 @@ class Pair(nn.Module):
         self.down = RowParallelLinear(F, H, mesh, **how)
         overlap_forward(self, chunks)
         initialize_parameters(self, seed=1, mesh=mesh)
+        table = collect_shardings(self)
+        for name, parameter in self.named_parameters():  # zeros would hide what they multiply
+            where: Any = {"name": name, "sharding": table[name], "mesh": mesh}
+            if table[name].init.kind == "constant":
+                initialize(parameter, seed=2, init=Init("normal", 0.5), **where)
+        train_adapters([self])
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.up(x).unbind(-2)
@@ -109,38 +124,109 @@ def step(mesh: Mesh, product: Product, cut: bool, chunks: int, fused: bool) -> d
     return found
 
 
+FUSED = {
+    "scaled": ("up.weight", "down.weight"),
+    "lora": ("up.lora_a", "up.lora_b", "down.lora_a", "down.lora_b"),
+}
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("cut", "chunks"), [(False, 1), (True, 1), (True, 2)])
+@pytest.mark.parametrize("name", FUSED)
 def test_ranks_give_a_product_the_gradients_of_one(
-    worker_pool: WorkerPool, single: Mesh, cut: bool, chunks: int, fused: bool
+    worker_pool: WorkerPool, single: Mesh, name: str, cut: bool, chunks: int, fused: bool
 ) -> None:
-    truth = step(single, Scaled(), False, 1, False)
+    product = LORA if name == "lora" else Scaled()
+    truth = step(single, product, False, 1, False)
     layout = ParallelLayout(tp=2, dp=1)
-    for found in worker_pool.run_mesh(layout, step, Scaled(), cut, chunks, fused):
-        assert found.pop("fused") == (("up.weight", "down.weight") if fused else ())
-        for name in truth.keys() - {"x", "fused"}:
-            for box, gradient in found[name]:
-                whole = truth[name][0][1][box.slices]
+    for found in worker_pool.run_mesh(layout, step, product, cut, chunks, fused):
+        assert found.pop("fused") == (FUSED[name] if fused else ())
+        assert found.keys() == truth.keys() - {"fused"}
+        for weight in truth.keys() - {"x", "fused"}:
+            for box, gradient in found[weight]:
+                whole = truth[weight][0][1][box.slices]
                 torch.testing.assert_close(gradient, whole, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("product", [PLAIN, Scaled()])
+@pytest.mark.parametrize("product", [PLAIN, Scaled(), LORA])
 def test_own_gradients_are_autograds(single: Mesh, product: Product) -> None:
     """`Accumulating` takes the product's own; nothing is added up elsewhere here."""
     layer = Pair(single, product, False, 1).up
     gradients = []
     for layer.product in (product, Accumulating(product, {})):
         x = data().requires_grad_()
-        gradients.append(torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()]))
+        wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
+        gradients.append(torch.autograd.grad(layer(x).square().sum(), wanted))
     for own, automatic in zip(*gradients, strict=True):
         torch.testing.assert_close(own, automatic, rtol=1e-12, atol=1e-12)
 
 
-def test_a_merged_weight_computes_the_same(single: Mesh) -> None:
-    layer = Pair(single, Scaled(), False, 1).up
-    merged = Scaled().merged([layer.weight, layer.factor])
-    y = nn.functional.linear(data(), merged.flatten(0, 1), layer.bias.flatten())
-    torch.testing.assert_close(y.unflatten(-1, (2, F)), layer(data()), rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("product", [Scaled(), LORA])
+def test_a_model_of_merged_weights_computes_the_same(single: Mesh, product: Product) -> None:
+    model, plain = Pair(single, product, False, 1), Pair(single, PLAIN, False, 1)
+    plain.load_state_dict(merged_parameters(model))
+    torch.testing.assert_close(plain(data()), model(data()), rtol=1e-12, atol=1e-12)
+
+
+def test_an_adapter_is_the_formula_of_the_paper(single: Mesh) -> None:
+    layer = Pair(single, LORA, False, 1).down
+    x = torch.randn(ROWS, 1, F, dtype=torch.float64)
+    w, a, b = (getattr(layer, name) for name in layer.multiplied)
+    wanted = x @ w.T + (5.0 / 3) * (x @ a.T @ b.T) + layer.bias
+    torch.testing.assert_close(layer(x), wanted, rtol=1e-12, atol=1e-12)
+    trained = {name for name, parameter in layer.named_parameters() if parameter.requires_grad}
+    assert trained == {"lora_a", "lora_b"}
+
+
+def test_an_adapter_starts_as_the_model_that_it_adapts(single: Mesh) -> None:
+    layer = RowParallelLinear(F, H, single, product=LORA)
+    initialize_parameters(layer, seed=1, mesh=single)
+    assert not layer.lora_b.any()
+    assert 0.9 * F**-0.5 < layer.lora_a.abs().max() <= F**-0.5
+
+
+def test_models_without_adapters_are_not_frozen(single: Mesh) -> None:
+    model = Pair(single, Scaled(), False, 1)
+    assert not train_adapters([model])
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        Sharding((4, 6, 10), "tp", 0, spill_dim=1),
+        Sharding((6, 10), "tp", 1),
+        Sharding((4, 2, 6, 10), "expert_tp", 2, fused_dim=1, experts=True),
+        Sharding((4, 6, 10), "expert_tp", 2, experts=True),
+        Sharding((100, 10), "tp", 0, 128, vocabulary=True),
+    ],
+)
+def test_one_matrix_is_cut_like_the_weight_and_the_other_partial(weight: Sharding) -> None:
+    a, b = LORA.shardings(weight).values()
+    cut, whole = (a, b) if weight.dim == len(weight.shape) - 1 else (b, a)
+    assert (whole.axis, whole.partial, cut.partial) == (None, weight.axis, None)
+    assert (cut.axis, cut.padded, cut.spill_dim) == (weight.axis, weight.padded, weight.spill_dim)
+    assert a.shape == (*weight.shape[: weight.experts], 3, 10)
+    assert b.shape == (*weight.shape[:-1], 3) and b.fused_dim == weight.fused_dim
+    assert a.experts == b.experts == weight.experts and not (a.vocabulary or b.vocabulary)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"rank": 0}, {"alpha": 0.0}, {"alpha": float("nan")}, {"target_modules": ()}]
+)
+def test_adapters_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError, match="--lora-"):
+        LoRAConfig(**settings)
+
+
+def test_products_are_found_by_name() -> None:
+    products = find_product("lora").build(LoRAConfig(4, 8.0, ("linear_fc2",)))
+    assert products == {"linear_fc2": LoRA(4, 8.0)}
+    assert set(find_product("lora").build()) == set(LoRAConfig().target_modules)
+    with pytest.raises(
+        LayoutError, match="no product of linear layers 'lara'; did you mean 'lora'"
+    ):
+        find_product("lara")
 
 
 def test_a_products_parameters_are_the_layers(single: Mesh) -> None:

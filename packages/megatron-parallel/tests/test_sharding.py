@@ -227,5 +227,20 @@ def test_experts_that_cannot_be_cut_are_refused() -> None:
     mesh = Mesh(ParallelLayout(ep=3).resolve(3), 0)
     with pytest.raises(LayoutError, match="4 experts cannot be cut into 3 equal parts over axis"):
         EXPERTS.local_shape(mesh)
-    with pytest.raises(LayoutError, match="copies of experts cut over axis None"):
-        Sharding((4, 6), experts=True).replica(Mesh.single())
+    with pytest.raises(LayoutError, match="copies of experts cut over axis 'tp'"):
+        Sharding((4, 6), "tp", 1, experts=True).replica(Mesh.single())
+
+
+def test_copies_of_what_is_not_cut_within_an_expert_are_numbered() -> None:
+    """Every rank of the same experts has a number of its own."""
+    layout = ParallelLayout(tp=2, ep=2, etp=2).resolve(8)
+    whole = Sharding((4, 3, 6), experts=True, partial="expert_tp")
+    numbers: dict[int, list[int]] = {}
+    for mesh in (Mesh(layout, rank) for rank in range(8)):
+        assert whole.local_shape(mesh) == (2, 3, 6)
+        numbers.setdefault(whole.expert_numbers(mesh).start, []).append(whole.replica(mesh))
+        assert whole.replica(mesh, sharded=True) == mesh.axis("expert_tp").index
+    assert {start: sorted(found) for start, found in numbers.items()} == {
+        0: [0, 1, 2, 3],
+        2: [0, 1, 2, 3],
+    }

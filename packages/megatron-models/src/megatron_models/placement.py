@@ -8,8 +8,10 @@ import torch
 from megatron_parallel import Mesh, Recompute, Sharding, StepState
 from megatron_parallel.state import Update
 from megatron_parallel.tensor_parallel import (
+    PLAIN,
     ColumnParallelLinear,
     ColumnSpec,
+    Product,
     RowParallelLinear,
     RowSpec,
     VocabParallelEmbedding,
@@ -38,6 +40,11 @@ class Placement:
             ``alltoall``, see `megatron_parallel.expert_parallel.dispatch`.
         cp_comm_type: how attention goes over context-parallel ranks, for all layers or for each:
             ``p2p`` (ring), ``a2a`` (heads scattered), ``allgather``, or ``a2a+p2p``.
+        products: what linear layers multiply by, by their role, as Megatron-Core names it:
+            ``linear_qkv``, ``linear_proj``, ``linear_q`` and ``linear_kv`` of cross-attention,
+            ``linear_fc1`` and ``linear_fc2`` of feed-forward layers and experts, ``output_layer``.
+            Others are plain. `megatron_parallel.tensor_parallel.train_adapters` then freezes what
+            is not trained.
     """
 
     mesh: Mesh
@@ -48,6 +55,7 @@ class Placement:
     recompute: Recompute = field(default_factory=Recompute)
     dispatcher: str = "allgather"
     cp_comm_type: str | Sequence[str] = "p2p"
+    products: Mapping[str, Product] = field(default_factory=dict)
 
     @classmethod
     def of(cls, place: Union["Placement", Mesh]) -> "Placement":
@@ -64,18 +72,30 @@ class Placement:
         """Parts that the sequence is cut into between tensor-parallel layers."""
         return self.mesh.axis("tp").size if self.sequence_parallel else 1
 
+    def product(self, role: str) -> Product:
+        """Return what the layers of a role multiply by."""
+        return self.products.get(role, PLAIN)
+
     def column(self, spec: ColumnSpec) -> ColumnParallelLinear:
         """Build a column-parallel layer here."""
-        cut = self.sequence_parallel
         return ColumnParallelLinear.of(
-            spec, self.mesh, sequence_parallel=cut, dtype=self.dtype, device=self.on
+            spec,
+            self.mesh,
+            sequence_parallel=self.sequence_parallel,
+            product=self.product(spec.role),
+            dtype=self.dtype,
+            device=self.on,
         )
 
     def row(self, spec: RowSpec) -> RowParallelLinear:
         """Build a row-parallel layer here."""
-        cut = self.sequence_parallel
         return RowParallelLinear.of(
-            spec, self.mesh, sequence_parallel=cut, dtype=self.dtype, device=self.on
+            spec,
+            self.mesh,
+            sequence_parallel=self.sequence_parallel,
+            product=self.product(spec.role),
+            dtype=self.dtype,
+            device=self.on,
         )
 
     def vocabulary(self, spec: VocabSpec) -> VocabParallelEmbedding:

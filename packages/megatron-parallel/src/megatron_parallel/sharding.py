@@ -98,8 +98,7 @@ ZEROS = Init("constant", 0.0)
 ONES = Init("constant", 1.0)
 
 
-# Who holds the same part, by the axis that cuts it and whether it is one of experts. What is not
-# cut within an expert would have copies on ranks that form no group.
+# Who holds the same part, by the axis that cuts it and whether it is one of experts.
 class _Holders(NamedTuple):
     """Axes whose ranks hold the same: all of it, or the same data-parallel shard of it."""
 
@@ -111,6 +110,7 @@ _HOLDERS = {
     ("tp", False): _Holders(("dp_cp",), ("dp_cp_outer",)),
     (None, False): _Holders(("tp_dp_cp",), ("dp_cp_outer", "tp")),
     ("expert_tp", True): _Holders(("expert_dp",), ()),
+    (None, True): _Holders(("expert_tp", "expert_dp"), ("expert_tp",)),
 }
 
 _DERIVED = None  # stands for "worked out in __post_init__", so that readers see a plain bool

@@ -28,11 +28,13 @@ class ParameterSpec:
             added or looked up.
         chosen: the share of the parameter that one token uses, as a fraction ``(part, whole)``:
             experts that it goes to, of all.
+        role: of a linear layer's weight, by which a product is chosen for it; empty for others.
     """
 
     sharding: Sharding
     multiplied: int = 0
     chosen: tuple[int, int] = (1, 1)
+    role: str = ""
 
     @property
     def numel(self) -> int:
@@ -53,6 +55,10 @@ Parameters = dict[str, ParameterSpec]
 class HasShardings(Protocol):
     """A parallel layer as plain data, such as `megatron_parallel.tensor_parallel.ColumnSpec`."""
 
+    @property
+    def role(self) -> str:
+        """What products are chosen by."""
+
     def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
         """How its parameters are cut."""
 
@@ -61,8 +67,10 @@ def parameters_of(spec: HasShardings, sequence_parallel: bool) -> Parameters:
     """Return the parameters of a linear layer: every element of the weight is multiplied once."""
     found = {}
     for name, sharding in spec.shardings(sequence_parallel).items():
-        multiplied = prod(sharding.shape) if name == "weight" else 0
-        found[name] = ParameterSpec(sharding, multiplied)
+        if name == "weight":
+            found[name] = ParameterSpec(sharding, prod(sharding.shape), role=spec.role)
+        else:
+            found[name] = ParameterSpec(sharding)
     return found
 
 

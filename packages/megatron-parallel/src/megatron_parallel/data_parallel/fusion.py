@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.data_parallel.buffers import GradientBuffers
-from megatron_parallel.tensor_parallel.layers import multiplied_by, multiplies
+from megatron_parallel.tensor_parallel.multiplies import multiplied_by, multiplies
 from megatron_parallel.tensor_parallel.product import Accumulating, Product
 
 
@@ -130,7 +130,7 @@ def fuse_gradient_accumulation(
     refused: dict[str, str] = {}
     reasons: dict[tuple[Any, ...], str | None] = {}
     for layer in (layer for module in modules for layer in module.modules()):
-        if not multiplies(layer):
+        if not multiplies(layer) or layer.sharding["weight"].experts:
             continue
         added = {}
         for number, weight in enumerate(multiplied_by(layer)):

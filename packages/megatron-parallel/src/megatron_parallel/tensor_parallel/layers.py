@@ -15,7 +15,7 @@ mesh=...)` fills them, by global name.
 """
 
 from math import nan
-from typing import Any, Final, Protocol, TypeGuard
+from typing import Any, Final
 
 import torch
 from jaxtyping import Float, Int
@@ -24,10 +24,10 @@ from torch.nn import functional
 
 from megatron_parallel.axes import Axis
 from megatron_parallel.collectives import reduce_from_axis, scatter_sequence
-from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import DEFAULT_INIT, Init, Sharding
 from megatron_parallel.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
+from megatron_parallel.tensor_parallel.multiplies import add_further, multiplied_by
 from megatron_parallel.tensor_parallel.product import PLAIN, Product
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec, VocabSpec
 
@@ -295,51 +295,6 @@ def _cut(
 ) -> bool:
     """Whether a call cuts the sequence: as it says, or as the layer was built."""
     return layer.sequence_parallel if given is None else given
-
-
-class Multiplies(Protocol):
-    """A module that multiplies by some of its parameters, as layers cut over an axis do.
-
-    Attributes:
-        product: What it multiplies by.
-        multiplied: Names of the parameters that are handed to the product, in its order.
-        sharding: Of its parameters.
-    """
-
-    product: Product
-    multiplied: tuple[str, ...]
-    sharding: dict[str, Sharding]
-
-
-def multiplies(module: object) -> TypeGuard[Multiplies]:
-    """Return whether a module is a `Multiplies`; a table of embeddings without a product is none.
-
-    `isinstance` cannot tell: from Python 3.12 on it does not see the parameters of a module.
-    """
-    return hasattr(module, "multiplied") and getattr(module, "product", None) is not None
-
-
-def multiplied_by(layer: object) -> tuple[Tensor, ...]:
-    """This rank's parts of what a `Multiplies` hands to its product."""
-    return tuple([getattr(layer, name) for name in layer.multiplied])  # type: ignore[attr-defined]
-
-
-def add_further(table: dict[str, Sharding], product: Product) -> tuple[str, ...]:
-    """Add what a product has beside the weight to a layer's table; names in the product's order.
-
-    Raises:
-        LayoutError: The layer has a parameter of that name.
-    """
-    further = product.shardings(table["weight"])
-    for name in further.keys() & {"bias", *table}:
-        raise LayoutError(f"a product's parameter {name!r} is one of the layer's: rename it")
-    table.update(further)
-    return ("weight", *further)
-
-
-def multiplied(layer: nn.Module) -> tuple[Tensor, ...]:
-    """This rank's parts of what a `Multiplies` hands to its product."""
-    return tuple([getattr(layer, name) for name in layer.multiplied])  # type: ignore[union-attr]
 
 
 def _register(

@@ -48,7 +48,9 @@ class AttentionSpec(AttentionConfig, Mixer):
         """The fused projection; ranks that share a group cut its rows among them."""
         rows = (self.num_query_groups, sum(self.slots) * self.kv_channels)
         init = Init(scale=self.init_method_std)
-        return ColumnSpec(self.hidden_size, rows, self.has_qkv_bias, spill_dim=1, init=init)
+        return ColumnSpec(
+            self.hidden_size, rows, self.has_qkv_bias, spill_dim=1, init=init, role="linear_qkv"
+        )
 
     @property
     def out(self) -> RowSpec:
@@ -154,14 +156,16 @@ class CrossAttentionSpec(AttentionConfig, Mixer):
         """The projection to queries."""
         rows = (self.num_attention_heads, self.kv_channels)
         init = Init(scale=self.init_method_std)
-        return ColumnSpec(self.hidden_size, rows, self.has_qkv_bias, init=init)
+        return ColumnSpec(self.hidden_size, rows, self.has_qkv_bias, init=init, role="linear_q")
 
     @property
     def kv(self) -> ColumnSpec:
         """The fused projection of the encoder's output to keys and values."""
         rows = (self.num_query_groups, 2 * self.kv_channels)
         init = Init(scale=self.init_method_std)
-        return ColumnSpec(self.hidden_size, rows, self.has_qkv_bias, spill_dim=1, init=init)
+        return ColumnSpec(
+            self.hidden_size, rows, self.has_qkv_bias, spill_dim=1, init=init, role="linear_kv"
+        )
 
     @property
     def out(self) -> RowSpec:
@@ -199,7 +203,7 @@ class CrossAttentionSpec(AttentionConfig, Mixer):
 def out_projection(config: AttentionConfig) -> RowSpec:
     """Return the projection of all heads back to the residual stream."""
     bias, init = config.has_attention_out_bias, Init(scale=config.output_std)
-    return RowSpec(config.query_size, config.hidden_size, bias, init=init)
+    return RowSpec(config.query_size, config.hidden_size, bias, init=init, role="linear_proj")
 
 
 def check_heads(config: AttentionConfig, tp: int) -> None:

@@ -127,6 +127,7 @@ def output_spec(config: EmbeddingConfig) -> ColumnSpec:
         bias=False,
         padded=config.padded_vocab_size,
         init=Init(scale=config.init_method_std),
+        role="output_layer",
     )
 
 

@@ -83,18 +83,22 @@ class MLPSpec(MLPConfig, Mixer):
     def up(self) -> ColumnSpec:
         """The projection to the feed-forward width."""
         width, init = self.ffn_hidden_size, Init(scale=self.init_method_std)
-        if self.gated:
-            rows = (2, width)
-            return ColumnSpec(
-                self.hidden_size, rows, self.has_mlp_bias, dim=1, fused_dim=0, init=init
-            )
-        return ColumnSpec(self.hidden_size, (width,), self.has_mlp_bias, init=init)
+        rows, cut, fused = ((2, width), 1, 0) if self.gated else ((width,), 0, None)
+        return ColumnSpec(
+            self.hidden_size,
+            rows,
+            self.has_mlp_bias,
+            dim=cut,
+            fused_dim=fused,
+            init=init,
+            role="linear_fc1",
+        )
 
     @property
     def down(self) -> RowSpec:
         """The projection back to the residual stream."""
-        init = Init(scale=self.output_std)
-        return RowSpec(self.ffn_hidden_size, self.hidden_size, self.has_mlp_bias, init=init)
+        sizes, init = (self.ffn_hidden_size, self.hidden_size), Init(scale=self.output_std)
+        return RowSpec(*sizes, self.has_mlp_bias, init=init, role="linear_fc2")
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
         """Return both projections."""

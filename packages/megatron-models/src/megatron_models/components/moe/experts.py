@@ -6,6 +6,7 @@ each, as column- and row-parallel layers have; answers are then partial sums.
 
 from jaxtyping import Float, Int
 from megatron_kernels import grouped_matmul
+from megatron_parallel.tensor_parallel import add_further, multiplied_by
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -32,6 +33,8 @@ class Experts(nn.Module):
 class ExpertLinear(nn.Module):
     """A linear layer for each expert; axis ``ep`` cuts the experts, ``expert_tp`` each of them.
 
+    Its product multiplies rows by experts: the product's own parameters number experts, too.
+
     Cut inputs give partial sums, to which each rank adds the bias of its own part of the channels.
     """
 
@@ -40,14 +43,22 @@ class ExpertLinear(nn.Module):
 
     def __init__(self, spec: ExpertLinearSpec, place: Placement) -> None:
         super().__init__()
-        place.register(self, spec.shardings(), "weight", "bias")
+        table = spec.shardings()
+        self.product = place.product(spec.role)
+        self.multiplied = add_further(table, self.product)
+        place.register(self, table, "weight", "bias")
         axis, outputs = place.mesh.axis("expert_tp"), spec.outputs[-1]
         self.start = outputs // axis.size * axis.index if spec.cut == "inputs" else 0
 
     def forward(self, x: Float[Tensor, "m i"], counts: Int[Tensor, " e"]) -> Float[Tensor, "m ..."]:
         """Transform each row by its expert."""
         weight, bias = self.weight, self.bias
-        y = grouped_matmul(x, weight.flatten(1, -2).transpose(1, 2), counts)
+
+        def multiply(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
+            y: Tensor = grouped_matmul(x, weight.flatten(1, -2).transpose(1, 2), counts)
+            return y
+
+        y = self.product.forward(x, multiplied_by(self), None, multiply)
         if bias is not None:
             whole = bias.flatten(1)
             missing = y.shape[1] - whole.shape[1] - self.start  # channels of ranks after this one

@@ -58,6 +58,7 @@ class ExpertLinearSpec:
         cut: what ``expert_tp`` cuts: the last dim of ``outputs``, or the inputs.
         bias: whether there is one.
         init: how the weight starts; the bias starts at zero.
+        role: what Megatron-Core calls the layer; products are chosen by it.
     """
 
     experts: int
@@ -66,6 +67,7 @@ class ExpertLinearSpec:
     cut: Cut
     bias: bool
     init: Init
+    role: str
 
     def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
         """How weight and bias are cut; sequence parallelism changes nothing."""
@@ -123,7 +125,13 @@ class MoESpec(MoEConfig, Mixer):
         width = self.moe_ffn_hidden_size
         rows, init = (2, width) if self.gated else (width,), Init(scale=self.init_method_std)
         return ExpertLinearSpec(
-            self.num_experts, self.hidden_size, rows, "outputs", self.has_mlp_bias, init
+            self.num_experts,
+            self.hidden_size,
+            rows,
+            "outputs",
+            self.has_mlp_bias,
+            init,
+            "linear_fc1",
         )
 
     @property
@@ -131,7 +139,13 @@ class MoESpec(MoEConfig, Mixer):
         """The projections back."""
         rows, init = (self.hidden_size,), Init(scale=self.output_std)
         return ExpertLinearSpec(
-            self.num_experts, self.moe_ffn_hidden_size, rows, "inputs", self.has_mlp_bias, init
+            self.num_experts,
+            self.moe_ffn_hidden_size,
+            rows,
+            "inputs",
+            self.has_mlp_bias,
+            init,
+            "linear_fc2",
         )
 
     @property

@@ -1,0 +1,55 @@
+"""Settings of low-rank adapters. Importing this module does not import torch."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from megatron_parallel.errors import LayoutError
+from megatron_parallel.extensions import Section
+from megatron_parallel.tensor_parallel.product_kinds import ProductKind
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """Low-rank adapters (Hu et al. 2021): their size, and which layers have one.
+
+    Raises:
+        LayoutError: A rank or an alpha that is not positive, or no layers.
+    """
+
+    rank: int = field(
+        default=8,
+        metadata={
+            "flag": "--lora-rank",
+            "help": "columns of A and B, the two matrices of an adapter",
+        },
+    )
+    alpha: float = field(
+        default=16.0,
+        metadata={
+            "flag": "--lora-alpha",
+            "help": "adapters are scaled by this over their rank",
+        },
+    )
+    target_modules: tuple[str, ...] = field(
+        default=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+        metadata={
+            "flag": "--lora-target-modules",
+            "help": "which linear layers have an adapter, by Megatron-Core's names",
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise LayoutError(f"--lora-rank {self.rank} is not a number of columns >= 1")
+        if not self.alpha > 0:
+            raise LayoutError(f"--lora-alpha {self.alpha} is not positive")
+        if not self.target_modules:
+            raise LayoutError("--lora-target-modules names no layers; name one, as linear_qkv")
+
+
+KIND: Final = ProductKind(
+    "lora",
+    "low-rank adapters; everything else of the model is frozen",
+    "megatron_parallel.tensor_parallel.lora:lora_products",
+    Section("lora", LoRAConfig, "low-rank adapters (LoRA)"),
+)
