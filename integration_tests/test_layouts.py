@@ -26,6 +26,8 @@ SAMPLE = {
     "dp2·fsdp-tied-dropout",
     "dp2·ep2·a2a·combined-1f1b-moe-dropout",
     "cp2·dp2·hybrid(6)-untied-dropout",
+    "tp2·sp·pp2·lora-untied",
+    "tp2·sp·ep2·etp1·a2a·lora-moe",
 }
 FEW = 3
 """Steps of the sample; every planted defect is seen in as many."""
@@ -51,6 +53,7 @@ DEFECT_SAMPLE = {
     "the tokens of an expert are not summed over tensor-parallel ranks",
     "the gradient of experts is divided by the ranks that hold them",
     "the micro-batches of a pair take each other's rows",
+    "the gradient of an adapter's A is not summed over ranks",
 }
 
 

@@ -135,6 +135,7 @@ class Case:
         per_token: whether tokens have equal weights in the loss of a step, or else micro-batches.
         chunks: whether activations are gathered and scattered in chunks.
         smooth: whether labels are smoothed.
+        lora: whether the model is frozen, but for adapters of its linear layers.
         room: tokens that a rank may hold at a time, where the ranks are a pool that cuts every
             document over as many of them as it needs.
     """
@@ -153,6 +154,7 @@ class Case:
     per_token: bool = True
     chunks: bool = False
     smooth: bool = False
+    lora: bool = False
     room: int | None = None
 
     @property
@@ -186,6 +188,7 @@ class Case:
         parts += ["a2a"] if self.dispatcher == "alltoall" else []
         parts += [self.schedule] if self.schedule else []
         parts += ["smooth"] if self.smooth else []
+        parts += ["lora"] if self.lora else []
         parts += [] if self.per_token else ["means"]
         return "·".join(parts) or "one rank"
 
@@ -209,6 +212,7 @@ class Case:
             data_parallel=UNFUSED,
             per_token=self.per_token,
             smooth=self.smooth,
+            lora=self.lora,
         )
 
 
@@ -245,6 +249,7 @@ def _case(
         "means" not in options,
         "chunks" in options,
         "smooth" in options,
+        "lora" in options,
         room,
     )
 
@@ -380,5 +385,18 @@ CASES = (
     _case("few", 2, "dropout", "a2a+p2p", cp=4),
     _case("untied", 2, "sp", "chunks", "dropout", tp=2),
     _case("tied", 1, "sp", "chunks", "uniform", tp=4, pp=2),
+    _case("untied", 2, "lora", "sp", tp=2, pp=2),
+    _case("tied", 1, "lora", "dropout", "zero-bubble", tp=2, pp=2),
+    _case("moe", 2, "lora", "sp", "alltoall", tp=2, ep=2, etp=1),
+    _case("moe", 2, "lora", tp=2, dp=2, ep=2, etp=2),
+    _case("moe-gated", 1, "lora", "sp", "alltoall", "sharded", tp=2, dp=2, ep=2),
+    _case("few", 2, "lora", "dropout", tp=4),
+    _case("untied", 2, "lora", "sp", "chunks", "dropout", tp=2),
+    _case("tied", 1, "lora", "sp", "uniform", "gathered", tp=2, pp=2, dp=2),
+    _case("untied", 2, "lora", "selective", "dropout", dp=2),
+    _case("tied", 1, "lora", pp=4, vpp=2),
+    _case("tied", 1, "lora", "zb-v", pp=4, vpp=2),
+    _case("untied", 1, "lora", "dropout", cp=2, dp=2),
+    _case("moe", 1, "lora", "alltoall", "combined-1f1b", pp=2, dp=2, ep=2),
 )
 """Layouts of 2, 4 and 8 ranks, each with the number of samples in a micro-batch."""

@@ -18,6 +18,8 @@ from megatron_optim import (
     WeightDecaySchedule,
 )
 from megatron_parallel import Mesh, View
+from megatron_parallel.tensor_parallel import LoRAConfig, train_adapters
+from megatron_parallel.tensor_parallel.lora import lora_products
 from megatron_train import Callback, GPTTask, StepReport, Trainer
 from megatron_train.document_pool import DocumentPool
 from megatron_train.engine import StepEngine
@@ -28,6 +30,7 @@ from layouts.cases import GLOBAL_BATCH, RECOMPUTE, SEQUENCE, SPLITS, Case
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
 CLIP = 3.0
+ADAPTERS = LoRAConfig(rank=3, alpha=6.0)
 
 Piece = tuple[str, tuple[int, ...], Tensor]
 """A part of a global tensor: its name, its offsets, its values."""
@@ -83,9 +86,11 @@ def build_trainer(
             dispatcher=case.dispatcher,
             dtype=dtype,
             cp_comm_type=case.comm,
+            products=lora_products(ADAPTERS) if case.lora else {},
         ),
         split=SPLITS[mesh.layout.pp * mesh.layout.vpp],
     )
+    train_adapters(stages)
     task = GPTTask(
         stages,
         None,
@@ -181,7 +186,7 @@ def pieces(views: dict[str, list[View]]) -> list[Piece]:
 
 
 def make_asymmetric(engine: StepEngine) -> None:
-    """Move every gain off 1 and every bias off 0, by values that depend on the global name.
+    """Move gains off 1, biases and the B of adapters off 0, by values keyed by global name.
 
     Biases of experts stay 0: uneven ones would hide by how much loads differ.
     """
@@ -189,7 +194,7 @@ def make_asymmetric(engine: StepEngine) -> None:
         if view_name in engine.stages.states:
             continue
         for view in views:
-            if len(view.global_shape) == 1 or view_name.endswith("bias"):
+            if len(view.global_shape) == 1 or view_name.endswith(("bias", "lora_b")):
                 generator = torch.Generator().manual_seed(sum(view_name.encode()))
                 whole = torch.randn(view.global_shape, generator=generator, dtype=torch.float64)
                 ends = zip(view.offsets, view.lengths, strict=True)

@@ -5,6 +5,7 @@ compared with is clean. Every one must turn the proof red (`integration_tests/te
 """
 
 from layouts.defects import (  # each enters its defects into the catalogue
+    adapters,
     context,
     dropout,
     experts,
@@ -23,6 +24,7 @@ from layouts.defects.catalogue import DEFECTS, Defect, planted
 __all__ = [
     "DEFECTS",
     "Defect",
+    "adapters",
     "context",
     "dropout",
     "experts",
