@@ -244,7 +244,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "training.deterministic_mode": ({}, {"--deterministic-mode": ""}),
     "training.device": ({}, {"--device": "cuda"}),
     "training.max_seqlen_per_dp_cp_rank": (POOL, {ROOM: "32"}),
-    "training.moe_token_dispatcher_type": (EXPERTS, {"--moe-token-dispatcher-type": "alltoall"}),
+    "placement.moe_token_dispatcher_type": (EXPERTS, {"--moe-token-dispatcher-type": "alltoall"}),
     "training.hidden_dropout": ({}, {"--hidden-dropout": "0.3"}),
     "training.attention_dropout": ({}, {"--attention-dropout": "0.3"}),
     "training.distributed_timeout_minutes": ({}, {"--distributed-timeout-minutes": "1"}),

@@ -20,7 +20,7 @@ from megatron_train.cli.main import build_parser
 from megatron_train.config.resolve import resolve
 from megatron_train.metrics import peak
 
-SAMPLE = {"layout.pp", "training.cp_comm_type", "training.sequence_parallel"}
+SAMPLE = {"layout.pp", "placement.cp_comm_type", "placement.sequence_parallel"}
 
 
 @pytest.fixture(scope="module")

@@ -60,14 +60,14 @@ LAYERS_PER_VIRTUAL_STAGE = "--num-layers-per-virtual-pipeline-stage"
 
 ON_RANKS: dict[str, SetUp] = {
     "data.broadcast_batches": SetUp(2, TP2, {"--broadcast-batches": ""}),
-    "training.sequence_parallel": SetUp(2, TP2, {"--sequence-parallel": ""}),
-    "training.cp_comm_type": SetUp(2, CP2, {"--cp-comm-type": "a2a"}),
-    "training.context_parallel_split": SetUp(
+    "placement.sequence_parallel": SetUp(2, TP2, {"--sequence-parallel": ""}),
+    "placement.cp_comm_type": SetUp(2, CP2, {"--cp-comm-type": "a2a"}),
+    "placement.context_parallel_split": SetUp(
         2,
         {**CP2, "--reset-attention-mask": ""},
         {"--context-parallel-split": "per_document"},
     ),
-    "training.tp_comm_overlap": SetUp(2, SP2, {"--tp-comm-overlap": ""}),
+    "placement.tp_comm_overlap": SetUp(2, SP2, {"--tp-comm-overlap": ""}),
     "layout.tp": SetUp(2, {}, TP2),
     "layout.cp": SetUp(2, {}, CP2),
     "layout.ep": SetUp(2, EXPERTS, {"--expert-model-parallel-size": "2"}),

@@ -7,6 +7,7 @@ import pytest
 from megatron_train._command import CommandError
 from megatron_train.config.files import read_file, to_yaml
 from megatron_train.config.flags import Parser, add_options, given_flags
+from megatron_train.config.moved import MOVED
 from megatron_train.config.reference import render_reference
 from megatron_train.config.resolve import resolve
 from megatron_train.config.run import RunConfig
@@ -97,6 +98,32 @@ def test_mistakes_in_a_file_name_file_place_and_nearest(tmp_path, text, message)
     with pytest.raises(TrainError) as caught:
         read_file(path, run_options())
     assert message in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_settings_of_older_files_are_read_where_they_are_now(tmp_path):
+    keys = {option.key for option in run_options()}
+    assert keys.issuperset(MOVED.values()) and not keys & MOVED.keys()
+    path = write(tmp_path, "training: {sequence_parallel: true, cp_comm_type: [a2a]}")
+    given = read_file(path, run_options()).given
+    assert {key: value.value for key, value in given.items()} == {
+        "placement.sequence_parallel": True,
+        "placement.cp_comm_type": ("a2a",),
+    }
+    assert given["placement.cp_comm_type"].origin == f"{path}: training.cp_comm_type"
+    path = write(tmp_path, "training: {cp_comm_type: [ring]}")
+    with pytest.raises(TrainError, match=r"training\.cp_comm_type needs one of p2p, a2a"):
+        read_file(path, run_options())
+
+
+@pytest.mark.parametrize("sections", [("training", "placement"), ("placement", "training")])
+def test_a_setting_in_its_old_and_its_new_place_is_refused(sections, tmp_path):
+    path = write(tmp_path, "".join(f"{name}: {{tp_comm_overlap: true}}\n" for name in sections))
+    older, newer = (f"{name}.tp_comm_overlap" for name in sections)
+    with pytest.raises(TrainError) as caught:
+        read_file(path, run_options())
+    assert str(caught.value) == (
+        f"{path}: {newer} and {older} are one setting, which has moved; leave out one of them"
+    )
 
 
 @pytest.mark.parametrize(

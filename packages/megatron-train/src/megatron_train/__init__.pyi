@@ -1,6 +1,7 @@
 from ._version import __version__ as __version__
 from .config.checkpoint import CheckpointConfig as CheckpointConfig
 from .config.data import DataConfig as DataConfig
+from .config.placement import PlacementConfig as PlacementConfig
 from .config.run import RunConfig as RunConfig
 from .config.sections import EvaluationConfig as EvaluationConfig
 from .config.sections import LoggingConfig as LoggingConfig

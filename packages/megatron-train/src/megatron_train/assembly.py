@@ -29,18 +29,18 @@ def build_trainer(
 
     ``family`` is kept in checkpoints.
     """
-    training = config.training
+    training, place = config.training, config.placement
     stages = find_kind(config.model.kind).build(
         config.model,
         Placement(
             mesh,
-            sequence_parallel=training.sequence_parallel,
-            tp_comm_overlap=training.tp_comm_overlap,
+            sequence_parallel=place.sequence_parallel,
+            tp_comm_overlap=place.tp_comm_overlap,
             recompute=config.recompute,
-            dispatcher=training.moe_token_dispatcher_type,
+            dispatcher=place.moe_token_dispatcher_type,
             dtype=dtype,
             device=mesh.device,
-            cp_comm_type=training.cp_comm_type,
+            cp_comm_type=place.cp_comm_type,
         ),
         split=config.split,
         seed=training.seed,

@@ -60,5 +60,5 @@ def layout_in_words(config: RunConfig) -> str:
     layout = config.layout
     if layout.world_size == 1:
         return "1 rank"
-    cut = ", sequence parallel" if config.training.sequence_parallel else ""
+    cut = ", sequence parallel" if config.placement.sequence_parallel else ""
     return f"{layout.world_size} ranks, {layout}{cut}"

@@ -59,10 +59,10 @@ def least_memory(config: RunConfig) -> TrainingMemory:
         "bfloat16" if config.training.bf16 else "float32",  # float64 needs more
         layout=config.layout,
         data_parallel=config.data_parallel,
-        sequence_parallel=config.training.sequence_parallel and not unknown,
+        sequence_parallel=config.placement.sequence_parallel and not unknown,
         layers=None if whole else len(config.split[0]),
         recompute=config.recompute,
-        dispatcher=config.training.moe_token_dispatcher_type,
+        dispatcher=config.placement.moe_token_dispatcher_type,
         moments=min(len(rule.state) for rule in build_rules(config.optimizer)),
     )
 

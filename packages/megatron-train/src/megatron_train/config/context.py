@@ -11,8 +11,8 @@ def check_context_parallel(run: RunSections) -> None:
     Raises:
         TrainError: one line that names the flags and the numbers.
     """
-    layout, training, length = run.layout, run.training, run.data.seq_length
-    ways, split = training.cp_comm_type, training.context_parallel_split
+    layout, place, length = run.layout, run.placement, run.data.seq_length
+    ways, split = place.cp_comm_type, place.context_parallel_split
     check_pool_run(run)
     if layout.hybrid_cp:
         _check_ways(run)
@@ -34,7 +34,7 @@ def check_context_parallel(run: RunSections) -> None:
             f"--seq-length {length} cannot be cut into 2 x {layout.cp} equal chunks for "
             f"--context-parallel-size {layout.cp}; use a multiple of {chunks}"
         )
-    if training.sequence_parallel and length // layout.cp % layout.tp:
+    if place.sequence_parallel and length // layout.cp % layout.tp:
         raise TrainError(
             f"--seq-length {length} on --context-parallel-size {layout.cp} leaves "
             f"{length // layout.cp} tokens, which --sequence-parallel cannot cut into {layout.tp} "
@@ -51,7 +51,7 @@ def check_context_parallel(run: RunSections) -> None:
 
 
 def _check_ways(run: RunSections) -> None:
-    ways = run.training.cp_comm_type
+    ways = run.placement.cp_comm_type
     if len(ways) not in (1, run.model.depth):
         raise TrainError(
             f"--cp-comm-type has {len(ways)} values for --num-layers {run.model.depth}; give "
@@ -61,7 +61,7 @@ def _check_ways(run: RunSections) -> None:
 
 def _check_hierarchy(run: RunSections) -> None:
     flag, given = "--hierarchical-context-parallel-sizes", run.layout.hierarchical_cp is not None
-    wanted = "a2a+p2p" in run.training.cp_comm_type
+    wanted = "a2a+p2p" in run.placement.cp_comm_type
     if wanted and not given:
         raise TrainError(
             f"--cp-comm-type a2a+p2p needs {flag}, the ranks inside and outside, whose product is "
@@ -74,7 +74,7 @@ def _check_hierarchy(run: RunSections) -> None:
 def _check_heads(run: RunSections) -> None:
     layout, heads = run.layout, run.model.attention_heads
     sizes = {"a2a": layout.cp, "a2a+p2p": (layout.hierarchical_cp or (1,))[0]}
-    for way in dict.fromkeys(run.training.cp_comm_type):
+    for way in dict.fromkeys(run.placement.cp_comm_type):
         ranks = sizes.get(way, 1)
         if heads // layout.tp % ranks:
             raise TrainError(

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from megatron_train._command import nearest
+from megatron_train.config.moved import MOVED
 from megatron_train.config.options import Option
 from megatron_train.config.values import Given, Values
 from megatron_train.errors import TrainError, collected, refuse
@@ -73,7 +74,14 @@ def parse_settings(text: str, name: str, options: Sequence[Option]) -> Values:
     wrong: list[str] = []
     for section, content in document.items():
         with collected(wrong):
-            given.update(_read_section(name, str(section), content, options))
+            found = _read_section(name, str(section), content, options)
+            for key in found.keys() & given.keys():
+                other = given[key].origin.rpartition(" ")[2]
+                wrong.append(
+                    f"{found[key].origin} and {other} are one setting, which has moved; leave out "
+                    "one of them"
+                )
+            given.update(found)
     refuse(wrong)
     return Values(given)
 
@@ -118,13 +126,15 @@ def _read_section(
     given: dict[str, Given] = {}
     wrong: list[str] = []
     for name, value in content.items():
-        key = f"{section}.{name}"
+        written = f"{section}.{name}"
+        key = MOVED.get(written, written)
         if key not in known:
-            near = _nearest_key(key, str(name), list(known))
-            wrong.append(f"{path}: unknown key {shown(key)[1:-1]}{near}")
+            near = _nearest_key(written, str(name), list(known))
+            wrong.append(f"{path}: unknown key {shown(written)[1:-1]}{near}")
             continue
         with collected(wrong):
-            given[key] = Given(known[key].coerce(value, f"{path}: {key}"), f"{path}: {key}")
+            origin = f"{path}: {written}"
+            given[key] = Given(known[key].coerce(value, origin), origin)
     refuse(wrong)
     return given
 

@@ -12,21 +12,19 @@ from megatron_parallel.pipeline import schedule_kind
 
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.options import flags_of
+from megatron_train.config.placement import PlacementConfig
 from megatron_train.config.run_sections import RunSections
-from megatron_train.config.sections import TrainingConfig
 from megatron_train.errors import TrainError
 
 
-def check_model_layout(
-    model: ModelConfig, layout: ParallelLayout, training: TrainingConfig
-) -> None:
+def check_model_layout(model: ModelConfig, layout: ParallelLayout, place: PlacementConfig) -> None:
     """Refuse a layout that cannot cut the model, and axes of experts where there are none.
 
     Raises:
         TrainError: in one line, with the flags and their numbers.
     """
     if not model.expert_parallel:
-        _refuse_without_experts(layout, training)
+        _refuse_without_experts(layout, place)
     try:
         model.check_layout(layout)
     except ConfigError as error:
@@ -84,7 +82,7 @@ def check_expert_overlap(run: RunSections) -> None:
     """
     if not run.pipeline.overlap_experts:
         return
-    flag, dispatcher = "--overlap-moe-expert-parallel-comm", run.training.moe_token_dispatcher_type
+    flag, dispatcher = "--overlap-moe-expert-parallel-comm", run.placement.moe_token_dispatcher_type
     if not run.model.expert_parallel:
         raise TrainError(f"{flag} needs --num-experts; give it, or leave this out")
     if run.layout.ep == 1:
@@ -107,12 +105,12 @@ def check_expert_overlap(run: RunSections) -> None:
             )
 
 
-def _refuse_without_experts(layout: ParallelLayout, training: TrainingConfig) -> None:
+def _refuse_without_experts(layout: ParallelLayout, place: PlacementConfig) -> None:
     asked = {
         f"--expert-model-parallel-size {layout.ep}": layout.ep > 1,
         f"--expert-tensor-parallel-size {layout.etp}": layout.etp is not None,
-        f"--moe-token-dispatcher-type {training.moe_token_dispatcher_type}": (
-            training.moe_token_dispatcher_type != TrainingConfig.moe_token_dispatcher_type
+        f"--moe-token-dispatcher-type {place.moe_token_dispatcher_type}": (
+            place.moe_token_dispatcher_type != PlacementConfig.moe_token_dispatcher_type
         ),
     }
     for flag, given in asked.items():

@@ -12,7 +12,7 @@ def without_effect(config: RunConfig, values: Values) -> list[str]:
         values: the values that it was made from.
     """
     lines = []
-    if values.get("training.sequence_parallel") and config.layout.tp == 1:
+    if values.get("placement.sequence_parallel") and config.layout.tp == 1:
         lines.append(
             "--sequence-parallel has no effect with --tensor-model-parallel-size 1, where no "
             "activations are cut"

@@ -10,7 +10,7 @@ FLAG, ROOM = "--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank"
 
 def part_multiple(run: RunSections) -> int:
     """What a rank's part of a row is a multiple of: zig-zag and sequence parallelism cut it."""
-    return math.lcm(2, run.layout.tp if run.training.sequence_parallel else 1)
+    return math.lcm(2, run.layout.tp if run.placement.sequence_parallel else 1)
 
 
 def check_pool_run(run: RunSections) -> None:
@@ -28,7 +28,7 @@ def check_pool_run(run: RunSections) -> None:
         raise TrainError(f"{FLAG} needs {ROOM}, the tokens that one rank may hold at a time")
     _check_room(run, room)
     _check_settings(run)
-    ways = set(run.training.cp_comm_type)
+    ways = set(run.placement.cp_comm_type)
     heads, ranks = run.model.attention_heads // run.layout.tp, run.layout.pool
     if "a2a" in ways and heads % ranks:
         raise TrainError(
@@ -77,11 +77,11 @@ def _check_settings(run: RunSections) -> None:
             "context parallel ranks have micro-batches of their own",
         ),
         "--context-parallel-split per_document": (
-            training.context_parallel_split == "per_document",
+            run.placement.context_parallel_split == "per_document",
             "a pool always cuts that way",
         ),
         "--cp-comm-type a2a+p2p": (
-            "a2a+p2p" in training.cp_comm_type,
+            "a2a+p2p" in run.placement.cp_comm_type,
             "its groups have one size",
         ),
     }

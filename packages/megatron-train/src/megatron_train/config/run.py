@@ -42,9 +42,9 @@ class RunConfig(RunSections):
         if self.layout.dp is None:
             object.__setattr__(self, "layout", self.layout.resolve(_model_ranks(self.layout)))
         self._place_stages()
-        if self.training.sequence_parallel and self.layout.tp == 1:  # there is nothing to cut
-            alone = dataclasses.replace(self.training, sequence_parallel=False)
-            object.__setattr__(self, "training", alone)
+        if self.placement.sequence_parallel and self.layout.tp == 1:  # there is nothing to cut
+            alone = dataclasses.replace(self.placement, sequence_parallel=False)
+            object.__setattr__(self, "placement", alone)
         self._take_sections_of_task()
         wrong: list[str] = []
         checks: tuple[Callable[[], None], ...] = (
@@ -54,7 +54,7 @@ class RunConfig(RunSections):
             self._check_data_parallel,
             self._check_recompute,
             lambda: check_context_parallel(self),
-            lambda: check_model_layout(self.model, self.layout, self.training),
+            lambda: check_model_layout(self.model, self.layout, self.placement),
             lambda: check_features(self),
             lambda: check_first_weights(self.model, self.checkpoint),
             self._check_evaluation,
@@ -102,21 +102,21 @@ class RunConfig(RunSections):
 
     def _check_layout(self) -> None:
         """Refuse what the layout cannot do with this model, sequence and batch."""
-        layout, training = self.layout, self.training
+        layout, place = self.layout, self.placement
         if self.data.broadcast_batches and layout.tp * layout.cp * layout.pp == 1:
             raise TrainError(
                 "--broadcast-batches needs several ranks with the same samples, by "
                 "--tensor-model-parallel-size, --context-parallel-size or "
                 "--pipeline-model-parallel-size; leave it out"
             )
-        if training.sequence_parallel and self.data.seq_length % layout.tp:
+        if place.sequence_parallel and self.data.seq_length % layout.tp:
             raise TrainError(
                 f"--seq-length {self.data.seq_length} cannot be cut into {layout.tp} equal parts "
                 "for --sequence-parallel; change one of them"
             )
-        if training.tp_comm_overlap and not training.sequence_parallel:
+        if place.tp_comm_overlap and not place.sequence_parallel:
             raise TrainError("--tp-comm-overlap needs --sequence-parallel; leave it out")
-        if training.tp_comm_overlap and training.compile:
+        if place.tp_comm_overlap and self.training.compile:
             raise TrainError(
                 "--tp-comm-overlap does not reach code that --compile compiles, which moves "
                 "communication itself; leave out one of them"
@@ -148,7 +148,7 @@ class RunConfig(RunSections):
     def _check_recompute(self) -> None:
         """Refuse to keep activations in a way that the layout or compiled code cannot."""
         with _told_by_flags("recompute"):
-            cut = self.training.sequence_parallel
+            cut = self.placement.sequence_parallel
             self.recompute.check(self.layout, sequence_parallel=cut)
         packing = self.recompute.packing
         if self.training.compile and packing is not None:

@@ -16,6 +16,7 @@ from megatron_train.config.brought import default_task, task_sections
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.data import DataConfig
 from megatron_train.config.options import Option, options_of
+from megatron_train.config.placement import PlacementConfig
 from megatron_train.config.sections import (
     EvaluationConfig,
     LoggingConfig,
@@ -35,6 +36,7 @@ _SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "optimizer": ("optimizer", OptimizerConfig),
     "schedule": ("learning-rate schedule", ScheduleConfig),
     "layout": ("parallel layout", ParallelLayout),
+    "placement": ("placement on the ranks", PlacementConfig),
     "pipeline": ("pipeline", PipelineConfig),
     "data_parallel": ("data parallelism", DataParallelConfig),
     "recompute": ("recomputation and offloading of activations", Recompute),
@@ -105,6 +107,7 @@ class RunSections:
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     layout: ParallelLayout = dataclasses.field(default_factory=ParallelLayout)
+    placement: PlacementConfig = dataclasses.field(default_factory=PlacementConfig)
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     data_parallel: DataParallelConfig = dataclasses.field(default_factory=DataParallelConfig)
     recompute: Recompute = dataclasses.field(default_factory=Recompute)

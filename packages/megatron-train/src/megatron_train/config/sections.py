@@ -73,33 +73,11 @@ class TrainingConfig:
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "device to train on; auto takes a GPU if there is one (our name)"
     )
-    sequence_parallel: bool = setting(
-        False, "cut activations between tensor parallel regions along the sequence"
-    )
-    cp_comm_type: tuple[Literal["p2p", "a2a", "allgather", "a2a+p2p"], ...] = setting(
-        ("p2p",),
-        "how attention goes over context parallel ranks, for all layers or for each: ring, heads "
-        "scattered, keys gathered, heads scattered inside and a ring outside",
-    )
-    context_parallel_split: Literal["zigzag", "per_document"] = setting(
-        "zigzag",
-        "whether context parallelism cuts the whole sequence, or every packed document by itself, "
-        "so that ranks have equal work (our name)",
-    )
     max_seqlen_per_dp_cp_rank: int | None = setting(
         None,
         "tokens that one rank may hold at a time, with --hybrid-context-parallel; longer documents "
         "are cut over several ranks",
         unit="tokens",
-    )
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = setting(
-        "allgather",
-        "how tokens get to experts on other ranks: all tokens to all of them, or each to its own",
-    )
-    tp_comm_overlap: bool = setting(
-        False,
-        "with --sequence-parallel, gather and scatter activations in chunks while matrix products "
-        "of other chunks are computed",
     )
     hidden_dropout: float = setting(
         0.1, "probability of dropping an element after embedding, attention and feed-forward layer"

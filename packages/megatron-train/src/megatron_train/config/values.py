@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_train.config.moved import MOVED
 from megatron_train.config.options import Option
 
 
@@ -70,8 +71,10 @@ class Values:
         That is its flag also where an alias set it, or nobody did.
         """
         given = self.given.get(option.key)
-        in_file = given is not None and given.origin.endswith(f": {option.key}")
-        return given.origin if given is not None and in_file else option.flag
+        if given is None:
+            return option.flag
+        place = given.origin.rpartition(": ")[2]
+        return given.origin if MOVED.get(place, place) == option.key else option.flag
 
     def section(self, name: str) -> dict[str, Any]:
         """Return the given values of one section by field name."""

@@ -190,6 +190,6 @@ def gpt_task(run: RunConfig, stages: Sequence[nn.Module], family: str | None) ->
         attention_dropout=training.attention_dropout,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
-        cut_per_document=training.context_parallel_split == "per_document",
+        cut_per_document=run.placement.context_parallel_split == "per_document",
         sequence_length=data.seq_length,
     )
