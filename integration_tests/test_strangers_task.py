@@ -9,10 +9,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from megatron_ckpt import CheckpointStore
 from megatron_data import IndexedDatasetBuilder, bert_tokenizer
+from megatron_optim import Optimizer, OptimizerConfig
+from megatron_parallel import Mesh, Sharding, TrainableParameters
 from megatron_train import read_records
 from megatron_train.cli import main
+from torch import nn
 
 pytest.importorskip("bidirectional", reason="pip install -e integration_tests/stranger")
 
@@ -23,6 +28,8 @@ RUN = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 24 --micro-batch-size 2 "
     "--global-batch-size 4 --lr 1e-2 --eval-interval 3 --eval-iters 1 --log-interval 3 --float64"
 )
+OWN = "--optimizer rmsprop --center-inputs"
+"""What else it brings: an update rule, and state that is not a parameter."""
 TP2 = "--nproc-per-node 2 --tensor-model-parallel-size 2"
 PP2 = "--nproc-per-node 2 --pipeline-model-parallel-size 2"
 
@@ -50,8 +57,9 @@ def steps(folder: Path) -> dict[int, list[float]]:
     return {record["iteration"]: [record[name] for name in names] for record in records}
 
 
-def test_it_trains_and_moves_between_layouts_as_on_one_rank(sentences, run_command, tmp_path):
-    run = f"{RUN} --train-iters 6"
+@pytest.mark.parametrize("more", ["", OWN], ids=["plain", "rule and state"])
+def test_it_trains_and_moves_between_layouts_as_on_one_rank(sentences, run_command, tmp_path, more):
+    run = f"{RUN} --train-iters 6 {more}"
     done = run_command(sentences, f"{run} --save {tmp_path}/one")
     assert (
         re.search(r"accuracy value: \S+ \| *\n", done.stdout) and "accuracy PPL" not in done.stdout
@@ -64,6 +72,41 @@ def test_it_trains_and_moves_between_layouts_as_on_one_rank(sentences, run_comma
     for step, values in one.items():
         assert moved[step] == pytest.approx(values, abs=1e-9), step
     assert len({accuracy for _, accuracy, _ in one.values()}) > 1
+    kept = CheckpointStore(tmp_path / "moved").newest().tensors
+    assert ("layers.1.attention.center.mean" in kept) == (more == OWN)
+    assert "layers.1.attention.center.mean.square_avg" not in kept
+    assert ("layers.1.mlp.up.weight.square_avg" in kept) == (more == OWN)
+
+
+def test_its_state_changes_what_is_trained(sentences, run_command, tmp_path):
+    for name, more in (("plain", ""), ("centered", "--center-inputs")):
+        run_command(sentences, f"{RUN} --train-iters 3 {more} --save {tmp_path}/{name}")
+    plain, centered = steps(tmp_path / "plain"), steps(tmp_path / "centered")
+    assert plain[1] == centered[1]  # the mean is 0 before the first step
+    assert all(plain[step][0] != centered[step][0] for step in (2, 3))
+
+
+def test_its_update_rule_equals_torchs():
+    mine, theirs = (
+        [nn.Parameter(torch.linspace(-2, 1, n, dtype=torch.float64)) for n in (5, 9)]
+        for _ in range(2)
+    )
+    names = ["a", "b"]
+    table = {
+        n: Sharding(tuple(p.shape), weight_decay=True) for n, p in zip(names, mine, strict=False)
+    }
+    trainable = TrainableParameters(zip(names, mine, strict=False), table, Mesh.single())
+    settings = OptimizerConfig(optimizer="rmsprop", clip_grad=0.0, weight_decay=0.1, adam_eps=1e-6)
+    ours = Optimizer(trainable, settings)
+    reference = torch.optim.RMSprop(theirs, lr=0.01, alpha=0.99, eps=1e-6, weight_decay=0.1)
+    for step in range(5):
+        for optimizer, parameters in ((ours, mine), (reference, theirs)):
+            optimizer.zero_grad()
+            sum((p * (step + 1)).sin().sum() for p in parameters).backward()
+        ours.step(0.01)
+        reference.step()
+    for own, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-14, atol=0)
 
 
 @pytest.fixture

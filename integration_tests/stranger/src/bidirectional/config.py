@@ -21,7 +21,7 @@ from megatron_models.components.sites import ATTENTION_OUTPUT, MLP_OUTPUT
 from megatron_models.components.stream import StreamConfig
 from megatron_models.errors import ConfigError
 from megatron_models.models.model_config import ModelConfig
-from megatron_parallel import Init, ParallelLayout, Sharding
+from megatron_parallel import ZEROS, Init, ParallelLayout, Sharding
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec
 
 
@@ -32,6 +32,10 @@ class HeadsConfig(StreamConfig):
     num_attention_heads: int = field(
         metadata=flag("--num-attention-heads", "number of heads", positive=True)
     )
+    center_inputs: bool = field(
+        default=False,
+        metadata=flag("--center-inputs", "attention reads the stream without its running mean"),
+    )
 
     def _check(self) -> None:
         super()._check()
@@ -40,6 +44,12 @@ class HeadsConfig(StreamConfig):
                 "{hidden_size} is not a multiple of {num_attention_heads}; change one of them",
                 vars(self),
             )
+
+    def center(self) -> dict[str, Sharding]:
+        """Return how the running mean ``[h]`` is held, if there is one: by every rank."""
+        if not self.center_inputs:
+            return {}
+        return {"mean": Sharding((self.hidden_size,), reduce="sum", init=ZEROS)}
 
     @property
     def head_size(self) -> int:

@@ -5,6 +5,7 @@ from megatron_models import Placement
 from megatron_models.components.context import Context
 from torch import Tensor, nn
 
+from bidirectional.center import Center
 from bidirectional.config import BidirectionalSpec
 
 
@@ -15,9 +16,11 @@ class Bidirectional(nn.Module):
         super().__init__()
         self.q, self.k, self.v = (place.column(spec.read) for _ in range(3))
         self.out = place.row(spec.out)
+        self.center = Center(spec, place)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Let every token ``[s, b, h]`` attend as the mask allows."""
+        x = self.center(x)
         y = attention(self.q(x), self.k(x), self.v(x), context.mask)
         result: Tensor = self.out(y.flatten(2))
         return result

@@ -106,7 +106,12 @@ class Placement:
         )
 
     def state(
-        self, module: nn.Module, shardings: Mapping[str, Sharding], name: str, update: Update
+        self,
+        module: nn.Module,
+        shardings: Mapping[str, Sharding],
+        name: str,
+        update: Update,
+        observed: tuple[int, ...] | None = None,
     ) -> StepState | None:
         """Give a module state that is not a parameter, in at least float32.
 
@@ -115,6 +120,7 @@ class Placement:
             shardings: of the module's state; without a row for ``name`` it has none.
             name: of the buffer.
             update: returns the value after a step, see `megatron_parallel.StepState`.
+            observed: shape of an observation. Defaults to that of the value.
 
         Returns:
             What takes the module's observations, or None.
@@ -123,7 +129,9 @@ class Placement:
             return None
         module.sharding = {**vars(module).get("sharding", {}), name: shardings[name]}  # type: ignore[assignment]
         exact = torch.float64 if self.dtype == torch.float64 else torch.float32
-        return StepState(module, name, self.mesh, update, dtype=exact, device=self.on)
+        return StepState(
+            module, name, self.mesh, update, observed=observed, dtype=exact, device=self.on
+        )
 
     def register(self, module: nn.Module, shardings: Mapping[str, Sharding], *names: str) -> None:
         """Give a module its sharding table, and parameters without values.

@@ -1,0 +1,32 @@
+"""A running mean that is subtracted from a stream: state that is not a parameter."""
+
+import torch
+from megatron_models import Placement
+from torch import Tensor, nn
+
+from bidirectional.config import HeadsConfig
+
+RATE = 0.1
+
+
+class Center(nn.Module):
+    """Subtracts the mean that earlier steps had, over all tokens of their global batches."""
+
+    mean: Tensor
+
+    def __init__(self, spec: HeadsConfig, place: Placement) -> None:
+        super().__init__()
+        shape = (spec.hidden_size + 1,)
+        self.seen = place.state(self, spec.center(), "mean", self.moved, observed=shape)
+
+    @staticmethod
+    def moved(mean: Tensor, seen: Tensor) -> Tensor:
+        """Return the mean ``[h]`` after a step that has seen a sum and a number of tokens."""
+        return mean + RATE * ((seen[:-1] / seen[-1]).to(mean.dtype) - mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Center ``[s, b, h]``; a training step takes part in the next mean."""
+        if self.seen is None:
+            return x
+        count = x.new_tensor([x.shape[0] * x.shape[1]])
+        return self.seen.observe(x - self.mean, torch.cat([x.detach().sum((0, 1)), count]))

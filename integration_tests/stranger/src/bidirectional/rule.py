@@ -1,0 +1,34 @@
+"""RMSProp (Tieleman and Hinton 2012): an update rule, the entry in ``megatron.update_rules``."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from megatron_optim import StateTensor, UpdateRule
+from torch import Tensor
+
+DECAY = 0.99
+
+
+class RMSProp(UpdateRule):
+    """Divides each gradient by the root of a running mean of its squares."""
+
+    state = (StateTensor("square_avg"),)
+
+    def update(
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        state: Mapping[str, Sequence[Tensor]],
+        *,
+        lr: float,
+        weight_decay: float,
+        step: int,
+    ) -> None:
+        """Update parameters and the means of squares; weight decay is part of the gradient."""
+        squares = list(state["square_avg"])
+        steps = torch._foreach_add(list(gradients), list(parameters), alpha=weight_decay)
+        torch._foreach_mul_(squares, DECAY)
+        torch._foreach_addcmul_(squares, steps, steps, value=1 - DECAY)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_add_(roots, self.config.adam_eps)
+        torch._foreach_addcdiv_(list(parameters), steps, roots, value=-lr)
