@@ -121,12 +121,14 @@ def test_it_is_counted_like_a_model_of_the_packages():
     assert memory.parameters / 2 < half.parameters < memory.parameters
 
 
-def test_the_tutorial_shows_the_code_that_runs():
-    blocks = re.findall(r"```py\n# (\S+)\n(.*?)```", (STRANGER / "README.md").read_text(), re.S)
+@pytest.mark.parametrize("tutorial", ["README.md", "adding-a-task.md"])
+def test_the_tutorials_show_the_code_that_runs(tutorial):
+    text = (STRANGER / tutorial).read_text()
+    blocks = re.findall(r"```py\n# (\S+)\n(.*?)```", text, re.S)
     assert len(blocks) > 5
     for name, code in blocks:
         assert code in (STRANGER / name).read_text(), name
-    (entries,) = re.findall(r"```toml\n(.*?)```", (STRANGER / "README.md").read_text(), re.S)
+    (entries,) = re.findall(r"```toml\n(.*?)```", text, re.S)
     assert entries in (STRANGER / "pyproject.toml").read_text()
 
 

@@ -109,6 +109,22 @@ def test_its_update_rule_equals_torchs():
         torch.testing.assert_close(own, other, rtol=1e-14, atol=0)
 
 
+def test_its_model_is_finetuned_on_ranks_as_on_one(sentences, run_command, tmp_path):
+    run_command(sentences, f"{RUN} --train-iters 2 --save {tmp_path}/one")
+    model = "--masked-lm-head --num-layers 2 --hidden-size 16 --num-attention-heads 4 "
+    vocabulary = "--tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt "
+    words = RUN.replace("pretrain bidirectional", "finetune masked_lm")
+    words = words.replace(model, "").replace(vocabulary, "").replace("--eval-iters 1", "")
+    assert not {"--hidden-size", "--vocab-file"} & set(words.split())
+    words += f" --pretrained-checkpoint {tmp_path}/one --train-iters 2 --mask-prob 0.3"
+    for save, layout in (("alone", ""), ("together", TP2)):
+        run_command(sentences, f"{words} --eval-iters 0 {layout} --save {tmp_path}/{save}")
+    alone, together = steps(tmp_path / "alone"), steps(tmp_path / "together")
+    assert alone.keys() == together.keys() == {1, 2}
+    for step, values in alone.items():
+        assert together[step] == pytest.approx(values, abs=1e-9), step
+
+
 @pytest.fixture
 def refused(sentences, monkeypatch, capsys, plain_runs):
     """The one line that a run is refused with."""

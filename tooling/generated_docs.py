@@ -10,11 +10,12 @@ from megatron_train.config.reference import render_reference
 from megatron_train.megatron_lm.page import render_flags
 
 ROOT = Path(__file__).parents[1]
-TUTORIAL = ROOT / "integration_tests" / "stranger" / "README.md"
+STRANGER = ROOT / "integration_tests" / "stranger"
 PAGES = {
     "docs/configuration.md": render_reference,
     "docs/megatron-flags.md": render_flags,
-    "docs/adding-a-model.md": TUTORIAL.read_text,
+    "docs/adding-a-model.md": (STRANGER / "README.md").read_text,
+    "docs/adding-a-task.md": (STRANGER / "adding-a-task.md").read_text,
 }
 
 
