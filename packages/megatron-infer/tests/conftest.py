@@ -8,7 +8,7 @@ install_import_hook("megatron_infer", "beartype.beartype")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from megatron_models import GPT, GPTConfig, Placement  # noqa: E402
+from megatron_models import GPT, GPTConfig, Placement, gpt_chunks  # noqa: E402
 from megatron_parallel import Mesh  # noqa: E402
 
 # Tensors here are tiny: threads would only wait for one another.
@@ -43,17 +43,42 @@ def make_model() -> Callable[..., GPT]:
         positions: int = 48,
         dtype: torch.dtype = torch.float64,
         mesh: Mesh | None = None,
+        layers: int = 2,
     ) -> GPT:
-        config = GPTConfig(
-            num_layers=2,
-            hidden_size=32,
-            num_attention_heads=4,
-            vocab_size=vocab_size,
-            max_position_embeddings=positions,
-            make_vocab_size_divisible_by=16,
-            init_method_std=0.3,
-            **KINDS[kind],
-        )
+        config = shape(kind, vocab_size, positions, layers)
         return GPT(config, Placement(mesh or Mesh.single(), dtype=dtype), seed=7)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_stages() -> Callable[..., list[GPT]]:
+    """Make all of a rank's stages of what `make_model` makes of four layers."""
+
+    def make(
+        mesh: Mesh,
+        kind: str = "gpt2",
+        *,
+        vocab_size: int = 61,
+        positions: int = 48,
+        dtype: torch.dtype = torch.float64,
+        sequence_parallel: bool = False,
+    ) -> list[GPT]:
+        place = Placement(mesh, dtype=dtype, sequence_parallel=sequence_parallel)
+        return gpt_chunks(shape(kind, vocab_size, positions, 4), place, seed=7)
+
+    return make
+
+
+def shape(kind: str, vocab_size: int, positions: int, layers: int) -> GPTConfig:
+    """A tiny model's configuration."""
+    return GPTConfig(
+        num_layers=layers,
+        hidden_size=32,
+        num_attention_heads=4,
+        vocab_size=vocab_size,
+        max_position_embeddings=positions,
+        make_vocab_size_divisible_by=16,
+        init_method_std=0.3,
+        **KINDS[kind],
+    )

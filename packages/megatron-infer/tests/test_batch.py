@@ -11,6 +11,16 @@ from megatron_parallel.testing import WorkerPool
 
 Make = Callable[..., GPT]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
+LAYOUTS = {
+    "tp2": ParallelLayout(tp=2, dp=1),
+    "tp2-sequence": ParallelLayout(tp=2, dp=1),
+    "cp2": ParallelLayout(cp=2, dp=1),
+    "pp2": ParallelLayout(pp=2, dp=1),
+    "pp2-vpp2": ParallelLayout(pp=2, vpp=2, dp=1),
+    "v": ParallelLayout(pp=2, vpp=2, dp=1, placement="v"),
+    "tp2-pp2": ParallelLayout(tp=2, pp=2, dp=1),
+    "tp2-sequence-pp2-vpp2": ParallelLayout(tp=2, pp=2, vpp=2, dp=1),
+}
 PROMPTS = [[5], [17, 3, 44, 9, 9, 20, 1], [2, 60], [11, 12, 13, 14], [30, 31]]
 
 
@@ -99,6 +109,28 @@ def test_a_long_prefill_of_a_large_vocabulary_makes_the_last_logits_alone(make_m
     assert [shape.numel() for shape in made] == [model.config.padded_vocab_size]
 
 
+@pytest.mark.parametrize("layout", ["tp2-sequence", "cp2", "pp2-vpp2"])
+def test_a_long_prefill_on_ranks_makes_the_last_logits_alone(
+    make_stages: Callable[..., list[GPT]], worker_pool: WorkerPool, layout: str
+) -> None:
+    def on_ranks(mesh: Mesh) -> tuple[int, int]:
+        options = {"vocab_size": 128_000, "positions": 2049, "dtype": torch.float32}
+        cut = "sequence" in layout
+        stages = make_stages(mesh, "llama", sequence_parallel=cut, **options)
+        prompt = [place % 997 for place in range(2048)]
+        most = SamplingParams(max_new_tokens=1, temperature=0.0)
+        if stages[-1].output is None:
+            generate_tokens(stages, [prompt], most)
+            return 0, 0
+        with counting_logits(stages[-1]) as made:
+            generate_tokens(stages, [prompt], most)
+        return sum(shape.numel() for shape in made), len(made)
+
+    made = worker_pool.run_mesh(LAYOUTS[layout], on_ranks)
+    widths = {"tp2-sequence": [64_000, 64_000], "cp2": [128_000] * 2, "pp2-vpp2": [0, 128_000]}
+    assert made == [(width, min(width, 1)) for width in widths[layout]]
+
+
 def test_a_stop_token_ends_a_continuation_and_is_left_out(make_model: Make) -> None:
     model = make_model()
     free = generate_tokens(model, PROMPTS, GREEDY)
@@ -146,30 +178,25 @@ def test_a_model_in_training_goes_on_training(make_model: Make) -> None:
     assert model.embedding.word.weight.grad is not None
 
 
-LAYOUTS = [
-    ParallelLayout(tp=2, dp=1),
-    ParallelLayout(pp=2, dp=1),
-    ParallelLayout(tp=2, pp=2, dp=1),
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["tp2", "pp2", "tp2-pp2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_all_ranks_of_a_cut_model_yield_what_one_does(
     make_model: Make,
+    make_stages: Callable[..., list[GPT]],
     worker_pool: WorkerPool,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
-    layout: ParallelLayout,
+    layout: str,
 ) -> None:
     drawn = SamplingParams(max_new_tokens=6, seed=3, top_p=0.9)
     settings = [GREEDY, drawn, GREEDY, drawn, GREEDY]  # some end before the others
-    expected = generate_tokens(make_model(kind), PROMPTS, settings)
+    expected = generate_tokens(make_model(kind, layers=4), PROMPTS, settings)
+    cut = "sequence" in layout
 
     def on_ranks(mesh: Mesh) -> tuple[list, list, list]:
-        model = make_model(kind, mesh=mesh)
-        if model.output is not None:
-            model.output.register_forward_hook(lambda _, given, out: made.append(len(out)))
+        model = make_stages(mesh, kind, sequence_parallel=cut)
+        if model[-1].output is not None:
+            model[-1].output.register_forward_hook(lambda _, given, out: made.append(len(out)))
         made: list[int] = []
         seen: list[tuple[int, int]] = []
         monkeypatch.setattr(engine, "PREFILL_TOKENS", 8)  # several passes for the prompts
@@ -178,7 +205,7 @@ def test_all_ranks_of_a_cut_model_yield_what_one_does(
         assert set(made) <= {1}  # a token of each row, never all of a prompt
         return seeded, unseeded, seen
 
-    results = worker_pool.run_mesh(layout, on_ranks)
+    results = worker_pool.run_mesh(LAYOUTS[layout], on_ranks)
     for seeded, unseeded, seen in results:
         assert seeded == expected
         assert unseeded == results[0][1]
@@ -188,31 +215,33 @@ def test_all_ranks_of_a_cut_model_yield_what_one_does(
 def test_a_stage_keeps_keys_and_values_of_its_own_layers(
     make_model: Make, worker_pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def on_ranks(mesh: Mesh) -> list[tuple[list[int], int]]:
+    def on_ranks(mesh: Mesh) -> list[tuple[int, ...]]:
         made = []
 
         class Watched(engine.SlotCache):
-            def __init__(self, *arguments: object, layers: list[int], **settings: object) -> None:
-                super().__init__(*arguments, layers=layers, **settings)
-                made.append((layers, len(self._store)))
+            def __init__(self, *arguments: object, **settings: object) -> None:
+                super().__init__(*arguments, **settings)
+                made.append(self)
 
         monkeypatch.setattr(engine, "SlotCache", Watched)
         generate_tokens(make_model("llama", mesh=mesh), PROMPTS, GREEDY)
-        return made
+        return [cache.layers for cache in made]
 
     every = worker_pool.run_mesh(ParallelLayout(pp=2, dp=1), on_ranks)
-    assert every == [[([0], 1)], [([1], 1)]]
+    assert every == [[(0,)], [(1,)]]
 
 
-def test_models_that_cannot_decode_are_refused(make_model: Make) -> None:
-    cut = make_model()
-    cut.sequence_parallel = True
-    with pytest.raises(InferError, match="sequence_parallel=False"):
-        generate_tokens(cut, PROMPTS, GREEDY)
+def test_what_is_no_whole_part_of_a_model_is_refused(make_model: Make) -> None:
+    with pytest.raises(InferError, match="a Linear does not generate text"):
+        generate_tokens([torch.nn.Linear(2, 2)], PROMPTS, GREEDY)
+    with pytest.raises(InferError, match="no stage"):
+        generate_tokens([], PROMPTS, GREEDY)
     chunk = make_model()
     chunk.mesh = Mesh(ParallelLayout(pp=2, vpp=2, dp=1).resolve(2), 0)
-    with pytest.raises(InferError, match="vpp=2"):
+    with pytest.raises(InferError, match=r"stages 0 of the model .* this rank has stages 0, 2"):
         generate_tokens(chunk, PROMPTS, GREEDY)
+    with pytest.raises(InferError, match="has no encoder"):
+        generate_tokens(make_model(), [[1]], GREEDY, sources=[[2]])
 
 
 def test_no_prompt_is_no_work(make_model: Make) -> None:

@@ -10,7 +10,7 @@ from megatron_ckpt import (
     ModelRecord,
 )
 from megatron_data import ByteTokenizer, NullTokenizer
-from megatron_infer import InferError, load_model
+from megatron_infer import InferError, SamplingParams, generate_tokens, load_model
 from megatron_models import GPT, ConfigError
 from megatron_parallel import LayoutError, Mesh, ParallelLayout, collect_shardings, parameter_views
 from megatron_parallel.testing import WorkerPool
@@ -36,8 +36,9 @@ def save(make_model: Callable[..., GPT], tmp_path: Path) -> Save:
         tokenizer: ByteTokenizer | NullTokenizer | None = ByteTokenizer(),  # noqa: B008
         record: bool = True,
         config: dict | None = None,
+        layers: int = 2,
     ) -> GPT:
-        model = make_model(kind, vocab_size=257, dtype=dtype)
+        model = make_model(kind, vocab_size=257, dtype=dtype, layers=layers)
         views = parameter_views(model, collect_shardings(model), Mesh.single())
         state = {"trainer": {"iteration": iteration}, **views}
         weight = views["embedding.word.weight"]
@@ -162,11 +163,19 @@ def test_ranks_that_find_different_checkpoints_are_told(
         assert "iteration 5 with digest" in error and "iteration 9 with digest" in error
 
 
-def test_several_stages_on_a_rank_are_refused(save: Save, tmp_path: Path) -> None:
-    save()
-    mesh = Mesh(ParallelLayout(pp=2, vpp=2, dp=1).resolve(2), 0)
-    with pytest.raises(InferError, match="vpp=2"):
-        load_model(tmp_path / "run", mesh=mesh)
+@pytest.mark.parametrize("placement", ["loop", "v"])
+def test_a_rank_with_several_stages_loads_and_generates(
+    save: Save, worker_pool: WorkerPool, tmp_path: Path, placement: str
+) -> None:
+    greedy = SamplingParams(max_new_tokens=5, temperature=0.0)
+    expected = generate_tokens(save(layers=4, dtype=torch.float64), [[5, 7]], greedy)
+
+    def on_ranks(mesh: Mesh) -> tuple[int, list]:
+        loaded = load_model(tmp_path / "run", mesh=mesh, dtype=torch.float64)
+        return len(loaded.stages), generate_tokens(loaded.stages, [[5, 7]], greedy)
+
+    layout = ParallelLayout(pp=2, vpp=2, dp=1, placement=placement)
+    assert worker_pool.run_mesh(layout, on_ranks) == [(2, expected)] * 2
 
 
 def test_what_is_missing_is_named(save: Save, tmp_path: Path) -> None:

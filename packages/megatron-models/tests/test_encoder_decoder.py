@@ -153,7 +153,8 @@ def test_the_whole_model_equals_layers_of_torch(pair, batch):
 
 
 def test_a_cross_attention_that_sees_padding_is_not_torchs(pair, batch):
-    with patch.object(EncoderDecoder, "_cross_mask", lambda *_: Mask(causal=False)):
+    made = "megatron_models.models.encoder_decoder.model.mask_of_source"
+    with patch(made, lambda *_: Mask(causal=False)):
         loss, gradient = differences(*pair, batch)
     assert loss > 1e-3
     assert gradient > 1e-3

@@ -16,8 +16,8 @@ import torch
 from megatron_ckpt import Checkpoint, ForeignModel, ModelRecord, find_checkpoint, is_foreign_model
 from megatron_data import DataError, Tokenizer, load_tokenizer
 from megatron_models import (
-    CausalConfig,
-    CausalModel,
+    DecodingModel,
+    ModelConfig,
     ModelKind,
     Placement,
     config_of,
@@ -42,14 +42,19 @@ class LoadedModel(Generic[AnyTokenizer]):
     """What a checkpoint holds for generation.
 
     Attributes:
-        model: the model; of one that is cut over ranks, this rank's part.
+        stages: the model; of one that is cut over ranks, all stages of this rank.
         tokenizer: the checkpoint's, or the one given to `load_model`, or None.
         checkpoint: where both come from.
     """
 
-    model: CausalModel
+    stages: tuple[DecodingModel, ...]
     tokenizer: AnyTokenizer
     checkpoint: Source
+
+    @property
+    def model(self) -> DecodingModel:
+        """The model; of one that is cut over ranks, the first stage of this rank."""
+        return self.stages[0]
 
     @property
     def name(self) -> str:
@@ -125,34 +130,32 @@ def load_model(
     Raises:
         CheckpointError: there is no such checkpoint or model, or it is damaged.
         InferError: the checkpoint does not say which model it holds, has no tokenizer, or that of
-            another model; the mesh has several stages on each rank; or memory is too small.
+            another model; or memory is too small.
         LayoutError: the model cannot be cut that way, or ranks found different checkpoints.
     """
     source = _open(path, iteration)
     mesh = mesh or Mesh.single()
-    if mesh.layout.vpp > 1:
-        raise InferError(
-            f"a mesh with vpp={mesh.layout.vpp} has several stages on each rank; load the "
-            "checkpoint into a mesh with vpp=1, as every checkpoint can be"
-        )
     mesh.agree("the checkpoint to load", {"checkpoint": _identity(source)})
     if source.model is None:
         raise InferError(
             f"{source.path} does not say which model it holds; save it with a model record"
         )
     kind = _decoding_kind(source, source.model)
-    config = cast(CausalConfig, config_of(source.model))
+    config = config_of(source.model)
+    vocabulary = config.embedding.vocab_size
     if tokenizer == "stored":
         tokenizer = _open_tokenizer(source)
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+    if tokenizer is not None and tokenizer.vocab_size > vocabulary:
         raise InferError(
             f"the tokenizer of {source.path} has {tokenizer.vocab_size} tokens, the model "
-            f"{config.vocab_size}: they do not belong together"
+            f"{vocabulary}: they do not belong together"
         )
     shapes = parameter_shapes(config)
     source.expect(shapes, groups=["model"])  # before memory is taken for what it says
-    model = _empty_model(kind, config, mesh, dtype)
-    views = parameter_views(model, collect_shardings(model), mesh)
+    stages = _empty_stages(kind, config, mesh, dtype)
+    parameters = {name: one for stage in stages for name, one in stage.named_parameters()}
+    table = {name: one for stage in stages for name, one in collect_shardings(stage).items()}
+    views = parameter_views(parameters, table, mesh)
     total, done = _stored_bytes(source, views), 0
 
     def count(read: int) -> None:
@@ -161,7 +164,7 @@ def load_model(
         progress(done, total)
 
     source.fill(views, cast="floating", progress=count)
-    return LoadedModel(model.eval(), tokenizer, source)
+    return LoadedModel(tuple(stage.eval() for stage in stages), tokenizer, source)
 
 
 def _open(path: str | Path, iteration: int | None) -> Source:
@@ -191,30 +194,34 @@ def _decoding_kind(source: Source, record: ModelRecord) -> ModelKind:
     return kind
 
 
-def _empty_model(
-    kind: ModelKind, config: CausalConfig, mesh: Mesh, dtype: torch.dtype
-) -> CausalModel:
-    """Build a model of zeros; drawing initial weights would take longer than reading them."""
-    (stage,) = kind.build(config, Placement(mesh, dtype=dtype, device="meta"))
-    model = cast(CausalModel, stage)
+def _empty_stages(
+    kind: ModelKind, config: ModelConfig, mesh: Mesh, dtype: torch.dtype
+) -> list[DecodingModel]:
+    """Build stages of zeros; drawing initial weights would take longer than reading them."""
+    stages = cast(
+        list[DecodingModel], kind.build(config, Placement(mesh, dtype=dtype, device="meta"))
+    )
     try:
-        model.to_empty(device=mesh.device)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        if model.rotary is not None:
-            model.rotary.reset()
+        for stage in stages:
+            stage.to_empty(device=mesh.device)
+        for stage in stages:  # after all of them: two may share a parameter
+            with torch.no_grad():
+                for parameter in stage.parameters():
+                    parameter.zero_()
+            if stage.rotary is not None:
+                stage.rotary.reset()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        tensors = [*model.parameters(), *model.buffers()]
+        tensors = [each for stage in stages for each in (*stage.parameters(), *stage.buffers())]
         size = sum(each.numel() * each.element_size() for each in tensors) / 2**30
+        positions = config.embedding.max_position_embeddings
         raise InferError(
             f"the model takes {size:.1f} GiB, more than {mesh.device} has left: parameters of "
-            f"{dtype}, tables of {config.max_position_embeddings} positions; cut it over more "
-            "ranks, or take a smaller dtype"
+            f"{dtype}, tables of {positions} positions; cut it over more ranks, or take a smaller "
+            "dtype"
         ) from None
-    return model
+    return stages
 
 
 def _stored_bytes(source: Source, views: Mapping[str, Sequence[View]]) -> int:

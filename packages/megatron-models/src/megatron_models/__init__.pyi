@@ -1,7 +1,10 @@
 from ._version import __version__ as __version__
 from .activations import layer_activations as layer_activations
 from .activations import stack_activations as stack_activations
+from .cache import CrossKVCache as CrossKVCache
+from .cache import DenseKV as DenseKV
 from .cache import KVCache as KVCache
+from .cache import KVHandle as KVHandle
 from .cache import StaticKVCache as StaticKVCache
 from .components.dropout import Dropout as Dropout
 from .components.keeping import Keeping as Keeping
@@ -19,6 +22,8 @@ from .memory import TrainingMemory as TrainingMemory
 from .memory import training_memory as training_memory
 from .models.causal_config import CausalConfig as CausalConfig
 from .models.causal_model import CausalModel as CausalModel
+from .models.decoding import DecodingModel as DecodingModel
+from .models.decoding import DecodingPass as DecodingPass
 from .models.encoder_decoder.config import EncoderDecoderConfig as EncoderDecoderConfig
 from .models.encoder_decoder.model import EncoderDecoder as EncoderDecoder
 from .models.gpt.config import GPTConfig as GPTConfig

@@ -1,22 +1,50 @@
-"""Keys and values of tokens already seen, so that decoding computes only the new ones."""
+"""State of tokens already seen, so that decoding computes only the new ones.
+
+A layer hands its new keys and values to the cache and gets a handle, which attends for it. How they
+are kept is the cache's alone to know: a dense tensor, pages, quantised. State of another kind (the
+slots of a recurrent layer) is another protocol, which its layers ask for and a cache implements
+beside this one.
+"""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
+from megatron_kernels import Mask, attention
 from megatron_parallel import Mesh
 from torch import Tensor
 
 from megatron_models.components.attention.config import AttentionConfig
 from megatron_models.errors import ConfigError
 
+KeysValues = tuple[Float[Tensor, "t b g d"], Float[Tensor, "t b g d"]]
+"""Keys and values of tokens, of this rank's query groups."""
+
+
+@runtime_checkable
+class KVHandle(Protocol):
+    """What the new tokens of one layer attend to."""
+
+    def attend(
+        self,
+        q: Float[Tensor, "s b n d"],
+        mask: Mask,
+        *,
+        query_offset: int = 0,
+        sinks: Float[Tensor, " n"] | None = None,
+        softcap: float = 0.0,
+    ) -> Float[Tensor, "s b n d"]:
+        """Return attention of new tokens; arguments as for `megatron_kernels.attention`."""
+        ...
+
 
 @runtime_checkable
 class KVCache(Protocol):
-    """What a model asks of a cache. Layers are called by their global number.
+    """What a model asks of a cache. Layers are called by their number in the model.
 
-    A forward pass of ``t`` new tokens reads `length` once, calls `append` once for each layer, and
+    A forward pass of ``t`` new tokens reads `length` once, calls `update` once for each layer, and
     leaves `length` larger by ``t``.
     """
 
@@ -25,11 +53,47 @@ class KVCache(Protocol):
         """Positions that every layer has seen: the absolute position of the next token."""
         ...
 
-    def append(
+    def update(
         self, layer: int, k: Float[Tensor, "t b g d"], v: Float[Tensor, "t b g d"]
-    ) -> tuple[Float[Tensor, "all b g d"], Float[Tensor, "all b g d"]]:
-        """Add the keys and values of new tokens; return those of all tokens, old and new."""
+    ) -> KVHandle:
+        """Add the keys and values of new tokens; return the handle of all tokens, old and new."""
         ...
+
+
+@runtime_checkable
+class CrossKVCache(KVCache, Protocol):
+    """A cache that keeps the encoder's side of cross-attention too, which is made once."""
+
+    def encoded(self, layer: int, new: KeysValues | None) -> KVHandle:
+        """Return the handle of the encoder's keys and values.
+
+        Args:
+            layer: its number in the model.
+            new: of an encoder's output, to be kept; None in later passes, for those kept.
+        """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class DenseKV:
+    """A `KVHandle` of keys and values in two tensors, which may be views of a cache."""
+
+    k: Float[Tensor, "t b g d"]
+    v: Float[Tensor, "t b g d"]
+
+    def attend(
+        self,
+        q: Float[Tensor, "s b n d"],
+        mask: Mask,
+        *,
+        query_offset: int = 0,
+        sinks: Float[Tensor, " n"] | None = None,
+        softcap: float = 0.0,
+    ) -> Float[Tensor, "s b n d"]:
+        """Return `megatron_kernels.attention` over these keys and values."""
+        return attention(
+            q, self.k, self.v, mask, query_offset=query_offset, sinks=sinks, softcap=softcap
+        )
 
 
 class StaticKVCache:
@@ -42,8 +106,8 @@ class StaticKVCache:
         max_length: tokens there is room for, at most the model's positions.
         dtype: of keys and values.
         device: where they are kept; by default the mesh's device.
-        layers: global numbers of the layers it serves, ``map(int, stage.layers)`` for a pipeline
-            stage; by default all.
+        layers: numbers of the layers it serves, ``map(int, stage.layers)`` for a pipeline stage; by
+            default all. The decoder of an encoder-decoder counts from ``encoder_num_layers`` on.
 
     Raises:
         ConfigError: more positions than the model has, or no layer at all.
@@ -68,6 +132,7 @@ class StaticKVCache:
         shape = (len(self._rows), 2, max_length, batch_size, groups, config.kv_channels)
         self._store = torch.empty(shape, dtype=dtype, device=device or mesh.device)
         self._filled = [0] * len(self._rows)
+        self._encoded: dict[int, DenseKV] = {}
 
     @property
     def length(self) -> int:
@@ -79,10 +144,14 @@ class StaticKVCache:
         """Positions there is room for."""
         return self._store.shape[2]
 
-    def append(
+    def update(
         self, layer: int, k: Float[Tensor, "t b g d"], v: Float[Tensor, "t b g d"]
-    ) -> tuple[Float[Tensor, "all b g d"], Float[Tensor, "all b g d"]]:
-        """Write the new keys and values in place; return views of all so far."""
+    ) -> DenseKV:
+        """Write the new keys and values in place; return a handle of views of all so far.
+
+        Raises:
+            ConfigError: there is no room for them.
+        """
         row = self._rows[layer]
         start = self._filled[row]
         end = start + len(k)
@@ -94,8 +163,25 @@ class StaticKVCache:
         keys[start:end] = k
         values[start:end] = v
         self._filled[row] = end
-        return keys[:end], values[:end]
+        return DenseKV(keys[:end], values[:end])
+
+    def encoded(self, layer: int, new: KeysValues | None) -> DenseKV:
+        """Keep the encoder's side of a layer as it is; return its handle.
+
+        Raises:
+            ConfigError: nothing is kept, and nothing new was given.
+        """
+        if new is not None:
+            self._encoded[layer] = DenseKV(*new)
+        elif layer not in self._encoded:
+            raise ConfigError(
+                f"layer {layer} attends to an encoder's output that the cache has not seen; give "
+                "the source in the first pass"
+            )
+        return self._encoded[layer]
 
     def truncate(self, length: int) -> None:
         """Forget all positions from ``length`` on; 0 empties the cache for another batch."""
         self._filled = [min(filled, length) for filled in self._filled]
+        if length == 0:
+            self._encoded.clear()

@@ -36,7 +36,8 @@ class ModelKind:
             ``seed``. It is imported when a model is built, and torch with it.
         default_task: name of the task that it is pretrained for.
         summary: one line for lists and ``--help``.
-        decodes: whether it generates token by token, with a cache (`megatron_models.CausalModel`).
+        decodes: whether it generates token by token, with a cache
+            (`megatron_models.DecodingModel`).
         migrations: at each place, what makes the fields of the next version of configurations from
             those of this version; there are as many as versions before the one written now.
     """

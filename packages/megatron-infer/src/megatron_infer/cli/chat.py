@@ -9,7 +9,7 @@ from megatron_infer._command import Parser
 from megatron_infer.cli.options import (
     add_model_options,
     add_sampling_options,
-    load,
+    load_to_continue,
     sampling_params,
 )
 from megatron_infer.errors import InferError
@@ -60,7 +60,7 @@ PLAIN = Format("", "", None)
 def run(arguments: argparse.Namespace) -> int:
     """Read lines and answer them until the input ends."""
     params = sampling_params(arguments)
-    loaded = load(arguments)
+    loaded = load_to_continue(arguments)
     chosen = choose_format(arguments.format, loaded.tokenizer)
     conversation = Conversation(loaded, chosen, params)
     kind = "turns are marked as in ChatML" if chosen is CHATML else "the text is just continued"
@@ -165,7 +165,7 @@ class Conversation:
 
     def _in_view(self, new: list[int]) -> list[int]:
         """Return what the model sees: the latest tokens that leave room for an answer."""
-        positions = self._loaded.model.config.max_position_embeddings
+        positions = self._loaded.model.config.embedding.max_position_embeddings
         room = positions - min(self._params.max_new_tokens, positions // 2)
         if len(new) > room:
             raise InferError(

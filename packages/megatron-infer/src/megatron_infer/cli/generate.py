@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_infer._command import Parser
+from megatron_infer._command import CommandError, Parser
 from megatron_infer.cli.options import (
     add_model_options,
     add_sampling_options,
@@ -36,24 +36,36 @@ def add_parser(commands: Any) -> None:
         "generate",
         help="continue texts with the model of a checkpoint",
         description="Continue texts with the model of a checkpoint. One prompt is printed as its "
-        "text comes; several are continued together and printed in order.",
+        "text comes; several are continued together and printed in order. A model with an encoder "
+        "writes from a source instead, and a prompt, if there is one, begins what it writes.",
     )
     parser.set_defaults(run=run)
     add_model_options(parser)
     prompt = parser.add_argument_group("prompt, one of")
-    sources = prompt.add_mutually_exclusive_group(required=True)
-    sources.add_argument(
+    prompts = prompt.add_mutually_exclusive_group()
+    prompts.add_argument(
         "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated"
     )
-    sources.add_argument(
+    prompts.add_argument(
         "--prompt-file", type=Path, metavar="FILE", help="file with one text; - is standard input"
     )
-    sources.add_argument(
+    prompts.add_argument(
         "--prompt-tokens",
         action="append",
         metavar="IDS",
         help="token ids to continue, such as '1 15 7'; token ids are printed too, and no tokenizer "
         "is needed; may be repeated",
+    )
+    source = parser.add_argument_group("source, for a model with an encoder, one for each prompt")
+    sources = source.add_mutually_exclusive_group()
+    sources.add_argument(
+        "--source", action="append", metavar="TEXT", help="text the encoder reads; may be repeated"
+    )
+    sources.add_argument(
+        "--source-tokens",
+        action="append",
+        metavar="IDS",
+        help="token ids the encoder reads, with --prompt-tokens; may be repeated",
     )
     add_sampling_options(parser)
 
@@ -61,9 +73,14 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Continue the prompts and print them."""
     params = sampling_params(arguments)
+    _check_together(arguments)
     if arguments.prompt_tokens:
         return _continue_tokens(arguments, params)
-    prompts = arguments.prompt or [_read(arguments.prompt_file)]
+    sources = arguments.source
+    if arguments.prompt_file:
+        prompts = [_read(arguments.prompt_file)]
+    else:
+        prompts = arguments.prompt or [""] * len(sources)
     loaded = load(arguments)
 
     from megatron_infer.engine.generate import generate
@@ -72,20 +89,40 @@ def run(arguments: argparse.Namespace) -> int:
     if len(prompts) == 1:
         _print(prompts[0])
         completions = generate(
-            loaded.model, loaded.tokenizer, prompts, params, on_text=lambda _, text: _print(text)
+            loaded.stages,
+            loaded.tokenizer,
+            prompts,
+            params,
+            sources=sources,
+            on_text=lambda _, text: _print(text),
         )
         _print("\n")
     else:
-        completions = generate(loaded.model, loaded.tokenizer, prompts, params)
+        completions = generate(loaded.stages, loaded.tokenizer, prompts, params, sources=sources)
         for number, one in enumerate(completions, start=1):
             _print(f"--- {number} ---\n{one.prompt}{one.text}\n")
     _summarize(loaded, completions, time.perf_counter() - started)
     return 0
 
 
+def _check_together(arguments: argparse.Namespace) -> None:
+    """Refuse arguments that leave nothing to do, or a source of another form than its prompt."""
+    if arguments.source_tokens and not arguments.prompt_tokens:
+        raise CommandError("--source-tokens needs --prompt-tokens, which begin the answer")
+    if arguments.source and arguments.prompt_tokens:
+        raise CommandError("--source is a text; beside --prompt-tokens give --source-tokens")
+    given = (arguments.prompt, arguments.prompt_file, arguments.prompt_tokens, arguments.source)
+    if not any(given):
+        raise CommandError(
+            "one of the arguments --prompt --prompt-file --prompt-tokens is required, or --source "
+            "for a model with an encoder"
+        )
+
+
 def _continue_tokens(arguments: argparse.Namespace, params: "SamplingParams") -> int:
     """Continue prompts of token ids and print all ids, those of one prompt as they come."""
     prompts = [_ids(text) for text in arguments.prompt_tokens]
+    sources = [_ids(text) for text in arguments.source_tokens or ()] or None
     loaded = load_for_tokens(arguments)
 
     from megatron_infer.engine.batch import generate_tokens
@@ -98,9 +135,10 @@ def _continue_tokens(arguments: argparse.Namespace, params: "SamplingParams") ->
     if single:
         _print(" ".join(map(str, prompts[0])))
     found = generate_tokens(
-        loaded.model,
+        loaded.stages,
         prompts,
         params,
+        sources=sources,
         stop_tokens=loaded.stop_tokens,
         on_token=show if single else None,
     )

@@ -108,6 +108,21 @@ def load(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer]":
     return loaded
 
 
+def load_to_continue(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer]":
+    """Load a model that goes on with the text it is given.
+
+    Raises:
+        InferError: it answers a text that an encoder reads.
+    """
+    loaded = load(arguments)
+    if loaded.model.reads_source:
+        raise InferError(
+            f"{loaded.checkpoint.path} holds a model of kind {loaded.model.config.kind!r}, which "
+            "writes from a source text; use `megatron-infer generate --source TEXT`"
+        )
+    return loaded
+
+
 def load_for_tokens(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer | None]":
     """Load the model for prompts of token ids; its tokenizer is the one given, if any."""
     loaded: LoadedModel[Tokenizer | None] = _load(arguments, given_tokenizer(arguments))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer._command import Parser
-from megatron_infer.cli.options import add_model_options, load
+from megatron_infer.cli.options import add_model_options, load_to_continue
 from megatron_infer.errors import InferError
 from megatron_infer.server.settings import ServerSettings
 
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     taken = listen(settings)
     with taken:
-        loaded = load(arguments)
+        loaded = load_to_continue(arguments)
 
         from megatron_infer.server.app import create_app
         from megatron_infer.server.run import serve
@@ -86,8 +86,8 @@ def describe(loaded: "LoadedModel[Any]") -> dict[str, Any]:
     return {
         "model": loaded.name,
         "parameters": parameter_count(config),
-        "positions": config.max_position_embeddings,
-        "vocabulary": config.vocab_size,
+        "positions": config.embedding.max_position_embeddings,
+        "vocabulary": config.embedding.vocab_size,
         "device": str(parameter.device),
         "dtype": str(parameter.dtype).removeprefix("torch."),
     }

@@ -5,25 +5,25 @@ does not look there. Then every step feeds each running sequence its newest toke
 the beginning of their cache slots and end on their own, so what one request yields does not depend
 on its neighbours, beyond the rounding of matrix products of another size.
 
-All ranks of a model that is cut go through the same steps with the same tokens. On a pipeline each
-stage runs its layers on what the stage before sends; the last one chooses, and tells all others.
+All ranks of a model that is cut go through the same steps with the same tokens (`Stages`); the one
+with the last stage chooses, and tells all others.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from megatron_kernels import Mask
-from megatron_models import CausalModel
-from megatron_parallel import all_gather, broadcast, receive, send
-from torch import Tensor, nn
+from megatron_models import DecodingPass
+from megatron_parallel import all_gather
+from torch import Tensor
 
 from megatron_infer.engine.cache import SlotCache
-from megatron_infer.engine.checks import check_model, check_prompt
+from megatron_infer.engine.checks import check_prompt, check_sources
+from megatron_infer.engine.stages import AnyModel, Stages, evaluating
 from megatron_infer.errors import InferError
 from megatron_infer.params import SamplingParams
 from megatron_infer.sampling import Sampler
@@ -58,10 +58,11 @@ class Continuation:
 
 
 def generate_tokens(
-    model: CausalModel,
+    model: AnyModel,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams],
     *,
+    sources: Sequence[Sequence[int]] | None = None,
     stop_tokens: frozenset[int] = frozenset(),
     on_token: Callable[[int, int], object] | None = None,
     log_probs: bool = False,
@@ -69,12 +70,15 @@ def generate_tokens(
     """Continue token sequences of any lengths, all at once.
 
     Args:
-        model: a model on any device, or this rank's part of one that is cut over tensor-parallel
-            ranks and pipeline stages, all of which call this with the same arguments. Its modules
-            keep the mode (train or eval) they are in.
-        prompts: token numbers, at least one for each prompt.
+        model: a model on any device, or this rank's part of one that is cut, in whatever layout: a
+            stage, or all stages of this rank, such as ``trainer.task.stages`` of a run that goes on
+            afterwards as if nothing had been generated. All ranks call this with the same
+            arguments. Modules keep the mode (train or eval) they are in.
+        prompts: token numbers, at least one for each prompt. With ``sources`` they begin the text
+            that is written.
         params: settings of each prompt, or one for all of them. Equal prompts with equal seeds get
             equal continuations.
+        sources: for a model with an encoder, token numbers of the text it reads for each prompt.
         stop_tokens: tokens that end a continuation.
         on_token: called with the prompt's index and each new token as it is chosen, except a stop
             token. What it raises ends the call and is passed on.
@@ -85,14 +89,20 @@ def generate_tokens(
 
     Raises:
         InferError: an empty prompt, one that leaves no position for a new token, or a token that is
-            not in the model's vocabulary; a model with several stages on a rank, or one that cuts
-            sequences.
+            not in the model's vocabulary; a module that does not generate, or not all stages of
+            this rank; sources missing, or given to a model that reads none.
         CollectiveError: another rank of the model died, or did not call this.
     """
     if not prompts:
         return []
     batch = Batch(
-        model, prompts, params, stop_tokens=stop_tokens, on_token=on_token, log_probs=log_probs
+        model,
+        prompts,
+        params,
+        sources=sources,
+        stop_tokens=stop_tokens,
+        on_token=on_token,
+        log_probs=log_probs,
     )
     with evaluating(model), torch.no_grad():
         while not batch.complete:
@@ -100,12 +110,18 @@ def generate_tokens(
     return batch.continuations()
 
 
-def score_tokens(model: CausalModel, prompts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
+def score_tokens(
+    model: AnyModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    sources: Sequence[Sequence[int]] | None = None,
+) -> list[tuple[float, ...]]:
     """Return the log-probabilities of given token sequences; nothing is generated.
 
     Args:
         model: as for `generate_tokens`.
         prompts: token numbers, at least one and at most the model's positions for each sequence.
+        sources: as for `generate_tokens`.
 
     Returns:
         For each sequence the natural logarithm of the probability of every token but the first,
@@ -118,7 +134,7 @@ def score_tokens(model: CausalModel, prompts: Sequence[Sequence[int]]) -> list[t
     """
     if not prompts:
         return []
-    batch = Batch.scoring(model, prompts)
+    batch = Batch.scoring(model, prompts, sources=sources)
     with evaluating(model), torch.no_grad():
         while not batch.complete:
             batch.step()
@@ -133,7 +149,7 @@ class Batch:
     ``torch.no_grad()``.
 
     Args:
-        model, prompts, params, stop_tokens, on_token, log_probs: as for `generate_tokens`.
+        model, prompts, params, sources, stop_tokens, on_token, log_probs: as for `generate_tokens`.
 
     Raises:
         InferError: as `generate_tokens`.
@@ -141,27 +157,30 @@ class Batch:
 
     def __init__(
         self,
-        model: CausalModel,
+        model: AnyModel,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams],
         *,
+        sources: Sequence[Sequence[int]] | None = None,
         stop_tokens: frozenset[int] = frozenset(),
         on_token: Callable[[int, int], object] | None = None,
         log_probs: bool = False,
         only_score: bool = False,
     ) -> None:
-        check_model(model)
+        stages = Stages(model)
         settings = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(settings) != len(prompts):
             raise InferError(f"{len(prompts)} prompts came with settings for {len(settings)}")
         for index, prompt in enumerate(prompts):
-            check_prompt(model, index, prompt, new_tokens=0 if only_score else 1)
+            check_prompt(stages, index, prompt, new_tokens=0 if only_score else 1)
+        check_sources(stages, sources, prompts)
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.log_probs: list[list[float]] = [[] for _ in prompts]
         self.ended: dict[int, FinishReason] = {}
-        self._model = model
+        self._stages = stages
         self._prompts = prompts
         self._settings = settings
+        self._sources = sources
         self._stop_tokens = stop_tokens
         self._on_token = on_token or (lambda row, token: None)
         self._scoring = log_probs
@@ -169,27 +188,30 @@ class Batch:
         self._sampler = Sampler(settings)
         self._cached = [0] * len(prompts)
         self._most = LOGITS_TOKENS if log_probs else PREFILL_TOKENS
-        self._to_prefill = _groups(prompts, self._most)
-        self._positions = model.config.max_position_embeddings
-        parameter = next(model.parameters())
-        self._device, self._dtype = parameter.device, parameter.dtype
-        self._tp, self._pp = model.mesh.axis("tp"), model.mesh.axis("pp")
+        self._widest = max(map(len, sources)) if sources else 0
+        read = sources or [()] * len(prompts)
+        lengths = [len(prompt) + len(text) for prompt, text in zip(prompts, read, strict=True)]
+        self._to_prefill = _groups(lengths, self._most)
+        self._device, self._tp = stages.device, stages.mesh.axis("tp")
         room = max(len(p) + s.max_new_tokens for p, s in zip(prompts, settings, strict=True))
         self._cache = SlotCache(
-            model.config,
-            model.mesh,
             len(prompts),
-            min(room, self._positions),
-            layers=[int(layer) for layer in model.layers],
-            dtype=self._dtype,
+            min(room, stages.positions),
+            max_source=self._widest,
             device=self._device,
         )
 
     @classmethod
-    def scoring(cls, model: CausalModel, prompts: Sequence[Sequence[int]]) -> "Batch":
+    def scoring(
+        cls,
+        model: AnyModel,
+        prompts: Sequence[Sequence[int]],
+        *,
+        sources: Sequence[Sequence[int]] | None = None,
+    ) -> "Batch":
         """Return a batch that is complete once its prompts are scored, as for `score_tokens`."""
         settings = SamplingParams(max_new_tokens=1, temperature=0.0)
-        return cls(model, prompts, settings, log_probs=True, only_score=True)
+        return cls(model, prompts, settings, sources=sources, log_probs=True, only_score=True)
 
     @property
     def complete(self) -> bool:
@@ -241,27 +263,26 @@ class Batch:
 
         Of a prompt that goes on, nothing is chosen: its next token follows.
         """
-        outcome = self._run_stage(rows, new)
+        logits = self._stages.run(self._pass(rows, new))
+        for row, tokens in zip(rows, new, strict=True):
+            self._cached[row] += len(tokens)
         width = max(len(tokens) for tokens in new)
+        chosen = torch.zeros(len(rows), dtype=torch.int64, device=self._device)
         scores = torch.zeros(
             (len(rows), width if self._scoring else 0), dtype=torch.float64, device=self._device
         )
-        if self._model.last:
-            logits = self._next_logits(outcome, new)
+        if logits is not None:
+            following = self._next_logits(logits, new)
             given = [self._goes_on(row) for row in rows]
             if None in given:
-                chosen = self._sampler(logits, rows)
+                chosen = self._sampler(following, rows)
             else:
                 chosen = torch.tensor(given, device=self._device)
             if self._scoring:
-                scores = self._score(outcome, new, logits, chosen)
-            broadcast(chosen, self._tp, purpose="the chosen tokens")
-        else:
-            send(outcome, self._pp, self._pp.index + 1, purpose="activations")
-            chosen = torch.empty(len(rows), dtype=torch.int64, device=self._device)
-        broadcast(chosen, self._pp, self._pp.size - 1, purpose="the chosen tokens")
+                scores = self._score(logits, new, following, chosen)
+        self._stages.tell(chosen, purpose="the chosen tokens")
         if self._scoring:
-            broadcast(scores, self._pp, self._pp.size - 1, purpose="log-probabilities")
+            self._stages.tell(scores, purpose="log-probabilities")
         for row, tokens, token, known in zip(
             rows, new, chosen.tolist(), scores.tolist(), strict=True
         ):
@@ -270,31 +291,42 @@ class Batch:
             else:
                 self.log_probs[row] += known[: len(tokens)]
 
-    def _run_stage(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
-        """Run this rank's layers on the new tokens.
+    def _pass(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> DecodingPass:
+        """Return the pass that feeds rows their new tokens.
 
-        Returns:
-            Activations; or on the last stage logits, ``[1, rows, v_part]`` of each row's last
-            token, of all tokens where they are scored, ``[s, rows, v_part]``.
+        Its logits are ``[1, rows, v_part]`` of each row's last token, of all tokens where they are
+        scored, ``[s, rows, v_part]``.
         """
-        width = max(len(tokens) for tokens in new)
-        if self._model.first:
-            padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in new]
-            x = torch.tensor(padded, device=self._device)
-        else:
-            shape = self._model.passed(len(rows), width).shape
-            x = torch.empty(shape, dtype=self._dtype, device=self._device)
-            receive(x, self._pp, self._pp.index - 1, purpose="activations")
         starts = [self._cached[row] for row in rows]
         self._cache.aim(rows, starts)
+        width = max(len(tokens) for tokens in new)
         positions, mask = self._places(starts, width)
-        asked = None if self._scoring else self._ends(new).unsqueeze(-1)
-        outcome: Tensor = self._model(
-            x, positions=positions, mask=mask, cache=self._cache, logits_at=asked
+        source, source_padding = self._source(rows, first=not any(starts))
+        return DecodingPass(
+            self._padded(new, width),
+            self._cache,
+            positions,
+            mask,
+            None if self._scoring else self._ends(new).unsqueeze(-1),
+            source,
+            source_padding,
         )
-        for row, tokens in zip(rows, new, strict=True):
-            self._cached[row] += len(tokens)
-        return outcome
+
+    def _padded(self, tokens: Sequence[Sequence[int]], width: int) -> Int[Tensor, "rows width"]:
+        padded = [[*row, *[0] * (width - len(row))] for row in tokens]
+        return torch.tensor(padded, device=self._device)
+
+    def _source(
+        self, rows: Sequence[int], *, first: bool
+    ) -> tuple[Int[Tensor, "rows t"] | None, Bool[Tensor, "rows t"] | None]:
+        """Return the text for the encoder, in the rows' first pass, and where it is padding."""
+        if self._sources is None:
+            return None, None
+        texts = [self._sources[row] for row in rows]
+        width = max(map(len, texts)) if first else self._widest
+        lengths = torch.tensor([len(text) for text in texts], device=self._device)
+        padding = torch.arange(width, device=self._device) >= lengths.unsqueeze(-1)
+        return self._padded(texts, width) if first else None, padding
 
     def _ends(self, new: Sequence[Sequence[int]]) -> Int[Tensor, " rows"]:
         """Return the place of each row's last new token."""
@@ -308,7 +340,7 @@ class Batch:
         if self._scoring:
             last = logits[self._ends(new), torch.arange(len(new), device=self._device)]
         whole = all_gather(last, self._tp, dim=-1, purpose="logits")
-        return whole[:, : self._model.config.vocab_size]
+        return whole[:, : self._stages.vocabulary]
 
     def _score(
         self,
@@ -327,7 +359,7 @@ class Batch:
             for start in range(0, len(tokens) - 1, SCORED_TOKENS):
                 end = min(start + SCORED_TOKENS, len(tokens) - 1)
                 whole = all_gather(logits[start:end, row], self._tp, dim=-1, purpose="logits")
-                known = whole[:, : self._model.config.vocab_size].double().log_softmax(-1)
+                known = whole[:, : self._stages.vocabulary].double().log_softmax(-1)
                 following = torch.tensor(tokens[start + 1 : end + 1], device=self._device)
                 scores[row, start:end] = known.gather(-1, following.unsqueeze(-1)).squeeze(-1)
             scores[row, len(tokens) - 1] = last[row].double().log_softmax(-1)[chosen[row]]
@@ -353,30 +385,18 @@ class Batch:
         self._on_token(row, token)
         if len(self.tokens[row]) == self._settings[row].max_new_tokens:
             self.ended[row] = "length"
-        elif len(self._prompts[row]) + len(self.tokens[row]) == self._positions:
+        elif len(self._prompts[row]) + len(self.tokens[row]) == self._stages.positions:
             self.ended[row] = "positions"
 
 
-def _groups(prompts: Sequence[Sequence[int]], most: int) -> deque[list[int]]:
+def _groups(lengths: Sequence[int], most: int) -> deque[list[int]]:
     """Return rows whose prompts go through the model together, those of similar lengths.
 
-    A group of several prompts has at most ``most`` tokens, with padding.
+    A group of several prompts has at most ``most`` tokens, with padding and sources.
     """
     groups: deque[list[int]] = deque()
-    for row in sorted(range(len(prompts)), key=lambda row: len(prompts[row])):
-        if not groups or (len(groups[-1]) + 1) * len(prompts[row]) > most:
+    for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
+        if not groups or (len(groups[-1]) + 1) * lengths[row] > most:
             groups.append([])
         groups[-1].append(row)
     return groups
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode, and every module back into its own mode afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -1,42 +1,54 @@
-"""What a model and prompts have to be like for decoding."""
+"""What must hold before the first token of a batch is computed."""
 
 from collections.abc import Sequence
 
-from megatron_models import CausalModel
-
+from megatron_infer.engine.stages import Stages
 from megatron_infer.errors import InferError
 
 
-def check_model(model: CausalModel) -> None:
-    """Raise InferError if the model cannot decode as it is cut."""
-    if model.mesh.layout.vpp > 1:
-        raise InferError(
-            f"the model has vpp={model.mesh.layout.vpp} stages on each rank; save it and load it "
-            "into a mesh with vpp=1 to generate"
-        )
-    if model.sequence_parallel:
-        raise InferError(
-            "the model cuts sequences over tensor-parallel ranks, which a single new token cannot "
-            "be; build it with sequence_parallel=False to generate: its weights are the same"
-        )
-
-
-def check_prompt(model: CausalModel, index: int, prompt: Sequence[int], *, new_tokens: int) -> None:
+def check_prompt(model: Stages, index: int, prompt: Sequence[int], *, new_tokens: int) -> None:
     """Raise InferError if a prompt, number ``index`` of a call, cannot be continued.
 
     ``new_tokens`` is how many tokens there has to be room for.
     """
-    config = model.config
     if not prompt:
         raise InferError(f"prompt {index + 1} is empty: there is nothing to continue")
-    if len(prompt) + new_tokens > config.max_position_embeddings:
+    if len(prompt) + new_tokens > model.positions:
         left = ", so none is left for a new token" if new_tokens else ""
         raise InferError(
             f"prompt {index + 1} has {len(prompt)} tokens and the model "
-            f"{config.max_position_embeddings} positions{left}; shorten the prompt"
+            f"{model.positions} positions{left}; shorten the prompt"
         )
-    if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+    _check_vocabulary(model, f"prompt {index + 1}", prompt)
+
+
+def check_sources(
+    model: Stages, sources: Sequence[Sequence[int]] | None, prompts: Sequence[Sequence[int]]
+) -> None:
+    """Raise InferError if the texts for an encoder are not those that prompts and model need."""
+    if sources is None:
+        if model.reads_source:
+            raise InferError(
+                "the model generates from a text that its encoder reads: give `sources`, one for "
+                "each prompt"
+            )
+        return
+    if not model.reads_source:
+        raise InferError("sources were given, and the model has no encoder: leave them out")
+    if len(sources) != len(prompts):
+        raise InferError(f"{len(prompts)} prompts came with {len(sources)} sources")
+    for index, source in enumerate(sources):
+        if not 0 < len(source) <= model.positions:
+            raise InferError(
+                f"source {index + 1} has {len(source)} tokens; the model takes 1 to "
+                f"{model.positions}"
+            )
+        _check_vocabulary(model, f"source {index + 1}", source)
+
+
+def _check_vocabulary(model: Stages, name: str, tokens: Sequence[int]) -> None:
+    if not 0 <= min(tokens) <= max(tokens) < model.vocabulary:
         raise InferError(
-            f"prompt {index + 1} has token {max(prompt)}, the model's vocabulary "
-            f"{config.vocab_size} tokens; is it another model's tokenizer?"
+            f"{name} has token {max(tokens)}, the model's vocabulary {model.vocabulary} tokens; "
+            "is it another model's tokenizer?"
         )

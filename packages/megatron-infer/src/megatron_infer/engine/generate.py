@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_data import Tokenizer
-from megatron_models import CausalModel
 
 from megatron_infer.detokenize import TextStream
 from megatron_infer.engine.batch import FinishReason, generate_tokens
+from megatron_infer.engine.stages import AnyModel
+from megatron_infer.errors import InferError
 from megatron_infer.params import SamplingParams
 
 
@@ -22,24 +23,28 @@ class Completion:
 
 
 def generate(
-    model: CausalModel,
+    model: AnyModel,
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     params: SamplingParams | Sequence[SamplingParams],
     *,
+    sources: Sequence[str] | None = None,
     on_text: Callable[[int, str], object] | None = None,
 ) -> list[Completion]:
     """Continue texts, all at once.
 
-    No special token is added to a prompt. A continuation ends at the tokenizer's end-of-document or
-    end-of-text token, which is not part of it.
+    No special token is added to a prompt, unless there are sources. A continuation ends at the
+    tokenizer's end-of-document or end-of-text token, which is not part of it.
 
     Args:
-        model: a model on any device, also one that is being trained.
+        model: a model on any device, or all stages of this rank, also of one that is being trained;
+            as for `generate_tokens`.
         tokenizer: of the model.
         prompts: texts of any lengths.
         params: settings of each prompt, or one for all of them. To draw several continuations of
             one prompt, repeat it with different seeds.
+        sources: for a model with an encoder, the text it reads for each prompt. What is written
+            begins with the tokenizer's begin-of-text token and the prompt, which may be empty.
         on_text: called with the prompt's index and each piece of text as soon as it is certain; the
             pieces of a prompt add up to its completion's text.
 
@@ -47,9 +52,20 @@ def generate(
         One completion for each prompt.
 
     Raises:
-        InferError: as for `generate_tokens`.
+        InferError: as for `generate_tokens`; sources with a tokenizer that has no begin-of-text
+            token.
     """
     encoded = tokenizer.encode_batch(prompts)
+    read = None
+    if sources is not None:
+        read = tokenizer.encode_batch(sources)
+        start = tokenizer.bos_id
+        if start is None:
+            raise InferError(
+                "the tokenizer has no token that begins a text, with which the answer to a source "
+                "would begin; use generate_tokens and prompts of a token of your own"
+            )
+        encoded = [[start, *tokens] for tokens in encoded]
     streams = [TextStream(tokenizer, before=tokens) for tokens in encoded]
     texts = [""] * len(prompts)
 
@@ -62,6 +78,7 @@ def generate(
         model,
         encoded,
         params,
+        sources=read,
         stop_tokens=stop_tokens(tokenizer),
         on_token=lambda row, token: show(row, streams[row].push(token)),
     )

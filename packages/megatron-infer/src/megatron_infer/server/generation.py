@@ -1,11 +1,11 @@
 """The work of one request, in forward passes."""
 
 from megatron_data import Tokenizer
-from megatron_models import CausalModel
 
 from megatron_infer.detokenize import TextStream
 from megatron_infer.engine.batch import Batch
 from megatron_infer.engine.generate import stop_tokens
+from megatron_infer.engine.stages import AnyModel
 from megatron_infer.params import SamplingParams
 from megatron_infer.server.fields import GenerateRequest
 from megatron_infer.server.job import Answer, Job, Piece
@@ -23,7 +23,7 @@ class Generation:
         InferError: as for `generate_tokens`.
     """
 
-    def __init__(self, model: CausalModel, tokenizer: Tokenizer, job: Job) -> None:
+    def __init__(self, model: AnyModel, tokenizer: Tokenizer, job: Job) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._job = job

@@ -11,10 +11,9 @@ import time
 
 import torch
 from megatron_data import DataError, Tokenizer
-from megatron_models import CausalModel
 from megatron_parallel import is_out_of_memory
 
-from megatron_infer.engine.batch import evaluating
+from megatron_infer.engine.stages import AnyModel, Stages, evaluating
 from megatron_infer.errors import InferError
 from megatron_infer.server.fields import GenerateRequest, RequestError
 from megatron_infer.server.generation import Generation
@@ -37,7 +36,7 @@ class GenerationService:
 
     def __init__(
         self,
-        model: CausalModel,
+        model: AnyModel,
         tokenizer: Tokenizer,
         *,
         max_tokens_per_request: int = 12000,
@@ -45,6 +44,7 @@ class GenerationService:
         max_waiting: int = 64,
     ) -> None:
         self._model = model
+        self._positions = Stages(model).positions
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens_per_request
         self._turns = Turns(max_running, max_waiting)
@@ -57,7 +57,7 @@ class GenerationService:
     @property
     def positions(self) -> int:
         """How many tokens a prompt and its continuation may have together."""
-        return self._model.config.max_position_embeddings
+        return self._positions
 
     @property
     def healthy(self) -> bool:

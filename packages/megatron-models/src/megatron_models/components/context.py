@@ -34,8 +34,12 @@ class Context:
             also where sequence parallelism cuts it. None if no token is, or nobody asks.
         inner: takes the losses that layers have of their own, when training.
         turns: lets another micro-batch compute while experts' tokens are on their way.
-        encoded: the encoder's output, of all of its text or of this rank's part, in a decoder.
+        encoded: the encoder's output, of all of its text or of this rank's part, in a decoder;
+            None in passes with a cache that has seen it.
         cross_mask: which of it a token of the decoder may attend to.
+        sequence_parallel: whether this pass cuts sequences over tensor-parallel ranks; None as the
+            modules were built. A mixer hands it to every parallel layer it calls. False when
+            decoding: a single new token cannot be cut.
     """
 
     mask: Mask
@@ -50,6 +54,7 @@ class Context:
     turns: Turns | None = None
     encoded: Float[Tensor, "t b h"] | None = None
     cross_mask: Mask | None = None
+    sequence_parallel: bool | None = None
 
     def drop(self, x: Float[Tensor, "s b h"], layer: int, site: int) -> Float[Tensor, "s b h"]:
         """Apply hidden dropout, if there is one."""

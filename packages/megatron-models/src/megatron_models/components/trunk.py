@@ -55,7 +55,7 @@ class Trunk(nn.Module):
             positions: of the tokens; by default those after the cache's.
         """
         if self.embeds and self.embedding is not None:
-            x = self.embedding(x, positions, context.offset)
+            x = self.embedding(x, positions, context.offset, context.sequence_parallel)
             x = context.drop(x, EMBEDDING_LAYER, self.embedding_site)
         x = run_layers(self.layers, x, context, self.tp)
         return x if self.final_norm is None else self.final_norm(x)

@@ -1,45 +1,54 @@
-"""What decoding asks of a model, whatever its kind."""
+"""Decoder-only models, whatever their kind."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 import megatron_parallel
-import torch
-from megatron_parallel import Mesh
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
-from megatron_models.components.attention.rotary import RotaryTable
 from megatron_models.models.causal_config import CausalConfig
+from megatron_models.models.decoding import DecodingModel, DecodingPass
 
 
-class CausalModel(nn.Module, ABC):
-    """A model, or a stage of one, that continues texts token by token with a `KVCache`.
+class CausalModel(DecodingModel):
+    """A model, or a stage of one, that continues texts token by token.
 
     Decoding calls it with tokens ``[b, s]`` or the stream of the stage before, and with these
     keywords: ``positions``, ``mask``, ``cache``, and ``logits_at`` ``[b, k]``, the places for which
-    logits are made. Of a long prompt only those of its last token are wanted.
+    logits are made. Of a long prompt only those of its last token are wanted. With a cache streams
+    are ``[s, b, h]`` on every rank: nothing cuts the sequence.
 
     Attributes:
         config: its shape.
-        mesh: where it lives.
-        dtype: of its parameters.
-        sequence_parallel: whether it cuts sequences over tensor-parallel ranks.
-        stage: number of this stage in the pipeline; 0 for a whole model.
+        sequence_parallel: whether it cuts sequences over tensor-parallel ranks when training.
         first: whether this stage takes tokens.
-        last: whether it gives logits.
         layers: this stage's blocks, by global layer number.
-        rotary: the table of rotary positions, if it has one.
     """
 
     config: CausalConfig
-    mesh: Mesh
-    dtype: torch.dtype
     sequence_parallel: bool
-    stage: int
     first: bool
-    last: bool
     layers: nn.ModuleDict
-    rotary: RotaryTable | None
 
     @abstractmethod
     def passed(self, batch_size: int, sequence_length: int) -> "megatron_parallel.Passed":
-        """Return shape and dtype of what a stage that is not the last passes on."""
+        """Return shape and dtype of what a stage that is not the last passes on in training."""
+
+    def received(self, given: DecodingPass) -> tuple[tuple[int, ...], ...]:
+        """Return the shape of the residual stream; nothing on the first stage."""
+        batch, length = given.tokens.shape
+        return () if self.first else ((length, batch, self.config.hidden_size),)
+
+    def decode(
+        self, received: tuple[Float[Tensor, "..."], ...], given: DecodingPass
+    ) -> tuple[Float[Tensor, "..."], ...]:
+        """Run this stage on the new tokens, or on their stream."""
+        (x,) = received or (given.tokens,)
+        outcome: Tensor = self(
+            x,
+            positions=given.positions,
+            mask=given.mask,
+            cache=given.cache,
+            logits_at=given.logits_at,
+        )
+        return (outcome,)

@@ -6,6 +6,7 @@ from jaxtyping import Float
 from megatron_kernels import Mask, attention
 from torch import Tensor, nn
 
+from megatron_models.cache import CrossKVCache, KeysValues
 from megatron_models.components.attention.module import own_group
 from megatron_models.components.attention.spec import CrossAttentionSpec, group_sharers
 from megatron_models.components.context import Context
@@ -45,24 +46,41 @@ class CrossAttention(nn.Module):
             x: the decoder's stream, normalised.
             context: what the layers of this pass share; ``encoded`` ``[t, b, h]`` and
                 ``cross_mask`` ``[b, s, t]`` are the encoder's output and who may attend to it.
+                With a cache the output is projected once, in the pass that has it.
 
         Raises:
-            ConfigError: the context has no encoder's output, or nothing that says who may see it.
+            ConfigError: the context has no encoder's output, or nothing that says who may see it;
+                or a cache that does not keep it.
         """
-        encoded, mask = context.encoded, context.cross_mask
-        if encoded is None or mask is None:
+        cut, mask = context.sequence_parallel, context.cross_mask
+        new = None if context.encoded is None else self._project(context.encoded, cut)
+        if mask is None or (new is None and context.cache is None):
             raise ConfigError(
                 f"layer {self.layer} attends to an encoder's output, and the context has none: "
                 "give `encoded` and `cross_mask`"
             )
-        fused = self.kv(encoded)
+        q = self.q(x, sequence_parallel=cut)
+        if context.cache is not None:
+            if not isinstance(context.cache, CrossKVCache):
+                raise ConfigError(
+                    f"layer {self.layer} attends to an encoder's output, which a cache of type "
+                    f"{type(context.cache).__name__} does not keep; use a StaticKVCache"
+                )
+            seen = context.cache.encoded(self.layer, new)
+            y = seen.attend(q, mask, softcap=self.softcap)
+        else:
+            core = partial(self._attend, context, mask)
+            y = context.recomputed("core_attn", core, q, *(new or ()))
+        result: Tensor = self.out(y.flatten(2), sequence_parallel=cut)
+        return result
+
+    def _project(self, encoded: Float[Tensor, "part b h"], cut: bool | None) -> KeysValues:
+        """Keys and values of the encoder's whole text."""
+        fused = self.kv(encoded, sequence_parallel=cut)
         if self.sharers > 1:
             fused = own_group(fused, self.tp, self.sharers)
         k, v = fused.split(self.head_size, dim=-1)
-        core = partial(self._attend, context, mask)
-        y = context.recomputed("core_attn", core, self.q(x), k, v)
-        result: Tensor = self.out(y.flatten(2))
-        return result
+        return k, v
 
     def _attend(self, context: Context, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         site = CROSS_ATTENTION_PROBABILITIES

@@ -43,25 +43,31 @@ class Attention(nn.Module):
         queries, keys and values are those of all of it, for this rank's heads. With context
         parallelism "all of it" is what the tensor-parallel group holds of the sequence.
         """
-        q, k, v = self._project(x)
+        cut = context.sequence_parallel
+        q, k, v = self._project(x, cut)
         if context.angles is not None:
             q = rope(q, *context.angles, self.interleaved)
             k = rope(k, *context.angles, self.interleaved)
         if context.cache is not None:
-            k, v = context.cache.append(self.layer, k, v)
-        if context.parallel is None:
-            core = partial(self._attend, context)
-        else:
-            over_ranks = context.parallel.attention
-            core = partial(
-                over_ranks, layer=self.layer, first_head=self.first_head, softcap=self.softcap
+            seen = context.cache.update(self.layer, k, v)
+            sinks = None if self.sinks is None else self.sinks(q)
+            y = seen.attend(
+                q, context.mask, query_offset=context.offset, sinks=sinks, softcap=self.softcap
             )
-        y = context.recomputed("core_attn", core, q, k, v)
-        result: Tensor = self.out(y.flatten(2))
+        else:
+            if context.parallel is None:
+                core = partial(self._attend, context)
+            else:
+                over_ranks = context.parallel.attention
+                core = partial(
+                    over_ranks, layer=self.layer, first_head=self.first_head, softcap=self.softcap
+                )
+            y = context.recomputed("core_attn", core, q, k, v)
+        result: Tensor = self.out(y.flatten(2), sequence_parallel=cut)
         return result
 
     def _attend(self, context: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention over keys that are all on this rank."""
+        """Attention without a cache, over keys that are all on this rank."""
         drop = context.probability_drop(self.layer, self.first_head, ATTENTION_PROBABILITIES)
         sinks = None if self.sinks is None else self.sinks(q)
         return attention(
@@ -69,16 +75,15 @@ class Attention(nn.Module):
             k,
             v,
             context.mask,
-            query_offset=context.offset,
             dropout=drop,
             sinks=sinks,
             softcap=self.softcap,
         )
 
     def _project(
-        self, x: Float[Tensor, "part b h"]
+        self, x: Float[Tensor, "part b h"], cut: bool | None
     ) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "s b g d"], Float[Tensor, "s b g d"]]:
-        fused = self.qkv(x)
+        fused = self.qkv(x, sequence_parallel=cut)
         if self.sharers > 1:
             fused = own_group(fused, self.tp, self.sharers)
         fused = fused.unflatten(-1, (-1, self.head_size))

@@ -26,14 +26,23 @@ class Embedding(nn.Module):
             self.position = PositionEmbedding(spec, place)
 
     def forward(
-        self, tokens: Int[Tensor, "b s"], positions: Int[Tensor, "b s"] | None, offset: int
+        self,
+        tokens: Int[Tensor, "b s"],
+        positions: Int[Tensor, "b s"] | None,
+        offset: int,
+        sequence_parallel: bool | None = None,
     ) -> Float[Tensor, "part b h"]:
-        """Embed ``tokens`` at ``positions``, by default those from ``offset`` on."""
-        x: Tensor = self.word(tokens.t())
+        """Embed ``tokens`` at ``positions``, by default those from ``offset`` on.
+
+        ``sequence_parallel`` says whether this pass cuts the sequence. Defaults to how the module
+        was built.
+        """
+        x: Tensor = self.word(tokens.t(), sequence_parallel=sequence_parallel)
         if self.position is None:
             return x
         length = len(x)
-        start = 0 if self.sequence_axis is None else self.sequence_axis.index * length
+        axis = None if sequence_parallel is False else self.sequence_axis
+        start = 0 if axis is None else axis.index * length
         if positions is not None:
             positions = positions[:, start : start + length]
         result: Tensor = x + self.position(length, positions, offset + start)

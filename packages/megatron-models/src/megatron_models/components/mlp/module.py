@@ -22,7 +22,9 @@ class MLP(nn.Module):
         self, x: Float[Tensor, "s b h"], context: Context | None = None
     ) -> Float[Tensor, "s b h"]:
         """Transform every token by itself; all of the sequence, or this rank's part."""
-        result: Tensor = self.down(activate(self.up(x), self.activation))
+        cut = None if context is None else context.sequence_parallel
+        y = activate(self.up(x, sequence_parallel=cut), self.activation)
+        result: Tensor = self.down(y, sequence_parallel=cut)
         return result
 
 

@@ -49,29 +49,31 @@ class MoE(nn.Module):
         The shared expert computes while tokens are on their way, forwards and backwards; then,
         with `Context.turns`, another micro-batch does.
         """
-        tokens, routed, sequences = self._own_tokens(x, context.padding)
+        given = context.sequence_parallel
+        cut = self.sequence_parallel if given is None else given
+        tokens, routed, sequences = self._own_tokens(x, context.padding, cut)
         routing = self.router(tokens, routed)
         weights = routing.weights
         if context.inner is not None:
             weights = self.losses.attach(routing, sequences, x.shape[1], context.inner)
         dispatch = self.dispatcher.dispatch(tokens, routing.experts, weights, context.turns)
-        shared = None if self.shared is None else self.shared(x)
+        shared = None if self.shared is None else self.shared(x, context)
         answers = self.experts(*dispatch.wait())
-        y = self._all_tokens(dispatch.combine(answers).wait(), x)
+        y = self._all_tokens(dispatch.combine(answers).wait(), x, cut)
         return y if shared is None else y + shared
 
     def _own_tokens(
-        self, x: Float[Tensor, "part b h"], padding: Bool[Tensor, "s b"] | None
+        self, x: Float[Tensor, "part b h"], padding: Bool[Tensor, "s b"] | None, cut: bool
     ) -> tuple[Float[Tensor, "n h"], Bool[Tensor, " n"] | None, Int[Tensor, " n"]]:
         """This rank's tokens, whether they are routed, and which sequence each is of.
 
-        Without sequence parallelism all tensor-parallel ranks have the same tokens: each takes its
-        part, the last ones filled up with tokens that are routed nowhere.
+        Where the sequence is not ``cut``, all tensor-parallel ranks have the same tokens: each
+        takes its part, the last ones filled up with tokens that are routed nowhere.
         """
         batch, flat = x.shape[1], x.flatten(0, 1)
         routed = None if padding is None else ~padding.flatten()
         count = len(flat)
-        if not self.sequence_parallel and self.tp.size > 1:
+        if not cut and self.tp.size > 1:
             missing = -count % self.tp.size
             if missing and routed is None:
                 routed = torch.ones(count, dtype=torch.bool, device=x.device)
@@ -87,9 +89,9 @@ class MoE(nn.Module):
         return flat, routed, sequences
 
     def _all_tokens(
-        self, y: Float[Tensor, "n h"], like: Float[Tensor, "part b h"]
+        self, y: Float[Tensor, "n h"], like: Float[Tensor, "part b h"], cut: bool
     ) -> Float[Tensor, "part b h"]:
         """The tokens as the residual stream has them."""
-        if not self.sequence_parallel:
+        if not cut:
             y = gather_from_axis(y, self.tp, dim=0)[: like.shape[0] * like.shape[1]]
         return y.view(like.shape)

@@ -4,27 +4,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import megatron_parallel
-import torch
 from jaxtyping import Bool, Float, Int
 from megatron_kernels import Mask
-from megatron_parallel import Mesh, initialize_parameters
+from megatron_parallel import Mesh, Recompute, initialize_parameters
 from megatron_parallel.tensor_parallel import ColumnParallelLinear
-from torch import Tensor, nn
+from torch import Tensor
 
+from megatron_models.cache import KVCache
 from megatron_models.components.attention.config import AttentionConfig
 from megatron_models.components.attention.rotary import RotaryTable
 from megatron_models.components.context import Context
 from megatron_models.components.dropout import Dropout, StageDropout
-from megatron_models.components.embedding.output import losses_or_logits
+from megatron_models.components.embedding.output import losses_or_logits, stream_at
 from megatron_models.components.embedding.spec import output_spec
 from megatron_models.components.trunk import Trunk
 from megatron_models.errors import ConfigError
+from megatron_models.models.decoding import DecodingModel, DecodingPass
 from megatron_models.models.encoder_decoder.config import EncoderDecoderConfig
+from megatron_models.models.encoder_decoder.masks import documents, mask_of_source
 from megatron_models.placement import Placement
 from megatron_models.stages import StagePlan, part_length, plan_encoder_decoder_stage
 
 
-class EncoderDecoder(nn.Module):
+class EncoderDecoder(DecodingModel):
     """An encoder and a decoder, cut over the tensor-parallel and pipeline axes of a mesh.
 
     On a mesh with ``pp=1`` it is the whole model. Otherwise it is one stage: the encoder's come
@@ -51,6 +53,7 @@ class EncoderDecoder(nn.Module):
 
     Attributes:
         stage: number of this stage in the pipeline; 0 for a whole model.
+        last: whether it gives logits and losses.
         encoder: this stage's part of the encoder, None on a stage of the decoder.
         decoder: likewise.
 
@@ -60,6 +63,9 @@ class EncoderDecoder(nn.Module):
         ConfigError: a chunk that the pipeline does not have; a half without a stage, or layers that
             do not divide over the stages of their half; context parallelism.
     """
+
+    config: EncoderDecoderConfig
+    reads_source = True
 
     def __init__(
         self,
@@ -98,7 +104,8 @@ class EncoderDecoder(nn.Module):
         self.encoder = side("encoder", plan.encoder)
         self.decoder = side("decoder", plan.decoder)
         self.output: ColumnParallelLinear | None = None
-        if plan.decoder is not None and plan.decoder.last:
+        self.last = plan.decoder is not None and plan.decoder.last
+        if self.last:
             self.output = place.column(output_spec(config))
         if place.on.type != "meta":
             self.initialize(seed)
@@ -142,16 +149,24 @@ class EncoderDecoder(nn.Module):
         source_padding: Bool[Tensor, "b t"] | None = None,
         labels: Int[Tensor, "b s"] | None = None,
         dropout: Dropout | None = None,
+        positions: Int[Tensor, "b s"] | None = None,
+        mask: Mask | None = None,
+        cache: KVCache | None = None,
+        logits_at: Int[Tensor, "b k"] | None = None,
     ) -> Float[Tensor, "..."] | tuple[Float[Tensor, "_ b h"], Float[Tensor, "_ b h"]]:
         """Run this stage.
 
-        All stages of a pipeline may be called with the same keyword arguments.
+        All stages of a pipeline may be called with the same keyword arguments. With a cache the
+        first pass has a source, whose keys and values for cross-attention the cache keeps. Later
+        passes have none: the encoder rests, its stages are not called, and the decoder's stages
+        pass on their stream alone. No sequence is then cut, as for `GPT.forward`.
 
         Args:
             *received: what the stage before returned: nothing on the first stage, the encoder's
                 stream or output ``[t, b, h]``, or the decoder's stream ``[s, b, h]`` and the
                 encoder's output; with sequence parallelism this rank's part of each.
-            source: the encoder's tokens; the first stage reads them.
+            source: the encoder's tokens; the first stage reads them. With a cache every stage asks
+                whether there are any.
             target: the decoder's tokens, for instance the labels one place later; the decoder's
                 first stage reads them.
             source_padding: True where the encoder's text is padding, which nobody attends to; by
@@ -159,44 +174,122 @@ class EncoderDecoder(nn.Module):
             labels: the token to predict at each place of the target; -100 marks a place without
                 loss. Only the last stage reads them.
             dropout: what is dropped; nothing by default. Its key covers the longer of both texts.
+            positions: of the target's tokens; by default those of the mask, and without any those
+                after the cache's length.
+            mask: which tokens of the target may attend to which, cached ones too; by default every
+                token to itself and those before.
+            cache: state of earlier tokens of the target; a `megatron_models.CrossKVCache`.
+            logits_at: places among these tokens of the target for which logits are made, ``k`` of
+                each sequence; by default all. Not with labels.
 
         Returns:
-            The encoder's stream; the decoder's and the encoder's output; from the last stage the
-            loss of each token, minus the log-probability of its label in nats, ``[b, s]``, or
-            without labels logits ``[s, b, padded vocabulary / tp]``, padding tokens at -inf.
+            The encoder's stream; the decoder's and the encoder's output, or with a cache and no
+            source the decoder's alone; from the last stage the loss of each token, minus the
+            log-probability of its label in nats, ``[b, s]``, or without labels logits ``[s, b,
+            padded vocabulary / tp]``, ``[k, b, ...]`` with ``logits_at``, padding tokens at -inf.
 
         Raises:
             ConfigError: another number of tensors than the stage before passes on; tokens missing;
                 texts of unequally many sequences; more tokens than the model has positions, or the
-                key of dropout covers; a length that sequence parallelism cannot cut.
+                key of dropout covers; a length that sequence parallelism cannot cut; labels with
+                ``logits_at``, dropout with a cache.
         """
-        self._check_received(received)
+        decoding = cache is not None
+        later = decoding and source is None  # the cache has what the encoder made
+        self._check_received(received, later)
         encoder, decoder = self.encoder, self.decoder
-        if encoder is None:
-            encoded = received[-1]
-        else:
+        encoded = None if later else received[-1] if received else None
+        if encoder is not None and not later:
             x = received[0] if encoder.embedding is None else self._tokens("source", source)
-            mask = Mask(causal=False, document_ids=_documents(source_padding))
-            encoded = encoder(x, self._context(x, mask, dropout))
+            text = Mask(causal=False, document_ids=documents(source_padding))
+            encoded = encoder(x, self._context(x, text, dropout, whole=decoding))
         if decoder is None:
-            return encoded
+            return self._made(encoded)
         x = received[0] if decoder.embedding is None else self._tokens("target", target)
-        context = self._context(x, Mask(), dropout)
-        cross_mask = self._cross_mask(x, encoded, source_padding)
-        x = decoder(x, replace(context, encoded=encoded, cross_mask=cross_mask))
+        mask = Mask() if mask is None else mask
+        if positions is None:
+            positions = self._positions(x, mask, cache)
+        context = self._context(x, mask, dropout, positions, cache, whole=decoding)
+        made = None if encoded is None else (encoded.shape[1], self._length(encoded, decoding))
+        new = (x.shape[1 if x.is_floating_point() else 0], self._length(x, decoding))
+        cross_mask = mask_of_source(source_padding, made, new, x.device)
+        x = decoder(x, replace(context, encoded=encoded, cross_mask=cross_mask), positions)
         if self.output is None:
-            return x, encoded
-        return losses_or_logits(self.output(x), labels, self.tp, self.config.vocab_size)
+            return x if encoded is None else (x, encoded)
+        return self._end(self.output, x, labels, logits_at, whole=decoding)
 
-    def _check_received(self, received: tuple[Tensor, ...]) -> None:
+    def first_stage(self, given: DecodingPass) -> int:
+        """Return 0 where there is a source to encode, else the first stage of the decoder."""
+        pipeline = self.mesh.layout.pp * self.mesh.layout.vpp > 1
+        return self.encoder_stages if given.source is None and pipeline else 0
+
+    def received(self, given: DecodingPass) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of what `passed` says, uncut, or of the decoder's stream alone."""
+        (batch, length), width = given.tokens.shape, self.config.hidden_size
+        if self.stage == self.first_stage(given):
+            return ()
+        target = [(length, batch, width)] if self.stage > self.encoder_stages else []
+        source = [] if given.source is None else [(given.source.shape[1], batch, width)]
+        return (*target, *source)
+
+    def decode(
+        self, received: tuple[Float[Tensor, "..."], ...], given: DecodingPass
+    ) -> tuple[Float[Tensor, "..."], ...]:
+        """Run this stage on a source and new tokens, or on new tokens."""
+        outcome = self(
+            *received,
+            source=given.source,
+            target=given.tokens,
+            source_padding=given.source_padding,
+            positions=given.positions,
+            mask=given.mask,
+            cache=given.cache,
+            logits_at=given.logits_at,
+        )
+        return outcome if isinstance(outcome, tuple) else (outcome,)
+
+    def _check_received(self, received: tuple[Tensor, ...], later: bool) -> None:
         """Refuse another number of tensors than the stage before passes on."""
-        wanted = min(self.stage, 1) + (self.stage > self.encoder_stages)
+        if later and self.decoder is None:
+            raise ConfigError(
+                f"stage {self.stage} has the encoder's layers only, and a pass without a source "
+                "was given: it begins at the decoder's first stage"
+            )
+        behind = self.stage > self.encoder_stages
+        wanted = int(behind) if later else min(self.stage, 1) + behind
         if len(received) != wanted:
             what = ("no tensor", "1 tensor of the encoder", "2 tensors, decoder's and encoder's")
+            wants = "1 tensor of the decoder" if later and wanted else what[wanted]
             raise ConfigError(
                 f"stage {self.stage}, with {self.encoder_stages} stages of the encoder, takes "
-                f"{what[wanted]}, not {len(received)}"
+                f"{wants}, not {len(received)}"
             )
+
+    def _made(self, encoded: Tensor | None) -> Tensor:
+        """What the encoder made, on a stage that has no more than that."""
+        if encoded is None:
+            raise ConfigError(f"stage {self.stage} has neither an encoder nor a decoder")
+        return encoded
+
+    def _end(
+        self,
+        output: ColumnParallelLinear,
+        x: Float[Tensor, "part b h"],
+        labels: Int[Tensor, "b s"] | None,
+        logits_at: Int[Tensor, "b k"] | None,
+        *,
+        whole: bool,
+    ) -> Float[Tensor, "..."]:
+        """Losses or logits, of all places or of some; ``whole`` says that the stream is not cut."""
+        cut = self.sequence_parts > 1 and not whole
+        if logits_at is None:
+            logits = output(x, sequence_parallel=cut)
+        elif labels is not None:
+            raise ConfigError("labels and logits_at exclude each other: a loss needs all places")
+        else:
+            x = stream_at(x, logits_at, self.tp if cut else None)
+            logits = output(x, sequence_parallel=cut)[: logits_at.shape[1]]
+        return losses_or_logits(logits, labels, self.tp, self.config.vocab_size)
 
     def _tokens(self, name: str, tokens: Tensor | None) -> Tensor:
         """The tokens that this stage embeds."""
@@ -204,35 +297,46 @@ class EncoderDecoder(nn.Module):
             raise ConfigError(f"stage {self.stage} embeds {name} tokens: give `{name}` [b, s]")
         return tokens
 
-    def _length(self, x: Tensor) -> int:
+    def _length(self, x: Tensor, whole: bool) -> int:
         """Tokens of a whole text, from tokens ``[b, s]`` or a stream ``[part, b, h]``."""
-        return x.shape[0] * self.sequence_parts if x.is_floating_point() else x.shape[1]
+        if not x.is_floating_point():
+            return x.shape[1]
+        return x.shape[0] * (1 if whole else self.sequence_parts)
 
-    def _context(self, x: Tensor, mask: Mask, dropout: Dropout | None) -> Context:
+    def _positions(self, x: Tensor, mask: Mask, cache: KVCache | None) -> Tensor | None:
+        """Positions of the target's new tokens, if the mask says them."""
+        if mask.query_positions is not None or mask.positions is None:
+            return mask.query_positions
+        start = 0 if cache is None else cache.length
+        return mask.positions[:, start : start + self._length(x, cache is not None)]
+
+    def _context(
+        self,
+        x: Tensor,
+        mask: Mask,
+        dropout: Dropout | None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        *,
+        whole: bool,
+    ) -> Context:
         """What the layers of a half share, but for what the encoder made."""
-        length = self._length(x)
-        part_length(length, self.sequence_parts)
-        self.config.check_sequence_length(length)
-        angles = None if self.rotary is None else self.rotary(length, 0, None)
-        dropped = self._dropout(dropout, length)
-        mask = mask.prepare(length, length, device=x.device)
-        return Context(mask, angles, dropout=dropped, recompute=self.recompute)
-
-    def _cross_mask(self, x: Tensor, encoded: Tensor, padding: Tensor | None) -> Mask:
-        """Every token of the decoder sees the encoder's text and not its padding."""
-        queries, keys, batch = self._length(x), self._length(encoded), encoded.shape[1]
-        given = x.shape[1 if x.is_floating_point() else 0]
-        if given != batch:
-            raise ConfigError(f"the target has {given} sequences and the source {batch}")
-        if padding is None:
-            return Mask(causal=False)
-        if tuple(padding.shape) != (batch, keys):
-            raise ConfigError(
-                f"source_padding is {list(padding.shape)} for a source of {[batch, keys]}"
-            )
-        text = torch.zeros(batch, queries, dtype=torch.int32, device=padding.device)
-        mask = Mask(causal=False, document_ids=_documents(padding), query_document_ids=text)
-        return mask.prepare(queries, keys, device=x.device)
+        length = self._length(x, whole)
+        part_length(length, 1 if whole else self.sequence_parts)
+        offset = 0 if cache is None else cache.length
+        end = offset + length
+        self.config.check_sequence_length(end)
+        if whole and dropout is not None:
+            raise ConfigError("dropout was given together with a cache; decoding drops nothing")
+        return Context(
+            mask.prepare(length, end, offset, device=x.device),
+            None if self.rotary is None else self.rotary(length, offset, positions),
+            cache,
+            offset,
+            self._dropout(dropout, length),
+            recompute=Recompute() if whole else self.recompute,
+            sequence_parallel=False if whole else None,
+        )
 
     def _dropout(self, given: Dropout | None, length: int) -> StageDropout | None:
         """Dropout of one of the texts, whose places are the first of the key."""
@@ -246,11 +350,6 @@ class EncoderDecoder(nn.Module):
             )
         own = replace(given, key=given.key.narrow(0, length))
         return StageDropout.of(own, self.tp if self.sequence_parallel else None)
-
-
-def _documents(padding: Bool[Tensor, "b t"] | None) -> Int[Tensor, "b t"] | None:
-    """Padding as the mask contract has it: documents 0, and -1 where there is none."""
-    return None if padding is None else -padding.to(torch.int32)
 
 
 def encoder_decoder_chunks(

@@ -6,7 +6,7 @@ from dataclasses import replace
 import megatron_parallel
 from jaxtyping import Bool, Float, Int
 from megatron_kernels import Mask
-from megatron_parallel import Axis, InnerLosses, Mesh, Turns, initialize_parameters
+from megatron_parallel import Axis, InnerLosses, Mesh, Recompute, Turns, initialize_parameters
 from megatron_parallel.context_parallel import ContextSplit, check_length
 from megatron_parallel.tensor_parallel import CHUNKS, ColumnParallelLinear, overlap_forward
 from torch import Tensor, device
@@ -142,9 +142,13 @@ class GPT(Trunk, CausalModel):
         parallelism tokens, labels and positions are those at this rank's places of the sequence
         (`ContextSplit.take`); mask and dropout are those of the whole.
 
+        With a cache no sequence is cut: sequence parallelism rests, and every tensor- and
+        context-parallel rank is called with all of the tokens and keeps the keys and values of all
+        of them, for its heads.
+
         Args:
             x: tokens ``[b, s]`` on the first stage; on others what the stage before returned,
-                ``[s, b, h]`` or, with sequence parallelism, ``[s/tp, b, h]``.
+                ``[s, b, h]`` or, with sequence parallelism and no cache, ``[s/tp, b, h]``.
             labels: the token to predict at each place; -100 marks a place without loss. Only the
                 last stage reads them.
             positions: position of each token, for its embedding or rotation; by default those of
@@ -175,28 +179,30 @@ class GPT(Trunk, CausalModel):
         Raises:
             ConfigError: labels together with ``logits_at``; more tokens than the model has
                 positions, or the cache room; a length that sequence parallelism cannot cut; dropout
-                or context parallelism while decoding; a split for other ranks; tokens on a later
-                stage or activations on the first.
+                or a cut sequence (``split``, ``cp``) together with a cache; a split for other
+                ranks; tokens on a later stage or activations on the first.
         """
-        length = self._sequence_length(x)
+        whole = cache is not None
+        length = self._sequence_length(x, whole)
         offset = 0 if cache is None else cache.length
         end = offset + length
         mask = Mask() if mask is None else mask
         parallel = None
         of_parts = cp is not None and positions is not None
+        if whole and (cp is not None or split is not None):
+            raise ConfigError("a cache was given together with a split: decoding cuts no sequence")
         cp = cp or self.cp
+        over_ranks = cp.size > 1 and not whole
         if not of_parts:
-            self.config.check_sequence_length(end if cp.size == 1 else length * cp.size)
-        if cp.size > 1:
-            if cache is not None:
-                raise ConfigError("a cache was given, but context parallelism does not decode")
+            self.config.check_sequence_length(length * cp.size if over_ranks else end)
+        if over_ranks:
             split = self._split(split, length, cp, x.device)
             own = split.places[cp.index]
             dropped = self._dropout(dropout, cache, own)
             parallel = ContextParallel(self.mesh, cp, self.cp_comm_type, split, mask, dropped)
             if positions is None:
-                whole = mask.positions
-                positions = own if whole is None else split.take(whole, cp.index)
+                given = mask.positions
+                positions = own if given is None else split.take(given, cp.index)
         else:
             dropped = self._dropout(dropout, cache)
             if positions is None and mask.query_positions is not None:
@@ -205,7 +211,7 @@ class GPT(Trunk, CausalModel):
                 positions = mask.positions[:, offset:end]
             mask = mask.prepare(length, end, offset, device=x.device)
         angles = None if self.rotary is None else self.rotary(length, offset, positions)
-        padding = self._padding(mask, offset, end, cp, split)
+        padding = self._padding(mask, offset, end, cp if over_ranks else None, split)
         context = Context(
             mask,
             angles,
@@ -213,23 +219,23 @@ class GPT(Trunk, CausalModel):
             offset,
             dropped,
             parallel,
-            self.recompute,
+            Recompute() if whole else self.recompute,  # a second run would add keys once more
             padding,
             inner,
             turns,
+            sequence_parallel=False if whole else None,
         )
         x = super().forward(x, context, positions)
         if not self.last:
             return x
-        if logits_at is not None:
-            if labels is not None:
-                raise ConfigError(
-                    "labels and logits_at exclude each other: a loss needs all places"
-                )
-            x = stream_at(x, logits_at, self.tp if self.sequence_parts > 1 else None)
-        logits = self._logits(x)
-        if logits_at is not None:
-            logits = logits[: logits_at.shape[1]]
+        if logits_at is None:
+            logits = self._logits(x, context.sequence_parallel)
+        elif labels is not None:
+            raise ConfigError("labels and logits_at exclude each other: a loss needs all places")
+        else:
+            cut = self.sequence_parts > 1 and not whole
+            x = stream_at(x, logits_at, self.tp if cut else None)
+            logits = self._logits(x, context.sequence_parallel)[: logits_at.shape[1]]
         vocab = self.config.vocab_size
         return losses_or_logits(logits, labels, self.tp, vocab, label_smoothing)
 
@@ -257,29 +263,30 @@ class GPT(Trunk, CausalModel):
         )
 
     def _padding(
-        self, mask: Mask, offset: int, end: int, cp: Axis, split: ContextSplit | None
+        self, mask: Mask, offset: int, end: int, cp: Axis | None, split: ContextSplit | None
     ) -> Bool[Tensor, "s b"] | None:
         """Where these tokens are padding; None if nothing says so or no router asks."""
         if mask.document_ids is None or not self.reads_padding:
             return None
         if mask.query_document_ids is not None:
             ids = mask.query_document_ids
-        elif split is not None and cp.size > 1:
+        elif split is not None and cp is not None:
             ids = split.take(mask.document_ids, cp.index)
         else:
             ids = mask.document_ids[:, offset:end]
         return (ids < 0).t()
 
-    def _sequence_length(self, x: Tensor) -> int:
+    def _sequence_length(self, x: Tensor, whole: bool) -> int:
         """Tokens that this rank and its tensor-parallel group hold, from tokens or activations."""
         if x.is_floating_point() == self.first:
             wanted = "tokens [b, s]" if self.first else "activations [s, b, h]"
             raise ConfigError(f"stage {self.stage} takes {wanted}, not {x.dtype} {list(x.shape)}")
+        parts = 1 if whole else self.sequence_parts
         if self.first:
             length = x.shape[1]
-            part_length(length, self.sequence_parts)
+            part_length(length, parts)
             return length
-        return x.shape[0] * self.sequence_parts
+        return x.shape[0] * parts
 
     @staticmethod
     def _split(given: ContextSplit | None, part: int, cp: Axis, on: device) -> ContextSplit:
@@ -302,13 +309,16 @@ class GPT(Trunk, CausalModel):
             raise ConfigError("dropout was given together with a cache; decoding drops nothing")
         return StageDropout.of(given, self.tp if self.sequence_parallel else None, places)
 
-    def _logits(self, x: Float[Tensor, "part b h"]) -> Float[Tensor, "s b v_part"]:
+    def _logits(
+        self, x: Float[Tensor, "part b h"], sequence_parallel: bool | None
+    ) -> Float[Tensor, "s b v_part"]:
         if self.output is not None:
-            logits: Tensor = self.output(x)
+            logits: Tensor = self.output(x, sequence_parallel=sequence_parallel)
             return logits
         if self.embedding is None:
             raise ConfigError(f"stage {self.stage} is not the last: it has no output layer")
-        return self.embedding.word.output(x, self.chunks)
+        cut = sequence_parallel
+        return self.embedding.word.output(x, self.chunks, sequence_parallel=cut)
 
 
 def gpt_chunks(

@@ -1,0 +1,114 @@
+"""This rank's stages of a model, run as one: what passes from stage to stage, and who tells what.
+
+A pass goes through all stages of the pipeline in the order of the model, whichever ranks hold them:
+one stage on each, several that are interleaved, or a V. The ranks of the tensor- and context-
+parallel axes run the same stages on the same tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float, Shaped
+from megatron_models import DecodingModel, DecodingPass
+from megatron_parallel import broadcast, receive, send
+from torch import Tensor, nn
+
+from megatron_infer.errors import InferError
+
+AnyModel = DecodingModel | Sequence[nn.Module]
+"""A model, this rank's only stage of one, or all of its stages, as a trainer has them."""
+
+
+class Stages:
+    """All stages of a model that this rank has.
+
+    Args:
+        model: the only one, or all of them.
+
+    Attributes:
+        mesh: where the model lives.
+        positions: tokens that a sequence may have.
+        vocabulary: true tokens of it.
+        last: whether this rank has the last stage, which gives logits.
+        reads_source: whether the model generates from another text.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        InferError: a module that does not generate, or not all stages of this rank.
+    """
+
+    def __init__(self, model: AnyModel) -> None:
+        own = [model] if isinstance(model, nn.Module) else list(model)
+        if not own:
+            raise InferError("no stage of a model was given")
+        self._own: list[DecodingModel] = []
+        for stage in own:
+            if not isinstance(stage, DecodingModel):
+                raise InferError(
+                    f"a {type(stage).__name__} does not generate text: it is no DecodingModel of "
+                    "megatron_models"
+                )
+            self._own.append(stage)
+        self._own.sort(key=lambda stage: stage.stage)
+        one = self._own[0]
+        self.mesh = one.mesh
+        layout, self._pp = self.mesh.layout, self.mesh.axis("pp")
+        expected = layout.stages(self._pp.index)
+        if tuple(stage.stage for stage in self._own) != tuple(sorted(expected)):
+            held = ", ".join(str(stage.stage) for stage in self._own)
+            raise InferError(
+                f"stages {held} of the model were given, and with pp={layout.pp}, vpp={layout.vpp} "
+                f"this rank has stages {', '.join(map(str, expected))}: give all of them"
+            )
+        self._replicas = self.mesh.axis("tp_cp" if layout.cp > 1 else "tp")
+        self._end = layout.stage_holder(layout.pp * layout.vpp - 1)
+        self.last = self._own[-1].last
+        self.reads_source = one.reads_source
+        embedding = one.config.embedding
+        self.positions, self.vocabulary = embedding.max_position_embeddings, embedding.vocab_size
+        parameter = next(one.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+
+    def run(self, given: DecodingPass) -> Float[Tensor, "s b v_part"] | None:
+        """Run this rank's stages in one pass; returns logits if it has the last one."""
+        holder = self.mesh.layout.stage_holder
+        first = self._own[0].first_stage(given)
+        made: tuple[Tensor, ...] = ()
+        for stage in self._own:
+            if stage.stage < first:
+                continue
+            if stage.stage > first and (before := holder(stage.stage - 1)) != self._pp.index:
+                made = tuple(
+                    receive(self._empty(shape), self._pp, before, purpose="activations")
+                    for shape in stage.received(given)
+                )
+            made = stage.decode(made, given)
+            if not stage.last and (after := holder(stage.stage + 1)) != self._pp.index:
+                for one in made:
+                    send(one, self._pp, after, purpose="activations")
+        return made[0] if self.last else None
+
+    def tell(self, t: Shaped[Tensor, "..."], *, purpose: str) -> None:
+        """Overwrite a tensor with that of the last stage, on every rank of the model."""
+        if self.last:
+            broadcast(t, self._replicas, purpose=purpose)
+        broadcast(t, self._pp, self._end, purpose=purpose)
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+@contextmanager
+def evaluating(model: AnyModel) -> Iterator[None]:
+    """Put a model in eval mode, and every module back into its own mode afterwards."""
+    stages = [model] if isinstance(model, nn.Module) else model
+    training = [module for stage in stages for module in stage.modules() if module.training]
+    for stage in stages:
+        stage.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,162 @@
+"""Generation from a source text, against passes of the whole model without a cache, in float64."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from megatron_data import ByteTokenizer, NullTokenizer
+from megatron_infer import InferError, SamplingParams, generate, generate_tokens, score_tokens
+from megatron_infer.engine import batch as engine
+from megatron_models import EncoderDecoder, EncoderDecoderConfig, Placement, find_kind
+from megatron_parallel import Mesh, ParallelLayout
+from megatron_parallel.testing import WorkerPool
+
+SOURCES = [[9, 4, 33, 2, 7], [1], [50, 51, 3, 4, 5, 6, 7, 8, 20], [12, 60]]
+STARTS = [[1], [1, 17], [1], [1, 5, 44]]
+GREEDY = SamplingParams(max_new_tokens=10, temperature=0.0)
+POSITIONS = {
+    "learned": {},
+    "rope": {
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "add_bias_linear": False,
+        "num_query_groups": 2,
+    },
+}
+LAYOUTS = {
+    "tp2": ParallelLayout(tp=2, dp=1),
+    "tp2-sequence": ParallelLayout(tp=2, dp=1),
+    "pp2": ParallelLayout(pp=2, dp=1),
+    "pp2-vpp2": ParallelLayout(pp=2, vpp=2, dp=1),
+    "v": ParallelLayout(pp=2, vpp=2, dp=1, placement="v"),
+    "tp2-sequence-pp2": ParallelLayout(tp=2, pp=2, dp=1),
+}
+
+
+def make(
+    mesh: Mesh, positions: str = "learned", *, sequence_parallel: bool = False, vocab: int = 61
+) -> list[EncoderDecoder]:
+    """All stages of this rank, whose choices differ from place to place and source to source."""
+    config = EncoderDecoderConfig(
+        num_layers=4,
+        encoder_num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        vocab_size=vocab,
+        max_position_embeddings=24,
+        make_vocab_size_divisible_by=16,
+        init_method_std=0.4,
+        **POSITIONS[positions],
+    )
+    place = Placement(mesh, dtype=torch.float64, sequence_parallel=sequence_parallel)
+    return find_kind("encoder_decoder").build(config, place, seed=5)  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def without_cache(model: EncoderDecoder, source: list[int], start: list[int]) -> torch.Tensor:
+    """Tokens by their definition, and the log-probabilities of all of them but the first."""
+    tokens = list(start)
+    text = torch.tensor([source])
+    for _ in range(GREEDY.max_new_tokens):
+        logits = model(source=text, target=torch.tensor([tokens]))
+        tokens.append(int(logits[-1, 0, : model.config.vocab_size].argmax()))
+    known = model(source=text, target=torch.tensor([tokens]))[:-1, 0].log_softmax(-1)
+    following = torch.tensor(tokens[1:]).unsqueeze(-1)
+    return torch.tensor(tokens[len(start) :]), known.gather(-1, following).squeeze(-1)
+
+
+@pytest.fixture(scope="module", params=list(POSITIONS))
+def expected(request: pytest.FixtureRequest) -> tuple[str, list[tuple[int, ...]], list]:
+    (model,) = make(Mesh.single(), request.param)
+    found = [without_cache(model, *one) for one in zip(SOURCES, STARTS, strict=True)]
+    tokens = [tuple(one.tolist()) for one, _ in found]
+    assert len({token for one in tokens for token in one}) > 8  # not a constant
+    assert tokens[0] != tokens[2]  # of another source, begun alike
+    return request.param, tokens, [scores for _, scores in found]
+
+
+@pytest.mark.parametrize("bound", [4096, 12, 1])
+def test_sources_in_a_batch_equal_each_alone_without_a_cache(
+    expected: tuple, bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    positions, tokens, scores = expected
+    for name in ("PREFILL_TOKENS", "LOGITS_TOKENS"):
+        monkeypatch.setattr(engine, name, bound)
+    (model,) = make(Mesh.single(), positions)
+    found = generate_tokens(model, STARTS, GREEDY, sources=SOURCES, log_probs=True)
+    assert [one.tokens for one in found] == tokens
+    whole = [[*start, *one] for start, one in zip(STARTS, tokens, strict=True)]
+    again = score_tokens(model, whole, sources=SOURCES)
+    for one, scored, truth in zip(found, again, scores, strict=True):
+        for given in (one.log_probs, scored):
+            made = torch.tensor(given, dtype=torch.float64)
+            torch.testing.assert_close(made, truth, rtol=0, atol=1e-9)
+
+
+def test_the_encoder_runs_once_and_its_keys_are_made_once() -> None:
+    (model,) = make(Mesh.single())
+    calls = {"encoder": 0, "kv": 0, "decoder": 0}
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            calls[name] += 1
+
+        return hook
+
+    assert model.encoder is not None and model.decoder is not None
+    model.encoder.register_forward_hook(count("encoder"))
+    model.decoder.register_forward_hook(count("decoder"))
+    for block in model.decoder.layers.values():
+        block.cross_attention.kv.register_forward_hook(count("kv"))
+    generate_tokens(model, STARTS, GREEDY, sources=SOURCES)
+    assert calls == {"encoder": 1, "kv": 4, "decoder": GREEDY.max_new_tokens}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_of_a_cut_model_yield_what_one_does(
+    expected: tuple, worker_pool: WorkerPool, layout: str
+) -> None:
+    positions, tokens, _ = expected
+
+    def on_ranks(mesh: Mesh) -> list[tuple[int, ...]]:
+        stages = make(mesh, positions, sequence_parallel="sequence" in layout)
+        made = generate_tokens(stages, STARTS, GREEDY, sources=SOURCES)
+        return [one.tokens for one in made]
+
+    for found in worker_pool.run_mesh(LAYOUTS[layout], on_ranks):
+        assert found == tokens
+
+
+class BeginsWithZero(ByteTokenizer):
+    """Bytes, and a token that begins a text."""
+
+    bos_id = 0
+
+
+def test_a_text_is_written_from_a_source() -> None:
+    (model,) = make(Mesh.single(), vocab=257)
+    tokenizer, sources = BeginsWithZero(), ["One.", "Another source"]
+    params = SamplingParams(max_new_tokens=4, temperature=0.0)
+    read = [tokenizer.encode(text) for text in sources]
+    tokens = generate_tokens(model, [[0], [0, 65]], params, sources=read)
+    completions = generate(model, tokenizer, ["", "A"], params, sources=sources)
+    assert [one.tokens for one in completions] == [one.tokens for one in tokens]
+    with pytest.raises(InferError, match="no token that begins a text"):
+        generate(model, NullTokenizer(60), ["1"], params, sources=["2"])
+
+
+@pytest.mark.parametrize(
+    ("sources", "names"),
+    [
+        (None, "give `sources`"),
+        ([[1]], "4 prompts came with 1 sources"),
+        ([[1], [], [2], [3]], "source 2 has 0 tokens"),
+        ([[1], [2] * 25, [2], [3]], "source 2 has 25 tokens; the model takes 1 to 24"),
+        ([[1], [2], [2], [61]], "source 4 has token 61"),
+    ],
+)
+def test_impossible_sources_are_named(sources: Sequence[Sequence[int]] | None, names: str) -> None:
+    (model,) = make(Mesh.single())
+    with pytest.raises(InferError, match=names):
+        generate_tokens(model, STARTS, GREEDY, sources=sources)
