@@ -176,7 +176,8 @@ def test_what_cannot_be_is_refused_in_one_line():
         model.passed(1, 18)
     with pytest.raises(ConfigError, match=r"8 tokens .* of 2 .* a split into 4 parts of 4"):
         model(tokens, split=ContextSplit.zigzag(16, 4))
-    with pytest.raises(ConfigError, match="context parallelism does not decode"):
-        model(tokens, cache=StaticKVCache(config, Mesh.single(), 1, 16))
+    with pytest.raises(ConfigError, match="decoding cuts no sequence"):
+        split, cache = ContextSplit.zigzag(16, 2), StaticKVCache(config, Mesh.single(), 1, 16)
+        model(tokens, split=split, cache=cache)
     with pytest.raises(ConfigError, match="as plain rules: without dense"):
         model(tokens, mask=Mask(positions=torch.arange(16)[None]).prepare(16, 16))

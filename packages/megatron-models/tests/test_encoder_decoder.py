@@ -10,7 +10,15 @@ import jaxtyping
 import pytest
 import torch
 from megatron_kernels import Mask
-from megatron_models import ConfigError, Dropout, EncoderDecoder, EncoderDecoderConfig, Placement
+from megatron_models import (
+    ConfigError,
+    DenseKV,
+    Dropout,
+    EncoderDecoder,
+    EncoderDecoderConfig,
+    Placement,
+    StaticKVCache,
+)
 from megatron_parallel import DropoutKey, Mesh, ParallelLayout
 from torch import nn
 from torch.nn import functional
@@ -250,3 +258,67 @@ def test_calls_that_cannot_be_are_refused_in_one_line(monkeypatch, batch):
     later = EncoderDecoder(LEARNED, rank_of(3, pp=4))
     with pytest.raises(ConfigError, match="stage 3, with 2 stages of the encoder, takes 2 tensors"):
         later(torch.zeros(SOURCE, BATCH, 16))
+
+
+# -- decoding ---------------------------------------------------------------------------------
+
+ROTARY = replace(LEARNED, position_embedding_type="rope", normalization="RMSNorm")
+
+
+@pytest.mark.parametrize("config", [LEARNED, ROTARY], ids=["learned", "rope"])
+def test_decoding_with_a_cache_equals_the_whole_target(config, batch):
+    model = EncoderDecoder(config, Placement(Mesh.single(), dtype=torch.float64))
+    batch.pop("labels")
+    source, target, padding = batch["source"], batch["target"], batch["source_padding"]
+    first = config.encoder_num_layers  # by which the decoder's layers are counted
+    layers = range(first, first + config.num_layers)
+    cache = StaticKVCache(config, model.mesh, BATCH, TARGET, dtype=torch.float64, layers=layers)
+    with torch.no_grad():
+        whole = model(**batch)
+        for _ in range(2):  # the second time in a cache that was used
+            given = {"source": source, "source_padding": padding, "cache": cache}
+            steps = [model(target=target[:, :3], **given)]
+            given.pop("source")
+            steps += [model(target=target[:, i : i + 1], **given) for i in range(3, 6)]
+            ends = torch.tensor([[5, 2]] * BATCH)
+            some = model(target=target[:, 6:], logits_at=ends, **given)
+            torch.testing.assert_close(torch.cat(steps), whole[:6], rtol=0, atol=TOLERANCE)
+            torch.testing.assert_close(some, whole[[11, 8]], rtol=0, atol=TOLERANCE)
+            assert cache.length == TARGET
+            cache.truncate(0)
+
+
+@torch.no_grad()
+def test_decoding_that_cannot_be_is_refused(batch):
+    model = EncoderDecoder(LEARNED, Placement(Mesh.single(), dtype=torch.float64))
+    options = {"layers": range(2, 6), "dtype": torch.float64}
+    cache = StaticKVCache(LEARNED, model.mesh, BATCH, TARGET, **options)
+    target = batch["target"]
+    with pytest.raises(ConfigError, match="layer 2 attends to an encoder's output that the cache"):
+        model(target=target, cache=cache)
+    words = DropoutKey(*torch.zeros(2, TARGET, BATCH, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="decoding drops nothing"):
+        model(source=batch["source"], target=target, cache=cache, dropout=Dropout(words, 0.1))
+    with pytest.raises(ConfigError, match="labels and logits_at exclude each other"):
+        model(**batch, logits_at=torch.zeros(BATCH, 1, dtype=torch.int64))
+    stage = EncoderDecoder(
+        LEARNED, Placement(Mesh(ParallelLayout(pp=2, dp=1).resolve(2), 0), device="meta")
+    )
+    with pytest.raises(ConfigError, match="begins at the decoder's first stage"):
+        stage(target=target, cache=cache)
+
+
+class TokensOnly:
+    """A cache for decoder-only models."""
+
+    length = 0
+
+    def update(self, layer, k, v):
+        return DenseKV(k, v)
+
+
+@torch.no_grad()
+def test_a_cache_without_the_encoders_side_is_refused(batch):
+    model = EncoderDecoder(LEARNED, Placement(Mesh.single()))
+    with pytest.raises(ConfigError, match="which a cache of type TokensOnly does not keep"):
+        model(source=batch["source"], target=batch["target"], cache=TokensOnly())
