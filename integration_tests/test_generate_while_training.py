@@ -1,6 +1,6 @@
 """The stages of a live trainer generate in every layout, and its training goes on unmoved."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -9,14 +9,27 @@ from megatron_infer import SamplingParams, generate_tokens
 from megatron_models import GPTConfig
 from megatron_optim import OptimizerConfig
 from megatron_parallel import DataParallelConfig, Mesh, ParallelLayout
-from megatron_train import DataConfig, EvaluationConfig, RunConfig, TrainingConfig
+from megatron_train import (
+    DataConfig,
+    EvaluationConfig,
+    PlacementConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from megatron_train.assembly import build_trainer
 from megatron_train.shared_batches import open_batches
 from megatron_train.tasks.gpt_kind import TASK
 
 PROMPTS = [[5], [17, 3, 44, 9, 9, 20, 1], [2, 60], [11, 12, 13]]
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
-EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 16, "moe_router_topk": 2}
+EXPERTS = {  # with biases that follow the tokens they had in training
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "moe_router_topk": 2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.1,
+}
 
 
 @dataclass(frozen=True)
@@ -25,7 +38,7 @@ class Case:
 
     layout: ParallelLayout
     model: dict[str, Any] = field(default_factory=dict)
-    training: dict[str, Any] = field(default_factory=dict)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     data_parallel: DataParallelConfig = field(default_factory=DataParallelConfig)
 
     @property
@@ -52,11 +65,11 @@ class Case:
                 float64=True,
                 hidden_dropout=0.1,
                 attention_dropout=0.0,
-                **self.training,
             ),
             optimizer=OptimizerConfig(lr=3e-3),
             evaluation=EvaluationConfig(eval_iters=0),
             layout=self.layout,
+            placement=self.placement,
             data_parallel=self.data_parallel,
         )
 
@@ -64,25 +77,25 @@ class Case:
 SHARDED = DataParallelConfig(
     use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
 )
-SEQUENCE = {"sequence_parallel": True}
+SEQUENCE = PlacementConfig(sequence_parallel=True)
 CASES = {
-    "tp2-sequence": Case(ParallelLayout(tp=2, dp=1), training=SEQUENCE),
+    "tp2-sequence": Case(ParallelLayout(tp=2, dp=1), placement=SEQUENCE),
     "tp2-sequence-overlap": Case(
-        ParallelLayout(tp=2, dp=1), training=SEQUENCE | {"tp_comm_overlap": True}
+        ParallelLayout(tp=2, dp=1), placement=replace(SEQUENCE, tp_comm_overlap=True)
     ),
     "cp2": Case(ParallelLayout(cp=2, dp=1)),
     "pp2-vpp2": Case(ParallelLayout(pp=2, vpp=2, dp=1)),
     "dp2-sharded": Case(ParallelLayout(dp=2), data_parallel=SHARDED),
     "dp2-fsdp": Case(ParallelLayout(dp=2), data_parallel=DataParallelConfig(use_torch_fsdp2=True)),
     "experts-tp2-sequence-ep2": Case(
-        ParallelLayout(tp=2, ep=2, etp=1, dp=1), model=EXPERTS, training=SEQUENCE
+        ParallelLayout(tp=2, ep=2, etp=1, dp=1), model=EXPERTS, placement=SEQUENCE
     ),
     "experts-cp2-ep2": Case(ParallelLayout(cp=2, ep=2, dp=1), model=EXPERTS),
 }
 
 
 def train(mesh: Mesh, config: RunConfig, generates: bool) -> tuple[list, list, list]:
-    """Tokens between the steps; losses and norms of the steps; this rank's last weights."""
+    """Tokens between the steps; losses and norms of the steps; this rank's last weights and state."""
     batches = open_batches(config, lambda: TASK.open(config, None), mesh)
     trainer = build_trainer(config, TASK, batches, mesh, torch.float64)
     steps, tokens, reports = trainer.steps(0), [], []
@@ -93,7 +106,9 @@ def train(mesh: Mesh, config: RunConfig, generates: bool) -> tuple[list, list, l
             found = generate_tokens(trainer.task.stages, PROMPTS, GREEDY)
             tokens.append([one.tokens for one in found])
     views = trainer.engine.stages.views()
-    return tokens, reports, [view.tensor for name in sorted(views) for view in views[name]]
+    held = [view.tensor for name in sorted(views) for view in views[name]]
+    held += [state for stage in trainer.task.stages for state in stage.buffers()]
+    return tokens, reports, held
 
 
 @pytest.fixture(scope="module")
