@@ -68,6 +68,7 @@ GROWING: Words = {
     "--end-weight-decay": "5",
     "--weight-decay-incr-style": "linear",
 }
+LORA: Words = {"--linear-product": "lora"}
 SAMPLES: Words = {"--train-iters": None, "--train-samples": "16"}
 BY_SPLIT: Words = {
     "--data-path": None,
@@ -223,6 +224,10 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "fim.middle_token": (FIM, {"--fim-middle-token": "d"}),
     "fim.suffix_token": (FIM, {"--fim-suffix-token": "d"}),
     "training.task": ({}, {"--task": "gtp"}),
+    "placement.linear_product": ({}, {"--linear-product": "lora"}),
+    "lora.rank": (LORA, {"--lora-rank": "3"}),
+    "lora.alpha": (LORA, {"--lora-alpha": "40"}),
+    "lora.target_modules": (LORA, {"--lora-target-modules": "linear_qkv linear_fc2"}),
     "training.micro_batch_size": ({}, {"--micro-batch-size": "1"}),
     "training.train_iters": ({"--lr-decay-iters": "8"}, {"--train-iters": "3"}),
     "training.train_samples": (SAMPLES, {"--train-samples": "12"}),

@@ -6,6 +6,7 @@ from megatron_models.models.gpt.model import GPT
 from megatron_models.parameters import parameter_count
 from megatron_models.placement import Placement
 from megatron_parallel import Mesh, ParallelLayout, Recompute
+from megatron_parallel.tensor_parallel import LoRA, train_adapters
 
 
 def kept_for_backward(model, tokens):
@@ -97,3 +98,20 @@ def test_ranks_of_every_kind_hold_what_their_model_has(small):
 def test_a_layout_without_a_number_of_data_parallel_ranks_is_refused(small):
     with pytest.raises(ConfigError, match="no data-parallel size"):
         training_memory(small(), 8, 1, layout=ParallelLayout(tp=2))
+
+
+@pytest.mark.parametrize("roles", [["linear_qkv", "linear_fc2"], ["linear_fc1"]])
+@pytest.mark.parametrize("changes", [{}, {"num_experts": 4, "moe_ffn_hidden_size": 20}])
+def test_frozen_weights_have_no_gradients_and_no_state(small, roles, changes):
+    products = dict.fromkeys(roles, LoRA(3, 6.0))
+    config = small(**changes)
+    model = GPT(config, Placement(Mesh.single(), products=products))
+    train_adapters([model])
+    held = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    found = training_memory(config, 15, 3, products=products)
+    assert (found.parameters, found.gradients, found.optimizer) == (
+        4 * held,
+        4 * trained,
+        8 * trained,
+    )

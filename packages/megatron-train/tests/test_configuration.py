@@ -656,7 +656,7 @@ def test_a_printed_configuration_is_a_file_of_the_same_run(tmp_path):
         "load": "default",
     }.items():
         assert lines[name].endswith(f"# {origin}"), lines[name]
-    assert {option.name for option in run_options()} <= lines.keys()
+    assert {option.name for option in run_options(product="plain")} <= lines.keys()
 
 
 def test_an_alias_sets_its_option():
@@ -689,8 +689,8 @@ def test_every_option_has_a_help_text():
 
 
 def test_sections_are_fields_of_the_run_or_its_tasks():
-    fields = {field.name for field in dataclasses.fields(RunConfig)} - {"of_task"}
-    assert fields == set(sections()) - {"fim"}
+    fields = {field.name for field in dataclasses.fields(RunConfig)} - {"of_task", "of_product"}
+    assert fields == set(sections()) - {"fim", "lora"}
 
 
 def test_the_reference_page_is_up_to_date():

@@ -6,9 +6,10 @@ operation needs while it runs, and what an allocator leaves unused, comes on top
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron_parallel import DataParallelConfig, ParallelLayout, Recompute, Seat
 
@@ -18,6 +19,9 @@ from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.parts import ExpertRanks, LayerPass
 from megatron_models.errors import ConfigError
 from megatron_models.models.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from megatron_parallel.tensor_parallel import Product
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -54,6 +58,7 @@ def training_memory(
     recompute: Recompute | None = None,
     dispatcher: str = "allgather",
     moments: int = _ADAM_MOMENTS,
+    products: "Mapping[str, Product] | None" = None,
 ) -> TrainingMemory:
     """Return the bytes that training holds on one rank, with fused kernels.
 
@@ -79,6 +84,8 @@ def training_memory(
         dispatcher: how tokens get to their experts, ``allgather`` or ``alltoall``.
         moments: float32 tensors that the optimizer's update rule keeps for each parameter. Defaults
             to the two of AdamW.
+        products: what linear layers multiply by, by role (`Placement.products`). Where one adapts,
+            only what it adds has gradients and optimizer state. Defaults to plain products.
 
     Raises:
         ConfigError: the sequence is longer than the model's positions, or ``layout`` does not say
@@ -91,7 +98,7 @@ def training_memory(
         raise ConfigError(f"{layout} has no data-parallel size: call its resolve(world size)")
     size = _FP32 if precision == "float32" else 2
     sharing = data_parallel or DataParallelConfig()
-    held = _model_states(config, layout, sharing, size, layers, moments)
+    held = _model_states(config, layout, sharing, size, layers, moments, products or {})
     taken = LayerPass(
         -(-sequence_length // layout.cp),
         micro_batch_size,
@@ -127,25 +134,37 @@ def _model_states(
     size: int,
     layers: int | None,
     moments: int,
+    products: "Mapping[str, Product]",
 ) -> TrainingMemory:
     """Bytes of parameters of ``size`` bytes each, their gradients and the optimizer's state."""
-    dense, experts = _elements(config, layout, layers)
+    base = _elements(config, layout, layers)
+    further = _elements(config, layout, layers, products)
+    held = size * (sum(base) + sum(further))
+    dense, experts = further
+    if not any(product.adapts for product in products.values()):
+        dense, experts = dense + base[0], experts + base[1]
     whole = dense + experts
     data_ranks = (layout.dp or 1) * layout.cp // layout.dp_outer
     part = -(-dense // data_ranks) + -(-experts // layout.expert_dp)
     state = _FP32 * (moments if size == _FP32 else moments + 1)
     if data_parallel.use_torch_fsdp2:  # experts are copied like the rest
         part = -(-whole // data_ranks)
-        return TrainingMemory(part * size, part * size, part * state, 0)
+        cut = -(-held // (size * data_ranks))
+        return TrainingMemory(cut * size, part * size, part * state, 0)
     main = 2 if size == 2 and data_parallel.low_precision else _FP32
     updated = part if data_parallel.use_distributed_optimizer else whole
-    return TrainingMemory(whole * size, whole * main, updated * state, 0)
+    return TrainingMemory(held, whole * main, updated * state, 0)
 
 
-def _elements(config: ModelConfig, layout: ParallelLayout, layers: int | None) -> tuple[int, int]:
+def _elements(
+    config: ModelConfig,
+    layout: ParallelLayout,
+    layers: int | None,
+    products: "Mapping[str, Product] | None" = None,
+) -> tuple[int, int]:
     """Elements of one rank's parameters, of the first stage or of all: dense ones, and experts'.
 
-    Padding of the vocabulary is included.
+    With ``products``, of what these add. Padding of the vocabulary is included.
     """
     dense = experts = 0
     parameters = config.parameters()
@@ -153,7 +172,11 @@ def _elements(config: ModelConfig, layout: ParallelLayout, layers: int | None) -
         parameters = config.trunk().stage(range(layers), first=True, last=False).parameters()
     seat = Seat(layout)
     for spec in parameters.values():
-        numel = prod(spec.sharding.local_shape(seat))
+        shardings = [spec.sharding]
+        if products is not None:
+            product = products.get(spec.role)
+            shardings = [] if product is None else [*product.shardings(spec.sharding).values()]
+        numel = sum(prod(sharding.local_shape(seat)) for sharding in shardings)
         if spec.sharding.experts:
             experts += numel
         else:

@@ -7,10 +7,12 @@ from megatron_data import Tokenizer
 from megatron_models import Placement, find_kind
 from megatron_optim import Optimizer, needs_matrices
 from megatron_parallel import Mesh
+from megatron_parallel.tensor_parallel import train_adapters
 
 from megatron_train.config.run import RunConfig
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
+from megatron_train.products import products_of
 from megatron_train.shared_batches import Batches
 from megatron_train.tasks.kinds import TaskKind
 from megatron_train.tokenizer import Tokenizers
@@ -41,10 +43,12 @@ def build_trainer(
             dtype=dtype,
             device=mesh.device,
             cp_comm_type=place.cp_comm_type,
+            products=products_of(config),
         ),
         split=config.split,
         seed=training.seed,
     )
+    train_adapters(stages)
     made = task.build(config, stages, family)
     engine = StepEngine(
         made,

@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,10 +30,13 @@ from megatron_ckpt import (
 from megatron_data import Tokenizer
 from megatron_optim import MAIN
 from megatron_parallel import Mesh, naming_failures
+from megatron_parallel.tensor_parallel import further_names
 
 from megatron_train.config.from_checkpoint import TOKENIZER_FOLDER
+from megatron_train.config.products import PLAIN
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
+from megatron_train.product_record import product_of, refuse_other_product
 from megatron_train.run_record import (
     KINDS,
     RunRecord,
@@ -166,6 +170,8 @@ class _Found:
     """Whether it holds where a run stands, and not only weights."""
     kept: Sequence[str]
     """What the optimizer keeps for a parameter: names of state tensors, and main parameters."""
+    product: str
+    """What its linear layers multiply by."""
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as plain values, to be sent to other ranks."""
@@ -209,6 +215,8 @@ def restore(
 
     def find(_: list[None]) -> dict[str, Any] | None:
         newest = _find(store, folder, itself, console)
+        if newest is not None and newest.continues:
+            refuse_other_product(newest.product, run, newest.path)
         return None if newest is None else newest.to_plain()
 
     plain = exchange(store.coordinator, lambda: None, find)
@@ -287,7 +295,8 @@ def _compare(
 def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> int:
     """Load only the weights of the newest complete checkpoint in ``folder``, or of ``folder``.
 
-    Weights of another floating-point type are converted.
+    Weights of another floating-point type are converted. Parameters that products of linear layers
+    add to the model, such as adapters, begin anew where the checkpoint has none.
 
     Args:
         trainer: what begins.
@@ -303,15 +312,23 @@ def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> int:
     """
     store, itself = _store_of(trainer, folder)
 
-    def find(_: list[None]) -> dict[str, Any]:
-        return _found(find_checkpoint(folder)).to_plain()
+    def find(further: list[list[str]]) -> tuple[dict[str, Any], list[str]]:
+        checkpoint = find_checkpoint(folder)
+        newest = _found(checkpoint)
+        if newest.product != PLAIN:
+            refuse_other_product(newest.product, run, newest.path)
+        return newest.to_plain(), sorted({*chain(*further)} - {*checkpoint.tensors})
 
-    found = _Found.from_plain(exchange(store.coordinator, lambda: None, find))
+    plain, absent = exchange(store.coordinator, lambda: _further(trainer), find)
+    found = _Found.from_plain(plain)
     refuse_other_model(
         trainer, found.model, found.path, but=("init_method_std", *run.get("objective", ()))
     )
     iteration = found.iteration if itself else None
-    store.load(iteration, _weights_of(trainer), groups=["model"], cast="floating")
+    weights = _weights_of(trainer)
+    for name in weights.keys() & {*absent}:
+        del weights[name]
+    store.load(iteration, weights, groups=["model"], cast="floating")
     trainer.optimizer.refresh_main_parameters()
     return found.iteration
 
@@ -344,7 +361,8 @@ def _found(checkpoint: Checkpoint) -> _Found:
     names = (name for name, record in checkpoint.tensors.items() if record.group == "optim")
     kept = sorted({name.rpartition(".")[2] for name in names})
     continues = bool(kept) or "trainer" in checkpoint.values()  # some rules keep nothing
-    return _Found(checkpoint.iteration, checkpoint.path, checkpoint.model, continues, kept)
+    product = product_of(checkpoint.values().get("run"))
+    return _Found(checkpoint.iteration, checkpoint.path, checkpoint.model, continues, kept, product)
 
 
 def _refuse_other_rule(trainer: Trainer, found: _Found) -> None:
@@ -364,6 +382,11 @@ def _refuse_other_rule(trainer: Trainer, found: _Found) -> None:
 def views_of(trainer: Trainer) -> dict[str, list[View]]:
     """Return views of all parameters and of the optimizer's state by global name."""
     return {**_weights_of(trainer), **trainer.optimizer.views()}
+
+
+def _further(trainer: Trainer) -> list[str]:
+    """Return the names of parameters of this rank that products add to layers."""
+    return sorted({*chain(*map(further_names, trainer.task.stages))})
 
 
 def _weights_of(trainer: Trainer) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from megatron_optim import build_rules
 
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
+from megatron_train.products import products_of
 
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 _MEMINFO = Path("/proc/meminfo")
@@ -64,6 +65,7 @@ def least_memory(config: RunConfig) -> TrainingMemory:
         recompute=config.recompute,
         dispatcher=config.placement.moe_token_dispatcher_type,
         moments=min(len(rule.state) for rule in build_rules(config.optimizer)),
+        products=products_of(config),
     )
 
 

@@ -16,6 +16,7 @@ from megatron_data import Tokenizer
 from megatron_train.config.run import RunConfig
 from megatron_train.data_identity import corpora_identity, leave_out_what_may_differ
 from megatron_train.errors import TrainError
+from megatron_train.product_record import recorded
 
 KINDS: Final = ("data", "tokenizer", "seed", "objective")
 """What makes a run this run, beside its model, whose configuration a checkpoint has anyway."""
@@ -70,6 +71,7 @@ def _objective(config: RunConfig) -> dict[str, Any]:
         "attention_dropout": training.attention_dropout,
         **_objective_fields(config.model),
     }
+    found |= recorded(config)
     for name, section in config.of_task.items():
         marked = _objective_fields(section)
         found |= {f"{name}.{field}": value for field, value in marked.items()}

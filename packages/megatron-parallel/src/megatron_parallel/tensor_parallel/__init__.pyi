@@ -11,6 +11,7 @@ from .lora import LoRA as LoRA
 from .lora_config import LoRAConfig as LoRAConfig
 from .multiplies import Multiplies as Multiplies
 from .multiplies import add_further as add_further
+from .multiplies import further_names as further_names
 from .multiplies import merged_parameters as merged_parameters
 from .multiplies import multiplied_by as multiplied_by
 from .multiplies import multiplies as multiplies

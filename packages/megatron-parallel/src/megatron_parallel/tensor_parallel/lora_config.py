@@ -40,11 +40,11 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise LayoutError(f"--lora-rank {self.rank} is not a number of columns >= 1")
+            raise LayoutError("{rank} is not a number of columns >= 1", vars(self))
         if not self.alpha > 0:
-            raise LayoutError(f"--lora-alpha {self.alpha} is not positive")
+            raise LayoutError("{alpha} is not positive", vars(self))
         if not self.target_modules:
-            raise LayoutError("--lora-target-modules names no layers; name one, as linear_qkv")
+            raise LayoutError("{target_modules:name} names no layers; give linear_qkv", vars(self))
 
 
 KIND: Final = ProductKind(

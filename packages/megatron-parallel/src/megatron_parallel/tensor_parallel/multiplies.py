@@ -55,6 +55,15 @@ def multiplied(layer: nn.Module) -> tuple[Tensor, ...]:
     return tuple([getattr(layer, name) for name in layer.multiplied])  # type: ignore[union-attr]
 
 
+def further_names(module: nn.Module) -> set[str]:
+    """Return the names, in a module, of the parameters that products add to layers."""
+    found = set[str]()
+    for prefix, layer in module.named_modules():
+        if multiplies(layer):
+            found |= {f"{prefix}.{name}" if prefix else name for name in layer.multiplied[1:]}
+    return found
+
+
 def train_adapters(modules: Iterable[nn.Module]) -> bool:
     """Freeze what is not trained where a product of the modules adapts (`Product.adapts`).
 

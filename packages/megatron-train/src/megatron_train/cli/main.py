@@ -11,6 +11,7 @@ from megatron_train.cli import (
     config,
     finetune,
     layout,
+    merge,
     models,
     pretrain,
     recipes,
@@ -33,6 +34,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     pretrain.add_command(commands)
     finetune.add_command(commands)
+    merge.add_command(commands)
     recipes.add_command(commands)
     models.add_command(commands)
     tasks.add_command(commands)

@@ -8,7 +8,7 @@ from megatron_train.config.fields import setting
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """How a model is placed on the ranks of its layout, and how they communicate.
+    """How a model is placed on the ranks of its layout, and what its linear layers multiply by.
 
     With mesh, dtype, device and recomputation it makes the `megatron_models.Placement` of a run.
     """
@@ -34,4 +34,9 @@ class PlacementConfig:
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = setting(
         "allgather",
         "how tokens get to experts on other ranks: all tokens to all of them, or each to its own",
+    )
+    linear_product: str = setting(
+        "plain",
+        "what linear layers multiply by: their weight alone (plain), or a product that is "
+        "installed, such as lora, low-rank adapters of a model that is frozen (our name)",
     )

@@ -27,6 +27,12 @@ from megatron_train.config.model import (
     check_model_layout,
 )
 from megatron_train.config.options import flags_of, options_of
+from megatron_train.config.products import (
+    PLAIN,
+    check_product,
+    product_sections,
+    refuse_other_products,
+)
 from megatron_train.config.run_sections import KIND, RunSections, run_options, sections
 from megatron_train.config.values import Values
 from megatron_train.errors import TrainError, UsageError, collected, refuse
@@ -46,6 +52,7 @@ class RunConfig(RunSections):
             alone = dataclasses.replace(self.placement, sequence_parallel=False)
             object.__setattr__(self, "placement", alone)
         self._take_sections_of_task()
+        self._take_sections_of_product()
         wrong: list[str] = []
         checks: tuple[Callable[[], None], ...] = (
             self._check_length,
@@ -79,6 +86,20 @@ class RunConfig(RunSections):
             for name, section in known.items()
         }
         object.__setattr__(self, "of_task", found)
+
+    def _take_sections_of_product(self) -> None:
+        """Complete the section of the product of linear layers, if it is not given."""
+        check_product(self.product)
+        known = product_sections(self.product)
+        if strange := self.of_product.keys() - known.keys():
+            raise TrainError(
+                f"the product {self.product} has no section {', '.join(sorted(strange))}"
+            )
+        found = {
+            name: self.of_product[name] if name in self.of_product else section.config()
+            for name, section in known.items()
+        }
+        object.__setattr__(self, "of_product", found)
 
     def _check_length(self) -> None:
         """Refuse samples longer than the model takes."""
@@ -244,7 +265,10 @@ def build_run(values: Values, world_size: int = 1, kind: str = KIND) -> RunConfi
     task = values.get("training.task") or default_task(kind)
     check_task(kind, task)
     refuse_other_sections(values, kind, task, flags)
-    absent = list(values.missing(run_options(kind, task)))
+    product = values.get("placement.linear_product") or PLAIN
+    check_product(product)
+    refuse_other_products(values, product, flags)
+    absent = list(values.missing(run_options(kind, task, product)))
     missing = [option.flag for option in absent if not option.derived]
     if not {"training.train_iters", "training.train_samples"} & values.given.keys():
         missing.append("--train-iters (or --train-samples)")
@@ -258,13 +282,14 @@ def build_run(values: Values, world_size: int = 1, kind: str = KIND) -> RunConfi
             f"missing: {', '.join(missing)}; give as flags, by --recipe, or in --config"
         )
     built, wrong = {}, list[str]()
-    for name, (_, cls) in sections(kind, task).items():
+    for name, (_, cls) in sections(kind, task, product).items():
         with collected(wrong):
             built[name] = build_section(name, cls, values)
     refuse(wrong)
     built["layout"] = _resolve(built["layout"], world_size)
     of_task = {name: built.pop(name) for name in task_sections(kind, task)}
-    return RunConfig(**built, of_task=of_task)
+    of_product = {name: built.pop(name) for name in product_sections(product)}
+    return RunConfig(**built, of_task=of_task, of_product=of_product)
 
 
 def build_section(name: str, cls: type[Section], values: Values, **fixed: Any) -> Section:

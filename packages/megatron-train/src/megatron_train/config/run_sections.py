@@ -17,6 +17,7 @@ from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.data import DataConfig
 from megatron_train.config.options import Option, options_of
 from megatron_train.config.placement import PlacementConfig
+from megatron_train.config.products import product_sections
 from megatron_train.config.sections import (
     EvaluationConfig,
     LoggingConfig,
@@ -47,30 +48,36 @@ _SECTIONS: dict[str, tuple[str, type[Any]]] = {
 
 
 @cache
-def sections(kind: str = KIND, task: str | None = None) -> dict[str, tuple[str, type[Any]]]:
+def sections(
+    kind: str = KIND, task: str | None = None, product: str | None = None
+) -> dict[str, tuple[str, type[Any]]]:
     """Return every section of a run: key in YAML files, title, and the dataclass that holds it.
 
     Args:
         kind: of the model.
         task: whose sections are among them. Defaults to all tasks that can train the kind.
+        product: of linear layers, likewise. Defaults to all that are installed.
 
     Raises:
         ConfigError: no such kind is installed.
-        TrainError: a task brings a section whose name is taken.
+        TrainError: a task or a product brings a section whose name is taken.
     """
     found = {"model": ("model", find_kind(kind).config), **_SECTIONS}
-    for name, section in task_sections(kind, task).items():
+    brought = [*task_sections(kind, task).items(), *product_sections(product).items()]
+    for name, section in brought:
         if name in found:
             raise TrainError(
-                f"the section {name!r} that a task brings ({section.config.__module__}) has the "
-                "name of a section of every run; uninstall it"
+                f"the section {name!r} that {section.config.__module__} brings has the name of "
+                "another section of the run; uninstall it"
             )
         found[name] = (section.title, section.config)
     return found
 
 
 @cache
-def run_options(kind: str = KIND, task: str | None = None) -> tuple[Option, ...]:
+def run_options(
+    kind: str = KIND, task: str | None = None, product: str | None = None
+) -> tuple[Option, ...]:
     """Return every option of a run, section by section.
 
     Cached: a run asks several times, and type hints are slow to evaluate.
@@ -78,12 +85,13 @@ def run_options(kind: str = KIND, task: str | None = None) -> tuple[Option, ...]
     Args:
         kind: of the model.
         task: whose options are among them. Defaults to all tasks that can train the kind.
+        product: of linear layers, likewise. Defaults to all that are installed.
 
     Raises:
         TrainError: two options have one flag.
     """
     found: dict[str, Option] = {}
-    for name, (_, cls) in sections(kind, task).items():
+    for name, (_, cls) in sections(kind, task, product).items():
         for option in options_of(cls, name):
             other = found.setdefault(option.flag, option)
             if other is not option:
@@ -99,6 +107,7 @@ class RunSections:
     """Everything that defines a run: one field for each section. `RunConfig` checks them.
 
     The sections that the task brings are in ``of_task`` by name; `section` finds them by class.
+    Those of the product of linear layers are in ``of_product``.
     """
 
     model: ModelConfig
@@ -115,15 +124,22 @@ class RunSections:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
     of_task: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    of_product: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def task(self) -> str:
         """Name of the task: that of --task, or the one of the kind of model."""
         return self.training.task or default_task(self.model.kind)
 
+    @property
+    def product(self) -> str:
+        """Name of what linear layers multiply by."""
+        return self.placement.linear_product
+
     def part(self, name: str) -> Any:
-        """Return a section by its name, also one that the task brings."""
-        return self.of_task[name] if name in self.of_task else getattr(self, name)
+        """Return a section by its name, also one that the task or the product brings."""
+        brought = {**self.of_task, **self.of_product}
+        return brought[name] if name in brought else getattr(self, name)
 
     def section(self, cls: type[SectionT]) -> SectionT:
         """Return the section that the task brings of a class.

@@ -1,0 +1,103 @@
+"""Low-rank adapters of a checkpoint's model: trained, continued, merged and exported."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_ckpt import Checkpoint, find_checkpoint
+from megatron_ckpt.cli import main as convert
+from megatron_train import read_records
+from megatron_train.cli import main
+
+ROLES = "linear_qkv linear_fc1 linear_fc2"
+SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
+TRAIN = (
+    f"pretrain gpt {SIZES} --mock-data --tokenizer-type NullTokenizer --vocab-size 211 "
+    "--micro-batch-size 2 --global-batch-size 4 --eval-iters 0 --hidden-dropout 0 --lr 1e-2 "
+    "--attention-dropout 0 --lr-decay-style constant --no-progress --float64 --device cpu "
+    "--activation gelu_tanh"
+)
+LORA = f"--linear-product lora --lora-rank 4 --lora-alpha 8 --lora-target-modules {ROLES}"
+RANKS = "--nproc-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel"
+
+
+@pytest.fixture
+def train(tmp_path, capfd, monkeypatch, plain_runs):
+    """Return a function that runs `pretrain gpt`, and gives what was printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def start(words: str, status: int = 0) -> str:
+        assert main(f"{TRAIN} {words}".split()) == status
+        printed = capfd.readouterr()
+        return printed.out + printed.err
+
+    return start
+
+
+@pytest.fixture
+def base(train):
+    """A run of two steps whose model is adapted."""
+    train("--train-iters 2 --save base")
+    return "base"
+
+
+def weights(folder: str) -> dict[str, torch.Tensor]:
+    checkpoint: Checkpoint = find_checkpoint(folder)
+    records = checkpoint.tensors.items()
+    return {name: checkpoint.read(name) for name, record in records if record.group == "model"}
+
+
+def losses(folder: str) -> list[float]:
+    return [record["lm loss"] for record in read_records(Path(folder) / "metrics.jsonl").train]
+
+
+def test_adapters_are_trained_continued_in_other_layouts_and_merged(train, base, capfd):
+    begin = f"--finetune --load {base} {LORA} --train-iters 6"
+    assert "with the weights of base, step 2" in train(f"{begin} --save whole")
+    before, after = weights(base), weights("whole")
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    added = after.keys() - before.keys()
+    assert len(added) == 2 * 2 * 3 and all(after[name].any() for name in added)
+    kept = {n for n, r in find_checkpoint("whole").tensors.items() if r.group == "optim"}
+    assert {name.rpartition(".")[0] for name in kept} == added
+
+    train(f"{begin} --save same --exit-interval 3")
+    train(f"{LORA} --train-iters 6 --load same --save same")
+    assert losses("same") == losses("whole")
+    assert all(torch.equal(after[name], tensor) for name, tensor in weights("same").items())
+
+    train(f"{begin} --save cut --exit-interval 3 {RANKS}")
+    train(f"{LORA} --train-iters 6 --load cut --save cut")
+    assert losses("cut") == pytest.approx(losses("whole"), abs=1e-9)
+    for name, tensor in weights("cut").items():
+        torch.testing.assert_close(tensor, after[name], rtol=0, atol=1e-9, msg=name)
+
+    assert main(["merge", "--load", "whole", "--save", "merged"]) == 0
+    merged = weights("merged")
+    assert merged.keys() == before.keys()
+    for name, tensor in before.items():
+        wanted, stem = tensor, name.removesuffix("weight")
+        if f"{stem}lora_a" in added:
+            a, b = after[f"{stem}lora_a"], after[f"{stem}lora_b"]
+            wanted = tensor + 2.0 * torch.tensordot(b, a, dims=1)
+        torch.testing.assert_close(merged[name], wanted, rtol=0, atol=1e-14, msg=name)
+    assert convert(["convert", "--to-hf", "--family", "gpt2", "merged", "out"]) == 0
+    assert convert(["convert", "--to-hf", "--family", "gpt2", "whole", "other"]) == 1
+    assert "no row uses tensor 'layers.0.attention.qkv.lora_a'" in capfd.readouterr().err
+
+
+def test_what_does_not_fit_an_adapted_model_is_refused(train, base):
+    train(f"--finetune --load {base} {LORA} --train-iters 1 --save tuned")
+    for words, message in (
+        ("--load tuned", "comes from --linear-product lora, and this run has plain; give"),
+        ("--load tuned --finetune", "or fold it into the weights first, by megatron-train merge"),
+        (f"--load {base} {LORA}", "begin a new run with its weights, by --finetune"),
+        (f"--load tuned {LORA} --lora-alpha 9", "lora.alpha 8.0 there, 9.0 here"),
+        ("--lora-rank 2", "--lora-rank is a setting of the product lora, and the run has plain"),
+        (f"{LORA} --lora-rank 0", "--lora-rank 0 is not a number of columns >= 1"),
+        ("--linear-product lara", "no product of linear layers 'lara'; did you mean 'lora'?"),
+        (f"{LORA} --lora-target-modules q_proj", "is chosen for q_proj, and a model of kind gpt"),
+        (f"{LORA} --use-torch-fsdp2 --nproc-per-node 2", "freezes weights, and --use-torch-fsdp2"),
+    ):
+        assert message in train(f"{words} --train-iters 2", status=1), words
+    assert main(["merge", "--load", "base", "--save", "x"]) == 1

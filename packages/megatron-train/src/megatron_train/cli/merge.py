@@ -1,0 +1,25 @@
+"""``megatron-train merge``: fold adapters into the weights of a checkpoint."""
+
+import argparse
+import sys
+
+from megatron_train.config.flags import Parser
+
+
+def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Add the command to ``commands``."""
+    summary = "fold adapters (--linear-product) into the weights of a checkpoint, to export it"
+    parser = commands.add_parser("merge", help=summary, description=summary.capitalize() + ".")
+    text = "folder of checkpoints, of which the newest is taken, or one checkpoint"
+    parser.add_argument("--load", required=True, metavar="DIR", help=text)
+    text = "folder that gets the merged checkpoint, without optimizer state"
+    parser.add_argument("--save", required=True, metavar="DIR", help=text)
+    parser.set_defaults(run=_merge)
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    from megatron_train.merging import merge_checkpoint
+
+    path = merge_checkpoint(arguments.load, arguments.save)
+    sys.stdout.write(f"saved merged checkpoint {path}\n")
+    return 0

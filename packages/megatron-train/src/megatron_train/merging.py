@@ -1,0 +1,58 @@
+"""Folding what products add, such as adapters, into the weights of a checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron_ckpt import CheckpointStore, View, find_checkpoint
+from megatron_models import config_of
+from torch import Tensor
+
+from megatron_train.config.from_checkpoint import TOKENIZER_FOLDER
+from megatron_train.errors import TrainError
+from megatron_train.product_record import products_in
+
+
+def merge_checkpoint(load: str | Path, save: str | Path) -> Path:
+    """Write the model of a checkpoint with what its products add folded into the weights.
+
+    The model of the new checkpoint has plain linear layers and computes the same. It is merged in
+    float64 and kept in the dtype that it had. Optimizer state is left out.
+
+    Args:
+        load: folder of checkpoints, of which the newest is taken, or one checkpoint.
+        save: folder that gets the new checkpoint.
+
+    Returns:
+        The folder of the new checkpoint.
+
+    Raises:
+        TrainError: the checkpoint has nothing to merge.
+        CheckpointError: it cannot be read, or there is one of that step in ``save``.
+        LayoutError: its product is not installed.
+    """
+    checkpoint = find_checkpoint(load)
+    if checkpoint.model is None:
+        raise TrainError(f"{checkpoint.path} says nothing of its model; it cannot be merged")
+    products = products_in(checkpoint.values().get("run"), checkpoint.path)
+    held = {n: checkpoint.read(n) for n, r in checkpoint.tensors.items() if r.group == "model"}
+    found: dict[str, Tensor] = {}
+    taken = set[str]()
+    for name, spec in config_of(checkpoint.model).parameters().items():
+        if name not in held:
+            continue
+        found[name] = held[name]
+        product = products.get(spec.role)
+        if product is None:
+            continue
+        stem = name.removesuffix("weight")
+        further = [f"{stem}{local}" for local in product.shardings(spec.sharding)]
+        weights = [held[each].double() for each in (name, *further)]
+        found[name] = product.merged(weights).to(found[name].dtype)
+        taken |= {*further}
+    kept = {name: held[name] for name in held if name not in taken and name not in found}
+    state: dict[str, Any] = {name: [View.whole(tensor)] for name, tensor in (found | kept).items()}
+    files: dict[str, bytes | Path] = {}
+    if any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in checkpoint.manifest.files):
+        files[TOKENIZER_FOLDER] = checkpoint.verified_folder(TOKENIZER_FOLDER)
+    store = CheckpointStore(Path(save))
+    return store.save(checkpoint.iteration, state, model=checkpoint.model, files=files)

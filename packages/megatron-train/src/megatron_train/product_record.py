@@ -1,0 +1,72 @@
+"""What the linear layers of a run multiply by, as the record in its checkpoints says."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from megatron_parallel.tensor_parallel import Product, find_product
+
+from megatron_train.config.products import PLAIN
+from megatron_train.config.run import RunConfig
+from megatron_train.errors import TrainError
+
+PRODUCT: Final = "linear_product"
+"""The name of the product in the objective of a record; its settings are ``section.name``."""
+
+
+def recorded(config: RunConfig) -> dict[str, Any]:
+    """Return what the objective of a run's record has of its product."""
+    found: dict[str, Any] = {PRODUCT: config.product}
+    for name, section in config.of_product.items():
+        found |= {f"{name}.{field}": value for field, value in asdict(section).items()}
+    return found
+
+
+def product_of(run: Any) -> str:
+    """Return the name of the product of a record's run."""
+    objective = run.get("objective") if isinstance(run, Mapping) else None
+    return str(objective.get(PRODUCT, PLAIN)) if isinstance(objective, Mapping) else PLAIN
+
+
+def refuse_other_product(there: str, run: Any, path: Path) -> None:
+    """Refuse a checkpoint whose layers have parameters of another product.
+
+    Args:
+        there: the product of the checkpoint.
+        run: the record of the run that takes it.
+        path: of the checkpoint.
+
+    Raises:
+        TrainError: with what to do.
+    """
+    here = product_of(run)
+    if there == here:
+        return
+    more = f"give --linear-product {there}"
+    if there == PLAIN:
+        more = "begin a new run with its weights, by --finetune and another --save folder"
+    elif here == PLAIN:
+        more += ", or fold it into the weights first, by megatron-train merge"
+    raise TrainError(f"{path} comes from --linear-product {there}, and this run has {here}; {more}")
+
+
+def products_in(run: Any, path: Path) -> Mapping[str, Product]:
+    """Return the products of a record's run, by role of the layers.
+
+    Raises:
+        TrainError: they are plain, or the record is damaged.
+        LayoutError: the product is not installed.
+    """
+    name = product_of(run)
+    if name == PLAIN:
+        raise TrainError(f"{path} has plain linear layers: there is nothing to merge")
+    kind, objective = find_product(name), run["objective"]
+    if kind.section is None:
+        return kind.build()
+    prefix, config = f"{kind.section.name}.", kind.section.config
+    settings = {k.removeprefix(prefix): v for k, v in objective.items() if k.startswith(prefix)}
+    try:
+        return kind.build(config(**settings))
+    except (TypeError, ValueError) as error:
+        raise TrainError(f"{path} is damaged: its {name} has {settings}: {error}") from None

@@ -1,0 +1,33 @@
+"""What the linear layers of a run multiply by."""
+
+from collections.abc import Mapping
+
+from megatron_parallel.tensor_parallel import Product, find_product
+
+from megatron_train.config.products import PLAIN
+from megatron_train.config.run import RunConfig
+from megatron_train.errors import TrainError
+
+
+def products_of(config: RunConfig) -> Mapping[str, Product]:
+    """Return the product of each role of layers; layers of other roles are plain.
+
+    Raises:
+        TrainError: no layer of the model has the role, or the run cannot train with the product.
+    """
+    if config.product == PLAIN:
+        return {}
+    found = find_product(config.product).build(next(iter(config.of_product.values()), None))
+    roles = {spec.role for spec in config.model.parameters().values()} - {""}
+    if strange := sorted(found.keys() - roles):
+        raise TrainError(
+            f"--linear-product {config.product} is chosen for {', '.join(strange)}, and a model of "
+            f"kind {config.model.kind} has {', '.join(sorted(roles))}; name some of these"
+        )
+    adapts = any(product.adapts for product in found.values())
+    if adapts and config.data_parallel.use_torch_fsdp2:
+        raise TrainError(
+            f"--linear-product {config.product} freezes weights, and --use-torch-fsdp2 shards "
+            "frozen and trained ones together; give --use-distributed-optimizer instead"
+        )
+    return found
