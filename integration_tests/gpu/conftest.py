@@ -84,12 +84,12 @@ class Job:
         denominators = {n: c or 1.0 for n, c in self.engine.denominators(batches).items()}
         sums = self.engine.run(batches, denominators, iteration)
         gradients = {n: g.detach().cpu() for n, g in self.engine.stages.gradients().items()}
-        return {name: sums[name] / denominators[name] for name in sums}, gradients
+        return {name: float(sums[name]) / denominators[name] for name in sums}, gradients
 
     def step(self, iteration: int) -> tuple[dict[str, float], float]:
         """A whole step: losses per token, and the norm of the gradient."""
         losses, _ = self.gradients(iteration)
-        norm = self.optimizer.step(LEARNING_RATE).grad_norm
+        norm = float(self.optimizer.step(LEARNING_RATE).grad_norm)
         self.engine.stages.zero()
         return losses, norm
 

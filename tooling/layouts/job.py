@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Any
 
 import torch
 from megatron_data import SequentialSampler
@@ -124,14 +125,12 @@ def build_trainer(
 class Recording(Optimizer):
     """An optimizer that keeps the gradients it was given, before it clips them."""
 
-    def step(
-        self, lr: float, weight_decay: float | None = None, decoupled_lr: float | None = None
-    ) -> StepResult:
+    def step(self, lr: float, *rates: float | None, **more: Any) -> StepResult:
         """Keep the gradients, then step."""
         taken = {name: gradient.clone() for name, gradient in self.gradients().items()}
         views = self._main.views(taken)
         vars(self).setdefault("seen", []).append(pieces(views))
-        return super().step(lr, weight_decay, decoupled_lr)
+        return super().step(lr, *rates, **more)
 
     def ends(self) -> tuple[list[Piece], list[Piece]]:
         """The gradients of the first and the last step; none where no step was finite."""

@@ -32,9 +32,9 @@ def test_norm_and_clipping_equal_torch_in_float64(
     expected = torch.nn.utils.clip_grad_norm_(parameters, 0.25)
 
     norm = gradient_norm(gradients, shardings(gradients), mesh)
-    scale_gradients(gradients.values(), clip_coefficient(norm, 0.25))
+    scale_gradients(gradients.values(), float(clip_coefficient(norm, 0.25)))
 
-    assert norm == pytest.approx(expected.item(), rel=1e-14)
+    assert float(norm) == pytest.approx(expected.item(), rel=1e-14)
     for parameter, gradient in zip(parameters, gradients.values(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-14, atol=0)
 
@@ -72,10 +72,10 @@ def test_gradients_that_are_not_contiguous_count_whole() -> None:
 
 
 def test_coefficient_is_megatrons() -> None:
-    assert clip_coefficient(4.0, 1.0) == 1.0 / (4.0 + 1e-6)
-    assert clip_coefficient(0.5, 1.0) == 1.0
-    assert clip_coefficient(1.0, 1.0) == 1.0 / (1.0 + 1e-6)
-    assert clip_coefficient(4.0, 0.0) == 1.0
+    assert clip_coefficient(torch.tensor(4.0, dtype=torch.float64), 1.0) == 1.0 / (4.0 + 1e-6)
+    assert clip_coefficient(torch.tensor(0.5, dtype=torch.float64), 1.0) == 1.0
+    assert clip_coefficient(torch.tensor(1.0, dtype=torch.float64), 1.0) == 1.0 / (1.0 + 1e-6)
+    assert clip_coefficient(torch.tensor(4.0, dtype=torch.float64), 0.0) == 1.0
 
 
 def test_nothing_to_clip_has_norm_zero(mesh: Mesh) -> None:

@@ -291,3 +291,17 @@ def test_gradients_may_be_handed_in(model: Model, mesh: Mesh, table: Table) -> N
     del handed["3.bias"]
     with pytest.raises(OptimError, match=r"handed in lack 1 .* first is '3\.bias'"):
         one.step(1e-2)
+
+
+def test_a_loss_that_is_not_finite_skips_the_step(mesh: Mesh) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    trainable = TrainableParameters({"w": parameter}, {"w": Sharding((3,))}, mesh)
+    optimizer = Optimizer(trainable, CONFIG)
+    losses = [torch.tensor(value, dtype=torch.float64) for value in (1.0, math.nan)]
+    result = optimizer.step(0.1, losses=losses)
+    assert result.skipped and torch.equal(parameter, torch.ones(3))
+    assert (optimizer.steps, optimizer.skipped_steps) == (0, 1)
+    assert float(result.grad_norm) == pytest.approx(3**0.5)
+    assert not optimizer.step(0.1, losses=losses[:1]).skipped
+    assert not torch.equal(parameter, torch.ones(3))

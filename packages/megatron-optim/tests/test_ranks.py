@@ -47,8 +47,8 @@ def local(mesh: Mesh, seed: int) -> dict[str, Tensor]:
 
 def norms(mesh: Mesh) -> tuple[float, float]:
     gradients = local(mesh, 1)
-    largest = gradient_norm(gradients, TABLE, mesh, norm_type=math.inf)
-    return gradient_norm(gradients, TABLE, mesh), largest
+    largest = float(gradient_norm(gradients, TABLE, mesh, norm_type=math.inf))
+    return float(gradient_norm(gradients, TABLE, mesh)), largest
 
 
 def steps(mesh: Mesh, count: int, bad_rank: int | None = None) -> tuple[list, dict[str, Tensor]]:
@@ -63,7 +63,7 @@ def steps(mesh: Mesh, count: int, bad_rank: int | None = None) -> tuple[list, di
         if step == 1 and mesh.rank == bad_rank:
             parameters["column.weight"].grad[0, 0] = math.nan
         result = optimizer.step(1e-2)
-        results.append((result.grad_norm, result.skipped))
+        results.append((float(result.grad_norm), result.skipped))
     return results, {name: parameter.detach() for name, parameter in parameters.items()}
 
 
@@ -141,7 +141,7 @@ def pipeline_steps(
                 terms.append(used.sum() * gain.square().sum() * (sample + 1))
             sum(terms).backward()
         buffers.finish()
-        norms.append(optimizer.step(1e-2).grad_norm)
+        norms.append(float(optimizer.step(1e-2).grad_norm))
         buffers.zero()
     return norms, {name: weight.detach() for name, weight in weights.items()}
 

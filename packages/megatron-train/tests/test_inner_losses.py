@@ -52,7 +52,9 @@ def test_an_inner_loss_on_tensor_parallel_ranks_is_reported_as_on_one_rank(worke
         drawn = (torch.tensor([[1, 2, 5, 1]]) + shift for shift in (0, 2))
         batches = [MicroBatch.of({"tokens": tokens}, by="tokens") for tokens in drawn]
         sums = engine.run(batches, engine.denominators(batches), 1)
-        return sums, engine.stages.gradients()["weight"].clone()
+        return {n: float(value) for n, value in sums.items()}, engine.stages.gradients()[
+            "weight"
+        ].clone()
 
     sums, gradient = step(Mesh.single())
     for found, theirs in worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), step):

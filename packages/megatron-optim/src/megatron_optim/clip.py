@@ -32,8 +32,8 @@ def gradient_norm(
     *,
     norm_type: float = 2.0,
     sharded: bool = False,
-) -> float:
-    """Return the norm of the gradient of the whole model, equal on every rank.
+) -> Float64[Tensor, ""]:
+    """Return the norm of the whole gradient, a scalar on the mesh's device, equal on every rank.
 
     ``gradients`` holds this rank's pieces by global parameter name, already reduced over the data
     axis; ``sharded`` if ranks of the data axis hold a shard each. ``norm_type`` is 2 or
@@ -52,7 +52,7 @@ def gradient_norm(
         local = torch.stack(largest).max() if largest else _zero(mesh)
         return _over_all_ranks(local, mesh, "max")
     local = sum_of_squares(counted) if counted else _zero(mesh)
-    return math.sqrt(_over_all_ranks(local, mesh, "sum"))
+    return _over_all_ranks(local, mesh, "sum").sqrt()
 
 
 def sum_of_squares(tensors: Iterable[Float[Tensor, "..."]]) -> Float64[Tensor, ""]:
@@ -68,13 +68,13 @@ def sum_of_squares(tensors: Iterable[Float[Tensor, "..."]]) -> Float64[Tensor, "
     return torch.cat(norms).double().square().sum()
 
 
-def clip_coefficient(norm: float, max_norm: float) -> float:
+def clip_coefficient(norm: Float64[Tensor, ""], max_norm: float) -> Float64[Tensor, ""]:
     """Return the factor that brings a gradient of norm ``norm`` down to ``max_norm``, at most 1.
 
     ``max_norm`` 0 switches clipping off. As in Megatron-LM the factor is
     ``max_norm / (norm + 1e-6)`` where that is below 1.
     """
-    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0.0 else 1.0
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0.0 else torch.ones_like(norm)
 
 
 @torch.no_grad()
@@ -85,11 +85,13 @@ def scale_gradients(gradients: Iterable[Float[Tensor, "..."]], factor: float) ->
         torch._foreach_mul_(tensors, factor)
 
 
-def _over_all_ranks(value: Float64[Tensor, ""], mesh: Mesh, op: Literal["sum", "max"]) -> float:
+def _over_all_ranks(
+    value: Float64[Tensor, ""], mesh: Mesh, op: Literal["sum", "max"]
+) -> Float64[Tensor, ""]:
     """Reduce over the ranks of a pipeline stage, then over the stages: every rank once."""
     for axis in ("tp_dp_cp", "pp"):
         value = all_reduce(value, mesh.axis(axis), op=op, purpose="gradient norm")
-    return float(value)
+    return value
 
 
 def _zero(mesh: Mesh) -> Float64[Tensor, ""]:

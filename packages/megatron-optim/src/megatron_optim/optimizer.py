@@ -1,11 +1,11 @@
 """The optimizer: what is the same whatever rule updates the parameters."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from megatron_parallel import Trainable, View
 from torch import Tensor
 from torch.nn import Parameter
@@ -20,14 +20,14 @@ from megatron_optim.update_rule import MAIN, build_rules
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step did."""
+    """What one optimizer step did; tensors are scalars on the mesh's device."""
 
-    grad_norm: float
-    """Norm of the whole gradient before clipping; not finite if the step was skipped."""
-    clip_coefficient: float
+    grad_norm: Float64[Tensor, ""]
+    """Norm of the whole gradient before clipping."""
+    clip_coefficient: Float64[Tensor, ""]
     """What the gradient was multiplied by; 1 where it was not clipped."""
     skipped: bool
-    """Whether parameters and state were left alone because the norm was not finite."""
+    """Whether parameters and state were left alone because a number was not finite."""
 
 
 class Optimizer:
@@ -84,7 +84,12 @@ class Optimizer:
         return self._main.gradients()
 
     def step(
-        self, lr: float, weight_decay: float | None = None, decoupled_lr: float | None = None
+        self,
+        lr: float,
+        weight_decay: float | None = None,
+        decoupled_lr: float | None = None,
+        *,
+        losses: Iterable[Float64[Tensor, ""]] = (),
     ) -> StepResult:
         """Clip the gradient and update every parameter once.
 
@@ -95,15 +100,18 @@ class Optimizer:
             weight_decay: of the parameters that take it. Defaults to the configured one.
             decoupled_lr: learning rate of token embeddings and output matrices
                 (`Sharding.vocabulary`). Defaults to ``lr``.
+            losses: of this step, equal on every rank. The step is skipped if one is not finite.
         """
         gradients = self.gradients()
         table, mesh = self._trainable.table, self._trainable.mesh
         norm = gradient_norm(gradients, table, mesh, sharded=self._main.sharded)
-        if not math.isfinite(norm):
-            self.skipped_steps += 1
-            return StepResult(norm, 1.0, skipped=True)
         factor = clip_coefficient(norm, self.config.clip_grad)
-        scale_gradients(gradients.values(), factor)
+        # The only time that the host waits for the device: what follows depends on it.
+        scale, *numbers = torch.stack([factor, norm, *losses]).tolist()
+        if not all(map(math.isfinite, numbers)):
+            self.skipped_steps += 1
+            return StepResult(norm, torch.ones_like(norm), skipped=True)
+        scale_gradients(gradients.values(), scale)
         decay = self.config.weight_decay if weight_decay is None else weight_decay
         for group in self._groups:
             rate = lr if decoupled_lr is None or not group.decoupled else decoupled_lr

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float64
 from megatron_parallel import (
     DataParallelConfig,
     Fusion,
@@ -126,7 +127,7 @@ class StepEngine:
         counts = self.task.denominators(batches)
         if not self._per_token:
             counts |= dict.fromkeys(self.task.losses, float(len(batches)))
-        return self._summed(counts, "dp", "token counts")
+        return self._count(counts, "dp", "token counts")
 
     def true_tokens(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Return what each sum of `evaluate` is to be divided by."""
@@ -136,9 +137,9 @@ class StepEngine:
                 ranks = 1 if batch.split is None else batch.split.ranks
                 for name, count in self.task.denominators([batch]).items():
                     counts[name] += count / ranks
-            return self._summed(counts, self._data, "token counts")
+            return self._count(counts, self._data, "token counts")
         # Of whole sequences, which all ranks of the context axis read.
-        return self._summed(self.task.denominators(batches), "dp", "token counts")
+        return self._count(self.task.denominators(batches), "dp", "token counts")
 
     def extent(self, batches: Sequence[MicroBatch]) -> Extent:
         """Return how large the global batch is that these are this rank's micro-batches of."""
@@ -147,14 +148,14 @@ class StepEngine:
         flops = self.task.flops(batches)
         if self.mesh.layout.hybrid_cp:
             own = {"samples": samples, "tokens": tokens, "flops": flops}
-            whole = self._summed(own, self._data, "extent of the batch")
+            whole = self._count(own, self._data, "extent of the batch")
             return Extent(int(whole["samples"]), int(whole["tokens"]), whole["flops"])
         ranks = self.mesh.axis("dp").size  # each has as many samples as this one
         return Extent(ranks * samples, ranks * tokens, ranks * flops)
 
     def run(
         self, batches: Sequence[MicroBatch], denominators: Mapping[str, float], iteration: int
-    ) -> dict[str, float]:
+    ) -> dict[str, Float64[Tensor, ""]]:
         """Add the gradients of all micro-batches and sum them over all ranks.
 
         Args:
@@ -163,7 +164,8 @@ class StepEngine:
             iteration: number of the step, from 1; dropout depends on it.
 
         Returns:
-            Each loss summed over the true tokens of the global batch, equal on every rank; where
+            Each loss summed over the true tokens of the global batch, equal on every rank and on
+            its device: the host does not wait for them. Where
             micro-batches have equal weights, the sum of the means of all micro-batches. Reported
             sums are over the global batch either way.
         """
@@ -178,7 +180,7 @@ class StepEngine:
             sums |= self._summed(self._inner.sums, "world", "inner loss sums")
         return sums
 
-    def evaluate(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def evaluate(self, batches: Sequence[MicroBatch]) -> dict[str, Float64[Tensor, ""]]:
         """Return each loss summed over the true tokens of all ranks; makes no gradients."""
         self._iteration = self._inner = None
         sums = self._pipeline.evaluate([self._own(batch) for batch in batches])
@@ -252,16 +254,20 @@ class StepEngine:
         """The axis of samples and of their parts; called `dp` where samples are not cut."""
         return "dp_cp" if self._cuts else "dp"
 
+    def _count(self, values: Mapping[str, float], axis: str, purpose: str) -> dict[str, float]:
+        """Sum numbers over the ranks of an axis; the host waits for them."""
+        return {name: float(total) for name, total in self._summed(values, axis, purpose).items()}
+
     def _summed(
         self, values: Mapping[str, float | Tensor], axis: str, purpose: str
-    ) -> dict[str, float]:
+    ) -> dict[str, Float64[Tensor, ""]]:
         """Sum numbers over the ranks of an axis, in float64."""
         device = self.mesh.device
         total = torch.stack(
             [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values.values()]
         )
         all_reduce(total, self.mesh.axis(axis), purpose=purpose)
-        return dict(zip(values, total.tolist(), strict=True))
+        return dict(zip(values, total.unbind(), strict=True))
 
 
 def _require_whole_compiler(mesh: Mesh, version: str) -> None:

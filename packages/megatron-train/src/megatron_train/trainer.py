@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from megatron_optim import LearningRateSchedule, Optimizer, WeightDecaySchedule
 from megatron_parallel import all_reduce
+from torch import Tensor
 
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
@@ -37,7 +38,7 @@ class StepReport:
         learning_rate: the rate the step was made with.
         grad_norm: norm of the gradient over all parameters, before clipping.
         updated: whether the parameters were updated; a step that is not finite is skipped.
-        finite: whether loss and gradient norm were finite numbers.
+        finite: whether losses and gradient norm were finite numbers.
         seconds: duration of the step, with loading of its samples.
         samples: samples in the step.
         tokens: tokens in the step, masked ones included.
@@ -180,34 +181,31 @@ class Trainer:
         # 1 where no token counts, so that the loss is 0.
         denominators = {n: c or 1.0 for n, c in self.engine.denominators(batches).items()}
         sums = self.engine.run(batches, denominators, self.iteration + 1)
-        learning_rate = self.learning_rate.at(self.consumed_samples)
-        losses = self._losses(sums)
-        finite, updated, grad_norm = all(map(math.isfinite, losses.values())), False, math.nan
-        if finite:
-            consumed = self.consumed_samples
-            decoupled = self.decoupled_learning_rate.at(consumed)
-            decay = self.weight_decay.at(consumed)
-            result = self.optimizer.step(learning_rate, decay, decoupled)
-            updated, grad_norm = not result.skipped, result.grad_norm
-            if updated:
-                self.engine.stages.update_states()
-            finite = math.isfinite(grad_norm)
-        if self.check_for_nan and not finite:
-            raise TrainError(self._not_finite(losses, grad_norm))
+        consumed = self.consumed_samples
+        learning_rate = self.learning_rate.at(consumed)
+        decoupled = self.decoupled_learning_rate.at(consumed)
+        decay = self.weight_decay.at(consumed)
+        losses = [sums[name] for name in sums if name not in self.task.reported]
+        result = self.optimizer.step(learning_rate, decay, decoupled, losses=losses)
+        if result.skipped and self.check_for_nan:
+            raise TrainError(self._not_finite(sums, float(result.grad_norm)))
+        if not result.skipped:
+            self.engine.stages.update_states()
         self.engine.stages.zero()
         extent = self.engine.extent(batches)
         self.iteration += 1
         self.consumed_samples += extent.samples
-        self._count_nan(finite)
+        self._count_nan(finite=not result.skipped)
+        grad_norm, *values = torch.stack([result.grad_norm, *sums.values()]).tolist()
         return StepReport(
             iteration=self.iteration,
             consumed_samples=self.consumed_samples,
-            sums=sums,
+            sums=dict(zip(sums, values, strict=True)),
             denominators=denominators,
             learning_rate=learning_rate,
             grad_norm=grad_norm,
-            updated=updated,
-            finite=finite,
+            updated=not result.skipped,
+            finite=not result.skipped,
             seconds=time.perf_counter() - start,
             samples=extent.samples,
             tokens=extent.tokens,
@@ -222,7 +220,7 @@ class Trainer:
             stage.eval()
         for batches in steps:
             for name, value in self.engine.evaluate(batches).items():
-                totals[name] = totals.get(name, 0.0) + value
+                totals[name] = totals.get(name, 0.0) + float(value)
             for name, count in self.engine.true_tokens(batches).items():
                 counts[name] = counts.get(name, 0.0) + count
         for stage in self.task.stages:
@@ -273,12 +271,9 @@ class Trainer:
         self.stop(Stop("another rank was told to stop", status))
         return True
 
-    def _losses(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """The sums that have a gradient."""
-        return {name: sums[name] for name in sums if name not in self.task.reported}
-
-    def _not_finite(self, losses: Mapping[str, float], grad_norm: float) -> str:
+    def _not_finite(self, sums: Mapping[str, Tensor], grad_norm: float) -> str:
         """Say what of the step about to end is not finite, the same on all ranks."""
+        losses = {name: float(sums[name]) for name in sums if name not in self.task.reported}
         wrong = [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
         if gradient := self.engine.stages.not_finite():
             wrong.append(gradient)
