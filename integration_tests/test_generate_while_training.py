@@ -95,7 +95,7 @@ CASES = {
 
 
 def train(mesh: Mesh, config: RunConfig, generates: bool) -> tuple[list, list, list]:
-    """Tokens between the steps; losses and norms of the steps; this rank's last weights and state."""
+    """Tokens between the steps; losses and norms of the steps; the last weights and state."""
     batches = open_batches(config, lambda: TASK.open(config, None), mesh)
     trainer = build_trainer(config, TASK, batches, mesh, torch.float64)
     steps, tokens, reports = trainer.steps(0), [], []

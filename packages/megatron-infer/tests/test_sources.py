@@ -1,14 +1,25 @@
 """Generation from a source text, against passes of the whole model without a cache, in float64."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
-from megatron_data import ByteTokenizer, NullTokenizer
-from megatron_infer import InferError, SamplingParams, generate, generate_tokens, score_tokens
+from megatron_ckpt import CheckpointStore, ModelRecord
+from megatron_data import ByteTokenizer, NullTokenizer, load_tokenizer
+from megatron_infer import (
+    InferError,
+    SamplingParams,
+    generate,
+    generate_tokens,
+    load_model,
+    score_tokens,
+)
+from megatron_infer.cli import main
 from megatron_infer.engine import batch as engine
-from megatron_models import EncoderDecoder, EncoderDecoderConfig, Placement, find_kind
-from megatron_parallel import Mesh, ParallelLayout
+from megatron_models import EncoderDecoder, EncoderDecoderConfig, Placement, find_kind, record_of
+from megatron_parallel import Mesh, ParallelLayout, collect_shardings, parameter_views
 from megatron_parallel.testing import WorkerPool
 
 SOURCES = [[9, 4, 33, 2, 7], [1], [50, 51, 3, 4, 5, 6, 7, 8, 20], [12, 60]]
@@ -160,3 +171,79 @@ def test_impossible_sources_are_named(sources: Sequence[Sequence[int]] | None, n
     (model,) = make(Mesh.single())
     with pytest.raises(InferError, match=names):
         generate_tokens(model, STARTS, GREEDY, sources=sources)
+
+
+# -- from a checkpoint ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    """A run's folder with one checkpoint, whose tokenizer has a token that begins a text."""
+    (model,) = make(Mesh.single(), vocab=257)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    numbers = {letter: number for number, letter in enumerate(alphabet)}
+    bytes_alone = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=numbers, merges=[]))
+    bytes_alone.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = tokenizers.decoders.ByteLevel()
+    bytes_alone.add_special_tokens(["<s>"])
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    bytes_alone.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    load_tokenizer(folder).save(tmp_path / "saved")
+    CheckpointStore(tmp_path / "run").save(
+        3,
+        parameter_views(model, collect_shardings(model), Mesh.single()),
+        model=ModelRecord(family=None, **record_of(model.config)),
+        files={"tokenizer": tmp_path / "saved"},
+    )
+    return str(tmp_path / "run")
+
+
+def test_the_stages_of_a_checkpoint_write_what_the_whole_model_does(
+    run: str, worker_pool: WorkerPool
+) -> None:
+    def written(mesh: Mesh) -> list:
+        loaded = load_model(run, mesh=mesh, dtype=torch.float64)
+        return generate(loaded.stages, loaded.tokenizer, ["", "A"], GREEDY, sources=["One.", "Two"])
+
+    expected = written(Mesh.single())
+    assert expected[0].tokens != expected[1].tokens
+    for layout in (ParallelLayout(pp=2, dp=1), ParallelLayout(pp=2, vpp=2, dp=1)):
+        assert worker_pool.run_mesh(layout, written) == [expected] * 2
+
+
+def test_the_command_writes_from_sources(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["generate", "--load", run, "--max-new-tokens", "5", "--temperature", "0"]
+    loaded = load_model(run)
+    params = SamplingParams(max_new_tokens=5, temperature=0.0)
+    one, two = generate(loaded.model, loaded.tokenizer, ["", ""], params, sources=["One.", "Two"])
+    assert main([*common, "--source", "One."]) == 0
+    assert capsys.readouterr().out == f"{one.text}\n"
+    assert main([*common, "--source", "One.", "--source", "Two"]) == 0
+    assert capsys.readouterr().out == f"--- 1 ---\n{one.text}\n--- 2 ---\n{two.text}\n"
+    source = " ".join(map(str, loaded.tokenizer.encode("One.")))
+    assert main([*common, "--prompt-tokens", "256", "--source-tokens", source]) == 0
+    assert capsys.readouterr().out.split()[1:] == [str(token) for token in one.tokens]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "names"),
+    [
+        (["generate"], 2, "--prompt --prompt-file --prompt-tokens is required, or --source"),
+        (["generate", "--source-tokens", "1"], 2, "--source-tokens needs --prompt-tokens"),
+        (["generate", "--source", "a", "--prompt-tokens", "1"], 2, "give --source-tokens"),
+        (["generate", "--prompt", "a"], 1, "give `sources`"),
+        (["generate", "--prompt", "a", "--source", "b", "--source", "c"], 1, "came with 2 sources"),
+        (["serve", "--port", "0"], 1, "kind 'encoder_decoder', which writes from a source text"),
+        (["chat"], 1, "use `megatron-infer generate --source TEXT`"),
+    ],
+)
+def test_commands_say_what_a_model_with_an_encoder_needs(
+    run: str, words: list[str], status: int, names: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *others = words
+    assert main([command, "--load", run, *others]) == status
+    shown = capsys.readouterr().err.strip()
+    assert names in shown
+    assert "\n" not in shown
