@@ -13,7 +13,7 @@ import torch
 import yaml
 from megatron_ckpt import CheckpointStore
 from megatron_data import IndexedDatasetBuilder, bert_tokenizer
-from megatron_optim import Optimizer, OptimizerConfig
+from megatron_optim import Optimizer, OptimizerConfig, find_rule
 from megatron_parallel import Mesh, Sharding, TrainableParameters
 from megatron_train import read_records
 from megatron_train.cli import main
@@ -86,7 +86,8 @@ def test_its_state_changes_what_is_trained(sentences, run_command, tmp_path):
     assert all(plain[step][0] != centered[step][0] for step in (2, 3))
 
 
-def test_its_update_rule_equals_torchs():
+@pytest.mark.parametrize("decay", [None, 0.5])
+def test_its_update_rule_equals_torchs_with_its_own_settings(decay):
     mine, theirs = (
         [nn.Parameter(torch.linspace(-2, 1, n, dtype=torch.float64)) for n in (5, 9)]
         for _ in range(2)
@@ -96,9 +97,11 @@ def test_its_update_rule_equals_torchs():
         n: Sharding(tuple(p.shape), weight_decay=True) for n, p in zip(names, mine, strict=False)
     }
     trainable = TrainableParameters(zip(names, mine, strict=False), table, Mesh.single())
-    settings = OptimizerConfig(optimizer="rmsprop", clip_grad=0.0, weight_decay=0.1, adam_eps=1e-6)
-    ours = Optimizer(trainable, settings)
-    reference = torch.optim.RMSprop(theirs, lr=0.01, alpha=0.99, eps=1e-6, weight_decay=0.1)
+    shared = {"clip_grad": 0.0, "weight_decay": 0.1, "adam_eps": 1e-6}
+    own = None if decay is None else find_rule("rmsprop").section.config(decay)
+    ours = Optimizer(trainable, OptimizerConfig(optimizer="rmsprop", settings=own, **shared))
+    alpha = 0.99 if decay is None else decay
+    reference = torch.optim.RMSprop(theirs, lr=0.01, alpha=alpha, eps=1e-6, weight_decay=0.1)
     for step in range(5):
         for optimizer, parameters in ((ours, mine), (reference, theirs)):
             optimizer.zero_grad()
@@ -143,6 +146,12 @@ def refused(sentences, monkeypatch, capsys, plain_runs):
     [
         ("--mask-prob 0.01", "--mask-prob 0.01 hides less than one of --seq-length 24 tokens; "),
         ("--mask-prob 1", "--mask-prob must lie between 0 and 1, got 1.0"),
+        ("--optimizer rmsprop --rmsprop-decay 2", "--rmsprop-decay must lie in [0, 1), got 2.0"),
+        (
+            "--rmsprop-decay 0.9",
+            "--rmsprop-decay is a setting of the update rule rmsprop, and the run has adam; give "
+            "--optimizer rmsprop, or leave it out",
+        ),
         ("--no-masked-lm-head", "hidden tokens are predicted by --masked-lm-head; give it"),
         ("--task gpt", "--task gpt trains models of kind gpt, not bidirectional; give one of "),
     ],
@@ -152,10 +161,12 @@ def test_what_it_cannot_train_is_refused_in_one_line(words, line, refused):
 
 
 def test_its_settings_are_of_the_run_and_its_record(sentences, refused, run_command, tmp_path):
-    run_command(sentences, f"{RUN} --train-iters 2 --mask-prob 0.4 --save {tmp_path}/more")
+    rule = "--optimizer rmsprop --rmsprop-decay 0.5"
+    run_command(sentences, f"{RUN} --train-iters 2 --mask-prob 0.4 {rule} --save {tmp_path}/more")
     settings = yaml.safe_load((tmp_path / "more" / "config.yaml").read_text())
     assert settings["masked_lm"] == {"probability": 0.4, "short_samples": 0.1}
-    again = f"--train-iters 3 --save {tmp_path}/more --load {tmp_path}/more"
+    assert settings["rmsprop"] == {"decay": 0.5}
+    again = f"--optimizer rmsprop --train-iters 3 --save {tmp_path}/more --load {tmp_path}/more"
     assert "other data: probability 0.4 there, 0.15 here" in refused(again)
     (tmp_path / "run.yaml").write_text("masked_lm: {propability: 0.4}\n")
     assert "did you mean masked_lm.probability?" in refused(f"--config {tmp_path}/run.yaml")

@@ -1,16 +1,26 @@
 """Update rules against torch's optimizers in float64, and how rules are found."""
 
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from types import ModuleType
 
 import megatron_parallel.extensions as extensions
 import pytest
 import torch
-from megatron_optim import OptimError, Optimizer, OptimizerConfig, StateTensor, UpdateRule
-from megatron_optim.known_rules import RULES
-from megatron_parallel import Mesh, Sharding, TrainableParameters
+from megatron_optim import (
+    OptimError,
+    Optimizer,
+    OptimizerConfig,
+    StateTensor,
+    UpdateRule,
+    build_rules,
+)
+from megatron_optim.known_rules import RULES, UpdateRuleKind
+from megatron_optim.rules import AdamW
+from megatron_parallel import Mesh, Section, Sharding, TrainableParameters
 from torch import Tensor, nn
 
 Model = Callable[..., nn.Module]
@@ -93,14 +103,32 @@ class Circular(Scaled):
     others = "scaled"
 
 
+@dataclass(frozen=True)
+class Slowness:
+    """Settings of a rule of its own."""
+
+    share: float = 0.5
+
+
+class Slowed(Scaled):
+    """Has settings of its own, and leaves vectors to a rule without."""
+
+
+SETTINGS = {"slowed": Section("slowed", Slowness, "slowness")}
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Entry points of another distribution that bring the rules of this file."""
     module = sys.modules[__name__]
     monkeypatch.setitem(sys.modules, "strange", module)
     names = {"signed": "Signed", "scaled": "Scaled", "twice": "Twice", "circular": "Circular"}
-    names |= {"absent": "Absent", "number": "MARK"}
-    found = [EntryPoint(n, f"strange:{value}", RULES.group) for n, value in names.items()]
+    names |= {"absent": "Absent", "number": "MARK", "slowed": "Slowed"}
+    for name, rule in names.items():
+        kind = UpdateRuleKind(name, "for this test", f"strange:{rule}", SETTINGS.get(name))
+        monkeypatch.setattr(module, f"KIND_{name}", kind, raising=False)
+    found = [EntryPoint(name, f"strange:KIND_{name}", RULES.group) for name in names]
+    found.append(EntryPoint("bare", "strange:Signed", RULES.group))
     true = extensions.entry_points
     monkeypatch.setattr(
         extensions,
@@ -179,7 +207,8 @@ def test_matrices_go_to_the_rule_that_needs_them_and_the_rest_to_another(mesh: M
     ("name", "message"),
     [
         ("absent", "the update rule 'absent' is .*:Absent, which cannot be imported: "),
-        ("number", "the entry point 'number' of megatron.update_rules is .*:MARK, which is no sub"),
+        ("number", "the update rule 'number' is strange:MARK, which is no subclass of megatron_"),
+        ("bare", "the entry point 'bare' of megatron.update_rules is .*, which is no UpdateRuleK"),
         ("twice", "the update rule 'twice' has the state main: names must differ"),
         ("circular", "the update rule 'circular' leaves other parameters to 'scaled', which needs"),
     ],
@@ -203,6 +232,23 @@ def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
     assert caught.value.told({"optimizer": "--optimizer"}).startswith("--optimizer: no update rule")
     with pytest.raises(OptimError, match=r"sgd_momentum must lie in \[0, 1\), got 1\.5"):
         OptimizerConfig(sgd_momentum=1.5)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_rule_has_the_settings_of_its_own_and_no_others() -> None:
+    given = OptimizerConfig(optimizer="slowed", settings=Slowness(0.25))
+    rule, others = build_rules(given)
+    assert (rule.config.settings, others.config.settings) == (Slowness(0.25), None)
+    assert build_rules(OptimizerConfig(optimizer="slowed"))[0].config.settings == Slowness(0.5)
+    assert build_rules(replace(given, optimizer="sgd"))[0].config.settings is None
+
+
+def test_the_rules_of_the_package_are_described_without_torch() -> None:
+    code = "import sys; from megatron_optim import update_rules; print(*update_rules());"
+    code += "assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"adam", "sgd"} <= set(done.stdout.split())
+    assert type(build_rules(OptimizerConfig())[0]) is AdamW
 
 
 def test_two_distributions_with_one_name_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import megatron_parallel.extensions as extensions
 import pytest
 import torch
 from megatron_optim import OptimError, Optimizer, OptimizerConfig, StateTensor, UpdateRule
-from megatron_optim.known_rules import RULES
+from megatron_optim.known_rules import RULES, UpdateRuleKind
 from megatron_parallel import (
     DataParallelConfig,
     GradientBuffers,
@@ -60,7 +60,9 @@ def installed() -> Iterator[None]:
     """Bring the rule by an entry point, in whatever process this is."""
     module = ModuleType("strange_matrices")
     module.Normalised = Normalised  # type: ignore[attr-defined]
-    entry = EntryPoint("normalised", "strange_matrices:Normalised", RULES.group)
+    name, rule = "normalised", "strange_matrices:Normalised"
+    module.KIND = UpdateRuleKind(name, "for this test", rule)  # type: ignore[attr-defined]
+    entry = EntryPoint(name, "strange_matrices:KIND", RULES.group)
     with (
         patch.dict(sys.modules, {"strange_matrices": module}),
         patch.object(extensions, "entry_points", lambda group: [entry]),

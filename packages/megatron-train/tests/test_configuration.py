@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from megatron_train._command import CommandError
+from megatron_train.config.brought import Chosen
 from megatron_train.config.files import read_file, to_yaml
 from megatron_train.config.flags import Parser, add_options, given_flags
 from megatron_train.config.moved import MOVED
@@ -656,7 +657,7 @@ def test_a_printed_configuration_is_a_file_of_the_same_run(tmp_path):
         "load": "default",
     }.items():
         assert lines[name].endswith(f"# {origin}"), lines[name]
-    assert {option.name for option in run_options(product="plain")} <= lines.keys()
+    assert {option.name for option in run_options("gpt", run.chosen)} <= lines.keys()
 
 
 def test_an_alias_sets_its_option():
@@ -689,8 +690,8 @@ def test_every_option_has_a_help_text():
 
 
 def test_sections_are_fields_of_the_run_or_its_tasks():
-    fields = {field.name for field in dataclasses.fields(RunConfig)} - {"of_task", "of_product"}
-    assert fields == set(sections()) - {"fim", "lora"}
+    fields = {field.name for field in dataclasses.fields(RunConfig)} - {"brought"}
+    assert fields == set(sections("gpt", Chosen("gpt", "adam", "plain"))) - {"fim"}
 
 
 def test_the_reference_page_is_up_to_date():

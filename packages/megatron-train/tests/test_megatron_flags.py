@@ -1,5 +1,6 @@
 """The table of Megatron-LM's flags against lists of them and against what commands accept."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,7 @@ def test_values_that_are_not_there_are_refused_beside_unknown_flags(capsys):
 def test_an_update_rule_that_is_not_installed_is_named_with_those_that_are(capsys):
     error = printed(["pretrain", "gpt", *RUN.split(), "--optimizer", "muon"], capsys, 1).err
     assert error.startswith("megatron-train: error: --optimizer: no update rule 'muon'; installed")
-    assert "are adam, sgd; install" in error and error.count("\n") == 1
+    assert re.search(r"are adam, .*sgd; install", error) and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("word", ["--manual-gc", "--muon-momentum", "--fp8-param-gather"])

@@ -1,12 +1,10 @@
-"""RMSProp (Tieleman and Hinton 2012): an update rule, the entry in ``megatron.update_rules``."""
+"""RMSProp (Tieleman and Hinton 2012): an update rule."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 from megatron_optim import StateTensor, UpdateRule
 from torch import Tensor
-
-DECAY = 0.99
 
 
 class RMSProp(UpdateRule):
@@ -25,10 +23,10 @@ class RMSProp(UpdateRule):
         step: int,
     ) -> None:
         """Update parameters and the means of squares; weight decay is part of the gradient."""
-        squares = list(state["square_avg"])
+        squares, decay = list(state["square_avg"]), self.config.settings.decay
         steps = torch._foreach_add(list(gradients), list(parameters), alpha=weight_decay)
-        torch._foreach_mul_(squares, DECAY)
-        torch._foreach_addcmul_(squares, steps, steps, value=1 - DECAY)
+        torch._foreach_mul_(squares, decay)
+        torch._foreach_addcmul_(squares, steps, steps, value=1 - decay)
         roots = torch._foreach_sqrt(squares)
         torch._foreach_add_(roots, self.config.adam_eps)
         torch._foreach_addcdiv_(list(parameters), steps, roots, value=-lr)

@@ -5,6 +5,9 @@ from .clip import scale_gradients as scale_gradients
 from .clip import sum_of_squares as sum_of_squares
 from .config import OptimizerConfig as OptimizerConfig
 from .errors import OptimError as OptimError
+from .known_rules import UpdateRuleKind as UpdateRuleKind
+from .known_rules import find_rule as find_rule
+from .known_rules import update_rules as update_rules
 from .optimizer import Optimizer as Optimizer
 from .optimizer import StepResult as StepResult
 from .param_groups import parameter_groups as parameter_groups

@@ -116,6 +116,11 @@ class OptimizerConfig:
         metadata=_flag("--clip-grad", "largest global gradient norm; 0 switches clipping off"),
     )
 
+    settings: Any = field(
+        default=None,
+        metadata={"flag": None, "help": "settings of the update rule's own (UpdateRuleKind)"},
+    )
+
     def __post_init__(self) -> None:
         if self.optimizer not in RULES:
             unknown = RULES.unknown(self.optimizer, "{optimizer:repr}")

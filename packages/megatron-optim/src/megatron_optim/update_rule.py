@@ -9,14 +9,15 @@ module does not import torch.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_parallel import Sharding
 
 from megatron_optim.config import OptimizerConfig
 from megatron_optim.errors import OptimError
-from megatron_optim.known_rules import RULES
+from megatron_optim.known_rules import RULES, UpdateRuleKind, find_rule
 
 if TYPE_CHECKING:
     import torch
@@ -44,12 +45,12 @@ class StateTensor:
 class UpdateRule(ABC):
     """How parameters follow from gradients.
 
-    A subclass names its ``state`` and updates in `update`. The class is the object of the entry
-    point; it is called with the `OptimizerConfig` of the run. A state that depends on the
-    configuration is set in the constructor.
+    A subclass names its ``state`` and updates in `update`. An `UpdateRuleKind` names the class; it
+    is called with the `OptimizerConfig` of the run. A state that depends on the configuration is
+    set in the constructor.
 
     Attributes:
-        config: settings of the run.
+        config: settings of the run; those of the rule's own are in ``config.settings``.
         needs: ``elements`` if every element is updated by itself: what `update` is given may be any
             flat part of a parameter. ``matrices`` if a matrix is updated as a whole: see `update`.
             Such a rule is given matrices that are neither token embeddings nor output matrices; the
@@ -130,14 +131,30 @@ def needs_matrices(config: OptimizerConfig) -> bool:
     return build_rules(config)[0].needs == "matrices"
 
 
-def _build(name: str, config: OptimizerConfig) -> UpdateRule:
-    found = RULES.load(name)
+def _class_of(kind: UpdateRuleKind) -> type[UpdateRule]:
+    try:
+        found: object = EntryPoint(kind.name, kind.rule, RULES.group).load()
+    except (ImportError, AttributeError) as error:
+        raise OptimError(
+            f"the update rule {kind.name!r} is {kind.rule}, which cannot be imported: {error}; "
+            "repair or uninstall the distribution that brings it"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, UpdateRule)):
         raise OptimError(
-            f"the entry point {name!r} of {RULES.group} is {RULES.find(name).value}, which is no "
-            "subclass of megatron_optim.UpdateRule"
+            f"the update rule {kind.name!r} is {kind.rule}, which is no subclass of "
+            "megatron_optim.UpdateRule"
         )
-    rule = found(config)
+    return found
+
+
+def _build(name: str, config: OptimizerConfig) -> UpdateRule:
+    kind = find_rule(name)
+    settings = config.settings
+    if kind.section is None:
+        settings = None
+    elif not isinstance(settings, kind.section.config):  # none given, or another rule's
+        settings = kind.section.config()
+    rule = _class_of(kind)(replace(config, settings=settings))
     names = [tensor.name for tensor in rule.state]
     if len({*names, MAIN}) <= len(names):
         raise OptimError(

@@ -153,7 +153,7 @@ def join(config: RunConfig, device: torch.device) -> Mesh:
     """
     settings = (
         (option, getattr(config.part(option.section), option.name))
-        for option in run_options(config.model.kind, config.task, config.product)
+        for option in run_options(config.model.kind, config.chosen)
     )
     return Mesh.bind(
         config.layout,

@@ -18,8 +18,10 @@ PRODUCT: Final = "linear_product"
 def recorded(config: RunConfig) -> dict[str, Any]:
     """Return what the objective of a run's record has of its product."""
     found: dict[str, Any] = {PRODUCT: config.product}
-    for name, section in config.of_product.items():
-        found |= {f"{name}.{field}": value for field, value in asdict(section).items()}
+    section = None if config.product == PLAIN else find_product(config.product).section
+    if section is not None:
+        settings = asdict(config.brought[section.name])
+        found |= {f"{section.name}.{field}": value for field, value in settings.items()}
     return found
 
 

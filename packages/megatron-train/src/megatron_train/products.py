@@ -17,7 +17,8 @@ def products_of(config: RunConfig) -> Mapping[str, Product]:
     """
     if config.product == PLAIN:
         return {}
-    found = find_product(config.product).build(next(iter(config.of_product.values()), None))
+    kind = find_product(config.product)
+    found = kind.build(None if kind.section is None else config.brought[kind.section.name])
     roles = {spec.role for spec in config.model.parameters().values()} - {""}
     if strange := sorted(found.keys() - roles):
         raise TrainError(

@@ -70,9 +70,9 @@ def _objective(config: RunConfig) -> dict[str, Any]:
         "hidden_dropout": training.hidden_dropout,
         "attention_dropout": training.attention_dropout,
         **_objective_fields(config.model),
+        **recorded(config),
     }
-    found |= recorded(config)
-    for name, section in config.of_task.items():
+    for name, section in config.brought.items():
         marked = _objective_fields(section)
         found |= {f"{name}.{field}": value for field, value in marked.items()}
     return found

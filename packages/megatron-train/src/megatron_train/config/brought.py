@@ -1,22 +1,75 @@
-"""Sections and checks that tasks bring to the configuration of a run.
+"""Sections and checks that extensions bring to the configuration of a run.
 
-A task that needs settings of its own names them in `TaskKind.sections`; they become flags of
-``pretrain KIND`` and sections of files for every kind of model that the task can train. A run has
-those of its own task, and the others are refused. Importing this module does not import torch.
+A run chooses a task (--task), an update rule (--optimizer) and what linear layers multiply by
+(--linear-product), by name. Such an extension may bring sections of settings, which become flags of
+``pretrain KIND`` and sections of files, and checks of the whole run. A run has those of what it has
+chosen, and refuses the others. Importing this module does not import torch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from megatron_models import ModelKind, find_kind, model_kinds
+from megatron_optim import OptimizerConfig, update_rules
 from megatron_parallel import Section
+from megatron_parallel.tensor_parallel.product_kinds import PRODUCTS, find_product
 
+from megatron_train.config.products import PLAIN
 from megatron_train.config.values import Values
 from megatron_train.errors import TrainError
 from megatron_train.tasks.known import TASKS
 
 Check = Callable[[Any], None]
 """A function of the run that raises a `TrainError` with the flags named."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a run has chosen by name; of what is None, everything that is installed counts.
+
+    Attributes:
+        task: what the model is trained to do.
+        rule: how parameters follow from gradients.
+        product: what linear layers multiply by.
+    """
+
+    task: str | None = None
+    rule: str | None = None
+    product: str | None = None
+
+    @classmethod
+    def by(cls, values: Values, kind: str) -> "Chosen":
+        """Return what given values choose, and the defaults of a kind of model."""
+        rule: str = values.get("optimizer.optimizer") or OptimizerConfig.optimizer
+        product: str = values.get("placement.linear_product") or PLAIN
+        return cls(values.get("training.task") or default_task(kind), rule, product)
+
+
+class _Kind(Protocol):
+    """An extension that brings one section at most."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def section(self) -> Section | None: ...
+
+
+@dataclass(frozen=True)
+class _Extension:
+    """One of the extensions that runs choose from: the flag that names it, and what it brings."""
+
+    flag: str
+    what: str
+    name: str
+    sections: Sequence[Section]
+    checks: Sequence[Check] = ()
+
+    @classmethod
+    def of(cls, flag: str, what: str, kind: _Kind) -> "_Extension":
+        sections = () if kind.section is None else (kind.section,)
+        return cls(flag, what, kind.name, sections, getattr(kind, "checks", ()))
 
 
 def tasks_for(kind: str) -> list[str]:
@@ -39,32 +92,27 @@ def default_task(kind: str) -> str:
     return find_kind(kind).default_task
 
 
-def task_sections(kind: str, task: str | None = None) -> dict[str, Section]:
-    """Return the sections of a task by name.
-
-    Args:
-        kind: of the model.
-        task: its name. Defaults to all that can train the kind.
+def brought_sections(kind: str, chosen: Chosen) -> dict[str, Section]:
+    """Return the sections of what is chosen by name.
 
     Raises:
-        TrainError: two tasks bring different sections of one name.
+        TrainError: two extensions bring different sections of one name.
     """
     found: dict[str, Section] = {}
-    for name in tasks_for(kind) if task is None else [task]:
-        for section in _sections(name):
+    for extension in _extensions(kind, chosen):
+        for section in extension.sections:
             other = found.setdefault(section.name, section)
             if other.config is not section.config:
                 raise TrainError(
-                    f"two tasks bring the section {section.name!r}: {_path(other.config)} and "
+                    f"the section {section.name!r} is brought twice: {_path(other.config)} and "
                     f"{_path(section.config)}; uninstall one"
                 )
     return found
 
 
-def task_checks(task: str) -> Sequence[Check]:
-    """Return the checks of a task."""
-    checks: Sequence[Check] = getattr(TASKS.load(task), "checks", ())
-    return checks
+def brought_checks(kind: str, chosen: Chosen) -> list[Check]:
+    """Return the checks of what is chosen."""
+    return [check for extension in _extensions(kind, chosen) for check in extension.checks]
 
 
 def check_task(kind: str, task: str) -> None:
@@ -83,27 +131,48 @@ def check_task(kind: str, task: str) -> None:
         )
 
 
-def refuse_other_sections(values: Values, kind: str, task: str, flags: Mapping[str, str]) -> None:
-    """Refuse settings of tasks other than the run's.
+def refuse_other_sections(
+    values: Values, kind: str, chosen: Chosen, flags: Mapping[str, str]
+) -> None:
+    """Refuse settings of extensions that the run has not chosen.
 
     Args:
         values: what was given.
         kind: of the model.
-        task: of the run.
+        chosen: what the run has chosen.
         flags: flag of every setting, by its key.
 
     Raises:
-        TrainError: naming a task that has the setting.
+        TrainError: naming an extension that has the setting.
     """
-    own = task_sections(kind, task)
-    for other in tasks_for(kind):
-        for name in task_sections(kind, other).keys() - own.keys():
+    own = brought_sections(kind, chosen)
+    names = {"--task": chosen.task, "--optimizer": chosen.rule, "--linear-product": chosen.product}
+    for other in _extensions(kind, Chosen()):
+        for name in {section.name for section in other.sections} - own.keys():
             given = next(iter(values.section(name)), None)
             if given is not None:
                 raise TrainError(
-                    f"{flags[f'{name}.{given}']} is a setting of the task {other}, and the run "
-                    f"has {task}; give --task {other}, or leave it out"
+                    f"{flags[f'{name}.{given}']} is a setting of the {other.what} {other.name}, "
+                    f"and the run has {names[other.flag]}; give {other.flag} {other.name}, or "
+                    "leave it out"
                 )
+
+
+def _extensions(kind: str, chosen: Chosen) -> Iterator[_Extension]:
+    """Yield what is chosen, or all there is to choose from.
+
+    A rule or product that is not installed is left out: it is refused where it is named.
+    """
+    for name in tasks_for(kind) if chosen.task is None else [chosen.task]:
+        task = TASKS.load(name)
+        sections, checks = (getattr(task, part, ()) for part in ("sections", "checks"))
+        yield _Extension("--task", "task", name, sections, checks)
+    for name, rule in update_rules().items():
+        if chosen.rule in (None, name):
+            yield _Extension.of("--optimizer", "update rule", rule)
+    for name in PRODUCTS.entries():
+        if chosen.product in (None, name):
+            yield _Extension.of("--linear-product", "product", find_product(name))
 
 
 def _trains(task: str, kind: ModelKind) -> bool:
@@ -112,11 +181,6 @@ def _trains(task: str, kind: ModelKind) -> bool:
         return True
     kinds = getattr(TASKS.load(task), "kinds", None)
     return kinds is None or kind.name in kinds
-
-
-def _sections(task: str) -> Sequence[Section]:
-    sections: Sequence[Section] = getattr(TASKS.load(task), "sections", ())
-    return sections
 
 
 def _path(cls: type[Any]) -> str:

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from megatron_train.config.brought import kinds_for, tasks_for
+from megatron_train.config.brought import Chosen, kinds_for, tasks_for
 from megatron_train.config.files import read_file
 from megatron_train.config.flags import given_flags
 from megatron_train.config.from_checkpoint import model_of, with_model_of, with_tokenizer_of
@@ -37,7 +37,7 @@ def finetune_options(task: str) -> tuple[Option, ...]:
     """
     found: dict[str, Option] = {}
     for kind in kinds_for(task):
-        for option in run_options(kind, task):
+        for option in run_options(kind, Chosen(task)):
             if option.section == "model":
                 option = replace(option, required=True, derived="the checkpoint's")
             if option.key == _SOURCE:
@@ -50,7 +50,9 @@ def finetune_options(task: str) -> tuple[Option, ...]:
 def finetune_titles(task: str) -> dict[str, str]:
     """Return the title of every section of ``finetune TASK``."""
     return {
-        name: title for kind in kinds_for(task) for name, (title, _) in sections(kind, task).items()
+        name: title
+        for kind in kinds_for(task)
+        for name, (title, _) in sections(kind, Chosen(task)).items()
     }
 
 
@@ -100,7 +102,7 @@ def _read(path: Path, task: str) -> Values:
     """Read a file of settings; those that the command says itself may say the same."""
     every: dict[str, Option] = {}
     for kind in kinds_for(task):
-        every |= {option.key: option for option in run_options(kind, task)}
+        every |= {option.key: option for option in run_options(kind, Chosen(task))}
     values = read_file(path, tuple(every.values()))
     for key in _SAID:
         if values.get(key) not in (None, False, task):
@@ -131,7 +133,7 @@ def _checkpoint(folder: Path) -> "Checkpoint":
 def _refuse_settings_of_other_kinds(
     given: Values, options: tuple[Option, ...], kind: str, task: str
 ) -> None:
-    known = {option.key for option in run_options(kind, task)}
+    known = {option.key for option in run_options(kind, Chosen(task))}
     for option in options:
         if option.key in given.given and option.key not in known:
             raise TrainError(

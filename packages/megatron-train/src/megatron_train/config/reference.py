@@ -26,11 +26,19 @@ second spelling that sets it the other way, so that a flag can override a file.
 """
 
 
+def documented_options() -> tuple[Option, ...]:
+    """Return the options of the page: those that other distributions bring are left out."""
+    ours = {name for name, (_, cls) in sections().items() if cls.__module__.startswith("megatron_")}
+    return tuple(option for option in run_options() if option.section in ours)
+
+
 def render_reference() -> str:
     """Return the page as Markdown text."""
     parts = [_INTRODUCTION]
-    options = run_options()
-    for section, (title, _) in sections().items():
+    options = documented_options()
+    for section, title in {
+        option.section: sections()[option.section][0] for option in options
+    }.items():
         rows = [_row(option) for option in options if option.section == section]
         head = "| flag | YAML key | takes | default | meaning |\n|---|---|---|---|---|\n"
         parts.append(f"## {title.capitalize()}: `{section}`\n\n{head}" + "\n".join(rows) + "\n")

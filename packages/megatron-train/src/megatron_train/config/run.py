@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from megatron_optim import OptimError
+from megatron_optim import OptimError, find_rule
 from megatron_parallel import FieldError, ParallelLayout, Recompute
 from megatron_parallel.pipeline import check_micro_batches, schedule_kind
 
 from megatron_train.config.brought import (
+    Chosen,
+    brought_checks,
+    brought_sections,
     check_task,
-    default_task,
     refuse_other_sections,
-    task_checks,
-    task_sections,
 )
 from megatron_train.config.context import check_context_parallel
 from megatron_train.config.model import (
@@ -27,12 +27,7 @@ from megatron_train.config.model import (
     check_model_layout,
 )
 from megatron_train.config.options import flags_of, options_of
-from megatron_train.config.products import (
-    PLAIN,
-    check_product,
-    product_sections,
-    refuse_other_products,
-)
+from megatron_train.config.products import PLAIN, check_product
 from megatron_train.config.run_sections import KIND, RunSections, run_options, sections
 from megatron_train.config.values import Values
 from megatron_train.errors import TrainError, UsageError, collected, refuse
@@ -51,8 +46,7 @@ class RunConfig(RunSections):
         if self.placement.sequence_parallel and self.layout.tp == 1:  # there is nothing to cut
             alone = dataclasses.replace(self.placement, sequence_parallel=False)
             object.__setattr__(self, "placement", alone)
-        self._take_sections_of_task()
-        self._take_sections_of_product()
+        self._take_brought_sections()
         wrong: list[str] = []
         checks: tuple[Callable[[], None], ...] = (
             self._check_length,
@@ -66,7 +60,7 @@ class RunConfig(RunSections):
             lambda: check_first_weights(self.model, self.checkpoint),
             self._check_evaluation,
             self._check_schedules,
-            *(partial(check, self) for check in task_checks(self.task)),
+            *(partial(check, self) for check in brought_checks(self.model.kind, self.chosen)),
         )
         for check in checks:
             with collected(wrong):
@@ -75,31 +69,21 @@ class RunConfig(RunSections):
         check_expert_overlap(self)
         self._check_pipeline()
 
-    def _take_sections_of_task(self) -> None:
-        """Complete the sections of the task by those that are not given."""
+    def _take_brought_sections(self) -> None:
+        """Complete the sections of task, update rule and product by those that are not given."""
         check_task(self.model.kind, self.task)
-        known = task_sections(self.model.kind, self.task)
-        if strange := self.of_task.keys() - known.keys():
-            raise TrainError(f"the task {self.task} has no section {', '.join(sorted(strange))}")
-        found = {
-            name: self.of_task[name] if name in self.of_task else section.config()
-            for name, section in known.items()
-        }
-        object.__setattr__(self, "of_task", found)
-
-    def _take_sections_of_product(self) -> None:
-        """Complete the section of the product of linear layers, if it is not given."""
         check_product(self.product)
-        known = product_sections(self.product)
-        if strange := self.of_product.keys() - known.keys():
-            raise TrainError(
-                f"the product {self.product} has no section {', '.join(sorted(strange))}"
-            )
+        known = brought_sections(self.model.kind, self.chosen)
+        if strange := self.brought.keys() - known.keys():
+            raise TrainError(f"{self.chosen} brings no section {', '.join(sorted(strange))}")
         found = {
-            name: self.of_product[name] if name in self.of_product else section.config()
+            name: self.brought[name] if name in self.brought else section.config()
             for name, section in known.items()
         }
-        object.__setattr__(self, "of_product", found)
+        object.__setattr__(self, "brought", found)
+        rule = find_rule(self.optimizer.optimizer).section
+        own = dataclasses.replace(self.optimizer, settings=rule and found[rule.name])
+        object.__setattr__(self, "optimizer", own)
 
     def _check_length(self) -> None:
         """Refuse samples longer than the model takes."""
@@ -262,13 +246,11 @@ def build_run(values: Values, world_size: int = 1, kind: str = KIND) -> RunConfi
         UsageError: a required value that is not given.
     """
     flags = {option.key: option.flag for option in run_options(kind)}
-    task = values.get("training.task") or default_task(kind)
-    check_task(kind, task)
-    refuse_other_sections(values, kind, task, flags)
-    product = values.get("placement.linear_product") or PLAIN
-    check_product(product)
-    refuse_other_products(values, product, flags)
-    absent = list(values.missing(run_options(kind, task, product)))
+    chosen = Chosen.by(values, kind)
+    check_task(kind, chosen.task or "")
+    check_product(chosen.product or PLAIN)
+    refuse_other_sections(values, kind, chosen, flags)
+    absent = list(values.missing(run_options(kind, chosen)))
     missing = [option.flag for option in absent if not option.derived]
     if not {"training.train_iters", "training.train_samples"} & values.given.keys():
         missing.append("--train-iters (or --train-samples)")
@@ -282,14 +264,13 @@ def build_run(values: Values, world_size: int = 1, kind: str = KIND) -> RunConfi
             f"missing: {', '.join(missing)}; give as flags, by --recipe, or in --config"
         )
     built, wrong = {}, list[str]()
-    for name, (_, cls) in sections(kind, task, product).items():
+    for name, (_, cls) in sections(kind, chosen).items():
         with collected(wrong):
             built[name] = build_section(name, cls, values)
     refuse(wrong)
     built["layout"] = _resolve(built["layout"], world_size)
-    of_task = {name: built.pop(name) for name in task_sections(kind, task)}
-    of_product = {name: built.pop(name) for name in product_sections(product)}
-    return RunConfig(**built, of_task=of_task, of_product=of_product)
+    brought = {name: built.pop(name) for name in brought_sections(kind, chosen)}
+    return RunConfig(**built, brought=brought)
 
 
 def build_section(name: str, cls: type[Section], values: Values, **fixed: Any) -> Section:

@@ -12,12 +12,11 @@ from megatron_parallel import DataParallelConfig, ParallelLayout, Recompute
 from megatron_parallel.pipeline import PipelineConfig
 
 from megatron_train.config.batch_size import BatchSizeSchedule
-from megatron_train.config.brought import default_task, task_sections
+from megatron_train.config.brought import Chosen, brought_sections, default_task
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.data import DataConfig
 from megatron_train.config.options import Option, options_of
 from megatron_train.config.placement import PlacementConfig
-from megatron_train.config.products import product_sections
 from megatron_train.config.sections import (
     EvaluationConfig,
     LoggingConfig,
@@ -27,6 +26,9 @@ from megatron_train.config.sections import (
 from megatron_train.errors import TrainError
 
 SectionT = TypeVar("SectionT")
+
+ALL = Chosen()
+"""Every extension that is installed."""
 
 KIND = "gpt"
 """The kind of model whose settings are shown where no kind is named."""
@@ -48,50 +50,43 @@ _SECTIONS: dict[str, tuple[str, type[Any]]] = {
 
 
 @cache
-def sections(
-    kind: str = KIND, task: str | None = None, product: str | None = None
-) -> dict[str, tuple[str, type[Any]]]:
+def sections(kind: str = KIND, chosen: Chosen = ALL) -> dict[str, tuple[str, type[Any]]]:
     """Return every section of a run: key in YAML files, title, and the dataclass that holds it.
 
     Args:
         kind: of the model.
-        task: whose sections are among them. Defaults to all tasks that can train the kind.
-        product: of linear layers, likewise. Defaults to all that are installed.
+        chosen: extensions whose sections are among them. Defaults to all that are installed.
 
     Raises:
         ConfigError: no such kind is installed.
-        TrainError: a task or a product brings a section whose name is taken.
+        TrainError: an extension brings a section whose name is taken.
     """
     found = {"model": ("model", find_kind(kind).config), **_SECTIONS}
-    brought = [*task_sections(kind, task).items(), *product_sections(product).items()]
-    for name, section in brought:
+    for name, section in brought_sections(kind, chosen).items():
         if name in found:
             raise TrainError(
-                f"the section {name!r} that {section.config.__module__} brings has the name of "
-                "another section of the run; uninstall it"
+                f"the section {name!r} that {section.config.__module__} brings has the name of a "
+                "section of every run; uninstall it"
             )
         found[name] = (section.title, section.config)
     return found
 
 
 @cache
-def run_options(
-    kind: str = KIND, task: str | None = None, product: str | None = None
-) -> tuple[Option, ...]:
+def run_options(kind: str = KIND, chosen: Chosen = ALL) -> tuple[Option, ...]:
     """Return every option of a run, section by section.
 
     Cached: a run asks several times, and type hints are slow to evaluate.
 
     Args:
         kind: of the model.
-        task: whose options are among them. Defaults to all tasks that can train the kind.
-        product: of linear layers, likewise. Defaults to all that are installed.
+        chosen: extensions whose options are among them. Defaults to all that are installed.
 
     Raises:
         TrainError: two options have one flag.
     """
     found: dict[str, Option] = {}
-    for name, (_, cls) in sections(kind, task, product).items():
+    for name, (_, cls) in sections(kind, chosen).items():
         for option in options_of(cls, name):
             other = found.setdefault(option.flag, option)
             if other is not option:
@@ -106,8 +101,8 @@ def run_options(
 class RunSections:
     """Everything that defines a run: one field for each section. `RunConfig` checks them.
 
-    The sections that the task brings are in ``of_task`` by name; `section` finds them by class.
-    Those of the product of linear layers are in ``of_product``.
+    Those that the task, the update rule and the product of linear layers bring are in ``brought``
+    by name; `section` finds them by class.
     """
 
     model: ModelConfig
@@ -123,8 +118,7 @@ class RunSections:
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
-    of_task: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    of_product: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    brought: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def task(self) -> str:
@@ -132,28 +126,32 @@ class RunSections:
         return self.training.task or default_task(self.model.kind)
 
     @property
+    def chosen(self) -> Chosen:
+        """The extensions of the run by name."""
+        return Chosen(self.task, self.optimizer.optimizer, self.product)
+
+    @property
     def product(self) -> str:
         """Name of what linear layers multiply by."""
         return self.placement.linear_product
 
     def part(self, name: str) -> Any:
-        """Return a section by its name, also one that the task or the product brings."""
-        brought = {**self.of_task, **self.of_product}
-        return brought[name] if name in brought else getattr(self, name)
+        """Return a section by its name, also one that an extension brings."""
+        return self.brought[name] if name in self.brought else getattr(self, name)
 
     def section(self, cls: type[SectionT]) -> SectionT:
-        """Return the section that the task brings of a class.
+        """Return the section of a class that an extension brings.
 
         Args:
             cls: dataclass of the section.
 
         Raises:
-            TrainError: the task of the run has none.
+            TrainError: none that the run has chosen brings one.
         """
-        for section in self.of_task.values():
+        for section in self.brought.values():
             if type(section) is cls:
                 return section
-        raise TrainError(f"the task {self.task} has no section that is a {cls.__name__}")
+        raise TrainError(f"nothing that the run has chosen ({self.chosen}) brings a {cls.__name__}")
 
     @property
     def split(self) -> tuple[range, ...]:

@@ -21,7 +21,7 @@ def settings_of(config: RunConfig) -> dict[str, dict[str, Any]]:
     What is not set is left out, and so are degrees that follow from the number of ranks.
     """
     settings: dict[str, dict[str, Any]] = {}
-    for section, (_, cls) in sections(config.model.kind, config.task, config.product).items():
+    for section, (_, cls) in sections(config.model.kind, config.chosen).items():
         holder = config.part(section)
         values = {option.name: getattr(holder, option.name) for option in options_of(cls, section)}
         settings[section] = {name: value for name, value in values.items() if value is not None}
@@ -41,10 +41,10 @@ def print_config(config: RunConfig, values: Values) -> str:
     """Return every setting as YAML that ``--config`` accepts, with its origin as a comment."""
     settings = settings_of(config)
     lines = []
-    chosen = config.model.kind, config.task, config.product
-    for section in sections(*chosen):
+    kind, chosen = config.model.kind, config.chosen
+    for section in sections(kind, chosen):
         lines.append(f"{section}:")
-        for option in run_options(*chosen):
+        for option in run_options(kind, chosen):
             if option.section == section:
                 value = settings[section].get(option.name)
                 lines.append(_line(option, value, _origin(option, value, values)))

@@ -1,0 +1,14 @@
+"""The kinds of update rules of this package. Nothing here imports torch."""
+
+from megatron_optim.known_rules import UpdateRuleKind
+
+ADAM = UpdateRuleKind(
+    name="adam",
+    summary="Adam with decoupled weight decay",
+    rule="megatron_optim.rules:AdamW",
+)
+SGD = UpdateRuleKind(
+    name="sgd",
+    summary="stochastic gradient descent with momentum",
+    rule="megatron_optim.rules:SGD",
+)
