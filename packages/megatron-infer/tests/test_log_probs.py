@@ -91,17 +91,32 @@ def test_scoring_takes_texts_up_to_the_models_positions(make_model: Callable[...
         score_tokens(model, [[*full, 1]])
 
 
+@pytest.mark.parametrize(
+    ("layout", "sequence_parallel"),
+    [
+        (ParallelLayout(tp=2, pp=2, dp=1), False),
+        (ParallelLayout(tp=2, dp=1), True),
+        (ParallelLayout(cp=2, dp=1), False),
+        (ParallelLayout(pp=2, vpp=2, dp=1), False),
+    ],
+    ids=["tp2-pp2", "tp2-sequence", "cp2", "pp2-vpp2"],
+)
 def test_ranks_score_as_one(
-    make_model: Callable[..., GPT], worker_pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+    make_model: Callable[..., GPT],
+    make_stages: Callable[..., list[GPT]],
+    worker_pool: WorkerPool,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: ParallelLayout,
+    sequence_parallel: bool,
 ) -> None:
-    one = generate_tokens(make_model("llama"), PROMPTS, DRAWN, log_probs=True)
+    one = generate_tokens(make_model("llama", layers=4), PROMPTS, DRAWN, log_probs=True)
 
     def on_ranks(mesh: Mesh) -> list[tuple[float, ...]]:
         monkeypatch.setattr(engine, "LOGITS_TOKENS", 5)  # the first prompt in two pieces
-        model = make_model("llama", mesh=mesh)
+        model = make_stages(mesh, "llama", sequence_parallel=sequence_parallel)
         found = generate_tokens(model, PROMPTS, DRAWN, log_probs=True)
         return [tuple(each.log_probs or ()) for each in found]
 
-    for found in worker_pool.run_mesh(ParallelLayout(tp=2, pp=2, dp=1), on_ranks):
+    for found in worker_pool.run_mesh(layout, on_ranks):
         for mine, whole in zip(found, one, strict=True):
             assert mine == pytest.approx(whole.log_probs, abs=1e-9)

@@ -33,7 +33,7 @@ class SlotCache:
     ) -> None:
         self._count, self._device = slots, device
         self._room = {"own": max_length, "source": max_source}
-        self._stores: dict[tuple[str, int], Tensor] = {}
+        self._stores: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         self.aim(range(slots), [0] * slots)
 
     @property
@@ -47,6 +47,7 @@ class SlotCache:
         self._slots = torch.tensor(slots, device=self._device)
         self._starts = torch.tensor(starts, device=self._device)
         self._length = max(starts)
+        self._places: Tensor | None = None  # of the pass's new tokens, alike for all layers
 
     @property
     def length(self) -> int:
@@ -60,11 +61,11 @@ class SlotCache:
 
         A row that starts before the others has places behind its new tokens among them.
         """
-        places = self._starts + torch.arange(len(k), device=k.device).unsqueeze(-1)
-        store = self._store("own", layer, k)
-        keys, values = store
-        keys[places, self._slots] = k
-        values[places, self._slots] = v
+        if self._places is None or len(self._places) != len(k):
+            self._places = self._starts + torch.arange(len(k), device=k.device).unsqueeze(-1)
+        keys, values = store = self._store("own", layer, k)
+        keys[self._places, self._slots] = k
+        values[self._places, self._slots] = v
         return self._seen(store, self._length + len(k))
 
     def encoded(
@@ -83,14 +84,14 @@ class SlotCache:
             kept[: len(made), self._slots] = made
         return DenseKV(*new)
 
-    def _store(self, kind: str, layer: int, like: Tensor) -> Tensor:
+    def _store(self, kind: str, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Room for the keys and values of a layer, made at the first call."""
         if (kind, layer) not in self._stores:
-            shape = (2, self._room[kind], self._count, *like.shape[2:])
-            self._stores[kind, layer] = like.new_zeros(shape)
+            shape = (self._room[kind], self._count, *like.shape[2:])
+            self._stores[kind, layer] = (like.new_zeros(shape), like.new_zeros(shape))
         return self._stores[kind, layer]
 
-    def _seen(self, store: Tensor, end: int) -> DenseKV:
+    def _seen(self, store: tuple[Tensor, Tensor], end: int) -> DenseKV:
         """The rows of the pass up to a place."""
         keys, values = store
         if self._whole:
