@@ -224,6 +224,7 @@ EFFECTS: dict[str, tuple[Words, Words]] = {
     "fim.middle_token": (FIM, {"--fim-middle-token": "d"}),
     "fim.suffix_token": (FIM, {"--fim-suffix-token": "d"}),
     "training.task": ({}, {"--task": "gtp"}),
+    "placement.cross_entropy_fusion_impl": ({}, {"--cross-entropy-fusion-impl": "linear"}),
     "placement.linear_product": ({}, {"--linear-product": "lora"}),
     "lora.rank": (LORA, {"--lora-rank": "3"}),
     "lora.alpha": (LORA, {"--lora-alpha": "40"}),
@@ -435,6 +436,7 @@ class Probes:
                 for stage in trainer.task.stages
                 for module in stage.modules()
             )
+            self.seen["loss"] = [stage.vocabulary_loss for stage in trainer.task.stages]
             self.seen["elements"] = {name: p.shape for name, p in parameters.items()}
             blocks = [m for stage in trainer.task.stages for m in stage.modules()]
             self.seen["dispatchers"] = [

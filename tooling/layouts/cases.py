@@ -136,6 +136,7 @@ class Case:
         chunks: whether activations are gathered and scattered in chunks.
         smooth: whether labels are smoothed.
         lora: whether the model is frozen, but for adapters of its linear layers.
+        few_logits: whether the loss is computed of a few tokens at a time.
         room: tokens that a rank may hold at a time, where the ranks are a pool that cuts every
             document over as many of them as it needs.
     """
@@ -155,6 +156,7 @@ class Case:
     chunks: bool = False
     smooth: bool = False
     lora: bool = False
+    few_logits: bool = False
     room: int | None = None
 
     @property
@@ -189,6 +191,7 @@ class Case:
         parts += [self.schedule] if self.schedule else []
         parts += ["smooth"] if self.smooth else []
         parts += ["lora"] if self.lora else []
+        parts += ["few-logits"] if self.few_logits else []
         parts += [] if self.per_token else ["means"]
         return "·".join(parts) or "one rank"
 
@@ -250,6 +253,7 @@ def _case(
         "chunks" in options,
         "smooth" in options,
         "lora" in options,
+        "few-logits" in options,
         room,
     )
 
@@ -385,6 +389,9 @@ CASES = (
     _case("few", 2, "dropout", "a2a+p2p", cp=4),
     _case("untied", 2, "sp", "chunks", "dropout", tp=2),
     _case("tied", 1, "sp", "chunks", "uniform", tp=4, pp=2),
+    _case("tied", 2, "few-logits", "sp", "zero-bubble", tp=2, pp=2),
+    _case("untied", 4, "few-logits", "smooth", "dropout", tp=2),
+    _case("untied", 1, "few-logits", "sp", "gathered", tp=2, dp=2),
     _case("untied", 2, "lora", "sp", tp=2, pp=2),
     _case("tied", 1, "lora", "dropout", "zero-bubble", tp=2, pp=2),
     _case("moe", 2, "lora", "sp", "alltoall", tp=2, ep=2, etp=1),

@@ -19,7 +19,7 @@ from megatron_optim import (
     WeightDecaySchedule,
 )
 from megatron_parallel import Mesh, View
-from megatron_parallel.tensor_parallel import LoRAConfig, train_adapters
+from megatron_parallel.tensor_parallel import PLAIN_LOSS, ChunkedLoss, LoRAConfig, train_adapters
 from megatron_parallel.tensor_parallel.lora import lora_products
 from megatron_train import Callback, GPTTask, StepReport, Trainer
 from megatron_train.document_pool import DocumentPool
@@ -88,6 +88,7 @@ def build_trainer(
             dtype=dtype,
             cp_comm_type=case.comm,
             products=lora_products(ADAPTERS) if case.lora else {},
+            vocabulary_loss=ChunkedLoss(5) if case.few_logits else PLAIN_LOSS,
         ),
         split=SPLITS[mesh.layout.pp * mesh.layout.vpp],
     )

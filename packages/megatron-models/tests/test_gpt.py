@@ -110,8 +110,13 @@ def test_decoding_with_a_cache_equals_the_whole_sequence(model):
 
 def test_logits_are_made_where_they_are_asked_for_alone(model, monkeypatch):
     made = []
-    logits = GPT._logits
-    monkeypatch.setattr(GPT, "_logits", lambda *given: made.append(logits(*given)) or made[-1])
+    output = GPT._output
+
+    def watched(self):
+        layer = output(self)
+        return lambda x, **given: made.append(layer(x, **given)) or made[-1]
+
+    monkeypatch.setattr(GPT, "_output", watched)
     tokens = draw(model.config, 2, 9)
     places = torch.tensor([[8, 0, 3], [2, 2, 5]])
     with torch.no_grad():

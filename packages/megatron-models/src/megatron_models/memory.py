@@ -59,6 +59,7 @@ def training_memory(
     dispatcher: str = "allgather",
     moments: int = _ADAM_MOMENTS,
     products: "Mapping[str, Product] | None" = None,
+    keeps_logits: bool = True,
 ) -> TrainingMemory:
     """Return the bytes that training holds on one rank, with fused kernels.
 
@@ -86,6 +87,8 @@ def training_memory(
             to the two of AdamW.
         products: what linear layers multiply by, by role (`Placement.products`). Where one adapts,
             only what it adds has gradients and optimizer state. Defaults to plain products.
+        keeps_logits: whether the loss keeps a number for each token and each of the vocabulary, as
+            all but `ChunkedLoss` do (`Placement.vocabulary_loss`).
 
     Raises:
         ConfigError: the sequence is longer than the model's positions, or ``layout`` does not say
@@ -111,19 +114,19 @@ def training_memory(
     stack = stack_activations(config, taken, layers=None if layers is None else range(layers))
     ends = 8 * taken.tokens  # the tokens of the embedding
     if layers is None:
-        ends += _end(trunk, taken)
+        ends += _end(trunk, taken, keeps_logits)
     return dataclasses.replace(held, activations=in_flight * (stack + ends))
 
 
-def _end(trunk: TrunkSpec, taken: LayerPass) -> int:
+def _end(trunk: TrunkSpec, taken: LayerPass, keeps_logits: bool) -> int:
     """Bytes that the final norm, the output layer and the loss keep."""
     kept = taken.stream_tokens * trunk.width * taken.keeping.element  # what the output layer reads
     if trunk.final_norm is not None:
         kept += trunk.final_norm.kept(taken)
     if trunk.embedding is not None:
-        # The label, two flags of it, and probabilities over the vocabulary.
+        # The label, two flags of it, and probabilities over the vocabulary; or the label.
         part = trunk.embedding.padded_vocab_size // taken.tp
-        kept += taken.tokens * (8 + 2 + part * _FP32)
+        kept += taken.tokens * (8 + 2 + part * _FP32 if keeps_logits else 8)
     return kept
 
 

@@ -9,6 +9,7 @@ from megatron_parallel import Mesh, Recompute, Sharding, StepState
 from megatron_parallel.state import Update
 from megatron_parallel.tensor_parallel import (
     PLAIN,
+    PLAIN_LOSS,
     ColumnParallelLinear,
     ColumnSpec,
     Product,
@@ -16,6 +17,7 @@ from megatron_parallel.tensor_parallel import (
     RowSpec,
     VocabParallelEmbedding,
     VocabSpec,
+    VocabularyLoss,
 )
 from torch import nn
 
@@ -45,6 +47,8 @@ class Placement:
             ``linear_fc1`` and ``linear_fc2`` of feed-forward layers and experts, ``output_layer``.
             Others are plain. `megatron_parallel.tensor_parallel.train_adapters` then freezes what
             is not trained.
+        vocabulary_loss: output layer and loss as one operation; by default logits of all tokens are
+            made.
     """
 
     mesh: Mesh
@@ -56,6 +60,7 @@ class Placement:
     dispatcher: str = "allgather"
     cp_comm_type: str | Sequence[str] = "p2p"
     products: Mapping[str, Product] = field(default_factory=dict)
+    vocabulary_loss: VocabularyLoss = PLAIN_LOSS
 
     @classmethod
     def of(cls, place: Union["Placement", Mesh]) -> "Placement":

@@ -12,7 +12,7 @@ from megatron_parallel.tensor_parallel import train_adapters
 from megatron_train.config.run import RunConfig
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
-from megatron_train.products import products_of
+from megatron_train.products import products_of, vocabulary_loss_of
 from megatron_train.shared_batches import Batches
 from megatron_train.tasks.kinds import TaskKind
 from megatron_train.tokenizer import Tokenizers
@@ -44,10 +44,18 @@ def build_trainer(
             device=mesh.device,
             cp_comm_type=place.cp_comm_type,
             products=products_of(config),
+            vocabulary_loss=vocabulary_loss_of(config),
         ),
         split=config.split,
         seed=training.seed,
     )
+    if config.placement.cross_entropy_fusion_impl != "native" and not any(
+        hasattr(stage, "vocabulary_loss") for stage in stages
+    ):
+        raise TrainError(
+            "--cross-entropy-fusion-impl linear does not reach models of kind "
+            f"{config.model.kind}, which compute their loss themselves; leave it out"
+        )
     train_adapters(stages)
     made = task.build(config, stages, family)
     engine = StepEngine(

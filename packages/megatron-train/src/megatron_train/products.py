@@ -1,8 +1,14 @@
-"""What the linear layers of a run multiply by."""
+"""What the linear layers of a run multiply by, and what its output layer computes."""
 
 from collections.abc import Mapping
 
-from megatron_parallel.tensor_parallel import Product, find_product
+from megatron_parallel.tensor_parallel import (
+    PLAIN_LOSS,
+    ChunkedLoss,
+    Product,
+    VocabularyLoss,
+    find_product,
+)
 
 from megatron_train.config.products import PLAIN
 from megatron_train.config.run import RunConfig
@@ -32,3 +38,8 @@ def products_of(config: RunConfig) -> Mapping[str, Product]:
             "frozen and trained ones together; give --use-distributed-optimizer instead"
         )
     return found
+
+
+def vocabulary_loss_of(config: RunConfig) -> VocabularyLoss:
+    """Return how output layer and loss are computed."""
+    return ChunkedLoss() if config.placement.cross_entropy_fusion_impl == "linear" else PLAIN_LOSS

@@ -31,3 +31,7 @@ from .product_kinds import find_product as find_product
 from .specs import ColumnSpec as ColumnSpec
 from .specs import RowSpec as RowSpec
 from .specs import VocabSpec as VocabSpec
+from .vocabulary_loss import PLAIN_LOSS as PLAIN_LOSS
+from .vocabulary_loss import ChunkedLoss as ChunkedLoss
+from .vocabulary_loss import OutputLayer as OutputLayer
+from .vocabulary_loss import VocabularyLoss as VocabularyLoss

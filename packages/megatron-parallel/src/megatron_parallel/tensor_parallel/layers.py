@@ -14,6 +14,7 @@ further parameters are the layer's, too. On an axis of size 1 each forward is on
 mesh=...)` fills them, by global name.
 """
 
+from collections.abc import Callable
 from math import nan
 from typing import Any, Final
 
@@ -24,12 +25,14 @@ from torch.nn import functional
 
 from megatron_parallel.axes import Axis
 from megatron_parallel.collectives import reduce_from_axis, scatter_sequence
+from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import DEFAULT_INIT, Init, Sharding
 from megatron_parallel.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
 from megatron_parallel.tensor_parallel.multiplies import add_further, multiplied_by
 from megatron_parallel.tensor_parallel.product import PLAIN, Product
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec, VocabSpec
+from megatron_parallel.tensor_parallel.vocabulary_loss import OutputLayer
 
 CHUNKS: Final = 4
 """Pieces in which `overlap_forward` communicates, unless told otherwise."""
@@ -109,14 +112,28 @@ class ColumnParallelLinear(nn.Module):
         )
 
     def forward(
-        self, x: Float[Tensor, "... in"], *, sequence_parallel: bool | None = None
+        self,
+        x: Float[Tensor, "... in"],
+        *,
+        sequence_parallel: bool | None = None,
+        loss: Callable[[Tensor, OutputLayer], Tensor] | None = None,
     ) -> Float[Tensor, "..."]:
         """This rank's part of the output.
 
-        `sequence_parallel` says whether `x` is cut in this call. Defaults to how the layer was
-        built.
+        Args:
+            x: Input.
+            sequence_parallel: Whether it is cut in this call. Defaults to how the layer was built.
+            loss: What is returned instead of the output, of input and layer, such as a
+                `VocabularyLoss`. The layer is one without a bias.
+
+        Raises:
+            LayoutError: A loss, and a bias.
         """
         cut = _cut(self, sequence_parallel), self.chunks
+        if loss is not None:
+            if self.bias is not None:
+                raise LayoutError("the loss of an output layer takes no bias: build it without one")
+            return loss(x, OutputLayer(multiplied_by(self), self.axis, *cut, self.product))
         return column_parallel_linear(
             x, self.weight, self.bias, self.axis, *cut, self.product, multiplied_by(self)[1:]
         )
@@ -265,13 +282,17 @@ class VocabParallelEmbedding(nn.Module):
         chunks: int = 1,
         *,
         sequence_parallel: bool | None = None,
-    ) -> Float[Tensor, "... v"]:
-        """This rank's part of the logits, by an output layer tied to the embeddings.
+        loss: Callable[[Tensor, OutputLayer], Tensor] | None = None,
+    ) -> Float[Tensor, "..."]:
+        """This rank's part of the logits, by an output layer tied to the embeddings; or a loss.
 
-        `x` is `[s/n, ..., h]` with `sequence_parallel`, by default that of the layer. Whoever calls
-        it sets `product`, so that gradient accumulation is fused here too.
+        `x` is `[s/n, ..., h]` with `sequence_parallel`, by default that of the layer, and `loss` is
+        as for a `ColumnParallelLinear`. Whoever calls it sets `product`, so that gradient
+        accumulation is fused here too.
         """
         cut = _cut(self, sequence_parallel), chunks
+        if loss is not None:
+            return loss(x, OutputLayer((self.weight,), self.axis, *cut, self.product or PLAIN))
         return column_parallel_linear(x, self.weight, None, self.axis, *cut, self.product or PLAIN)
 
     def extra_repr(self) -> str:

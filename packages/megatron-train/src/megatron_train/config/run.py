@@ -126,6 +126,11 @@ class RunConfig(RunSections):
                 "--tp-comm-overlap does not reach code that --compile compiles, which moves "
                 "communication itself; leave out one of them"
             )
+        if place.cross_entropy_fusion_impl == "linear" and self.training.compile:
+            raise TrainError(
+                "--cross-entropy-fusion-impl linear does not go through --compile, which makes the "
+                "logits of all tokens; leave out one of them"
+            )
 
     def _place_stages(self) -> None:
         """Complete the layout: its stages lie where the schedule wants them."""

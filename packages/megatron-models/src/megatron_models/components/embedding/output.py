@@ -1,9 +1,13 @@
 """The end of a model: logits of the vocabulary, cut over tensor-parallel ranks, and losses."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, runtime_checkable
+
 import torch
 from jaxtyping import Float, Int
 from megatron_parallel import Axis, scatter_sequence
-from megatron_parallel.tensor_parallel import vocab_parallel_cross_entropy
+from megatron_parallel.tensor_parallel import OutputLayer, VocabularyLoss
 from torch import Tensor
 from torch.nn import functional
 
@@ -33,27 +37,55 @@ def stream_at(
     return scatter_sequence(functional.pad(partial, (0, 0, 0, 0, 0, missing)), sequence_axis)
 
 
-def losses_or_logits(
-    logits: Float[Tensor, "s b v_part"],
-    labels: Int[Tensor, "b s"] | None,
-    tp: Axis,
+@runtime_checkable
+class Output(Protocol):
+    """An output layer, tied or not: logits of its input, or a loss."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        sequence_parallel: bool | None = None,
+        loss: Callable[[Tensor, OutputLayer], Tensor] | None = None,
+    ) -> Tensor:
+        """See `megatron_parallel.ColumnParallelLinear.forward`."""
+
+
+def losses_of(
+    output: Output,
+    x: Float[Tensor, "part b h"],
+    labels: Int[Tensor, "b s"],
     vocab: int,
+    loss: VocabularyLoss,
+    *,
     label_smoothing: float = 0.0,
-) -> Float[Tensor, "..."]:
-    """The loss of each token ``[b, s]``; without labels the logits, padding tokens at -inf.
+    sequence_parallel: bool | None = None,
+) -> Float[Tensor, "b s"]:
+    """Return the loss of each token.
 
     Args:
-        logits: this rank's columns; those of padding tokens are overwritten, without labels.
+        output: the output layer.
+        x: the stream, or this rank's part of it.
         labels: the token to predict at each place; -100 marks a place without loss.
+        vocab: true tokens of the vocabulary.
+        loss: what computes it, with the output layer.
+        label_smoothing: share of the loss that all tokens of the vocabulary have in common.
+        sequence_parallel: whether ``x`` is cut. Defaults to how the layer was built.
+    """
+    of_labels = partial(loss, targets=labels.t(), true_vocab=vocab, label_smoothing=label_smoothing)
+    return output(x, sequence_parallel=sequence_parallel, loss=of_labels).t()
+
+
+def without_padding(
+    logits: Float[Tensor, "s b v_part"], tp: Axis, vocab: int
+) -> Float[Tensor, "s b v_part"]:
+    """Return logits with those of padding tokens at -inf; they are overwritten.
+
+    Args:
+        logits: this rank's columns.
         tp: the axis that cuts the vocabulary.
         vocab: true tokens of it.
-        label_smoothing: share of the loss that all tokens of the vocabulary have in common.
     """
-    if labels is not None:
-        losses = vocab_parallel_cross_entropy(
-            logits, labels.t(), tp, vocab, label_smoothing=label_smoothing
-        )
-        return losses.t()
     true = vocab - tp.index * logits.shape[-1]
     if true < logits.shape[-1]:
         logits[..., max(true, 0) :] = -torch.inf

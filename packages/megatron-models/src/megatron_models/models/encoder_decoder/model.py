@@ -15,7 +15,11 @@ from megatron_models.components.attention.config import AttentionConfig
 from megatron_models.components.attention.rotary import RotaryTable
 from megatron_models.components.context import Context
 from megatron_models.components.dropout import Dropout, StageDropout
-from megatron_models.components.embedding.output import losses_or_logits, stream_at
+from megatron_models.components.embedding.output import (
+    losses_of,
+    stream_at,
+    without_padding,
+)
 from megatron_models.components.embedding.spec import output_spec
 from megatron_models.components.trunk import Trunk
 from megatron_models.errors import ConfigError
@@ -81,7 +85,7 @@ class EncoderDecoder(DecodingModel):
         mesh, layout = place.mesh, place.mesh.layout
         if layout.cp > 1:
             raise ConfigError(f"an encoder-decoder does not do context parallelism: cp={layout.cp}")
-        self.recompute = place.recompute
+        self.recompute, self.vocabulary_loss = place.recompute, place.vocabulary_loss
         self.recompute.check(layout, sequence_parallel=place.sequence_parallel)
         self.config, self.mesh, self.dtype = config, mesh, place.dtype
         self.sequence_parallel, self.sequence_parts = place.sequence_parallel, place.sequence_parts
@@ -281,15 +285,19 @@ class EncoderDecoder(DecodingModel):
         whole: bool,
     ) -> Float[Tensor, "..."]:
         """Losses or logits, of all places or of some; ``whole`` says that the stream is not cut."""
-        cut = self.sequence_parts > 1 and not whole
+        cut, vocab = self.sequence_parts > 1 and not whole, self.config.vocab_size
+        if labels is not None:
+            if logits_at is not None:
+                raise ConfigError(
+                    "labels and logits_at exclude each other: a loss needs all places"
+                )
+            loss = self.vocabulary_loss
+            return losses_of(output, x, labels, vocab, loss, sequence_parallel=cut)
         if logits_at is None:
-            logits = output(x, sequence_parallel=cut)
-        elif labels is not None:
-            raise ConfigError("labels and logits_at exclude each other: a loss needs all places")
-        else:
-            x = stream_at(x, logits_at, self.tp if cut else None)
-            logits = output(x, sequence_parallel=cut)[: logits_at.shape[1]]
-        return losses_or_logits(logits, labels, self.tp, self.config.vocab_size)
+            return without_padding(output(x, sequence_parallel=cut), self.tp, vocab)
+        x = stream_at(x, logits_at, self.tp if cut else None)
+        logits = output(x, sequence_parallel=cut)[: logits_at.shape[1]]
+        return without_padding(logits, self.tp, vocab)
 
     def _tokens(self, name: str, tokens: Tensor | None) -> Tensor:
         """The tokens that this stage embeds."""

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import megatron_parallel
 from jaxtyping import Bool, Float, Int
@@ -20,7 +22,12 @@ from megatron_models.components.attention.context_parallel import (
 from megatron_models.components.attention.rotary import RotaryTable
 from megatron_models.components.context import Context
 from megatron_models.components.dropout import Dropout, StageDropout
-from megatron_models.components.embedding.output import losses_or_logits, stream_at
+from megatron_models.components.embedding.output import (
+    Output,
+    losses_of,
+    stream_at,
+    without_padding,
+)
 from megatron_models.components.embedding.spec import output_spec
 from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.trunk import Trunk
@@ -81,7 +88,7 @@ class GPT(Trunk, CausalModel):
         super().__init__(_of_stage(config, plan), place)
         self.config: GPTConfig = config
         self.mesh, self.dtype = mesh, place.dtype
-        self.recompute = place.recompute
+        self.recompute, self.vocabulary_loss = place.recompute, place.vocabulary_loss
         self.sequence_parallel, self.sequence_parts = place.sequence_parallel, place.sequence_parts
         self.cp = mesh.axis("cp")
         self.cp_comm_type = cp_comm_type
@@ -228,16 +235,19 @@ class GPT(Trunk, CausalModel):
         x = super().forward(x, context, positions)
         if not self.last:
             return x
+        output, vocab, cut = self._output(), self.config.vocab_size, context.sequence_parallel
+        if labels is not None:
+            if logits_at is not None:
+                raise ConfigError(
+                    "labels and logits_at exclude each other: a loss needs all places"
+                )
+            smoothed: Any = {"label_smoothing": label_smoothing, "sequence_parallel": cut}
+            return losses_of(output, x, labels, vocab, self.vocabulary_loss, **smoothed)
         if logits_at is None:
-            logits = self._logits(x, context.sequence_parallel)
-        elif labels is not None:
-            raise ConfigError("labels and logits_at exclude each other: a loss needs all places")
-        else:
-            cut = self.sequence_parts > 1 and not whole
-            x = stream_at(x, logits_at, self.tp if cut else None)
-            logits = self._logits(x, context.sequence_parallel)[: logits_at.shape[1]]
-        vocab = self.config.vocab_size
-        return losses_or_logits(logits, labels, self.tp, vocab, label_smoothing)
+            return without_padding(output(x, sequence_parallel=cut), self.tp, vocab)
+        x = stream_at(x, logits_at, self.tp if self.sequence_parts > 1 and not whole else None)
+        logits = output(x, sequence_parallel=cut)[: logits_at.shape[1]]
+        return without_padding(logits, self.tp, vocab)
 
     def loss(
         self,
@@ -309,16 +319,14 @@ class GPT(Trunk, CausalModel):
             raise ConfigError("dropout was given together with a cache; decoding drops nothing")
         return StageDropout.of(given, self.tp if self.sequence_parallel else None, places)
 
-    def _logits(
-        self, x: Float[Tensor, "part b h"], sequence_parallel: bool | None
-    ) -> Float[Tensor, "s b v_part"]:
+    def _output(self) -> Output:
+        """The output layer, or the token embeddings that it is tied to."""
         if self.output is not None:
-            logits: Tensor = self.output(x, sequence_parallel=sequence_parallel)
-            return logits
+            return self.output
         if self.embedding is None:
             raise ConfigError(f"stage {self.stage} is not the last: it has no output layer")
-        cut = sequence_parallel
-        return self.embedding.word.output(x, self.chunks, sequence_parallel=cut)
+        tied: Output = partial(self.embedding.word.output, chunks=self.chunks)
+        return tied
 
 
 def gpt_chunks(

@@ -1,0 +1,197 @@
+"""Output layer and loss of the vocabulary as one operation, which need not make all logits.
+
+    loss = layer(x, then=partial(PLAIN_LOSS, targets=labels, true_vocab=v))    # [s, b]
+
+`PLAIN_LOSS` makes the logits of all tokens and keeps their probabilities for the backward pass: as
+many numbers as tokens times this rank's part of the vocabulary. `ChunkedLoss` makes the logits of
+some tokens at a time, twice: for the losses, and again for the gradients.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron_parallel import _compat
+from megatron_parallel.axes import Axis
+from megatron_parallel.collectives import all_gather
+from megatron_parallel.errors import LayoutError
+from megatron_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron_parallel.tensor_parallel.linear import column_parallel_linear
+from megatron_parallel.tensor_parallel.product import Product, Weights, wanted_of
+from megatron_parallel.tensor_parallel.started import start_all_reduce, start_reduce_scatter
+
+
+class OutputLayer(NamedTuple):
+    """A column-parallel layer without a bias, as a loss takes it.
+
+    Attributes:
+        weights: What is multiplied by, this rank's part; see `Weights`.
+        axis: Over which the vocabulary is cut.
+        sequence_parallel: Whether the input is cut along dim 0.
+        chunks: As for `column_parallel_linear`.
+        product: What is multiplied.
+    """
+
+    weights: Weights
+    axis: Axis
+    sequence_parallel: bool
+    chunks: int
+    product: Product
+
+
+@runtime_checkable
+class VocabularyLoss(Protocol):
+    """The loss of every token, of the input of the output layer."""
+
+    def __call__(
+        self,
+        x: Float[Tensor, "part b h"],
+        layer: OutputLayer,
+        *,
+        targets: Int[Tensor, "s b"],
+        true_vocab: int,
+        label_smoothing: float = 0.0,
+    ) -> Float[Tensor, "s b"]:
+        """Return losses in nats; for arguments see `vocab_parallel_cross_entropy`.
+
+        Args:
+            x: Input of the output layer, or with sequence parallelism this rank's part of it.
+            layer: The output layer.
+            targets: Numbers of tokens, or `IGNORED_TARGET`.
+            true_vocab: Tokens of the vocabulary, without padding.
+            label_smoothing: Share of the loss that all tokens have in common.
+        """
+
+
+def plain_loss(
+    x: Float[Tensor, "part b h"],
+    layer: OutputLayer,
+    *,
+    targets: Int[Tensor, "s b"],
+    true_vocab: int,
+    label_smoothing: float = 0.0,
+) -> Float[Tensor, "s b"]:
+    """Make all logits, then their losses."""
+    weight, *further = layer.weights
+    how = layer.axis, layer.sequence_parallel, layer.chunks, layer.product
+    logits = column_parallel_linear(x, weight, None, *how, tuple(further))
+    return vocab_parallel_cross_entropy(
+        logits, targets, layer.axis, true_vocab, label_smoothing=label_smoothing
+    )
+
+
+PLAIN_LOSS: Final[VocabularyLoss] = plain_loss
+"""The loss where no other is given."""
+
+
+@dataclass(frozen=True)
+class ChunkedLoss:
+    """The losses of a chunk of tokens at a time; their logits are computed again for gradients.
+
+    It keeps the layer's input alone for the backward pass, and takes the memory of one chunk's
+    logits, for a third product with the weight. Losses and gradients are those of `PLAIN_LOSS`, up
+    to the order in which a product adds. Code that torch.compile compiles does not take it.
+
+    Attributes:
+        tokens: Of a chunk, at most.
+
+    Raises:
+        LayoutError: There are none.
+    """
+
+    tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise LayoutError("{tokens} is not a number of tokens >= 1", vars(self))
+
+    def __call__(
+        self,
+        x: Float[Tensor, "part b h"],
+        layer: OutputLayer,
+        *,
+        targets: Int[Tensor, "s b"],
+        true_vocab: int,
+        label_smoothing: float = 0.0,
+    ) -> Float[Tensor, "s b"]:
+        """Return losses in nats."""
+        how = _How(layer, targets, true_vocab, label_smoothing, self.tokens)
+        losses: Tensor = _Chunked.apply(x, *layer.weights, how)  # type: ignore[no-untyped-call]
+        return losses
+
+
+class _How(NamedTuple):
+    """What the function takes beside tensors that have gradients."""
+
+    layer: OutputLayer
+    targets: Tensor
+    true_vocab: int
+    smoothing: float
+    tokens: int
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Of one chunk."""
+        axis, smoothing = self.layer.axis, self.smoothing
+        return vocab_parallel_cross_entropy(
+            logits, targets, axis, self.true_vocab, label_smoothing=smoothing
+        )
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The whole input as rows."""
+        gathers = self.layer.sequence_parallel and self.layer.axis.size > 1
+        return (all_gather(x, self.layer.axis) if gathers else x).flatten(0, -2)
+
+
+class _Chunked(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
+        *weights, how = rest
+        ctx.save_for_backward(x, *weights)
+        ctx.how = how
+        chunks = (torch.split(t, how.tokens) for t in (how.rows(x), how.targets.flatten()))
+        losses = [
+            how.losses(how.layer.product.forward(rows, weights), targets)
+            for rows, targets in zip(*chunks, strict=True)
+        ]
+        return torch.cat(losses).view(how.targets.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        how: _How = ctx.how
+        product, axis = how.layer.product, how.layer.axis
+        needs_x, wanted = _compat.gradient_wanted(ctx, 0), wanted_of(ctx, weights)
+        whole = how.rows(x)
+        dx = torch.empty_like(whole) if needs_x else None
+        dweights: list[Tensor | None] = [None] * len(weights)
+        split = (whole, how.targets.flatten(), grads[0].flatten())
+        start = 0
+        for rows, targets, upstream in zip(
+            *(torch.split(t, how.tokens) for t in split), strict=True
+        ):
+            with torch.enable_grad():
+                logits = product.forward(rows.detach(), [w.detach() for w in weights])
+                logits.requires_grad_()
+                losses = how.losses(logits, targets)
+            (dlogits,) = torch.autograd.grad(losses, logits, upstream)
+            if dx is not None:
+                dx[start : start + len(rows)] = product.dgrad(dlogits, weights)
+            if any(wanted):
+                found = product.wgrad(dlogits, rows, weights, wanted)
+                dweights = [_added(*pair) for pair in zip(dweights, found, strict=True)]
+            start += len(rows)
+        if dx is not None and axis.size > 1:
+            summed = start_reduce_scatter if how.layer.sequence_parallel else start_all_reduce
+            dx = summed(dx.view(-1, *x.shape[1:]), axis).wait()
+        return None if dx is None else dx.view(x.shape), *dweights, None
+
+
+def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """The sum of gradients, in the memory of the first."""
+    if total is None or more is None:
+        return more if total is None else total
+    return total.add_(more) if total.is_contiguous() else total + more

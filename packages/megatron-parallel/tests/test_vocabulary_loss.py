@@ -1,0 +1,142 @@
+"""Output layer and loss as one operation: the numbers of the plain one, without its memory."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from megatron_parallel import (
+    ColumnParallelLinear,
+    DataParallelConfig,
+    GradientBuffers,
+    Init,
+    LayoutError,
+    Mesh,
+    ParallelLayout,
+    collect_shardings,
+    fuse_gradient_accumulation,
+    initialize_parameters,
+)
+from megatron_parallel.tensor_parallel import (
+    IGNORED_TARGET,
+    PLAIN,
+    PLAIN_LOSS,
+    ChunkedLoss,
+    LoRA,
+    train_adapters,
+)
+from megatron_parallel.testing import WorkerPool
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+S, B, H, VOCAB, PADDED = 6, 2, 5, 21, 32
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def labels() -> Tensor:
+    found = torch.randint(VOCAB, (S, B), generator=torch.Generator().manual_seed(3))
+    return found.index_put((torch.tensor([2]), torch.tensor([1])), torch.tensor(IGNORED_TARGET))
+
+
+def step(mesh: Mesh, loss: Any, cut: bool, smoothing: float, how: str) -> dict[str, Any]:
+    """Losses of a batch, and gradients of the input and the weights of two micro-batches."""
+    product = LoRA(2, 3.0) if how == "lora" else PLAIN
+    layer = ColumnParallelLinear(
+        H,
+        VOCAB,
+        mesh,
+        bias=False,
+        padded=PADDED,
+        sequence_parallel=cut,
+        init=Init("normal", 1.0),
+        product=product,
+        dtype=torch.float64,
+    )
+    initialize_parameters(layer, seed=1, mesh=mesh)
+    if how == "lora":
+        nn.init.constant_(layer.lora_b, 0.5)
+    train_adapters([layer])
+    table = collect_shardings(layer)
+    buffers = GradientBuffers(layer.named_parameters(), table, mesh, DataParallelConfig())
+    if how == "fused":
+        assert fuse_gradient_accumulation([layer], [buffers]).fused == ("weight",)
+    tp = mesh.axis("tp")
+    whole = drawn(1, S, B, H)
+    x = (whole.chunk(tp.size)[tp.index] if cut else whole).clone().requires_grad_()
+    settings = {"targets": labels(), "true_vocab": VOCAB, "label_smoothing": smoothing}
+    losses = torch.empty(0)
+    for _ in range(2):
+        losses = layer(x, loss=partial(loss, **settings))
+        (losses * drawn(2, S, B)).sum().backward()
+    buffers.finish()
+    gradients = {
+        name: [(p.box, gradient[p.local.slices].clone()) for p in table[name].pieces(mesh)]
+        for name, gradient in buffers.gradients().items()
+    }
+    return {"losses": losses.detach(), "x": x.grad, "gradients": gradients}
+
+
+@pytest.mark.parametrize("how", ["plain", "fused", "lora"])
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(("tokens", "smoothing"), [(5, 0.0), (4, 0.2), (100, 0.0)])
+def test_chunks_on_ranks_equal_the_plain_loss_of_one(
+    worker_pool: WorkerPool, single: Mesh, tokens: int, smoothing: float, cut: bool, how: str
+) -> None:
+    truth = step(single, PLAIN_LOSS, False, smoothing, "lora" if how == "lora" else "plain")
+    layout = ParallelLayout(tp=2, dp=1)
+    found = worker_pool.run_mesh(layout, step, ChunkedLoss(tokens), cut, smoothing, how)
+    close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+    for rank in found:
+        close(rank["losses"], truth["losses"])
+        for name, ((_, whole),) in truth["gradients"].items():
+            for box, gradient in rank["gradients"][name]:
+                close(gradient, whole[box.slices])
+    close(torch.cat([r["x"] for r in found]) if cut else found[0]["x"], truth["x"])
+
+
+def test_the_plain_loss_is_torchs(single: Mesh) -> None:
+    found = step(single, ChunkedLoss(3), False, 0.1, "plain")
+    layer = ColumnParallelLinear(
+        H, VOCAB, single, bias=False, init=Init("normal", 1.0), dtype=torch.float64
+    )
+    initialize_parameters(layer, seed=1, mesh=single)
+    losses = nn.functional.cross_entropy(
+        layer(drawn(1, S, B, H)).flatten(0, 1),
+        labels().flatten(),
+        label_smoothing=0.1,
+        reduction="none",
+    )
+    torch.testing.assert_close(found["losses"].flatten(), losses, rtol=1e-12, atol=1e-12)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor):
+            self.elements = max(self.elements, found.numel())
+        return found
+
+
+@pytest.mark.parametrize(("loss", "rows"), [(PLAIN_LOSS, S * B), (ChunkedLoss(4), 4)])
+def test_logits_are_made_for_a_chunk_alone(single: Mesh, loss: Any, rows: int) -> None:
+    with Largest() as largest:
+        step(single, loss, False, 0.0, "plain")
+    assert largest.elements == max(rows * PADDED, PADDED * H)
+
+
+def test_what_cannot_be_is_refused(single: Mesh) -> None:
+    with pytest.raises(LayoutError, match="tokens 0 is not a number of tokens"):
+        ChunkedLoss(0)
+    layer = ColumnParallelLinear(H, VOCAB, single)
+    with pytest.raises(LayoutError, match="takes no bias"):
+        layer(torch.zeros(1, 1, H), loss=partial(PLAIN_LOSS, targets=labels(), true_vocab=VOCAB))
