@@ -116,6 +116,17 @@ def test_layout_length_logging_and_paths_may_differ(key):
     assert changes_since(record(), record({key: MAY_DIFFER[key]}), PATH, 8, ()) == {}
 
 
+def test_batch_sizes_by_tokens_may_differ_and_are_named():
+    stepped = {"training.global_batch_size": None, "training.train_iters": None}
+    stepped |= {"training.train_samples": 80}
+    there, here = (
+        record(stepped | {"training.step_batch_size_schedule": ("0:4", f"{step}:8")})
+        for step in (32, 64)
+    )
+    found = changes_since(there, here, PATH, 8, ())
+    assert found == {"optimizer": "step_batch_size_schedule 0:4 32:8 there, 0:4 64:8 here"}
+
+
 def test_rates_may_differ_and_are_named():
     for key in ("optimizer.lr", "optimizer.weight_decay", "schedule.lr_decay_iters"):
         found = changes_since(record(), record({key: 7}), PATH, 8, ())

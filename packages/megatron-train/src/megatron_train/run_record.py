@@ -43,15 +43,24 @@ def run_record(
         "tokenizer": {"fingerprint": None if tokenizer is None else tokenizer.fingerprint[:19]},
         "seed": {"seed": config.training.seed},
         "objective": _objective(config),
-        "optimizer": {
-            "global_batch_size": config.global_batch_size,
-            **asdict(config.optimizer),
-            **asdict(config.schedule),
-        },
+        "optimizer": _optimizer(config),
     }
     if config.data.sample_order == "compat":  # drawn for all samples of a run at once
         record["length"] = {"samples": config.train_samples}
     return record
+
+
+def _optimizer(config: RunConfig) -> dict[str, Any]:
+    """What the steps are made of: sizes of batches, rates, and settings of the update rule."""
+    settings, stepped = asdict(config.optimizer), config.training.step_batch_size_schedule
+    own = settings.pop("settings") or {}
+    return {
+        "global_batch_size": config.global_batch_size,
+        "step_batch_size_schedule": None if stepped is None else " ".join(stepped),
+        **settings,
+        **asdict(config.schedule),
+        **{f"{config.optimizer.optimizer}.{name}": value for name, value in own.items()},
+    }
 
 
 def _objective_fields(section: Any) -> dict[str, Any]:

@@ -5,13 +5,14 @@ import difflib
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_train.cli import from_megatron
 from megatron_train.config.files import read_file
 from megatron_train.config.flags import Parser, describe
 from megatron_train.config.options import Option
-from megatron_train.config.run_sections import run_options
+from megatron_train.config.run_sections import KIND, run_options
 from megatron_train.errors import TrainError
 from megatron_train.megatron_lm.table import megatron_flags
 
@@ -37,23 +38,31 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
     description = "Show the settings, and the flags of Megatron-LM, in which all words occur."
     find = actions.add_parser("find", help=summary, description=description)
     find.add_argument("word", metavar="WORD", nargs="+", help="part of a flag")
+    _add_model(find)
     find.set_defaults(run=_find)
     summary = "check that files for --config hold only settings that exist, of the right type"
     check = actions.add_parser("check", help=summary, description=summary.capitalize() + ".")
     check.add_argument("file", metavar="FILE", nargs="+", help="YAML file of settings")
+    _add_model(check)
     check.set_defaults(run=_check)
     from_megatron.add_action(actions)
 
 
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    text = f"kind of model whose settings count, see megatron-train models list [default {KIND}]"
+    parser.add_argument("--model", metavar="KIND", default=KIND, help=text)
+
+
 def _find(arguments: argparse.Namespace) -> int:
-    words = [_near(word.lower()) for word in arguments.word]
+    known = run_options(arguments.model)
+    words = [_near(word.lower(), known) for word in arguments.word]
     if changed := [
         f"{new!r} instead of {old!r}"
         for old, new in zip(arguments.word, words, strict=True)
         if old.lower() != new
     ]:
         sys.stderr.write(f"megatron-train: nothing has that word; shown is {', '.join(changed)}\n")
-    options = [o for o in run_options() if _has(f"{o.flag} {o.key} {o.help}", words)]
+    options = [o for o in known if _has(f"{o.flag} {o.key} {o.help}", words)]
     for option in options:
         sys.stdout.write(_shown(option))
     own = {option.flag for option in options}
@@ -65,9 +74,9 @@ def _find(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _near(word: str) -> str:
+def _near(word: str, options: Sequence[Option]) -> str:
     """Return a word that occurs in a setting or a flag: this one, or else the nearest to it."""
-    texts = [f"{option.flag} {option.key} {option.help}".lower() for option in run_options()]
+    texts = [f"{option.flag} {option.key} {option.help}".lower() for option in options]
     texts += [flag.lower() for flag in megatron_flags()]
     if any(word in text for text in texts):
         return word
@@ -87,6 +96,6 @@ def _shown(option: Option) -> str:
 
 def _check(arguments: argparse.Namespace) -> int:
     for name in arguments.file:
-        values = read_file(Path(name), run_options())
+        values = read_file(Path(name), run_options(arguments.model))
         sys.stdout.write(f"{name}: {len(values.given)} settings, all known\n")
     return 0
