@@ -144,10 +144,10 @@ def _padding_routed(mesh: Mesh, replace: Replace) -> None:
 def _padding_of_first(mesh: Mesh, replace: Replace) -> None:
     true = MoE._own_tokens
 
-    def wrong(self: MoE, x: Tensor, padding: Tensor | None) -> Any:
+    def wrong(self: MoE, x: Tensor, padding: Tensor | None, cut: bool) -> Any:
         if padding is not None:
             padding = torch.cat([padding.chunk(self.tp.size)[0]] * self.tp.size)
-        return true(self, x, padding)
+        return true(self, x, padding, cut)
 
     replace(MoE, "_own_tokens", wrong)
 

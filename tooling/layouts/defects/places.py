@@ -15,8 +15,8 @@ from layouts.defects.catalogue import Replace, defect
 def _embedding_offset(mesh: Mesh, replace: Replace) -> None:
     true = VocabParallelEmbedding.forward
 
-    def wrong(self: VocabParallelEmbedding, tokens: Tensor) -> Tensor:
-        return true(self, tokens + self.axis.index)
+    def wrong(self: VocabParallelEmbedding, tokens: Tensor, **options: bool | None) -> Tensor:
+        return true(self, tokens + self.axis.index, **options)
 
     replace(VocabParallelEmbedding, "forward", wrong)
 

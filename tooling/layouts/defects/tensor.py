@@ -54,7 +54,7 @@ def _chunks_in_another_order(mesh: Mesh, replace: Replace) -> None:
 
 @defect("a row-parallel bias is added by every rank", "tp2-tied")
 def _bias_on_every_rank(mesh: Mesh, replace: Replace) -> None:
-    def wrong(self: RowParallelLinear, x: Tensor) -> Tensor:
+    def wrong(self: RowParallelLinear, x: Tensor, **options: bool | None) -> Tensor:
         partial = layers.functional.linear(x, self.weight, self.bias)
         return layers.reduce_from_axis(partial, self.axis)
 
