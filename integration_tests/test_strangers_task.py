@@ -152,6 +152,10 @@ def refused(sentences, monkeypatch, capsys, plain_runs):
             "--rmsprop-decay is a setting of the update rule rmsprop, and the run has adam; give "
             "--optimizer rmsprop, or leave it out",
         ),
+        (
+            "--reset-position-ids",
+            "--reset-position-ids has no effect in the task masked_lm, which does not read it; ",
+        ),
         ("--no-masked-lm-head", "hidden tokens are predicted by --masked-lm-head; give it"),
         ("--task gpt", "--task gpt trains models of kind gpt, not bidirectional; give one of "),
     ],

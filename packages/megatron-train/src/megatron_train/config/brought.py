@@ -7,7 +7,7 @@ chosen, and refuses the others. Importing this module does not import torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from megatron_models import ModelKind, find_kind, model_kinds
@@ -15,6 +15,7 @@ from megatron_optim import OptimizerConfig, update_rules
 from megatron_parallel import Section
 from megatron_parallel.tensor_parallel.product_kinds import PRODUCTS, find_product
 
+from megatron_train.config.fields import flag_of
 from megatron_train.config.products import PLAIN
 from megatron_train.config.values import Values
 from megatron_train.errors import TrainError
@@ -129,6 +130,29 @@ def check_task(kind: str, task: str) -> None:
             f"--task {task} trains models of kind {' and '.join(kinds_for(task)) or 'none'}, not "
             f"{kind}; give one of {', '.join(able)}"
         )
+
+
+def refuse_unread(run_task: str, section: str, config: Any) -> None:
+    """Refuse settings that not every task reads, and the run's does not.
+
+    The metadata of such a field say ``by_task``; `TaskKind.reads` names those that a task reads.
+
+    Args:
+        run_task: of the run.
+        section: name of a section.
+        config: the section.
+
+    Raises:
+        TrainError: with the flag.
+    """
+    read: Sequence[str] = getattr(TASKS.load(run_task), "reads", ())
+    for field in fields(config):
+        given = field.metadata.get("by_task") and getattr(config, field.name) != field.default
+        if given and f"{section}.{field.name}" not in read:
+            raise TrainError(
+                f"{flag_of(field.name)} has no effect in the task {run_task}, which does not read "
+                "it; leave it out"
+            )
 
 
 def refuse_other_sections(

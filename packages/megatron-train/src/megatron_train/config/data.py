@@ -132,51 +132,61 @@ class DataConfig:
         "train on corpora whose manifest names another tokenizer, which is refused otherwise: for "
         "a tokenizer that was saved anew by other software, with the same tokens (our name)",
     )
-    reset_position_ids: bool = setting(False, "restart positions after each document")
-    reset_attention_mask: bool = setting(False, "attend within a document only")
-    eod_mask_loss: bool = setting(False, "no loss where the input is the end-of-document token")
+    reset_position_ids: bool = setting(False, "restart positions after each document", by_task=True)
+    reset_attention_mask: bool = setting(False, "attend within a document only", by_task=True)
+    eod_mask_loss: bool = setting(
+        False, "no loss where the input is the end-of-document token", by_task=True
+    )
     fim_data: bool = setting(
         False,
         "take documents apart, by --fim-rate, so that a model learns to fill in the middle; the "
         "tokenizer needs the tokens that name the parts (--tokenizer-special-tokens)",
+        by_task=True,
     )
     sft: bool = setting(
         False,
         "train on conversations, what assistants say in them: --data-path names what "
         "megatron-data tokenize-conversations wrote, or files of JSON lines (.jsonl, .json) that "
         "are tokenized as samples ask for them",
+        by_task=True,
     )
     max_document_bytes: int | None = setting(
         None,
         "bytes that a line of conversations may have which --sft reads as JSON lines; unset: "
         "33554432",
         unit="bytes",
+        by_task=True,
     )
     max_template_steps: int | None = setting(
         None,
         "steps that the chat template may take for a conversation of these lines; unset: 20000000",
+        by_task=True,
     )
     max_template_characters: int | None = setting(
         None,
         "characters that a text may have which the chat template makes of these lines; unset: "
         "67108864",
+        by_task=True,
     )
     sample_order: Literal["stateless", "packed", "compat"] = setting(
         "stateless",
         "which tokens make up which sample: stateless computes every sample from its number, so "
         "that a run can be made longer and its data changed; packed does so with whole documents, "
         "cutting only those longer than a sample; compat gives Megatron's samples (our name)",
+        by_task=True,
     )
     data_path_changes: str | None = setting(
         None,
         "JSON file of data that takes the place of --data-path in training from a sample on: "
         '[{"from_sample": 80000, "data_path": ["0.7", "a", "0.3", "b"]}] (our name)',
         unit="path",
+        by_task=True,
     )
     data_cache_path: str | None = setting(
         None,
         "folder that keeps built sample indices of --sample-order compat for the next start",
         unit="path",
+        by_task=True,
     )
     mmap_bin_files: bool = setting(
         True,

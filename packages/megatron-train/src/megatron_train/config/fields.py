@@ -7,7 +7,10 @@ from megatron_train.errors import TrainError
 
 
 def setting(default: Any, help: str, **metadata: Any) -> Any:  # noqa: A002
-    """Return a field with a default and one line of help."""
+    """Return a field with a default and one line of help.
+
+    Metadata are ``flag``, ``unit``, ``choices``, and ``by_task`` for what not every task reads.
+    """
     return field(default=default, metadata={"help": help, **metadata})
 
 

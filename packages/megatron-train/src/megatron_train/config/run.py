@@ -18,6 +18,7 @@ from megatron_train.config.brought import (
     brought_sections,
     check_task,
     refuse_other_sections,
+    refuse_unread,
 )
 from megatron_train.config.context import check_context_parallel
 from megatron_train.config.model import (
@@ -60,6 +61,7 @@ class RunConfig(RunSections):
             lambda: check_first_weights(self.model, self.checkpoint),
             self._check_evaluation,
             self._check_schedules,
+            lambda: refuse_unread(self.task, "data", self.data),
             *(partial(check, self) for check in brought_checks(self.model.kind, self.chosen)),
         )
         for check in checks:

@@ -1,8 +1,11 @@
 """The entry of left-to-right language modelling in the group ``megatron.tasks``."""
 
+from dataclasses import fields
+
 from megatron_data import FIMConfig
 from megatron_parallel import Section
 
+from megatron_train.config.data import DataConfig
 from megatron_train.tasks.gpt_checks import check_fim
 from megatron_train.tasks.kinds import TaskKind
 
@@ -13,5 +16,6 @@ TASK = TaskKind(
     data="megatron_train.tasks.gpt_data:GPTData",
     kinds=("gpt",),
     sections=(Section("fim", FIMConfig, "filling in the middle"),),
+    reads=tuple(f"data.{f.name}" for f in fields(DataConfig) if f.metadata.get("by_task")),
     checks=(check_fim,),
 )

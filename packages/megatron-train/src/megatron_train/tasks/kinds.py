@@ -70,6 +70,8 @@ class TaskKind:
             default. Defaults to None, which is every kind.
         sections: settings of its own. They are flags of ``pretrain KIND`` and sections of files;
             the task finds its own by ``run.section(Config)``.
+        reads: keys of the settings that it reads of those that not every task does, such as
+            ``data.reset_position_ids``. The others are refused.
         checks: functions of the run that raise a `TrainError` in one line, with the flags named,
             where settings do not go together. They are called before any rank meets another.
     """
@@ -80,6 +82,7 @@ class TaskKind:
     data: str
     kinds: tuple[str, ...] | None = None
     sections: tuple[Section, ...] = ()
+    reads: tuple[str, ...] = ()
     checks: tuple[Callable[[RunConfig], None], ...] = ()
 
     def build(self, run: RunConfig, stages: "Sequence[nn.Module]", family: str | None) -> "Task":
