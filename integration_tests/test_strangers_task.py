@@ -28,8 +28,8 @@ RUN = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 24 --micro-batch-size 2 "
     "--global-batch-size 4 --lr 1e-2 --eval-interval 3 --eval-iters 1 --log-interval 3 --float64"
 )
-OWN = "--optimizer rmsprop --center-inputs"
-"""What else it brings: an update rule, and state that is not a parameter."""
+OWN = "--optimizer rmsprop --center-inputs --linear-product scaled --scaled-start 0.8"
+"""What else it brings: an update rule, state that is not a parameter, a product."""
 TP2 = "--nproc-per-node 2 --tensor-model-parallel-size 2"
 PP2 = "--nproc-per-node 2 --pipeline-model-parallel-size 2"
 
@@ -57,7 +57,7 @@ def steps(folder: Path) -> dict[int, list[float]]:
     return {record["iteration"]: [record[name] for name in names] for record in records}
 
 
-@pytest.mark.parametrize("more", ["", OWN], ids=["plain", "rule and state"])
+@pytest.mark.parametrize("more", ["", OWN], ids=["plain", "rule, state and product"])
 def test_it_trains_and_moves_between_layouts_as_on_one_rank(sentences, run_command, tmp_path, more):
     run = f"{RUN} --train-iters 6 {more}"
     done = run_command(sentences, f"{run} --save {tmp_path}/one")
@@ -76,6 +76,20 @@ def test_it_trains_and_moves_between_layouts_as_on_one_rank(sentences, run_comma
     assert ("layers.1.attention.center.mean" in kept) == (more == OWN)
     assert "layers.1.attention.center.mean.square_avg" not in kept
     assert ("layers.1.mlp.up.weight.square_avg" in kept) == (more == OWN)
+    assert ("layers.1.mlp.down.scale" in kept) == (more == OWN)
+
+
+def test_its_product_is_merged_into_the_weights(sentences, run_command, tmp_path):
+    words = f"--linear-product scaled --scaled-start 0.8 --save {tmp_path}/scaled"
+    run_command(sentences, f"{RUN} --train-iters 2 {words}")
+    run_command(sentences, f"megatron-train merge --load {tmp_path}/scaled --save {tmp_path}/plain")
+    held, merged = (CheckpointStore(tmp_path / name).newest() for name in ("scaled", "plain"))
+    weight, scale = (held.read(f"layers.1.mlp.down.{name}") for name in ("weight", "scale"))
+    assert (scale != 0.8).all()
+    torch.testing.assert_close(
+        merged.read("layers.1.mlp.down.weight"), weight * scale[:, None], rtol=0, atol=1e-15
+    )
+    assert not any(name.endswith(".scale") for name in merged.tensors)
 
 
 def test_its_state_changes_what_is_trained(sentences, run_command, tmp_path):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.data_parallel.buffers import GradientBuffers
-from megatron_parallel.tensor_parallel.multiplies import multiplied_by, multiplies
+from megatron_parallel.tensor_parallel.multiplied import multiplied_by, multiplies
 from megatron_parallel.tensor_parallel.product import Accumulating, Product
 
 

@@ -29,7 +29,7 @@ from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import DEFAULT_INIT, Init, Sharding
 from megatron_parallel.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
-from megatron_parallel.tensor_parallel.multiplies import add_further, multiplied_by
+from megatron_parallel.tensor_parallel.multiplied import add_further, multiplied_by
 from megatron_parallel.tensor_parallel.product import PLAIN, Product
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec, VocabSpec
 from megatron_parallel.tensor_parallel.vocabulary_loss import OutputLayer

@@ -20,7 +20,13 @@ from torch import Tensor
 
 from megatron_parallel.sharding import ZEROS, Init, Sharding
 from megatron_parallel.tensor_parallel.lora_config import LoRAConfig
-from megatron_parallel.tensor_parallel.product import Multiply, Wanted, Weights, as_matrix, linear
+from megatron_parallel.tensor_parallel.product import (
+    Multiply,
+    Wanted,
+    Weights,
+    as_matrix,
+    multiply_matrix,
+)
 
 A: Final = "lora_a"
 B: Final = "lora_b"
@@ -72,7 +78,7 @@ class LoRA:
         x: Float[Tensor, "... in"],
         weights: Weights,
         bias: Tensor | None = None,
-        multiply: Multiply = linear,
+        multiply: Multiply = multiply_matrix,
     ) -> Float[Tensor, "... flat"]:
         """`x W^T + b + (alpha / r) (x A^T) B^T`."""
         weight, a, b = weights
@@ -97,7 +103,7 @@ class LoRA:
         return (
             None if of_weight is None else of_weight(dy, x),
             None if of_a is None else of_a((dy @ as_matrix(b)) * self.scale, x),
-            None if of_b is None else of_b(dy, linear(x, a) * self.scale),
+            None if of_b is None else of_b(dy, multiply_matrix(x, a) * self.scale),
         )
 
     def merged(self, weights: Weights) -> Tensor:

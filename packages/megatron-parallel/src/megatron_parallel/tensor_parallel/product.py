@@ -35,7 +35,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`x W^T + b`, of one matrix `(*out, in)` or of one for each group of rows, `(e, *out, in)`."""
 
 
-def linear(
+def multiply_matrix(
     x: Float[Tensor, "... in"],
     weight: Float[Tensor, "*out in"],
     bias: Float[Tensor, " flat"] | None = None,
@@ -90,7 +90,7 @@ class Product(Protocol):
         x: Float[Tensor, "... in"],
         weights: Weights,
         bias: Tensor | None = None,
-        multiply: Multiply = linear,
+        multiply: Multiply = multiply_matrix,
     ) -> Float[Tensor, "... flat"]:
         """The product, plus the bias; autograd differentiates it.
 
@@ -145,7 +145,7 @@ class Plain:
         x: Float[Tensor, "... in"],
         weights: Weights,
         bias: Tensor | None = None,
-        multiply: Multiply = linear,
+        multiply: Multiply = multiply_matrix,
     ) -> Float[Tensor, "... flat"]:
         """`x W^T + b`."""
         return multiply(x, weights[0], bias)
@@ -210,7 +210,7 @@ class Accumulating:
         x: Float[Tensor, "... in"],
         weights: Weights,
         bias: Tensor | None = None,
-        multiply: Multiply = linear,
+        multiply: Multiply = multiply_matrix,
     ) -> Float[Tensor, "... flat"]:
         """As the product's."""
         if torch.compiler.is_compiling():  # traced code cannot add to a buffer

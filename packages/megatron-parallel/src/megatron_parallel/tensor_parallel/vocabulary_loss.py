@@ -140,6 +140,14 @@ class _How(NamedTuple):
             logits, targets, axis, self.true_vocab, label_smoothing=smoothing
         )
 
+    def gradient(self, rows: Tensor, weights: Weights, targets: Tensor, upstream: Tensor) -> Tensor:
+        """Of the logits of one chunk, which are made again."""
+        logits = self.layer.product.forward(rows, weights)  # without gradients, as in any backward
+        with torch.enable_grad():
+            losses = self.losses(logits.requires_grad_(), targets)
+        (found,) = torch.autograd.grad(losses, logits, upstream)
+        return found
+
     def rows(self, x: Tensor) -> Tensor:
         """The whole input as rows."""
         gathers = self.layer.sequence_parallel and self.layer.axis.size > 1
@@ -173,16 +181,13 @@ class _Chunked(Function):
         for rows, targets, upstream in zip(
             *(torch.split(t, how.tokens) for t in split), strict=True
         ):
-            with torch.enable_grad():
-                logits = product.forward(rows.detach(), [w.detach() for w in weights])
-                logits.requires_grad_()
-                losses = how.losses(logits, targets)
-            (dlogits,) = torch.autograd.grad(losses, logits, upstream)
+            dlogits = how.gradient(rows, weights, targets, upstream)
             if dx is not None:
                 dx[start : start + len(rows)] = product.dgrad(dlogits, weights)
             if any(wanted):
                 found = product.wgrad(dlogits, rows, weights, wanted)
                 dweights = [_added(*pair) for pair in zip(dweights, found, strict=True)]
+            del dlogits  # before the next chunk has as large a one
             start += len(rows)
         if dx is not None and axis.size > 1:
             summed = start_reduce_scatter if how.layer.sequence_parallel else start_all_reduce
