@@ -64,7 +64,7 @@ def test_marked_turns_are_closed(model: GPT, monkeypatch: pytest.MonkeyPatch) ->
         assert settings["stop_tokens"] == {256, 258}
         settings["on_token"](0, ord("y"))
 
-    monkeypatch.setattr("megatron_infer.engine.batch.generate_tokens", reply)
+    monkeypatch.setattr("megatron_infer.engine.tokens.generate_tokens", reply)
     talk = conversation(model, tokenizer, CHATML)
     assert talk.say("a") == "y"
     talk.say("b")
@@ -91,7 +91,7 @@ def test_an_answer_that_is_interrupted_is_kept_as_far_as_it_came(
 
     talk = conversation(model, ByteTokenizer(), PLAIN)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("megatron_infer.engine.batch.generate_tokens", interrupt)
+        patch.setattr("megatron_infer.engine.tokens.generate_tokens", interrupt)
         talk.say("a")
     expected = generate_tokens(model, [list(b"ayb")], GREEDY)[0].tokens
     assert talk.say("b") == ByteTokenizer().decode(list(expected))

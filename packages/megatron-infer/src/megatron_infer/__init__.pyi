@@ -1,11 +1,11 @@
 from ._version import __version__ as __version__
 from .detokenize import TextStream as TextStream
-from .engine.batch import Continuation as Continuation
-from .engine.batch import generate_tokens as generate_tokens
-from .engine.batch import score_tokens as score_tokens
 from .engine.cache import SlotCache as SlotCache
+from .engine.continuation import Continuation as Continuation
 from .engine.generate import Completion as Completion
 from .engine.generate import generate as generate
+from .engine.tokens import generate_tokens as generate_tokens
+from .engine.tokens import score_tokens as score_tokens
 from .errors import InferError as InferError
 from .load import LoadedModel as LoadedModel
 from .load import load_model as load_model

@@ -131,8 +131,8 @@ class Conversation:
         What was chosen when an exception, such as KeyboardInterrupt, ends the answer is kept.
         """
         from megatron_infer.detokenize import TextStream
-        from megatron_infer.engine.batch import generate_tokens
         from megatron_infer.engine.generate import stop_tokens
+        from megatron_infer.engine.tokens import generate_tokens
 
         tokenizer, form = self._loaded.tokenizer, self._format
         new = tokenizer.encode(form.before + line + form.after)

@@ -18,7 +18,7 @@ from megatron_infer.cli.options import (
 from megatron_infer.errors import InferError
 
 if TYPE_CHECKING:
-    from megatron_infer.engine.batch import Continuation
+    from megatron_infer.engine.continuation import Continuation
     from megatron_infer.engine.generate import Completion
     from megatron_infer.load import LoadedModel
     from megatron_infer.params import SamplingParams
@@ -125,7 +125,7 @@ def _continue_tokens(arguments: argparse.Namespace, params: "SamplingParams") ->
     sources = [_ids(text) for text in arguments.source_tokens or ()] or None
     loaded = load_for_tokens(arguments)
 
-    from megatron_infer.engine.batch import generate_tokens
+    from megatron_infer.engine.tokens import generate_tokens
 
     def show(_: int, token: int) -> None:
         _print(f" {token}")

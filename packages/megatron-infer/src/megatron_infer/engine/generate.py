@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from megatron_data import Tokenizer
 
 from megatron_infer.detokenize import TextStream
-from megatron_infer.engine.batch import FinishReason, generate_tokens
+from megatron_infer.engine.continuation import FinishReason
 from megatron_infer.engine.stages import AnyModel
+from megatron_infer.engine.tokens import generate_tokens
 from megatron_infer.errors import InferError
 from megatron_infer.params import SamplingParams
 
