@@ -121,7 +121,7 @@ def test_it_is_counted_like_a_model_of_the_packages():
     assert memory.parameters / 2 < half.parameters < memory.parameters
 
 
-@pytest.mark.parametrize("tutorial", ["README.md", "adding-a-task.md"])
+@pytest.mark.parametrize("tutorial", ["README.md", "adding-a-task.md", "adding-parts.md"])
 def test_the_tutorials_show_the_code_that_runs(tutorial):
     text = (STRANGER / tutorial).read_text()
     blocks = re.findall(r"```py\n# (\S+)\n(.*?)```", text, re.S)

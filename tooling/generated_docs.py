@@ -16,6 +16,7 @@ PAGES = {
     "docs/megatron-flags.md": render_flags,
     "docs/adding-a-model.md": (STRANGER / "README.md").read_text,
     "docs/adding-a-task.md": (STRANGER / "adding-a-task.md").read_text,
+    "docs/adding-parts.md": (STRANGER / "adding-parts.md").read_text,
 }
 
 

@@ -196,3 +196,21 @@ def test_a_faulty_wheel_is_found(tmp_path: Path, fault: dict[str, str], named: s
     )
     lines = [line for line in done.stderr.splitlines() if "megatron_optim-0.1.0" in line]
     assert (not lines) if named is None else any(named in line for line in lines)
+
+
+def hidden_names(sources: Path) -> list[str]:
+    """Public names that are those of modules beside them, which importing puts in their place."""
+    found = []
+    for stub in sorted(sources.rglob("__init__.pyi")):
+        public = set(re.findall(r" as (\w+),?$", stub.read_text(), re.M))
+        beside = {path.stem for path in stub.parent.iterdir() if path.name != stub.name}
+        found += [f"{stub.parent.name}.{name}" for name in sorted(public & beside)]
+    return found
+
+
+def test_no_public_name_is_that_of_a_module_beside_it(tmp_path):
+    assert len(list((ROOT / "packages").rglob("__init__.pyi"))) > 10
+    assert hidden_names(ROOT / "packages") == []
+    (tmp_path / "__init__.pyi").write_text("from .product import linear as linear\n")
+    (tmp_path / "linear.py").touch()
+    assert hidden_names(tmp_path) == [f"{tmp_path.name}.linear"]
