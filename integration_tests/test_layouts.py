@@ -26,6 +26,7 @@ SAMPLE = {
     "dp2·fsdp-tied-dropout",
     "dp2·ep2·a2a·combined-1f1b-moe-dropout",
     "cp2·dp2·hybrid(6)-untied-dropout",
+    "tp2·sp·pp2·zero-bubble·few-logits-tied",
     "tp2·sp·pp2·lora-untied",
     "tp2·sp·ep2·etp1·a2a·lora-moe",
 }
