@@ -49,7 +49,7 @@ def build_trainer(
         split=config.split,
         seed=training.seed,
     )
-    if config.placement.cross_entropy_fusion_impl != "native" and not any(
+    if config.placement.cross_entropy_fusion_impl == "linear" and not any(
         hasattr(stage, "vocabulary_loss") for stage in stages
     ):
         raise TrainError(

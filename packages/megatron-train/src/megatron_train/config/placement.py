@@ -35,10 +35,10 @@ class PlacementConfig:
         "allgather",
         "how tokens get to experts on other ranks: all tokens to all of them, or each to its own",
     )
-    cross_entropy_fusion_impl: Literal["native", "linear"] = setting(
+    cross_entropy_fusion_impl: Literal["native", "te", "linear"] = setting(
         "native",
-        "how output layer and loss are computed: with the logits of all tokens (native), or with "
-        "those of 1,024 at a time, and again in the backward pass (linear)",
+        "how output layer and loss are computed: with the logits of all tokens (native; te is the "
+        "same here), or with those of 1,024 at a time, and again in the backward pass (linear)",
     )
     linear_product: str = setting(
         "plain",
