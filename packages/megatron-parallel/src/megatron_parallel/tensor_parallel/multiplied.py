@@ -50,11 +50,6 @@ def add_further(table: dict[str, Sharding], product: Product) -> tuple[str, ...]
     return ("weight", *further)
 
 
-def multiplied(layer: nn.Module) -> tuple[Tensor, ...]:
-    """This rank's parts of what a `Multiplies` hands to its product."""
-    return tuple([getattr(layer, name) for name in layer.multiplied])  # type: ignore[union-attr]
-
-
 def further_names(module: nn.Module) -> set[str]:
     """Return the names, in a module, of the parameters that products add to layers."""
     found = set[str]()
