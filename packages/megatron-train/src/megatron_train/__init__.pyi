@@ -18,6 +18,7 @@ from .tasks.kinds import TaskKind as TaskKind
 from .tasks.kinds import find_task as find_task
 from .tasks.kinds import task_kinds as task_kinds
 from .tasks.task import MicroBatch as MicroBatch
+from .tasks.task import PreparingTask as PreparingTask
 from .tasks.task import Task as Task
 from .trainer import Callback as Callback
 from .trainer import StepReport as StepReport

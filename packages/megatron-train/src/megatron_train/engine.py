@@ -33,7 +33,7 @@ from megatron_parallel.pipeline import default_schedule
 from torch import Tensor, nn
 
 from megatron_train.errors import TrainError
-from megatron_train.tasks.task import MicroBatch, Task
+from megatron_train.tasks.task import MicroBatch, PreparingTask, Task
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,20 @@ class StepEngine:
             group_size=group_size,
             around_backward=self.stages.around_backward,
         )
+
+    def prepared(
+        self, batches: Sequence[MicroBatch], iteration: int | None
+    ) -> Sequence[MicroBatch]:
+        """Return micro-batches with what the task computes for them (`PreparingTask`).
+
+        Args:
+            batches: this rank's, as they were read.
+            iteration: number of the step, or None in an evaluation.
+        """
+        if not isinstance(self.task, PreparingTask):
+            return batches
+        with torch.no_grad():
+            return self.task.prepare(batches, iteration)
 
     def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Return what each sum of `run` is to be divided by, for the micro-batches of all ranks."""

@@ -177,7 +177,7 @@ class Trainer:
     def step(self, steps: Iterator[Sequence[MicroBatch]]) -> StepReport:
         """Take the next global batch from ``steps`` and make one step with it."""
         start = time.perf_counter()
-        batches = next(steps)
+        batches = self.engine.prepared(next(steps), self.iteration + 1)
         # 1 where no token counts, so that the loss is 0.
         denominators = {n: c or 1.0 for n, c in self.engine.denominators(batches).items()}
         sums = self.engine.run(batches, denominators, self.iteration + 1)
@@ -218,7 +218,8 @@ class Trainer:
         counts: dict[str, float] = {}
         for stage in self.task.stages:
             stage.eval()
-        for batches in steps:
+        for read in steps:
+            batches = self.engine.prepared(read, None)
             for name, value in self.engine.evaluate(batches).items():
                 totals[name] = totals.get(name, 0.0) + float(value)
             for name, count in self.engine.true_tokens(batches).items():

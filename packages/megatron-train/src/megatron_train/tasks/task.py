@@ -7,7 +7,7 @@ denominators, and both come from here.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from megatron_ckpt import ModelRecord
@@ -134,3 +134,20 @@ class Task(Protocol):
 
     def flops(self, batches: Sequence[MicroBatch]) -> float:
         """Return the operations of a forward and backward pass of the whole model."""
+
+
+@runtime_checkable
+class PreparingTask(Protocol):
+    """A task whose micro-batches need more than samples: a teacher, a reference, rollouts."""
+
+    def prepare(self, batches: Sequence[MicroBatch], iteration: int | None) -> Sequence[MicroBatch]:
+        """Return the micro-batches of a step with what the task computes for them itself.
+
+        Called without gradients on every rank, with this rank's micro-batches, before
+        `Task.denominators`. All ranks of a step call it together, so it may communicate. It may
+        return other micro-batches, as many on every data-parallel rank.
+
+        Args:
+            batches: as they were read.
+            iteration: number of the step, or None in an evaluation.
+        """
