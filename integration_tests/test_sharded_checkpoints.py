@@ -44,6 +44,7 @@ def carry_on(mesh: Mesh, case: Case, folder: Path, steps: int, dtype: torch.dtyp
         ("pp2·dp2·fsdp-tied", "pp2·dp2·gathered-tied"),
         ("tp2-tied", "dp4(2x2)·fsdp-tied"),
         ("tp2·pp2-biased", "tp2·sp·ep2·etp1·a2a-biased"),
+        ("tp2·sp·ep2·etp1·a2a·lora-moe", "tp2·dp2·ep2·lora-moe"),
         pytest.param("dp4(2x2)·fsdp-tied", "tp2·sp·pp2·dp2·gathered-tied", marks=pytest.mark.slow),
         pytest.param("tp2·sp·pp2·dp2·gathered-tied", "pp2·dp2·fsdp-tied", marks=pytest.mark.slow),
     ],
