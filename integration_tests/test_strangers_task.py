@@ -79,6 +79,21 @@ def test_it_trains_and_moves_between_layouts_as_on_one_rank(sentences, run_comma
     assert ("layers.1.mlp.down.scale" in kept) == (more == OWN)
 
 
+def test_its_rule_that_needs_matrices_has_them_whole_under_a_distributed_optimizer(
+    sentences, run_command, tmp_path
+):
+    ranks = "--nproc-per-node 2 --use-distributed-optimizer"
+    for name, more in (("one", ""), ("two", ranks)):
+        words = f"--train-iters 4 --optimizer normalised {more} --save {tmp_path}/{name}"
+        run_command(sentences, f"{RUN} {words}")
+    one, two = (CheckpointStore(tmp_path / name).newest() for name in ("one", "two"))
+    assert one.tensors.keys() == two.tensors.keys()
+    assert "layers.0.mlp.up.weight.momentum" in one.tensors
+    assert "embedding.word.weight.exp_avg" in one.tensors
+    for name in one.tensors:
+        torch.testing.assert_close(two.read(name), one.read(name), rtol=0, atol=1e-9, msg=name)
+
+
 def test_its_product_is_merged_into_the_weights(sentences, run_command, tmp_path):
     words = f"--linear-product scaled --scaled-start 0.8 --save {tmp_path}/scaled"
     run_command(sentences, f"{RUN} --train-iters 2 {words}")

@@ -1,4 +1,4 @@
-"""The entry in the group ``megatron.update_rules``; no torch."""
+"""The entries in the group ``megatron.update_rules``; no torch."""
 
 from dataclasses import dataclass, field
 
@@ -25,4 +25,10 @@ RULE = UpdateRuleKind(
     summary="steps by the gradient over the root of the mean of its squares",
     rule="bidirectional.rule:RMSProp",
     section=Section("rmsprop", RMSPropConfig, "RMSProp"),
+)
+
+NORMALISED = UpdateRuleKind(
+    name="normalised",
+    summary="steps of one length for every matrix, adam for the rest",
+    rule="bidirectional.normalised:Normalised",
 )
