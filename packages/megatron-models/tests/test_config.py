@@ -32,6 +32,9 @@ def test_token_embedding_and_output_matrix_are_those_of_the_vocabulary(small, un
     assert cut["embedding.position.weight"].hidden_matrix
     assert not cut["embedding.word.weight"].hidden_matrix
     assert not cut["final_norm.weight"].hidden_matrix
+    biases = {name: sharding for name, sharding in cut.items() if name.endswith("bias")}
+    assert "layers.0.attention.qkv.bias" in biases  # of two dims
+    assert not any(sharding.hidden_matrix for sharding in biases.values())
 
 
 def test_output_projections_start_smaller_by_the_root_of_twice_the_layers(small):

@@ -134,7 +134,7 @@ class Sharding:
             of its own, and its gradient is summed over `expert_dp`.
         matrix: The parameter, or that of one expert, as a matrix, for optimizers that orthogonalise
             (Muon); by default all dims but the last, times the last. A parameter of fewer than two
-            true dims has none.
+            true dims has none, and a `vector` has none.
         weight_decay: Whether weight decay applies; by default to whatever has a matrix.
         init: How the parameter starts.
         tied: The first and the last pipeline stage both hold it (tied embeddings): its gradient is
@@ -145,6 +145,7 @@ class Sharding:
         vocabulary: Whether `dim` numbers the tokens of a vocabulary: a token embedding or an output
             matrix. These may have a learning rate of their own, and an update rule that needs
             matrices does not take them.
+        vector: Whether it has one number for each output, whatever its dims: a bias `[g, width]`.
         reduce: For state that is not a parameter (`megatron_parallel.StepState`), how what ranks
             and micro-batches have observed is combined. Defaults to None, a parameter.
 
@@ -166,6 +167,7 @@ class Sharding:
     spill_dim: int | None = None
     vocabulary: bool = False
     reduce: Literal["sum", "max"] | None = None
+    vector: bool = False
 
     def __post_init__(self) -> None:
         if (self.axis is None) != (self.dim is None):
@@ -194,7 +196,7 @@ class Sharding:
             raise LayoutError(f"dim 0 of shape {self.shape} numbers experts: cut another one")
         shape = self.shape[1:] if self.experts else self.shape
         true_dims = len(shape) - (self.fused_dim is not None)
-        if self.matrix is None and true_dims > 1:
+        if self.matrix is None and true_dims > 1 and not self.vector:
             object.__setattr__(self, "matrix", (prod(shape[:-1]), shape[-1]))
         if self.matrix is not None and prod(self.matrix) != prod(shape):
             raise LayoutError(f"matrix={self.matrix} does not hold shape {shape}")

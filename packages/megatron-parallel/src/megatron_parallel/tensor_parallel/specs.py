@@ -57,7 +57,9 @@ class ColumnSpec:
             )
         }
         if self.bias:
-            found["bias"] = Sharding(out, *cut, weight_decay=False, init=ZEROS, spill_dim=spill)
+            found["bias"] = Sharding(
+                out, *cut, weight_decay=False, init=ZEROS, spill_dim=spill, vector=True
+            )
         return found
 
 
