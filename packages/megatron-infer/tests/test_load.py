@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,14 @@ from megatron_ckpt import (
 from megatron_data import ByteTokenizer, NullTokenizer
 from megatron_infer import InferError, SamplingParams, generate_tokens, load_model
 from megatron_models import GPT, ConfigError
-from megatron_parallel import LayoutError, Mesh, ParallelLayout, collect_shardings, parameter_views
+from megatron_parallel import (
+    LayoutError,
+    Mesh,
+    ParallelLayout,
+    collect_shardings,
+    collect_states,
+    parameter_views,
+)
 from megatron_parallel.testing import WorkerPool
 
 Save = Callable[..., GPT]
@@ -71,6 +79,28 @@ def test_a_checkpoint_alone_rebuilds_model_and_tokenizer(
     assert not loaded.model.training
     assert loaded.tokenizer.encode("The ") == tokens[0].tolist()
     assert loaded.checkpoint.iteration == 5
+
+
+def test_biases_of_experts_come_with_the_weights(
+    make_model: Callable[..., GPT], tmp_path: Path
+) -> None:
+    shape = replace(
+        make_model("llama", vocab_size=257).config,
+        num_experts=4,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+    )
+    model = GPT(shape, Mesh.single())
+    with torch.no_grad():
+        for state in collect_states([model]).values():
+            state.value.copy_(torch.tensor([0.5, -0.5, 0.3, 0.0]))
+    views = parameter_views(model, collect_shardings(model), Mesh.single())
+    store = CheckpointStore(tmp_path / "run")
+    store.save(1, dict(views), model=ModelRecord("gpt", None, 1, shape.to_dict()))
+    loaded = load_model(tmp_path / "run", tokenizer=None)
+    tokens = torch.tensor([[84, 104, 101, 32]])
+    assert torch.equal(loaded.model(tokens), model(tokens))
+    assert not torch.equal(loaded.model(tokens), GPT(shape, Mesh.single())(tokens))
 
 
 def test_a_run_gives_its_newest_checkpoint_or_the_one_named(save: Save, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from megatron_kernels import Mask, swiglu
 from megatron_models import GPT, ConfigError, Placement, parameter_count, training_flops
 from megatron_models.components.context import Context
 from megatron_models.components.moe.module import MoE
-from megatron_models.parameters import parameter_shapes
+from megatron_models.parameters import stored_shapes
 from megatron_parallel import InnerLosses, Mesh, collect_shardings
 from torch.nn import functional
 
@@ -123,13 +123,18 @@ def test_sinks_are_part_of_attention(small, kind):
         EXPERTS,
         {**EXPERTS, **GATED, "moe_shared_expert_intermediate_size": 8},
         {**EXPERTS, "moe_layer_freq": "2", "softmax_type": "learnable"},
+        {
+            **EXPERTS,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+        },
     ],
 )
 def test_names_and_shapes_are_known_without_the_model(small, changes):
     config = small(**changes)
     table = collect_shardings(GPT(config, Mesh.single()))
-    assert {name: sharding.shape for name, sharding in table.items()} == parameter_shapes(config)
-    assert list(table) == list(parameter_shapes(config))
+    assert {name: sharding.shape for name, sharding in table.items()} == stored_shapes(config)
+    assert list(table) == list(stored_shapes(config))
 
 
 def test_only_active_experts_are_counted(small):

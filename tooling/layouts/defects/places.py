@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import megatron_models.components.embedding.output as output
+import megatron_parallel.tensor_parallel.vocabulary_loss as vocabulary_loss
 from megatron_models.components.embedding.module import PositionEmbedding
 from megatron_parallel import Mesh
 from megatron_parallel.tensor_parallel import VocabParallelEmbedding
@@ -23,22 +23,22 @@ def _embedding_offset(mesh: Mesh, replace: Replace) -> None:
 
 @defect("the vocabulary offset of the targets is wrong", "tp4-untied")
 def _target_offset(mesh: Mesh, replace: Replace) -> None:
-    true = output.vocab_parallel_cross_entropy
+    true = vocabulary_loss.vocab_parallel_cross_entropy
 
     def wrong(logits: Tensor, targets: Tensor, axis: Any, vocab: int, **options: float) -> Tensor:
         return true(logits, targets - axis.index, axis, vocab, **options)
 
-    replace(output, "vocab_parallel_cross_entropy", wrong)
+    replace(vocabulary_loss, "vocab_parallel_cross_entropy", wrong)
 
 
 @defect("padding of the vocabulary gets probability", "tp2-tied")
 def _padding(mesh: Mesh, replace: Replace) -> None:
-    true = output.vocab_parallel_cross_entropy
+    true = vocabulary_loss.vocab_parallel_cross_entropy
 
     def wrong(logits: Tensor, targets: Tensor, axis: Any, vocab: int, **options: float) -> Tensor:
         return true(logits, targets, axis, logits.shape[-1] * axis.size, **options)
 
-    replace(output, "vocab_parallel_cross_entropy", wrong)
+    replace(vocabulary_loss, "vocab_parallel_cross_entropy", wrong)
 
 
 @defect("positions start at 0 on every sequence-parallel rank", "tp4·sp-tied")

@@ -4,7 +4,7 @@ import torch
 from megatron_models import Placement
 from torch import Tensor, nn
 
-from bidirectional.config import HeadsConfig
+from bidirectional.config import BidirectionalSpec
 
 RATE = 0.1
 
@@ -14,10 +14,10 @@ class Center(nn.Module):
 
     mean: Tensor
 
-    def __init__(self, spec: HeadsConfig, place: Placement) -> None:
+    def __init__(self, spec: BidirectionalSpec, place: Placement) -> None:
         super().__init__()
         shape = (spec.hidden_size + 1,)
-        self.seen = place.state(self, spec.center(), "mean", self.moved, observed=shape)
+        self.seen = place.state(self, spec.state(), "center.mean", self.moved, observed=shape)
 
     @staticmethod
     def moved(mean: Tensor, seen: Tensor) -> Tensor:

@@ -45,12 +45,6 @@ class HeadsConfig(StreamConfig):
                 vars(self),
             )
 
-    def center(self) -> dict[str, Sharding]:
-        """Return how the running mean ``[h]`` is held, if there is one: by every rank."""
-        if not self.center_inputs:
-            return {}
-        return {"mean": Sharding((self.hidden_size,), reduce="sum", init=ZEROS)}
-
     @property
     def head_size(self) -> int:
         """Channels of a head."""
@@ -81,6 +75,12 @@ class BidirectionalSpec(HeadsConfig, Mixer):
         for name in ("q", "k", "v"):
             found |= prefixed(name, parameters_of(self.read, sequence_parallel))
         return found | prefixed("out", parameters_of(self.out, sequence_parallel))
+
+    def state(self) -> dict[str, Sharding]:
+        """Return how the running mean ``[h]`` is held, if there is one: by every rank."""
+        if not self.center_inputs:
+            return {}
+        return {"center.mean": Sharding((self.hidden_size,), reduce="sum", init=ZEROS)}
 
     def products_per_pair(self) -> int:
         """Return a multiply-add of each channel for the score, and one for the value."""

@@ -22,7 +22,7 @@ from megatron_models import (
     Placement,
     config_of,
     find_kind,
-    parameter_shapes,
+    stored_shapes,
 )
 from megatron_parallel import Mesh, View, collect_shardings, is_out_of_memory, parameter_views
 
@@ -150,12 +150,13 @@ def load_model(
             f"the tokenizer of {source.path} has {tokenizer.vocab_size} tokens, the model "
             f"{vocabulary}: they do not belong together"
         )
-    shapes = parameter_shapes(config)
-    source.expect(shapes, groups=["model"])  # before memory is taken for what it says
+    source.expect(
+        stored_shapes(config), groups=["model"]
+    )  # before memory is taken for what it says
     stages = _empty_stages(kind, config, mesh, dtype)
-    parameters = {name: one for stage in stages for name, one in stage.named_parameters()}
-    table = {name: one for stage in stages for name, one in collect_shardings(stage).items()}
-    views = parameter_views(parameters, table, mesh)
+    views: dict[str, list[View]] = {}
+    for stage in stages:
+        views |= parameter_views(stage, collect_shardings(stage), mesh)
     total, done = _stored_bytes(source, views), 0
 
     def count(read: int) -> None:

@@ -32,6 +32,7 @@ from .models.gpt.model import gpt_chunks as gpt_chunks
 from .models.model_config import ModelConfig as ModelConfig
 from .parameters import parameter_count as parameter_count
 from .parameters import parameter_shapes as parameter_shapes
+from .parameters import stored_shapes as stored_shapes
 from .placement import Placement as Placement
 from .record import config_of as config_of
 from .record import record_of as record_of

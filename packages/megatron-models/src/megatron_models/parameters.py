@@ -17,6 +17,12 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     return {name: spec.sharding.shape for name, spec in config.parameters().items()}
 
 
+def stored_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Return the stored shape of all that a checkpoint holds of a model: parameters, then state."""
+    state = {name: sharding.shape for name, sharding in config.state().items()}
+    return {**parameter_shapes(config), **state}
+
+
 def parameter_count(config: ModelConfig, *, padded: bool = False, active: bool = False) -> int:
     """Return the number of parameters; tied embeddings count once.
 

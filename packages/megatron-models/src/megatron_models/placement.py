@@ -121,9 +121,10 @@ class Placement:
         """Give a module state that is not a parameter, in at least float32.
 
         Args:
-            module: gets a buffer called ``name``, and its row in the attribute ``sharding``.
-            shardings: of the module's state; without a row for ``name`` it has none.
-            name: of the buffer.
+            module: gets a buffer, and its row in the attribute ``sharding``.
+            shardings: of the mixer's state (`Mixer.state`); without a row for ``name`` there is
+                none.
+            name: in ``shardings``; its last part is that of the buffer.
             update: returns the value after a step, see `megatron_parallel.StepState`.
             observed: shape of an observation. Defaults to that of the value.
 
@@ -132,10 +133,11 @@ class Placement:
         """
         if name not in shardings:
             return None
-        module.sharding = {**vars(module).get("sharding", {}), name: shardings[name]}  # type: ignore[assignment]
+        buffer = name.rpartition(".")[2]
+        module.sharding = {**vars(module).get("sharding", {}), buffer: shardings[name]}  # type: ignore[assignment]
         exact = torch.float64 if self.dtype == torch.float64 else torch.float32
         return StepState(
-            module, name, self.mesh, update, observed=observed, dtype=exact, device=self.on
+            module, buffer, self.mesh, update, observed=observed, dtype=exact, device=self.on
         )
 
     def register(self, module: nn.Module, shardings: Mapping[str, Sharding], *names: str) -> None:

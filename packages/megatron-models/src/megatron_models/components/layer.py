@@ -7,6 +7,8 @@ Importing this module does not import torch.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_parallel import Sharding
+
 from megatron_models.components.embedding.spec import EmbeddingSpec
 from megatron_models.components.norm.spec import NormSpec
 from megatron_models.components.parts import LayerPass, Mixer, Parameters, Terms, prefixed, summed
@@ -59,6 +61,10 @@ class Sublayer:
         for own in norms.values():
             found |= own
         return found
+
+    def state(self) -> dict[str, Sharding]:
+        """Return the state of the mixer that is not a parameter, by its names in the layer."""
+        return {f"{self.name}.{name}": cut for name, cut in self.mixer.state().items()}
 
     def activations(self, taken: LayerPass, width: int) -> Terms:
         """Return the bytes that norms, mixer and dropout keep, by part.
@@ -121,6 +127,15 @@ class TrunkSpec:
         if self.final_norm is not None:
             found |= prefixed("final_norm", self.final_norm.parameters(sequence_parallel))
         return found
+
+    def state(self) -> dict[str, Sharding]:
+        """Return all state that is not a parameter, by name."""
+        return {
+            f"layers.{number}.{name}": cut
+            for number, layer in self.layers.items()
+            for sublayer in layer
+            for name, cut in sublayer.state().items()
+        }
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:

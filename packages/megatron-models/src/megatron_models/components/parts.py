@@ -182,6 +182,10 @@ class Mixer(ABC):
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
         """Return its parameters, in the order of the module."""
 
+    def state(self) -> Mapping[str, Sharding]:
+        """Return its state that is not a parameter (`megatron_parallel.StepState`); none here."""
+        return {}
+
     @property
     def heads(self) -> int:
         """Heads of attention, which ranks may share out; none here."""

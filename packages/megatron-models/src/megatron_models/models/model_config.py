@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Self
 
-from megatron_parallel import ParallelLayout
+from megatron_parallel import ParallelLayout, Sharding
 
 from megatron_models.components.embedding.spec import (
     EmbeddingConfig,
@@ -82,6 +82,14 @@ class ModelConfig(ComponentConfig, ABC):
         if output is not None:
             found |= prefixed("output", output_parameters(output))
         return found
+
+    def state(self) -> dict[str, Sharding]:
+        """Return all state that is not a parameter, by global name."""
+        return {
+            f"{prefix}.{name}" if prefix else name: cut
+            for prefix, trunk in self.trunks().items()
+            for name, cut in trunk.state().items()
+        }
 
     @cached_property
     def work(self) -> Work:

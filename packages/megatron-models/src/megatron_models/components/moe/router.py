@@ -69,7 +69,7 @@ class Router(nn.Module):
         self.sigmoid = spec.moe_router_score_function == "sigmoid"
         self.rate = spec.moe_router_bias_update_rate
         place.register(self, spec.router())
-        self.load = place.state(self, spec.router_state(), EXPERT_BIAS, self.balanced)
+        self.load = place.state(self, spec.state(), f"router.{EXPERT_BIAS}", self.balanced)
 
     def forward(self, x: Float[Tensor, "n h"], routed: Bool[Tensor, " n"] | None) -> Routing:
         """Choose experts for every token; ``routed`` is False where a token is padding."""

@@ -110,14 +110,15 @@ class MoESpec(MoEConfig, Mixer):
         shape = (self.num_experts, self.hidden_size)
         return {"weight": Sharding(shape, init=Init(scale=self.init_method_std), partial="tp")}
 
-    def router_state(self) -> dict[str, Sharding]:
+    def state(self) -> dict[str, Sharding]:
         """Return how the biases of experts ``[e]`` are held, if there are any: by every rank.
 
         What is observed are the tokens of each expert, other ones on tensor-parallel ranks.
         """
         if not self.moe_router_enable_expert_bias:
             return {}
-        return {EXPERT_BIAS: Sharding((self.num_experts,), init=ZEROS, partial="tp", reduce="sum")}
+        cut = Sharding((self.num_experts,), init=ZEROS, partial="tp", reduce="sum")
+        return {f"router.{EXPERT_BIAS}": cut}
 
     @property
     def experts_up(self) -> ExpertLinearSpec:
