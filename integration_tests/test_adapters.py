@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_ckpt import Checkpoint, find_checkpoint
+from megatron_ckpt import Checkpoint, CheckpointError, find_checkpoint
 from megatron_ckpt.cli import main as convert
+from megatron_infer import load_model
 from megatron_train import read_records
 from megatron_train.cli import main
 
@@ -83,7 +84,13 @@ def test_adapters_are_trained_continued_in_other_layouts_and_merged(train, base,
         torch.testing.assert_close(merged[name], wanted, rtol=0, atol=1e-14, msg=name)
     assert convert(["convert", "--to-hf", "--family", "gpt2", "merged", "out"]) == 0
     assert convert(["convert", "--to-hf", "--family", "gpt2", "whole", "other"]) == 1
-    assert "no row uses tensor 'layers.0.attention.qkv.lora_a'" in capfd.readouterr().err
+    line = capfd.readouterr().err
+    assert "no row uses tensor 'layers.0.attention.qkv.lora_a'" in line
+    assert "fold it in first (megatron-train merge)" in line
+    with pytest.raises(
+        CheckpointError, match=r"has no place to go: layer .* \(megatron-train merge"
+    ):
+        load_model("whole", tokenizer=None)
 
 
 def test_what_does_not_fit_an_adapted_model_is_refused(train, base):

@@ -1,7 +1,7 @@
 """Errors a user of checkpoints can meet, and the words that help to mend them."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 
 class CheckpointError(ValueError):
@@ -31,3 +31,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``" (nearest: 'x')"`` for the known name closest to ``name``, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (nearest: {close[0]!r})" if close else ""
+
+
+def of_a_product(name: str, known: Container[str]) -> str:
+    """Return what to do about a tensor that stands beside a known weight, or an empty string.
+
+    Layers that multiply by a product, such as a low-rank adapter, have more than weight and bias.
+    """
+    layer, _, local = name.rpartition(".")
+    if not layer or local == "bias" or f"{layer}.weight" not in known:
+        return ""
+    return (
+        f": layer {layer!r} multiplies by more than its weight, such as an adapter; fold it in first "
+        "(megatron-train merge)"
+    )

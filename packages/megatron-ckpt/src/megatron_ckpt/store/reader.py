@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from megatron_ckpt.dtypes import dtype_name, is_floating, item_size, torch_dtype
-from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError, did_you_mean
+from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError, did_you_mean, of_a_product
 from megatron_ckpt.store.blocks import BlockReader
 from megatron_ckpt.store.manifest import Manifest, Piece, TensorRecord
 from megatron_ckpt.views import Box, ViewLike, box_of, intersect
@@ -61,9 +61,12 @@ def check_names(
         _check_shape(stored, name, shape)
     for name, record in stored.items():
         if name not in wanted and (groups is None or record.group in groups):
+            why = (
+                did_you_mean(name, wanted) + ": it holds another model, or name the groups to load"
+            )
             raise CheckpointError(
                 f"tensor {name!r} of the checkpoint ({record.group}) has no place to go"
-                f"{did_you_mean(name, wanted)}: it holds another model, or name the groups to load"
+                f"{of_a_product(name, wanted) or why}"
             )
 
 
