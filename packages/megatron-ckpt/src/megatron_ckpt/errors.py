@@ -42,6 +42,6 @@ def of_a_product(name: str, known: Container[str]) -> str:
     if not layer or local == "bias" or f"{layer}.weight" not in known:
         return ""
     return (
-        f": layer {layer!r} multiplies by more than its weight, such as an adapter; fold it in first "
-        "(megatron-train merge)"
+        f": layer {layer!r} multiplies by more than its weight, such as an adapter; fold it in "
+        "first (megatron-train merge)"
     )
