@@ -74,6 +74,8 @@ def test_adapters_are_trained_continued_in_other_layouts_and_merged(train, base,
         torch.testing.assert_close(tensor, after[name], rtol=0, atol=1e-9, msg=name)
 
     assert main(["merge", "--load", "whole", "--save", "merged"]) == 0
+    assert main(["merge", "--load", "cut", "--save", "merged"]) == 1
+    assert "is there already; give --save a folder without" in capfd.readouterr().err
     merged = weights("merged")
     assert merged.keys() == before.keys()
     for name, tensor in before.items():
@@ -108,3 +110,19 @@ def test_what_does_not_fit_an_adapted_model_is_refused(train, base):
     ):
         assert message in train(f"{words} --train-iters 2", status=1), words
     assert main(["merge", "--load", "base", "--save", "x"]) == 1
+
+
+@pytest.mark.parametrize("layout", ["pipeline", "tensor"])
+def test_a_stage_without_an_adapter_is_frozen_too(train, base, layout):
+    only = "--linear-product lora --lora-rank 4 --lora-target-modules linear_fc2"
+    begin = f"--finetune --load {base} {only} --train-iters 3"
+    train(f"{begin} --save one")
+    ranks = f"--nproc-per-node 2 --{layout}-model-parallel-size 2"
+    if layout == "pipeline":  # no layer, and so no adapter, is on the first stage
+        ranks += " --pipeline-model-parallel-layout E|ttL --use-distributed-optimizer"
+    train(f"{begin} --save two {ranks}")
+    assert losses("two") == pytest.approx(losses("one"), abs=1e-9)
+    one, two, before = weights("one"), weights("two"), weights(base)
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-9, msg=name)
+    assert all(torch.equal(two[name], tensor) for name, tensor in before.items())

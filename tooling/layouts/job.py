@@ -77,6 +77,7 @@ def build_trainer(
     mesh: Mesh, case: Case, steps: int, dtype: torch.dtype, learning_rate: float
 ) -> Trainer:
     """This rank's part of what trains `case`, at its beginning."""
+    products = lora_products(ADAPTERS) if case.lora else {}
     stages = gpt_chunks(
         case.config,
         Placement(
@@ -87,12 +88,12 @@ def build_trainer(
             dispatcher=case.dispatcher,
             dtype=dtype,
             cp_comm_type=case.comm,
-            products=lora_products(ADAPTERS) if case.lora else {},
+            products=products,
             vocabulary_loss=ChunkedLoss(5) if case.few_logits else PLAIN_LOSS,
         ),
         split=SPLITS[mesh.layout.pp * mesh.layout.vpp],
     )
-    train_adapters(stages)
+    train_adapters(stages, products.values())
     task = GPTTask(
         stages,
         None,

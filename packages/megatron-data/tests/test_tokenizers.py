@@ -194,3 +194,8 @@ def test_other_kinds_are_trained(texts: list[str], tmp_path: Path) -> None:
             train(texts, 5)
         with pytest.raises(DataError, match="no text to train"):
             train([], 300)
+
+
+def test_a_tokenizer_without_word_pieces_is_refused_for_masked_datasets():
+    with pytest.raises(DataError, match="a ByteTokenizer has no word pieces; masked datasets need"):
+        WordPieces.of(ByteTokenizer())

@@ -106,7 +106,7 @@ def test_frozen_weights_have_no_gradients_and_no_state(small, roles, changes):
     products = dict.fromkeys(roles, LoRA(3, 6.0))
     config = small(**changes)
     model = GPT(config, Placement(Mesh.single(), products=products))
-    train_adapters([model])
+    train_adapters([model], products.values())
     held = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     found = training_memory(config, 15, 3, products=products)

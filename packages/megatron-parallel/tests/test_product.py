@@ -94,7 +94,7 @@ class Pair(nn.Module):
             where: Any = {"name": name, "sharding": table[name], "mesh": mesh}
             if table[name].init.kind == "constant":
                 initialize(parameter, seed=2, init=Init("normal", 0.5), **where)
-        train_adapters([self])
+        train_adapters([self], [self.up.product])
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.up(x).unbind(-2)
@@ -187,7 +187,7 @@ def test_an_adapter_starts_as_the_model_that_it_adapts(single: Mesh) -> None:
 
 def test_models_without_adapters_are_not_frozen(single: Mesh) -> None:
     model = Pair(single, Scaled(), False, 1)
-    assert not train_adapters([model])
+    assert not train_adapters([model], [model.up.product])
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 

@@ -110,6 +110,18 @@ def test_nothing_observed_is_zero_or_minus_infinity():
     assert model.largest.tolist() == [0.0, -torch.inf]
 
 
+def test_behind_frozen_parameters_a_forward_pass_in_training_mode_observes():
+    model = Watched(Mesh.single()).requires_grad_(False)
+    x = SAMPLES.double()
+    with torch.no_grad():
+        model(x)
+    model.eval()(x)
+    model.train()(x)
+    for state in model.states.values():
+        state.step()
+    torch.testing.assert_close(model.total, SAMPLES.sum(0).double())
+
+
 def test_a_step_that_is_dropped_is_forgotten():
     mesh = Mesh.single()
     model = Watched(mesh)

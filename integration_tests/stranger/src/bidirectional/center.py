@@ -22,7 +22,8 @@ class Center(nn.Module):
     @staticmethod
     def moved(mean: Tensor, seen: Tensor) -> Tensor:
         """Return the mean ``[h]`` after a step that has seen a sum and a number of tokens."""
-        return mean + RATE * ((seen[:-1] / seen[-1]).to(mean.dtype) - mean)
+        count = seen[-1].clamp(min=1)  # nothing may have been seen
+        return mean + RATE * ((seen[:-1] - seen[-1] * mean) / count).to(mean.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Center ``[s, b, h]``; a training step takes part in the next mean."""

@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float, Float64
 from megatron_parallel import Trainable, View
 from torch import Tensor
-from torch.nn import Parameter
 
 from megatron_optim.clip import clip_coefficient, gradient_norm, scale_gradients
 from megatron_optim.config import OptimizerConfig
@@ -60,7 +59,7 @@ class Optimizer:
     """
 
     def __init__(self, trainable: Trainable, config: OptimizerConfig) -> None:
-        _require_distinct({n: p for n, p in trainable.parameters.items() if p.requires_grad})
+        _require_distinct(trainable)
         self.config = config
         self.steps = 0
         self.skipped_steps = 0
@@ -182,11 +181,12 @@ class Optimizer:
         self.skipped_steps = int(scalars["skipped_steps"])
 
 
-def _require_distinct(parameters: Mapping[str, Parameter]) -> None:
+def _require_distinct(trainable: Trainable) -> None:
+    parameters = {n: p for n, p in trainable.parameters.items() if p.requires_grad}
     names: dict[int, str] = {}
     for name, parameter in parameters.items():
         other = names.setdefault(id(parameter), name)
         if other != name:
             raise OptimError(f"{other!r} and {name!r} are the same parameter; name it once")
-    if not parameters:
+    if not parameters and trainable.mesh.layout.pp == 1:  # a stage may be frozen
         raise OptimError("there is no parameter to optimize: none requires a gradient")

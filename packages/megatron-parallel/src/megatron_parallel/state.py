@@ -102,12 +102,17 @@ class StepState:
         """Return `x`, whose backward pass adds `seen` to what this step has observed.
 
         An evaluation has no backward pass and observes nothing. A forward pass that is computed
-        again (activation checkpointing) counts once.
+        again (activation checkpointing) counts once. If `x` has no gradient, as behind frozen
+        parameters, a forward pass in training mode with gradients enabled observes.
 
         Args:
             x: A tensor through which the backward pass comes.
             seen: This rank's part of the micro-batch's observation.
         """
+        if not x.requires_grad:  # behind frozen parameters no backward pass comes
+            if torch.is_grad_enabled() and self._module.training:
+                self._add(seen.detach())
+            return x
         observed: Tensor = _Observe.apply(x, seen.detach(), self)  # type: ignore[no-untyped-call]
         return observed
 

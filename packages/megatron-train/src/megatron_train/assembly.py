@@ -31,7 +31,7 @@ def build_trainer(
 
     ``family`` is kept in checkpoints.
     """
-    training, place = config.training, config.placement
+    training, place, products = config.training, config.placement, products_of(config)
     stages = find_kind(config.model.kind).build(
         config.model,
         Placement(
@@ -43,7 +43,7 @@ def build_trainer(
             dtype=dtype,
             device=mesh.device,
             cp_comm_type=place.cp_comm_type,
-            products=products_of(config),
+            products=products,
             vocabulary_loss=vocabulary_loss_of(config),
         ),
         split=config.split,
@@ -56,7 +56,7 @@ def build_trainer(
             "--cross-entropy-fusion-impl linear does not reach models of kind "
             f"{config.model.kind}, which compute their loss themselves; leave it out"
         )
-    train_adapters(stages)
+    train_adapters(stages, products.values())
     made = task.build(config, stages, family)
     engine = StepEngine(
         made,

@@ -26,11 +26,14 @@ def merge_checkpoint(load: str | Path, save: str | Path) -> Path:
         The folder of the new checkpoint.
 
     Raises:
-        TrainError: the checkpoint has nothing to merge.
-        CheckpointError: it cannot be read, or there is one of that step in ``save``.
+        TrainError: the checkpoint has nothing to merge, or ``save`` has checkpoints.
+        CheckpointError: it cannot be read.
         LayoutError: its product is not installed.
     """
     checkpoint = find_checkpoint(load)
+    store = CheckpointStore(Path(save))
+    if (other := store.newest()) is not None:
+        raise TrainError(f"{other.path} is there already; give --save a folder without checkpoints")
     if checkpoint.model is None:
         raise TrainError(f"{checkpoint.path} says nothing of its model; it cannot be merged")
     products = products_in(checkpoint.values().get("run"), checkpoint.path)
@@ -54,5 +57,4 @@ def merge_checkpoint(load: str | Path, save: str | Path) -> Path:
     files: dict[str, bytes | Path] = {}
     if any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in checkpoint.manifest.files):
         files[TOKENIZER_FOLDER] = checkpoint.verified_folder(TOKENIZER_FOLDER)
-    store = CheckpointStore(Path(save))
     return store.save(checkpoint.iteration, state, model=checkpoint.model, files=files)

@@ -36,6 +36,7 @@ from megatron_train.memory_check import refuse_what_cannot_fit
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.environment import environment
 from megatron_train.metrics.peak import Peak, cpu_rate, device_peak
+from megatron_train.products import adapts
 from megatron_train.run_record import RunRecord, run_record
 from megatron_train.shared_batches import Batches, open_batches
 from megatron_train.starting import (
@@ -113,6 +114,11 @@ def train(
         run = _Run(config, console, mesh, peak, batches, tokenizer, facts, start, record)
         trainer.callbacks = run.callbacks()
         continued = start.take(trainer, config, record, console)
+        if continued is None and not start.weights_only and adapts(config):
+            console.warn(
+                f"--linear-product {config.product} freezes weights that are drawn from --seed; "
+                "begin with those of a checkpoint, by finetune or --finetune --load"
+            )
         console.line(str(trainer.engine.fusion))
         if batches.untested:
             console.line(f"no test after the last step: {batches.untested}")

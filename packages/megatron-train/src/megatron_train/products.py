@@ -40,6 +40,11 @@ def products_of(config: RunConfig) -> Mapping[str, Product]:
     return found
 
 
+def adapts(config: RunConfig) -> bool:
+    """Return whether only parameters of products are trained."""
+    return any(product.adapts for product in products_of(config).values())
+
+
 def vocabulary_loss_of(config: RunConfig) -> VocabularyLoss:
     """Return how output layer and loss are computed."""
     return ChunkedLoss() if config.placement.cross_entropy_fusion_impl == "linear" else PLAIN_LOSS

@@ -256,7 +256,10 @@ def _find(config: CheckpointConfig) -> Start:
     if held is None:
         return Start(source, weights_only=True, origin=origin)
     if _origin_of(held) != origin:
-        raise TrainError(_held(config, held, f"which did not begin with the weights of {source}"))
+        raise TrainError(
+            f"--save {config.save} already holds a run, at step {held.iteration}, that did not "
+            f"begin with the weights of {source}; give another folder"
+        )
     note = (
         f"--save {config.save} holds this run at step {held.iteration}: it is continued, not begun "
         f"again with the weights of {source}"

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..tokenizers.huggingface import HuggingFaceTokenizer
+from ..tokenizers.protocol import Tokenizer
 from ..tokenizers.wordpiece import CONTINUES
 
 _GEOMETRIC = 0.2  # SpanBERT's p
@@ -44,12 +45,17 @@ class WordPieces:
     sentinel_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, tokenizer: HuggingFaceTokenizer) -> "WordPieces":
+    def of(cls, tokenizer: Tokenizer) -> "WordPieces":
         """Read them off a WordPiece tokenizer, such as one of `bert_tokenizer`.
 
         Raises:
-            DataError: it lacks [CLS], [SEP] or [MASK].
+            DataError: it has no word pieces, or lacks [CLS], [SEP] or [MASK].
         """
+        if not isinstance(tokenizer, HuggingFaceTokenizer):
+            raise DataError(
+                f"a {type(tokenizer).__name__} has no word pieces; masked datasets need one "
+                "of BERT's kind"
+            )
         needed = [tokenizer.token_id(token) for token in ("[CLS]", "[SEP]", "[MASK]")]
         cls_id, sep_id, mask_id = needed
         if cls_id is None or sep_id is None or mask_id is None:

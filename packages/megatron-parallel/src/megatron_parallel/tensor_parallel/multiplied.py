@@ -59,25 +59,27 @@ def further_names(module: nn.Module) -> set[str]:
     return found
 
 
-def train_adapters(modules: Iterable[nn.Module]) -> bool:
-    """Freeze what is not trained where a product of the modules adapts (`Product.adapts`).
+def train_adapters(modules: Iterable[nn.Module], products: Iterable[Product]) -> bool:
+    """Freeze what is not trained where a product of the model adapts (`Product.adapts`).
 
     Of all parameters only those stay trainable that such products add to layers. Call it before
     gradient buffers and optimizer are built.
 
+    Args:
+        modules: This rank's stages.
+        products: Of the whole model: a stage without an adapter is frozen too.
+
     Returns:
         Whether there is such a product. Without one, nothing is changed.
     """
-    chosen = list(modules)
-    layers = [m for module in chosen for m in module.modules() if multiplies(m)]
-    adapting = [layer for layer in layers if layer.product.adapts]
-    if not adapting:
+    if not any(product.adapts for product in products):
         return False
-    for module in chosen:
+    for module in modules:
         module.requires_grad_(False)
-    for layer in adapting:
-        for parameter in multiplied_by(layer)[1:]:
-            parameter.requires_grad_(True)
+        for layer in module.modules():
+            if multiplies(layer) and layer.product.adapts:
+                for parameter in multiplied_by(layer)[1:]:
+                    parameter.requires_grad_(True)
     return True
 
 
