@@ -101,6 +101,7 @@ def test_what_does_not_fit_an_adapted_model_is_refused(train, base):
         ("--load tuned", "comes from --linear-product lora, and this run has plain; give"),
         ("--load tuned --finetune", "or fold it into the weights first, by megatron-train merge"),
         (f"--load {base} {LORA}", "begin a new run with its weights, by --finetune"),
+        (f"--load tuned {LORA} --lora-rank 2", "of --linear-product lora: --lora-rank 4 there, 2"),
         (f"--load tuned {LORA} --lora-alpha 9", "lora.alpha 8.0 there, 9.0 here"),
         ("--lora-rank 2", "--lora-rank is a setting of the product lora, and the run has plain"),
         (f"{LORA} --lora-rank 0", "--lora-rank 0 is not a number of columns >= 1"),

@@ -19,8 +19,8 @@ from megatron_train.engine import _require_whole_compiler
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.pretrain import _deterministic
-from megatron_train.run_record import differing
 from megatron_train.starting import Start, what_is_kept
+from megatron_train.stored import differing
 from megatron_train.trainer import Callback, Stop
 
 MODEL = GPTConfig(

@@ -36,15 +36,18 @@ from megatron_train.config.from_checkpoint import TOKENIZER_FOLDER
 from megatron_train.config.products import PLAIN
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
-from megatron_train.product_record import product_of, refuse_other_product
+from megatron_train.product_record import (
+    product_of,
+    refuse_other_product,
+    refuse_other_tensors,
+)
 from megatron_train.run_record import (
     KINDS,
     RunRecord,
     changes_since,
-    differing,
     upgraded,
 )
-from megatron_train.stored import stored
+from megatron_train.stored import differing, stored
 from megatron_train.trainer import Callback, StepReport, Trainer
 
 _CHECKPOINT = re.compile(r"iter_\d{7,}")
@@ -213,13 +216,18 @@ def restore(
     """
     store, itself = _store_of(trainer, folder)
 
-    def find(_: list[None]) -> dict[str, Any] | None:
+    def find(further: list[dict[str, list[int]]]) -> dict[str, Any] | None:
         newest = _find(store, folder, itself, console)
         if newest is not None and newest.continues:
             refuse_other_product(newest.product, run, newest.path)
+            refuse_other_tensors(
+                Checkpoint(newest.path),
+                {name: shape for each in further for name, shape in each.items()},
+                run,
+            )
         return None if newest is None else newest.to_plain()
 
-    plain = exchange(store.coordinator, lambda: None, find)
+    plain = exchange(store.coordinator, lambda: _further(trainer), find)
     if plain is None:
         return None
     found = _Found.from_plain(plain)
@@ -312,7 +320,7 @@ def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> int:
     """
     store, itself = _store_of(trainer, folder)
 
-    def find(further: list[list[str]]) -> tuple[dict[str, Any], list[str]]:
+    def find(further: list[dict[str, list[int]]]) -> tuple[dict[str, Any], list[str]]:
         checkpoint = find_checkpoint(folder)
         newest = _found(checkpoint)
         if newest.product != PLAIN:
@@ -384,9 +392,10 @@ def views_of(trainer: Trainer) -> dict[str, list[View]]:
     return {**_weights_of(trainer), **trainer.optimizer.views()}
 
 
-def _further(trainer: Trainer) -> list[str]:
-    """Return the names of parameters of this rank that products add to layers."""
-    return sorted({*chain(*map(further_names, trainer.task.stages))})
+def _further(trainer: Trainer) -> dict[str, list[int]]:
+    """Return the parameters of this rank that products add to layers: global shape by name."""
+    names, table = chain(*map(further_names, trainer.task.stages)), trainer.engine.stages.table
+    return {name: list(table[name].shape) for name in sorted({*names})}
 
 
 def _weights_of(trainer: Trainer) -> dict[str, Any]:

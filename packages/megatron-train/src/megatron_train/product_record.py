@@ -1,15 +1,17 @@
 """What the linear layers of a run multiply by, as the record in its checkpoints says."""
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_ckpt import Checkpoint
 from megatron_parallel.tensor_parallel import Product, find_product
 
 from megatron_train.config.products import PLAIN
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
+from megatron_train.stored import differing
 
 PRODUCT: Final = "linear_product"
 """The name of the product in the objective of a record; its settings are ``section.name``."""
@@ -51,6 +53,49 @@ def refuse_other_product(there: str, run: Any, path: Path) -> None:
     elif here == PLAIN:
         more += ", or fold it into the weights first, by megatron-train merge"
     raise TrainError(f"{path} comes from --linear-product {there}, and this run has {here}; {more}")
+
+
+def refuse_other_tensors(
+    checkpoint: Checkpoint, further: Mapping[str, Sequence[int]], run: Any
+) -> None:
+    """Refuse a checkpoint of the same product whose settings gave it other tensors.
+
+    Args:
+        checkpoint: of the run that continues.
+        further: global shapes of the parameters that the product adds, by name, on all ranks.
+        run: the record of the run.
+
+    Raises:
+        TrainError: naming the settings that differ.
+    """
+    added = {name.rpartition(".")[2] for name in further}
+    held = {
+        name: list(record.shape)
+        for name, record in checkpoint.tensors.items()
+        if record.group == "model" and name.rpartition(".")[2] in added
+    }
+    if held == {name: list(shape) for name, shape in further.items()}:
+        return
+    there, here = (_settings(each) for each in (checkpoint.values().get("run"), run))
+    if changed := differing(there, here):
+        raise TrainError(
+            f"{checkpoint.path} has other parameters of --linear-product {product_of(run)}: "
+            f"{changed}; give its settings"
+        )
+
+
+def _settings(run: Any) -> dict[str, Any]:
+    """What the record of a run has of its product's settings, by flag."""
+    section = find_product(product_of(run)).section if product_of(run) != PLAIN else None
+    if section is None:
+        return {}
+    flags = {f"{section.name}.{field.name}": field for field in fields(section.config)}
+    objective = run["objective"]
+    return {
+        str(field.metadata.get("flag", key)): objective[key]
+        for key, field in flags.items()
+        if key in objective
+    }
 
 
 def products_in(run: Any, path: Path) -> Mapping[str, Product]:

@@ -17,6 +17,7 @@ from megatron_train.config.run import RunConfig
 from megatron_train.data_identity import corpora_identity, leave_out_what_may_differ
 from megatron_train.errors import TrainError
 from megatron_train.product_record import recorded
+from megatron_train.stored import differing
 
 KINDS: Final = ("data", "tokenizer", "seed", "objective")
 """What makes a run this run, beside its model, whose configuration a checkpoint has anyway."""
@@ -156,9 +157,3 @@ def _refusal(kind: str, changed: str, there: RunRecord, here: RunRecord, path: P
         f"{path} comes from a run with {other}: {changed}; give the former, {later}"
         f"--allow-changed-run {kind} to go on with the new"
     )
-
-
-def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Say in which keys two mappings differ, with both values; empty if in none."""
-    keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-    return ", ".join(f"{key} {there.get(key)} there, {here.get(key)} here" for key in keys)

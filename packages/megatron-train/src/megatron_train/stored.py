@@ -44,3 +44,9 @@ def shown(value: object) -> str:
         return short.repr(value)
     except ValueError:  # whole numbers of more than 4300 digits have no text
         return "a number of thousands of digits"
+
+
+def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Say in which keys two mappings differ, with both values; empty if in none."""
+    keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    return ", ".join(f"{key} {there.get(key)} there, {here.get(key)} here" for key in keys)
