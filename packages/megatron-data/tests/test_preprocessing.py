@@ -1,5 +1,6 @@
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -337,3 +338,25 @@ def test_a_worker_ends_without_a_word_where_its_parent_has_ended(end, monkeypatc
             raise end
 
     _serve(Pipe(), len)
+
+
+@pytest.mark.parametrize("result", ["plain", lambda: None], ids=["answer", "cannot be pickled"])
+def test_a_worker_ends_without_a_word_where_nobody_reads_its_answer(result, monkeypatch):
+    """The parent was interrupted between an item and its answer."""
+    pool = sys.modules[_serve.__module__]
+    for name in ("signal", "pthread_sigmask"):
+        monkeypatch.setattr(pool.signal, name, lambda *_: None)
+    sent = []
+
+    class Pipe:
+        def recv(self) -> str:
+            assert not sent, "it goes on"
+            return "item"
+
+        def send(self, answer: object) -> None:
+            pickle.dumps(answer)
+            sent.append(answer)
+            raise BrokenPipeError
+
+    _serve(Pipe(), lambda _: result)
+    assert len(sent) == 1

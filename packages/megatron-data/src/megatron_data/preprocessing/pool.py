@@ -43,9 +43,23 @@ def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
             error.add_note(f"in a worker process:\n{traceback.format_exc()}")
             answer = False, error
         try:
-            pipe.send(answer)
-        except Exception as error:  # noqa: BLE001 - of any kind: what cannot be pickled says so
-            pipe.send((False, DataError(f"a worker's answer cannot be sent: {error}")))
+            _send(pipe, answer)
+        except ConnectionError:  # the parent has ended
+            return
+
+
+def _send(pipe: Connection, answer: tuple[bool, Any]) -> None:
+    """Send an answer, or why it cannot be sent.
+
+    Raises:
+        ConnectionError: nobody reads.
+    """
+    try:
+        pipe.send(answer)
+    except ConnectionError:
+        raise
+    except Exception as error:  # noqa: BLE001 - of any kind: what cannot be pickled says so
+        pipe.send((False, DataError(f"a worker's answer cannot be sent: {error}")))
 
 
 def _end_with_parent() -> None:
