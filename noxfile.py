@@ -58,7 +58,7 @@ ALONE = ("lint", "typecheck", *(f"unit({name})" for name in ONE_AT_A_TIME), "doc
 
 @functools.cache
 def pip_settings() -> dict[str, str]:
-    """pip's configured index, extra places and certificate, in the variables that uv reads."""
+    """Pip's configured index, extra places and certificate, in the variables that uv reads."""
     names = {
         "index-url": "UV_DEFAULT_INDEX",
         "extra-index-url": "UV_EXTRA_INDEX_URL",

@@ -23,7 +23,7 @@ _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F
 
 
 def build_parser() -> Parser:
-    """Return the parser with all subcommands."""
+    """Returns the parser with all subcommands."""
     parser = Parser(prog=PROG, description="Look at, verify and convert checkpoints.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -119,7 +119,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _print_tensors(tensors: "dict[str, TensorRecord]", *, each: bool) -> None:
-    """Print tensors; those that differ in the layer number alone share a line unless ``each``."""
+    """Prints tensors; those that differ in the layer number alone share a line unless ``each``."""
     lines: dict[tuple[str, str, str], list[int]] = {}
     for name, record in tensors.items():
         shown = name if each else re.sub(r"(?<=\.)\d+(?=\.)", "{i}", name)
@@ -221,5 +221,5 @@ def _pairs(values: object) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``megatron-ckpt``; returns the exit status (`run_command` lists them)."""
+    """Runs ``megatron-ckpt``; returns the exit status (`run_command` lists them)."""
     return run_command(build_parser(), argv, lambda: (CheckpointError,))

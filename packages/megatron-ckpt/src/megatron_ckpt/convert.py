@@ -48,7 +48,7 @@ class Total(NamedTuple):
 
 
 def _ignore(_: object) -> None:
-    """Show no progress."""
+    """Shows no progress."""
 
 
 def import_hf(
@@ -61,7 +61,7 @@ def import_hf(
     announce: Callable[[Total], object] = _ignore,
     progress: Callable[[int], object] = _ignore,
 ) -> Path:
-    """Make a checkpoint of a Hugging Face model, or of the same model as a GGUF file.
+    """Makes a checkpoint of a Hugging Face model, or of the same model as a GGUF file.
 
     Tokenizer files, ``config.json`` and ``generation_config.json`` are kept in the checkpoint; of a
     GGUF file they are made from its metadata. Memory holds the tensors of one row of the family at
@@ -120,7 +120,7 @@ def export_hf(
     announce: Callable[[Total], object] = _ignore,
     progress: Callable[[int], object] = _ignore,
 ) -> Path:
-    """Write the model of a checkpoint as a folder that ``transformers`` loads.
+    """Writes the model of a checkpoint as a folder that ``transformers`` loads.
 
     The folder appears under its name when it is whole. Settings that the family does not know (such
     as token ids) are taken from the ``config.json`` that came with an import, if there is one.
@@ -174,7 +174,7 @@ class _Group:
         self._made: dict[int, Tensor] = {}
 
     def entries(self, meta: "Sequence[Tensor]") -> list[TensorEntry]:
-        """Plan the tensors, given ours without content."""
+        """Plans the tensors, given ours without content."""
         shapes = [_cast(tensor, self._dtype) for tensor in self.row.inverse(meta)]
         return [
             TensorEntry(name, dtype_name(t.dtype), tuple(t.shape), partial(self._take, i))
@@ -258,7 +258,7 @@ def _tokenizer_files(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def family_of(checkpoint: Checkpoint, name: str | None = None) -> Family:
-    """Return the family to export a checkpoint as.
+    """Returns the family to export a checkpoint as.
 
     Args:
         checkpoint: what is exported.

@@ -28,10 +28,10 @@ class Coordinator(Protocol):
         """Number of ranks."""
 
     def gather(self, text: str) -> list[str] | None:
-        """Return every rank's text, by rank, on rank 0; None elsewhere."""
+        """Returns every rank's text, by rank, on rank 0; None elsewhere."""
 
     def broadcast(self, text: str) -> str:
-        """Return rank 0's text on every rank."""
+        """Returns rank 0's text on every rank."""
 
 
 class SingleProcess:
@@ -41,11 +41,11 @@ class SingleProcess:
     world_size = 1
 
     def gather(self, text: str) -> list[str] | None:
-        """Return the one text."""
+        """Returns the one text."""
         return [text]
 
     def broadcast(self, text: str) -> str:
-        """Return the text."""
+        """Returns the text."""
         return text
 
 
@@ -65,7 +65,7 @@ class DistributedCoordinator:
         self.world_size = dist.get_world_size(group)
 
     def gather(self, text: str) -> list[str] | None:
-        """Return every rank's text on the group's rank 0; None elsewhere."""
+        """Returns every rank's text on the group's rank 0; None elsewhere."""
         import torch
         import torch.distributed as dist
 
@@ -83,7 +83,7 @@ class DistributedCoordinator:
         return [_text(part[: int(one)]) for part, one in zip(parts, sizes, strict=True)]
 
     def broadcast(self, text: str) -> str:
-        """Return the text of the group's rank 0."""
+        """Returns the text of the group's rank 0."""
         import torch
         import torch.distributed as dist
 
@@ -96,7 +96,7 @@ class DistributedCoordinator:
         return _text(own)
 
     def _tensor(self, text: str) -> "torch.Tensor":
-        """Return the bytes of ``text`` as uint8, where the group communicates."""
+        """Returns the bytes of ``text`` as uint8, where the group communicates."""
         import numpy as np
         import torch
         import torch.distributed as dist
@@ -121,7 +121,7 @@ def exchange(
     local: Callable[[], object],
     lead: Callable[[list[Any]], object],
 ) -> Any:
-    """Run ``local`` on every rank, then ``lead`` on rank 0 with all results, by rank.
+    """Runs ``local`` on every rank, then ``lead`` on rank 0 with all results, by rank.
 
     What ``local`` and ``lead`` return crosses ranks as JSON: plain values (None, bool, int, float,
     str, bytes, list, tuple, dict), which come back as they were.

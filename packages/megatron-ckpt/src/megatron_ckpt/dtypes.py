@@ -34,12 +34,12 @@ def item_size(name: str) -> int:
 
 
 def is_floating(name: str) -> bool:
-    """Whether the dtype with this safetensors name is a floating point type."""
+    """Returns whether the dtype with this safetensors name is a floating point type."""
     return DTYPES[name][2]
 
 
 def dtype_name(dtype: "torch.dtype") -> str:
-    """Return the safetensors name of a torch dtype; refuses what the format cannot hold."""
+    """Returns the safetensors name of a torch dtype; refuses what the format cannot hold."""
     spelled = str(dtype).removeprefix("torch.")
     for name, (torch_name, _, _) in DTYPES.items():
         if torch_name == spelled:
@@ -48,7 +48,7 @@ def dtype_name(dtype: "torch.dtype") -> str:
 
 
 def torch_dtype(name: str) -> "torch.dtype":
-    """Return the torch dtype for a safetensors name."""
+    """Returns the torch dtype for a safetensors name."""
     import torch
 
     if name not in DTYPES:

@@ -22,19 +22,19 @@ class CorruptCheckpointError(CheckpointError):
 
 
 def brief(message: object) -> str:
-    """Return what comes from a file or another library as one line of at most 300 characters."""
+    """Returns what comes from a file or another library as one line of at most 300 characters."""
     text = " ".join(str(message).split())
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``" (nearest: 'x')"`` for the known name closest to ``name``, or an empty string."""
+    """Returns ``" (nearest: 'x')"`` for the known name closest to ``name``, or an empty string."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (nearest: {close[0]!r})" if close else ""
 
 
 def of_a_product(name: str, known: Container[str]) -> str:
-    """Return what to do about a tensor that stands beside a known weight, or an empty string.
+    """Returns what to do about a tensor that stands beside a known weight, or an empty string.
 
     Layers that multiply by a product, such as a low-rank adapter, have more than weight and bias.
     """

@@ -63,7 +63,7 @@ class Family(Protocol):
 
 
 def find_family(name: str) -> Family:
-    """Return the family registered under ``name``."""
+    """Returns the family registered under ``name``."""
     known = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in known:
         raise CheckpointError(
@@ -74,7 +74,7 @@ def find_family(name: str) -> Family:
 
 
 def detect_family(architectures: Sequence[str]) -> Family:
-    """Return the family that has one of these architectures.
+    """Returns the family that has one of these architectures.
 
     Raises:
         CheckpointError: there is none, or there are several.
@@ -93,7 +93,7 @@ def detect_family(architectures: Sequence[str]) -> Family:
 
 
 def fitting_family(record: "ModelRecord") -> Family:
-    """Return the one family of the record's kind that can express its model.
+    """Returns the one family of the record's kind that can express its model.
 
     Raises:
         CheckpointError: there is none, with what stands in the way of the nearest ones; or there

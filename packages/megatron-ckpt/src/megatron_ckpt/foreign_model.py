@@ -95,7 +95,7 @@ class ForeignModel:
         self.digest = digest(content.encode())
 
     def read(self, name: str) -> "Tensor":
-        """Read and convert a whole tensor of ours, in the dtype that is stored."""
+        """Reads and convert a whole tensor of ours, in the dtype that is stored."""
         if name not in self._rows:
             raise CheckpointError(
                 f"{self.path} has no tensor {name!r}{did_you_mean(name, self._rows)}"
@@ -105,7 +105,7 @@ class ForeignModel:
         return made[row.ours.index(name)]
 
     def read_file(self, name: str) -> bytes:
-        """Return the content of one of `files`."""
+        """Returns the content of one of `files`."""
         if name not in self.files:
             raise CheckpointError(
                 f"{self.path} has no file {name!r}{did_you_mean(name, self.files)}"
@@ -116,7 +116,7 @@ class ForeignModel:
     def expect(
         self, shapes: Mapping[str, Sequence[int]], groups: Sequence[str] | None = None
     ) -> None:
-        """Check names and global shapes before memory is taken; see `Checkpoint.expect`."""
+        """Checks names and global shapes before memory is taken; see `Checkpoint.expect`."""
         wanted = {name: tuple(shape) for name, shape in shapes.items()}
         check_names(self.tensors, wanted, groups)
 
@@ -127,7 +127,7 @@ class ForeignModel:
         cast: Cast = "refuse",
         progress: Callable[[int], object] = lambda count: None,
     ) -> None:
-        """Fill the views in place; tensors that are not named stay unread.
+        """Fills the views in place; tensors that are not named stay unread.
 
         Args:
             into: views by our global name.
@@ -151,7 +151,7 @@ class ForeignModel:
 
 
 def architectures(config: Mapping[str, Any], where: Path) -> tuple[str, ...]:
-    """Return the names of Hugging Face classes in a ``config.json``."""
+    """Returns the names of Hugging Face classes in a ``config.json``."""
     content = {"architectures": config.get("architectures") or []}
     return Fields(content, str(where)).texts("architectures")
 

@@ -13,7 +13,7 @@ _INT64 = 1 << 63
 def parse_object(
     data: bytes | str, where: object, error: type[CheckpointError] = CheckpointError
 ) -> dict[str, Any]:
-    """Return the JSON object in ``data``.
+    """Returns the JSON object in ``data``.
 
     Args:
         data: UTF-8 text.
@@ -52,46 +52,46 @@ class Fields:
         self.content: dict[str, Any] = content
 
     def integer(self, key: str, least: int = 0) -> int:
-        """Return an integer from ``least`` that fits 64 bits."""
+        """Returns an integer from ``least`` that fits 64 bits."""
         value = self.need(key)
         if not _is_integer(value, least):
             raise self.refuse(key, f"not an integer from {least}")
         return int(value)
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Return a list of integers from 0 as a tuple."""
+        """Returns a list of integers from 0 as a tuple."""
         value = self.need(key)
         if not isinstance(value, list) or not all(_is_integer(each, 0) for each in value):
             raise self.refuse(key, "not a list of integers from 0")
         return tuple(value)
 
     def text(self, key: str) -> str:
-        """Return a string."""
+        """Returns a string."""
         value = self.need(key)
         if not isinstance(value, str):
             raise self.refuse(key, "not text")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return a list of strings as a tuple."""
+        """Returns a list of strings as a tuple."""
         value = self.need(key)
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise self.refuse(key, "not a list of text")
         return tuple(value)
 
     def dtype(self, key: str) -> str:
-        """Return the safetensors name of a dtype."""
+        """Returns the safetensors name of a dtype."""
         value = self.text(key)
         if value not in DTYPES:
             raise self.refuse(key, f"no dtype; known are {', '.join(DTYPES)}")
         return value
 
     def inner(self, key: str) -> "Fields":
-        """Return the object under ``key``."""
+        """Returns the object under ``key``."""
         return Fields(self.need(key), f"{self.where}: {key}", self.error)
 
     def items(self, key: str) -> "list[tuple[str, Fields]]":
-        """Return the objects of the object under ``key``, by name."""
+        """Returns the objects of the object under ``key``, by name."""
         inner = self.inner(key)
         return [
             (name, Fields(value, f"{inner.where} {name!r}", self.error))
@@ -99,7 +99,7 @@ class Fields:
         ]
 
     def elements(self, key: str) -> "list[Fields]":
-        """Return the objects of the list under ``key``."""
+        """Returns the objects of the list under ``key``."""
         value = self.need(key)
         if not isinstance(value, list):
             raise self.refuse(key, "not a list")
@@ -108,13 +108,13 @@ class Fields:
         ]
 
     def need(self, key: str) -> Any:
-        """Return the value under ``key``, of any type."""
+        """Returns the value under ``key``, of any type."""
         if key not in self.content:
             raise self.error(f"{self.where} lacks {key!r}")
         return self.content[key]
 
     def refuse(self, key: str, reason: str) -> CheckpointError:
-        """Return the error that says what is wrong with the value under ``key``."""
+        """Returns the error that says what is wrong with the value under ``key``."""
         value = reprlib.repr(self.content.get(key))
         return self.error(f"{self.where}: {key} is {value}, {reason}")
 

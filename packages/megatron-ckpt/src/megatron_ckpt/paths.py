@@ -20,7 +20,7 @@ _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a directory", stat.S_IFSOCK: "a
 
 
 def check_name(name: object, where: str) -> str:
-    """Return ``name`` if it is the safe relative name of a file.
+    """Returns ``name`` if it is the safe relative name of a file.
 
     Args:
         name: as it stands in a file, of any type.
@@ -49,7 +49,7 @@ def check_name(name: object, where: str) -> str:
 
 
 def locate(folder: Path, name: str) -> Path:
-    """Return where the file ``name`` of ``folder`` really lies.
+    """Returns where the file ``name`` of ``folder`` really lies.
 
     Files of a Hugging Face cache are links from ``snapshots/REVISION`` to ``blobs`` beside it;
     these are followed. Any other link out of the folder is refused.
@@ -73,7 +73,7 @@ def locate(folder: Path, name: str) -> Path:
 
 
 def file_size(folder: Path, name: str) -> int:
-    """Return the bytes of a file of ``folder``; raises as `locate` does."""
+    """Returns the bytes of a file of ``folder``; raises as `locate` does."""
     return locate(folder, name).stat().st_size
 
 
@@ -84,7 +84,7 @@ def open_file(folder: Path, name: str) -> int:
 
 
 def open_regular(path: Path, *, follow: bool = True) -> int:
-    """Open a regular file for reading and return its descriptor.
+    """Opens a regular file for reading and returns its descriptor.
 
     Args:
         path: of the file.
@@ -106,7 +106,7 @@ def open_regular(path: Path, *, follow: bool = True) -> int:
 
 
 def read_whole(folder: Path, name: str, largest: int = LARGEST_WHOLE) -> bytes:
-    """Return the content of a file of ``folder``; raises as `locate` does.
+    """Returns the content of a file of ``folder``; raises as `locate` does.
 
     Raises:
         CheckpointError: it has more than ``largest`` bytes.

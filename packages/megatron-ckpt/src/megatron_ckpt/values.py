@@ -18,7 +18,7 @@ Plain: TypeAlias = (
 
 
 def encode(value: object, where: str) -> object:
-    """Return ``value`` in terms JSON has; ``where`` names it in the error for other types."""
+    """Returns ``value`` in terms JSON has; ``where`` names it in the error for other types."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -45,7 +45,7 @@ def encode(value: object, where: str) -> object:
 
 
 def decode(value: object) -> Plain:
-    """Undo `encode`."""
+    """Undos `encode`."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -64,12 +64,12 @@ def decode(value: object) -> Plain:
 
 
 def dumps(value: object, where: str) -> str:
-    """Encode and serialise ``value``; the text depends on the value alone."""
+    """Encodes and serialise ``value``; the text depends on the value alone."""
     return json.dumps(encode(value, where), ensure_ascii=False, allow_nan=False)
 
 
 def loads(text: str | bytes) -> Plain:
-    """Undo `dumps`.
+    """Undos `dumps`.
 
     Raises:
         CheckpointError: no JSON, nested too deeply to be read, or marks that `encode` does not

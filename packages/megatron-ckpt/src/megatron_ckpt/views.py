@@ -78,13 +78,13 @@ class View(NamedTuple):
 
     @classmethod
     def whole(cls, tensor: "Tensor") -> Self:
-        """Return the view of a tensor that is not split and has one copy."""
+        """Returns the view of a tensor that is not split and has one copy."""
         shape = tuple(tensor.shape)
         return cls(tensor, shape, (0,) * len(shape), shape)
 
 
 def box_of(name: str, view: ViewLike) -> Box:
-    """Return the box of ``view`` after checking that it fits its tensor and the global shape."""
+    """Returns the box of ``view`` after checking that it fits its tensor and the global shape."""
     shape, box = tuple(view.global_shape), Box(tuple(view.offsets), tuple(view.lengths))
     local = tuple(view.tensor.shape)
     if not len(shape) == len(box.offsets) == len(box.lengths):
@@ -104,14 +104,14 @@ def box_of(name: str, view: ViewLike) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the common part of two boxes of one tensor, or None where they share no element."""
+    """Returns the common part of two boxes of one tensor, or None where they share no element."""
     offsets = tuple(map(max, a.offsets, b.offsets))
     lengths = tuple(min(ea, eb) - o for ea, eb, o in zip(a.ends, b.ends, offsets, strict=True))
     return Box(offsets, lengths) if all(n > 0 for n in lengths) else None
 
 
 def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """Return the positions of two boxes that share elements, or None.
+    """Returns the positions of two boxes that share elements, or None.
 
     Sweeps along the dimension with most distinct offsets, so a tensor cut along one dimension
     costs ``n log n`` however many ranks it is cut over.
@@ -135,7 +135,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def find_hole(region: Box, boxes: Iterable[Box]) -> Box | None:
-    """Return a part of ``region`` that none of ``boxes`` covers, or None."""
+    """Returns a part of ``region`` that none of ``boxes`` covers, or None."""
     if not region.volume:
         return None
     inside = [common for box in boxes if (common := intersect(region, box))]
@@ -155,7 +155,7 @@ def find_hole(region: Box, boxes: Iterable[Box]) -> Box | None:
 
 
 def check_tiling(name: str, shape: tuple[int, ...], owners: Sequence[tuple[int, int, Box]]) -> None:
-    """Check that ``(rank, replica, box)`` triples describe one whole tensor.
+    """Checks that ``(rank, replica, box)`` triples describe one whole tensor.
 
     Boxes of equal replica may not overlap and the boxes of replica 0 leave no gap.
 

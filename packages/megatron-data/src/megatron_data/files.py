@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import orjson
 
-from .errors import DataError
-from .sources.names import is_local, is_url, without_scheme
+from megatron_data.errors import DataError
+from megatron_data.sources.names import is_local, is_url, without_scheme
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -29,7 +29,7 @@ BLOCK_BYTES = 1 << 26
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """A path that may be written to, as text.
+    """Returns a path that may be written to, as text.
 
     Raises:
         DataError: a URL. As a path it would be folders here, named as the protocol and the bucket.
@@ -45,7 +45,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
 
 
 def tokenizer_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a tokenizer's file or folder, also of one given as a `file://` URL.
+    """Returns the path of a tokenizer's file or folder, also of one given as a `file://` URL.
 
     Raises:
         DataError: another URL.
@@ -60,7 +60,7 @@ def tokenizer_path(path: str | os.PathLike[str]) -> Path:
 
 
 def local_prefix(prefix: str | os.PathLike[str]) -> str:
-    """A prefix of files that may be written, as text.
+    """Returns a prefix of files that may be written, as text.
 
     Raises:
         DataError: a URL, or a folder without a name for the files in it.
@@ -74,7 +74,7 @@ def local_prefix(prefix: str | os.PathLike[str]) -> str:
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """A folder that may be made and written to; for asking before long work, not after it.
+    """Returns a folder that may be made and written to; for asking before long work, not after it.
 
     Raises:
         DataError: a URL, or a file is in the way.
@@ -91,7 +91,7 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the file in a failed system call that does not, such as a write to a full disk."""
+    """Names the file in a failed system call that does not, such as a write to a full disk."""
     try:
         yield
     except OSError as error:
@@ -125,7 +125,7 @@ class Digests:
         self._blocks: list[str] = []
 
     def update(self, data: memoryview) -> None:
-        """Add bytes."""
+        """Adds bytes."""
         self._whole.update(data)
         while len(data):
             some, data = data[: self._room], data[self._room :]
@@ -187,7 +187,7 @@ class AtomicFile:
             os.close(descriptor)
 
     def write(self, data: "ReadableBuffer") -> None:
-        """Append the bytes of `data`."""
+        """Appends the bytes of `data`."""
         whole = memoryview(data)
         if whole.nbytes == 0:
             return  # and an empty view cannot be cast
@@ -199,7 +199,7 @@ class AtomicFile:
                 rest = rest[self._file.write(rest) :]
 
     def commit(self) -> None:
-        """Make the file durable and give it its name."""
+        """Makes the file durable and gives it its name."""
         with named_errors(self.path):
             os.fsync(self._file.fileno())
         self._partial.replace(self.path)
@@ -207,7 +207,7 @@ class AtomicFile:
         sync_folder(self.path.parent)
 
     def discard(self) -> None:
-        """Forget the file. Does nothing after `commit`."""
+        """Forgets the file. Does nothing after `commit`."""
         if not self._file.closed:
             self._partial.unlink(missing_ok=True)
             self._file.close()
@@ -223,7 +223,7 @@ class AtomicFile:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Makes the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with named_errors(folder):
@@ -233,7 +233,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_json(path: str | os.PathLike[str], value: Any, indent: bool = True) -> None:
-    """Write a JSON document atomically, keys in the order given.
+    """Writes a JSON document atomically, keys in the order given.
 
     Args:
         path: the file.
@@ -250,7 +250,7 @@ def write_json(path: str | os.PathLike[str], value: Any, indent: bool = True) ->
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Read a text file; one that is not UTF-8 is a `DataError` that names it and the place."""
+    """Reads a text file; one that is not UTF-8 is a `DataError` that names it and the place."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -260,12 +260,12 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read a JSON document; a file that is not JSON is a `DataError` that names it."""
+    """Reads a JSON document; a file that is not JSON is a `DataError` that names it."""
     return parse_json(Path(path).read_bytes(), path)
 
 
 def parse_json(data: bytes, path: str | os.PathLike[str]) -> Any:
-    """The JSON document that was read from a file; see `read_json`."""
+    """Returns the JSON document that was read from a file; see `read_json`."""
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:

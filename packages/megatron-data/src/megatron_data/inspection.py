@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import DataError
-from .indexed.images import TEXT_MODE, in_text
-from .indexed.reader import IndexedDataset
-from .preprocessing.manifest import Counts, count
+from megatron_data.errors import DataError
+from megatron_data.indexed.images import TEXT_MODE, in_text
+from megatron_data.indexed.reader import IndexedDataset
+from megatron_data.preprocessing.manifest import Counts, count
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -43,7 +43,7 @@ class Summary:
 
 
 def summarize(dataset: IndexedDataset) -> Summary:
-    """Read a dataset once, from end to end, in flat memory.
+    """Reads a dataset once, from end to end, in flat memory.
 
     Raises:
         DataError: its index is damaged, its tokens are not numbers of a vocabulary, or a URL cannot
@@ -79,7 +79,7 @@ def document_text(dataset: IndexedDataset, document: int) -> tuple[NDArray[Any],
 
 
 def _texts(dataset: IndexedDataset) -> Iterator[NDArray[Any]]:
-    """The tokens of all text, in blocks; numbers that are bytes of images are none."""
+    """Returns the tokens of all text, in blocks; numbers that are bytes of images are none."""
     begin = 0
     for tokens in dataset.scan():
         end = begin + len(tokens)
@@ -88,7 +88,7 @@ def _texts(dataset: IndexedDataset) -> Iterator[NDArray[Any]]:
 
 
 def _add(one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The sum of counts of which one may be shorter; the longer one is changed."""
+    """Returns the sum of counts of which one may be shorter; the longer one is changed."""
     longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
     longer[: len(shorter)] += shorter
     return longer
@@ -112,7 +112,7 @@ def draw_histogram(values: NDArray[np.integer], width: int = 50, blocks: bool = 
 
 
 def draw_svg(values: NDArray[np.integer], title: str) -> str:
-    """The histogram of `draw_histogram` as a picture, an SVG document.
+    """Returns the histogram of `draw_histogram` as a picture, an SVG document.
 
     Args:
         values: not negative.

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .datasets.build import build_gpt_datasets
-from .errors import DataError
-from .indexed.builder import IndexedDatasetBuilder
-from .indexed.format import choose_dtype
-from .preprocessing.pipeline import preprocess
-from .sources.opening import open_sources
-from .sources.protocol import MAX_DOCUMENT_BYTES, Fault
-from .tokenizers.protocol import Tokenizer
+from megatron_data.datasets.build import build_gpt_datasets
+from megatron_data.errors import DataError
+from megatron_data.indexed.builder import IndexedDatasetBuilder
+from megatron_data.indexed.format import choose_dtype
+from megatron_data.preprocessing.pipeline import preprocess
+from megatron_data.sources.opening import open_sources
+from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES, Fault
+from megatron_data.tokenizers.protocol import Tokenizer
 
 STAGES = ("read", "parse", "tokenize", "write")
 """What `preprocess` does with every document, one after the other in a process."""
@@ -75,7 +75,7 @@ def benchmark(
     folder: str | os.PathLike[str] | None = None,
     max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
 ) -> Benchmark:
-    """Measure the stages of `preprocess`, and of reading samples, on the first part of a corpus.
+    """Measures the stages of `preprocess`, and of reading samples, on the first part of a corpus.
 
     Args:
         inputs: as for `preprocess`.
@@ -154,7 +154,7 @@ def _read(
 
 
 def _tokenize(tokenizer: Tokenizer, texts: list[str]) -> tuple[list[NDArray[Any]], float]:
-    """The tokens of texts as arrays, and the seconds that they took."""
+    """Returns the tokens of texts as arrays, and the seconds that they took."""
     dtype = choose_dtype(tokenizer.vocab_size)
     started = perf_counter()
     tokens = [

@@ -18,7 +18,7 @@ class Recent(Generic[_T]):
         self._values: OrderedDict[Hashable, _T] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """The value of a key, made if it is not there."""
+        """Returns the value of a key, made if it is not there."""
         if key in self._values:
             self._values.move_to_end(key)
         else:

@@ -8,8 +8,8 @@ consumed.
 
 from collections.abc import Iterator
 
-from .errors import DataError
-from .order.permutation import Permutation, mixed
+from megatron_data.errors import DataError
+from megatron_data.order.permutation import Permutation, mixed
 
 
 class SequentialSampler:
@@ -71,7 +71,7 @@ class SequentialSampler:
             yield list(range(first, first + self.micro_batch_size))
 
     def state_dict(self) -> dict[str, int]:
-        """What to resume from: micro-batches handed out count as consumed.
+        """Returns what to resume from: micro-batches handed out count as consumed.
 
         A loader that reads ahead takes micro-batches before they are trained on; keep the
         trainer's own count in that case.
@@ -141,7 +141,7 @@ def check_sampler(
     data_parallel_rank: int,
     data_parallel_size: int,
 ) -> None:
-    """Refuse numbers that no sampler can work with.
+    """Refuses numbers that no sampler can work with.
 
     Raises:
         DataError: a size below 1, or a rank or a count out of range.

@@ -7,16 +7,16 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Sampler
 
-from .datasets.batches import Dataset, Sample, stack
-from .datasets.batches import read_batch as read_arrays
-from .errors import DataError
-from .samplers import SequentialSampler, check_sampler
+from megatron_data.datasets.batches import Dataset, Sample, stack
+from megatron_data.datasets.batches import read_batch as read_arrays
+from megatron_data.errors import DataError
+from megatron_data.samplers import SequentialSampler, check_sampler
 
 Batch = dict[str, torch.Tensor]
 
 
 def to_batch(samples: Sequence[Mapping[str, NDArray[Any]]]) -> Batch:
-    """Stack samples into tensors: arrays `[s]` become `[b, s]`, scalars `[b]`.
+    """Stacks samples into tensors: arrays `[s]` become `[b, s]`, scalars `[b]`.
 
     Raises:
         DataError: no sample, or samples of different keys.
@@ -25,7 +25,7 @@ def to_batch(samples: Sequence[Mapping[str, NDArray[Any]]]) -> Batch:
 
 
 def read_batch(dataset: Dataset, samples: Sequence[int]) -> Batch:
-    """Read samples as tensors, `[b, s]` and `[b]`: as `to_batch` of them, but faster.
+    """Reads samples as tensors, `[b, s]` and `[b]`: as `to_batch` of them, but faster.
 
     Raises:
         DataError: no sample, or samples of different keys.
@@ -58,7 +58,7 @@ def data_loader(
     prefetch: int = 2,
     pin_memory: bool = False,
 ) -> "DataLoader[Batch]":
-    """A torch `DataLoader` that yields one batch per micro-batch of the sampler.
+    """Returns a torch `DataLoader` that yields one batch per micro-batch of the sampler.
 
     Args:
         dataset: samples by number.
@@ -146,7 +146,7 @@ class CyclicSampler(Sampler[list[int]]):
             yield order[start : start + self.micro_batch_size]
 
     def _order(self, epoch: int, done: int) -> list[int]:
-        """What is left of this rank's epoch."""
+        """Returns what is left of this rank's epoch."""
         rank, ranks = self.data_parallel_rank, self.data_parallel_size
         generator = torch.Generator().manual_seed(epoch)
         if self.data_sharding:
@@ -159,5 +159,5 @@ class CyclicSampler(Sampler[list[int]]):
         return indices
 
     def state_dict(self) -> dict[str, int]:
-        """What to resume from: micro-batches handed out count as consumed."""
+        """Returns what to resume from: micro-batches handed out count as consumed."""
         return {"consumed_samples": self.consumed_samples}

@@ -2,5 +2,5 @@
 
 
 def counted(count: int, what: str) -> str:
-    """How many there are of something: `1 document`, `2,000 documents`."""
+    """Returns how many there are of something: `1 document`, `2,000 documents`."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"

@@ -14,7 +14,7 @@ class Decoder(Protocol):
     """What streaming needs of a tokenizer."""
 
     def decode(self, tokens: list[int], /) -> str:
-        """Return the text of some tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of some tokens; bytes that are not UTF-8 become U+FFFD."""
         ...
 
 
@@ -38,7 +38,7 @@ class TextStream:
         self._shown = len(self._tokens)
 
     def push(self, token: int) -> str:
-        """Add a token and return the text that is now certain, possibly empty."""
+        """Adds a token and returns the text that is now certain, possibly empty."""
         self._tokens.append(token)
         piece = self._pending()
         if not piece or piece.endswith(REPLACEMENT):
@@ -47,7 +47,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """Return the text still held back; incomplete characters are U+FFFD."""
+        """Returns the text still held back; incomplete characters are U+FFFD."""
         piece = self._pending()
         self._start, self._shown = self._shown, len(self._tokens)
         return piece

@@ -108,7 +108,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> LoadedModel[Any]:
-    """Build the model of a checkpoint, fill it, and open its tokenizer.
+    """Builds the model of a checkpoint, fill it, and opens its tokenizer.
 
     All that is read of a checkpoint is checked against the digests in its manifest: weights,
     tokenizer and chat template. A Hugging Face folder has no digests.
@@ -179,14 +179,14 @@ def _open(path: str | Path, iteration: int | None) -> Source:
 
 
 def _identity(source: Source) -> str:
-    """Return what has to be equal on all ranks."""
+    """Returns what has to be equal on all ranks."""
     if isinstance(source, ForeignModel):
         return f"{source.path.name} with digest {source.digest}"
     return f"iteration {source.iteration} with digest {source.digest}"
 
 
 def _decoding_kind(source: Source, record: ModelRecord) -> ModelKind:
-    """Return the kind of the stored model, if it generates token by token."""
+    """Returns the kind of the stored model, if it generates token by token."""
     kind = find_kind(record.kind)
     if not kind.decodes:
         raise InferError(
@@ -198,7 +198,7 @@ def _decoding_kind(source: Source, record: ModelRecord) -> ModelKind:
 def _empty_stages(
     kind: ModelKind, config: ModelConfig, mesh: Mesh, dtype: torch.dtype
 ) -> list[DecodingModel]:
-    """Build stages of zeros; drawing initial weights would take longer than reading them."""
+    """Builds stages of zeros; drawing initial weights would take longer than reading them."""
     stages = cast(
         list[DecodingModel], kind.build(config, Placement(mesh, dtype=dtype, device="meta"))
     )
@@ -226,7 +226,7 @@ def _empty_stages(
 
 
 def _stored_bytes(source: Source, views: Mapping[str, Sequence[View]]) -> int:
-    """Return how much of the weights the views take, in the stored dtypes."""
+    """Returns how much of the weights the views take, in the stored dtypes."""
     return sum(
         view.tensor.numel() * source.tensors[name].item_size
         for name, held in views.items()
@@ -236,7 +236,7 @@ def _stored_bytes(source: Source, views: Mapping[str, Sequence[View]]) -> int:
 
 
 def _files(source: Source) -> Sequence[str]:
-    """Return the names of the files beside the weights, as a checkpoint has them."""
+    """Returns the names of the files beside the weights, as a checkpoint has them."""
     return list(source.files if isinstance(source, ForeignModel) else source.manifest.files)
 
 
@@ -263,7 +263,7 @@ def _open_tokenizer(source: Source) -> Tokenizer:
 
 
 def _ends_in_settings(source: Source) -> frozenset[int]:
-    """Return the first ``eos_token_id`` in the Hugging Face settings, a number or several."""
+    """Returns the first ``eos_token_id`` in the Hugging Face settings, a number or several."""
     held = _files(source)
     for name in _SETTINGS:
         if name not in held:

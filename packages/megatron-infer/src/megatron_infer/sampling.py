@@ -25,7 +25,7 @@ class Sampler:
     def __call__(
         self, logits: Float[Tensor, "b v"], requests: Sequence[int] | None = None
     ) -> Int[Tensor, " b"]:
-        """Return the next token of each row, int64, on the logits' device.
+        """Returns the next token of each row, int64, on the logits' device.
 
         ``requests`` says which request each row is of; by default the rows are all requests in
         order. Raises InferError if a logit is NaN or positive infinity.
@@ -52,7 +52,7 @@ class Sampler:
 def probabilities(
     logits: Float[Tensor, "b v"], params: Sequence[SamplingParams]
 ) -> Float[Tensor, "b v"]:
-    """Return the distribution, in float64, from which each row's next token is drawn.
+    """Returns the distribution, in float64, from which each row's next token is drawn.
 
     Rows are handled independently. A row of temperature 0 has all its mass on the likeliest token.
     """
@@ -90,7 +90,7 @@ def probabilities(
 
 
 def _inverse_cdf(weights: Float[Tensor, "b v"], uniform: Float[Tensor, " b"]) -> Int[Tensor, " b"]:
-    """Return the token at which the running sum of the weights passes ``uniform`` of the total."""
+    """Returns the token at which the running sum of the weights passes ``uniform`` of the total."""
     running = weights.cumsum(-1)
     total = running[:, -1]
     # Rounding must not carry the target to the total, beyond the last token with a weight.

@@ -42,7 +42,7 @@ class Help(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=38, width=width)
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        """Add what an option falls back to, or that it is required."""
+        """Adds what an option falls back to, or that it is required."""
         text, default = action.help or "", action.default
         if not action.option_strings or "[default" in text:
             return text
@@ -57,7 +57,7 @@ class Help(argparse.HelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Wrap each line by itself, so that examples keep theirs."""
+        """Wraps each line by itself, so that examples keep theirs."""
         lines = (textwrap.fill(line, width, break_on_hyphens=False) for line in text.splitlines())
         return textwrap.indent("\n".join(lines), indent)
 
@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse; report unknown options before missing ones, by the command that they are for."""
+        """Parses; report unknown options before missing ones, by the command that they are for."""
         words = list(sys.argv[1:] if args is None else args)
         if not self._subparsers:
             self.refuse(self.refusals(words))
@@ -85,18 +85,18 @@ class Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def refusals(self, words: Sequence[str]) -> list[str]:
-        """Return a line for each of ``words`` that looks like an option of another command."""
+        """Returns a line for each of ``words`` that looks like an option of another command."""
         return [self.unknown(words[place].partition("=")[0]) for place in self.strangers(words)]
 
     def strangers(self, words: Sequence[str]) -> list[int]:
-        """Return where in ``words`` there are options that this command does not have."""
+        """Returns where in ``words`` there are options that this command does not have."""
         end = words.index("--") if "--" in words else len(words)
         options = ((place, word.partition("=")[0]) for place, word in enumerate(words[:end]))
         known = self._option_string_actions
         return [place for place, name in options if name.startswith("--") and name not in known]
 
     def refuse(self, lines: Sequence[str]) -> None:
-        """Raise all that is wrong with a command line at once, if anything is.
+        """Raises all that is wrong with a command line at once, if anything is.
 
         Raises:
             CommandError: with these lines, each of them once.
@@ -109,11 +109,11 @@ class Parser(argparse.ArgumentParser):
             raise CommandError(*lines, summary)
 
     def unknown(self, word: str) -> str:
-        """Return what to say about a word that is no argument of this command."""
+        """Returns what to say about a word that is no argument of this command."""
         return f"unknown argument {word}{nearest(word, self._option_string_actions)}"
 
     def error(self, message: str) -> NoReturn:
-        """Raise the mistake; the help that is named is the one of the command that was given.
+        """Raises the mistake; the help that is named is the one of the command that was given.
 
         Raises:
             CommandError: always.
@@ -121,7 +121,7 @@ class Parser(argparse.ArgumentParser):
         raise CommandError(f"{message}; see {self.prog} --help")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Write; argparse would hide that the reader has gone."""
+        """Writes; argparse would hide that the reader has gone."""
         (file or sys.stderr).write(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -150,7 +150,7 @@ def run_command(
     argv: Sequence[str] | None,
     mistakes: Callable[[], tuple[type[Exception], ...]],
 ) -> int:
-    """Parse, run the command that was given, and tell in one line what went wrong.
+    """Parses, run the command that was given, and tell in one line what went wrong.
 
     Args:
         parser: The program's parser. Each command sets the default ``run``, a function of the
@@ -185,7 +185,7 @@ def run_command(
 
 @contextmanager
 def _warnings_told(program: str) -> Iterator[None]:
-    """Show what is warned of through `logging`, a line each, on standard error."""
+    """Shows what is warned of through `logging`, a line each, on standard error."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter(f"{program}: warning: %(message)s"))
@@ -197,27 +197,27 @@ def _warnings_told(program: str) -> Iterator[None]:
 
 
 def tell(program: str, error: BaseException | str, status: int = EXIT_FAILURE) -> int:
-    """Write ``program: error: ...`` to standard error, one line a mistake; returns ``status``."""
+    """Writes ``program: error: ...`` to standard error, one line a mistake; returns ``status``."""
     lines = error.lines if isinstance(error, CommandError) else [error]
     sys.stderr.writelines(f"{program}: error: {one_line(line)}\n" for line in lines)
     return status
 
 
 def interrupted(program: str) -> int:
-    """Say that Ctrl-C ended the program; returns 130."""
+    """Says that Ctrl-C ended the program; returns 130."""
     # On a terminal the cursor stands behind ^C, a progress bar or half a line of output.
     sys.stderr.write(f"{os.linesep if sys.stderr.isatty() else ''}{program}: interrupted\n")
     return EXIT_INTERRUPTED
 
 
 def broken_pipe() -> int:
-    """Let what is still buffered for a reader that has gone be lost in silence; returns 141."""
+    """Lets what is still buffered for a reader that has gone be lost in silence; returns 141."""
     sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
     return EXIT_BROKEN_PIPE
 
 
 def one_line(error: BaseException | str) -> str:
-    """Return a message as one line; a failed system call as ``file: reason``."""
+    """Returns a message as one line; a failed system call as ``file: reason``."""
     message = str(error)
     if isinstance(error, OSError) and error.strerror:
         message = (
@@ -227,7 +227,7 @@ def one_line(error: BaseException | str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean X?"`` for the known word with the nearest spelling, or nothing."""
+    """Returns ``"; did you mean X?"`` for the known word with the nearest spelling, or nothing."""
     plain = _plain(word)
     length = len(plain)
     best, found = max(1, min(length // 3, 2), length // 4) + 1, ""
@@ -243,7 +243,7 @@ def _plain(word: str) -> str:
 
 
 def _edits(one: str, other: str, enough: int) -> int:
-    """Return how many edits lead from one word to another, or ``enough`` if no fewer do.
+    """Returns how many edits lead from one word to another, or ``enough`` if no fewer do.
 
     An edit inserts, removes or replaces a letter, or exchanges two neighbours.
     """

@@ -8,7 +8,7 @@ R = TypeVar("R")
 
 
 def constant_to_compiler(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function whose result torch.compile may take for a constant.
+    """Marks a function whose result torch.compile may take for a constant.
 
     `torch.compiler.assume_constant_result` sets this mark too, but imports the whole compiler for
     it: 3 to 4 seconds of a CPU at every start, also of programs that compile nothing.

@@ -65,7 +65,7 @@ LIBRARIES = (
 
 
 def library(name: str) -> Library:
-    """The description of an optional library.
+    """Returns the description of an optional library.
 
     Raises:
         KernelError: It is not one of `LIBRARIES`.
@@ -97,13 +97,13 @@ def probe(wanted: Library) -> Availability:
 
 
 def report() -> tuple[Availability, ...]:
-    """The state of every optional library."""
+    """Returns the state of every optional library."""
     return tuple(probe(wanted) for wanted in LIBRARIES)
 
 
 @functools.cache
 def why_not(name: str) -> str | None:
-    """Why the named library cannot be used, None when it can.
+    """Returns why the named library cannot be used, None when it can.
 
     Cached, because backends ask at every call: a library installed meanwhile counts in the next
     process.

@@ -1,5 +1,7 @@
-"""Small calls of every operation, for the commands and the tests: shapes that are not round, the
-options that change the path taken, and rows that a careless kernel would turn into NaN.
+"""Small calls of every operation, for the commands and the tests.
+
+The shapes are not round numbers. The cases cover the options that change the path taken, and rows
+that a careless kernel would turn into NaN.
 """
 
 from collections.abc import Callable
@@ -34,7 +36,7 @@ class Source:
     seed: int = 1234
 
     def normal(self, *shape: int, mean: float = 0.0) -> Tensor:
-        """A leaf that requires a gradient, from a normal distribution of deviation one."""
+        """Returns a leaf that requires a gradient, from a normal distribution of deviation one."""
         numbers = torch.randn(shape, generator=self._generator(shape), dtype=torch.float64) + mean
         return numbers.to(self.device, self.dtype).requires_grad_()
 

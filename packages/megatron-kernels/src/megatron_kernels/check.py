@@ -44,7 +44,7 @@ class Result:
 
 
 def check(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
-    """Check every backend of every operation on small inputs.
+    """Checks every backend of every operation on small inputs.
 
     The reference is checked too, in the precisions other than the one it is the standard in.
     """
@@ -55,7 +55,7 @@ def check(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
 
 
 def check_backend(case: Case, backend: Backend, dtype: torch.dtype, device: torch.device) -> Result:
-    """Run one case with a backend in `dtype`, and with the reference in float64 on the same."""
+    """Runs one case with a backend in `dtype`, and with the reference in float64 on the same."""
     given = case.arguments(Source(dtype, device))
     name, reference = case.op.name, case.op.backends[-1]
     refusal = backend.refusal(*given)
@@ -68,7 +68,7 @@ def check_backend(case: Case, backend: Backend, dtype: torch.dtype, device: torc
 
 
 def _run(backend: Backend, arguments: tuple[Any, ...]) -> list[Tensor]:
-    """The output, then the gradients of a weighted sum of it."""
+    """Returns the output, then the gradients of a weighted sum of it."""
     out: Tensor = backend.run(*arguments)
     leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
     weights = torch.linspace(0.5, 1.5, out.numel(), dtype=torch.float64, device=out.device)

@@ -18,7 +18,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def build_parser() -> Parser:
-    """The parser with both subcommands."""
+    """Returns the parser with both subcommands."""
     parser = Parser(prog=PROG, description="Look at and check the backends of every operation.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -49,7 +49,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``megatron-kernels``; returns the exit status (`run_command` lists them)."""
+    """Runs ``megatron-kernels``; returns the exit status (`run_command` lists them)."""
     return run_command(build_parser(), argv, lambda: (KernelError,))
 
 
@@ -106,7 +106,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _device(name: str) -> "torch.device":
-    """The device of that name.
+    """Returns the device of that name.
 
     Raises:
         KernelError: There is none here.

@@ -113,11 +113,11 @@ class Op(Generic[P, R]):
         return self.signature.__name__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the public function."""
+        """Calls the public function."""
         return self.signature(*args, **kwargs)
 
     def run(self, request: str, *args: Any) -> R:
-        """Carry out the operation with the backend that `request` selects ("auto" or a name).
+        """Carries out the operation with the backend that `request` selects ("auto" or a name).
 
         Raises:
             KernelError: The named backend does not exist or refuses these arguments.
@@ -138,7 +138,7 @@ class Op(Generic[P, R]):
         return out
 
     def backend(self, name: str) -> Backend:
-        """The backend of that name.
+        """Returns the backend of that name.
 
         Raises:
             KernelError: There is none; the message names the nearest.
@@ -165,12 +165,12 @@ class Op(Generic[P, R]):
 
 
 def accept_all(*_: Any) -> str | None:
-    """The `refusal` of a backend that runs everywhere."""
+    """Returns the `refusal` of a backend that runs everywhere."""
     return None
 
 
 def op(*backends: Backend) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Make a public function an operation over these backends, most wanted first."""
+    """Makes a public function an operation over these backends, most wanted first."""
 
     def decorate(signature: Callable[P, R]) -> Op[P, R]:
         return Op(signature, backends)

@@ -16,7 +16,7 @@ from megatron_models.models.model_config import ModelConfig
 
 
 def layer_activations(config: ModelConfig, taken: LayerPass, *, layer: int = 0) -> Terms:
-    """Return what one layer keeps of one micro-batch on one rank, by the part that keeps it.
+    """Returns what one layer keeps of one micro-batch on one rank, by the part that keeps it.
 
     What all layers share (tables, dropout keys) is left out. Full recomputation is a matter of
     several layers: see `stack_activations`. Where experts are on other ranks, what a rank keeps
@@ -33,7 +33,7 @@ def layer_activations(config: ModelConfig, taken: LayerPass, *, layer: int = 0) 
 def stack_activations(
     config: ModelConfig, taken: LayerPass, *, layers: Sequence[int] | None = None
 ) -> int:
-    """Return what the layers of one stage keep of one micro-batch, in bytes on the device.
+    """Returns what the layers of one stage keep of one micro-batch, in bytes on the device.
 
     What waits in host memory is not counted.
 

@@ -36,7 +36,7 @@ class KVHandle(Protocol):
         sinks: Float[Tensor, " n"] | None = None,
         softcap: float = 0.0,
     ) -> Float[Tensor, "s b n d"]:
-        """Return attention of new tokens; arguments as for `megatron_kernels.attention`."""
+        """Returns attention of new tokens; arguments as for `megatron_kernels.attention`."""
         ...
 
 
@@ -56,7 +56,7 @@ class KVCache(Protocol):
     def update(
         self, layer: int, k: Float[Tensor, "t b g d"], v: Float[Tensor, "t b g d"]
     ) -> KVHandle:
-        """Add the keys and values of new tokens; return the handle of all tokens, old and new."""
+        """Adds the keys and values of new tokens; return the handle of all tokens, old and new."""
         ...
 
 
@@ -65,7 +65,7 @@ class CrossKVCache(KVCache, Protocol):
     """A cache that keeps the encoder's side of cross-attention too, which is made once."""
 
     def encoded(self, layer: int, new: KeysValues | None) -> KVHandle:
-        """Return the handle of the encoder's keys and values.
+        """Returns the handle of the encoder's keys and values.
 
         Args:
             layer: its number in the model.
@@ -90,7 +90,7 @@ class DenseKV:
         sinks: Float[Tensor, " n"] | None = None,
         softcap: float = 0.0,
     ) -> Float[Tensor, "s b n d"]:
-        """Return `megatron_kernels.attention` over these keys and values."""
+        """Returns `megatron_kernels.attention` over these keys and values."""
         return attention(
             q, self.k, self.v, mask, query_offset=query_offset, sinks=sinks, softcap=softcap
         )
@@ -147,7 +147,7 @@ class StaticKVCache:
     def update(
         self, layer: int, k: Float[Tensor, "t b g d"], v: Float[Tensor, "t b g d"]
     ) -> DenseKV:
-        """Write the new keys and values in place; return a handle of views of all so far.
+        """Writes the new keys and values in place; return a handle of views of all so far.
 
         Raises:
             ConfigError: there is no room for them.
@@ -166,7 +166,7 @@ class StaticKVCache:
         return DenseKV(keys[:end], values[:end])
 
     def encoded(self, layer: int, new: KeysValues | None) -> DenseKV:
-        """Keep the encoder's side of a layer as it is; return its handle.
+        """Keeps the encoder's side of a layer as it is; return its handle.
 
         Raises:
             ConfigError: nothing is kept, and nothing new was given.
@@ -181,7 +181,7 @@ class StaticKVCache:
         return self._encoded[layer]
 
     def truncate(self, length: int) -> None:
-        """Forget all positions from ``length`` on; 0 empties the cache for another batch."""
+        """Forgets all positions from ``length`` on; 0 empties the cache for another batch."""
         self._filled = [min(filled, length) for filled in self._filled]
         if length == 0:
             self._encoded.clear()

@@ -19,7 +19,7 @@ def training_flops(
     *,
     squared_lengths: int | None = None,
 ) -> int:
-    """Return the operations of a forward and backward pass.
+    """Returns the operations of a forward and backward pass.
 
     Args:
         config: the model.

@@ -56,7 +56,7 @@ class ModelKind:
         return len(self.migrations)
 
     def read(self, fields: Mapping[str, Any], version: int) -> ModelConfig:
-        """Return the configuration that fields of a version stand for.
+        """Returns the configuration that fields of a version stand for.
 
         Raises:
             ConfigError: a newer version, or fields that are no configuration.
@@ -71,7 +71,7 @@ class ModelKind:
         return self.config.from_dict(fields)
 
     def build(self, config: ModelConfig, place: Any, **options: Any) -> "list[nn.Module]":
-        """Build this rank's stages of a model.
+        """Builds this rank's stages of a model.
 
         Args:
             config: of this kind.
@@ -94,12 +94,12 @@ class ModelKind:
 
 
 def model_kinds() -> dict[str, ModelKind]:
-    """Return every installed kind by name, other distributions' too."""
+    """Returns every installed kind by name, other distributions' too."""
     return {name: find_kind(name) for name in KINDS.entries()}
 
 
 def find_kind(name: str) -> ModelKind:
-    """Return an installed kind.
+    """Returns an installed kind.
 
     Raises:
         ConfigError: there is none of that name.

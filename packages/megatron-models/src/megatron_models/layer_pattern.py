@@ -16,7 +16,7 @@ class PatternError(ConfigError):
 
 
 def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Read a pattern: for each layer whether it is of the kind.
+    """Reads a pattern: for each layer whether it is of the kind.
 
     Args:
         text: a number N, for every N-th layer beginning with the first, or an expression of lists
@@ -50,7 +50,7 @@ _LONGEST = 100_000
 
 
 def _value(node: ast.expr) -> int | list[int]:
-    """Evaluate what patterns are made of, and nothing else."""
+    """Evaluates what patterns are made of, and nothing else."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):

@@ -7,7 +7,7 @@ from megatron_models.errors import ConfigError
 
 
 def look_up(name: str, said_by: str) -> Any:
-    """Return what ``package.module:name`` names.
+    """Returns what ``package.module:name`` names.
 
     Args:
         name: of the object.

@@ -61,7 +61,7 @@ def training_memory(
     products: "Mapping[str, Product] | None" = None,
     keeps_logits: bool = True,
 ) -> TrainingMemory:
-    """Return the bytes that training holds on one rank, with fused kernels.
+    """Returns the bytes that training holds on one rank, with fused kernels.
 
     Parameters, gradients and optimizer state are those of the tensors themselves: the buckets they
     lie in are padded by less than 64 elements a parameter and 64 for each rank a bucket is cut

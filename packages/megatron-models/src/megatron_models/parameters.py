@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return the stored shape of every parameter by its global name, in the order of the model."""
+    """Returns the stored shape of every parameter by its global name, in the order of the model."""
     return {name: spec.sharding.shape for name, spec in config.parameters().items()}
 
 
@@ -24,7 +24,7 @@ def stored_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def parameter_count(config: ModelConfig, *, padded: bool = False, active: bool = False) -> int:
-    """Return the number of parameters; tied embeddings count once.
+    """Returns the number of parameters; tied embeddings count once.
 
     Args:
         config: the model.

@@ -64,7 +64,7 @@ class Placement:
 
     @classmethod
     def of(cls, place: Union["Placement", Mesh]) -> "Placement":
-        """Return ``place``, or what a mesh alone stands for: all else at its default."""
+        """Returns ``place``, or what a mesh alone stands for: all else at its default."""
         return cls(place) if isinstance(place, Mesh) else place
 
     @property
@@ -78,11 +78,11 @@ class Placement:
         return self.mesh.axis("tp").size if self.sequence_parallel else 1
 
     def product(self, role: str) -> Product:
-        """Return what the layers of a role multiply by."""
+        """Returns what the layers of a role multiply by."""
         return self.products.get(role, PLAIN)
 
     def column(self, spec: ColumnSpec) -> ColumnParallelLinear:
-        """Build a column-parallel layer here."""
+        """Builds a column-parallel layer here."""
         return ColumnParallelLinear.of(
             spec,
             self.mesh,
@@ -93,7 +93,7 @@ class Placement:
         )
 
     def row(self, spec: RowSpec) -> RowParallelLinear:
-        """Build a row-parallel layer here."""
+        """Builds a row-parallel layer here."""
         return RowParallelLinear.of(
             spec,
             self.mesh,
@@ -104,7 +104,7 @@ class Placement:
         )
 
     def vocabulary(self, spec: VocabSpec) -> VocabParallelEmbedding:
-        """Build token embeddings here."""
+        """Builds token embeddings here."""
         cut = self.sequence_parallel
         return VocabParallelEmbedding.of(
             spec, self.mesh, sequence_parallel=cut, dtype=self.dtype, device=self.on
@@ -118,7 +118,7 @@ class Placement:
         update: Update,
         observed: tuple[int, ...] | None = None,
     ) -> StepState | None:
-        """Give a module state that is not a parameter, in at least float32.
+        """Gives a module state that is not a parameter, in at least float32.
 
         Args:
             module: gets a buffer, and its row in the attribute ``sharding``.
@@ -141,7 +141,7 @@ class Placement:
         )
 
     def register(self, module: nn.Module, shardings: Mapping[str, Sharding], *names: str) -> None:
-        """Give a module its sharding table, and parameters without values.
+        """Gives a module its sharding table, and parameters without values.
 
         Args:
             module: gets the attribute ``sharding``, and a parameter for each entry.

@@ -28,13 +28,13 @@ class Record(Protocol):
 
 
 def record_of(config: ModelConfig) -> dict[str, Any]:
-    """Return ``kind``, ``version`` and ``config`` of the record that a checkpoint keeps."""
+    """Returns ``kind``, ``version`` and ``config`` of the record that a checkpoint keeps."""
     version = find_kind(config.kind).version
     return {"kind": config.kind, "version": version, "config": config.to_dict()}
 
 
 def config_of(record: Record) -> ModelConfig:
-    """Return the configuration in a checkpoint's record, of whatever version.
+    """Returns the configuration in a checkpoint's record, of whatever version.
 
     Raises:
         ConfigError: a kind that is not installed, a version that is newer than the kind's, or

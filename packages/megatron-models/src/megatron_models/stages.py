@@ -36,7 +36,7 @@ def plan_stage(
     chunk: int = 0,
     split: Sequence[range] | None = None,
 ) -> StagePlan:
-    """Find what stage ``layout.stages(pipeline_rank)[chunk]`` holds.
+    """Finds what stage ``layout.stages(pipeline_rank)[chunk]`` holds.
 
     Args:
         config: the model.
@@ -85,7 +85,7 @@ def plan_encoder_decoder_stage(
     chunk: int = 0,
     encoder_stages: int | None = None,
 ) -> TwoHalvesPlan:
-    """Find what stage ``layout.stages(pipeline_rank)[chunk]`` of encoder and decoder holds.
+    """Finds what stage ``layout.stages(pipeline_rank)[chunk]`` of encoder and decoder holds.
 
     The encoder's stages come first, as in Megatron; each half is cut evenly over its own. A single
     stage holds both.
@@ -143,14 +143,14 @@ def part_length(length: int, parts: int) -> int:
 
 
 def _stage(layout: ParallelLayout, pipeline_rank: int, chunk: int) -> int:
-    """The number of a rank's chunk among the stages of the pipeline."""
+    """Returns the number of a rank's chunk among the stages of the pipeline."""
     if not 0 <= chunk < layout.vpp:
         raise ConfigError(f"chunk {chunk} does not exist: the layout has vpp={layout.vpp}")
     return layout.stages(pipeline_rank)[chunk]
 
 
 def _even_split(half: str, layers: int, stages: int) -> tuple[range, ...]:
-    """The layers of every stage of a half that is cut evenly."""
+    """Returns the layers of every stage of a half that is cut evenly."""
     if layers % stages:
         raise ConfigError(
             f"the {half}'s {layers} layers cannot be cut evenly over its {stages} stages; change "

@@ -33,7 +33,7 @@ def gradient_norm(
     norm_type: float = 2.0,
     sharded: bool = False,
 ) -> Float64[Tensor, ""]:
-    """Return the norm of the whole gradient, a scalar on the mesh's device, equal on every rank.
+    """Returns the norm of the whole gradient, a scalar on the mesh's device, equal on every rank.
 
     ``gradients`` holds this rank's pieces by global parameter name, already reduced over the data
     axis; ``sharded`` if ranks of the data axis hold a shard each. ``norm_type`` is 2 or
@@ -59,7 +59,7 @@ def gradient_norm(
 
 
 def sum_of_squares(tensors: Iterable[Float[Tensor, "..."]]) -> Float64[Tensor, ""]:
-    """Return the sum of the squares of all elements, a float64 scalar on the tensors' device."""
+    """Returns the sum of the squares of all elements, a float64 scalar on the tensors' device."""
     norms: list[Tensor] = []
     for tensor in tensors:
         flat = tensor.reshape(-1)
@@ -72,7 +72,7 @@ def sum_of_squares(tensors: Iterable[Float[Tensor, "..."]]) -> Float64[Tensor, "
 
 
 def clip_coefficient(norm: Float64[Tensor, ""], max_norm: float) -> Float64[Tensor, ""]:
-    """Return the factor that brings a gradient of norm ``norm`` down to ``max_norm``, at most 1.
+    """Returns the factor that brings a gradient of norm ``norm`` down to ``max_norm``, at most 1.
 
     ``max_norm`` 0 switches clipping off. As in Megatron-LM the factor is
     ``max_norm / (norm + 1e-6)`` where that is below 1.
@@ -82,7 +82,7 @@ def clip_coefficient(norm: Float64[Tensor, ""], max_norm: float) -> Float64[Tens
 
 @torch.no_grad()
 def scale_gradients(gradients: Iterable[Float[Tensor, "..."]], factor: float) -> None:
-    """Multiply gradients in place by ``factor``; nothing is touched where it is 1."""
+    """Multiplies gradients in place by ``factor``; nothing is touched where it is 1."""
     tensors = list(gradients)
     if factor != 1.0 and tensors:
         torch._foreach_mul_(tensors, factor)
@@ -91,7 +91,7 @@ def scale_gradients(gradients: Iterable[Float[Tensor, "..."]], factor: float) ->
 def _over_all_ranks(
     value: Float64[Tensor, ""], mesh: Mesh, op: Literal["sum", "max"]
 ) -> Float64[Tensor, ""]:
-    """Reduce over the ranks of a pipeline stage, then over the stages: every rank once."""
+    """Reduces over the ranks of a pipeline stage, then over the stages: every rank once."""
     for axis in ("tp_dp_cp", "pp"):
         value = all_reduce(value, mesh.axis(axis), op=op, purpose="gradient norm")
     return value

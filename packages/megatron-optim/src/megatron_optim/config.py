@@ -152,7 +152,7 @@ class OptimizerConfig:
         wsd_decay_samples: int | None = None,
         decoupled: bool = False,
     ) -> LearningRateSchedule:
-        """Return the learning-rate schedule of a run whose decay ends at ``decay_samples``.
+        """Returns the learning-rate schedule of a run whose decay ends at ``decay_samples``.
 
         With ``decoupled`` that of token embedding and output matrix: it differs in its highest and
         lowest rate where ``decoupled_lr`` and ``decoupled_min_lr`` are set, and in nothing else.
@@ -173,7 +173,7 @@ class OptimizerConfig:
         )
 
     def weight_decay_schedule(self, *, samples: int) -> WeightDecaySchedule:
-        """Return the weight-decay schedule of a run in which it grows for ``samples`` samples."""
+        """Returns the weight-decay schedule of a run in which it grows for ``samples`` samples."""
         start, end = self.start_weight_decay, self.end_weight_decay
         return WeightDecaySchedule(
             start=self.weight_decay if start is None else start,

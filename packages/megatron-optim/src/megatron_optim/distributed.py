@@ -29,16 +29,16 @@ class ShardedMainParameters(MainParameters):
             shard.gather()
 
     def refresh(self) -> None:
-        """Take the fp32 copies anew from the model's parameters, after weights were loaded."""
+        """Takes the fp32 copies anew from the model's parameters, after weights were loaded."""
         for shard in self._trainable.shards:
             shard.settle()
         super().refresh()
 
     def views(self, tensors: Mapping[str, Tensor]) -> dict[str, list[View]]:
-        """Return views of tensors shaped like the parts, for a checkpoint."""
+        """Returns views of tensors shaped like the parts, for a checkpoint."""
         shards, mesh = self._trainable.shards, self._trainable.mesh
         return {name: v for each in shards for name, v in each.views(tensors, mesh).items()}
 
     def _updated(self) -> dict[str, Tensor]:
-        """Return the parts that this rank updates, by name."""
+        """Returns the parts that this rank updates, by name."""
         return {n: part for each in self._trainable.shards for n, part in each.parts().items()}

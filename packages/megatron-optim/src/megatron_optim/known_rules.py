@@ -43,12 +43,12 @@ class UpdateRuleKind:
 
 
 def update_rules() -> dict[str, UpdateRuleKind]:
-    """Return every installed kind of update rules by name, other distributions' too."""
+    """Returns every installed kind of update rules by name, other distributions' too."""
     return {name: find_rule(name) for name in RULES.entries()}
 
 
 def find_rule(name: str) -> UpdateRuleKind:
-    """Return an installed kind of update rules.
+    """Returns an installed kind of update rules.
 
     Raises:
         OptimError: there is none of that name.

@@ -50,7 +50,7 @@ class MainParameters:
                 )
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
-        """Return every gradient in the dtype of its main parameter.
+        """Returns every gradient in the dtype of its main parameter.
 
         A parameter that the backward pass did not reach has a gradient of zero, so that its update
         does not depend on which rank or micro-batch reached it.
@@ -70,22 +70,22 @@ class MainParameters:
         return gradients
 
     def _updated(self) -> dict[str, Tensor]:
-        """Return what this rank updates, by name."""
+        """Returns what this rank updates, by name."""
         parameters = self._trainable.parameters
         return {name: p for name, p in parameters.items() if p.requires_grad}
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the fp32 copies into the model's parameters."""
+        """Rounds the fp32 copies into the model's parameters."""
         for name, main in self.copies.items():
             self._parameters[name].copy_(main)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the fp32 copies anew from the model's parameters, after weights were loaded."""
+        """Takes the fp32 copies anew from the model's parameters, after weights were loaded."""
         for name, main in self.copies.items():
             main.copy_(self._parameters[name])
 
     def views(self, tensors: Mapping[str, Tensor]) -> dict[str, list[View]]:
-        """Return views of tensors shaped like the main parameters, for a checkpoint."""
+        """Returns views of tensors shaped like the main parameters, for a checkpoint."""
         return parameter_views(tensors, self._trainable.table, self._trainable.mesh)

@@ -79,7 +79,7 @@ class Optimizer:
                 )
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
-        """Return the gradients that the next step will use, by global name, in main precision."""
+        """Returns the gradients that the next step will use, by global name, in main precision."""
         return self._main.gradients()
 
     def step(
@@ -90,7 +90,7 @@ class Optimizer:
         *,
         losses: Iterable[Float64[Tensor, ""]] = (),
     ) -> StepResult:
-        """Clip the gradient and update every parameter once.
+        """Clips the gradient and update every parameter once.
 
         Gradients must have been reduced over the data axis; they are scaled in place where clipped.
 
@@ -123,7 +123,7 @@ class Optimizer:
     def _update(
         self, group: Group, gradients: Mapping[str, Tensor], lr: float, weight_decay: float
     ) -> None:
-        """Apply the group's rule to its parameters."""
+        """Applies the group's rule to its parameters."""
 
         def held(tensors: Mapping[str, Tensor]) -> list[Tensor]:
             return [
@@ -143,11 +143,11 @@ class Optimizer:
         )
 
     def zero_grad(self) -> None:
-        """Drop all gradients, see `megatron_parallel.Trainable.zero`."""
+        """Drops all gradients, see `megatron_parallel.Trainable.zero`."""
         self._trainable.zero()
 
     def refresh_main_parameters(self) -> None:
-        """Take the fp32 main parameters anew from the model.
+        """Takes the fp32 main parameters anew from the model.
 
         Needed after weights were loaded into a bf16 model without this optimizer's state, for
         example to fine-tune an imported checkpoint.
@@ -155,7 +155,7 @@ class Optimizer:
         self._main.refresh()
 
     def views(self) -> dict[str, list[View]]:
-        """Return views of all state tensors for a checkpoint, to save or to load into.
+        """Returns views of all state tensors for a checkpoint, to save or to load into.
 
         A tensor is called after its parameter and the rule's name for it: ``NAME.exp_avg`` and
         ``NAME.exp_avg_sq`` of AdamW, ``NAME.momentum_buffer`` of SGD. Main parameters of bf16
@@ -169,11 +169,11 @@ class Optimizer:
         }
 
     def scalars(self) -> dict[str, Any]:
-        """Return the step counts, plain values that go into a checkpoint beside `views`."""
+        """Returns the step counts, plain values that go into a checkpoint beside `views`."""
         return {"steps": self.steps, "skipped_steps": self.skipped_steps}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Restore what `scalars` returned; the tensors are loaded into `views`."""
+        """Restores what `scalars` returned; the tensors are loaded into `views`."""
         missing = self.scalars().keys() - scalars.keys()
         if missing:
             raise OptimError(f"the optimizer state in the checkpoint lacks {sorted(missing)}")

@@ -32,7 +32,7 @@ class Group(NamedTuple):
 def parameter_groups(
     named_parameters: Mapping[str, Tensor], table: Mapping[str, Sharding], weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Split parameters into those that take weight decay and those that do not.
+    """Splits parameters into those that take weight decay and those that do not.
 
     The sharding table decides, because it knows the global shape: matrices and embeddings decay,
     while biases and parameters whose global shape has one dimension (norm gains) do not.
@@ -59,7 +59,7 @@ def group_parameters(
     rule: UpdateRule,
     others: UpdateRule,
 ) -> tuple[Group, ...]:
-    """Return the groups of parameters, those with weight decay first.
+    """Returns the groups of parameters, those with weight decay first.
 
     ``rule`` updates all parameters or, if it needs matrices, those that are matrices between the
     token embedding and the output layer; ``others`` updates the rest. ``tensors`` are what this
@@ -88,7 +88,7 @@ def group_parameters(
 
 
 def _matrix_shape(name: str, tensor: Tensor, sharding: Sharding, mesh: Mesh) -> tuple[int, ...]:
-    """Return the shape of a parameter's tensor as a matrix, or as one for each expert."""
+    """Returns the shape of a parameter's tensor as a matrix, or as one for each expert."""
     local = sharding.local_shape(mesh)
     if tuple(tensor.shape) != local:
         raise OptimError(
@@ -101,7 +101,7 @@ def _matrix_shape(name: str, tensor: Tensor, sharding: Sharding, mesh: Mesh) -> 
 
 
 def require_shardings(names: Iterable[str], table: Mapping[str, Sharding]) -> None:
-    """Raise if a parameter is missing from the sharding table."""
+    """Raises if a parameter is missing from the sharding table."""
     missing = sorted(set(names) - table.keys())
     if missing:
         raise OptimError(

@@ -35,7 +35,7 @@ class AdamW(UpdateRule):
         weight_decay: float,
         step: int,
     ) -> None:
-        """Update parameters and both moments."""
+        """Updates parameters and both moments."""
         fused = _fused(parameters)
         device = parameters[0].device if fused else torch.device("cpu")
         # torch counts each of them up by one, in place.
@@ -81,7 +81,7 @@ class SGD(UpdateRule):
         weight_decay: float,
         step: int,
     ) -> None:
-        """Update parameters and the momentum buffer."""
+        """Updates parameters and the momentum buffer."""
         del step
         buffers: list[Tensor | None] = [None] * len(parameters)
         if self.state:

@@ -80,7 +80,7 @@ class LearningRateSchedule:
             )
 
     def at(self, samples: int) -> float:
-        """Return the learning rate after ``samples`` samples have been consumed."""
+        """Returns the learning rate after ``samples`` samples have been consumed."""
         span = self.max_lr - self.min_lr
         if self.warmup_samples > 0 and samples <= self.warmup_samples:
             return self.init_lr + (self.max_lr - self.init_lr) * samples / self.warmup_samples
@@ -99,7 +99,7 @@ class LearningRateSchedule:
         return self.min_lr + 0.5 * (math.cos(math.pi * ratio) + 1.0) * span
 
     def _annealing(self, samples: int) -> float:
-        """Return the coefficient of the warm-up-stable-decay style."""
+        """Returns the coefficient of the warm-up-stable-decay style."""
         length = self.wsd_decay_samples or 0
         start = self.decay_samples - length
         if samples <= start:
@@ -143,7 +143,7 @@ class WeightDecaySchedule:
             raise OptimError(f"weight decay needs a positive number of samples, got {self.samples}")
 
     def at(self, samples: int) -> float:
-        """Return the weight decay after ``samples`` samples have been consumed."""
+        """Returns the weight decay after ``samples`` samples have been consumed."""
         if self.style == "constant" or samples > self.samples:
             return self.end
         ratio = samples / self.samples

@@ -67,7 +67,7 @@ class UpdateRule(ABC):
         self.config = config
 
     def takes(self, sharding: Sharding) -> bool:
-        """Whether a parameter is updated by this rule, and not by ``others``.
+        """Returns whether a parameter is updated by this rule, and not by ``others``.
 
         A rule that needs matrices may take fewer of them, but no others: only those are kept whole.
         """
@@ -84,7 +84,7 @@ class UpdateRule(ABC):
         weight_decay: float,
         step: int,
     ) -> None:
-        """Update parameters and state in place, without a gradient of its own.
+        """Updates parameters and state in place, without a gradient of its own.
 
         It is called once a step for each group of parameters with one learning rate and one weight
         decay, and not at all in a step that is skipped.
@@ -103,7 +103,7 @@ class UpdateRule(ABC):
 
 
 def build_rules(config: OptimizerConfig) -> tuple[UpdateRule, UpdateRule]:
-    """Return the rule that a configuration names, and that of the parameters it does not take.
+    """Returns the rule that a configuration names, and that of the parameters it does not take.
 
     They are the same unless the first needs matrices.
 
@@ -123,7 +123,7 @@ def build_rules(config: OptimizerConfig) -> tuple[UpdateRule, UpdateRule]:
 
 
 def needs_matrices(config: OptimizerConfig) -> bool:
-    """Whether the update rule of a configuration needs matrices whole.
+    """Returns whether the update rule of a configuration needs matrices whole.
 
     Then gradient buffers that are cut over data-parallel ranks are made with
     ``DataParallelConfig(whole_matrices=True)``.

@@ -30,7 +30,7 @@ def agree(
     axis: str = "world",
     own: Mapping[str, str | None] | None = None,
 ) -> None:
-    """Return once all `ranks` have given equal `values`; otherwise raise on every one of them.
+    """Returns once all `ranks` have given equal `values`; otherwise raise on every one of them.
 
     The first of `ranks`, the members of `axis`, collects and publishes the verdict, so that the
     store serves O(number of ranks) requests. May be called again with the same `topic`, which says

@@ -48,7 +48,7 @@ class Axis:
         return self.group
 
     def count(self, operation: str, t: torch.Tensor) -> None:
-        """Count a message that `t` is the payload of, if anyone asked (`Mesh.counting`)."""
+        """Counts a message that `t` is the payload of, if anyone asked (`Mesh.counting`)."""
         if self.ledger.open:
             self.ledger.add(self.name, operation, t.nbytes)
 
@@ -99,7 +99,7 @@ class BoundAxes:
             job.enter()
 
     def _watch(self) -> Watchdog | None:
-        """Start waiting for collectives, on devices whose host does not wait for them itself."""
+        """Starts waiting for collectives, on devices whose host does not wait for them itself."""
         mark = marking(self.device)
         if mark is None or not self._groups:
             return None
@@ -118,11 +118,11 @@ class BoundAxes:
         return self._canonical(name) in self._axes
 
     def _canonical(self, name: str) -> str:
-        """The name under which an axis is kept."""
+        """Returns the name under which an axis is kept."""
         return name
 
     def agree(self, topic: str, values: Mapping[str, str], axis: str = "world") -> None:
-        """Raise `LayoutError` on every rank of `axis` unless all of them give equal `values`.
+        """Raises `LayoutError` on every rank of `axis` unless all of them give equal `values`.
 
         A rank that does not come within the mesh's time-out is a `CollectiveError`.
         """
@@ -140,7 +140,7 @@ class BoundAxes:
 
     @contextmanager
     def counting(self) -> Iterator[Traffic]:
-        """Count what this rank communicates over the axes of this mesh in the `with` block.
+        """Counts what this rank communicates over the axes of this mesh in the `with` block.
 
         `megatron_parallel.traffic` says what is counted and how. Compiled functions run eagerly
         in the block, as a compiled graph counts nothing.
@@ -149,7 +149,7 @@ class BoundAxes:
             yield traffic
 
     def close(self) -> None:
-        """Destroy the groups this mesh created; a second call does nothing."""
+        """Destroys the groups this mesh created; a second call does nothing."""
         if self._closed:
             return
         self._closed = True

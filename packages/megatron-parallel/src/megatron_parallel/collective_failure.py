@@ -62,7 +62,7 @@ class naming_failures:  # noqa: N801 - a context manager, named like those of co
         return self.axis.name
 
     def starting(self) -> "naming_failures":
-        """Return the same for a block that starts what a later block waits for."""
+        """Returns the same for a block that starts what a later block waits for."""
         start = naming_failures(self.axis, self.operation, ranks=self.ranks, match=self.match)
         start.described = self.described
         start._queues = False
@@ -88,7 +88,7 @@ class naming_failures:  # noqa: N801 - a context manager, named like those of co
             watchdog.queued(self)
 
     def reported(self) -> bool:
-        """Return whether a rank of the mesh has reported a failure of a collective."""
+        """Returns whether a rank of the mesh has reported a failure of a collective."""
         return failure_noted(self.axis)
 
     def explain(self, cause: str) -> str:
@@ -158,12 +158,12 @@ def _post(store: BoundedStore, axis: Axis, rank: int, report: _Report) -> None:
 
 
 def note_failure(store: BoundedStore, axis: Axis) -> None:
-    """Let all ranks of the mesh know that one has reported a failure."""
+    """Lets all ranks of the mesh know that one has reported a failure."""
     store.set(_any(axis), "")
 
 
 def failure_noted(axis: Axis) -> bool:
-    """Return whether a rank of the mesh has reported a failure."""
+    """Returns whether a rank of the mesh has reported a failure."""
     try:
         return default_store(GRACE).check([_any(axis)])
     except RuntimeError:  # the store is gone, and with it the rank that keeps it
@@ -171,7 +171,7 @@ def failure_noted(axis: Axis) -> bool:
 
 
 def _any(axis: Axis) -> str:
-    """The key that is there once a rank of the mesh has reported."""
+    """Returns the key that is there once a rank of the mesh has reported."""
     return f"collective-failed/{axis.mesh}/any"
 
 

@@ -45,7 +45,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 def all_reduce(
     t: Shaped[Tensor, "*shape"], axis: Axis, op: ReduceOp = "sum", *, purpose: str = ""
 ) -> Shaped[Tensor, "*shape"]:
-    """Reduce `t` over the axis, in place, and return it."""
+    """Reduces `t` over the axis, in place, and returns it."""
     if axis.size > 1:
         with _communicating(axis, "all_reduce", t, purpose):
             dist.all_reduce(t, _OPS[op], group=axis.bound)
@@ -55,7 +55,7 @@ def all_reduce(
 def all_gather(
     t: Shaped[Tensor, "..."], axis: Axis, dim: int = 0, *, purpose: str = ""
 ) -> Shaped[Tensor, "..."]:
-    """Concatenate the equal parts of all ranks along `dim`, in the order of the axis."""
+    """Concatenates the equal parts of all ranks along `dim`, in the order of the axis."""
     if axis.size == 1:
         return t
     part = t.movedim(dim, 0).contiguous()
@@ -73,7 +73,7 @@ def reduce_scatter(
     *,
     purpose: str = "",
 ) -> Shaped[Tensor, "..."]:
-    """Reduce over the axis and keep this rank's part along `dim`, which the size must divide."""
+    """Reduces over the axis and keeps this rank's part along `dim`, which the size must divide."""
     if axis.size == 1:
         return t
     whole = t.movedim(dim, 0).contiguous()
@@ -86,7 +86,7 @@ def reduce_scatter(
 def broadcast(
     t: Shaped[Tensor, "*shape"], axis: Axis, source: int = 0, *, purpose: str = ""
 ) -> Shaped[Tensor, "*shape"]:
-    """Overwrite `t` with that of the member whose index on the axis is `source`; return it."""
+    """Overwrites `t` with that of the member whose index on the axis is `source`; return it."""
     if axis.size > 1:
         with _communicating(axis, "broadcast", t, purpose):
             dist.broadcast(t, axis.ranks[source], group=axis.bound)
@@ -94,7 +94,7 @@ def broadcast(
 
 
 def send(t: Shaped[Tensor, "..."], axis: Axis, to: int, *, purpose: str = "") -> None:
-    """Send `t` to the member whose index on the axis is `to`, which must `receive` it.
+    """Sends `t` to the member whose index on the axis is `to`, which must `receive` it.
 
     Returns when `t` may be overwritten, which can be before it has arrived. Raises `LayoutError` if
     there is no such other member.
@@ -108,7 +108,7 @@ def send(t: Shaped[Tensor, "..."], axis: Axis, to: int, *, purpose: str = "") ->
 def receive(
     t: Shaped[Tensor, "*shape"], axis: Axis, source: int, *, purpose: str = ""
 ) -> Shaped[Tensor, "*shape"]:
-    """Overwrite `t` with what the member whose index is `source` sends; return it.
+    """Overwrites `t` with what the member whose index is `source` sends; return it.
 
     Both must have the same shape and dtype: backends do not compare them. Raises `LayoutError` if
     there is no such other member.
@@ -152,22 +152,22 @@ def _between(
 
 
 def copy_to_axis(x: Float[Tensor, "*shape"], axis: Axis) -> Float[Tensor, "*shape"]:
-    """Enter a parallel region: identity; the gradients of all ranks are summed."""
+    """Enters a parallel region: identity; the gradients of all ranks are summed."""
     return x if axis.size == 1 else _apply(_CopyTo, x, axis)
 
 
 def reduce_from_axis(x: Float[Tensor, "*shape"], axis: Axis) -> Float[Tensor, "*shape"]:
-    """Leave a parallel region: partial sums of all ranks are added; the gradient is identity."""
+    """Leaves a parallel region: partial sums of all ranks are added; the gradient is identity."""
     return x if axis.size == 1 else _apply(_ReduceFrom, x, axis)
 
 
 def gather_from_axis(x: Float[Tensor, "..."], axis: Axis, dim: int = -1) -> Float[Tensor, "..."]:
-    """Concatenate parts along `dim`; a rank's gradient is its part of the (common) gradient."""
+    """Concatenates parts along `dim`; a rank's gradient is its part of the (common) gradient."""
     return x if axis.size == 1 else _apply(_GatherFrom, x, axis, dim)
 
 
 def scatter_to_axis(x: Float[Tensor, "..."], axis: Axis, dim: int = -1) -> Float[Tensor, "..."]:
-    """Keep this rank's part along `dim`; the gradient parts are concatenated."""
+    """Keeps this rank's part along `dim`; the gradient parts are concatenated."""
     return x if axis.size == 1 else _apply(_ScatterTo, x, axis, dim)
 
 
@@ -196,7 +196,7 @@ def _own_part(t: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def _sum(t: Tensor, axis: Axis) -> Tensor:
-    """Sum over the axis in memory of its own: autograd may hand out views of others' tensors."""
+    """Sums over the axis in memory of its own: autograd may hand out views of others' tensors."""
     return all_reduce(t.clone(memory_format=torch.contiguous_format), axis)
 
 

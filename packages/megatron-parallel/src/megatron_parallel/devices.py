@@ -13,7 +13,7 @@ _MOST_RANKS: Final = 2**31 - 1
 
 
 def backend_of(device_type: str) -> str:
-    """Return the backend of process groups of ranks on such devices: NCCL for cuda, else Gloo.
+    """Returns the backend of process groups of ranks on such devices: NCCL for cuda, else Gloo.
 
     A job on GPUs has no Gloo groups beside those of NCCL: each would connect all its ranks with one
     another and keep a thread that wakes up a hundred times a second. So a tensor on the CPU in a
@@ -24,7 +24,7 @@ def backend_of(device_type: str) -> str:
 
 
 def local_device(device: str | torch.device) -> torch.device:
-    """Return the device itself, or of several GPUs the one of this rank, and make it current.
+    """Returns the device itself, or of several GPUs the one of this rank, and makes it current.
 
     Raises:
         LayoutError: There is no such GPU.
@@ -40,7 +40,7 @@ def local_device(device: str | torch.device) -> torch.device:
 
 
 def own_device(device: torch.device, local_rank: int, visible: int) -> torch.device:
-    """Return the CUDA device of a rank.
+    """Returns the CUDA device of a rank.
 
     A rank that sees one device takes it, whatever its `local_rank`: launchers such as Slurm with
     `--gpus-per-task=1` show each task its own device as device 0. Whether two ranks were given the

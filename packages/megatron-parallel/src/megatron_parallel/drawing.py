@@ -5,7 +5,7 @@ from megatron_parallel.layout import ParallelLayout
 
 
 def draw_layout(layout: ParallelLayout, width: int = 100) -> str:
-    """Return a picture of a layout, at most `width` characters wide: ranks by stage, then groups.
+    """Returns a picture of a layout, at most `width` characters wide: ranks by stage, then groups.
 
     One cell holds one tensor-parallel group; a row is a stage, a column a data- (and context-)
     parallel position. What does not fit is left out, and the number of things left out is written.

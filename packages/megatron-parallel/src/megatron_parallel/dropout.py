@@ -65,7 +65,7 @@ class DropoutKey:
         samples: Int[Tensor, " b"],
         positions: int | Int[Tensor, " s"],
     ) -> "DropoutKey":
-        """The key of one micro-batch.
+        """Returns the key of one micro-batch.
 
         Args:
             seed: Of the run; its lowest 64 bits count.
@@ -87,7 +87,7 @@ class DropoutKey:
         samples: Int[Tensor, "#s #b"],
         positions: Int[Tensor, "#s #b"],
     ) -> "DropoutKey":
-        """The key of tokens that may come from any samples; see `for_batch`."""
+        """Returns the key of tokens that may come from any samples; see `for_batch`."""
         device = samples.device
         words = tuple(torch.tensor(_signed(word), dtype=torch.int32) for word in _START)
         for number in (seed, iteration):
@@ -100,7 +100,7 @@ class DropoutKey:
         return cls(word0, word1)
 
     def part(self, axis: Axis) -> "DropoutKey":
-        """The key of this rank's part of the sequence, as sequence parallelism cuts it."""
+        """Returns the key of this rank's part of the sequence, as sequence parallelism cuts it."""
         length = self.word0.shape[0]
         if length % axis.size:
             raise LayoutError(
@@ -111,12 +111,12 @@ class DropoutKey:
         return self.narrow(start, start + length // axis.size)
 
     def select(self, places: Int[Tensor, "#b part"]) -> "DropoutKey":
-        """The key of the tokens at `places`, as context parallelism cuts the sequence."""
+        """Returns the key of the tokens at `places`, as context parallelism cuts the sequence."""
         rows = places.t().expand(-1, self.word0.shape[1])
         return DropoutKey(self.word0.gather(0, rows), self.word1.gather(0, rows))
 
     def narrow(self, start: int, stop: int) -> "DropoutKey":
-        """The key of rows `start <= i < stop` of the sequence."""
+        """Returns the key of rows `start <= i < stop` of the sequence."""
         return DropoutKey(self.word0[start:stop], self.word1[start:stop])
 
 
@@ -129,7 +129,7 @@ def keyed_dropout(
     site: int,
     channels: int | Int[Tensor, "..."] = 0,
 ) -> Float[Tensor, "s b *channels"]:
-    """Zero a fraction `p` of the elements and multiply the others by `1 / (1 - p)`.
+    """Zeros a fraction `p` of the elements and multiply the others by `1 / (1 - p)`.
 
     Sequence first, then the micro-batch: attention probabilities `[b, n, s, t]` are handed in as a
     permuted view. With `p=0` it returns `x` itself. It can be differentiated once.
@@ -166,7 +166,7 @@ def keep_mask(
     site: int,
     channels: int | Int[Tensor, "..."] = 0,
 ) -> Bool[Tensor, "s b *channels"]:
-    """The mask that `keyed_dropout` applies to a tensor of `shape`: True where it keeps."""
+    """Returns the mask that `keyed_dropout` applies to a tensor of `shape`: True where it keeps."""
     _require_shape(shape, key)
     numbers = _numbers(torch.empty(shape, device="meta"), channels).to(key.word0.device)
     return _keep(key.word0, key.word1, numbers, p, layer, site)
@@ -230,7 +230,7 @@ def _drop_into(
 def _keep(
     word0: Tensor, word1: Tensor, channels: Tensor, p: float, layer: int, site: int
 ) -> Tensor:
-    """Hash each element and compare with `p`, as if the words were fractions of 2^32."""
+    """Hashes each element and compare with `p`, as if the words were fractions of 2^32."""
     rows = (..., *(None,) * channels.dim())
     key0 = (word0 + _signed(_bits_of(layer, _SITES[0], site)))[rows]
     key1 = (word1 ^ _signed(_bits_of(site, _SITES[1], layer)))[rows]
@@ -276,7 +276,7 @@ def _xor_shift(z: Tensor, by: int, shifted: Tensor) -> Tensor:
 
 
 def _bits_of(number: int, key0: int, key1: int) -> int:
-    """The same as `_bits`, of plain numbers below 2^32."""
+    """Returns the same as `_bits`, of plain numbers below 2^32."""
     z = (number ^ key0) % _WORD
     z = (z ^ z >> _SHIFTS[0]) * _MULTIPLIERS[0] % _WORD ^ key1 % _WORD
     z = (z ^ z >> _SHIFTS[1]) * _MULTIPLIERS[1] % _WORD
@@ -285,15 +285,15 @@ def _bits_of(number: int, key0: int, key1: int) -> int:
 
 
 def _absorb(word0: Tensor, word1: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-    """The key that continues a key with one more number."""
+    """Returns the key that continues a key with one more number."""
     return _bits(number, word0, word1), _bits(~number, word1, word0)
 
 
 def _signed(number: int) -> int:
-    """The int32 that has the lowest 32 bits of `number`."""
+    """Returns the int32 that has the lowest 32 bits of `number`."""
     return (number + _WORD // 2) % _WORD - _WORD // 2
 
 
 def _low(numbers: Tensor) -> Tensor:
-    """The lowest 32 bits of integers, as int32."""
+    """Returns the lowest 32 bits of integers, as int32."""
     return numbers if numbers.dtype == torch.int32 else numbers.to(torch.int64).to(torch.int32)

@@ -76,6 +76,6 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def backend_text(error: RuntimeError) -> str:
-    """The first sentence of the backend's message, without the place in its source."""
+    """Returns the first sentence of the backend's message, without the place in its source."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^\[[^\]]*\]\s*", "", lines[0]).split(". ")[0].rstrip(".")

@@ -76,7 +76,7 @@ class Extensions:
         return name in self.own or name in self.entries()
 
     def find(self, name: str) -> EntryPoint:
-        """The entry point of that name. Raises `error` if there is none."""
+        """Returns the entry point of that name. Raises `error` if there is none."""
         known = self.entries()
         if name not in known:
             raise self.error(self.unknown(name))
@@ -94,7 +94,7 @@ class Extensions:
             ) from error
 
     def described(self, name: str, cls: type[Described]) -> Described:
-        """The object of that name, which is a `cls` and has the name of its entry point.
+        """Returns the object of that name, which is a `cls` and has the name of its entry point.
 
         Raises `error` as `load`, and if it is something else.
         """

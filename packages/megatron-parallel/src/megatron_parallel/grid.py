@@ -58,7 +58,7 @@ class Grid:
 
     @classmethod
     def of(cls, **sizes: int) -> "Grid":
-        """The grid of these axes from rank 0, from the fastest varying to the slowest."""
+        """Returns the grid of these axes from rank 0, from the fastest varying to the slowest."""
         return cls(tuple(sizes), tuple(sizes.values()))
 
     @property
@@ -98,7 +98,7 @@ class Grid:
         return [tuple([self.first + base + offset for offset in offsets]) for base in bases]
 
     def group_of(self, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
-        """The group along `axes` that `rank` is in."""
+        """Returns the group along `axes` that `rank` is in."""
         self._check(axes)
         if rank not in self.ranks:
             raise LayoutError(f"rank {rank} is not on the grid {self}")

@@ -88,6 +88,6 @@ def describe_group(name: str) -> str:
 
 
 def canonical_group_name(name: str) -> str:
-    """The name under which a group is listed: `model` for `tp_pp`."""
+    """Returns the name under which a group is listed: `model` for `tp_pp`."""
     group_kind(name)
     return _ALIASES.get(name, name)

@@ -33,7 +33,7 @@ BLOCK_NUMEL = 65536
 
 
 def initialize_parameters(module: nn.Module, *, seed: int, mesh: Mesh) -> None:
-    """Give every parameter of `module` the values its sharding's `init` asks for, by global name.
+    """Gives every parameter of `module` the values its sharding's `init` asks for, by global name.
 
     State that is not a parameter starts again at its constant. Layers are built without values
     (NaN), so that a model can be built on the meta device and filled later; this fills it.
@@ -55,7 +55,7 @@ def initialize(
     init: Init | None = None,
     expert: int | None = None,
 ) -> None:
-    """Fill the local part of one parameter, in place, by `init` (default: the sharding's own).
+    """Fills the local part of one parameter, in place, by `init` (default: the sharding's own).
 
     `expert` is for a parameter that is that of one expert; one of all of them (`Sharding.experts`)
     holds the same values, expert by expert.
@@ -83,7 +83,7 @@ def normal_(
     mesh: Mesh,
     expert: int | None = None,
 ) -> None:
-    """Fill the local part of parameter `name` from a normal distribution of mean 0, in place."""
+    """Fills the local part of parameter `name` from a normal distribution of mean 0, in place."""
     spec = Init("normal", std)
     initialize(param, seed=seed, name=name, sharding=sharding, mesh=mesh, init=spec, expert=expert)
 
@@ -98,7 +98,7 @@ def uniform_(
     mesh: Mesh,
     expert: int | None = None,
 ) -> None:
-    """Fill the local part of parameter `name` uniformly from `[-bound, bound)`, in place."""
+    """Fills the local part of parameter `name` uniformly from `[-bound, bound)`, in place."""
     spec = Init("uniform", bound)
     initialize(param, seed=seed, name=name, sharding=sharding, mesh=mesh, init=spec, expert=expert)
 

@@ -44,7 +44,7 @@ class Job:
         self.number = default_store().add(f"mesh/{self.rank}", 1)  # equal on all ranks
 
     def create_groups(self, wanted: Iterable[tuple[int, ...]]) -> Groups:
-        """Create groups, on all ranks in this order, and return those that this rank is in.
+        """Creates groups, on all ranks in this order, and returns those that this rank is in.
 
         Equal sets of ranks (tp and tp_cp when cp is 1) share one, and one rank needs none. Returns
         when every rank has them: one that is lost from then on is named by what it did not join.
@@ -80,7 +80,7 @@ class Job:
             raise
 
     def enter(self) -> None:
-        """Count one more mesh that lives on this job's default group."""
+        """Counts one more mesh that lives on this job's default group."""
         self._members += 1
 
     def leave(self) -> None:

@@ -9,7 +9,7 @@ _DIGITS = 10  # of the largest number that is asked for
 
 
 def environment_number(name: str, lowest: int, highest: int) -> int:
-    """Return the environment variable `name` as a number.
+    """Returns the environment variable `name` as a number.
 
     Raises:
         LayoutError: The variable is not a whole number from `lowest` to `highest`.

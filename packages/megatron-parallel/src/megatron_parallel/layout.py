@@ -200,7 +200,7 @@ class ParallelLayout:
     # -- sizes ---------------------------------------------------------------------------------
 
     def resolve(self, world_size: int) -> "ParallelLayout":
-        """The same layout with `dp` filled in for `world_size` ranks."""
+        """Returns the same layout with `dp` filled in for `world_size` ranks."""
         if world_size < 1:
             raise LayoutError(f"world size {world_size} is not a whole number >= 1")
         model = self.tp * self.cp * self.pp
@@ -312,7 +312,7 @@ class ParallelLayout:
         return self._grid(kind.grid).groups(kind.axes)
 
     def group_of(self, name: str, rank: int) -> tuple[int, ...]:
-        """The group of that kind `rank` is in; `()` if it is in none."""
+        """Returns the group of that kind `rank` is in; `()` if it is in none."""
         self._check_rank(rank)
         kind = group_kind(name)
         if kind.grid == "stages":
@@ -362,7 +362,7 @@ class ParallelLayout:
             raise LayoutError(f"rank {rank} is outside a world of {self.world_size} ranks")
 
     def _nested(self, kind: GroupKind, whole: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The smaller groups among the ranks of one group."""
+        """Returns the smaller groups among the ranks of one group."""
         if kind.grid == "pool":
             inner = kind.size
             if not self.hybrid_cp or inner > self.pool:

@@ -53,7 +53,7 @@ class Mesh(BoundAxes):
 
     @classmethod
     def single(cls, device: str | torch.device = "cpu") -> "Mesh":
-        """The mesh of a single process, which needs no `torch.distributed`."""
+        """Returns the mesh of a single process, which needs no `torch.distributed`."""
         return cls(ParallelLayout(dp=1), 0, device)
 
     @classmethod
@@ -65,7 +65,7 @@ class Mesh(BoundAxes):
         timeout: timedelta = DEFAULT_TIMEOUT,
         configuration: str | Mapping[str, str] = "",
     ) -> "Mesh":
-        """Join the job as one of its ranks: compare notes with the others, create all groups.
+        """Joins the job as one of its ranks: compare notes with the others, create all groups.
 
         Uses the default process group if there is one, else creates it from the variables torchrun
         sets (Gloo on CPUs, NCCL on GPUs; `device="cuda"` becomes this rank's own). Without either,
@@ -128,7 +128,7 @@ def bind_meshes(
     timeout: timedelta = DEFAULT_TIMEOUT,
     configuration: str | Mapping[str, str] = "",
 ) -> dict[str, Mesh]:
-    """Bind several layouts in one job, for models whose modules are cut in different ways.
+    """Binds several layouts in one job, for models whose modules are cut in different ways.
 
     For example a vision encoder on ranks 0-3 and a language model on ranks 4-7, or both on all
     eight with other degrees. Every rank of the job calls this with the same layouts and gets the
@@ -174,7 +174,7 @@ def bind_grids(
     timeout: timedelta = DEFAULT_TIMEOUT,
     configuration: str | Mapping[str, str] = "",
 ) -> dict[str, GridMesh]:
-    """Bind grids of any named axes in one job; as `bind_meshes` otherwise."""
+    """Binds grids of any named axes in one job; as `bind_meshes` otherwise."""
     notes = {name: str(grid) for name, grid in grids.items()}
     job = Job("grids and configuration", {**notes, **_notes(configuration)}, device, timeout)
     _check_ranks({name: grid.ranks for name, grid in grids.items()}, job)

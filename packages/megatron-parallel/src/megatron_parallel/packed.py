@@ -30,7 +30,7 @@ def broadcast_tensors(
     device: torch.device | str = "cpu",
     purpose: str = "",
 ) -> dict[str, Shaped[Tensor, "..."]]:
-    """Return the tensors of one member of an axis on all of them.
+    """Returns the tensors of one member of an axis on all of them.
 
     Args:
         tensors: By name. Only those of the source count; the others' are not looked at.
@@ -64,7 +64,7 @@ def broadcast_tensors(
 def all_gather_texts(
     text: str, axis: Axis, *, device: torch.device | str = "cpu", purpose: str = ""
 ) -> list[str]:
-    """Return the text of every member of an axis, in their order.
+    """Returns the text of every member of an axis, in their order.
 
     Args:
         text: This rank's.
@@ -94,7 +94,7 @@ def _tensor_of(text: bytes, device: torch.device | str) -> Tensor:
 
 
 def _aligned(*parts: Tensor) -> Iterator[Tensor]:
-    """The parts, each followed by zeros up to where the next may begin."""
+    """Returns the parts, each followed by zeros up to where the next may begin."""
     for part in parts:
         yield part
         yield part.new_zeros(-len(part) % _ALIGNED)

@@ -23,7 +23,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def init_default_group(device: torch.device, timeout: timedelta) -> None:
-    """Create the default process group: NCCL for ``device`` cuda, Gloo otherwise.
+    """Creates the default process group: NCCL for ``device`` cuda, Gloo otherwise.
 
     The store listens on the loopback interface alone if MASTER_ADDR is a loopback address and this
     job keeps its store itself; torchrun's agent keeps its own, which listens on every interface.
@@ -62,7 +62,7 @@ def init_default_group(device: torch.device, timeout: timedelta) -> None:
 
 
 def loopback_address(host: str) -> str | None:
-    """Return the loopback address that ``host`` names; None for every other host."""
+    """Returns the loopback address that ``host`` names; None for every other host."""
     if host == "localhost":
         return "127.0.0.1"
     try:
@@ -74,7 +74,7 @@ def loopback_address(host: str) -> str | None:
 def _loopback_store(
     address: str, port: int, rank: int, size: int, timeout: timedelta
 ) -> _compat.Store:
-    """Return the store of all ranks, which rank 0 keeps; returns when all of them have come."""
+    """Returns the store of all ranks, which rank 0 keeps; returns when all of them have come."""
     if rank != 0:
         return _compat.tcp_store(address, port, size, timeout)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -34,7 +34,7 @@ class Seat:
         return SeatAxis(len(members), members.index(self.rank) if members else 0)
 
     def has_axis(self, name: str) -> bool:
-        """Whether the rank is on an axis of that name."""
+        """Returns whether the rank is on an axis of that name."""
         canonical = canonical_group_name(name)
         return canonical in self.layout.group_names and bool(
             self.layout.group_of(canonical, self.rank)

@@ -40,7 +40,7 @@ class Axes(Protocol):
         """The place on the axis of that name; raises `LayoutError` if the rank is on none."""
 
     def has_axis(self, name: str) -> bool:
-        """Whether the rank is on an axis of that name."""
+        """Returns whether the rank is on an axis of that name."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Box:
         return tuple(slice(offset, offset + length) for offset, length in pairs)
 
     def shifted(self, by: tuple[int, ...]) -> "Box":
-        """The same box moved by `by`."""
+        """Returns the same box moved by `by`."""
         moved = tuple(offset + step for offset, step in zip(self.offsets, by, strict=True))
         return Box(moved, self.lengths)
 
     def intersection(self, other: "Box") -> "Box":
-        """The part both cover; of zero `numel` where they do not meet."""
+        """Returns the part both cover; of zero `numel` where they do not meet."""
         offsets, lengths = [], []
         mine = zip(self.offsets, self.lengths, strict=True)
         theirs = zip(other.offsets, other.lengths, strict=True)
@@ -287,7 +287,7 @@ class Sharding:
         raise LayoutError(f"shape {self.shape} cannot be split into the dims of {self.matrix}")
 
     def expert_numbers(self, mesh: Axes) -> range:
-        """The experts this rank holds."""
+        """Returns the experts this rank holds."""
         count, ep = self.shape[0], mesh.axis("ep")
         if count % ep.size:
             raise LayoutError(
@@ -314,11 +314,11 @@ class Sharding:
         return (Piece(box, Box(whole.offsets, box.lengths)),)
 
     def boxes(self, mesh: Axes) -> tuple[Box, ...]:
-        """The boxes of the global tensor this rank holds; none if it holds only padding."""
+        """Returns the boxes of the global tensor this rank holds; none if it holds only padding."""
         return tuple(piece.box for piece in self.pieces(mesh))
 
     def box(self, mesh: Axes) -> Box:
-        """The one box this rank holds, of zero `numel` if it holds only padding."""
+        """Returns the one box this rank holds, of zero `numel` if it holds only padding."""
         boxes = self.boxes(mesh)
         if not boxes:
             return Box(self.shape, (0,) * len(self.shape))

@@ -16,10 +16,10 @@ class Work(Protocol):
     """What torch gives for a collective that runs by itself."""
 
     def wait(self) -> object:
-        """Return when it is there; raises what the backend raises."""
+        """Returns when it is there; raises what the backend raises."""
 
     def is_completed(self) -> bool:
-        """Whether it is there."""
+        """Returns whether it is there."""
 
 
 class Started:
@@ -45,7 +45,7 @@ class Started:
         *,
         told: str = "",
     ) -> None:
-        """Start it.
+        """Starts it.
 
         Args:
             axis: Who takes part.
@@ -77,7 +77,7 @@ class Started:
         return self._work.is_completed()
 
     def wait(self) -> Tensor:
-        """The result, once it is there; a rank that is missing is a `CollectiveError`."""
+        """Returns the result, once it is there; a rank that is missing is a `CollectiveError`."""
         with self._naming, self.stall.waiting():
             self._work.wait()
         return self._result

@@ -99,7 +99,7 @@ class StepState:
         return self._module.get_buffer(self._name)
 
     def observe(self, x: Float[Tensor, "*shape"], seen: Tensor) -> Float[Tensor, "*shape"]:
-        """Return `x`, whose backward pass adds `seen` to what this step has observed.
+        """Returns `x`, whose backward pass adds `seen` to what this step has observed.
 
         An evaluation has no backward pass and observes nothing. A forward pass that is computed
         again (activation checkpointing) counts once. If `x` has no gradient, as behind frozen
@@ -117,12 +117,12 @@ class StepState:
         return observed
 
     def forget(self) -> None:
-        """Drop what the current step has observed."""
+        """Drops what the current step has observed."""
         self._observed = None
 
     @torch.no_grad()
     def step(self) -> None:
-        """Combine what all ranks have observed, and update the value; a collective call."""
+        """Combines what all ranks have observed, and update the value; a collective call."""
         total = self._observed
         if total is None:
             nothing = -math.inf if self.sharding.reduce == "max" else 0.0
@@ -150,7 +150,7 @@ class StepState:
 
 
 def collect_states(modules: Iterable[nn.Module]) -> dict[str, StepState]:
-    """Return the states of modules and of their submodules by global name, in order of modules.
+    """Returns the states of modules and of their submodules by global name, in order of modules.
 
     Raises:
         LayoutError: Two modules have a state of one name.
@@ -168,7 +168,7 @@ def collect_states(modules: Iterable[nn.Module]) -> dict[str, StepState]:
 
 
 def _observers(sharding: Sharding, mesh: Mesh) -> list[Axis]:
-    """The ranks that observe other tokens, as a gradient of this row is summed."""
+    """Returns the ranks that observe other tokens, as a gradient of this row is summed."""
     layout = mesh.layout
     if sharding.experts:
         data = "expert_dp"

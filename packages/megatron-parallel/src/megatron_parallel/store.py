@@ -33,23 +33,23 @@ class BoundedStore:
         self._patience = patience
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return its new value."""
+        """Adds to a counter and returns its new value."""
         return int(self._call(self._patience, self._store.add, key, amount))
 
     def set(self, key: str, value: str) -> None:
-        """Set a key."""
+        """Sets a key."""
         self._call(self._patience, self._store.set, key, value)
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key that is there."""
+        """Returns the value of a key that is there."""
         return bytes(self._call(self._patience, self._store.get, key))
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are there."""
+        """Returns whether all keys are there."""
         return bool(self._call(self._patience, self._store.check, keys))
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Return when all keys are there."""
+        """Returns when all keys are there."""
         self._call(self._patience + timeout.total_seconds(), self._store.wait, keys, timeout)
 
     @staticmethod
@@ -74,5 +74,5 @@ class BoundedStore:
 
 
 def default_store(patience: float = PATIENCE) -> BoundedStore:
-    """Return the store that the default process group was built on."""
+    """Returns the store that the default process group was built on."""
     return BoundedStore(_compat.default_store(), patience)

@@ -67,11 +67,11 @@ class Traffic:
         return [Record(*key, *total) for key, total in self._totals.items()]
 
     def of(self, axis: str, operation: str) -> Record:
-        """The record of an operation on an axis; zeros if there was none."""
+        """Returns the record of an operation on an axis; zeros if there was none."""
         return Record(axis, operation, *self._totals.get((axis, operation), (0, 0)))
 
     def add(self, axis: str, operation: str, nbytes: int) -> None:
-        """Count a call."""
+        """Counts a call."""
         calls, before = self._totals.get((axis, operation), (0, 0))
         self._totals[axis, operation] = (calls + 1, before + nbytes)
 
@@ -93,7 +93,7 @@ class Ledger:
         self.open: list[Traffic] = []
 
     def add(self, axis: str, operation: str, nbytes: int) -> None:
-        """Count a call for everyone who asked."""
+        """Counts a call for everyone who asked."""
         for traffic in self.open:
             traffic.add(axis, operation, nbytes)
 

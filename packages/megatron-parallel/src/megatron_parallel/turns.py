@@ -37,7 +37,7 @@ class Turns:
         self._pair: _Pair | None = None
 
     def together(self, first: Callable[[], object], second: Callable[[], Result]) -> Result:
-        """Run both and return what `second` does; `first` has the first turn.
+        """Runs both and returns what `second` does; `first` has the first turn.
 
         `second` runs in this thread. An error of either ends both: the other one is left where it
         waits for its turn, and the error is raised here.
@@ -65,7 +65,7 @@ class Turns:
         return cast(Result, result)
 
     def hand_over(self) -> None:
-        """Let the other pass of a pair run until it hands over in turn, or ends."""
+        """Lets the other pass of a pair run until it hands over in turn, or ends."""
         if self._pair is not None:
             self._pair.hand_over()
 
@@ -90,7 +90,7 @@ class _Pair:
         self._changed = threading.Condition()
 
     def run(self, own: int, work: Callable[[], Result]) -> Result | None:
-        """Run one of the two from its first turn on; its error is kept."""
+        """Runs one of the two from its first turn on; its error is kept."""
         try:
             self._wait_for(own)
             return work()

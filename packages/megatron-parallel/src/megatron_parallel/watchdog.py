@@ -39,7 +39,7 @@ class Marker(Protocol):
     """A place in a stream, such as `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Return whether the device has come so far; does not wait."""
+        """Returns whether the device has come so far; does not wait."""
 
 
 class Operation(Protocol):
@@ -54,10 +54,10 @@ class Operation(Protocol):
         """Operation, shape and dtype."""
 
     def explain(self, cause: str) -> str:
-        """Return the line that names the ranks that are missing; asks the store."""
+        """Returns the line that names the ranks that are missing; asks the store."""
 
     def reported(self) -> bool:
-        """Return whether a rank of the mesh has reported a failure in the store."""
+        """Returns whether a rank of the mesh has reported a failure in the store."""
 
 
 class _Queued(NamedTuple):
@@ -93,7 +93,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def queued(self, operation: Operation) -> None:
-        """Watch an operation that has just been queued by this thread."""
+        """Watches an operation that has just been queued by this thread."""
         marker = self._mark()
         if marker is None:
             return
@@ -103,17 +103,17 @@ class Watchdog:
             self._thread.start()
 
     def check(self) -> None:
-        """Raise `CollectiveError` if a collective of this mesh was found to miss a rank."""
+        """Raises `CollectiveError` if a collective of this mesh was found to miss a rank."""
         if self._failure is not None:
             self._raised.set()
             raise self._failure
 
     def close(self) -> None:
-        """End the thread."""
+        """Ends the thread."""
         self._closed.set()
 
     def last(self, axis: str) -> str | None:
-        """Return the last operation on the axis that was seen to be complete, in words."""
+        """Returns the last operation on the axis that was seen to be complete, in words."""
         return self._last.get(axis)
 
     def _watch(self) -> None:
@@ -124,7 +124,7 @@ class Watchdog:
                 return
 
     def _overdue(self) -> _Queued | None:
-        """Drop what is complete; return the oldest of the rest if it takes too long."""
+        """Drops what is complete; return the oldest of the rest if it takes too long."""
         while self._queued:
             oldest = self._queued[0]
             if not oldest.marker.query():
@@ -154,12 +154,12 @@ class Watchdog:
 
 
 def marking(device: torch.device) -> Callable[[], Marker | None] | None:
-    """Return what marks a place in the current stream of `device`; None where the host waits."""
+    """Returns what marks a place in the current stream of `device`; None where the host waits."""
     return _stream_marker if device.type == "cuda" else None
 
 
 def backend_timeout(device: torch.device, timeout: timedelta) -> timedelta:
-    """Return the time-out of process groups for a mesh on `device` whose own is `timeout`."""
+    """Returns the time-out of process groups for a mesh on `device` whose own is `timeout`."""
     return timeout if marking(device) is None else timeout + MARGIN
 
 

@@ -27,7 +27,7 @@ def build_trainer(
     dtype: torch.dtype,
     family: str | None = None,
 ) -> Trainer:
-    """Build this rank's stages of the model, optimizer and trainer, without any callback.
+    """Builds this rank's stages of the model, optimizer and trainer, without any callback.
 
     ``family`` is kept in checkpoints.
     """
@@ -81,7 +81,7 @@ def build_trainer(
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device called ``name``; ``auto`` is a GPU where there is one."""
+    """Returns the device called ``name``; ``auto`` is a GPU where there is one."""
     if name == "cuda" and not torch.cuda.is_available():
         raise TrainError("--device cuda: torch sees no GPU here; use --device cpu")
     if name == "auto":
@@ -90,14 +90,14 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(config: RunConfig) -> torch.dtype:
-    """Return the dtype of weights and arithmetic."""
+    """Returns the dtype of weights and arithmetic."""
     if config.training.float64:
         return torch.float64
     return torch.bfloat16 if config.training.bf16 else torch.float32
 
 
 def load_run_tokenizer(config: RunConfig, tokenizers: Tokenizers | None = None) -> Tokenizer | None:
-    """Return the run's tokenizer, or None where it has none.
+    """Returns the run's tokenizer, or None where it has none.
 
     Args:
         config: the run.

@@ -84,17 +84,17 @@ class RunBatches:
         return self._test is not None
 
     def training(self, consumed_samples: int) -> Iterator[Sequence[MicroBatch]]:
-        """Yield the micro-batches of each step after ``consumed_samples`` samples."""
+        """Yields the micro-batches of each step after ``consumed_samples`` samples."""
         return self._steps(self._train, self._train_samples, consumed_samples, self._sizes)
 
     def validation(self) -> Iterator[Sequence[MicroBatch]]:
-        """Yield the micro-batches of one evaluation by global batch, the same ones every time."""
+        """Yields the micro-batches of one evaluation by global batch, the same ones every time."""
         if self._valid is None:
             return iter(())
         return self._steps(self._valid, self._valid_samples, 0, self._evaluated)
 
     def testing(self) -> Iterator[Sequence[MicroBatch]]:
-        """Yield the micro-batches of the test by global batch; none where nothing `tests`."""
+        """Yields the micro-batches of the test by global batch; none where nothing `tests`."""
         if self._test is None:
             return iter(())
         return self._steps(self._test, self._valid_samples, 0, self._evaluated)

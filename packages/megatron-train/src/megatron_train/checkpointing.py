@@ -61,18 +61,18 @@ class MeshCoordinator(DistributedCoordinator):
         super().__init__(self._axis.bound)
 
     def gather(self, text: str) -> list[str] | None:
-        """Return every rank's text, by rank, on rank 0; None elsewhere."""
+        """Returns every rank's text, by rank, on rank 0; None elsewhere."""
         with naming_failures(self._axis, "the agreement on a checkpoint"):
             return super().gather(text)
 
     def broadcast(self, text: str) -> str:
-        """Return rank 0's text on every rank."""
+        """Returns rank 0's text on every rank."""
         with naming_failures(self._axis, "the agreement on a checkpoint"):
             return super().broadcast(text)
 
 
 def coordinator_of(mesh: Mesh) -> Coordinator:
-    """Return how the ranks of ``mesh`` agree on saves and loads."""
+    """Returns how the ranks of ``mesh`` agree on saves and loads."""
     return SingleProcess() if mesh.world_size == 1 else MeshCoordinator(mesh)
 
 
@@ -122,24 +122,24 @@ class Saver(Callback):
         """The newest checkpoint that this process has saved."""
 
     def on_start(self, trainer: Trainer) -> None:
-        """Note what needs no saving: where the run continues from."""
+        """Notes what needs no saving: where the run continues from."""
         self._saved = trainer.iteration
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
-        """Save where an interval ends."""
+        """Saves where an interval ends."""
         if self._every is not None and report.iteration % self._every == 0:
             self._save(trainer)
 
     def on_end(self, trainer: Trainer) -> None:
-        """Save where the run ends."""
+        """Saves where the run ends."""
         self._save(trainer)
 
     def state(self) -> dict[str, Any]:
-        """Return what the run began with."""
+        """Returns what the run began with."""
         return {"origin": self._origin}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what the run began with."""
+        """Takes back what the run began with."""
         self._origin = stored(state, "origin", str)
 
     def _save(self, trainer: Trainer) -> None:
@@ -177,12 +177,12 @@ class _Found:
     """What its linear layers multiply by."""
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as plain values, to be sent to other ranks."""
+        """Returns it as plain values, to be sent to other ranks."""
         return {**asdict(self), "path": str(self.path)}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Self:
-        """Return what `to_plain` was called on."""
+        """Returns what `to_plain` was called on."""
         model = None if plain["model"] is None else ModelRecord(**plain["model"])
         return cls(**{**plain, "path": Path(plain["path"]), "model": model})
 
@@ -196,7 +196,7 @@ def restore(
     optimizer: bool = True,
     allowed: Collection[str] = (),
 ) -> Kept | None:
-    """Continue from the newest complete checkpoint in ``folder``; return it, or None without one.
+    """Continues from the newest complete checkpoint in ``folder``; return it, or None without one.
 
     ``folder`` may also be one checkpoint itself. Torn checkpoints are named in one warning. The
     checkpoint may have been saved by any number of ranks, in any layout.
@@ -270,7 +270,7 @@ def _compare(
     allowed: Collection[str],
     console: Console,
 ) -> None:
-    """Refuse another run than that of the checkpoint, and warn of what is allowed to differ."""
+    """Refuses another run than that of the checkpoint, and warn of what is allowed to differ."""
     if not isinstance(there, Mapping):
         raise TrainError(f"{path} is damaged: its record of the run is {there!r}")
     there = upgraded(there)
@@ -301,7 +301,7 @@ def _compare(
 
 
 def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> int:
-    """Load only the weights of the newest complete checkpoint in ``folder``, or of ``folder``.
+    """Loads only the weights of the newest complete checkpoint in ``folder``, or of ``folder``.
 
     Weights of another floating-point type are converted. Parameters that products of linear layers
     add to the model, such as adapters, begin anew where the checkpoint has none.
@@ -342,12 +342,12 @@ def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> int:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether ``folder`` is by its name one checkpoint, and not a folder of them."""
+    """Returns whether ``folder`` is by its name one checkpoint, and not a folder of them."""
     return _CHECKPOINT.fullmatch(folder.name) is not None and folder.is_dir()
 
 
 def _store_of(trainer: Trainer, folder: Path) -> tuple[CheckpointStore, bool]:
-    """Return the store a folder is, or lies in, and whether it is one checkpoint."""
+    """Returns the store a folder is, or lies in, and whether it is one checkpoint."""
     itself = is_checkpoint(folder)
     place = folder.parent if itself else folder
     return CheckpointStore(place, coordinator_of(trainer.engine.mesh)), itself
@@ -374,7 +374,7 @@ def _found(checkpoint: Checkpoint) -> _Found:
 
 
 def _refuse_other_rule(trainer: Trainer, found: _Found) -> None:
-    """Raise `TrainError` where the checkpoint has the state of another update rule."""
+    """Raises `TrainError` where the checkpoint has the state of another update rule."""
     here = {*trainer.optimizer.state_names}
     there = {*found.kept} - {MAIN}
     if there - here or (here and not there):
@@ -388,12 +388,12 @@ def _refuse_other_rule(trainer: Trainer, found: _Found) -> None:
 
 
 def views_of(trainer: Trainer) -> dict[str, list[View]]:
-    """Return views of all parameters and of the optimizer's state by global name."""
+    """Returns views of all parameters and of the optimizer's state by global name."""
     return {**_weights_of(trainer), **trainer.optimizer.views()}
 
 
 def _further(trainer: Trainer) -> dict[str, list[int]]:
-    """Return the parameters of this rank that products add to layers: global shape by name."""
+    """Returns the parameters of this rank that products add to layers: global shape by name."""
     names, table = chain(*map(further_names, trainer.task.stages)), trainer.engine.stages.table
     return {name: list(table[name].shape) for name in sorted({*names})}
 
@@ -405,7 +405,7 @@ def _weights_of(trainer: Trainer) -> dict[str, Any]:
 def refuse_other_model(
     trainer: Trainer, model: ModelRecord | None, path: Path, but: Iterable[str] = ()
 ) -> None:
-    """Raise `TrainError` unless ``model`` is that of ``trainer``, the fields ``but`` left out."""
+    """Raises `TrainError` unless ``model`` is that of ``trainer``, the fields ``but`` left out."""
     if model is None:
         raise TrainError(f"{path} says nothing of its model; it cannot be continued")
     try:
@@ -424,7 +424,7 @@ def refuse_other_model(
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Return the files of a tokenizer by the names they have in a checkpoint."""
+    """Returns the files of a tokenizer by the names they have in a checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
         return {

@@ -22,7 +22,7 @@ _ENDS = 1 << 20
 
 
 def corpora_identity(data: DataConfig) -> dict[str, Any]:
-    """Return what is recorded of the training corpora, their shares and the length of a sample.
+    """Returns what is recorded of the training corpora, their shares and the length of a sample.
 
     Raises:
         OSError: a corpus on the disk cannot be read.
@@ -40,7 +40,7 @@ def corpora_identity(data: DataConfig) -> dict[str, Any]:
 
 
 def changes_identity(changes: Sequence[Change]) -> list[Any]:
-    """Return what is recorded of changes of the data from a sample on."""
+    """Returns what is recorded of changes of the data from a sample on."""
     blends = [(first, parse_data_path(words)) for first, words in changes]
     return [
         [first, list(blend), [_fingerprint(prefix) for prefix in blend.prefixes]]
@@ -69,7 +69,7 @@ def _fingerprint(prefix: str) -> str | None:
 def leave_out_what_may_differ(
     before: dict[str, Any], now: dict[str, Any], path: Path, consumed_samples: int
 ) -> None:
-    """Drop the paths of equal corpora, and the changes of data that lie ahead.
+    """Drops the paths of equal corpora, and the changes of data that lie ahead.
 
     Args:
         before: the data's part of the record in a checkpoint; changed in place.
@@ -97,7 +97,7 @@ def leave_out_what_may_differ(
 
 
 def _sources(data: Mapping[str, Any]) -> list[Any] | None:
-    """Return what each corpus of a blend is known by: its content, or its path without one."""
+    """Returns what each corpus of a blend is known by: its content, or its path without one."""
     paths, content = data.get("data"), data.get("content")
     if not (isinstance(paths, list) and isinstance(content, list) and len(paths) == len(content)):
         return None
@@ -105,7 +105,7 @@ def _sources(data: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _changes_before(consumed_samples: int, changes: Any, path: Path) -> list[Any]:
-    """Return the changes of data that are not ahead; those of older records have no content.
+    """Returns the changes of data that are not ahead; those of older records have no content.
 
     Raises:
         TrainError: the record is damaged.
@@ -125,7 +125,7 @@ def _changes_before(consumed_samples: int, changes: Any, path: Path) -> list[Any
 
 
 def _same_change(before: Sequence[Any], now: Sequence[Any]) -> bool:
-    """Whether two changes of data mean the same, wherever their corpora lie."""
+    """Returns whether two changes of data mean the same, wherever their corpora lie."""
     (first, (paths, weights), *content), (then, (others, theirs), *their_content) = before, now
     if first != then or _listed(weights) != _listed(theirs):
         return False

@@ -16,7 +16,7 @@ def description(
     facts: dict[str, str],
     dtype: torch.dtype,
 ) -> Iterator[str]:
-    """Yield lines on environment, configuration and model size."""
+    """Yields lines on environment, configuration and model size."""
     yield "environment: " + ", ".join(f"{name} {value}" for name, value in facts.items())
     if values is not None:
         yield "configuration (what is not listed is the default):"
@@ -39,7 +39,7 @@ def description(
 
 
 def _micro_batches(config: RunConfig) -> str:
-    """Return what a step is computed in, on each rank."""
+    """Returns what a step is computed in, on each rank."""
     layout, training = config.layout, config.training
     if layout.hybrid_cp:
         room = training.max_seqlen_per_dp_cp_rank
@@ -56,7 +56,7 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 def layout_in_words(config: RunConfig) -> str:
-    """Return how many ranks a run has, and what each axis cuts where there are several."""
+    """Returns how many ranks a run has, and what each axis cuts where there are several."""
     layout = config.layout
     if layout.world_size == 1:
         return "1 rank"

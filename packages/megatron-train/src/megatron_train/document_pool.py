@@ -66,7 +66,7 @@ class DocumentPool:
         self._tell = tell
 
     def rows(self, read: Read, numbers: Sequence[int]) -> list[MicroBatch]:
-        """Return this rank's micro-batches of the global batch of these samples.
+        """Returns this rank's micro-batches of the global batch of these samples.
 
         Every rank gets equally many, of other lengths; some may hold nothing but padding.
 
@@ -124,7 +124,7 @@ class DocumentPool:
         ]
 
     def _filled(self, parts: Sequence[dict[str, Tensor]], row: PoolRow | None) -> dict[str, Tensor]:
-        """The documents of a row one after the other, and padding to its length."""
+        """Returns the documents of a row one after the other, and padding to its length."""
         length = self._multiple if row is None else row.length
         for number, part in enumerate(parts):
             part["document_ids"] = torch.full_like(part["document_ids"], number)
@@ -150,7 +150,7 @@ class _Samples:
         return self._found[index]
 
     def part(self, index: int, start: int, stop: int) -> dict[str, Tensor]:
-        """A document's tokens, and where they came from."""
+        """Returns a document's tokens, and where they came from."""
         sample = self[index]
         part = {name: sample[name][:, start:stop] for name in (*_BY_TOKEN, "document_ids")}
         part["sample_places"] = torch.arange(start, stop)[None]
@@ -159,7 +159,7 @@ class _Samples:
 
 
 def _runs(sample: Fields) -> Tensor:
-    """Where each document of a sample begins and ends, `[n, 2]`; padding is none."""
+    """Returns where each document of a sample begins and ends, `[n, 2]`; padding is none."""
     ids = sample["document_ids"][0]
     changes = (ids[1:] != ids[:-1]).nonzero()[:, 0] + 1
     starts = torch.cat([changes.new_zeros(1), changes])

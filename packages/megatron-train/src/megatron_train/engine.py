@@ -123,7 +123,7 @@ class StepEngine:
     def prepared(
         self, batches: Sequence[MicroBatch], iteration: int | None
     ) -> Sequence[MicroBatch]:
-        """Return micro-batches with what the task computes for them (`PreparingTask`).
+        """Returns micro-batches with what the task computes for them (`PreparingTask`).
 
         Args:
             batches: this rank's, as they were read.
@@ -144,7 +144,7 @@ class StepEngine:
         return self._count(counts, "dp", "token counts")
 
     def true_tokens(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Return what each sum of `evaluate` is to be divided by."""
+        """Returns what each sum of `evaluate` is to be divided by."""
         if self.mesh.layout.hybrid_cp:  # rows, of which each of their ranks has an equal share
             counts = dict.fromkeys(self._counted, 0.0)
             for batch in batches:
@@ -156,7 +156,7 @@ class StepEngine:
         return self._count(self.task.denominators(batches), "dp", "token counts")
 
     def extent(self, batches: Sequence[MicroBatch]) -> Extent:
-        """Return how large the global batch is that these are this rank's micro-batches of."""
+        """Returns how large the global batch is that these are this rank's micro-batches of."""
         samples = sum(batch.samples for batch in batches)
         tokens = sum(batch.tokens for batch in batches)
         flops = self.task.flops(batches)
@@ -170,7 +170,7 @@ class StepEngine:
     def run(
         self, batches: Sequence[MicroBatch], denominators: Mapping[str, float], iteration: int
     ) -> dict[str, Float64[Tensor, ""]]:
-        """Add the gradients of all micro-batches and sum them over all ranks.
+        """Adds the gradients of all micro-batches and sum them over all ranks.
 
         Args:
             batches: this rank's micro-batches.
@@ -195,13 +195,13 @@ class StepEngine:
         return sums
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> dict[str, Float64[Tensor, ""]]:
-        """Return each loss summed over the true tokens of all ranks; makes no gradients."""
+        """Returns each loss summed over the true tokens of all ranks; makes no gradients."""
         self._iteration = self._inner = None
         sums = self._pipeline.evaluate([self._own(batch) for batch in batches])
         return self._summed(sums, self._data, "loss sums")
 
     def _fuse(self, data_parallel: DataParallelConfig, compiled: bool) -> Fusion:
-        """Let products add up the gradients of their weights, where nothing stands against it."""
+        """Lets products add up the gradients of their weights, where nothing stands against it."""
         if not data_parallel.gradient_accumulation_fusion:
             return Fusion(off="--no-gradient-accumulation-fusion")
         if data_parallel.use_torch_fsdp2:
@@ -247,7 +247,7 @@ class StepEngine:
         return dataclasses.replace(self._own(batch), divisors=divisors)
 
     def _own(self, batch: MicroBatch) -> MicroBatch:
-        """What this rank computes of a micro-batch, on its device."""
+        """Returns what this rank computes of a micro-batch, on its device."""
         device = self.mesh.device
         if device.type != "cpu":
             batch = batch.to(device)
@@ -269,13 +269,13 @@ class StepEngine:
         return "dp_cp" if self._cuts else "dp"
 
     def _count(self, values: Mapping[str, float], axis: str, purpose: str) -> dict[str, float]:
-        """Sum numbers over the ranks of an axis; the host waits for them."""
+        """Sums numbers over the ranks of an axis; the host waits for them."""
         return {name: float(total) for name, total in self._summed(values, axis, purpose).items()}
 
     def _summed(
         self, values: Mapping[str, float | Tensor], axis: str, purpose: str
     ) -> dict[str, Float64[Tensor, ""]]:
-        """Sum numbers over the ranks of an axis, in float64."""
+        """Sums numbers over the ranks of an axis, in float64."""
         device = self.mesh.device
         total = torch.stack(
             [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values.values()]
@@ -285,7 +285,7 @@ class StepEngine:
 
 
 def _require_whole_compiler(mesh: Mesh, version: str) -> None:
-    """Refuse what torch before 2.13 compiles without an error to gradients of zero.
+    """Refuses what torch before 2.13 compiles without an error to gradients of zero.
 
     Of functions whose result was last changed in place, as collectives change theirs.
     """

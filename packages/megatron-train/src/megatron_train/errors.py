@@ -29,7 +29,7 @@ class SettingsError(TrainError):
 
 @contextmanager
 def collected(lines: list[str]) -> Iterator[None]:
-    """Add what a `TrainError` in the `with` block says to ``lines``, and go on."""
+    """Adds what a `TrainError` in the `with` block says to ``lines``, and go on."""
     try:
         yield
     except TrainError as error:
@@ -37,7 +37,7 @@ def collected(lines: list[str]) -> Iterator[None]:
 
 
 def refuse(lines: Sequence[str]) -> None:
-    """Raise what `collected` has found, if there is anything; equal lines count once.
+    """Raises what `collected` has found, if there is anything; equal lines count once.
 
     Raises:
         TrainError: with these lines.

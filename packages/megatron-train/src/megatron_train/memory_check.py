@@ -17,7 +17,7 @@ _GIB = 1 << 30
 
 
 def refuse_what_cannot_fit(config: RunConfig, device: torch.device) -> None:
-    """Compare what a run needs at least with all the memory there is, free or not.
+    """Compares what a run needs at least with all the memory there is, free or not.
 
     Raises:
         TrainError: it needs more; the message has both numbers and what to change.
@@ -45,7 +45,7 @@ def refuse_what_cannot_fit(config: RunConfig, device: torch.device) -> None:
 
 
 def least_memory(config: RunConfig) -> TrainingMemory:
-    """Return the bytes that a rank of the first stage needs at least.
+    """Returns the bytes that a rank of the first stage needs at least.
 
     Activations are those of one micro-batch, though a pipeline keeps several. Of compiled code, and
     of a pool of ranks that shares out documents, those of a single token are counted, as a compiler
@@ -71,7 +71,7 @@ def least_memory(config: RunConfig) -> TrainingMemory:
 
 
 def least_scores(config: RunConfig) -> int:
-    """Return the bytes of one layer's attention scores where all are needed at once, else 0.
+    """Returns the bytes of one layer's attention scores where all are needed at once, else 0.
 
     They are with --attention-dropout, which no backend applies in blocks: fp32 numbers
     ``[b, n, s, s]`` of this rank's heads; of context parallel ranks, those of one of the chunks
@@ -86,7 +86,7 @@ def least_scores(config: RunConfig) -> int:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Return the bytes that one rank can have: all of a GPU, or its share of this host with swap.
+    """Returns the bytes that one rank can have: all of a GPU, or its share of this host with swap.
 
     None where the system does not say.
     """
@@ -98,7 +98,7 @@ def device_memory(device: torch.device) -> int | None:
 
 
 def _host_memory() -> int | None:
-    """Return memory and swap of the host in bytes, or the limit of this control group."""
+    """Returns memory and swap of the host in bytes, or the limit of this control group."""
     try:
         lines = (line.split() for line in _MEMINFO.read_text().splitlines())
         sizes = {words[0]: int(words[1]) << 10 for words in lines if len(words) > 1}

@@ -13,7 +13,7 @@ from megatron_train.product_record import products_in
 
 
 def merge_checkpoint(load: str | Path, save: str | Path) -> Path:
-    """Write the model of a checkpoint with what its products add folded into the weights.
+    """Writes the model of a checkpoint with what its products add folded into the weights.
 
     The model of the new checkpoint has plain linear layers and computes the same. It is merged in
     float64 and kept in the dtype that it had. Optimizer state is left out.

@@ -32,7 +32,7 @@ class MockDataset:
         return self.samples
 
     def __getitem__(self, sample: int, /) -> dict[str, NDArray[Any]]:
-        """Return tokens, labels, loss mask, positions and document numbers, all `[s]`."""
+        """Returns tokens, labels, loss mask, positions and document numbers, all `[s]`."""
         drawn = np.random.default_rng((self.seed, self.split, sample))
         count = np.arange(self.sequence_length + 1, dtype=np.int64)
         text = (drawn.integers(self.vocab_size) + count) % self.vocab_size

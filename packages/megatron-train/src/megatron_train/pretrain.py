@@ -60,7 +60,7 @@ def train(
     command: str | None = None,
     tokenizers: Tokenizers | None = None,
 ) -> int:
-    """Train a model as ``config`` says, and print as it goes.
+    """Trains a model as ``config`` says, and prints as it goes.
 
     While it runs, no other run can save into the folder of --save.
 
@@ -132,7 +132,7 @@ def train(
 
 
 def _train(trainer: Trainer, console: Console, kept: Callable[[], str]) -> Stop | None:
-    """Train, and say what is ``kept`` where that ends early; return why it did."""
+    """Trains, and says what is ``kept`` where that ends early; return why it did."""
     try:
         with StopOnSignal(trainer):
             stop = trainer.run()
@@ -152,7 +152,7 @@ def _train(trainer: Trainer, console: Console, kept: Callable[[], str]) -> Stop 
 
 
 def join(config: RunConfig, device: torch.device) -> Mesh:
-    """Take this rank's place in the layout of the run, or be its only rank.
+    """Takes this rank's place in the layout of the run, or be its only rank.
 
     Raises:
         LayoutError: ranks that do not arrive, or were started with another configuration.
@@ -184,7 +184,7 @@ class _Run:
     record: RunRecord
 
     def callbacks(self) -> list[Callback]:
-        """Return the callbacks of this rank; those that save come last.
+        """Returns the callbacks of this rank; those that save come last.
 
         Only rank 0 tells and records; what all ranks do together is on all of them.
         """
@@ -214,7 +214,7 @@ class _Run:
         return callbacks
 
     def _telling(self) -> tuple[list[Callback], list[Listener], list[Listener]]:
-        """Return what shows and records, and who is told of evaluations and of the test."""
+        """Returns what shows and records, and who is told of evaluations and of the test."""
         config, logging = self.config, self.config.logging
         callbacks: list[Callback] = []
         listeners: list[Listener] = []
@@ -248,7 +248,7 @@ class _Run:
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """Allow deterministic algorithms only, where wanted, and put the settings back afterwards."""
+    """Allows deterministic algorithms only, where wanted, and puts the settings back afterwards."""
     if not wanted:
         yield
         return

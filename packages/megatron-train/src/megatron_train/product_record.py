@@ -18,7 +18,7 @@ PRODUCT: Final = "linear_product"
 
 
 def recorded(config: RunConfig) -> dict[str, Any]:
-    """Return what the objective of a run's record has of its product."""
+    """Returns what the objective of a run's record has of its product."""
     found: dict[str, Any] = {PRODUCT: config.product}
     section = None if config.product == PLAIN else find_product(config.product).section
     if section is not None:
@@ -28,13 +28,13 @@ def recorded(config: RunConfig) -> dict[str, Any]:
 
 
 def product_of(run: Any) -> str:
-    """Return the name of the product of a record's run."""
+    """Returns the name of the product of a record's run."""
     objective = run.get("objective") if isinstance(run, Mapping) else None
     return str(objective.get(PRODUCT, PLAIN)) if isinstance(objective, Mapping) else PLAIN
 
 
 def refuse_other_product(there: str, run: Any, path: Path) -> None:
-    """Refuse a checkpoint whose layers have parameters of another product.
+    """Refuses a checkpoint whose layers have parameters of another product.
 
     Args:
         there: the product of the checkpoint.
@@ -58,7 +58,7 @@ def refuse_other_product(there: str, run: Any, path: Path) -> None:
 def refuse_other_tensors(
     checkpoint: Checkpoint, further: Mapping[str, Sequence[int]], run: Any
 ) -> None:
-    """Refuse a checkpoint of the same product whose settings gave it other tensors.
+    """Refuses a checkpoint of the same product whose settings gave it other tensors.
 
     Args:
         checkpoint: of the run that continues.
@@ -85,7 +85,7 @@ def refuse_other_tensors(
 
 
 def _settings(run: Any) -> dict[str, Any]:
-    """What the record of a run has of its product's settings, by flag."""
+    """Returns what the record of a run has of its product's settings, by flag."""
     section = find_product(product_of(run)).section if product_of(run) != PLAIN else None
     if section is None:
         return {}
@@ -99,7 +99,7 @@ def _settings(run: Any) -> dict[str, Any]:
 
 
 def products_in(run: Any, path: Path) -> Mapping[str, Product]:
-    """Return the products of a record's run, by role of the layers.
+    """Returns the products of a record's run, by role of the layers.
 
     Raises:
         TrainError: they are plain, or the record is damaged.

@@ -16,7 +16,7 @@ from megatron_train.errors import TrainError
 
 
 def products_of(config: RunConfig) -> Mapping[str, Product]:
-    """Return the product of each role of layers; layers of other roles are plain.
+    """Returns the product of each role of layers; layers of other roles are plain.
 
     Raises:
         TrainError: no layer of the model has the role, or the run cannot train with the product.
@@ -41,10 +41,10 @@ def products_of(config: RunConfig) -> Mapping[str, Product]:
 
 
 def adapts(config: RunConfig) -> bool:
-    """Return whether only parameters of products are trained."""
+    """Returns whether only parameters of products are trained."""
     return any(product.adapts for product in products_of(config).values())
 
 
 def vocabulary_loss_of(config: RunConfig) -> VocabularyLoss:
-    """Return how output layer and loss are computed."""
+    """Returns how output layer and loss are computed."""
     return ChunkedLoss() if config.placement.cross_entropy_fusion_impl == "linear" else PLAIN_LOSS

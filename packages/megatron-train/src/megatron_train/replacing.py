@@ -10,7 +10,7 @@ from megatron_data import named_errors
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the name of a file beside ``path`` that takes its place when the block ends.
+    """Yields the name of a file beside ``path`` that takes its place when the block ends.
 
     After an error it is removed, and what was at ``path`` stays.
 

@@ -29,7 +29,7 @@ RunRecord = Mapping[str, Any]
 def run_record(
     config: RunConfig, tokenizer: Tokenizer | None, samples: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the record of a run; reads the beginnings and ends of its corpora.
+    """Returns the record of a run; reads the beginnings and ends of its corpora.
 
     Args:
         config: the run.
@@ -71,7 +71,7 @@ def _objective_fields(section: Any) -> dict[str, Any]:
 
 
 def _objective(config: RunConfig) -> dict[str, Any]:
-    """What the losses are sums of."""
+    """Returns what the losses are sums of."""
     training = config.training
     found: dict[str, Any] = {
         "task": config.task,
@@ -89,7 +89,7 @@ def _objective(config: RunConfig) -> dict[str, Any]:
 
 
 def upgraded(record: RunRecord) -> RunRecord:
-    """Return a record in its present form.
+    """Returns a record in its present form.
 
     Records once were flat (`{"data": ["corpus"], "seed": 1, "seq_length": 8, …}`). Of such a one
     only the seed is kept: its other parts count as not recorded.
@@ -107,7 +107,7 @@ def changes_since(
     consumed_samples: int,
     allowed: Collection[str],
 ) -> dict[str, str]:
-    """Return in what a run differs from the record in a checkpoint, by kind, with both values.
+    """Returns in what a run differs from the record in a checkpoint, by kind, with both values.
 
     Keys that only one of the records has are not compared: versions differ in what they record.
 

@@ -45,13 +45,13 @@ class Batches(Protocol):
         """Why the share of --split to test on gives nothing, if it does not."""
 
     def training(self, consumed_samples: int) -> Iterator[Sequence[MicroBatch]]:
-        """Yield the micro-batches of each step after ``consumed_samples`` samples."""
+        """Yields the micro-batches of each step after ``consumed_samples`` samples."""
 
     def validation(self) -> Iterator[Sequence[MicroBatch]]:
-        """Yield the micro-batches of one evaluation by global batch, the same ones every time."""
+        """Yields the micro-batches of one evaluation by global batch, the same ones every time."""
 
     def testing(self) -> Iterator[Sequence[MicroBatch]]:
-        """Yield the micro-batches of the test by global batch; none where nothing `tests`."""
+        """Yields the micro-batches of the test by global batch; none where nothing `tests`."""
 
 
 def open_batches(
@@ -60,7 +60,7 @@ def open_batches(
     mesh: Mesh,
     tell: Callable[[str], None] | None = None,
 ) -> Batches:
-    """Return what gives this rank its micro-batches: the corpus, or one rank that reads it.
+    """Returns what gives this rank its micro-batches: the corpus, or one rank that reads it.
 
     Args:
         config: the run.
@@ -111,15 +111,15 @@ class SharedBatches:
             self.tests, self.untested = words["tests"], words["untested"]
 
     def training(self, consumed_samples: int) -> Iterator[Sequence[MicroBatch]]:
-        """Yield the micro-batches of each step after ``consumed_samples`` samples."""
+        """Yields the micro-batches of each step after ``consumed_samples`` samples."""
         return self._shared(lambda source: source.training(consumed_samples))
 
     def validation(self) -> Iterator[Sequence[MicroBatch]]:
-        """Yield the micro-batches of one evaluation by global batch, the same ones every time."""
+        """Yields the micro-batches of one evaluation by global batch, the same ones every time."""
         return self._shared(lambda source: source.validation())
 
     def testing(self) -> Iterator[Sequence[MicroBatch]]:
-        """Yield the micro-batches of the test by global batch; none where nothing `tests`."""
+        """Yields the micro-batches of the test by global batch; none where nothing `tests`."""
         return self._shared(lambda source: source.testing())
 
     def _shared(
@@ -130,7 +130,7 @@ class SharedBatches:
             yield step
 
     def _next(self, steps: Iterator[Sequence[MicroBatch]] | None) -> Sequence[MicroBatch]:
-        """The micro-batches of the next step on all ranks; none after the last."""
+        """Returns the micro-batches of the next step on all ranks; none after the last."""
         flat: dict[str, Tensor] = {}
         if steps is not None:
             read = self._or_tell(lambda: next(steps, ()))
@@ -149,7 +149,7 @@ class SharedBatches:
         return found
 
     def _or_tell(self, read: Callable[[], Read]) -> Read:
-        """What is read; where that fails, the others are told before this rank raises."""
+        """Returns what is read; where that fails, the others are told before this rank raises."""
         try:
             return read()
         except Exception as error:
@@ -167,7 +167,7 @@ class SharedBatches:
         return words
 
     def _sent(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of the reading rank: over its stage, then down the pipeline."""
+        """Returns the tensors of the reading rank: over its stage, then down the pipeline."""
         send = partial(broadcast_tensors, device=self._mesh.device, purpose=PURPOSE)
         if self._mesh.axis("pp").index == 0:
             tensors = send(tensors, self._mesh.axis("tp_cp"))

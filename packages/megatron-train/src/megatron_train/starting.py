@@ -36,7 +36,7 @@ from megatron_train.trainer import Trainer
 
 
 def refuse_files_for_folders(config: RunConfig) -> None:
-    """Refuse folders to write to whose place a file has, or whose parent's.
+    """Refuses folders to write to whose place a file has, or whose parent's.
 
     Raises:
         TrainError: names the flag and the file.
@@ -60,7 +60,7 @@ def refuse_files_for_folders(config: RunConfig) -> None:
 def held_for_this_run(
     config: CheckpointConfig, coordinator: Coordinator, command: str
 ) -> Iterator[None]:
-    """Hold the folder of --save while entered, so that no other run saves into it.
+    """Holds the folder of --save while entered, so that no other run saves into it.
 
     Rank 0 takes the lock, which the kernel releases when that process ends; all ranks enter
     together.
@@ -107,7 +107,7 @@ class Start:
 
     @classmethod
     def find(cls, config: CheckpointConfig, coordinator: Coordinator) -> "Start":
-        """Decide where a run starts, on all ranks alike.
+        """Decides where a run starts, on all ranks alike.
 
         Raises:
             TrainError: --save holds another run, or there is nothing to take weights from.
@@ -118,11 +118,11 @@ class Start:
         return cls(**{**plain, "folder": folder})
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as plain values, to be sent to other ranks."""
+        """Returns it as plain values, to be sent to other ranks."""
         return {**asdict(self), "folder": None if self.folder is None else str(self.folder)}
 
     def named(self) -> "Start":
-        """Return this start with the family that its checkpoint names."""
+        """Returns this start with the family that its checkpoint names."""
         if self.folder is None:
             return self
         held = Checkpoint(self.folder) if is_checkpoint(self.folder) else _newest(self.folder)
@@ -130,7 +130,7 @@ class Start:
         return self if model is None else replace(self, family=model.family)
 
     def family_of(self, config: RunConfig) -> str | None:
-        """Return the family that the run keeps in its checkpoints: theirs, or --model-family.
+        """Returns the family that the run keeps in its checkpoints: theirs, or --model-family.
 
         Raises:
             TrainError: --model-family is another than that of the checkpoint, or cannot express the
@@ -161,7 +161,7 @@ class Start:
     def take(
         self, trainer: Trainer, config: RunConfig, record: RunRecord, console: Console
     ) -> Kept | None:
-        """Load what there is to load into ``trainer`` and say so.
+        """Loads what there is to load into ``trainer`` and says so.
 
         Returns:
             The checkpoint that the run continues from; None for a new run.
@@ -213,7 +213,7 @@ class Start:
 def what_is_kept(
     trainer: Trainer, config: CheckpointConfig, start: Start, continued: Kept | None = None
 ) -> str:
-    """Return, for a run that ends early, what of it is saved where and which flag continues it.
+    """Returns, for a run that ends early, what of it is saved where and which flag continues it.
 
     Args:
         trainer: as it stands.
@@ -268,7 +268,7 @@ def _find(config: CheckpointConfig) -> Start:
 
 
 def _origin_of(held: Checkpoint) -> str | None:
-    """Return whose weights the run of a checkpoint began with; None where it does not say.
+    """Returns whose weights the run of a checkpoint began with; None where it does not say.
 
     Raises:
         TrainError: its saved state is damaged.
@@ -285,7 +285,7 @@ def _origin_of(held: Checkpoint) -> str | None:
 
 
 def _refuse_missing(load: Path, config: CheckpointConfig) -> None:
-    """Refuse what cannot be meant by --load; a run that shall begin there is no mistake.
+    """Refuses what cannot be meant by --load; a run that shall begin there is no mistake.
 
     Raises:
         TrainError: another program's checkpoint, or none where there has to be one.
@@ -306,7 +306,7 @@ def _held(config: CheckpointConfig, held: Checkpoint, more: str) -> str:
 
 
 def _source_of_weights(config: CheckpointConfig) -> Path | None:
-    """Return the folder whose weights a new run begins with; None where none does.
+    """Returns the folder whose weights a new run begins with; None where none does.
 
     Raises:
         TrainError: what --finetune or --pretrained-checkpoint names holds no checkpoint.
@@ -329,12 +329,12 @@ def _source_of_weights(config: CheckpointConfig) -> Path | None:
 
 
 def _holds_one(folder: Path) -> bool:
-    """Whether a folder is a checkpoint, complete or not, or holds a complete one."""
+    """Returns whether a folder is a checkpoint, complete or not, or holds a complete one."""
     return is_checkpoint(folder) or _newest(folder) is not None
 
 
 def _newest(folder: Path) -> Checkpoint | None:
-    """Return the newest complete checkpoint in a folder of checkpoints, which may be missing.
+    """Returns the newest complete checkpoint in a folder of checkpoints, which may be missing.
 
     Raises:
         CheckpointError: all checkpoints in it are damaged, or another program's.

@@ -32,7 +32,7 @@ class StepWork:
 
 
 def least_work(config: RunConfig) -> StepWork:
-    """Return what each rank computes at least in the largest step of a run.
+    """Returns what each rank computes at least in the largest step of a run.
 
     Of documents that do not attend to one another (--reset-attention-mask, or a pool of ranks) no
     attention is counted, since their lengths are unknown.
@@ -46,7 +46,7 @@ def least_work(config: RunConfig) -> StepWork:
 
 
 def check_step_time(config: RunConfig, rate: Peak | None) -> str | None:
-    """Return a line on how long a step takes, or None where that is not worth one.
+    """Returns a line on how long a step takes, or None where that is not worth one.
 
     Args:
         config: the run.

@@ -13,7 +13,7 @@ LARGEST: Final = 2**63 - 1
 
 
 def stored(state: object, name: str, kind: type[Value]) -> Value:
-    """Return the value ``name`` of a saved state.
+    """Returns the value ``name`` of a saved state.
 
     Args:
         state: a mapping, if it is not damaged.
@@ -36,7 +36,7 @@ def stored(state: object, name: str, kind: type[Value]) -> Value:
 
 
 def shown(value: object) -> str:
-    """Return ``value`` as in Python, in one line and cut where it is long or deep."""
+    """Returns ``value`` as in Python, in one line and cut where it is long or deep."""
     short = reprlib.Repr()
     short.maxstring, short.maxlong, short.maxother = 80, 40, 80
     short.maxlevel = short.maxlist = short.maxdict = 3
@@ -47,6 +47,6 @@ def shown(value: object) -> str:
 
 
 def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Say in which keys two mappings differ, with both values; empty if in none."""
+    """Says in which keys two mappings differ, with both values; empty if in none."""
     keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     return ", ".join(f"{key} {there.get(key)} there, {here.get(key)} here" for key in keys)

@@ -7,7 +7,7 @@ from megatron_train.errors import TrainError
 
 
 def open_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer | None:
-    """Return the tokenizer that the section ``data`` names, None where it names none.
+    """Returns the tokenizer that the section ``data`` names, None where it names none.
 
     Args:
         data: the section.
@@ -37,7 +37,7 @@ class Tokenizers:
         self._opened: list[tuple[DataConfig, int | None, Tokenizer | None]] = []
 
     def open(self, data: DataConfig, vocab_size: int | None = None) -> Tokenizer | None:
-        """Return the tokenizer as `open_tokenizer` does, the same for equal settings.
+        """Returns the tokenizer as `open_tokenizer` does, the same for equal settings.
 
         Without ``vocab_size`` it is also that of a model with as many tokens as it has.
         """

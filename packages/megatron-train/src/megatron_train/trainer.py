@@ -82,11 +82,11 @@ class Callback:
         """After the last step of this process."""
 
     def state(self) -> dict[str, Any]:
-        """Return the state to keep in a checkpoint."""
+        """Returns the state to keep in a checkpoint."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` returned."""
+        """Takes back what `state` returned."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Trainer:
     # -- the loop ------------------------------------------------------------------------------
 
     def run(self) -> Stop | None:
-        """Train until the last step, or until `stop` was called; returns why it stopped early.
+        """Trains until the last step, or until `stop` was called; returns why it stopped early.
 
         Raises:
             TrainError: no step out of ten in a row had a finite loss and gradient; or one had
@@ -171,11 +171,11 @@ class Trainer:
         return self.stopped if self.iteration < self.train_iters else None
 
     def stop(self, stop: Stop) -> None:
-        """End the run after the current step, on all ranks; the first reason given counts."""
+        """Ends the run after the current step, on all ranks; the first reason given counts."""
         self.stopped = self.stopped or stop
 
     def step(self, steps: Iterator[Sequence[MicroBatch]]) -> StepReport:
-        """Take the next global batch from ``steps`` and make one step with it."""
+        """Takes the next global batch from ``steps`` and makes one step with it."""
         start = time.perf_counter()
         batches = self.engine.prepared(next(steps), self.iteration + 1)
         # 1 where no token counts, so that the loss is 0.
@@ -213,7 +213,7 @@ class Trainer:
         )
 
     def evaluate(self, steps: Iterable[Sequence[MicroBatch]]) -> dict[str, float]:
-        """Return each loss and each reported mean over all micro-batches; changes nothing."""
+        """Returns each loss and each reported mean over all micro-batches; changes nothing."""
         totals: dict[str, float] = {}
         counts: dict[str, float] = {}
         for stage in self.task.stages:
@@ -231,7 +231,7 @@ class Trainer:
     # -- where the run stands ------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the run's position and the state of its callbacks as plain values."""
+        """Returns the run's position and the state of its callbacks as plain values."""
         return {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
@@ -240,7 +240,7 @@ class Trainer:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned.
+        """Continues from what `state` returned.
 
         Raises:
             TrainError: a value is missing or of another type.
@@ -256,7 +256,7 @@ class Trainer:
     # -- parts of a step -----------------------------------------------------------------------
 
     def _all_stop(self) -> bool:
-        """Whether any rank wants to stop: a signal may have reached one of them only.
+        """Returns whether any rank wants to stop: a signal may have reached one of them only.
 
         What comes while the ranks ask each other counts after the next step, on this rank too, for
         the others go on.
@@ -273,7 +273,7 @@ class Trainer:
         return True
 
     def _not_finite(self, sums: Mapping[str, Tensor], grad_norm: float) -> str:
-        """Say what of the step about to end is not finite, the same on all ranks."""
+        """Says what of the step about to end is not finite, the same on all ranks."""
         losses = {name: float(sums[name]) for name in sums if name not in self.task.reported}
         wrong = [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
         if gradient := self.engine.stages.not_finite():

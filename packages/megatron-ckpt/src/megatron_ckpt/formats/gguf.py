@@ -28,13 +28,13 @@ _MAGIC = b"GGUF"
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF files do."""
+    """Returns whether a file begins as GGUF files do."""
     with path.open("rb") as file:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
 def open_gguf(path: Path) -> ModelSource:
-    """Return the model in a GGUF file.
+    """Returns the model in a GGUF file.
 
     Raises:
         CheckpointError: a damaged file, an architecture or setting without a counterpart, or the
@@ -88,12 +88,12 @@ class GGUFTensors:
         return made[row.ours.index(name)]
 
     def box(self, name: str, box: Box) -> "Tensor":
-        """Return a box of a tensor, which is dequantised as a whole."""
+        """Returns a box of a tensor, which is dequantised as a whole."""
         whole = self[name]
         return whole[box.within(Box((0,) * whole.ndim, tuple(whole.shape)))]
 
     def meta(self) -> "dict[str, Tensor]":
-        """Return tensors of the same shapes and dtypes without content."""
+        """Returns tensors of the same shapes and dtypes without content."""
         return {
             name: row.forward([self._file.meta(theirs) for theirs in row.theirs])[
                 row.ours.index(name)

@@ -44,19 +44,19 @@ class GGUFFile:
             )
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a metadata key."""
+        """Returns the value of a metadata key."""
         if key not in self._reader.fields:
             return default
         return self._checked(self._reader.fields[key].contents)
 
     def need(self, key: str) -> Any:
-        """Return the value of a metadata key that has to be there."""
+        """Returns the value of a metadata key that has to be there."""
         if key not in self._reader.fields:
             raise CheckpointError(f"{self.path} has no metadata {key!r}: it is no complete model")
         return self.get(key)
 
     def keys(self) -> Iterator[str]:
-        """Yield the metadata keys."""
+        """Yields the metadata keys."""
         yield from self._reader.fields
 
     @property
@@ -65,7 +65,7 @@ class GGUFFile:
         return tuple(self._tensors)
 
     def meta(self, name: str) -> "Tensor":
-        """Return a tensor of the shape and dtype that `read` gives, without content."""
+        """Returns a tensor of the shape and dtype that `read` gives, without content."""
         import torch
 
         raw = self._tensors[name]
@@ -73,7 +73,7 @@ class GGUFFile:
         return torch.empty(shape, dtype=_torch_dtype(raw), device="meta")
 
     def read(self, name: str) -> "Tensor":
-        """Read a tensor; a quantised one becomes float32."""
+        """Reads a tensor; a quantised one becomes float32."""
         import numpy as np
         import torch
         from gguf import dequantize

@@ -25,7 +25,7 @@ _LONGEST_NAME = 1 << 16
 
 
 def check_header(path: Path) -> None:
-    """Refuse a GGUF file whose counts, lengths or shapes cannot be true of its size.
+    """Refuses a GGUF file whose counts, lengths or shapes cannot be true of its size.
 
     Byte order and version are left to the reader, which says what is wrong with them.
 
@@ -45,7 +45,7 @@ class _Walk:
         self._elements = 0
 
     def run(self) -> None:
-        """Walk the metadata and the descriptions of the tensors."""
+        """Walks the metadata and the descriptions of the tensors."""
         self._skip(4, "the magic number")
         if self._number("<I", "version") & 0xFFFF == 0:
             return  # the other byte order, which is refused as such
@@ -111,7 +111,7 @@ class _Walk:
         self._stream.seek(count, os.SEEK_CUR)
 
     def _bound(self, count: int, least: int, what: str) -> None:
-        """Refuse more things than the rest of the file has room for at ``least`` bytes each."""
+        """Refuses more things than the rest of the file has room for at ``least`` bytes each."""
         rest = self._size - self._stream.tell()
         if count * least > rest:
             raise self._refuse(f"it declares {count} {what}, {rest} bytes are left for them")

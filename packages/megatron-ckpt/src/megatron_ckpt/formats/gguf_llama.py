@@ -56,7 +56,7 @@ _LLAMA3 = {
 
 
 def _rows(config: Mapping[str, Any]) -> "list[RowData]":
-    """Return the rows from GGUF's names to Hugging Face's."""
+    """Returns the rows from GGUF's names to Hugging Face's."""
     attention, mlp = f"{_BLOCK}.self_attn", f"{_BLOCK}.mlp"
     rows: list[RowData] = [
         ("model.embed_tokens.weight", ["token_embd.weight"], []),
@@ -80,7 +80,7 @@ def _rows(config: Mapping[str, Any]) -> "list[RowData]":
 
 
 def _config(file: GGUFFile) -> dict[str, Any]:
-    """Make the content of ``config.json``; refuses settings that would change the model."""
+    """Makes the content of ``config.json``; refuses settings that would change the model."""
     _refuse_unknown(file)
     config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     for ours, theirs in _NUMBERS.items():
@@ -139,7 +139,7 @@ def _number(file: GGUFFile, key: str, default: Any = None) -> Any:
 
 
 def _scaling(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return ``rope_scaling``, from the metadata or from the tensor of factors."""
+    """Returns ``rope_scaling``, from the metadata or from the tensor of factors."""
     kind = file.get(f"{_PREFIX}rope.scaling.type", "none")
     if _FACTORS in file.tensor_names:
         return _llama3_scaling(file, config)

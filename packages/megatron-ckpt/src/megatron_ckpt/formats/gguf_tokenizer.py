@@ -44,7 +44,7 @@ _SPLITS = {
 
 
 def tokenizer_files(file: GGUFFile) -> dict[str, bytes]:
-    """Return ``tokenizer.json`` and ``tokenizer_config.json`` by name.
+    """Returns ``tokenizer.json`` and ``tokenizer_config.json`` by name.
 
     Raises:
         CheckpointError: a kind of tokenizer that is not read.
@@ -122,7 +122,7 @@ def _added_token(number: int, token: str, kind: int) -> dict[str, Any]:
 
 
 def _settings(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
-    """Return the content of ``tokenizer_config.json``."""
+    """Returns the content of ``tokenizer_config.json``."""
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for role, theirs in _ROLES.items():
         number = file.get(f"{_KEY}{theirs}_token_id")
@@ -143,7 +143,7 @@ def _settings(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
 
 
 def _post_processor(settings: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
-    """Return what puts the begin and end tokens around a text, if the file says so."""
+    """Returns what puts the begin and ends tokens around a text, if the file says so."""
     wanted = [role for role in ("bos", "eos") if settings.get(f"add_{role}_token")]
     around = {role: settings[f"{role}_token"] for role in wanted if f"{role}_token" in settings}
     if not around:

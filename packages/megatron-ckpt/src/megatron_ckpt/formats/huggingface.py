@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
 
 
 def open_folder(folder: Path) -> ModelSource:
-    """Return the model in a folder with ``config.json`` and safetensors."""
+    """Returns the model in a folder with ``config.json`` and safetensors."""
     kept = {f"{TOKENIZER}/{name}": name for name in TOKENIZER_FILES}
     kept |= {f"{HUGGINGFACE}/{name}": name for name in (CONFIG, GENERATION)}
     return ModelSource(
@@ -49,7 +49,7 @@ def open_folder(folder: Path) -> ModelSource:
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Return the JSON object in a file of a folder."""
+    """Returns the JSON object in a file of a folder."""
     try:
         return parse_object(read_whole(folder, name, _LARGEST_JSON), folder / name)
     except (FileNotFoundError, NotADirectoryError):
@@ -59,7 +59,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _files_of_index(folder: Path) -> set[str]:
-    """Return the names of the weight files that an index lists."""
+    """Returns the names of the weight files that an index lists."""
     weight_map = Fields(_read_json(folder, INDEX), str(folder / INDEX)).inner("weight_map")
     return {check_name(name, weight_map.where) for name in weight_map.content.values()}
 
@@ -100,7 +100,7 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
         return tensor
 
     def box(self, name: str, box: Box) -> "Tensor":
-        """Read a box of a tensor from its file."""
+        """Reads a box of a tensor from its file."""
         handle, stored = self._handles[name]
         if not box.offsets:
             return self[name]
@@ -115,7 +115,7 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
         return len(self._handles)
 
     def meta(self) -> dict[str, "Tensor"]:
-        """Return tensors of the same shapes and dtypes without content."""
+        """Returns tensors of the same shapes and dtypes without content."""
         import torch
 
         slices = {name: h.get_slice(stored) for name, (h, stored) in self._handles.items()}

@@ -7,7 +7,7 @@ from megatron_ckpt.formats.source import ModelSource
 
 
 def open_source(path: str | Path) -> ModelSource:
-    """Open a folder as Hugging Face's libraries write it, or a GGUF file.
+    """Opens a folder as Hugging Face's libraries write it, or a GGUF file.
 
     Raises:
         CheckpointError: neither, or one whose configuration cannot be read.

@@ -18,16 +18,16 @@ class TensorSource(Protocol):
     """Tensors by their Hugging Face names, each read when asked for."""
 
     def __getitem__(self, name: str) -> "Tensor":
-        """Read a tensor."""
+        """Reads a tensor."""
 
     def box(self, name: str, box: Box) -> "Tensor":
-        """Read a box of a tensor."""
+        """Reads a box of a tensor."""
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names."""
+        """Yields the names."""
 
     def meta(self) -> "dict[str, Tensor]":
-        """Return tensors of the same names, shapes and dtypes without content."""
+        """Returns tensors of the same names, shapes and dtypes without content."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ TOKENIZER_FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 def special_token_ids(files: Mapping[str, bytes]) -> dict[str, int | None]:
-    """Return `bos_token_id`, `eos_token_id` and `pad_token_id`; None where there is no such token.
+    """Returns `bos_token_id`, `eos_token_id` and `pad_token_id`; None where there is no such token.
 
     Without them `transformers` takes numbers of its own, which are other tokens here. A tokenizer
     that only says what ends a document (`eod_token`) ends a text with it, too.
@@ -40,6 +40,6 @@ def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _content(token: Any) -> str | None:
-    """Return the text of a token that may be given as a serialised AddedToken."""
+    """Returns the text of a token that may be given as a serialised AddedToken."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None

@@ -41,18 +41,18 @@ class Transpose(OneToOne):
     dims: tuple[int, ...] = (1, 0)
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Permute each."""
+        """Permutes each."""
         self._check()
         return [_of_rank(tensor, len(self.dims)).permute(self.dims) for tensor in tensors]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Permute each back."""
+        """Permutes each back."""
         self._check()
         back = [self.dims.index(dim) for dim in range(len(self.dims))]
         return [_of_rank(tensor, len(self.dims)).permute(back) for tensor in tensors]
 
     def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
-        """Read the box with its dimensions in their order."""
+        """Reads the box with its dimensions in their order."""
         self._check()
         back = [self.dims.index(dim) for dim in range(len(self.dims))]
         offsets, lengths = ((tuple(each[dim] for dim in back)) for each in box)
@@ -74,7 +74,7 @@ class Concat(ManyToOne):
     sizes: tuple[int, ...] | None = None
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Concatenate."""
+        """Concatenates."""
         extents = [tensor.shape[self.dim] for tensor in tensors]
         expected = list(self.sizes or extents[:1] * len(extents))
         if extents != expected:
@@ -92,7 +92,7 @@ class Concat(ManyToOne):
         return list(torch.split(tensors[0], sizes, self.dim))
 
     def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
-        """Read what of the box lies in each tensor."""
+        """Reads what of the box lies in each tensor."""
         start, stop = span_of(box, self.dim)
         parts, begin = [], 0
         for i, shape in enumerate(shapes):
@@ -111,15 +111,15 @@ class Reshape(OneToOne):
     source: tuple[int, ...]
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Reshape each to ``shape``."""
+        """Reshapes each to ``shape``."""
         return [_reshape(tensor, self.source, self.shape) for tensor in tensors]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Reshape each to ``source``."""
+        """Reshapes each to ``source``."""
         return [_reshape(tensor, self.shape, self.source) for tensor in tensors]
 
     def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
-        """Read the rows that hold the box."""
+        """Reads the rows that hold the box."""
         count = math.prod(shapes[at])
         known = math.prod(extent for extent in self.shape if extent != -1)
         new = tuple(count // known if extent == -1 else extent for extent in self.shape)
@@ -137,13 +137,13 @@ class Stack(ManyToOne):
         return [torch.stack(list(tensors), self.dim)]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Unstack."""
+        """Unstacks."""
         if tensors[0].shape[self.dim] != count:
             raise ValueError(f"extent along dim {self.dim} is not {count}")
         return list(tensors[0].unbind(self.dim))
 
     def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
-        """Read the box of each tensor that is in it."""
+        """Reads the box of each tensor that is in it."""
         inner = Box(*(tuple(each[: self.dim]) + tuple(each[self.dim + 1 :]) for each in box))
         return torch.stack([get(i, inner) for i in range(*span_of(box, self.dim))], self.dim)
 
@@ -166,7 +166,7 @@ class InterleaveQKV(ManyToOne):
         return [self.heads * self.head_dim, *[self.groups * self.head_dim] * 2]
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Interleave."""
+        """Interleaves."""
         parts = list(tensors)
         if len(parts) == 1 and len(parts[0]) == sum(self._rows):
             parts = list(torch.split(parts[0], self._rows))
@@ -175,7 +175,7 @@ class InterleaveQKV(ManyToOne):
         return [torch.cat([p.reshape(self.groups, -1, *p.shape[1:]) for p in parts], 1)]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Take apart; ``count`` 1 gives ``[q; k; v]``, 3 gives the three."""
+        """Takes apart; ``count`` 1 gives ``[q; k; v]``, 3 gives the three."""
         each = [self.heads // self.groups * self.head_dim, self.head_dim, self.head_dim]
         (tensor,) = tensors
         if tuple(tensor.shape[:2]) != (self.groups, sum(each)):
@@ -222,7 +222,7 @@ class RopePermute(OneToOne):
         return self._permute(tensors, (self.heads, 2, self.head_dim // 2))
 
     def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
-        """Read the whole heads that the box touches."""
+        """Reads the whole heads that the box touches."""
         if self.only not in (None, at):
             return get(at, box)
         start, stop = span_of(box, 0)
@@ -256,18 +256,18 @@ class SliceRows(OneToOne):
     rows: int
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Slice each."""
+        """Slices each."""
         for tensor in tensors:
             if tensor.ndim < 1 or len(tensor) < self.rows:
                 raise ValueError(f"shape is {tuple(tensor.shape)}, expected {self.rows} rows")
         return [tensor[: self.rows] for tensor in tensors]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Give back as they are."""
+        """Gives back as they are."""
         return self.forward(tensors)
 
     def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
-        """Read the same box."""
+        """Reads the same box."""
         return get(at, box)
 
 

@@ -32,7 +32,7 @@ _ROWS = 4096  # of two matrices compared at once
 def check_ignored(
     rows: Iterable[Row], config: object, source: _Tensors, ignored: Sequence[Ignored]
 ) -> None:
-    """Check every tensor of ``source`` that no row uses and a pattern of ``ignored`` names.
+    """Checks every tensor of ``source`` that no row uses and a pattern of ``ignored`` names.
 
     One tensor is read at a time, and for `same_as` the one it is compared with.
 
@@ -56,7 +56,7 @@ def check_ignored(
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a name fits a pattern, in which ``{i}`` stands for the number of a layer."""
+    """Returns whether a name fits a pattern, in which ``{i}`` stands for the number of a layer."""
     return re.fullmatch(re.escape(pattern).replace(re.escape(LAYER), r"\d+"), name) is not None
 
 
@@ -65,7 +65,7 @@ def _is_field(value: object) -> bool:
 
 
 def _same_as(name: str, source: _Tensors, *, other: str, rows: int) -> None:
-    """The first ``rows`` rows of both are equal: the copy of a tied weight."""
+    """Returns the first ``rows`` rows of both are equal: the copy of a tied weight."""
     import torch
 
     ours, theirs = source[name], source[other]
@@ -81,7 +81,7 @@ def _same_as(name: str, source: _Tensors, *, other: str, rows: int) -> None:
 
 
 def _causal_mask(name: str, source: _Tensors) -> None:
-    """A buffer ``[..., s, s]`` of ones up to the diagonal and zeros behind it."""
+    """Returns a buffer ``[..., s, s]`` of ones up to the diagonal and zeros behind it."""
     import torch
 
     mask = source[name]

@@ -19,7 +19,7 @@ def apply(
     inverse: bool = False,
     ignored: Sequence[Ignored] = (),
 ) -> Iterator[tuple[str, "Tensor"]]:
-    """Yield ``(name, tensor)`` of ours made from theirs, or with ``inverse`` of theirs from ours.
+    """Yields ``(name, tensor)`` of ours made from theirs, or with ``inverse`` of theirs from ours.
 
     The source is asked for the tensors of one row at a time, so memory holds the largest row if the
     mapping reads when asked.
@@ -56,7 +56,7 @@ def check_source(
     inverse: bool = False,
     ignored: Sequence[str] = (),
 ) -> None:
-    """Refuse a source that lacks a tensor of a row or has one that no row uses."""
+    """Refuses a source that lacks a tensor of a row or has one that no row uses."""
     there = set(source)
     needed = {name: None for row in rows for name in (row.ours if inverse else row.theirs)}
     unused = [

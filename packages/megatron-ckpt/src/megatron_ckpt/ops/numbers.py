@@ -21,15 +21,15 @@ class AddConstant(OneToOne):
     value: float
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Add."""
+        """Adds."""
         return [(tensor.double() + self.value).to(tensor.dtype) for tensor in tensors]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Subtract."""
+        """Subtracts."""
         return [(tensor.double() - self.value).to(tensor.dtype) for tensor in tensors]
 
     def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
-        """Read the same box."""
+        """Reads the same box."""
         return self.forward([get(at, box)])[0]
 
 
@@ -46,16 +46,16 @@ class BlockScale(ManyToOne):
     columns: int
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Multiply."""
+        """Multiplies."""
         self._check([tuple(tensor.shape) for tensor in tensors])
         return [self._product(tensors[0], tensors[1], 0, 0)]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Refuse."""
+        """Refuses."""
         raise ValueError("block_scale cannot be undone: export in another format")
 
     def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
-        """Read the box, and the scales of the blocks that it touches."""
+        """Reads the box, and the scales of the blocks that it touches."""
         self._check(shapes)
         spans = [
             whole_blocks(offset, end, size)
@@ -94,19 +94,19 @@ class Tie:
     copies: int | None = None
 
     def outputs(self, count: int) -> int:
-        """Return the number of ours."""
+        """Returns the number of ours."""
         return self.copies or 1
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy, or take the one that all are."""
+        """Copies, or takes the one that all are."""
         return [_one(tensors)] * (self.copies or 1)
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Take the one that all are, or copy."""
+        """Takes the one that all are, or copy."""
         return [_one(tensors)] * count
 
     def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
-        """Read the box of each copy."""
+        """Reads the box of each copy."""
         return _one([get(i, box) for i in range(len(shapes))])
 
 

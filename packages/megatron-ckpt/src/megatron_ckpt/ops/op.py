@@ -19,7 +19,7 @@ class Op(Protocol):
     """An operation with its arguments, from the tensors of theirs at its place in a row to ours."""
 
     def outputs(self, count: int) -> int:
-        """Return how many tensors ``count`` become."""
+        """Returns how many tensors ``count`` become."""
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Their tensors in, ours out."""
@@ -32,7 +32,7 @@ class Op(Protocol):
         """
 
     def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
-        """Return a box of what `forward` gives, from the boxes of theirs that it needs.
+        """Returns a box of what `forward` gives, from the boxes of theirs that it needs.
 
         Args:
             at: number of the output.
@@ -46,7 +46,7 @@ class OneToOne:
     """Mixed into an operation that gives as many tensors as it takes."""
 
     def outputs(self, count: int) -> int:
-        """Return ``count``."""
+        """Returns ``count``."""
         return count
 
 
@@ -54,35 +54,35 @@ class ManyToOne:
     """Mixed into an operation that makes one tensor."""
 
     def outputs(self, count: int) -> int:
-        """Return 1."""
+        """Returns 1."""
         return 1
 
 
 def span(box: Box, dim: int, start: int, stop: int) -> Box:
-    """Return ``box`` with ``start`` to ``stop`` along ``dim``."""
+    """Returns ``box`` with ``start`` to ``stop`` along ``dim``."""
     offsets, lengths = list(box.offsets), list(box.lengths)
     offsets[dim], lengths[dim] = start, stop - start
     return Box(tuple(offsets), tuple(lengths))
 
 
 def span_of(box: Box, dim: int) -> tuple[int, int]:
-    """Return where a box begins and ends along ``dim``."""
+    """Returns where a box begins and ends along ``dim``."""
     return box.offsets[dim], box.ends[dim]
 
 
 def cut(tensor: Tensor, dim: int, blocks: int) -> Tensor:
-    """Return a tensor with ``dim`` as two: ``blocks`` and what is in each."""
+    """Returns a tensor with ``dim`` as two: ``blocks`` and what is in each."""
     shape = tuple(tensor.shape)
     return tensor.reshape(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])
 
 
 def whole_blocks(start: int, stop: int, size: int) -> tuple[int, int]:
-    """Return the first block of ``size`` that a span touches, and the first behind it."""
+    """Returns the first block of ``size`` that a span touches, and the first behind it."""
     return start // size, -(-stop // size)
 
 
 def reshaped_box(box: Box, old: Shape, new: Shape, get: Callable[[Box], Tensor]) -> Tensor:
-    """Return a box of a tensor of shape ``old`` that was given the shape ``new``.
+    """Returns a box of a tensor of shape ``old`` that was given the shape ``new``.
 
     Of dimensions that both shapes end with, only the box is read; of those before, the rows of the
     first one that hold an element of the box.

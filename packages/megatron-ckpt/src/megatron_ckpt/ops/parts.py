@@ -18,7 +18,7 @@ class Segments:
     sizes: tuple[int, ...]
 
     def outputs(self, count: int) -> int:
-        """Return the number of segments."""
+        """Returns the number of segments."""
         return len(self.sizes)
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -29,14 +29,14 @@ class Segments:
         return list(torch.split(tensor, list(self.sizes), self.dim))
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Concatenate."""
+        """Concatenates."""
         extents = tuple(tensor.shape[self.dim] for tensor in tensors)
         if extents != self.sizes:
             raise ValueError(f"extents along dim {self.dim} are {extents}, sizes say {self.sizes}")
         return [torch.cat(list(tensors), self.dim)]
 
     def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
-        """Read the box behind the segments before."""
+        """Reads the box behind the segments before."""
         start, stop = span_of(box, self.dim)
         before = sum(self.sizes[:at])
         return get(0, span(box, self.dim, before + start, before + stop))
@@ -55,13 +55,13 @@ class Interleave(ManyToOne):
     sizes: tuple[int, ...] | None = None
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Join."""
+        """Joins."""
         self._sizes([tuple(tensor.shape) for tensor in tensors])
         parts = [cut(tensor, self.dim, self.blocks) for tensor in tensors]
         return [torch.cat(parts, self.dim + 1).flatten(self.dim, self.dim + 1)]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Take apart."""
+        """Takes apart."""
         (tensor,) = tensors
         extent = tensor.shape[self.dim]
         sizes = list(self.sizes or [extent // (self.blocks * count)] * count)
@@ -73,7 +73,7 @@ class Interleave(ManyToOne):
         return [part.flatten(self.dim, self.dim + 1) for part in parts]
 
     def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
-        """Read the blocks that the box touches of each tensor."""
+        """Reads the blocks that the box touches of each tensor."""
         sizes = self._sizes(shapes)
         start, stop = span_of(box, self.dim)
         first, last = whole_blocks(start, stop, sum(sizes))
@@ -106,19 +106,19 @@ class Deinterleave:
         return Interleave(self.dim, self.blocks, self.sizes)
 
     def outputs(self, count: int) -> int:
-        """Return the number of parts."""
+        """Returns the number of parts."""
         return len(self.sizes)
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Take apart."""
+        """Takes apart."""
         return self._back.inverse(tensors, len(self.sizes))
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Join."""
+        """Joins."""
         return self._back.forward(tensors)
 
     def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
-        """Read the blocks that the box touches."""
+        """Reads the blocks that the box touches."""
         start, stop = span_of(box, self.dim)
         first, last = whole_blocks(start, stop, self.sizes[at])
         each = sum(self.sizes)

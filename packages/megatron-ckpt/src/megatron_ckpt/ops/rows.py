@@ -35,14 +35,14 @@ class Row:
     ops: tuple[Op, ...]
 
     def forward(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
-        """Make our tensors from theirs."""
+        """Makes our tensors from theirs."""
         held = list(tensors)
         for op in self.ops:
             held = self._run(op, lambda op=op, held=held: op.forward(held), held)
         return held
 
     def inverse(self, tensors: Sequence["Tensor"]) -> list["Tensor"]:
-        """Make their tensors from ours."""
+        """Makes their tensors from ours."""
         counts = [len(self.theirs)]
         for op in self.ops:
             counts.append(op.outputs(counts[-1]))
@@ -52,7 +52,7 @@ class Row:
         return held
 
     def read(self, name: str, box: Box, meta: Sequence["Tensor"], get: Get) -> "Tensor":
-        """Return a box of a tensor of ours from the boxes of theirs that it needs.
+        """Returns a box of a tensor of ours from the boxes of theirs that it needs.
 
         Args:
             name: of ours.
@@ -85,7 +85,7 @@ def _reader(op: Op, shapes: Sequence[tuple[int, ...]], get: Get) -> Get:
 
 
 def expand(rows: Sequence[RowData], config: object, most: int | None = None) -> list[Row]:
-    """Check rows and write them out for a model.
+    """Checks rows and writes them out for a model.
 
     Args:
         rows: of a family; ``{i}`` stands for each layer number below the field ``num_layers``.

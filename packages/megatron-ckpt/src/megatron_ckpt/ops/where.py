@@ -13,7 +13,7 @@ _KEYS = ("count", "from", "to", "every", "only", "if", "unless")
 def layers_of(
     ours: str, where: Mapping[str, Any], config: object, most: int | None
 ) -> Sequence[int]:
-    """Return the numbers of the layers that a row is for; one number if its names have none.
+    """Returns the numbers of the layers that a row is for; one number if its names have none.
 
     Args:
         ours: the row's first name.
@@ -80,7 +80,7 @@ def _holds(
 
 
 def number_of(value: object, config: object, ours: str, lowest: int) -> int:
-    """Return a number, or the field that ``"$field"`` names; ``ours`` is for messages."""
+    """Returns a number, or the field that ``"$field"`` names; ``ours`` is for messages."""
     number = field_of(value, config, ours) if isinstance(value, str) else value
     if (
         isinstance(number, bool)
@@ -93,7 +93,7 @@ def number_of(value: object, config: object, ours: str, lowest: int) -> int:
 
 
 def field_of(value: str, config: object, ours: str) -> Any:
-    """Return the field of a configuration that ``"$field"`` names; ``ours`` is for messages."""
+    """Returns the field of a configuration that ``"$field"`` names; ``ours`` is for messages."""
     name = value.removeprefix("$")
     known = list(config) if isinstance(config, Mapping) else dir(config)
     if name == value or name not in known:

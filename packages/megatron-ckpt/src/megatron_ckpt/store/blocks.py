@@ -42,7 +42,7 @@ class BlockWriter:
         self.size = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append ``data`` (one-dimensional, of bytes)."""
+        """Appends ``data`` (one-dimensional, of bytes)."""
         rest = memoryview(data)
         while rest:
             part = rest[: BLOCK_SIZE - self.size % BLOCK_SIZE]
@@ -55,13 +55,13 @@ class BlockWriter:
             rest = rest[len(part) :]
 
     def record(self) -> FileRecord:
-        """Return size and digests of all that was written."""
+        """Returns size and digests of all that was written."""
         last = (self._hash.hexdigest(),) if self.size % BLOCK_SIZE else ()
         return FileRecord(self.size, (*self._blocks, *last))
 
 
 def write_file(path: Path, data: bytes) -> FileRecord:
-    """Write a new file, synced, and return its record."""
+    """Writes a new file, synced, and returns its record."""
     with new_file(path) as descriptor:
         writer = BlockWriter(descriptor)
         writer.write(data)
@@ -69,7 +69,7 @@ def write_file(path: Path, data: bytes) -> FileRecord:
 
 
 def copy_file(source: Path, path: Path) -> FileRecord:
-    """Copy a file to a new one, synced, and return its record."""
+    """Copies a file to a new one, synced, and returns its record."""
     with os.fdopen(open_regular(source), "rb") as stream, new_file(path) as descriptor:
         writer = BlockWriter(descriptor)
         while part := stream.read(BLOCK_SIZE):
@@ -105,7 +105,7 @@ class BlockReader:
             )
 
     def read_into(self, buffer: bytearray | memoryview, start: int) -> None:
-        """Fill ``buffer`` with the bytes that begin at ``start``."""
+        """Fills ``buffer`` with the bytes that begin at ``start``."""
         rest = memoryview(buffer)
         if not self.verify:
             self._fill(rest, start)
@@ -117,7 +117,7 @@ class BlockReader:
             rest, start = rest[len(part) :], start + len(part)
 
     def view(self, start: int, length: int) -> memoryview:
-        """Return ``length`` bytes from ``start``, to be used before the next call.
+        """Returns ``length`` bytes from ``start``, to be used before the next call.
 
         Within a block nothing is copied; `room` tells how far that reaches.
         """
@@ -135,7 +135,7 @@ class BlockReader:
         return BLOCK_SIZE - start % BLOCK_SIZE
 
     def block(self, index: int) -> memoryview:
-        """Return one checked block, to be used before the next call.
+        """Returns one checked block, to be used before the next call.
 
         The last one read is kept, so ranges in order cost one read.
         """
@@ -155,12 +155,12 @@ class BlockReader:
         return self._kept[1]
 
     def check(self, progress: Callable[[int], object] = lambda count: None) -> None:
-        """Check every block; ``progress`` is given the bytes of each."""
+        """Checks every block; ``progress`` is given the bytes of each."""
         for index in range(len(self.record.blocks)):
             progress(len(self.block(index)))
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         os.close(self._descriptor)
 
     def _fill(self, buffer: memoryview, start: int) -> None:

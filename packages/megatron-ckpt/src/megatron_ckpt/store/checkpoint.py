@@ -68,7 +68,7 @@ class Checkpoint:
         return self.manifest.tensors
 
     def values(self) -> LoadedState:
-        """Return the plain values, without any tensor."""
+        """Returns the plain values, without any tensor."""
         try:
             content = loads(self.read_file(STATE))
         except CheckpointError as error:
@@ -78,7 +78,7 @@ class Checkpoint:
         return LoadedState({str(name): value for name, value in content.items()}, self)
 
     def read_file(self, name: str) -> bytes:
-        """Return the checked content of a file of the checkpoint."""
+        """Returns the checked content of a file of the checkpoint."""
         if name not in self.manifest.files:
             raise CheckpointError(
                 f"{self.path} has no file {name!r}{did_you_mean(name, self.manifest.files)}"
@@ -95,7 +95,7 @@ class Checkpoint:
         return bytes(content)
 
     def verified_folder(self, name: str) -> Path:
-        """Return a folder of attached files, such as ``tokenizer``, after checking every digest.
+        """Returns a folder of attached files, such as ``tokenizer``, after checking every digest.
 
         For readers that want a folder rather than the bytes that `read_file` returns.
 
@@ -122,7 +122,7 @@ class Checkpoint:
         return folder
 
     def read(self, name: str) -> "Tensor":
-        """Return a whole tensor in its stored dtype, on the CPU, checked."""
+        """Returns a whole tensor in its stored dtype, on the CPU, checked."""
         import torch
 
         from megatron_ckpt.dtypes import torch_dtype
@@ -139,7 +139,7 @@ class Checkpoint:
     def expect(
         self, shapes: Mapping[str, Sequence[int]], groups: Sequence[str] | None = None
     ) -> None:
-        """Check names and global shapes of tensors before memory is taken for them.
+        """Checks names and global shapes of tensors before memory is taken for them.
 
         Args:
             shapes: by name, of all that is to be loaded.
@@ -160,7 +160,7 @@ class Checkpoint:
         verify: bool = True,
         progress: Callable[[int], object] = lambda count: None,
     ) -> LoadedState:
-        """Fill the views in place and return the plain values; see `CheckpointStore.load`.
+        """Fills the views in place and returns the plain values; see `CheckpointStore.load`.
 
         Names are compared without the other ranks. ``elsewhere`` has global shapes by name of
         tensors that need no place here, because other ranks load them.
@@ -179,12 +179,12 @@ class Checkpoint:
         verify: bool = True,
         progress: Callable[[int], object] = lambda count: None,
     ) -> None:
-        """Fill the views in place; tensors of the checkpoint that are not named stay unread."""
+        """Fills the views in place; tensors of the checkpoint that are not named stay unread."""
         check_views(self.tensors, into, cast)
         fill_views(self.path, self.manifest, into, verify=verify, progress=progress)
 
     def verify(self, progress: Callable[[int], object] = lambda count: None) -> list[str]:
-        """Check every digest of every file; return one line for each damaged file."""
+        """Checks every digest of every file; return one line for each damaged file."""
         problems = []
         for name, record in self.manifest.files.items():
             try:
@@ -214,7 +214,7 @@ class CheckpointTensors(Mapping[str, "Tensor"]):
         return len(self._records)
 
     def meta(self) -> dict[str, "Tensor"]:
-        """Return tensors of the same shapes and dtypes without content."""
+        """Returns tensors of the same shapes and dtypes without content."""
         import torch
 
         from megatron_ckpt.dtypes import torch_dtype

@@ -45,7 +45,7 @@ def iteration_name(iteration: int) -> str:
 
 
 def beside(path: Path, kind: str) -> Path:
-    """Return a new name beside ``path`` for a directory of ``kind`` (tmp, replaced, trash)."""
+    """Returns a new name beside ``path`` for a directory of ``kind`` (tmp, replaced, trash)."""
     plain = path.name.partition(".")[0]
     return path.with_name(f"{plain}.{kind}-{uuid.uuid4().hex[:12]}")
 
@@ -63,7 +63,7 @@ def entries(directory: Path) -> list[tuple[int, str, Path]]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint and check that each file is there at its size.
+    """Reads the manifest of a checkpoint and checks that each file is there at its size.
 
     Raises:
         CorruptCheckpointError: the checkpoint is torn; says what is missing.
@@ -86,7 +86,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def inspect(iteration: int, path: Path) -> Candidate:
-    """Look whether ``path`` is a complete checkpoint of ``iteration``."""
+    """Looks whether ``path`` is a complete checkpoint of ``iteration``."""
     try:
         manifest = read_manifest(path)
     except (CheckpointError, OSError) as error:
@@ -114,7 +114,7 @@ def scan(directory: Path) -> Iterator[Candidate]:
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint: under its name it is there whole or not at all."""
+    """Removes a checkpoint: under its name it is there whole or not at all."""
     trash = path if ".trash-" in path.name else beside(path, "trash")
     if trash != path:
         rename(path, trash)
@@ -122,7 +122,7 @@ def discard(path: Path) -> None:
 
 
 def tidy(directory: Path) -> None:
-    """Clear what killed saves left. The caller holds the writer lock."""
+    """Clears what killed saves left. The caller holds the writer lock."""
     for path in directory.glob(f"{POINTER}.tmp-[0-9]*"):  # written under the lock alone
         path.unlink()
     for iteration, kind, path in entries(directory):

@@ -14,7 +14,7 @@ _ATTEMPTS = 8  # to make a folder that no other process takes for a leftover
 
 @contextmanager
 def named_errors(path: Path) -> Iterator[None]:
-    """Name ``path`` in a failed system call that names no file, as a write to a full disk."""
+    """Names ``path`` in a failed system call that names no file, as a write to a full disk."""
     try:
         yield
     except OSError as error:
@@ -25,7 +25,7 @@ def named_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """Create ``path``, which may not exist, yield its descriptor, and sync it at the end.
+    """Creates ``path``, which may not exist, yield its descriptor, and sync it at the end.
 
     Raises:
         OSError: a call failed; ``filename`` is ``path`` where the system names none, as when a
@@ -41,14 +41,14 @@ def new_file(path: Path) -> Iterator[int]:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write all of ``data``, however many calls the system takes for it."""
+    """Writes all of ``data``, however many calls the system takes for it."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Makes the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with named_errors(path):
@@ -58,13 +58,13 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Make the names in a directory and in all directories below it durable."""
+    """Makes the names in a directory and in all directories below it durable."""
     for below, _, _ in os.walk(path, topdown=False):
         sync_directory(Path(below))
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Give ``path`` new content at once: readers see all of the old or all of the new."""
+    """Gives ``path`` new content at once: readers see all of the old or all of the new."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     temporary.unlink(missing_ok=True)
     with new_file(temporary) as descriptor:
@@ -75,7 +75,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder beside ``target`` that gets its name at the end, all synced.
+    """Yields a temporary folder beside ``target`` that gets its name at the end, all synced.
 
     After an error it is removed. One that a killed process left is removed by the next call for the
     same ``target``: a folder that is still being written is held by a lock that dies with its
@@ -107,7 +107,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 
 def _make_locked(target: Path) -> tuple[Path, int | None]:
-    """Make a temporary folder; return it and a descriptor that holds its lock.
+    """Makes a temporary folder; return it and a descriptor that holds its lock.
 
     Another call may take a folder for a leftover before its lock is held; then the next is made.
     The descriptor is None on a file system without locks, where no call removes leftovers.
@@ -126,7 +126,7 @@ def _make_locked(target: Path) -> tuple[Path, int | None]:
 
 
 def _lock_folder(folder: Path) -> int | None:
-    """Return a descriptor that holds the lock of a folder, None where another process does."""
+    """Returns a descriptor that holds the lock of a folder, None where another process does."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -140,13 +140,13 @@ def _lock_folder(folder: Path) -> int | None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename within one directory and make it durable."""
+    """Renames within one directory and makes it durable."""
     source.rename(target)
     sync_directory(target.parent)
 
 
 def read_into(descriptor: int, buffer: bytearray | memoryview, start: int) -> bool:
-    """Fill ``buffer`` from byte ``start`` of a file; return False where the file is too short."""
+    """Fills ``buffer`` from byte ``start`` of a file; return False where the file is too short."""
     rest = memoryview(buffer)
     while rest:
         count = os.preadv(descriptor, [rest], start)

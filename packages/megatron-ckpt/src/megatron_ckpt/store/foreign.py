@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def foreign_checkpoint(path: str | Path) -> str | None:
-    """Say what another program's checkpoint at ``path`` is; None where it looks like none.
+    """Says what another program's checkpoint at ``path`` is; None where it looks like none.
 
     The answer goes on where a message has named ``path``: "is a Hugging Face folder; ...".
     A folder that has a complete checkpoint is not to be asked about: other files may lie beside it.

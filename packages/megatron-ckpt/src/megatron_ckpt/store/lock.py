@@ -37,7 +37,7 @@ class DirectoryInUseError(CheckpointError):
 
 @contextmanager
 def writer_lock(directory: Path, patience: float = 2.0) -> Iterator[None]:
-    """Hold the directory for a save.
+    """Holds the directory for a save.
 
     Raises:
         DirectoryInUseError: another process still holds it after ``patience`` seconds (so long that
@@ -55,7 +55,7 @@ def writer_lock(directory: Path, patience: float = 2.0) -> Iterator[None]:
 
 @contextmanager
 def run_lock(directory: str | Path, command: str = "", patience: float = 2.0) -> Iterator[None]:
-    """Hold the directory for a run that saves into it; one process of the run does so.
+    """Holds the directory for a run that saves into it; one process of the run does so.
 
     It has to be held while the run looks for the checkpoint to continue from, too. Saves and loads
     of `CheckpointStore` do not ask for it, so a program that has one run at a time needs none.
@@ -83,7 +83,7 @@ def run_lock(directory: str | Path, command: str = "", patience: float = 2.0) ->
 
 
 def is_being_written(directory: Path) -> bool:
-    """Whether some process holds the directory's writer lock now."""
+    """Returns whether some process holds the directory's writer lock now."""
     try:
         descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -98,7 +98,7 @@ def is_being_written(directory: Path) -> bool:
 def _held(
     directory: Path, name: str, refusal: str, patience: float, command: str = ""
 ) -> Iterator[None]:
-    """Hold a lock file; ``refusal`` is a format of ``directory`` and ``holder``."""
+    """Holds a lock file; ``refusal`` is a format of ``directory`` and ``holder``."""
     descriptor = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         with named_errors(directory / name):

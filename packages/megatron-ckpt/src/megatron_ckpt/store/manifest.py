@@ -89,12 +89,12 @@ class Manifest:
         return digest(self._blank())
 
     def to_bytes(self) -> bytes:
-        """Serialise, with a digest over the bytes themselves."""
+        """Serialises, with a digest over the bytes themselves."""
         data = self._blank()
         return data.replace(_NO_DIGEST.encode(), digest(data).encode(), 1)
 
     def _blank(self) -> bytes:
-        """Return the file's bytes with zeros for the digest."""
+        """Returns the file's bytes with zeros for the digest."""
         content = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -112,7 +112,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: Path) -> "Manifest":
-        """Parse and check; ``where`` names the file in errors.
+        """Parses and checks; ``where`` names the file in errors.
 
         Every name, number and list is checked against the others, so that nothing that is read
         through a manifest can lead out of the folder or past the end of a file.
@@ -213,7 +213,7 @@ def _piece(
 def _check_room(
     where: str, files: Mapping[str, FileRecord], tensors: Mapping[str, TensorRecord]
 ) -> None:
-    """Refuse pieces that share bytes: a small file could stand for tensors without end."""
+    """Refuses pieces that share bytes: a small file could stand for tensors without end."""
     used: dict[str, int] = defaultdict(int)
     for record in tensors.values():
         for piece in record.pieces:

@@ -50,7 +50,7 @@ def check_names(
     wanted: Mapping[str, Sequence[int]],
     groups: Sequence[str] | None,
 ) -> None:
-    """Refuse names and shapes that differ between a checkpoint and what is to be loaded.
+    """Refuses names and shapes that differ between a checkpoint and what is to be loaded.
 
     Args:
         stored: tensors of the checkpoint.
@@ -86,7 +86,7 @@ def _check_shape(stored: Mapping[str, Stored], name: str, shape: Sequence[int]) 
 def check_views(
     stored: Mapping[str, Stored], into: Mapping[str, Sequence[ViewLike]], cast: Cast
 ) -> None:
-    """Check boxes and dtypes of all views before the first of them is written to."""
+    """Checks boxes and dtypes of all views before the first of them is written to."""
     for name, views in into.items():
         for view in views:
             _check_shape(stored, name, view.global_shape)
@@ -108,7 +108,7 @@ def fill_views(
     verify: bool = True,
     progress: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Copy the stored elements into the tensors of the views, in place.
+    """Copies the stored elements into the tensors of the views, in place.
 
     Reads the byte ranges the views need, file by file in ascending order; with ``verify`` whole
     blocks, whose digests are checked first. After an error the tensors hold undefined values.
@@ -146,7 +146,7 @@ def _plan(name: str, record: TensorRecord, view: ViewLike) -> list[_Copy]:
 def read_region(
     reader: BlockReader, piece: Piece, dtype: str, region: Box, target: "Tensor"
 ) -> None:
-    """Copy ``region`` of a piece into ``target``, which has the region's shape."""
+    """Copies ``region`` of a piece into ``target``, which has the region's shape."""
     _read(reader, piece.start, dtype, piece.lengths, region, target)
 
 

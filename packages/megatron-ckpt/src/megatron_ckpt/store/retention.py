@@ -23,7 +23,7 @@ class Retention:
                 raise CheckpointError(f"Retention({name}={value}): give 1 or more, or None")
 
     def superfluous(self, iterations: Iterable[int]) -> list[int]:
-        """Return those of the complete ``iterations`` that the rule lets go, oldest first."""
+        """Returns those of the complete ``iterations`` that the rule lets go, oldest first."""
         if self.latest is None:
             return []
         older = sorted(set(iterations))[: -self.latest]

@@ -29,7 +29,7 @@ log = logging.getLogger("megatron_ckpt")
 
 
 def _quiet(count: int) -> None:
-    """Show no progress."""
+    """Shows no progress."""
 
 
 class CheckpointStore:
@@ -49,7 +49,7 @@ class CheckpointStore:
         self.coordinator: Coordinator = coordinator or SingleProcess()
 
     def path(self, iteration: int) -> Path:
-        """Return the directory of an iteration."""
+        """Returns the directory of an iteration."""
         return self.directory / iteration_name(iteration)
 
     def save(
@@ -63,7 +63,7 @@ class CheckpointStore:
         replace: bool = False,
         progress: Callable[[int], object] = _quiet,
     ) -> Path:
-        """Save a checkpoint; when this returns it is complete and on disk.
+        """Saves a checkpoint; when this returns it is complete and on disk.
 
         A failure on any rank, at any point, leaves every earlier checkpoint as it was.
 
@@ -108,7 +108,7 @@ class CheckpointStore:
         verify: bool = True,
         progress: Callable[[int], object] = _quiet,
     ) -> LoadedState:
-        """Fill views of any layout in place, from a checkpoint of any layout.
+        """Fills views of any layout in place, from a checkpoint of any layout.
 
         Only the byte ranges the views need are read, and with ``verify`` the blocks around them,
         whose digests are checked before anything is copied. After an error the tensors hold
@@ -154,7 +154,7 @@ class CheckpointStore:
                 damaged.append(path)
 
     def latest(self) -> int | None:
-        """Return the newest complete iteration, or None; torn ones are named in one warning.
+        """Returns the newest complete iteration, or None; torn ones are named in one warning.
 
         Raises:
             CorruptCheckpointError: all that were complete are damaged; see `newest`.
@@ -171,7 +171,7 @@ class CheckpointStore:
         return newest
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint, or None where none was ever completed.
+        """Returns the newest complete checkpoint, or None where none was ever completed.
 
         This rank looks for itself. Saves that were not completed count as none.
 
@@ -198,7 +198,7 @@ class CheckpointStore:
         return None, torn
 
     def survey(self, without: Iterable[Path] = ()) -> tuple[Candidate | None, list[Candidate]]:
-        """Return the newest complete checkpoint and what is torn before it.
+        """Returns the newest complete checkpoint and what is torn before it.
 
         This rank looks for itself. "Complete" means a valid manifest and every file at its size;
         digests are checked by reading.
@@ -267,7 +267,7 @@ def save_slabs(
     make: Callable[[], tuple[list[Slab], dict[str, str]]],
     progress: Callable[[int], object] = _quiet,
 ) -> Path:
-    """Save the slabs and values that ``make`` gives; elements are made when they are written."""
+    """Saves the slabs and values that ``make`` gives; elements are made when they are written."""
     slabs: list[Slab] = []
 
     def describe() -> dict[str, Any]:
@@ -293,7 +293,7 @@ def save_slabs(
 
 
 def find_checkpoint(path: str | Path, iteration: int | None = None) -> Checkpoint:
-    """Open a checkpoint by its own directory, or the newest (or named) one of a store's directory.
+    """Opens a checkpoint by its own directory, or the newest (or named) one of a store's directory.
 
     For readers of one process; ranks that read together use `CheckpointStore.load`.
 

@@ -51,7 +51,7 @@ def header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple
 
 
 def tensor_bytes(tensor: "Tensor") -> memoryview:
-    """Return the elements of a tensor in row-major order as bytes; copies only where it must."""
+    """Returns the elements of a tensor in row-major order as bytes; copies only where it must."""
     import torch
 
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -64,7 +64,7 @@ def write_tensor_file(
     metadata: Mapping[str, str] | None = None,
     progress: Callable[[int], object] = lambda count: None,
 ) -> tuple[FileRecord, list[int]]:
-    """Write a safetensors file, synced; one tensor is held at a time.
+    """Writes a safetensors file, synced; one tensor is held at a time.
 
     Args:
         path: of the file, which may not exist.

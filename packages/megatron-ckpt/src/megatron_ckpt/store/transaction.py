@@ -69,7 +69,7 @@ class Transaction:
         self._cleanup.close()
 
     def begin(self, contributions: Sequence[Contribution]) -> Path:
-        """Check what all ranks bring, take the lock, and return a new directory to write into."""
+        """Checks what all ranks bring, take the lock, and returns a new directory to write into."""
         self._values = check_contributions(contributions)
         self._contributions = contributions
         expand_attachments(self.files)
@@ -86,7 +86,7 @@ class Transaction:
         return self._temporary
 
     def commit(self, written: Sequence[Written]) -> None:
-        """Complete the directory and give it its name; from then on it is the checkpoint."""
+        """Completes the directory and gives it its name; from then on it is the checkpoint."""
         commit(
             self._temporary,
             self.iteration,

@@ -62,12 +62,12 @@ class Contribution:
     values: dict[str, str]
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as plain values, see `from_plain`."""
+        """Returns it as plain values, see `from_plain`."""
         return {"tensors": self.tensors, "values": self.values}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Return what `to_plain` was called on, from what came of it by JSON."""
+        """Returns what `to_plain` was called on, from what came of it by JSON."""
         tensors = {
             name: (group, dtype, shape, [(replica, Box(*box)) for replica, box in boxes])
             for name, (group, dtype, shape, boxes) in plain["tensors"].items()
@@ -83,19 +83,19 @@ class Written:
     pieces: list[tuple[str, Piece]]
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as plain values, see `from_plain`."""
+        """Returns it as plain values, see `from_plain`."""
         files = {name: (record.size, record.blocks) for name, record in self.files.items()}
         return {"files": files, "pieces": [(name, astuple(piece)) for name, piece in self.pieces]}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Return what `to_plain` was called on, from what came of it by JSON."""
+        """Returns what `to_plain` was called on, from what came of it by JSON."""
         files = {name: FileRecord(*record) for name, record in plain["files"].items()}
         return cls(files, [(name, Piece(*piece)) for name, piece in plain["pieces"]])
 
 
 def split_state(state: Mapping[str, object]) -> tuple[list[Slab], dict[str, str]]:
-    """Split a state into the slabs of its views and its plain values as JSON text.
+    """Splits a state into the slabs of its views and its plain values as JSON text.
 
     Tensors go to the group ``model``, those whose name is another tensor's name and a suffix
     (``layers.0.mlp.up.weight.exp_avg``) to ``optim``.
@@ -126,7 +126,7 @@ def _extends_another(name: str, names: Mapping[str, object]) -> bool:
 
 
 def contribute(slabs: Iterable[Slab], values: dict[str, str]) -> Contribution:
-    """Describe what this rank holds."""
+    """Describes what this rank holds."""
     tensors: dict[str, tuple[str, str, tuple[int, ...], list[tuple[int, Box]]]] = {}
     for slab in slabs:
         record = tensors.setdefault(slab.name, (slab.group, slab.dtype, slab.shape, []))
@@ -140,7 +140,7 @@ def contribute(slabs: Iterable[Slab], values: dict[str, str]) -> Contribution:
 
 
 def check_contributions(ranks: Sequence[Contribution]) -> dict[str, str]:
-    """Check that all ranks together hold each tensor once; return the plain values of all.
+    """Checks that all ranks together hold each tensor once; return the plain values of all.
 
     Raises:
         CheckpointError: ranks disagree, boxes overlap, or there is a hole; names the tensor.
@@ -181,7 +181,7 @@ def write_rank(
     world_size: int,
     progress: Callable[[int], object] = lambda count: None,
 ) -> Written:
-    """Write this rank's slabs of replica 0, one file per group, synced."""
+    """Writes this rank's slabs of replica 0, one file per group, synced."""
     by_group: dict[str, list[Slab]] = defaultdict(list)
     for slab in slabs:
         # An empty box covers nothing; an empty tensor is recorded by whoever has all of it.
@@ -214,7 +214,7 @@ def commit(
     model: ModelRecord | None,
     attachments: Mapping[str, bytes | Path],
 ) -> Manifest:
-    """Write values, attachments and at last the manifest, all synced."""
+    """Writes values, attachments and at last the manifest, all synced."""
     content = ",\n".join(f"{dumps(name, name)}: {text}" for name, text in sorted(values.items()))
     files = {STATE: write_file(directory / STATE, f"{{\n{content}\n}}\n".encode())}
     for name, source in expand_attachments(attachments).items():
@@ -242,7 +242,7 @@ def commit(
 
 
 def expand_attachments(attachments: Mapping[str, bytes | Path]) -> dict[str, bytes | Path]:
-    """Replace folders by the files in them, and check the names files will have.
+    """Replaces folders by the files in them, and checks the names files will have.
 
     Raises:
         CheckpointError: a name that is unsafe (`megatron_ckpt.paths`) or taken, or a link that

@@ -3,6 +3,6 @@
 `main` is the entry point; every other module holds one command: its options and what it does.
 """
 
-from .main import main
+from megatron_data.cli.main import main
 
 __all__ = ["main"]

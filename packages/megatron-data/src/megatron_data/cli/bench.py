@@ -5,12 +5,12 @@ import os
 from functools import partial
 from typing import Any
 
-from .._command import Parser
-from ..wording import counted
-from .bounds import Bounded
-from .options import INPUT_HELP, add_tokenizer_options, tokenizer_of
-from .tables import table
-from .work import add_max_document_bytes
+from megatron_data._command import Parser
+from megatron_data.cli.bounds import Bounded
+from megatron_data.cli.options import INPUT_HELP, add_tokenizer_options, tokenizer_of
+from megatron_data.cli.tables import table
+from megatron_data.cli.work import add_max_document_bytes
+from megatron_data.wording import counted
 
 _ADVICE = {
     "read": "the storage or the packing of the files sets the pace: bring them nearer, or use zstd",
@@ -21,7 +21,7 @@ _ADVICE = {
 
 
 def add_parser(commands: Any) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser: Parser = commands.add_parser(
         "bench",
         help="measure how fast files are read and tokenized, and what bounds it",
@@ -72,9 +72,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
-    """Measure, print the table, and say what bounds it."""
-    from ..measuring import benchmark
-    from ..tokenizers.fast import fast_tokenizer
+    """Measures, print the table, and says what bounds it."""
+    from megatron_data.measuring import benchmark
+    from megatron_data.tokenizers.fast import fast_tokenizer
 
     tokenizer = tokenizer_of(parser, arguments)
     fast = fast_tokenizer(tokenizer) if arguments.fast else tokenizer

@@ -27,7 +27,7 @@ class Bounded(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Check and store."""
+        """Checks and store."""
         for number in values if isinstance(values, list) else (values,):
             name = option_string or self.metavar
             if self._above is None and not number >= self._least:

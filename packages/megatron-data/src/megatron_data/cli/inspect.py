@@ -5,10 +5,9 @@ import sys
 from functools import partial
 from typing import Any
 
-from .._command import Parser
-from ..wording import counted
-from .bounds import Bounded
-from .options import (
+from megatron_data._command import Parser
+from megatron_data.cli.bounds import Bounded
+from megatron_data.cli.options import (
     PREFIX_HELP,
     add_storage_option,
     add_tokenizer_options,
@@ -16,10 +15,11 @@ from .options import (
     storage_of,
     tokenizer_of,
 )
+from megatron_data.wording import counted
 
 
 def add_parser(commands: Any) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser: Parser = commands.add_parser(
         "inspect",
         help="show documents, counts, lengths and vocabulary use of a dataset",
@@ -54,12 +54,12 @@ def add_parser(commands: Any) -> None:
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
-    """Print the summary and the documents."""
-    from ..files import AtomicFile
-    from ..indexed.reader import IndexedDataset
-    from ..inspection import document_text, draw_histogram, draw_svg, summarize
-    from ..preprocessing.fingerprints import compare_fingerprints, fingerprint_in
-    from ..preprocessing.manifest import read_manifest
+    """Prints the summary and the documents."""
+    from megatron_data.files import AtomicFile
+    from megatron_data.indexed.reader import IndexedDataset
+    from megatron_data.inspection import document_text, draw_histogram, draw_svg, summarize
+    from megatron_data.preprocessing.fingerprints import compare_fingerprints, fingerprint_in
+    from megatron_data.preprocessing.manifest import read_manifest
 
     tokenizer = None
     if names_tokenizer(arguments):

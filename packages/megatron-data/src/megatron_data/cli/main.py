@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from .._command import Parser, run_command
-from .._version import __version__
-from ..errors import DataError
-from . import (
+from megatron_data._command import Parser, run_command
+from megatron_data._version import __version__
+from megatron_data.cli import (
     bench,
     inspect,
     merge,
@@ -18,12 +17,13 @@ from . import (
     train_tokenizer,
     verify,
 )
+from megatron_data.errors import DataError
 
 PROG = "megatron-data"
 
 
 def build_parser() -> Parser:
-    """The parser of `megatron-data` and all its commands."""
+    """Returns the parser of `megatron-data` and all its commands."""
     parser = Parser(prog=PROG, description="From text to training samples.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -45,5 +45,5 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `megatron-data`; returns the exit status (`run_command` lists them)."""
+    """Runs `megatron-data`; returns the exit status (`run_command` lists them)."""
     return run_command(build_parser(), argv, lambda: (DataError,))

@@ -3,12 +3,17 @@
 import argparse
 from typing import Any
 
-from .._command import Parser
-from .options import PREFIX_HELP, add_overwrite_option, add_storage_option, storage_of
+from megatron_data._command import Parser
+from megatron_data.cli.options import (
+    PREFIX_HELP,
+    add_overwrite_option,
+    add_storage_option,
+    storage_of,
+)
 
 
 def add_parser(commands: Any) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser: Parser = commands.add_parser(
         "merge",
         help="join datasets into one",
@@ -23,9 +28,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Merge and say what came out."""
-    from ..preprocessing.existing import refuse_existing
-    from ..preprocessing.joining import merge
+    """Merges and says what came out."""
+    from megatron_data.preprocessing.existing import refuse_existing
+    from megatron_data.preprocessing.joining import merge
 
     if not arguments.overwrite:
         refuse_existing([arguments.output_prefix])

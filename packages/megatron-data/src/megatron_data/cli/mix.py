@@ -4,18 +4,18 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .._command import Parser
-from ..wording import counted
-from .bounds import Bounded
-from .options import add_overwrite_option, add_storage_option, storage_of
-from .tables import table
+from megatron_data._command import Parser
+from megatron_data.cli.bounds import Bounded
+from megatron_data.cli.options import add_overwrite_option, add_storage_option, storage_of
+from megatron_data.cli.tables import table
+from megatron_data.wording import counted
 
 if TYPE_CHECKING:
-    from ..datasets.paths import Blend
+    from megatron_data.datasets.paths import Blend
 
 
 def add_parser(commands: Any) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser: Parser = commands.add_parser(
         "mix",
         help="show or write a blend of datasets",
@@ -73,10 +73,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
-    """Print the table and write the file."""
-    from ..datasets.mixing import mix
-    from ..datasets.paths import write_data_args
-    from ..preprocessing.existing import refuse_file
+    """Prints the table and writes the file."""
+    from megatron_data.datasets.mixing import mix
+    from megatron_data.datasets.paths import write_data_args
+    from megatron_data.preprocessing.existing import refuse_file
 
     if arguments.output is not None and not arguments.overwrite:
         refuse_file(arguments.output)
@@ -113,8 +113,8 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
 
 
 def _blend(parser: Parser, arguments: argparse.Namespace) -> "Blend":
-    from ..datasets.mixing import blend_by_epochs, blend_by_tokens
-    from ..datasets.paths import parse_data_path, read_data_args
+    from megatron_data.datasets.mixing import blend_by_epochs, blend_by_tokens
+    from megatron_data.datasets.paths import parse_data_path, read_data_args
 
     if bool(arguments.blend) == (arguments.data_args_path is not None):
         parser.error("PREFIX or --data-args-path FILE is needed, one of the two")

@@ -4,18 +4,18 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from .._command import Parser
-from ..sources.block_cache import StorageCache
-from ..tokenizers.kinds import (
+from megatron_data._command import Parser
+from megatron_data.cli.bounds import Bounded
+from megatron_data.sources.block_cache import StorageCache
+from megatron_data.tokenizers.kinds import (
     TOKENIZER_INGREDIENTS,
     TOKENIZER_KINDS,
     complaint_about,
     default_kind,
     make_tokenizer,
 )
-from ..tokenizers.prompt_formats import MULTIMODAL_PROMPT_FORMATS, PROMPT_FORMATS
-from ..tokenizers.protocol import Tokenizer
-from .bounds import Bounded
+from megatron_data.tokenizers.prompt_formats import MULTIMODAL_PROMPT_FORMATS, PROMPT_FORMATS
+from megatron_data.tokenizers.protocol import Tokenizer
 
 INPUT_HELP = (
     "JSON lines; text files, whose names end in .txt and each of which is a document; .parquet "
@@ -143,13 +143,13 @@ def add_allow_http(parser: "Parser | argparse._ArgumentGroup", what: str) -> Non
 
 
 def storage_of(arguments: argparse.Namespace) -> StorageCache | None:
-    """The cache that the option names."""
+    """Returns the cache that the option names."""
     folder = arguments.object_storage_cache_path
     return None if folder is None else StorageCache(folder)
 
 
 def tokenizer_of(parser: Parser, arguments: argparse.Namespace) -> Tokenizer:
-    """The tokenizer that the options name; options of another kind are refused."""
+    """Returns the tokenizer that the options name; options of another kind are refused."""
     given = _given(arguments)
     kind = arguments.tokenizer_type or default_kind(given)
     if kind == "HuggingFaceTokenizer" and not given:
@@ -162,11 +162,11 @@ def tokenizer_of(parser: Parser, arguments: argparse.Namespace) -> Tokenizer:
 
 
 def names_tokenizer(arguments: argparse.Namespace) -> bool:
-    """Whether any option about a tokenizer was given."""
+    """Returns whether any option about a tokenizer was given."""
     return arguments.tokenizer_type is not None or bool(_given(arguments))
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The values of the options that tokenizers are made from, by name."""
+    """Returns the values of the options that tokenizers are made from, by name."""
     values = {name: getattr(arguments, name, None) for name in _OPTIONS}
     return {name: value for name, value in values.items() if value is not None}

@@ -4,20 +4,20 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .._command import Parser
-from ..wording import counted
-from .options import INPUT_HELP, add_tokenizer_options, tokenizer_of
-from .work import add_work_options, say_continued, say_skipped
+from megatron_data._command import Parser
+from megatron_data.cli.options import INPUT_HELP, add_tokenizer_options, tokenizer_of
+from megatron_data.cli.work import add_work_options, say_continued, say_skipped
+from megatron_data.wording import counted
 
 if TYPE_CHECKING:
-    from ..preprocessing.sentences import SentenceSplitter
+    from megatron_data.preprocessing.sentences import SentenceSplitter
 
 
 SPLITTERS = ("punkt", "nltk")
 
 
 def add_parser(commands: Any) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser: Parser = commands.add_parser(
         "preprocess",
         help="tokenize text into .bin/.idx",
@@ -87,9 +87,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
-    """Preprocess and say what came out."""
-    from ..preprocessing.pipeline import preprocess
-    from ..tokenizers.fast import fast_tokenizer
+    """Preprocesses and says what came out."""
+    from megatron_data.preprocessing.pipeline import preprocess
+    from megatron_data.tokenizers.fast import fast_tokenizer
 
     splitter = _splitter_of(parser, arguments)
     tokenizer = tokenizer_of(parser, arguments)
@@ -123,9 +123,9 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
 
 
 def _splitter_of(parser: Parser, arguments: argparse.Namespace) -> "SentenceSplitter | None":
-    """What cuts texts into sentences; options about it are refused without it."""
-    from ..preprocessing.nltk_sentences import NLTKSplitter
-    from ..preprocessing.sentences import PunktSplitter
+    """Returns what cuts texts into sentences; options about it are refused without it."""
+    from megatron_data.preprocessing.nltk_sentences import NLTKSplitter
+    from megatron_data.preprocessing.sentences import PunktSplitter
 
     if arguments.split_sentences:
         kind = NLTKSplitter if arguments.sentence_splitter == "nltk" else PunktSplitter

@@ -4,13 +4,18 @@ import argparse
 from functools import partial
 from typing import Any
 
-from .._command import Parser
-from .bounds import Bounded
-from .options import PREFIX_HELP, add_overwrite_option, add_storage_option, storage_of
+from megatron_data._command import Parser
+from megatron_data.cli.bounds import Bounded
+from megatron_data.cli.options import (
+    PREFIX_HELP,
+    add_overwrite_option,
+    add_storage_option,
+    storage_of,
+)
 
 
 def add_parser(commands: Any) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser: Parser = commands.add_parser(
         "split",
         help="cut a dataset into several",
@@ -44,9 +49,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
-    """Split and say what came out."""
-    from ..preprocessing.existing import refuse_existing
-    from ..preprocessing.joining import split
+    """Splits and says what came out."""
+    from megatron_data.preprocessing.existing import refuse_existing
+    from megatron_data.preprocessing.joining import split
 
     if (arguments.shares is None) == (arguments.documents is None):
         parser.error("--shares or --documents is needed, one of the two")

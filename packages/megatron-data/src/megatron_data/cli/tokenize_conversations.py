@@ -5,21 +5,21 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .._command import Parser
-from ..tokenizers.chat import TemplateLimits
-from ..wording import counted
-from .bounds import Bounded
-from .options import add_tokenizer_options, tokenizer_of
-from .work import add_work_options, say_continued, say_skipped
+from megatron_data._command import Parser
+from megatron_data.cli.bounds import Bounded
+from megatron_data.cli.options import add_tokenizer_options, tokenizer_of
+from megatron_data.cli.work import add_work_options, say_continued, say_skipped
+from megatron_data.tokenizers.chat import TemplateLimits
+from megatron_data.wording import counted
 
 if TYPE_CHECKING:
-    from ..tokenizers.sft import SFTTokenizer
+    from megatron_data.tokenizers.sft import SFTTokenizer
 
 KINDS = ("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer")
 
 
 def add_parser(commands: Any) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser: Parser = commands.add_parser(
         "tokenize-conversations",
         help="tokenize chats for fine-tuning",
@@ -80,8 +80,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
-    """Tokenize and say what became of the conversations."""
-    from ..preprocessing.conversations import tokenize_conversations
+    """Tokenizes and says what became of the conversations."""
+    from megatron_data.preprocessing.conversations import tokenize_conversations
 
     tokenizer = _tokenizer_of(parser, arguments)
     report = tokenize_conversations(
@@ -112,8 +112,8 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
 
 
 def _tokenizer_of(parser: Parser, arguments: argparse.Namespace) -> "SFTTokenizer":
-    """The tokenizer that the options name, which knows how conversations are written."""
-    from ..tokenizers.sft import conversation_tokenizer
+    """Returns the tokenizer that the options name, which knows how conversations are written."""
+    from megatron_data.tokenizers.sft import conversation_tokenizer
 
     if None not in (arguments.chat_template, arguments.sft_tokenizer_prompt_format):
         parser.error("--chat-template and --sft-tokenizer-prompt-format: give one of them")

@@ -4,16 +4,16 @@ import argparse
 from functools import partial
 from typing import Any
 
-from .._command import Parser
-from ..sources.protocol import MAX_DOCUMENT_BYTES
-from ..wording import counted
-from .bounds import Bounded
-from .options import add_allow_http, add_tokenizer_options, tokenizer_of
-from .work import add_work_options, say_continued, say_skipped
+from megatron_data._command import Parser
+from megatron_data.cli.bounds import Bounded
+from megatron_data.cli.options import add_allow_http, add_tokenizer_options, tokenizer_of
+from megatron_data.cli.work import add_work_options, say_continued, say_skipped
+from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
+from megatron_data.wording import counted
 
 
 def add_parser(commands: Any) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser: Parser = commands.add_parser(
         "tokenize-images",
         help="put tokenized texts and their images together",
@@ -76,8 +76,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
-    """Write the dataset and say what is in it."""
-    from ..preprocessing.image_pairs import tokenize_image_pairs
+    """Writes the dataset and says what is in it."""
+    from megatron_data.preprocessing.image_pairs import tokenize_image_pairs
 
     report = tokenize_image_pairs(
         arguments.input,

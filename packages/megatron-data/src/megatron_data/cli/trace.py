@@ -4,14 +4,14 @@ import argparse
 from functools import partial
 from typing import Any
 
-from .._command import Parser
-from .bounds import Bounded
-from .options import PREFIX_HELP, add_allow_http, add_storage_option, storage_of
-from .work import add_max_document_bytes
+from megatron_data._command import Parser
+from megatron_data.cli.bounds import Bounded
+from megatron_data.cli.options import PREFIX_HELP, add_allow_http, add_storage_option, storage_of
+from megatron_data.cli.work import add_max_document_bytes
 
 
 def add_parser(commands: Any) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser: Parser = commands.add_parser(
         "trace",
         help="tell which file, line and byte a token came from",
@@ -39,8 +39,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
-    """Print the document and its place."""
-    from ..preprocessing.tracing import trace
+    """Prints the document and its place."""
+    from megatron_data.preprocessing.tracing import trace
 
     if (arguments.token is None) == (arguments.document is None):
         parser.error("TOKEN or --document N is needed, one of the two")

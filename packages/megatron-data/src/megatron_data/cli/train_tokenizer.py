@@ -6,17 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .._command import Parser
-from .bounds import Bounded
-from .options import INPUT_HELP, add_overwrite_option
-from .work import add_max_document_bytes
+from megatron_data._command import Parser
+from megatron_data.cli.bounds import Bounded
+from megatron_data.cli.options import INPUT_HELP, add_overwrite_option
+from megatron_data.cli.work import add_max_document_bytes
 
 if TYPE_CHECKING:
-    from ..tokenizers.huggingface import HuggingFaceTokenizer
+    from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
 
 
 def add_parser(commands: Any) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser: Parser = commands.add_parser(
         "train-tokenizer",
         help="train a tokenizer on text",
@@ -71,12 +71,12 @@ _TAKES = {
 
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
-    """Train and save."""
-    from ..files import local_folder
-    from ..preprocessing.existing import refuse_file
-    from ..sources.opening import read_texts
-    from ..tokenizers import training
-    from ..tokenizers.plain import PLAIN_FILE
+    """Trains and save."""
+    from megatron_data.files import local_folder
+    from megatron_data.preprocessing.existing import refuse_file
+    from megatron_data.sources.opening import read_texts
+    from megatron_data.tokenizers import training
+    from megatron_data.tokenizers.plain import PLAIN_FILE
 
     names = ("special_tokens", "min_frequency", "cased")
     given = {name: value for name in names if (value := getattr(arguments, name))}

@@ -3,12 +3,12 @@
 import argparse
 from typing import Any
 
-from .._command import Parser
-from .options import PREFIX_HELP, add_storage_option, storage_of
+from megatron_data._command import Parser
+from megatron_data.cli.options import PREFIX_HELP, add_storage_option, storage_of
 
 
 def add_parser(commands: Any) -> None:
-    """Declare the command."""
+    """Declares the command."""
     parser: Parser = commands.add_parser(
         "verify",
         help="check structure and digests of datasets",
@@ -21,8 +21,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify each dataset; the first fault ends the command."""
-    from ..preprocessing.verification import verify
+    """Verifies each dataset; the first fault ends the command."""
+    from megatron_data.preprocessing.verification import verify
 
     storage = storage_of(arguments)
     for prefix in arguments.prefix:

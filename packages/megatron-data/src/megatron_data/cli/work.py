@@ -3,14 +3,14 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from .._command import Parser
-from ..sources.protocol import MAX_DOCUMENT_BYTES
-from ..wording import counted
-from .bounds import Bounded
-from .options import add_overwrite_option
+from megatron_data._command import Parser
+from megatron_data.cli.bounds import Bounded
+from megatron_data.cli.options import add_overwrite_option
+from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
+from megatron_data.wording import counted
 
 if TYPE_CHECKING:
-    from ..preprocessing.engine import Preprocessed
+    from megatron_data.preprocessing.engine import Preprocessed
 
 ON_ERROR = ("fail", "skip", "quarantine")
 
@@ -61,7 +61,7 @@ def add_max_document_bytes(group: "Parser | argparse._ArgumentGroup", what: str)
 
 
 def say_continued(made: "Preprocessed") -> None:
-    """Say how much an earlier run had done, if it had."""
+    """Says how much an earlier run had done, if it had."""
     if made.continued:
         were = "was" if made.chunks == 1 else "were"
         chunks = f"{made.continued:,} of {counted(made.chunks, 'chunk')}"
@@ -69,9 +69,9 @@ def say_continued(made: "Preprocessed") -> None:
 
 
 def say_skipped(made: "Preprocessed", arguments: argparse.Namespace) -> None:
-    """Say what was left out, if anything was."""
-    from ..preprocessing.assembly import quarantine_path
-    from ..sources.protocol import KINDS
+    """Says what was left out, if anything was."""
+    from megatron_data.preprocessing.assembly import quarantine_path
+    from megatron_data.sources.protocol import KINDS
 
     if skipped := made.skipped.documents:
         kinds = ", ".join(f"{count:,} {KINDS[kind]}" for kind, count in made.skipped.kinds.items())

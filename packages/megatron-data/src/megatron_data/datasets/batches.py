@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from megatron_data.errors import DataError
 
 Sample: TypeAlias = dict[str, NDArray[Any]]
 
@@ -15,10 +15,10 @@ class Dataset(Protocol):
     """Samples by number."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Returns the number of samples."""
 
     def __getitem__(self, sample: int, /) -> Sample:
-        """The sample of that number, a dictionary of arrays."""
+        """Returns the sample of that number, a dictionary of arrays."""
 
 
 @runtime_checkable
@@ -26,7 +26,7 @@ class BatchDataset(Protocol):
     """A dataset that reads several samples faster than one after the other."""
 
     def batch(self, samples: Sequence[int], /) -> Sample:
-        """The samples of those numbers: arrays `[s]` become `[b, s]`, scalars `[b]`."""
+        """Returns the samples of those numbers: arrays `[s]` become `[b, s]`, scalars `[b]`."""
 
 
 def read_batch(dataset: Dataset, samples: Sequence[int]) -> Sample:
@@ -41,7 +41,7 @@ def read_batch(dataset: Dataset, samples: Sequence[int]) -> Sample:
 
 
 def stack(samples: Sequence[Mapping[str, NDArray[Any]]]) -> Sample:
-    """Put samples into one batch.
+    """Puts samples into one batch.
 
     Raises:
         DataError: no sample, or samples of different keys.
@@ -55,7 +55,7 @@ def stack(samples: Sequence[Mapping[str, NDArray[Any]]]) -> Sample:
 
 
 def join(parts: Sequence[tuple[Sequence[int], Sample]]) -> Sample:
-    """Put batches into one.
+    """Puts batches into one.
 
     Args:
         parts: the rows that each one's samples get, all rows once, and the batch.
@@ -78,6 +78,6 @@ def join(parts: Sequence[tuple[Sequence[int], Sample]]) -> Sample:
 
 
 def rows(batch: Sample) -> list[Sample]:
-    """The samples of a batch, as views of it."""
+    """Returns the samples of a batch, as views of it."""
     count = len(batch["sample_ids"])
     return [{name: array[row, ...] for name, array in batch.items()} for row in range(count)]

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from .batches import Sample
-from .gpt import TokenSource
-from .masking import MaskingConfig, WordPieces, mask_tokens
-from .padding import padded, padded_text
-from .sentences import check_short, sample_random, sample_row
+from megatron_data.datasets.batches import Sample
+from megatron_data.datasets.gpt import TokenSource
+from megatron_data.datasets.masking import MaskingConfig, WordPieces, mask_tokens
+from megatron_data.datasets.padding import padded, padded_text
+from megatron_data.datasets.sentences import check_short, sample_random, sample_row
+from megatron_data.errors import DataError
 
 SPECIAL_TOKENS = 3
 """[CLS] and two [SEP]."""
@@ -94,7 +94,7 @@ class BertDataset:
         self.seed = seed
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Returns the number of samples."""
         return len(self.sample_map)
 
     def __getitem__(self, sample: int) -> Sample:
@@ -152,7 +152,7 @@ class BertDataset:
 def _shortened(
     left: list[int], right: list[int], target: int, random: np.random.RandomState
 ) -> tuple[list[int], list[int]]:
-    """Drop tokens at either end of the longer segment until both have `target` together."""
+    """Drops tokens at either end of the longer segment until both have `target` together."""
     bounds = [[0, len(left)], [0, len(right)]]
     while (lengths := [end - begin for begin, end in bounds])[0] + lengths[1] > target:
         longer = bounds[0] if lengths[0] > lengths[1] else bounds[1]

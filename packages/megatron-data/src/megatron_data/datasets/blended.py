@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import DataError
-from ..order.spans import BlendOrder
-from .batches import Dataset, Sample, join, read_batch, rows
+from megatron_data.datasets.batches import Dataset, Sample, join, read_batch, rows
+from megatron_data.errors import DataError
+from megatron_data.order.spans import BlendOrder
 
 
 class BlendedDataset:
@@ -38,7 +38,7 @@ class BlendedDataset:
                 )
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Returns the number of samples."""
         return len(self.order)
 
     def __getitem__(self, sample: int) -> Sample:

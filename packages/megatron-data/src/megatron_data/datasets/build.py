@@ -4,10 +4,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from ..errors import DataError
-from ..sources.block_cache import StorageCache
-from .batches import Dataset
-from .builders import (
+from megatron_data.datasets.batches import Dataset
+from megatron_data.datasets.builders import (
     Builder,
     CompatBuilder,
     GPTBuilder,
@@ -17,11 +15,13 @@ from .builders import (
     Wanted,
     check_order_name,
 )
-from .fim import FillInTheMiddle
-from .gpt import GPTDatasetConfig, TokenSource
-from .opened import OpenDatasets
-from .paths import Blend, parse_data_path, parse_per_split
-from .split import DEFAULT_SPLIT, SPLITS, Interval, parse_split
+from megatron_data.datasets.fim import FillInTheMiddle
+from megatron_data.datasets.gpt import GPTDatasetConfig, TokenSource
+from megatron_data.datasets.opened import OpenDatasets
+from megatron_data.datasets.paths import Blend, parse_data_path, parse_per_split
+from megatron_data.datasets.split import DEFAULT_SPLIT, SPLITS, Interval, parse_split
+from megatron_data.errors import DataError
+from megatron_data.sources.block_cache import StorageCache
 
 DataPath: TypeAlias = (
     "str | os.PathLike[str] | Sequence[str] | Blend | Mapping[str, str | Sequence[str] | None]"
@@ -62,7 +62,7 @@ def build_gpt_datasets(
     mapped: bool = True,
     opened: OpenDatasets | None = None,
 ) -> Datasets:
-    """Build the three datasets of a run.
+    """Builds the three datasets of a run.
 
     Args:
         data_path: a prefix; a `--data-path` list of prefixes, or of weights and prefixes in turn;
@@ -154,7 +154,7 @@ def build_splits(
     split: str | None,
     sizes: tuple[int | None, int | None, int | None],
 ) -> Datasets:
-    """The three datasets that a builder makes of what a command line names.
+    """Returns the three datasets that a builder makes of what a command line names.
 
     Raises:
         EmptySplitError: a split without tokens.
@@ -177,7 +177,7 @@ def build_mock_gpt_datasets(
     *,
     order: OrderName = "stateless",
 ) -> Datasets:
-    """The three datasets of a source in memory, such as `MockTokens`.
+    """Returns the three datasets of a source in memory, such as `MockTokens`.
 
     Raises:
         DataError: a split without tokens.
@@ -199,7 +199,7 @@ def build_mock_gpt_datasets(
 
 
 def _parts(data_path: DataPath, split: str | None) -> list[tuple[Blend, Interval] | None]:
-    """Blend and interval of each split."""
+    """Blends and interval of each split."""
     if isinstance(data_path, Mapping):
         blends = parse_per_split(data_path)
         return [None if (blend := blends[name]) is None else (blend, _WHOLE) for name in SPLITS]
@@ -212,7 +212,7 @@ def _parts(data_path: DataPath, split: str | None) -> list[tuple[Blend, Interval
 
 
 def _training_data(first_sample: int, data_path: DataPath) -> Blend:
-    """What a change of data names for training."""
+    """Returns what a change of data names for training."""
     if not isinstance(data_path, Mapping):
         return parse_data_path(data_path)
     blend = parse_per_split(data_path)["train"]

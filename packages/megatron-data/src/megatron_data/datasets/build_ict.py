@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
-from ..indexed.reader import IndexedDataset
-from ..order.sentences import block_map
-from ..preprocessing.fingerprints import compare_fingerprints, recorded_fingerprints
-from ..sources.block_cache import StorageCache
-from .build import DataPath, Datasets, build_splits
-from .build_sentences import MapBuilder
-from .ict import ICTDataset, ICTDatasetConfig
-from .masking import WordPieces
-from .split import DEFAULT_SPLIT
+from megatron_data.datasets.build import DataPath, Datasets, build_splits
+from megatron_data.datasets.build_sentences import MapBuilder
+from megatron_data.datasets.ict import ICTDataset, ICTDatasetConfig
+from megatron_data.datasets.masking import WordPieces
+from megatron_data.datasets.split import DEFAULT_SPLIT
+from megatron_data.errors import DataError
+from megatron_data.indexed.reader import IndexedDataset
+from megatron_data.order.sentences import block_map
+from megatron_data.preprocessing.fingerprints import compare_fingerprints, recorded_fingerprints
+from megatron_data.sources.block_cache import StorageCache
 
 
 @dataclass(kw_only=True)
@@ -77,7 +77,7 @@ def build_ict_datasets(
     storage: StorageCache | None = None,
     mapped: bool = True,
 ) -> Datasets:
-    """Build the three datasets of the inverse cloze task, in Megatron's order.
+    """Builds the three datasets of the inverse cloze task, in Megatron's order.
 
     Args:
         data_path: as in `build_gpt_datasets`; datasets whose documents are rows of sentences.

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..indexed.reader import IndexedDataset
-from ..order.cache import cache_key, load_or_build
-from ..order.sentences import sentence_map
-from ..sources.block_cache import StorageCache
-from . import bert, t5
-from .batches import Dataset
-from .build import DataPath, Datasets, build_splits
-from .builders import GreedyBuilder, Wanted, named
-from .gpt import TokenSource
-from .masking import WordPieces
-from .split import DEFAULT_SPLIT, sequences_of
+from megatron_data.datasets import bert, t5
+from megatron_data.datasets.batches import Dataset
+from megatron_data.datasets.build import DataPath, Datasets, build_splits
+from megatron_data.datasets.builders import GreedyBuilder, Wanted, named
+from megatron_data.datasets.gpt import TokenSource
+from megatron_data.datasets.masking import WordPieces
+from megatron_data.datasets.split import DEFAULT_SPLIT, sequences_of
+from megatron_data.indexed.reader import IndexedDataset
+from megatron_data.order.cache import cache_key, load_or_build
+from megatron_data.order.sentences import sentence_map
+from megatron_data.sources.block_cache import StorageCache
 
 
 @dataclass(kw_only=True)
@@ -33,7 +33,7 @@ class MapBuilder(GreedyBuilder):
     options: dict[str, Any]
 
     def dataset(self, source: TokenSource, name: str, wanted: Wanted, number: int = 0) -> Dataset:
-        """Return one split of one source, the `number`th of a blend.
+        """Returns one split of one source, the `number`th of a blend.
 
         Raises:
             EmptySplitError: none of its documents can be used.
@@ -49,7 +49,7 @@ class MapBuilder(GreedyBuilder):
     def _along_map(
         self, name: str, source: IndexedDataset, documents: tuple[int, int], options: dict[str, Any]
     ) -> Dataset:
-        """The dataset of some documents, the first and the one after the last."""
+        """Returns the dataset of some documents, the first and the one after the last."""
 
     def _map(
         self,
@@ -58,7 +58,7 @@ class MapBuilder(GreedyBuilder):
         arrays: Sequence[NDArray[np.integer]],
         options: dict[str, Any],
     ) -> NDArray[np.unsignedinteger]:
-        """A map that is built, or read from the cache."""
+        """Returns a map that is built, or read from the cache."""
         key = cache_key({"what": what} | options, *arrays)
         return load_or_build(self.cache, key, lambda: {"rows": build(*arrays, **options)})["rows"]
 
@@ -104,7 +104,7 @@ def build_bert_datasets(
     storage: StorageCache | None = None,
     mapped: bool = True,
 ) -> Datasets:
-    """Build the three BERT datasets of a run, in Megatron's order.
+    """Builds the three BERT datasets of a run, in Megatron's order.
 
     Args:
         data_path: as in `build_gpt_datasets`; datasets whose documents are rows of sentences.
@@ -150,7 +150,7 @@ def build_t5_datasets(
     storage: StorageCache | None = None,
     mapped: bool = True,
 ) -> Datasets:
-    """Build the three T5 datasets of a run, in Megatron's order.
+    """Builds the three T5 datasets of a run, in Megatron's order.
 
     The arguments are those of `build_bert_datasets`, but `pieces` needs sentinels.
 

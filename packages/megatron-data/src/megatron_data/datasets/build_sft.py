@@ -4,19 +4,9 @@ import logging
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..errors import DataError, EmptySplitError
-from ..indexed.reader import IndexedDataset
-from ..order.packing import PackedOrder
-from ..order.rows import RowOrder
-from ..order.spans import SampleOrder
-from ..preprocessing.manifest import LOSS, check_mask
-from ..sources.block_cache import StorageCache
-from ..sources.protocol import MAX_DOCUMENT_BYTES
-from ..tokenizers.sft import SFTTokenizer
-from ..wording import counted
-from .batches import Dataset
-from .build import DataPath, Datasets, build_splits
-from .builders import (
+from megatron_data.datasets.batches import Dataset
+from megatron_data.datasets.build import DataPath, Datasets, build_splits
+from megatron_data.datasets.builders import (
     GPTBuilder,
     GreedyBuilder,
     OrderName,
@@ -25,12 +15,22 @@ from .builders import (
     Wanted,
     check_order_name,
 )
-from .conversation_lines import ConversationLinesDataset
-from .gpt import GPTDatasetConfig, TokenSource
-from .opened import OpenDatasets
-from .paths import holds_conversation_lines
-from .sft import SFTDataset
-from .split import DEFAULT_SPLIT, sequences_of
+from megatron_data.datasets.conversation_lines import ConversationLinesDataset
+from megatron_data.datasets.gpt import GPTDatasetConfig, TokenSource
+from megatron_data.datasets.opened import OpenDatasets
+from megatron_data.datasets.paths import holds_conversation_lines
+from megatron_data.datasets.sft import SFTDataset
+from megatron_data.datasets.split import DEFAULT_SPLIT, sequences_of
+from megatron_data.errors import DataError, EmptySplitError
+from megatron_data.indexed.reader import IndexedDataset
+from megatron_data.order.packing import PackedOrder
+from megatron_data.order.rows import RowOrder
+from megatron_data.order.spans import SampleOrder
+from megatron_data.preprocessing.manifest import LOSS, check_mask
+from megatron_data.sources.block_cache import StorageCache
+from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
+from megatron_data.tokenizers.sft import SFTTokenizer
+from megatron_data.wording import counted
 
 _Builders: TypeAlias = "dict[OrderName, type[_SFTBuilder]]"
 
@@ -50,7 +50,7 @@ class _SFTBuilder(GPTBuilder):
     max_document_bytes: int | None = MAX_DOCUMENT_BYTES
 
     def source(self, prefix: str) -> IndexedDataset:
-        """Return the dataset at a prefix; JSON lines have no lengths, which most orders need."""
+        """Returns the dataset at a prefix; JSON lines have no lengths, which most orders need."""
         if holds_conversation_lines(prefix):
             raise DataError(
                 f"{prefix} holds conversations as text, and this sample order needs their lengths: "
@@ -66,7 +66,7 @@ class _SFTBuilder(GPTBuilder):
         return SFTDataset(source, self.source(name + LOSS), order)
 
     def dataset(self, source: TokenSource, name: str, wanted: Wanted, number: int = 0) -> Dataset:
-        """Return one split of one source; a warning tells how many conversations it cuts.
+        """Returns one split of one source; a warning tells how many conversations it cuts.
 
         Raises:
             EmptySplitError: it has no token.
@@ -99,7 +99,7 @@ class _Rows(GreedyBuilder, _SFTBuilder):
     """Megatron's order: the conversations of a line are a sample."""
 
     def part(self, prefix: str, wanted: Wanted, number: int = 0) -> Dataset:
-        """Return one split of the dataset at a prefix, or of a file of JSON lines."""
+        """Returns one split of the dataset at a prefix, or of a file of JSON lines."""
         if not holds_conversation_lines(prefix):
             return super().part(prefix, wanted, number)
         if self.tokenizer is None:
@@ -144,7 +144,7 @@ def build_sft_datasets(
     max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
     opened: OpenDatasets | None = None,
 ) -> Datasets:
-    """Build the three datasets of a run on conversations.
+    """Builds the three datasets of a run on conversations.
 
     Args:
         data_path: as in `build_gpt_datasets`; prefixes of `tokenize_conversations`, which end in

@@ -11,30 +11,30 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError, EmptySplitError
-from ..indexed.reader import IndexedDataset
-from ..order.blend import GreedyBlend, normalize
-from ..order.cache import cache_key, load_or_build
-from ..order.compat import CompatOrder, GPTIndices, build_gpt_indices
-from ..order.history import BlendHistory, Change
-from ..order.packing import PackedOrder
-from ..order.permutation import mixed
-from ..order.spans import SampleOrder
-from ..order.stateless import CountedLengths, SequenceTable, StatelessOrder
-from ..sources.block_cache import StorageCache
-from .batches import Dataset
-from .blended import BlendedDataset
-from .fim import FillInTheMiddle
-from .gpt import GPTDataset, GPTDatasetConfig, TokenSource
-from .opened import OpenDatasets
-from .paths import Blend
-from .split import Interval, SplitName, sequences_of, tokens_in
+from megatron_data.datasets.batches import Dataset
+from megatron_data.datasets.blended import BlendedDataset
+from megatron_data.datasets.fim import FillInTheMiddle
+from megatron_data.datasets.gpt import GPTDataset, GPTDatasetConfig, TokenSource
+from megatron_data.datasets.opened import OpenDatasets
+from megatron_data.datasets.paths import Blend
+from megatron_data.datasets.split import Interval, SplitName, sequences_of, tokens_in
+from megatron_data.errors import DataError, EmptySplitError
+from megatron_data.indexed.reader import IndexedDataset
+from megatron_data.order.blend import GreedyBlend, normalize
+from megatron_data.order.cache import cache_key, load_or_build
+from megatron_data.order.compat import CompatOrder, GPTIndices, build_gpt_indices
+from megatron_data.order.history import BlendHistory, Change
+from megatron_data.order.packing import PackedOrder
+from megatron_data.order.permutation import mixed
+from megatron_data.order.spans import SampleOrder
+from megatron_data.order.stateless import CountedLengths, SequenceTable, StatelessOrder
+from megatron_data.sources.block_cache import StorageCache
 
 OrderName: TypeAlias = Literal["stateless", "packed", "compat"]
 
 
 def check_order_name(order: str) -> None:
-    """Refuse what is no order of samples.
+    """Refuses what is no order of samples.
 
     Raises:
         DataError: there is none of this name.
@@ -74,7 +74,7 @@ class Builder(ABC):
     opened: OpenDatasets = field(default_factory=OpenDatasets)
 
     def source(self, prefix: str) -> IndexedDataset:
-        """Return the dataset at a prefix, its index checked from end to end.
+        """Returns the dataset at a prefix, its index checked from end to end.
 
         Raises:
             DataError: there is none, its index is damaged, or it holds images.
@@ -89,7 +89,7 @@ class Builder(ABC):
 
     @abstractmethod
     def dataset(self, source: TokenSource, name: str, wanted: Wanted, number: int = 0) -> Dataset:
-        """Return one split of one source, the `number`th of a blend.
+        """Returns one split of one source, the `number`th of a blend.
 
         Raises:
             EmptySplitError: it has no token.
@@ -97,7 +97,7 @@ class Builder(ABC):
         """
 
     def part(self, prefix: str, wanted: Wanted, number: int = 0) -> Dataset:
-        """Return one split of what a prefix names, the `number`th of a blend.
+        """Returns one split of what a prefix names, the `number`th of a blend.
 
         Raises:
             EmptySplitError: it has no token.
@@ -106,7 +106,7 @@ class Builder(ABC):
         return self.dataset(self.source(prefix), prefix, wanted, number)
 
     def split(self, blend: Blend, wanted: Wanted) -> Dataset:
-        """Return one split of one or more sources, mixed.
+        """Returns one split of one or more sources, mixed.
 
         Raises:
             DataError: a dataset that is missing or damaged, a split without tokens, or weights
@@ -172,7 +172,7 @@ class GPTBuilder(Builder):
     infill: FillInTheMiddle | None = None
 
     def dataset(self, source: TokenSource, name: str, wanted: Wanted, number: int = 0) -> Dataset:
-        """Return one split of one source, the `number`th of a blend.
+        """Returns one split of one source, the `number`th of a blend.
 
         Raises:
             EmptySplitError: it has no token.
@@ -185,7 +185,7 @@ class GPTBuilder(Builder):
         return self._along(source, name, order, number)
 
     def _along(self, source: TokenSource, name: str, order: SampleOrder, number: int) -> Dataset:
-        """The dataset of one source along its order."""
+        """Returns the dataset of one source along its order."""
         infill = self.infill and self.infill.with_seed(mixed(self.infill.seed, number))
         return GPTDataset(source, order, self.config, infill)
 
@@ -193,7 +193,7 @@ class GPTBuilder(Builder):
     def _order(
         self, source: TokenSource, sequences: tuple[int, int], wanted: Wanted, number: int
     ) -> SampleOrder:
-        """The order of one source."""
+        """Returns the order of one source."""
 
     def _drops_last_partial(self, split: SplitName) -> bool:
         return split != "valid" or self.drop_last_partial_validation
@@ -248,7 +248,7 @@ class StatelessBuilder(GPTBuilder):
         )
 
     def split(self, blend: Blend, wanted: Wanted) -> Dataset:
-        """Return one split of one or more sources, mixed.
+        """Returns one split of one or more sources, mixed.
 
         Raises:
             DataError: a dataset that is missing or damaged, a split without tokens, or weights
@@ -312,7 +312,7 @@ class PackedBuilder(StatelessBuilder):
 
 @contextmanager
 def named(which: str) -> Iterator[None]:
-    """Say of errors in the block which dataset they are about."""
+    """Says of errors in the block which dataset they are about."""
     try:
         yield
     except EmptySplitError as error:
@@ -322,5 +322,5 @@ def named(which: str) -> Iterator[None]:
 
 
 def _table(source: TokenSource) -> SequenceTable:
-    """The source itself where its index holds the sums of the lengths."""
+    """Returns the source itself where its index holds the sums of the lengths."""
     return source if isinstance(source, IndexedDataset) else CountedLengths(source.sequence_lengths)

@@ -8,19 +8,19 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from ..order.rows import kept_lengths
-from ..order.spans import check_order
-from ..recent import Recent
-from ..sources.conversations import read_row
-from ..sources.json_lines import NEWLINE
-from ..sources.names import is_url, without_scheme
-from ..sources.protocol import MAX_DOCUMENT_BYTES, too_long
-from ..sources.streams import split_suffix
-from ..tokenizers.conversations import CountedTokens, LossOver, encode_rows
-from ..tokenizers.sft import SFTTokenizer
-from .batches import Sample
-from .sft import sample_of
+from megatron_data.datasets.batches import Sample
+from megatron_data.datasets.sft import sample_of
+from megatron_data.errors import DataError
+from megatron_data.order.rows import kept_lengths
+from megatron_data.order.spans import check_order
+from megatron_data.recent import Recent
+from megatron_data.sources.conversations import read_row
+from megatron_data.sources.json_lines import NEWLINE
+from megatron_data.sources.names import is_url, without_scheme
+from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES, too_long
+from megatron_data.sources.streams import split_suffix
+from megatron_data.tokenizers.conversations import CountedTokens, LossOver, encode_rows
+from megatron_data.tokenizers.sft import SFTTokenizer
 
 _WHITE = np.frombuffer(b" \t\r\v\f\n", np.uint8)
 _STEP = 1 << 24
@@ -94,7 +94,7 @@ class ConversationLines:
         self._rows: Recent[list[CountedTokens]] = Recent(_KEPT)
 
     def __len__(self) -> int:
-        """Number of lines that are not white space."""
+        """Returns the number of lines that are not white space."""
         return len(self._lines.starts)
 
     def row(self, number: int) -> list[CountedTokens]:
@@ -124,7 +124,7 @@ class ConversationLines:
         return [each for each in conversations if each.counted[1:].any()]
 
     def _check_sizes(self, longest: int | None) -> None:
-        """Refuse the first line of more bytes, its end not among them."""
+        """Refuses the first line of more bytes, its end not among them."""
         if longest is None:
             return
         starts, sizes = self._lines.starts, self._lines.sizes
@@ -167,7 +167,7 @@ class ConversationLinesDataset:
         self._told: set[str] = set()
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Returns the number of samples."""
         return self._samples
 
     def __getitem__(self, sample: int) -> Sample:
@@ -190,7 +190,7 @@ class ConversationLinesDataset:
         return sample_of(parts, self.sequence_length, sample)
 
     def _tell(self, kind: str, number: int, what: str) -> None:
-        """Warn of the first line of a kind."""
+        """Warns of the first line of a kind."""
         if kind not in self._told:
             self._told.add(kind)
             _log.warning("%s: %s, and this is the only warning", self.lines.place(number), what)
@@ -201,7 +201,7 @@ def _stat_of(found: os.stat_result) -> tuple[int, int]:
 
 
 def _is_white(file: BinaryIO, size: int) -> bool:
-    """Whether the next bytes are all white space."""
+    """Returns whether the next bytes are all white space."""
     while size > 0:
         data = file.read(min(size, _STEP))
         if not data or data.strip():
@@ -211,7 +211,7 @@ def _is_white(file: BinaryIO, size: int) -> bool:
 
 
 def _find_lines(path: str) -> _Lines:
-    """Read a file once, a stretch at a time."""
+    """Reads a file once, a stretch at a time."""
     parts = [np.empty(0, np.int64)]
     white = [np.empty(0, bool)]
     size, begins = 0, True

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from ..order.permutation import mixed
-from ..tokenizers.protocol import Tokenizer
+from megatron_data.errors import DataError
+from megatron_data.order.permutation import mixed
+from megatron_data.tokenizers.protocol import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MOST_BYTES = 4  # of a character
@@ -99,11 +99,11 @@ class FillInTheMiddle:
         self._between = None if config.split_sample is None else self._token(config.split_sample)
 
     def with_seed(self, seed: int) -> "FillInTheMiddle":
-        """The same with other draws."""
+        """Returns the same with other draws."""
         return FillInTheMiddle(self.config, self.tokenizer, seed)
 
     def __call__(self, text: NDArray[np.int64], sample: int, room: int) -> NDArray[np.int64]:
-        """Take the documents of a sample apart.
+        """Takes the documents of a sample apart.
 
         The tokens that name the parts make it longer: what goes beyond the room is cut at the end.
         Where a text gives fewer tokens in parts it may be shorter.
@@ -125,7 +125,7 @@ class FillInTheMiddle:
     def _document(
         self, tokens: NDArray[np.int64], random: np.random.RandomState
     ) -> Iterator[NDArray[np.int64]]:
-        """A document, or its fragments one by one; chosen by the rate."""
+        """Returns a document, or its fragments one by one; chosen by the rate."""
         if random.random_sample() >= self.config.rate:
             yield tokens
         elif self._between is None or not np.any(tokens == self._between):
@@ -139,7 +139,7 @@ class FillInTheMiddle:
     def rearranged(
         self, tokens: NDArray[np.int64], random: np.random.RandomState
     ) -> NDArray[np.int64]:
-        """Take one text apart between two characters, anywhere in it.
+        """Takes one text apart between two characters, anywhere in it.
 
         Bytes of a character of which the other bytes are not there, as at the ends of a sample,
         stay where they are in the prefix or suffix. What begins with `no_prefix`, is empty, or is
@@ -167,7 +167,7 @@ class FillInTheMiddle:
         return np.concatenate([pre, prefix, suf, suffix, mid, middle])
 
     def _whole_characters(self, tokens: NDArray[np.int64]) -> tuple[int, int, str | None]:
-        """The part of a text that is whole characters: its first token, its end, itself."""
+        """Returns the part of a text that is whole characters: its first token, its end, itself."""
         for left_out in range(2 * _MOST_BYTES - 1):
             for first in range(max(left_out - _MOST_BYTES + 1, 0), min(left_out, 3) + 1):
                 last = len(tokens) - (left_out - first)

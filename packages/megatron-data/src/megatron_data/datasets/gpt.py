@@ -7,10 +7,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from ..order.spans import SampleOrder
-from .batches import Sample, rows
-from .masks import DocumentMasks, cumulative_lengths, document_masks, unmasked
+from megatron_data.datasets.batches import Sample, rows
+from megatron_data.datasets.masks import DocumentMasks, cumulative_lengths, document_masks, unmasked
+from megatron_data.errors import DataError
+from megatron_data.order.spans import SampleOrder
 
 # Fills samples up while masks are made: it is no vocabulary's, so no end of a document.
 _NO_TOKEN = -1
@@ -143,7 +143,7 @@ class GPTDataset:
         self._unmasked = unmasked((1, config.sequence_length))
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Returns the number of samples."""
         return len(self.order)
 
     def __getitem__(self, sample: int) -> Sample:

@@ -5,14 +5,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .batches import Sample
+from megatron_data.datasets.batches import Sample
 
 IGNORED = -100
 """Label that no loss falls on, in torch's cross-entropy and so in these models."""
 
 
 def hugging_face_inputs(sample: Sample) -> dict[str, NDArray[Any]]:
-    """A sample of a `GPTDataset` as `transformers`' causal language models take it.
+    """Returns a sample of a `GPTDataset` as `transformers`' causal language models take it.
 
     They shift the labels themselves: label i is token i, and the loss is that of predicting it from
     the tokens before. So the label of the token after the last is lost, one of `s`, and the

@@ -6,12 +6,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from .batches import Sample
-from .gpt import TokenSource
-from .masking import WordPieces
-from .padding import padded_text
-from .sentences import sample_random
+from megatron_data.datasets.batches import Sample
+from megatron_data.datasets.gpt import TokenSource
+from megatron_data.datasets.masking import WordPieces
+from megatron_data.datasets.padding import padded_text
+from megatron_data.datasets.sentences import sample_random
+from megatron_data.errors import DataError
 
 SPECIAL_TOKENS = 3
 """[CLS] and two [SEP] around title and block."""
@@ -115,7 +115,7 @@ class ICTDataset:
         self.seed = seed
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Returns the number of samples."""
         return len(self.sample_map)
 
     def __getitem__(self, sample: int) -> Sample:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from ..tokenizers.huggingface import HuggingFaceTokenizer
-from ..tokenizers.protocol import Tokenizer
-from ..tokenizers.wordpiece import CONTINUES
+from megatron_data.errors import DataError
+from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_data.tokenizers.protocol import Tokenizer
+from megatron_data.tokenizers.wordpiece import CONTINUES
 
 _GEOMETRIC = 0.2  # SpanBERT's p
 
@@ -46,7 +46,7 @@ class WordPieces:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "WordPieces":
-        """Read them off a WordPiece tokenizer, such as one of `bert_tokenizer`.
+        """Reads them off a WordPiece tokenizer, such as one of `bert_tokenizer`.
 
         Raises:
             DataError: it has no word pieces, or lacks [CLS], [SEP] or [MASK].
@@ -153,7 +153,7 @@ def mask_tokens(
     pieces: WordPieces,
     replacement: Callable[[], int | None],
 ) -> Masked:
-    """Hide words of a text.
+    """Hides words of a text.
 
     Args:
         tokens: the text, special tokens included.
@@ -242,7 +242,7 @@ def _swap(
     shares: NDArray[np.float64],
     random: np.random.RandomState,
 ) -> None:
-    """Permute as many tokens as are hidden among themselves; they are to be restored, too."""
+    """Permutes as many tokens as are hidden among themselves; they are to be restored, too."""
     chosen: set[int] = set()
     for word in order.tolist():
         if len(chosen) >= limit:

@@ -20,7 +20,7 @@ class DocumentMasks(NamedTuple):
     loss_mask: NDArray[np.float32]
 
     def copy(self) -> "DocumentMasks":
-        """The same in other memory."""
+        """Returns the same in other memory."""
         return DocumentMasks(self.positions.copy(), self.document_ids.copy(), self.loss_mask.copy())
 
 
@@ -32,15 +32,16 @@ def document_masks(
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
 ) -> DocumentMasks:
-    """Masks of left-to-right training, as Megatron's flags of the same names ask for.
+    """Returns the masks of left-to-right training, as for Megatron's flags of the same names.
 
-    The end-of-document token belongs to the document it ends. Without `reset_attention_mask` the
-    whole sample is document 0, without `reset_position_ids` positions run through, without
-    `eod_mask_loss` the loss counts everywhere.
+    The end-of-document token belongs to the document it ends.
 
     Args:
-        tokens: input tokens of a sample `[s]`, or of several `[..., s]`.
-        eod_id: end of a document; may be None when nothing is reset.
+        tokens: Input tokens of one sample `[s]`, or of several `[..., s]`.
+        eod_id: The end-of-document token. May be None if none of the options below is set.
+        reset_position_ids: Positions restart at 0 in each document. Otherwise they run through.
+        reset_attention_mask: Each document gets an id of its own. Otherwise all ids are 0.
+        eod_mask_loss: The loss skips end-of-document tokens. Otherwise it counts every token.
     """
     masks = unmasked(tokens.shape)
     if not (reset_position_ids or reset_attention_mask or eod_mask_loss):
@@ -80,7 +81,7 @@ class CumulativeLengths(NamedTuple):
 
 
 def cumulative_lengths(document_ids: NDArray[np.int32]) -> CumulativeLengths:
-    """The bounds of documents. Padding at the end of a sample counts as one.
+    """Returns the bounds of documents. Padding at the end of a sample counts as one.
 
     As Megatron's datasets return them, of one length for all samples, so that they stack; drop
     what repeats before flash-attention's `varlen` functions or Transformer Engine get them, or

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..errors import DataError
-from ..indexed.reader import IndexedDataset
-from ..order.history import BlendHistory, Change
-from ..preprocessing.fingerprints import compare_fingerprints, recorded_fingerprints
-from ..sources.block_cache import StorageCache
-from .paths import Blend
-from .split import Interval, parse_split, tokens_in
+from megatron_data.datasets.paths import Blend
+from megatron_data.datasets.split import Interval, parse_split, tokens_in
+from megatron_data.errors import DataError
+from megatron_data.indexed.reader import IndexedDataset
+from megatron_data.order.history import BlendHistory, Change
+from megatron_data.preprocessing.fingerprints import compare_fingerprints, recorded_fingerprints
+from megatron_data.sources.block_cache import StorageCache
 
 WHOLE: Interval = (0.0, 1.0)
 
@@ -42,7 +42,7 @@ class MixedSource(NamedTuple):
 def blend_by_epochs(
     epochs: Mapping[str, float], split: str | None = None, storage: StorageCache | None = None
 ) -> Blend:
-    """The blend in which sources are read a number of times in the same run.
+    """Returns the blend in which sources are read a number of times in the same run.
 
     Args:
         epochs: how often each source is read, by prefix.
@@ -66,7 +66,7 @@ def blend_by_epochs(
 
 
 def blend_by_tokens(tokens: Mapping[str, int]) -> Blend:
-    """The blend in which so many tokens of each source are read, by prefix.
+    """Returns the blend in which so many tokens of each source are read, by prefix.
 
     Raises:
         DataError: no source, or a number that is not positive.

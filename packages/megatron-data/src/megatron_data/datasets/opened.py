@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from ..indexed.reader import IndexedDataset
-from ..sources.block_cache import StorageCache
+from megatron_data.indexed.reader import IndexedDataset
+from megatron_data.sources.block_cache import StorageCache
 
 if TYPE_CHECKING:
-    from ..tokenizers.sft import SFTTokenizer
-    from .conversation_lines import ConversationLines
+    from megatron_data.datasets.conversation_lines import ConversationLines
+    from megatron_data.tokenizers.sft import SFTTokenizer
 
 
 class OpenDatasets:
@@ -25,7 +25,7 @@ class OpenDatasets:
     def indexed(
         self, prefix: str, storage: StorageCache | None = None, mapped: bool = True
     ) -> IndexedDataset:
-        """Return the dataset at a prefix, its index checked.
+        """Returns the dataset at a prefix, its index checked.
 
         Raises:
             DataError: there is none, or its index is damaged.
@@ -37,18 +37,18 @@ class OpenDatasets:
         return self._indexed[prefix, mapped]
 
     def has(self, prefix: str, mapped: bool = True) -> bool:
-        """Whether the dataset at a prefix is open."""
+        """Returns whether the dataset at a prefix is open."""
         return (prefix, mapped) in self._indexed
 
     def lines(
         self, path: str, tokenizer: "SFTTokenizer", max_document_bytes: int | None
     ) -> "ConversationLines":
-        """Return the conversations of a file of JSON lines.
+        """Returns the conversations of a file of JSON lines.
 
         Raises:
             DataError: as `ConversationLines`.
         """
-        from .conversation_lines import ConversationLines
+        from megatron_data.datasets.conversation_lines import ConversationLines
 
         key = path, id(tokenizer), max_document_bytes  # what is kept holds the tokenizer
         if key not in self._lines:

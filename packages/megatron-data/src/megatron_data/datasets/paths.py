@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import DataError
-from ..files import AtomicFile, read_json, read_text
-from ..sources.streams import split_suffix
-from .split import SPLITS, SplitName
+from megatron_data.datasets.split import SPLITS, SplitName
+from megatron_data.errors import DataError
+from megatron_data.files import AtomicFile, read_json, read_text
+from megatron_data.sources.streams import split_suffix
 
 _LINES = (".jsonl", ".json")
 
@@ -26,7 +26,7 @@ class Blend(NamedTuple):
 
 
 def parse_data_path(values: str | os.PathLike[str] | Sequence[str] | Blend) -> Blend:
-    """Read a `--data-path` list: prefixes, or weights and prefixes in turn; a `Blend` is one.
+    """Reads a `--data-path` list: prefixes, or weights and prefixes in turn; a `Blend` is one.
 
     An odd number of words is all prefixes. An even number is weight, prefix, weight, prefix … if
     every first word of a pair is a number, and all prefixes if none is.
@@ -58,7 +58,7 @@ def holds_conversation_lines(path: str) -> bool:
 
 
 def read_data_args(path: str | os.PathLike[str]) -> Blend:
-    """Read a `--data-args-path` file: the same list, separated by white space.
+    """Reads a `--data-args-path` file: the same list, separated by white space.
 
     Raises:
         DataError: no such file, or a list that is not one.
@@ -70,7 +70,7 @@ def read_data_args(path: str | os.PathLike[str]) -> Blend:
 
 
 def write_data_args(path: str | os.PathLike[str], blend: Blend) -> None:
-    """Write a blend as a `--data-args-path` file, a source a line.
+    """Writes a blend as a `--data-args-path` file, a source a line.
 
     Raises:
         DataError: a prefix with white space, which such a file cannot hold.
@@ -87,7 +87,7 @@ def write_data_args(path: str | os.PathLike[str], blend: Blend) -> None:
 
 
 def read_per_split_data_args(path: str | os.PathLike[str]) -> dict[SplitName, Blend | None]:
-    """Read a `--per-split-data-args-path` file: `{"train": [...], "valid": [...], "test": [...]}`.
+    """Reads a `--per-split-data-args-path` file: `{"train": [...], "valid": [...], "test": [...]}`.
 
     A value may also be one text, separated by white space.
 
@@ -105,7 +105,7 @@ def read_per_split_data_args(path: str | os.PathLike[str]) -> dict[SplitName, Bl
 def read_data_path_changes(
     path: str | os.PathLike[str],
 ) -> list[tuple[int, str | Sequence[str]]]:
-    """Read what takes the place of a data path in the course of a run, and from which sample on.
+    """Reads what takes the place of a data path in the course of a run, and from which sample on.
 
     The file is a JSON list of objects such as `{"from_sample": 80000, "data_path": ["0.7", "a",
     "0.3", "b"]}`; a data path may also be one text, separated by white space.

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from megatron_data.errors import DataError
 
 
 def sample_row(sample_map: NDArray[np.unsignedinteger], sample: int) -> tuple[int, int, int]:
@@ -24,7 +24,7 @@ def sample_random(seed: int, sample: int) -> np.random.RandomState:
 
 
 def check_short(share: float) -> None:
-    """Refuse a share of short samples that is none.
+    """Refuses a share of short samples that is none.
 
     Raises:
         DataError: it is not between 0 and 1.

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from ..order.spans import SampleOrder
-from .batches import Sample
-from .gpt import TokenSource
-from .masks import cumulative_lengths
+from megatron_data.datasets.batches import Sample
+from megatron_data.datasets.gpt import TokenSource
+from megatron_data.datasets.masks import cumulative_lengths
+from megatron_data.errors import DataError
+from megatron_data.order.spans import SampleOrder
 
 
 class SFTDataset:
@@ -47,7 +47,7 @@ class SFTDataset:
         self.order = order
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Returns the number of samples."""
         return len(self.order)
 
     def __getitem__(self, sample: int) -> Sample:
@@ -59,7 +59,7 @@ class SFTDataset:
 def sample_of(
     parts: Iterable[tuple[NDArray[Any], NDArray[Any]]], length: int, number: int
 ) -> Sample:
-    """The sample of some stretches of conversations; see `SFTDataset`.
+    """Returns the sample of some stretches of conversations; see `SFTDataset`.
 
     Args:
         parts: tokens of each stretch, and 1 for those that the loss counts.

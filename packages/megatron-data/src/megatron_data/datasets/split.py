@@ -6,8 +6,8 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from ..errors import DataError
-from ..indexed.reader import IndexedDataset
+from megatron_data.errors import DataError
+from megatron_data.indexed.reader import IndexedDataset
 
 SplitName: TypeAlias = Literal["train", "valid", "test"]
 SPLITS: tuple[SplitName, ...] = get_args(SplitName)

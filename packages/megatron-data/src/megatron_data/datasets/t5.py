@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from .batches import Sample
-from .gpt import TokenSource
-from .masking import Masked, MaskingConfig, WordPieces, mask_tokens
-from .padding import padded, padded_text
-from .sentences import check_short, sample_random, sample_row
+from megatron_data.datasets.batches import Sample
+from megatron_data.datasets.gpt import TokenSource
+from megatron_data.datasets.masking import Masked, MaskingConfig, WordPieces, mask_tokens
+from megatron_data.datasets.padding import padded, padded_text
+from megatron_data.datasets.sentences import check_short, sample_random, sample_row
+from megatron_data.errors import DataError
 
 SPECIAL_TOKENS = 2
 """What Megatron leaves room for beside the text."""
@@ -94,7 +94,7 @@ class T5Dataset:
         self._begin, self._end = pieces.bos_id, pieces.eos_id
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Returns the number of samples."""
         return len(self.sample_map)
 
     def __getitem__(self, sample: int) -> Sample:

@@ -3,10 +3,10 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..preprocessing.fingerprints import compare_fingerprints, recorded_fingerprints
-from ..tokenizers.protocol import Tokenizer
-from .build import DataPath
-from .paths import holds_conversation_lines, parse_data_path, parse_per_split
+from megatron_data.datasets.build import DataPath
+from megatron_data.datasets.paths import holds_conversation_lines, parse_data_path, parse_per_split
+from megatron_data.preprocessing.fingerprints import compare_fingerprints, recorded_fingerprints
+from megatron_data.tokenizers.protocol import Tokenizer
 
 _log = logging.getLogger("megatron_data")
 
@@ -17,7 +17,7 @@ def check_tokenizer(
     *,
     data_path_changes: Sequence[tuple[int, DataPath]] = (),
 ) -> None:
-    """Refuse corpora that another tokenizer made: their tokens would be other text.
+    """Refuses corpora that another tokenizer made: their tokens would be other text.
 
     Reads the manifest, `PREFIX.meta.json`, of every source of all splits. One line of warning
     names the sources that have none, such as those that Megatron wrote. Conversations in JSON lines
@@ -49,7 +49,7 @@ def check_tokenizer(
 
 
 def _prefixes(data_path: DataPath) -> Iterator[str]:
-    """The sources that a data path names."""
+    """Returns the sources that a data path names."""
     if not isinstance(data_path, Mapping):
         yield from parse_data_path(data_path).prefixes
         return

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..errors import DataError
-from ..files import AtomicFile, local_prefix
-from ..sources.block_cache import StorageCache
-from .format import LARGEST_LENGTH, Header, TokenType, bin_path, idx_path
-from .images import images_among
-from .reader import IndexedDataset
+from megatron_data.errors import DataError
+from megatron_data.files import AtomicFile, local_prefix
+from megatron_data.indexed.format import LARGEST_LENGTH, Header, TokenType, bin_path, idx_path
+from megatron_data.indexed.images import images_among
+from megatron_data.indexed.reader import IndexedDataset
+from megatron_data.sources.block_cache import StorageCache
 
 
 class WrittenFile(NamedTuple):
@@ -33,7 +33,7 @@ class WrittenFile(NamedTuple):
 
     @classmethod
     def of(cls, file: AtomicFile) -> "WrittenFile":
-        """What was written to a file."""
+        """Returns what was written to a file."""
         return cls(file.path.name, file.bytes, file.digests.sha256, file.digests.blocks)
 
 
@@ -92,18 +92,18 @@ class IndexedDatasetBuilder:
         self._bin = AtomicFile(bin_path(self.prefix))
 
     def add_item(self, tokens: ArrayLike, mode: int = 0) -> None:
-        """Append one sequence; `end_document` closes the document it belongs to."""
+        """Appends one sequence; `end_document` closes the document it belongs to."""
         data = self._convert(tokens)
         self._append(data, [len(data)], [mode])
 
     def end_document(self) -> None:
-        """Close the document of the sequences added since the last one."""
+        """Closes the document of the sequences added since the last one."""
         self._bounds.append(len(self._lengths))
 
     def add_document(
         self, tokens: ArrayLike, lengths: Sequence[int], modes: Sequence[int] | None = None
     ) -> None:
-        """Append a document: its tokens, and the lengths of its sequences.
+        """Appends a document: its tokens, and the lengths of its sequences.
 
         Raises:
             DataError: lengths that do not sum to the tokens, or tokens the type cannot hold.
@@ -118,7 +118,7 @@ class IndexedDatasetBuilder:
         sequences: NDArray[np.integer],
         modes: NDArray[np.integer] | None = None,
     ) -> None:
-        """Append many documents at once.
+        """Appends many documents at once.
 
         Args:
             tokens: all tokens, joined.
@@ -136,7 +136,7 @@ class IndexedDatasetBuilder:
     def add_index(
         self, prefix: str | os.PathLike[str], storage: StorageCache | None = None
     ) -> None:
-        """Append a whole dataset, documents and modes included.
+        """Appends a whole dataset, documents and modes included.
 
         Args:
             prefix: path of the pair without `.bin` or `.idx`, or a URL.
@@ -151,7 +151,7 @@ class IndexedDatasetBuilder:
             self.add_part(other, 0, other.documents)
 
     def add_part(self, other: IndexedDataset, first: int, last: int) -> None:
-        """Append documents `first` to `last` (not included) of a dataset that is in order.
+        """Appends documents `first` to `last` (not included) of a dataset that is in order.
 
         Raises:
             DataError: it has another token type, or one of the two has modes.
@@ -179,7 +179,7 @@ class IndexedDatasetBuilder:
             self._modes.frombytes(other.sequence_modes[sequences].tobytes())
 
     def finalize(self) -> WrittenDataset:
-        """Write the index and give both files their names.
+        """Writes the index and gives both files their names.
 
         Raises:
             DataError: sequences after the last `end_document`.
@@ -217,7 +217,7 @@ class IndexedDatasetBuilder:
         )
 
     def discard(self) -> None:
-        """Drop everything written. Does nothing after `finalize`."""
+        """Drops everything written. Does nothing after `finalize`."""
         self._bin.discard()
 
     def __enter__(self) -> Self:

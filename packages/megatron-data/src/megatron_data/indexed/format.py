@@ -1,10 +1,10 @@
-"""Layout of the `.idx` file and the rules that go with it.
+r"""Layout of the `.idx` file and the rules that go with it.
 
 A dataset is two files. `PREFIX.bin` is the tokens of all sequences, one after the other, without
 a header. `PREFIX.idx`, little-endian, says where each sequence and each document begins:
 
     offset  type          field
-    0       9 bytes       magic, b"MMIDIDX\\x00\\x00"
+    0       9 bytes       magic, b"MMIDIDX\x00\x00"
     9       uint64        version, 1
     17      uint8         code of the token type
     18      uint64        S, number of sequences
@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..errors import DataError
+from megatron_data.errors import DataError
 
 TokenType: TypeAlias = np.dtype[Any]
 
@@ -81,7 +81,7 @@ class Header:
     bounds: int
 
     def pack(self) -> bytes:
-        """The header as bytes."""
+        """Returns the header as bytes."""
         code = next((code for code, dtype in DTYPES.items() if dtype == self.dtype), None)
         if code is None:
             known = ", ".join(str(dtype) for dtype in DTYPES.values())
@@ -90,7 +90,7 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes, path: Path | str) -> "Header":
-        """Read a header, naming `path` in the error if it is not one.
+        """Reads a header, naming `path` in the error if it is not one.
 
         Raises:
             DataError: too short, foreign magic, unknown version or token type.

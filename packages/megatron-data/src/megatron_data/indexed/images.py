@@ -7,8 +7,8 @@ bytes of the image file, four to a number.
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from .reader import IndexedDataset
+from megatron_data.errors import DataError
+from megatron_data.indexed.reader import IndexedDataset
 
 TEXT_MODE, IMAGE_MODE = 0, 1
 """Modes of the sequences of a multimodal dataset."""
@@ -39,7 +39,7 @@ def image_kind(data: bytes) -> str | None:
 
 
 def pack_image(data: bytes) -> NDArray[np.int32]:
-    """The bytes of an image file as a sequence, int32."""
+    """Returns the bytes of an image file as a sequence, int32."""
     padding = -len(data) % _DTYPE.itemsize
     packed = np.empty(1 + (len(data) + padding) // _DTYPE.itemsize, _DTYPE)
     packed[0] = padding
@@ -48,7 +48,7 @@ def pack_image(data: bytes) -> NDArray[np.int32]:
 
 
 def unpack_image(sequence: NDArray[np.integer]) -> bytes:
-    """The bytes of the image file that a sequence holds.
+    """Returns the bytes of the image file that a sequence holds.
 
     Raises:
         DataError: it is no image: not int32, or it does not begin with 0 to 3.
@@ -64,7 +64,7 @@ def unpack_image(sequence: NDArray[np.integer]) -> bytes:
 
 
 def images_among(lengths: NDArray[np.int32], modes: NDArray[np.int8]) -> tuple[int, int]:
-    """Return how many sequences are images, and how many numbers those have together.
+    """Returns how many sequences are images, and how many numbers those have together.
 
     Args:
         lengths: of the sequences, `[S]`.

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from ..sources.block_cache import Blocks, StorageCache
-from ..sources.failures import MissingError
-from ..sources.names import is_local, is_url, without_scheme
-from ..sources.remote import RemoteFile
-from ..sources.storage import exists
-from .format import TokenType, bin_path, idx_path
+from megatron_data.errors import DataError
+from megatron_data.indexed.format import TokenType, bin_path, idx_path
+from megatron_data.sources.block_cache import Blocks, StorageCache
+from megatron_data.sources.failures import MissingError
+from megatron_data.sources.names import is_local, is_url, without_scheme
+from megatron_data.sources.remote import RemoteFile
+from megatron_data.sources.storage import exists
 
 _BLOCK_BYTES = 4 << 20  # of a scan
 _USUAL_ENDS = ("_text_document", "_text_sentence", "_conversation", "_image_text")
@@ -29,20 +29,20 @@ class TokenRow(Protocol):
         """Size in bytes."""
 
     def __len__(self) -> int:
-        """Number of tokens."""
+        """Returns the number of tokens."""
 
     def __getitem__(self, part: slice, /) -> NDArray[Any]:
-        """A stretch of them."""
+        """Returns a stretch of them."""
 
 
 class TokenStore(TokenRow, Protocol):
     """The tokens of a `.bin`: `MappedTokens`, `FileTokens` or `RemoteTokens`."""
 
     def scan(self, begin: int, end: int) -> Iterator[NDArray[Any]]:
-        """The tokens from `begin` to `end` block by block; memory stays flat."""
+        """Returns the tokens from `begin` to `end` block by block; memory stays flat."""
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Lets go of the file."""
 
 
 class MappedTokens:
@@ -73,7 +73,7 @@ class MappedTokens:
         return _scan_map(self._map, self.array, begin, end)
 
     def close(self) -> None:
-        """Let go of the map; views of it keep it alive."""
+        """Lets go of the map; views of it keep it alive."""
         self._map, self.array = b"", self.array[:0].copy()
 
 
@@ -121,7 +121,7 @@ class FileTokens:
             yield tokens
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._file.close()
 
 
@@ -147,7 +147,7 @@ class RemoteTokens:
         return np.frombuffer(self._blocks.read(begin, end), self._dtype)
 
     def scan(self, begin: int, end: int) -> Iterator[NDArray[Any]]:
-        """What comes from the storage, past the cache.
+        """Returns what comes from the storage, past the cache.
 
         Raises:
             DataError: it cannot be read, or the file was replaced.
@@ -179,7 +179,7 @@ class Pair(NamedTuple):
 
 
 def open_pair(prefix: str, storage: StorageCache | None, mapped: bool) -> Pair:
-    """Open the files at a prefix, which may be a URL if there is a cache for it.
+    """Opens the files at a prefix, which may be a URL if there is a cache for it.
 
     Args:
         prefix: path or URL without `.bin` or `.idx`.
@@ -248,7 +248,7 @@ def _scan_map(
 
 
 def _blocks(begin: int, end: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Where the blocks of a scan begin and end, in tokens."""
+    """Returns where the blocks of a scan begin and end, in tokens."""
     step = _BLOCK_BYTES // itemsize
     return ((start, min(start + step, end)) for start in range(begin, end, step))
 

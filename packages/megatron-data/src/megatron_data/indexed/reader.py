@@ -7,10 +7,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from ..sources.block_cache import StorageCache
-from .format import HEADER, Header, TokenType
-from .pair import MappedTokens, Pair, TokenRow, open_pair
+from megatron_data.errors import DataError
+from megatron_data.indexed.format import HEADER, Header, TokenType
+from megatron_data.indexed.pair import MappedTokens, Pair, TokenRow, open_pair
+from megatron_data.sources.block_cache import StorageCache
 
 _CHECKED = 1 << 20  # sequences that are checked at once
 
@@ -67,7 +67,7 @@ class IndexedDataset:
         )
 
     def _check_ends(self, files: Pair) -> None:
-        """The cheap checks of opening; `check` does the thorough ones."""
+        """Returns the cheap checks of opening; `check` does the thorough ones."""
         if len(self._bounds) == 0 or self._bounds[0] != 0 or self._bounds[-1] != len(self):
             raise DataError(
                 f"{files.idx} is damaged: its document bounds do not run from 0 to {len(self)}; "
@@ -131,7 +131,7 @@ class IndexedDataset:
         return self._open(tokens)
 
     def scan(self, begin: int = 0, end: int | None = None) -> Iterator[NDArray[Any]]:
-        """The tokens from `begin` to `end` in the order of the file, in blocks of some MiB.
+        """Returns the tokens from `begin` to `end` in the order of the file, in blocks of some MiB.
 
         However large the file is, the memory of the process stays flat: what was read of a map is
         let go, and of a URL a few blocks are fetched ahead, past the cache.
@@ -151,7 +151,7 @@ class IndexedDataset:
         return self._store.scan(begin, end)
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Returns the number of sequences."""
         return len(self._lengths)
 
     def __getitem__(self, sequence: int) -> NDArray[Any]:
@@ -203,7 +203,7 @@ class IndexedDataset:
         return self._slice(int(self._pointers[first]), 0, length)
 
     def check(self) -> None:
-        """Check every length, pointer and bound; opening checks only the ends.
+        """Checks every length, pointer and bound; opening checks only the ends.
 
         Raises:
             DataError: the first thing found wrong, with its place.
@@ -231,7 +231,7 @@ class IndexedDataset:
                 )
 
     def _damaged(self, sequence: int | None, what: str) -> DataError:
-        """Name the file, the document of a sequence, and what to do."""
+        """Names the file, the document of a sequence, and what to do."""
         if sequence is not None:
             within = int(np.searchsorted(self._bounds, sequence, side="right")) - 1
             what += f" (document {min(max(within, 0), self.documents - 1)})"
@@ -258,7 +258,7 @@ class IndexedDataset:
         return array
 
     def close(self) -> None:
-        """Let go of both files. Views handed out before stay valid; new reads are refused."""
+        """Lets go of both files. Views handed out before stay valid; new reads are refused."""
         self._closed = True
         self._lengths = self._lengths[:0].copy()
         self._pointers = self._pointers[:0].copy()
@@ -283,7 +283,7 @@ class IndexedDataset:
 
 
 def _is_multimodal(header: Header, size: int, index: str) -> bool:
-    """Whether the index holds modes, which only its size tells."""
+    """Returns whether the index holds modes, which only its size tells."""
     plain, multimodal = header.index_bytes(False), header.index_bytes(True)
     if size not in (plain, multimodal):
         raise DataError(

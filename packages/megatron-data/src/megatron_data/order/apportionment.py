@@ -21,8 +21,8 @@ from fractions import Fraction
 from math import isfinite, lcm
 from typing import NamedTuple, TypeAlias
 
-from ..errors import DataError
-from .spans import Draw
+from megatron_data.errors import DataError
+from megatron_data.order.spans import Draw
 
 
 class _Node(NamedTuple):
@@ -53,7 +53,7 @@ class Apportionment:
         self._tree = _huffman(self.weights)
 
     def __getitem__(self, sample: int) -> Draw:
-        """Where a sample comes from.
+        """Returns where a sample comes from.
 
         Raises:
             IndexError: a negative number.
@@ -71,7 +71,7 @@ class Apportionment:
         return Draw(tree, sample)
 
     def counts(self, samples: int) -> list[int]:
-        """Return how many of the first `samples` samples come from each source."""
+        """Returns how many of the first `samples` samples come from each source."""
         counts = [0] * len(self.weights)
         reached: list[tuple[_Tree, int]] = [(self._tree, samples)]
         while reached:
@@ -84,7 +84,7 @@ class Apportionment:
         return counts
 
     def worst_error(self) -> float:
-        """Return a bound of the samples by which a source is ever off its share."""
+        """Returns a bound of the samples by which a source is ever off its share."""
         worst = 0.0
         reached: list[tuple[_Tree, float]] = [(self._tree, 0.0)]
         while reached:

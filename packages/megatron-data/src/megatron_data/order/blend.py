@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from .cache import cache_key, load_or_build
-from .spans import Draw
+from megatron_data.errors import DataError
+from megatron_data.order.cache import cache_key, load_or_build
+from megatron_data.order.spans import Draw
 
 _MOST_DATASETS = 32_767
 
@@ -44,7 +44,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
 
 def blend_by_weight(weights: Sequence[float], size: int) -> BlendIndices:
-    """Draw `size` samples in proportion to `weights`.
+    """Draws `size` samples in proportion to `weights`.
 
     Raises:
         DataError: a weight that is not positive, or more than 32,766 datasets.
@@ -65,7 +65,7 @@ def blend_by_weight(weights: Sequence[float], size: int) -> BlendIndices:
 
 
 def blend_exhaustively(sizes: Sequence[int]) -> BlendIndices:
-    """Draw every sample of every dataset once, in proportion to their sizes.
+    """Draws every sample of every dataset once, in proportion to their sizes.
 
     Raises:
         DataError: a size that is not positive, or more than 32,766 datasets.
@@ -119,7 +119,7 @@ class GreedyBlend:
         return len(self.indices.dataset_index)
 
     def __getitem__(self, sample: int) -> Draw:
-        """Where a sample comes from.
+        """Returns where a sample comes from.
 
         Raises:
             IndexError: no such sample.
@@ -130,7 +130,7 @@ class GreedyBlend:
         return Draw(int(self.indices.dataset_index[sample]), number)
 
     def counts(self) -> list[int]:
-        """Return how many samples come from each dataset."""
+        """Returns how many samples come from each dataset."""
         counts: list[int] = np.bincount(
             self.indices.dataset_index, minlength=self._sources
         ).tolist()

@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from ..files import named_errors, sync_folder
+from megatron_data.files import named_errors, sync_folder
 
 _LISTING = "entry.json"
 _NAME = re.compile(r"[a-z_]+")
@@ -75,7 +75,7 @@ def _load(entry: Path) -> Arrays | None:
 
 
 def _mapped(path: Path, dtype: str, shape: list[int]) -> NDArray[Any]:
-    """Map an array whose header has to be the one that numpy writes for it.
+    """Maps an array whose header has to be the one that numpy writes for it.
 
     A header is compared and not read: a damaged one may name any size.
 
@@ -91,7 +91,7 @@ def _mapped(path: Path, dtype: str, shape: list[int]) -> NDArray[Any]:
 
 
 def _header(dtype: str, shape: list[int]) -> bytes:
-    """Return the first bytes of a ``.npy`` file of an array in C order."""
+    """Returns the first bytes of a ``.npy`` file of an array in C order."""
     described = {"descr": dtype, "fortran_order": False, "shape": tuple(shape)}
     header = BytesIO()
     np.lib.format.write_array_header_1_0(header, described)

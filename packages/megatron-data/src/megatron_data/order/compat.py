@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError, EmptySplitError
-from .spans import Span, check_order
+from megatron_data.errors import DataError, EmptySplitError
+from megatron_data.order.spans import Span, check_order
 
 _SEPARATE_BELOW = 0.80
 _BLOCK = 1 << 15  # sequences at a time: their ends stay in the cache of a core
@@ -52,7 +52,7 @@ def build_gpt_indices(
     extra: int = 1,
     drop_last_partial: bool = True,
 ) -> GPTIndices:
-    """Build the document, sample and shuffle index of one split.
+    """Builds the document, sample and shuffle index of one split.
 
     Args:
         lengths: tokens of every sequence of the dataset, int32.
@@ -146,7 +146,7 @@ def build_sample_index(
     extra: int = 1,
     drop_last_partial: bool = True,
 ) -> NDArray[np.signedinteger]:
-    """Where in the stream each sample begins, `[samples + 1, 2]`.
+    """Returns where in the stream each sample begins, `[samples + 1, 2]`.
 
     Row i is the position in `document_index` of the sequence that holds the last of the first
     `i * sequence_length + extra` tokens of the stream, and the place in that sequence after
@@ -231,7 +231,7 @@ class CompatOrder:
         return len(self.indices.shuffle_index)
 
     def spans(self, sample: int) -> list[Span]:
-        """The stretches of a sample, in order.
+        """Returns the stretches of a sample, in order.
 
         Raises:
             IndexError: no such sample.

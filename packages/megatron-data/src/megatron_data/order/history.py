@@ -4,9 +4,9 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..errors import DataError
-from .apportionment import Apportionment
-from .spans import Draw
+from megatron_data.errors import DataError
+from megatron_data.order.apportionment import Apportionment
+from megatron_data.order.spans import Draw
 
 
 class Change(NamedTuple):
@@ -94,7 +94,7 @@ class BlendHistory:
         return self.num_samples
 
     def __getitem__(self, sample: int) -> Draw:
-        """Where a sample comes from.
+        """Returns where a sample comes from.
 
         Raises:
             IndexError: no such sample.
@@ -107,7 +107,7 @@ class BlendHistory:
         return Draw(source, reign.drawn[source] + number)
 
     def counts(self) -> list[int]:
-        """Return how many samples come from each of `sources`."""
+        """Returns how many samples come from each of `sources`."""
         if not self.num_samples:
             return [0] * len(self.sources)
         counts = self._counted(self._reign(self.num_samples - 1), self.num_samples)

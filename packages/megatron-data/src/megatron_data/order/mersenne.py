@@ -19,14 +19,14 @@ _AT_ONCE = 1 << 14
 
 
 def mt19937(seed: int) -> Iterator[NDArray[np.uint32]]:
-    """The numbers of `std::mt19937`, uint32, an endless row of pieces."""
+    """Returns the numbers of `std::mt19937`, uint32, an endless row of pieces."""
     generator = np.random.RandomState(seed & 0xFFFFFFFF)
     while True:
         yield generator.randint(0, 1 << 32, _AT_ONCE, np.uint32)
 
 
 def mt19937_64(seed: int, count: int) -> NDArray[np.uint64]:
-    """The first `count` numbers of `std::mt19937_64`, uint64 `[count]`."""
+    """Returns the first `count` numbers of `std::mt19937_64`, uint64 `[count]`."""
     state = _seeded(seed)
     rounds = -(-count // _WORDS)
     numbers = np.empty((rounds, _WORDS), np.uint64)
@@ -45,7 +45,7 @@ def _seeded(seed: int) -> NDArray[np.uint64]:
 
 
 def _advance(state: NDArray[np.uint64]) -> None:
-    """Replace all words; later ones are made of words that are new already, hence three steps."""
+    """Replaces all words; later ones are made of words that are new already, hence three steps."""
     ends = _WORDS - 1
     state[:_MIDDLE] = state[_MIDDLE:] ^ _twisted(state[:_MIDDLE], state[1 : _MIDDLE + 1])
     state[_MIDDLE:ends] = state[: ends - _MIDDLE] ^ _twisted(

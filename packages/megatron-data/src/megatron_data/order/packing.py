@@ -18,10 +18,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError, EmptySplitError
-from ..recent import Recent
-from .permutation import Permutation, mixed
-from .spans import Span, check_order
+from megatron_data.errors import DataError, EmptySplitError
+from megatron_data.order.permutation import Permutation, mixed
+from megatron_data.order.spans import Span, check_order
+from megatron_data.recent import Recent
 
 _MOST_CAPACITY = 1 << 16
 _EPOCHS_KEPT = 4
@@ -77,7 +77,7 @@ class Packing:
         self.full: int = self._full_ends.item(-1) if len(self._full_ends) else 0
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Returns the number of samples."""
         return self.full + len(self._starts) - 1
 
     def spans(self, number: int, first: int = 0) -> list[Span]:
@@ -110,7 +110,7 @@ class Packing:
         return (self._full_ends.item(place) - before) * self.capacity
 
     def report(self) -> PackingReport:
-        """Return what the packing cost."""
+        """Returns what the packing cost."""
         room = len(self) * self.capacity
         padding = room - self._tokens
         return PackingReport(len(self), self._documents, self._cut, padding, padding / room)
@@ -158,7 +158,7 @@ class _Rooms:
         self._present: list[int] = []
 
     def tightest(self, length: int) -> tuple[int, int, int] | None:
-        """Take a range of the samples with the least room for a length: room, first and end."""
+        """Takes a range of the samples with the least room for a length: room, first and ends."""
         place = bisect_left(self._present, length)
         if place == len(self._present):
             return None
@@ -169,12 +169,12 @@ class _Rooms:
         return room, first, last
 
     def give_back(self, room: int, first: int, last: int) -> None:
-        """Return what was not used of a range."""
+        """Returns what was not used of a range."""
         if first < last:
             self.add(room, first, last)
 
     def add(self, room: int, first: int, last: int) -> None:
-        """Remember a range; samples without room need not be."""
+        """Remembers a range; samples without room need not be."""
         if not room:
             return
         if room not in self._ranges:
@@ -192,7 +192,7 @@ def _sorted_descending(
 
 
 def _argsort(bins: NDArray[np.signedinteger], used: int) -> NDArray[np.signedinteger]:
-    """A stable argsort of numbers below `used`, 16 bits at a time."""
+    """Returns a stable argsort of numbers below `used`, 16 bits at a time."""
     order = _radix((bins & 0xFFFF).astype(np.uint16))
     for shift in range(16, max(used - 1, 1).bit_length(), 16):
         order = order[_radix(((bins >> shift) & 0xFFFF).astype(np.uint16)[order])]
@@ -246,7 +246,7 @@ class PackedOrder:
         return self._samples
 
     def spans(self, sample: int) -> list[Span]:
-        """The stretches of a sample, in order.
+        """Returns the stretches of a sample, in order.
 
         Raises:
             IndexError: no such sample.

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from megatron_data.errors import DataError
 
 ENUMERATED = 4096
 """Up to so many things a permutation is written out, beyond it every place is computed alone."""
@@ -25,7 +25,7 @@ _ENOUGH = 64  # once so many of them were asked for: alone they take about as lo
 
 
 def mixed(*words: int) -> int:
-    """Return 64 bits that depend on all of the words, which may have any size and sign."""
+    """Returns 64 bits that depend on all of the words, which may have any size and sign."""
     state = len(words)
     for word in words:
         low, high = word & _MASK, (word >> 64) & _MASK
@@ -35,7 +35,7 @@ def mixed(*words: int) -> int:
 
 
 def shuffled(count: int, key: int) -> NDArray[np.int64]:
-    """Return the numbers below `count` in an order that `key` decides, int64 `[count]`.
+    """Returns the numbers below `count` in an order that `key` decides, int64 `[count]`.
 
     They are sorted by bits drawn for each. The lowest bits of a draw are the number itself, which
     settles draws that are the same, and lets values be sorted in place of indices, which is
@@ -81,7 +81,7 @@ class Permutation:
         return self.count
 
     def __getitem__(self, number: int) -> int:
-        """Where a number goes.
+        """Returns where a number goes.
 
         Raises:
             IndexError: it is not below the count.
@@ -110,7 +110,7 @@ class Permutation:
         return number
 
     def _once(self, number: int) -> int:
-        """Pass through the network once: a permutation of all numbers of so many bits."""
+        """Passes through the network once: a permutation of all numbers of so many bits."""
         right_bits, left_bits = self._right, self._left
         left_mask, right_mask = (1 << left_bits) - 1, (1 << right_bits) - 1
         left, right = number >> right_bits, number & right_mask
@@ -123,7 +123,7 @@ class Permutation:
         return left << right_bits | right
 
     def all(self) -> NDArray[np.int64]:
-        """Return where every number goes, int64 `[count]`: the same as asking one by one."""
+        """Returns where every number goes, int64 `[count]`: the same as asking one by one."""
         if self.count <= ENUMERATED:
             return _written_out(self.count, self.key).copy()
         return self._walk_all(np.arange(self.count, dtype=np.uint64))

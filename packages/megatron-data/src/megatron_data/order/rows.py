@@ -3,8 +3,8 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import EmptySplitError
-from .spans import Span, check_order
+from megatron_data.errors import EmptySplitError
+from megatron_data.order.spans import Span, check_order
 
 
 class RowOrder:
@@ -53,7 +53,7 @@ class RowOrder:
         return self._samples
 
     def spans(self, sample: int) -> list[Span]:
-        """The stretches of a sample, in order.
+        """Returns the stretches of a sample, in order.
 
         Raises:
             IndexError: no such sample.
@@ -67,7 +67,7 @@ class RowOrder:
 
 
 def kept_lengths(lengths: NDArray[np.integer], sequence_length: int) -> list[int]:
-    """How many tokens of each of a row's sequences a sample has room for.
+    """Returns how many tokens of each of a row's sequences a sample has room for.
 
     A row that does not end in a sample loses its end, to one token less than there is room for.
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import EmptySplitError
-from .mersenne import mt19937, mt19937_64
+from megatron_data.errors import EmptySplitError
+from megatron_data.order.mersenne import mt19937, mt19937_64
 
 LONGEST_SENTENCE = 512
 """Documents with a longer sentence, in tokens, are passed over."""
@@ -38,7 +38,7 @@ def sentence_map(
     num_samples: int | None = None,
     min_sentences: int = 1,
 ) -> NDArray[np.unsignedinteger]:
-    """Build the map of BERT and T5.
+    """Builds the map of BERT and T5.
 
     Args:
         document_bounds: first sentence of every document and the end of the last, int64 `[D + 1]`.
@@ -86,7 +86,7 @@ def block_map(
     num_samples: int | None = None,
     use_one_sentence_blocks: bool = False,
 ) -> NDArray[np.unsignedinteger]:
-    """Build the map of the inverse cloze task and of retrieval.
+    """Builds the map of the inverse cloze task and of retrieval.
 
     Args:
         document_bounds: first sentence of every document and the end of the last, int64 `[D + 1]`.
@@ -157,7 +157,7 @@ def _closed(ends: "array[int]", start: int, last: int, target: int, least: int, 
 
 
 def _targets(seed: int, max_length: int, short_probability: float) -> Iterator[int]:
-    """The length each sample aims at."""
+    """Returns the length each sample aims at."""
     every = round_half_away(1 / short_probability) if short_probability > 0 else 0
     if not every:
         while True:
@@ -168,7 +168,7 @@ def _targets(seed: int, max_length: int, short_probability: float) -> Iterator[i
 
 
 def round_half_away(number: float) -> int:
-    """Round to the next whole number as C does, halves away from zero."""
+    """Rounds to the next whole number as C does, halves away from zero."""
     return int(number + 0.5)
 
 

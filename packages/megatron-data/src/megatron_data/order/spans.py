@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, Protocol
 
-from ..errors import DataError
+from megatron_data.errors import DataError
 
 
 class Span(NamedTuple):
@@ -28,10 +28,10 @@ class SampleOrder(Protocol):
         """Tokens in a whole sample; the last one may be shorter."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Returns the number of samples."""
 
     def spans(self, sample: int) -> list[Span]:
-        """The stretches of a sample, in order.
+        """Returns the stretches of a sample, in order.
 
         Raises:
             IndexError: no such sample.
@@ -42,21 +42,21 @@ class BlendOrder(Protocol):
     """Sample number of a blend to a source and to the sample's number there."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Returns the number of samples."""
 
     def __getitem__(self, sample: int, /) -> Draw:
-        """Where a sample comes from.
+        """Returns where a sample comes from.
 
         Raises:
             IndexError: no such sample.
         """
 
     def counts(self) -> list[int]:
-        """Return how many samples come from each source."""
+        """Returns how many samples come from each source."""
 
 
 def check_order(sequence_length: int, extra: int, num_samples: int | None) -> None:
-    """Refuse numbers that no order can be made of.
+    """Refuses numbers that no order can be made of.
 
     Raises:
         DataError: a length below 1, more than one token beyond it, or a negative count.

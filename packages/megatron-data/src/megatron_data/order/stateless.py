@@ -19,10 +19,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError, EmptySplitError
-from ..recent import Recent
-from .permutation import Permutation, mixed, shuffled
-from .spans import Span, check_order
+from megatron_data.errors import DataError, EmptySplitError
+from megatron_data.order.permutation import Permutation, mixed, shuffled
+from megatron_data.order.spans import Span, check_order
+from megatron_data.recent import Recent
 
 BLOCK = 4096
 """Sequences that are laid out together."""
@@ -81,7 +81,7 @@ class _Block(NamedTuple):
     ends: NDArray[np.int64]
 
     def take(self, position: int, wanted: int, found: list[Span]) -> int:
-        """Add up to `wanted` tokens from `position` on; return how many there were."""
+        """Adds up to `wanted` tokens from `position` on; return how many there were."""
         place = int(self.ends.searchsorted(position, "right"))
         begin = self.ends.item(place - 1) if place else 0
         until = min(position + wanted, self.ends.item(-1))
@@ -160,11 +160,11 @@ class StatelessOrder:
         return self._samples
 
     def epoch_of(self, sample: int) -> int:
-        """Return the epoch that a sample begins in, from 0."""
+        """Returns the epoch that a sample begins in, from 0."""
         return 0 if self._closed else sample * self.sequence_length // self.epoch_tokens
 
     def spans(self, sample: int) -> list[Span]:
-        """The stretches of a sample, in order.
+        """Returns the stretches of a sample, in order.
 
         Raises:
             IndexError: no such sample.
@@ -196,7 +196,7 @@ class StatelessOrder:
         return found
 
     def _first_sample(self, epoch: int) -> int:
-        """The first row that begins in an epoch, which is its first sample, too."""
+        """Returns the first row that begins in an epoch, which is its first sample, too."""
         return -(-epoch * self.epoch_tokens // self.sequence_length)
 
     def _permutation(self, epoch: int) -> Permutation:

@@ -10,15 +10,15 @@ from typing import NamedTuple
 import numpy as np
 import orjson
 
-from ..errors import DataError
-from ..files import AtomicFile
-from ..indexed.builder import IndexedDatasetBuilder, WrittenDataset
-from ..indexed.format import idx_path
-from ..sources.protocol import KINDS, Fault
-from .manifest import Counts, manifest_path
-from .origins import Origins
-from .parts import Record, WorkFolder
-from .protocol import Output
+from megatron_data.errors import DataError
+from megatron_data.files import AtomicFile
+from megatron_data.indexed.builder import IndexedDatasetBuilder, WrittenDataset
+from megatron_data.indexed.format import idx_path
+from megatron_data.preprocessing.manifest import Counts, manifest_path
+from megatron_data.preprocessing.origins import Origins
+from megatron_data.preprocessing.parts import Record, WorkFolder
+from megatron_data.preprocessing.protocol import Output
+from megatron_data.sources.protocol import KINDS, Fault
 
 
 class Assembled(NamedTuple):
@@ -54,14 +54,14 @@ class Assembly:
     tallies: Counter[str] = field(default_factory=Counter)
 
     def note(self, record: Record) -> None:
-        """Count what a part says of itself."""
+        """Counts what a part says of itself."""
         self.tallies.update(record.tallies)
         for fault in record.faults:
             self.faults[fault.kind] += 1
             self.first_fault = self.first_fault or fault
 
     def left_out(self, output: Output) -> str:
-        """Why an output may have nothing, in brackets; empty where nothing was left out."""
+        """Returns why an output may have nothing, in brackets; empty where nothing was left out."""
         why = [
             f"{self.tallies[name]:,} {words}"
             for name, words in output.left_out
@@ -85,7 +85,7 @@ def assemble(
     quarantined: bool,
     sources: str,
 ) -> Assembly:
-    """Copy all parts, in order, into a `.bin/.idx` pair for each output.
+    """Copies all parts, in order, into a `.bin/.idx` pair for each output.
 
     Args:
         folder: of the parts.
@@ -146,7 +146,7 @@ def assemble(
 
 
 def _remove_older(prefixes: Sequence[str]) -> None:
-    """Take the indices of older datasets away, and the manifests that describe them.
+    """Takes the indices of older datasets away, and the manifests that describe them.
 
     All of them, before the first new one takes its name: an older mask must never be seen beside
     new tokens, nor a language of another corpus beside a new one.

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from ..errors import DataError
-from ..sources.protocol import Chunk, Fault, Item, Row
+from megatron_data.errors import DataError
+from megatron_data.sources.protocol import Chunk, Fault, Item, Row
 
 AT_ONCE = 1 << 20
 """Characters, or bytes of the source, that are given to the tokenizer together, and the most of a
@@ -37,7 +37,7 @@ def together(found: Iterator[Found | Fault]) -> Iterator[list[Found] | Fault]:
 def encode_or_name(
     chunk: Chunk, items: list[Item], encode: Callable[[list[Item]], Made]
 ) -> Iterator[tuple[list[Item], Made | Fault]]:
-    """Encode items together, or one by one if the tokenizer refuses some of them."""
+    """Encodes items together, or one by one if the tokenizer refuses some of them."""
     try:
         yield items, encode(items)
     except DataError as error:

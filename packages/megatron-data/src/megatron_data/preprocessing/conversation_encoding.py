@@ -6,17 +6,29 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from ..errors import DataError
-from ..indexed.format import DTYPES, choose_dtype
-from ..sources.conversations import KEYS, ConversationRow, row_of
-from ..sources.protocol import LARGEST_CHUNK, Chunk, Fault, HoldsRows, Row, UnreadableError
-from ..tokenizers.chat import ChatTemplate, Rendered
-from ..tokenizers.conversations import CountedTokens, LossOver, encode_rendered, render_row
-from ..tokenizers.huggingface import HuggingFaceTokenizer
-from .batches import together
-from .encoding import SMALLEST_CHUNK
-from .manifest import LOSS
-from .protocol import Encoded, EncodedChunk, Output
+from megatron_data.errors import DataError
+from megatron_data.indexed.format import DTYPES, choose_dtype
+from megatron_data.preprocessing.batches import together
+from megatron_data.preprocessing.encoding import SMALLEST_CHUNK
+from megatron_data.preprocessing.manifest import LOSS
+from megatron_data.preprocessing.protocol import Encoded, EncodedChunk, Output
+from megatron_data.sources.conversations import KEYS, ConversationRow, row_of
+from megatron_data.sources.protocol import (
+    LARGEST_CHUNK,
+    Chunk,
+    Fault,
+    HoldsRows,
+    Row,
+    UnreadableError,
+)
+from megatron_data.tokenizers.chat import ChatTemplate, Rendered
+from megatron_data.tokenizers.conversations import (
+    CountedTokens,
+    LossOver,
+    encode_rendered,
+    render_row,
+)
+from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
 
 OverLength: TypeAlias = Literal["truncate", "drop"]
 
@@ -118,7 +130,7 @@ class ConversationEncoder:
         return ""
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
-        """The conversations of a chunk, of which every row is a document."""
+        """Returns the conversations of a chunk, of which every row is a document."""
         if not isinstance(chunk, HoldsRows):
             raise TypeError(f"{type(chunk).__name__} holds no rows")
         documents: list[list[CountedTokens]] = []
@@ -153,7 +165,7 @@ class ConversationEncoder:
             raise UnreadableError("template", str(error)) from None
 
     def _kept(self, made: CountedTokens, tallies: Counter[str]) -> CountedTokens | None:
-        """What is written of a conversation; None if it is left out."""
+        """Returns what is written of a conversation; None if it is left out."""
         too_long = self.max_tokens is not None and len(made.ids) > self.max_tokens
         if too_long and self.over_length == "drop":
             tallies["dropped"] += 1

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 
-from ..files import local_prefix
-from ..sources.conversations import KEYS
-from ..sources.opening import open_sources
-from ..sources.protocol import MAX_DOCUMENT_BYTES
-from ..tokenizers.chat import ChatTemplate
-from ..tokenizers.conversations import LossOver
-from ..tokenizers.huggingface import HuggingFaceTokenizer
-from .conversation_encoding import ConversationEncoder, OverLength
-from .engine import OnError, Preprocessed, Work, run_job
+from megatron_data.files import local_prefix
+from megatron_data.preprocessing.conversation_encoding import ConversationEncoder, OverLength
+from megatron_data.preprocessing.engine import OnError, Preprocessed, Work, run_job
+from megatron_data.sources.conversations import KEYS
+from megatron_data.sources.opening import open_sources
+from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
+from megatron_data.tokenizers.chat import ChatTemplate
+from megatron_data.tokenizers.conversations import LossOver
+from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def tokenize_conversations(
     progress: bool = False,
     overwrite: bool = True,
 ) -> ConversationReport:
-    """Write `{output_prefix}_conversation` and `{output_prefix}_conversation_loss`, two datasets.
+    """Writes `{output_prefix}_conversation` and `{output_prefix}_conversation_loss`, two datasets.
 
     The first holds a document for each line and in it a sequence for each conversation, the second
     a 1 for every token that the loss counts and a 0 for the others; both have a manifest. A line

@@ -7,14 +7,14 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from ..indexed.format import TokenType, choose_dtype
-from ..sources.protocol import LARGEST_CHUNK, Chunk, Document, Fault, Item
-from ..tokenizers.fast import FastTokenizer
-from ..tokenizers.protocol import Tokenizer
-from .batches import AT_ONCE, encode_or_name, together
-from .protocol import Encoded, EncodedChunk, Output
-from .sentences import SentenceSplitter
+from megatron_data.errors import DataError
+from megatron_data.indexed.format import TokenType, choose_dtype
+from megatron_data.preprocessing.batches import AT_ONCE, encode_or_name, together
+from megatron_data.preprocessing.protocol import Encoded, EncodedChunk, Output
+from megatron_data.preprocessing.sentences import SentenceSplitter
+from megatron_data.sources.protocol import LARGEST_CHUNK, Chunk, Document, Fault, Item
+from megatron_data.tokenizers.fast import FastTokenizer
+from megatron_data.tokenizers.protocol import Tokenizer
 
 SMALLEST_CHUNK = 1 << 20
 
@@ -24,7 +24,7 @@ class CutsText(Protocol):
     """A tokenizer that knows where a text may be cut without changing its tokens."""
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Cut a text into pieces whose tokens, joined, are those of the text."""
+        """Cuts a text into pieces whose tokens, joined, are those of the text."""
 
 
 @runtime_checkable
@@ -32,7 +32,7 @@ class JoinsTokens(Protocol):
     """A tokenizer that gives the tokens of many texts as one array."""
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """The tokens, joined, and how many each text has."""
+        """Returns the tokens, joined, and how many each text has."""
 
 
 class TextEncoder:
@@ -116,7 +116,7 @@ class TextEncoder:
         return ""
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
-        """The documents of a chunk under every key."""
+        """Returns the documents of a chunk under every key."""
         parts: list[list[Encoded]] = [[] for _ in self.keys]
         faults: list[Fault] = []
         refused: list[int] = []
@@ -156,7 +156,7 @@ class TextEncoder:
         return self._join(encoded, counts)
 
     def _encode_cut(self, tokenizer: CutsText, text: str) -> Sequence[int]:
-        """Encode a text in pieces; what is kept of them is an array."""
+        """Encodes a text in pieces; what is kept of them is an array."""
         arrays: list[NDArray[np.integer]] = []
         for some in _filled(tokenizer.pieces(text)):
             ids = list(chain.from_iterable(self.tokenizer.encode_batch(some)))
@@ -212,7 +212,7 @@ class TextEncoder:
 
 
 def _split(splitter: SentenceSplitter, document: Document) -> Document:
-    """The sentences of a document; one of several strings is cut already."""
+    """Returns the sentences of a document; one of several strings is cut already."""
     return splitter.split(document[0]) if len(document) == 1 else document
 
 

@@ -9,14 +9,22 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from tqdm import tqdm
 
-from ..errors import DataError
-from ..sources.protocol import Source
-from .assembly import assemble
-from .existing import refuse_existing
-from .manifest import Counts, Skipped, describe, write_manifest
-from .parts import Done, PartWriter, Record, Task, WorkFolder, of_vocabulary, was_begun
-from .pool import ordered_map
-from .protocol import ChunkEncoder
+from megatron_data.errors import DataError
+from megatron_data.preprocessing.assembly import assemble
+from megatron_data.preprocessing.existing import refuse_existing
+from megatron_data.preprocessing.manifest import Counts, Skipped, describe, write_manifest
+from megatron_data.preprocessing.parts import (
+    Done,
+    PartWriter,
+    Record,
+    Task,
+    WorkFolder,
+    of_vocabulary,
+    was_begun,
+)
+from megatron_data.preprocessing.pool import ordered_map
+from megatron_data.preprocessing.protocol import ChunkEncoder
+from megatron_data.sources.protocol import Source
 
 OnError: TypeAlias = Literal["fail", "skip", "quarantine"]
 """What becomes of a document that cannot be read or tokenized."""
@@ -89,7 +97,7 @@ class Finished(NamedTuple):
 def run_job(
     sources: list[Source], prefix: str, encoder: ChunkEncoder, work: Work, title: str
 ) -> Finished:
-    """Make the datasets of an encoder, or go on where a run that was ended stopped.
+    """Makes the datasets of an encoder, or go on where a run that was ended stopped.
 
     The files are the same byte for byte whatever the number of workers and however often the work
     was ended. Older datasets of these names go when all new ones are whole.
@@ -151,7 +159,7 @@ def run_job(
 
 
 def _warn_of_missing_checksums(sources: Sequence[Source]) -> None:
-    """Name the Parquet files in which damage is not noticed, in one line."""
+    """Names the Parquet files in which damage is not noticed, in one line."""
     records = (source.record() for source in sources)
     lacking = [record["path"] for record in records if record.get("page_checksums") is False]
     if lacking:
@@ -165,7 +173,7 @@ def _warn_of_missing_checksums(sources: Sequence[Source]) -> None:
 
 
 def _job(encoder: ChunkEncoder, chunk_bytes: int) -> dict[str, object]:
-    """What decides what documents become, and where the sources are cut."""
+    """Returns what decides what documents become, and where the sources are cut."""
     return {"format": "megatron-data parts 1", **encoder.job, "chunk bytes": chunk_bytes}
 
 
@@ -190,7 +198,7 @@ class _Chunks:
         self.count = self.continued = 0
 
     def tasks(self) -> Iterator[Task]:
-        """The chunks that are still to be done, read as they are asked for."""
+        """Returns the chunks that are still to be done, read as they are asked for."""
         for number, source in enumerate(self._sources):
             for chunk in source.chunks(self._chunk_bytes, self._encoder.longest):
                 task = Task(self.count, number, source.path, chunk)
@@ -207,7 +215,7 @@ class _Chunks:
         self.note(Done(record.stored, of_vocabulary(record.tokens, self._encoder.outputs), first))
 
     def note(self, done: Done) -> None:
-        """Take account of a finished chunk.
+        """Takes account of a finished chunk.
 
         Raises:
             DataError: it has a fault and faults end the run.

@@ -4,13 +4,13 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import DataError
-from ..indexed.format import idx_path
-from .manifest import manifest_path
+from megatron_data.errors import DataError
+from megatron_data.indexed.format import idx_path
+from megatron_data.preprocessing.manifest import manifest_path
 
 
 def refuse_existing(prefixes: Iterable[str]) -> None:
-    """Refuse to write where a dataset is.
+    """Refuses to write where a dataset is.
 
     A `.bin` alone is none: it is what a killed run leaves.
 
@@ -23,7 +23,7 @@ def refuse_existing(prefixes: Iterable[str]) -> None:
 
 
 def refuse_file(path: str | os.PathLike[str]) -> None:
-    """Refuse to write where a file, or a folder with something in it, is.
+    """Refuses to write where a file, or a folder with something in it, is.
 
     Raises:
         DataError: it exists.

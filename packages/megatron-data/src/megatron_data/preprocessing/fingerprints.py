@@ -4,21 +4,21 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..errors import TokenizerMismatchError
-from ..tokenizers.protocol import ExtendedTokenizer, Tokenizer
-from .manifest import read_manifest
+from megatron_data.errors import TokenizerMismatchError
+from megatron_data.preprocessing.manifest import read_manifest
+from megatron_data.tokenizers.protocol import ExtendedTokenizer, Tokenizer
 
 _SHOWN = 19  # `sha256:` and 12 digits
 
 
 def fingerprint_in(manifest: Mapping[str, Any] | None) -> str | None:
-    """Return the fingerprint of the tokenizer in a manifest, None where it says none."""
+    """Returns the fingerprint of the tokenizer in a manifest, None where it says none."""
     found = (manifest or {}).get("tokenizer", {}).get("fingerprint")
     return found if isinstance(found, str) else None
 
 
 def recorded_fingerprints(prefixes: Iterable[str | os.PathLike[str]]) -> dict[str, str | None]:
-    """Read from the manifests of datasets which tokenizers they were made with.
+    """Reads from the manifests of datasets which tokenizers they were made with.
 
     Returns:
         By prefix the fingerprint of the tokenizer; None for a dataset that has no manifest.
@@ -33,7 +33,7 @@ def recorded_fingerprints(prefixes: Iterable[str | os.PathLike[str]]) -> dict[st
 def compare_fingerprints(
     recorded: Mapping[str, str | None], tokenizer: Tokenizer | None = None
 ) -> None:
-    """Refuse datasets made with different tokenizers, or with another than `tokenizer`.
+    """Refuses datasets made with different tokenizers, or with another than `tokenizer`.
 
     A tokenizer to which special tokens were added goes with datasets made without them: all other
     tokens keep their numbers.

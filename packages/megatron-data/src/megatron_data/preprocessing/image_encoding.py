@@ -11,16 +11,16 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from ..indexed.format import DTYPES
-from ..indexed.images import IMAGE_MODE, TEXT_MODE, image_kind, pack_image
-from ..sources.failures import IrregularError, MissingError
-from ..sources.names import check_named, is_url
-from ..sources.protocol import Chunk, Fault, HoldsImages, Item, UnreadableError
-from ..sources.storage import open_file, stat
-from ..tokenizers.protocol import Tokenizer
-from .batches import encode_or_name, together
-from .protocol import Encoded, EncodedChunk, Output
+from megatron_data.errors import DataError
+from megatron_data.indexed.format import DTYPES
+from megatron_data.indexed.images import IMAGE_MODE, TEXT_MODE, image_kind, pack_image
+from megatron_data.preprocessing.batches import encode_or_name, together
+from megatron_data.preprocessing.protocol import Encoded, EncodedChunk, Output
+from megatron_data.sources.failures import IrregularError, MissingError
+from megatron_data.sources.names import check_named, is_url
+from megatron_data.sources.protocol import Chunk, Fault, HoldsImages, Item, UnreadableError
+from megatron_data.sources.storage import open_file, stat
+from megatron_data.tokenizers.protocol import Tokenizer
 
 _CHUNK = 1 << 15
 _DTYPE = DTYPES[4]
@@ -37,7 +37,7 @@ class TextEnds(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, append_eod: bool, pad_length: int | None) -> "TextEnds":
-        """The choices of a user.
+        """Returns the choices of a user.
 
         Raises:
             DataError: no such token, or one that is not to be appended, or no length.
@@ -54,7 +54,7 @@ class TextEnds(NamedTuple):
         return cls(tokenizer.eod_id if append_eod else None, pad_length)
 
     def apply(self, ids: Sequence[int]) -> NDArray[np.int32]:
-        """The tokens of a text with what ends them."""
+        """Returns the tokens of a text with what ends them."""
         tokens = np.asarray(ids, _DTYPE)
         if self.eod_id is None:
             return tokens
@@ -82,7 +82,7 @@ class Images(NamedTuple):
     longest: int | None = None
 
     def of(self, chunk: Chunk, item: Item) -> str:
-        """The path or URL of an image.
+        """Returns the path or URL of an image.
 
         Raises:
             UnreadableError: a line names none, or several, or what no path can be.
@@ -106,7 +106,7 @@ class Images(NamedTuple):
         return _possible(os.fspath(Path(folder) / names[0]))
 
     def read(self, path: str) -> bytes:
-        """The bytes of an image file.
+        """Returns the bytes of an image file.
 
         Raises:
             UnreadableError: there is none, it is no image, or one of too many bytes.
@@ -126,7 +126,7 @@ class Images(NamedTuple):
         return self._checked(path, data)
 
     def held(self, data: bytes) -> bytes:
-        """The bytes of an image that a row holds.
+        """Returns the bytes of an image that a row holds.
 
         Raises:
             UnreadableError: they are no image, or too many.
@@ -143,7 +143,7 @@ class Images(NamedTuple):
         return data
 
     def _read_within(self, path: str) -> bytes:
-        """Read a file until it is too long; a web server may not say how long it is."""
+        """Reads a file until it is too long; a web server may not say how long it is."""
         parts, size = [], 0
         with open_file(path) as file:
             while data := file.read(_STEP):
@@ -205,14 +205,14 @@ class ImagePairEncoder:
         return {"json_keys": list(self._keys), "max_document_bytes": self.longest, **named}
 
     def options(self, output: int) -> dict[str, Any]:
-        """Where the images are, and how texts end."""
+        """Returns where the images are, and how texts end."""
         return {
             "images": {"folder": self._images.folder, "pad_length": self._ends.length},
             "append_eod": self._ends.eod_id is not None,
         }
 
     def others(self, chunk: Chunk) -> str:
-        """A digest of where the images are, and of their sizes and times or tags."""
+        """Returns a digest of where the images are, and of their sizes and times or tags."""
         digest = hashlib.sha256()
         for item in self._items(chunk):
             if isinstance(item, Fault) or item.image is not None:
@@ -226,7 +226,7 @@ class ImagePairEncoder:
         return digest.hexdigest()
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
-        """The pairs of a chunk."""
+        """Returns the pairs of a chunk."""
         others = self.others(chunk)  # before they are read: a change in between is seen later
         pairs: list[_Pair] = []
         faults: list[Fault] = []

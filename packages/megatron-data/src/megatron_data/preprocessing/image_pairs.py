@@ -5,17 +5,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import DataError
-from ..files import local_prefix
-from ..sources.opening import find_sources
-from ..sources.protocol import MAX_DOCUMENT_BYTES
-from ..sources.storage import files_below, is_folder, relative
-from ..sources.streams import split_suffix
-from ..sources.text_files import TextFiles
-from ..tokenizers.protocol import Tokenizer
-from ..wording import counted
-from .engine import OnError, Preprocessed, Work, run_job
-from .image_encoding import ImagePairEncoder, Images, TextEnds
+from megatron_data.errors import DataError
+from megatron_data.files import local_prefix
+from megatron_data.preprocessing.engine import OnError, Preprocessed, Work, run_job
+from megatron_data.preprocessing.image_encoding import ImagePairEncoder, Images, TextEnds
+from megatron_data.sources.opening import find_sources
+from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
+from megatron_data.sources.storage import files_below, is_folder, relative
+from megatron_data.sources.streams import split_suffix
+from megatron_data.sources.text_files import TextFiles
+from megatron_data.tokenizers.protocol import Tokenizer
+from megatron_data.wording import counted
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def tokenize_image_pairs(
     progress: bool = False,
     overwrite: bool = True,
 ) -> ImagePairsReport:
-    """Write `{output_prefix}_image_text`, a multimodal dataset of texts beside their images.
+    """Writes `{output_prefix}_image_text`, a multimodal dataset of texts beside their images.
 
     Every line, row or text file is a document of two sequences: the tokens of the text (mode 0),
     and the image file, byte for byte (mode 1, see `unpack_image`). The layout is that of Megatron's
@@ -131,7 +131,7 @@ def tokenize_image_pairs(
 
 
 def _images_of(texts: Sequence[TextFiles], folder: str | None) -> dict[str, str]:
-    """The image of every text file.
+    """Returns the image of every text file.
 
     Raises:
         DataError: a text without an image, an image without a text, or two of one name.

@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
-from ..files import local_prefix
-from ..indexed.builder import IndexedDatasetBuilder
-from ..indexed.reader import IndexedDataset
-from ..sources.block_cache import StorageCache
-from ..wording import counted
-from .fingerprints import compare_fingerprints, fingerprint_in
-from .manifest import (
+from megatron_data.errors import DataError
+from megatron_data.files import local_prefix
+from megatron_data.indexed.builder import IndexedDatasetBuilder
+from megatron_data.indexed.reader import IndexedDataset
+from megatron_data.preprocessing.fingerprints import compare_fingerprints, fingerprint_in
+from megatron_data.preprocessing.manifest import (
     Counts,
     count,
     damage_named,
@@ -26,7 +24,9 @@ from .manifest import (
     read_origins,
     write_manifest,
 )
-from .origins import Origins
+from megatron_data.preprocessing.origins import Origins
+from megatron_data.sources.block_cache import StorageCache
+from megatron_data.wording import counted
 
 _ROUNDING = 1e-6  # of shares that are meant to sum to 1, such as three of 0.3333333
 
@@ -40,7 +40,7 @@ def merge(
     output_prefix: str | os.PathLike[str],
     storage: StorageCache | None = None,
 ) -> Counts:
-    """Join datasets, one after the other, into one.
+    """Joins datasets, one after the other, into one.
 
     The result has a manifest if all of them have one: their sources, and the map of them all.
 
@@ -102,7 +102,7 @@ def split(
     documents: Sequence[int] | None = None,
     storage: StorageCache | None = None,
 ) -> list[Counts]:
-    """Cut a dataset into several, which hold its documents in their order.
+    """Cuts a dataset into several, which hold its documents in their order.
 
     Args:
         prefix: path of the pair without suffix, or a URL that fsspec opens.
@@ -148,7 +148,7 @@ def split(
 def _ends(
     total: int, outputs: int, shares: Sequence[float] | None, documents: Sequence[int] | None
 ) -> list[int]:
-    """Where each part ends, in documents."""
+    """Returns where each part ends, in documents."""
     given = shares if documents is None else documents
     if given is None or (shares is not None and documents is not None):
         raise DataError("give shares or numbers of documents, one of the two")
@@ -206,7 +206,7 @@ def _joined(names: Sequence[str], manifests: Sequence[dict[str, Any]]) -> dict[s
 
 
 def _numbers(given: Any) -> dict[str, int]:
-    """What was counted, or nothing.
+    """Returns what was counted, or nothing.
 
     Raises:
         ValueError: something is no count that JSON holds exactly.

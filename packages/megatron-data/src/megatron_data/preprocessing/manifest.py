@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from .._version import __version__
-from ..errors import DataError
-from ..files import BLOCK_BYTES, parse_json, write_json
-from ..indexed.builder import WrittenDataset
-from ..indexed.images import images_among
-from ..indexed.reader import IndexedDataset
-from ..sources.protocol import Source
-from ..sources.remote import read_if_there
-from ..wording import counted
-from .origins import Origins
-from .protocol import ChunkEncoder
+from megatron_data._version import __version__
+from megatron_data.errors import DataError
+from megatron_data.files import BLOCK_BYTES, parse_json, write_json
+from megatron_data.indexed.builder import WrittenDataset
+from megatron_data.indexed.images import images_among
+from megatron_data.indexed.reader import IndexedDataset
+from megatron_data.preprocessing.origins import Origins
+from megatron_data.preprocessing.protocol import ChunkEncoder
+from megatron_data.sources.protocol import Source
+from megatron_data.sources.remote import read_if_there
+from megatron_data.wording import counted
 
 FORMAT = "megatron-data manifest 1"
 
@@ -61,7 +61,7 @@ class Counts:
         return ", ".join(parts)
 
     def to_json(self) -> dict[str, int]:
-        """Return what a manifest holds of it: of texts alone nothing about images."""
+        """Returns what a manifest holds of it: of texts alone nothing about images."""
         named = asdict(self)
         if not self.images:
             del named["images"], named["image_bytes"]
@@ -99,7 +99,7 @@ def describe(
     skipped: Skipped,
     tallies: Mapping[str, int],
 ) -> dict[str, Any]:
-    """What the manifest of an encoder's output says of its making."""
+    """Returns what the manifest of an encoder's output says of its making."""
     tokenizer, output = encoder.tokenizer, encoder.outputs[number]
     return {
         **encoder.options(number),
@@ -125,7 +125,7 @@ def write_manifest(
     counts: Counts,
     origins: Origins | None,
 ) -> None:
-    """Write the manifest: the same input and options give the same bytes, on any machine."""
+    """Writes the manifest: the same input and options give the same bytes, on any machine."""
     content: dict[str, Any] = {
         "format": FORMAT,
         "writer": f"megatron-data {__version__}",
@@ -143,7 +143,7 @@ def write_manifest(
 
 
 def read_origins(prefix: str, manifest: dict[str, Any]) -> Origins | None:
-    """The map of chunks in a manifest; None if it was written before there was one.
+    """Returns the map of chunks in a manifest; None if it was written before there was one.
 
     Raises:
         DataError: it is damaged.
@@ -162,7 +162,7 @@ def read_origins(prefix: str, manifest: dict[str, Any]) -> Origins | None:
 
 
 def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The manifest of a dataset, or None if it has none (datasets that Megatron wrote).
+    """Returns the manifest of a dataset, or None if it has none (datasets that Megatron wrote).
 
     Raises:
         DataError: a file of that name that is not a manifest this package knows; a URL that cannot
@@ -183,7 +183,7 @@ def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 @contextmanager
 def damage_named(prefix: str | os.PathLike[str]) -> Iterator[None]:
-    """Say that the manifest is damaged where something is not in it, or not of its kind."""
+    """Says that the manifest is damaged where something is not in it, or not of its kind."""
     try:
         yield
     except DataError:
@@ -195,7 +195,7 @@ def damage_named(prefix: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def check_mask(prefix: str | os.PathLike[str]) -> None:
-    """Compare what the manifests of conversations and of their mask say, if both are there.
+    """Compares what the manifests of conversations and of their mask say, if both are there.
 
     Masks of other runs may have the same lengths: those of another template or loss, or of lines
     that were changed since.

@@ -5,7 +5,7 @@ import json
 import os
 from typing import Any
 
-from ..errors import DataError
+from megatron_data.errors import DataError
 
 _DATA = "tokenizers/punkt_tab"
 _AT_ONCE = 1_000_000  # characters; Megatron cuts longer texts there, in the middle of a word too
@@ -82,7 +82,7 @@ class NLTKSplitter:
         }
 
     def split(self, text: str) -> list[str]:
-        """The sentences of a text, in order."""
+        """Returns the sentences of a text, in order."""
         pieces = (text[start : start + _AT_ONCE] for start in range(0, len(text), _AT_ONCE))
         return [sentence for piece in pieces for sentence in self._tokenizer.tokenize(piece)]
 
@@ -91,7 +91,7 @@ class NLTKSplitter:
 
 
 def _take_no_time(variables: Any) -> None:
-    """Let two expressions run as long as they take, which is linear in the text.
+    """Lets two expressions run as long as they take, which is linear in the text.
 
     nltk 3.10 gives up after 5 seconds, so a long text would fail on a busy machine alone.
     """
@@ -104,7 +104,7 @@ def _take_no_time(variables: Any) -> None:
 
 
 def _missing(language: str, data: Any) -> DataError:
-    """Say whether all of the data or a language is missing, and how to get it."""
+    """Says whether all of the data or a language is missing, and how to get it."""
     try:
         folder = os.fspath(data.find(_DATA).path)
         known = sorted(each.name for each in os.scandir(folder) if each.is_dir())

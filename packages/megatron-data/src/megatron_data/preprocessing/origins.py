@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from ..errors import DataError
-from ..sources.protocol import Span
-from .parts import Record
+from megatron_data.errors import DataError
+from megatron_data.preprocessing.parts import Record
+from megatron_data.sources.protocol import Span
 
 DIGEST_DIGITS = 16
 
@@ -58,7 +58,7 @@ class Origins:
 
     @classmethod
     def from_json(cls, content: dict[str, Any], documents: int, tokens: int) -> "Origins":
-        """Read what `to_json` made.
+        """Reads what `to_json` made.
 
         Raises:
             DataError: columns that do not belong together.
@@ -82,7 +82,7 @@ class Origins:
         return cls(**known, documents=documents, tokens=tokens)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the columns as plain values."""
+        """Returns the columns as plain values."""
         content = asdict(self)
         del content["documents"], content["tokens"]
         return content
@@ -103,13 +103,13 @@ class Origins:
         )
 
     def add(self, record: Record, tokens: int) -> None:
-        """Append a chunk as it was preprocessed."""
+        """Appends a chunk as it was preprocessed."""
         digest = record.digest[:DIGEST_DIGITS]
         origin = Origin(record.source, record.span, 0, 0, 0, digest, record.refused)
         self._append(origin, 0, record.documents, tokens)
 
     def of_document(self, document: int) -> Origin:
-        """The piece in which a document stands."""
+        """Returns the piece in which a document stands."""
         return self[bisect_right(self.document, document) - 1]
 
     def cut(self, first: int, last: int, token: int, last_token: int) -> "Origins":
@@ -139,7 +139,7 @@ class Origins:
             yield self[row], ends[0][row], ends[1][row]
 
     def _append(self, origin: Origin, skip: int, documents: int, tokens: int) -> None:
-        """Append documents of a piece, but for `skip` more of it than were left out before."""
+        """Appends documents of a piece, but for `skip` more of it than were left out before."""
         if not documents:
             return
         if origin.refused:

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import orjson
 
-from ..errors import DataError
-from ..files import read_json, renamed, write_json
-from ..indexed.format import TokenType
-from ..sources.protocol import Chunk, Fault, Span
-from .protocol import ChunkEncoder, Encoded, Output
+from megatron_data.errors import DataError
+from megatron_data.files import read_json, renamed, write_json
+from megatron_data.indexed.format import TokenType
+from megatron_data.preprocessing.protocol import ChunkEncoder, Encoded, Output
+from megatron_data.sources.protocol import Chunk, Fault, Span
 
 JOB = "job.json"
 LOCK = "lock"
@@ -69,7 +69,7 @@ class Record:
 
     @classmethod
     def from_json(cls, data: bytes) -> "Record":
-        """Read what `asdict` and JSON made of one."""
+        """Reads what `asdict` and JSON made of one."""
         content = orjson.loads(data)
         content["span"] = Span(*content["span"])
         content["faults"] = [Fault(*fault) for fault in content["faults"]]
@@ -94,7 +94,7 @@ class Done(NamedTuple):
 
 
 def of_vocabulary(tokens: Sequence[int], outputs: Sequence[Output]) -> int:
-    """How many tokens there are in all datasets but masks."""
+    """Returns how many tokens there are in all datasets but masks."""
     pairs = zip(tokens, outputs, strict=True)
     return sum(count for count, output in pairs if output.values is None)
 
@@ -174,7 +174,7 @@ class WorkFolder:
             raise
 
     def _take(self) -> int:
-        """Lock the folder for this process; the kernel lets it go with the process."""
+        """Locks the folder for this process; the kernel lets it go with the process."""
         lock = self.path / LOCK
         while True:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -197,7 +197,7 @@ class WorkFolder:
             os.close(descriptor)
 
     def _adopt(self, job: dict[str, Any]) -> None:
-        """Keep the parts that an equal job left, and remove those of any other."""
+        """Keeps the parts that an equal job left, and removes those of any other."""
         for path in self.path.iterdir():
             if path.name not in (JOB, LOCK) and path.suffix != ".part":
                 path.unlink()  # what a killed process was writing
@@ -220,7 +220,7 @@ class WorkFolder:
         write_json(self.path / JOB, job)
 
     def holds(self, task: Task) -> Record | None:
-        """Return the record of a part that stands for this very chunk, and is whole."""
+        """Returns the record of a part that stands for this very chunk, and is whole."""
         path = part_path(self.path, task.number)
         if not path.is_file():
             return None
@@ -238,7 +238,7 @@ class WorkFolder:
         return record if hashlib.sha256(arrays).hexdigest() == record.sha256 else None
 
     def read(self, number: int, outputs: Sequence[Output]) -> tuple[Record, list[Encoded]]:
-        """Return a part that is done, the documents of each dataset.
+        """Returns a part that is done, the documents of each dataset.
 
         Raises:
             DataError: it has been damaged since.
@@ -251,7 +251,7 @@ class WorkFolder:
             raise DataError(f"{path} was damaged; run the same command again") from None
 
     def finish(self) -> None:
-        """Let the folder be removed when it is let go: the job is done."""
+        """Lets the folder be removed when it is let go: the job is done."""
         self._finished = True
 
     def __enter__(self) -> Self:
@@ -261,7 +261,7 @@ class WorkFolder:
         self._release()
 
     def _release(self) -> None:
-        """Let the folder go; without a part that is worth keeping it goes away itself."""
+        """Lets the folder go; without a part that is worth keeping it goes away itself."""
         try:
             if self._finished or not any(self.path.glob("*.part")):
                 for path in self.path.iterdir():
@@ -277,7 +277,7 @@ class WorkFolder:
 
 
 def was_begun(output_prefix: str, job: dict[str, Any]) -> bool:
-    """Whether an ended run of the same job left its folder, so that it can go on."""
+    """Returns whether an ended run of the same job left its folder, so that it can go on."""
     return _job_of(_folder_of(output_prefix) / JOB) == job
 
 
@@ -287,7 +287,7 @@ def _folder_of(output_prefix: str) -> Path:
 
 
 def part_path(folder: Path, number: int) -> Path:
-    """The name of a part."""
+    """Returns the name of a part."""
     return folder / f"{number:08}.part"
 
 
@@ -300,7 +300,7 @@ def _job_of(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, record: bytes, arrays: list[np.ndarray[Any, Any]]) -> None:
-    """Write a part; it is not flushed to the disk, its digest tells what a crash leaves of it."""
+    """Writes a part; it is not flushed to the disk, its digest tells what a crash leaves of it."""
     with renamed(path, path.with_suffix(f".{os.getpid()}")) as file:
         file.write(len(record).to_bytes(_LENGTH, "little"))
         file.write(record)

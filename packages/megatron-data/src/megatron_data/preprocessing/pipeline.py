@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 
-from ..errors import DataError
-from ..files import local_prefix
-from ..sources.opening import open_parallel, open_sources
-from ..sources.protocol import MAX_DOCUMENT_BYTES
-from ..tokenizers.fast import FastTokenizer, MismatchError
-from ..tokenizers.protocol import Tokenizer
-from .encoding import TextEncoder
-from .engine import OnError, Preprocessed, Work, run_job
-from .sentences import SentenceSplitter
+from megatron_data.errors import DataError
+from megatron_data.files import local_prefix
+from megatron_data.preprocessing.encoding import TextEncoder
+from megatron_data.preprocessing.engine import OnError, Preprocessed, Work, run_job
+from megatron_data.preprocessing.sentences import SentenceSplitter
+from megatron_data.sources.opening import open_parallel, open_sources
+from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
+from megatron_data.tokenizers.fast import FastTokenizer, MismatchError
+from megatron_data.tokenizers.protocol import Tokenizer
 
 _log = logging.getLogger("megatron_data")
 
@@ -35,7 +35,7 @@ def preprocess(
     progress: bool = False,
     overwrite: bool = True,
 ) -> list[Preprocessed]:
-    """Tokenize text into `{output_prefix}_{key}_document.bin`, `.idx` and `.meta.json`.
+    """Tokenizes text into `{output_prefix}_{key}_document.bin`, `.idx` and `.meta.json`.
 
     With a `splitter` the names end in `_sentence`, and the sequences of a document are its
     sentences, as datasets of BERT, T5 and the inverse cloze task want them.

@@ -18,7 +18,7 @@ from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from ..errors import DataError
+from megatron_data.errors import DataError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,7 +27,7 @@ _IN_FLIGHT_PER_WORKER = 3
 
 
 def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
-    """Answer items with ``(True, result)`` or ``(False, exception)`` until the pipe is closed."""
+    """Answers items with ``(True, result)`` or ``(False, exception)`` until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one thread
@@ -49,7 +49,7 @@ def _serve(pipe: Connection, function: Callable[[Any], Any]) -> None:
 
 
 def _send(pipe: Connection, answer: tuple[bool, Any]) -> None:
-    """Send an answer, or why it cannot be sent.
+    """Sends an answer, or why it cannot be sent.
 
     Raises:
         ConnectionError: nobody reads.
@@ -63,7 +63,7 @@ def _send(pipe: Connection, answer: tuple[bool, Any]) -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed ends nobody: without this its workers would wait for ever."""
+    """Returns a parent that is killed ends nobody: without this its workers would wait for ever."""
     parent = parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -93,7 +93,7 @@ class _Worker:
         return answer
 
     def close(self) -> None:
-        """Let the process end, and wait until it has."""
+        """Lets the process end, and waits until it has."""
         self._pipe.close()
         self._process.join()
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..indexed.format import TokenType
-from ..sources.protocol import Chunk, Fault
-from ..tokenizers.protocol import Tokenizer
+from megatron_data.indexed.format import TokenType
+from megatron_data.sources.protocol import Chunk, Fault
+from megatron_data.tokenizers.protocol import Tokenizer
 
 
 class Output(NamedTuple):
@@ -99,10 +99,10 @@ class ChunkEncoder(Protocol):
         """How documents are told apart in a chunk, for `trace`; stands beside every source."""
 
     def options(self, output: int) -> dict[str, Any]:
-        """What the manifest of a dataset says of how it was made."""
+        """Returns what the manifest of a dataset says of how it was made."""
 
     def others(self, chunk: Chunk) -> str:
-        """Return what changes with other files that a chunk names; nothing if it names none."""
+        """Returns what changes with other files that a chunk names; nothing if it names none."""
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
-        """Return the documents of a chunk."""
+        """Returns the documents of a chunk."""

@@ -4,7 +4,7 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any, Protocol
 
-from ..errors import DataError
+from megatron_data.errors import DataError
 
 
 class SentenceSplitter(Protocol):
@@ -18,7 +18,7 @@ class SentenceSplitter(Protocol):
         """What decides where texts are cut, as plain JSON values; it stands in the manifest."""
 
     def split(self, text: str) -> list[str]:
-        """The sentences of a text, in order."""
+        """Returns the sentences of a text, in order."""
 
 
 class PunktSplitter:
@@ -76,7 +76,7 @@ class PunktSplitter:
         }
 
     def split(self, text: str) -> list[str]:
-        """The sentences of a text, in order; none if it is white space."""
+        """Returns the sentences of a text, in order; none if it is white space."""
         spans = list(self._tokenizer.span_tokenize(text))
         if self.keep_newlines and spans:
             starts = [start for start, _ in spans[1:]]

@@ -7,13 +7,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DataError
-from ..indexed.reader import IndexedDataset
-from ..sources.block_cache import StorageCache
-from ..sources.opening import reopen
-from ..sources.protocol import MAX_DOCUMENT_BYTES, Fault, HoldsImages, HoldsRows, Item, Row, Span
-from .manifest import damage_named, manifest_name, read_manifest, read_origins
-from .origins import Origin, Origins
+from megatron_data.errors import DataError
+from megatron_data.indexed.reader import IndexedDataset
+from megatron_data.preprocessing.manifest import (
+    damage_named,
+    manifest_name,
+    read_manifest,
+    read_origins,
+)
+from megatron_data.preprocessing.origins import Origin, Origins
+from megatron_data.sources.block_cache import StorageCache
+from megatron_data.sources.opening import reopen
+from megatron_data.sources.protocol import (
+    MAX_DOCUMENT_BYTES,
+    Fault,
+    HoldsImages,
+    HoldsRows,
+    Item,
+    Row,
+    Span,
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,7 @@ def trace(
     allow_http: bool = False,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
 ) -> Traced:
-    """Find the source of a token or of a document of a dataset that was made here.
+    """Finds the source of a token or of a document of a dataset that was made here.
 
     The part of the source that it stands in is read anew, and compared with what it was; where
     that cannot be done, the answer is the part alone.
@@ -92,7 +105,7 @@ def trace(
 
 
 def _record_of(prefix: str) -> tuple[dict[str, Any], Origins]:
-    """A dataset's manifest, and the map of chunks in it."""
+    """Returns a dataset's manifest, and the map of chunks in it."""
     path, manifest = manifest_name(prefix), read_manifest(prefix)
     if manifest is None:
         raise DataError(
@@ -132,7 +145,7 @@ class _Limits(NamedTuple):
 def _look_up(
     source: dict[str, Any], origin: Origin, wanted: int, limits: _Limits
 ) -> dict[str, Any]:
-    """Read a part of a source anew, and find a document in it by how many come before it."""
+    """Reads a part of a source anew, and find a document in it by how many come before it."""
     path, longest = source["path"], limits.longest(source)
     try:
         chunk = reopen(source, limits.allow_http).chunk_at(origin.span, longest)

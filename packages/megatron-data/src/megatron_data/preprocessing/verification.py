@@ -8,15 +8,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from ..files import Digests
-from ..indexed.builder import WrittenFile
-from ..indexed.images import IMAGE_MODE, MOST_FILL, in_text
-from ..indexed.reader import IndexedDataset
-from ..sources.block_cache import StorageCache
-from ..sources.remote import read_blocks
-from ..sources.storage import stat
-from .manifest import LOSS, Counts, check_mask, count, damage_named, read_manifest
+from megatron_data.errors import DataError
+from megatron_data.files import Digests
+from megatron_data.indexed.builder import WrittenFile
+from megatron_data.indexed.images import IMAGE_MODE, MOST_FILL, in_text
+from megatron_data.indexed.reader import IndexedDataset
+from megatron_data.preprocessing.manifest import (
+    LOSS,
+    Counts,
+    check_mask,
+    count,
+    damage_named,
+    read_manifest,
+)
+from megatron_data.sources.block_cache import StorageCache
+from megatron_data.sources.remote import read_blocks
+from megatron_data.sources.storage import stat
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Verified:
 
 
 def verify(prefix: str | os.PathLike[str], storage: StorageCache | None = None) -> Verified:
-    """Check a dataset's structure, and its sizes, counts and digests against the manifest.
+    """Checks a dataset's structure, and its sizes, counts and digests against the manifest.
 
     Every file is read once, block by block; of a URL past the cache, as it lies there.
 
@@ -72,7 +79,7 @@ def verify(prefix: str | os.PathLike[str], storage: StorageCache | None = None) 
 
 
 def _check_counts(prefix: str, recorded: dict[str, Any], counts: Counts, numbers: int) -> None:
-    """Compare counts; older manifests count the numbers that images are made of as tokens."""
+    """Compares counts; older manifests count the numbers that images are made of as tokens."""
     found = counts if "images" in recorded else replace(counts, tokens=numbers, images=0)
     if recorded != found.to_json():
         raise DataError(f"{prefix} holds {found.to_json()}, its manifest says {recorded}")
@@ -114,7 +121,7 @@ class _Tokens:
 
 
 def _recorded(prefix: str, name: str, files: dict[str, Any]) -> WrittenFile:
-    """What a manifest says of a file; one without blocks is older than these."""
+    """Returns what a manifest says of a file; one without blocks is older than these."""
     file = files[name]
     blocks = list(file.get("blocks", []))
     return WrittenFile(f"{prefix}.{name}", int(file["bytes"]), file["sha256"], blocks)

@@ -11,11 +11,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ..errors import DataError
-from ..files import local_folder
-from ..recent import Recent
-from .block_folder import LOCK, WHOLE, BlockFolder, adding, locked, mapped, remove_oldest, used_map
-from .remote import RemoteFile
+from megatron_data.errors import DataError
+from megatron_data.files import local_folder
+from megatron_data.recent import Recent
+from megatron_data.sources.block_folder import (
+    LOCK,
+    WHOLE,
+    BlockFolder,
+    adding,
+    locked,
+    mapped,
+    remove_oldest,
+    used_map,
+)
+from megatron_data.sources.remote import RemoteFile
 
 _MAPPED = 16  # blocks that a reader keeps mapped
 
@@ -56,7 +65,7 @@ class StorageCache:
         local_folder(self.folder)
 
     def whole(self, file: RemoteFile) -> mmap.mmap | bytes:
-        """Return a whole file, mapped; one process fetches it if it is not there.
+        """Returns a whole file, mapped; one process fetches it if it is not there.
 
         While it does, those that want the same file wait, and those that want others do not. Of
         the files those used longest ago go where there is no more room; a map keeps its file.
@@ -80,7 +89,7 @@ class StorageCache:
         return found
 
     def blocks(self, file: RemoteFile) -> "Blocks":
-        """Return a reader of parts of a file."""
+        """Returns a reader of parts of a file."""
         return Blocks(self, file)
 
 
@@ -99,7 +108,7 @@ class Blocks:
         self._mapped: Recent[mmap.mmap] = Recent(_MAPPED)
 
     def read(self, begin: int, end: int) -> bytes:
-        """Return the bytes from `begin` to `end`, fewer where the file ends, through the cache.
+        """Returns the bytes from `begin` to `end`, fewer where the file ends, through the cache.
 
         Raises:
             DataError: they cannot be read, the transfer breaks off, or the file was replaced.
@@ -115,7 +124,7 @@ class Blocks:
         return b"".join(parts)
 
     def stream(self, begin: int, end: int) -> Iterator[bytes]:
-        """Return the bytes from `begin` to `end` piece by piece, past the cache.
+        """Returns the bytes from `begin` to `end` piece by piece, past the cache.
 
         What is read once, from end to end, would only drive out what is read again.
 
@@ -128,7 +137,7 @@ class Blocks:
         return min(self._block_bytes, self._file.size - number * self._block_bytes)
 
     def _block(self, number: int) -> mmap.mmap:
-        """A block out of the cache, fetched if it is not there or not whole."""
+        """Returns a block out of the cache, fetched if it is not there or not whole."""
         length = self._length(number)
         name = f"{self._file.key}-{length}-{number}"
         found = self._folder.get(name, length)

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ..files import named_errors, renamed
+from megatron_data.files import named_errors, renamed
 
 _CHECK_BYTES = 4
 _SUFFIX = ".block"
@@ -43,7 +43,7 @@ class BlockFolder:
         self._limit = limit
 
     def get(self, name: str, length: int) -> mmap.mmap | None:
-        """A block of so many bytes, or None if it is not there or not what was written.
+        """Returns a block of so many bytes, or None if it is not there or not what was written.
 
         The map is longer by the checksum.
         """
@@ -59,7 +59,7 @@ class BlockFolder:
             return block if block[length:] == _checksum(data) else None
 
     def add(self, name: str, data: bytes) -> mmap.mmap:
-        """Keep a block, in place of others if there is no more room, and return it as `get`."""
+        """Keeps a block, in place of others if there is no more room, and returns it as `get`."""
         path = self._path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = partial_name(path)
@@ -94,7 +94,7 @@ class BlockFolder:
         return self._remove_oldest(added) + added
 
     def _remove_oldest(self, added: int) -> int:
-        """List the folder, remove blocks if those added find no room, return the bytes left.
+        """Lists the folder, remove blocks if those added find no room, return the bytes left.
 
         And remove what processes left that were killed while they wrote.
         """
@@ -118,7 +118,7 @@ class BlockFolder:
 
 
 def used_map(path: Path, size: int) -> mmap.mmap | bytes | None:
-    """A whole file of so many bytes, mapped, or None if it is not there or not whole."""
+    """Returns a whole file of so many bytes, mapped, or None if it is not there or not whole."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size != size:
@@ -130,12 +130,12 @@ def used_map(path: Path, size: int) -> mmap.mmap | bytes | None:
 
 
 def mapped(file: BinaryIO, size: int) -> mmap.mmap | bytes:
-    """A file of so many bytes in memory; an empty one cannot be mapped."""
+    """Returns a file of so many bytes in memory; an empty one cannot be mapped."""
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
 
 
 def remove_oldest(kept: Path, limit: int) -> None:
-    """Remove the whole files used longest ago, but for one, until all fit into a limit."""
+    """Removes the whole files used longest ago, but for one, until all fit into a limit."""
     found: list[tuple[float, int, str]] = []
     used = _size(kept)
     for path in kept.parent.glob(f"*{WHOLE}"):
@@ -150,7 +150,7 @@ def remove_oldest(kept: Path, limit: int) -> None:
 
 
 def _removed(found: list[tuple[float, int, str]], used: int, most: int) -> int:
-    """Remove the oldest files, of time, size and path, until `most` bytes are used.
+    """Removes the oldest files, of time, size and path, until `most` bytes are used.
 
     One that another user wrote may not be ours to remove, as in a folder with a sticky bit.
 
@@ -174,14 +174,14 @@ def _use(file: BinaryIO) -> None:
 
 
 def _share(file: BinaryIO, folder: Path, bits: int = 0o644) -> None:
-    """Let those read a file who may read the folder, and write a lock, whatever the umask."""
+    """Lets those read a file who may read the folder, and writes a lock, whatever the umask."""
     with suppress(PermissionError):  # it is another user's, who has done so
         os.fchmod(file.fileno(), folder.stat().st_mode & bits)
 
 
 @contextmanager
 def adding(path: Path) -> Iterator[BinaryIO]:
-    """A new file of a shared folder; of two processes that add one, either one's stays."""
+    """Returns a new file of a shared folder; of two processes that add one, either one's stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with renamed(path, partial_name(path)) as file:
         _share(file, path.parent)
@@ -190,14 +190,14 @@ def adding(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one process at a time into the block; the lock ends with its process."""
+    """Lets one process at a time into the block; the lock ends with its process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path):
         yield
 
 
 def partial_name(path: Path) -> Path:
-    """The name under which this thread writes a file until it is whole."""
+    """Returns the name under which this thread writes a file until it is whole."""
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
 
 

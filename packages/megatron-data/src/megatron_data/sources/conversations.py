@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from ..errors import DataError
-from ..tokenizers.chat import Message
-from .protocol import UnreadableError
+from megatron_data.errors import DataError
+from megatron_data.sources.protocol import UnreadableError
+from megatron_data.tokenizers.chat import Message
 
 KEYS = ("messages", "conversations", "instruction", "input", "output", "tools")
 """Keys or columns that conversations stand under."""
@@ -54,7 +54,7 @@ class ConversationRow(NamedTuple):
 
 
 def read_row(place: str, line: bytes) -> ConversationRow:
-    """Read one line; see `row_of` for what it may hold.
+    """Reads one line; see `row_of` for what it may hold.
 
     Raises:
         DataError: it holds no conversation.
@@ -70,7 +70,7 @@ def read_row(place: str, line: bytes) -> ConversationRow:
 
 
 def row_of(place: str, content: Any) -> ConversationRow:
-    """The conversations of an object.
+    """Returns the conversations of an object.
 
     It has `messages` of `role` and `content`; or `conversations` of `from` and `value`; or
     `instruction`, `output` and maybe `input`, as in Alpaca: the instruction in Alpaca's words is
@@ -123,7 +123,7 @@ def _instructed(content: Mapping[str, Any]) -> list[Message]:
 
 
 def _message(number: int, message: object) -> Message:
-    """A message that a template may be given: it has a role and a content."""
+    """Returns a message that a template may be given: it has a role and a content."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UnreadableError(
             "message",

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
-from ..errors import DataError
-from .passing import PassingFile
+from megatron_data.errors import DataError
+from megatron_data.sources.passing import PassingFile
 
 _BUFFER = 1 << 18
 _NOT_FOUND = 404
@@ -31,7 +31,7 @@ class BrokenOffError(DataError):
 
 @contextmanager
 def told(url: str) -> Iterator[None]:
-    """Tell in one line what fails at a URL.
+    """Tells in one line what fails at a URL.
 
     Raises:
         MissingError: nothing is there.
@@ -52,7 +52,7 @@ def told(url: str) -> Iterator[None]:
 
 
 def told_file(file: BinaryIO, url: str) -> BinaryIO:
-    """A file at a URL of which `told` tells whatever fails while it is read."""
+    """Returns a file at a URL of which `told` tells whatever fails while it is read."""
     return io.BufferedReader(_ToldFile(file, url), _BUFFER)
 
 
@@ -67,7 +67,7 @@ class _ToldFile(PassingFile):
 
 
 def denied(url: str, error: BaseException) -> DataError | None:
-    """What to say of an error by which a storage refuses; None of any other."""
+    """Returns what to say of an error by which a storage refuses; None of any other."""
     if not isinstance(error, PermissionError) and _status(error) not in _REFUSALS:
         return None
     return DataError(
@@ -87,7 +87,7 @@ def _unreadable(url: str, error: BaseException) -> BrokenOffError:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that an error of aiohttp or of botocore carries, or is caused by."""
+    """Returns the HTTP status that an error of aiohttp or of botocore carries, or is caused by."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         code = response.get("ResponseMetadata", {}).get("HTTPStatusCode")

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
-from ..errors import DataError
-from .protocol import (
+from megatron_data.errors import DataError
+from megatron_data.sources.protocol import (
     CHUNK_BYTES,
     BrokenChunk,
     Document,
@@ -21,8 +21,8 @@ from .protocol import (
     not_utf8,
     too_long,
 )
-from .storage import stat
-from .streams import Stream
+from megatron_data.sources.storage import stat
+from megatron_data.sources.streams import Stream
 
 NEWLINE = b"\n"
 _STEP = 1 << 18
@@ -75,7 +75,7 @@ class LinesChunk(NamedTuple):
         return hashlib.sha256(self.data).hexdigest()
 
     def items(self, keys: Sequence[str], longest: int | None = None) -> Iterator[Item | Fault]:
-        """The text of every object under each key; lines of white space are passed over."""
+        """Returns the text of every object under each key; lines of white space are passed over."""
         return self._each(partial(_texts, keys), Item, _TEXT_WANTED, longest)
 
     def rows(self, longest: int | None = None) -> Iterator[Row | Fault]:
@@ -111,7 +111,7 @@ class LinesChunk(NamedTuple):
                 yield made(number, offset, len(line), value)
 
     def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
-        """Name the file and the line."""
+        """Names the file and the line."""
         place = f"{self.path}:{item.number}"
         return Fault(place, kind, reason, self.path, item.number, item.offset, item.size)
 
@@ -166,7 +166,7 @@ class JsonLines:
         return BrokenChunk(fault, stored, Span(offset, size or 0, line, 1))
 
     def chunk_at(self, span: Span, longest: int | None = None) -> LinesChunk:
-        """Read some lines anew."""
+        """Reads some lines anew."""
         check_reread(span.size, longest)
         with Stream(self.path) as stream:
             stream.skip(span.offset)
@@ -186,7 +186,7 @@ class JsonLines:
 
 
 def _long_line(stream: Stream, start: bytes, longest: int | None) -> tuple[bytes, int, bytes]:
-    """Read a line to its end: its bytes, how many they are, and what was read behind it.
+    """Reads a line to its end: its bytes, how many they are, and what was read behind it.
 
     The bytes are left out if they are more than `longest`; so they are where damage ends the line.
     """
@@ -207,7 +207,7 @@ def _long_line(stream: Stream, start: bytes, longest: int | None) -> tuple[bytes
 
 
 def _texts(keys: Sequence[str], content: dict[str, Any]) -> list[Document]:
-    """The text of a line under each key.
+    """Returns the text of a line under each key.
 
     Raises:
         UnreadableError: no text under a key.
@@ -254,7 +254,7 @@ def text_of(record: dict[str, Any], key: str) -> Document:
 
 
 def _kind(value: object) -> str:
-    """What JSON calls this, with its article; columns of Parquet may hold other things."""
+    """Returns what JSON calls this, with its article; columns of Parquet may hold other things."""
     inner = value.get("bytes") if isinstance(value, dict) else value  # as `datasets` keeps images
     if isinstance(inner, bytes):
         return "bytes, such as those of an image, which tokenize-images reads and others do not"

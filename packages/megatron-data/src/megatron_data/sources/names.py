@@ -5,7 +5,7 @@ have made them, so such a name opens local files and object storage only: nothin
 to a host which the name chooses, and no scheme that reads further names out of what it opens.
 """
 
-from ..errors import DataError
+from megatron_data.errors import DataError
 
 HTTP_SCHEMES = ("http", "https")
 STORAGE_SCHEMES = (
@@ -20,22 +20,22 @@ _FILE = "file://"
 
 
 def is_url(path: str) -> bool:
-    """Whether fsspec opens this path."""
+    """Returns whether fsspec opens this path."""
     return "://" in path
 
 
 def is_local(path: str) -> bool:
-    """Whether this is a path, or the `file://` URL of one."""
+    """Returns whether this is a path, or the `file://` URL of one."""
     return not is_url(path) or path.startswith(_FILE)
 
 
 def without_scheme(path: str) -> str:
-    """Return the path that a `file://` URL names; any other path or URL as it is."""
+    """Returns the path that a `file://` URL names; any other path or URL as it is."""
     return path.removeprefix(_FILE)
 
 
 def check_scheme(url: str) -> None:
-    """Refuse a URL of another scheme, and one that chains several file systems (`a::b`).
+    """Refuses a URL of another scheme, and one that chains several file systems (`a::b`).
 
     Raises:
         DataError: its scheme is not one of `SCHEMES`.
@@ -54,7 +54,7 @@ def check_scheme(url: str) -> None:
 
 
 def check_named(name: object, allow_http: bool = False) -> str:
-    """Return a path or URL that came with data, if such data may name it.
+    """Returns a path or URL that came with data, if such data may name it.
 
     Args:
         name: what stands there.

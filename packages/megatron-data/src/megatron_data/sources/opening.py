@@ -5,15 +5,15 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ..errors import DataError
-from .json_lines import JsonLines
-from .names import check_named
-from .parallel_lines import ParallelLines
-from .parquet import Parquet
-from .protocol import MAX_DOCUMENT_BYTES, Fault, Source
-from .storage import expand, files_below, is_folder, stat
-from .streams import split_suffix
-from .text_files import TextFile, TextFiles
+from megatron_data.errors import DataError
+from megatron_data.sources.json_lines import JsonLines
+from megatron_data.sources.names import check_named
+from megatron_data.sources.parallel_lines import ParallelLines
+from megatron_data.sources.parquet import Parquet
+from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES, Fault, Source
+from megatron_data.sources.storage import expand, files_below, is_folder, stat
+from megatron_data.sources.streams import split_suffix
+from megatron_data.sources.text_files import TextFile, TextFiles
 
 TEXT = ".txt"
 LINES = ".jsonl"
@@ -28,7 +28,7 @@ _log = logging.getLogger("megatron_data")
 def open_sources(
     paths: Iterable[str | os.PathLike[str]], keys: Sequence[str], rows: bool = False
 ) -> list[Source]:
-    """Check that every input is there and holds something, before any work begins.
+    """Checks that every input is there and holds something, before any work begins.
 
     A file whose name ends in `.txt` is one document, one in `.parquet` holds a document in each
     row; any other holds JSON lines. Texts and lines may be packed (`.gz`, `.bz2`, `.zst`). A
@@ -82,7 +82,7 @@ def find_sources(
 
 
 def open_parallel(paths: Iterable[str | os.PathLike[str]], keys: Sequence[str]) -> Source:
-    """Check the files of a parallel corpus, before any work begins.
+    """Checks the files of a parallel corpus, before any work begins.
 
     Args:
         paths: a text file for each key, in their order; packed ones and URLs, too.
@@ -105,7 +105,7 @@ def open_parallel(paths: Iterable[str | os.PathLike[str]], keys: Sequence[str]) 
 
 
 def reopen(record: dict[str, Any], allow_http: bool = False) -> Source:
-    """Open the source that a manifest has a record of.
+    """Opens the source that a manifest has a record of.
 
     Args:
         record: of the source; its names are not patterns. A folder is listed only as far as its
@@ -188,7 +188,7 @@ def _sources_in(folder: str, keys: Sequence[str], rows: bool, most: int | None) 
 
 
 def _kind(path: str) -> str:
-    """What a folder's file is by its name, nothing if it is passed over."""
+    """Returns what a folder's file is by its name, nothing if it is passed over."""
     kind, packed = split_suffix(path)
     return kind if kind in (TEXT, LINES) or (kind == TABLE and not packed) else ""
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from ..errors import DataError
-from .protocol import (
+from megatron_data.errors import DataError
+from megatron_data.sources.protocol import (
     CHUNK_BYTES,
     Document,
     Fault,
@@ -20,8 +20,8 @@ from .protocol import (
     not_utf8,
     too_long,
 )
-from .storage import stat
-from .streams import Stream
+from megatron_data.sources.storage import stat
+from megatron_data.sources.streams import Stream
 
 _NEWLINE = b"\n"
 _MARK = b"\xef\xbb\xbf"
@@ -72,7 +72,7 @@ class ParallelChunk(NamedTuple):
                 yield Item(number, None, sum(map(len, row)), texts)
 
     def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
-        """Name the files and the line."""
+        """Names the files and the line."""
         path = joined(self.paths)
         return Fault(f"{path}:{item.number}", kind, reason, path, item.number, None, item.size)
 
@@ -123,7 +123,7 @@ class ParallelLines:
             ]
 
     def chunk_at(self, span: Span, longest: int | None = None) -> ParallelChunk:
-        """Read some lines anew."""
+        """Reads some lines anew."""
         data = []
         for path in self._paths:
             with _File(path, longest) as file:
@@ -132,7 +132,7 @@ class ParallelLines:
         return ParallelChunk(self._paths, span.first, tuple(data), 0)
 
     def record(self) -> dict[str, Any]:
-        """Return number of lines, and size and digest of each file as it lies."""
+        """Returns number of lines, and size and digest of each file as it lies."""
         return {
             "path": self.path,
             "bytes": sum(file["bytes"] for file in self._files),
@@ -164,7 +164,7 @@ class _File:
         self._rest = b""
 
     def _read(self, size: int) -> bytes:
-        """The next bytes without those that are too many."""
+        """Returns the next bytes without those that are too many."""
         data = self.stream.read(size)
         if self._longest is None or self._open + len(data) <= self._longest:
             last = data.rfind(_NEWLINE)
@@ -178,7 +178,7 @@ class _File:
         return _NEWLINE.join(parts)
 
     def lines_within(self, size: int) -> int:
-        """How many lines end in the next `size` bytes; at least 1."""
+        """Returns how many lines end in the next `size` bytes; at least 1."""
         if len(self._rest) < size:
             self._rest += self._read(size - len(self._rest))
         if self.stream.ended and len(self._rest) <= size:
@@ -186,7 +186,7 @@ class _File:
         return max(self._rest.count(_NEWLINE, 0, size), 1)
 
     def take(self, count: int, reread: bool = False) -> bytes:
-        """The next lines.
+        """Returns the next lines.
 
         Raises:
             DataError: the file ends before; it had as many. Or `reread` and they are more than a
@@ -210,7 +210,7 @@ class _File:
         return data
 
     def skip(self, count: int) -> None:
-        """Pass over lines from the beginning of the file."""
+        """Passes over lines from the beginning of the file."""
         while count > 0 and not self.stream.ended:
             data = self._read(_STEP)
             if (ends := data.count(_NEWLINE)) >= count:
@@ -226,7 +226,7 @@ class _File:
 
 
 def joined(paths: Sequence[str]) -> str:
-    """What files that belong together are called."""
+    """Returns what files that belong together are called."""
     return " + ".join(paths)
 
 
@@ -247,7 +247,7 @@ def _split(data: bytes) -> list[bytes]:
 
 
 def _text(line: bytes, number: int, longest: int | None) -> str:
-    """A line as text, without its end, and without the byte-order mark of the file."""
+    """Returns a line as text, without its end, and without the byte-order mark of the file."""
     if longest is not None and len(line) > longest:
         raise too_long(None, longest)
     line = line.removesuffix(b"\r")

@@ -6,13 +6,22 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from ..errors import DataError
-from .json_lines import text_of
-from .names import is_url
-from .parquet_checksums import has_page_checksums
-from .protocol import CHUNK_BYTES, BrokenChunk, Fault, Item, Row, Span, UnreadableError, too_long
-from .storage import open_file, stat
-from .streams import Stream
+from megatron_data.errors import DataError
+from megatron_data.sources.json_lines import text_of
+from megatron_data.sources.names import is_url
+from megatron_data.sources.parquet_checksums import has_page_checksums
+from megatron_data.sources.protocol import (
+    CHUNK_BYTES,
+    BrokenChunk,
+    Fault,
+    Item,
+    Row,
+    Span,
+    UnreadableError,
+    too_long,
+)
+from megatron_data.sources.storage import open_file, stat
+from megatron_data.sources.streams import Stream
 
 _REREAD_ROWS = 1024
 
@@ -47,11 +56,11 @@ class RowsChunk(NamedTuple):
         return digest.hexdigest()
 
     def items(self, keys: Sequence[str], longest: int | None = None) -> Iterator[Item | Fault]:
-        """The text of every row under each key."""
+        """Returns the text of every row under each key."""
         return self._items(keys, longest, None)
 
     def pairs(self, keys: Sequence[str], longest: int | None = None) -> Iterator[Item | Fault]:
-        """The text of every row and its image: a path, or bytes.
+        """Returns the text of every row and its image: a path, or bytes.
 
         Bytes are those of a binary column, or the field `bytes` of a struct that may have the field
         `path` as well, as the library `datasets` writes images.
@@ -94,7 +103,7 @@ class RowsChunk(NamedTuple):
                 yield Row(number, None, size, values)
 
     def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
-        """Name the file and the row."""
+        """Names the file and the row."""
         place = f"{self.path}, row {item.number}"
         return Fault(place, kind, reason, self.path, item.number, None, item.size or None)
 
@@ -171,7 +180,7 @@ class Parquet:
         )
 
     def _damage(self, arrow: Any, row: int, error: Exception) -> str:
-        """Say which row group cannot be read, of those from a row on."""
+        """Says which row group cannot be read, of those from a row on."""
         try:
             with open_file(self.path) as raw:
                 file = arrow.parquet.ParquetFile(raw, page_checksum_verification=True)
@@ -188,7 +197,7 @@ class Parquet:
         return BrokenChunk(fault, 0, Span(0, 0, row, 1))
 
     def chunk_at(self, span: Span, longest: int | None = None) -> RowsChunk:
-        """Read some rows anew."""
+        """Reads some rows anew."""
         arrow = _pyarrow(self.path)
         last = span.first - 1 + span.units
         seen, batches = 0, []
@@ -210,7 +219,7 @@ class Parquet:
         return RowsChunk(self.path, span.first, arrow.Table.from_batches(batches), 0)
 
     def record(self) -> dict[str, Any]:
-        """Return size, rows, digest (of a URL the version), and whether pages have one."""
+        """Returns size, rows, digest (of a URL the version), and whether pages have one."""
         proof = {"version": self.version} if is_url(self.path) else {"sha256": self._sha256}
         return {
             "path": self.path,
@@ -222,7 +231,7 @@ class Parquet:
 
 
 def _first_damaged(arrow: Any, file: Any, columns: Sequence[str], row: int) -> int | None:
-    """The first row group that cannot be read, from that of a row (from 1) on."""
+    """Returns the first row group that cannot be read, from that of a row (from 1) on."""
     end = 0
     for group in range(file.num_row_groups):
         end += file.metadata.row_group(group).num_rows
@@ -274,7 +283,7 @@ def _rows_at_once(metadata: Any, chunk_bytes: int) -> int:
 
 
 def _without_null(value: Any) -> Any:
-    """A table has every field in every struct, a message only those it needs."""
+    """Returns a table has every field in every struct, a message only those it needs."""
     if isinstance(value, dict):
         return {key: _without_null(part) for key, part in value.items() if part is not None}
     if isinstance(value, list):

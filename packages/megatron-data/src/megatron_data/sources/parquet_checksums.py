@@ -13,7 +13,7 @@ _HEADER_BYTES = 32  # four integers take at most 24
 
 
 def has_page_checksums(file: BinaryIO, metadata: Any, columns: Sequence[str]) -> bool:
-    """Return whether the first page of every column that is read has a checksum.
+    """Returns whether the first page of every column that is read has a checksum.
 
     Writers give all pages one or none. A file without rows has no page to lack one.
 
@@ -30,7 +30,7 @@ def has_page_checksums(file: BinaryIO, metadata: Any, columns: Sequence[str]) ->
 
 
 def _first_pages(metadata: Any, columns: Sequence[str]) -> list[int]:
-    """Where the first page of each column lies in the first row group."""
+    """Returns where the first page of each column lies in the first row group."""
     if not metadata.num_row_groups:
         return []
     group = metadata.row_group(0)

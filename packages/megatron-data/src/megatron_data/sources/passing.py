@@ -18,11 +18,11 @@ class PassingFile(io.RawIOBase):
         self._file = file
 
     def _read(self, size: int) -> bytes:
-        """The next bytes, at most `size`; none at the end."""
+        """Returns the next bytes, at most `size`; none at the end."""
         return self._file.read(size)
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
-        """Fill a buffer, or less of it at the end; returns the bytes read."""
+        """Fills a buffer, or less of it at the end; returns the bytes read."""
         view = memoryview(buffer).cast("B")
         data = self._read(len(view))
         view[: len(data)] = data
@@ -37,14 +37,14 @@ class PassingFile(io.RawIOBase):
         return self._file.seekable()
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Go elsewhere in the file; what is passed over is not seen."""
+        """Goes elsewhere in the file; what is passed over is not seen."""
         return self._file.seek(offset, whence)
 
     def tell(self) -> int:
-        """Where the file stands, in bytes."""
+        """Returns where the file stands, in bytes."""
         return self._file.tell()
 
     def close(self) -> None:
-        """Close the file, too."""
+        """Closes the file, too."""
         self._file.close()
         super().close()

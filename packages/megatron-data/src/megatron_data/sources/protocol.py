@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from ..errors import DataError
+from megatron_data.errors import DataError
 
 LARGEST_CHUNK = 1 << 24
 """Most bytes of whole documents that preprocessing reads together."""
@@ -139,7 +139,7 @@ class Chunk(Protocol):
         """Hexadecimal SHA-256 of the content."""
 
     def items(self, keys: Sequence[str], longest: int | None) -> Iterator[Item | Fault]:
-        """Return the documents, and in their place what cannot be one.
+        """Returns the documents, and in their place what cannot be one.
 
         Args:
             keys: under which the texts are looked up; a document has all of them.
@@ -147,7 +147,7 @@ class Chunk(Protocol):
         """
 
     def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
-        """Return what to say about an item that turned out to be none."""
+        """Returns what to say about an item that turned out to be none."""
 
 
 @runtime_checkable
@@ -155,7 +155,7 @@ class HoldsImages(Protocol):
     """A chunk that may hold images beside its texts, and not only their paths."""
 
     def pairs(self, keys: Sequence[str], longest: int | None) -> Iterator[Item | Fault]:
-        """Return the items; the one under the last key may be the bytes of an image.
+        """Returns the items; the one under the last key may be the bytes of an image.
 
         Args:
             keys: of the text, and of the image.
@@ -168,7 +168,7 @@ class HoldsRows(Protocol):
     """A chunk of whole objects, of which more than texts can be read."""
 
     def rows(self, longest: int | None) -> Iterator[Row | Fault]:
-        """Return the objects, and in their place what is none.
+        """Returns the objects, and in their place what is none.
 
         Args:
             longest: bytes that one may have; None for no limit.
@@ -189,7 +189,7 @@ class Source(Protocol):
     version: str
 
     def chunks(self, chunk_bytes: int = CHUNK_BYTES, longest: int | None = None) -> Iterator[Chunk]:
-        """Return pieces of about `chunk_bytes`, read as they are asked for.
+        """Returns pieces of about `chunk_bytes`, read as they are asked for.
 
         Args:
             chunk_bytes: size at which to cut; a longer document makes a longer piece.
@@ -197,14 +197,14 @@ class Source(Protocol):
         """
 
     def chunk_at(self, span: Span, longest: int | None = None) -> Chunk:
-        """Read one piece anew.
+        """Reads one piece anew.
 
         Raises:
             DataError: it is not there any more, or larger than pieces are.
         """
 
     def record(self) -> dict[str, Any]:
-        """Return what the manifest says of it; complete once all chunks were read."""
+        """Returns what the manifest says of it; complete once all chunks were read."""
 
 
 class BrokenChunk(NamedTuple):
@@ -220,32 +220,32 @@ class BrokenChunk(NamedTuple):
         return ""
 
     def items(self, keys: Sequence[str], longest: int | None) -> Iterator[Item | Fault]:
-        """Return the fault alone."""
+        """Returns the fault alone."""
         yield self.problem
 
     def rows(self, longest: int | None) -> Iterator[Row | Fault]:
-        """Return the fault alone."""
+        """Returns the fault alone."""
         yield self.problem
 
     def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
-        """Return the fault; there is no item."""
+        """Returns the fault; there is no item."""
         return self.problem
 
 
 def not_utf8(wrong: UnicodeDecodeError) -> UnreadableError:
-    """Return the refusal of a line that cannot be decoded."""
+    """Returns the refusal of a line that cannot be decoded."""
     what = f"byte {wrong.start} of the line, 0x{wrong.object[wrong.start]:02x}, is not UTF-8"
     return UnreadableError("encoding", f"{what}; convert the file")
 
 
 def too_long(size: int | None, longest: int) -> UnreadableError:
-    """Return the refusal of a document of more bytes than asked for, so many if that is known."""
+    """Returns the refusal of a document of more bytes than asked for, so many if that is known."""
     what = "a document of" if size is None else f"a document of {size:,} bytes,"
     return UnreadableError("long", f"{what} more than --max-document-bytes {longest:,}")
 
 
 def check_reread(size: int, longest: int | None) -> None:
-    """Refuse to read a piece anew that is larger than any that sources are cut into.
+    """Refuses to read a piece anew that is larger than any that sources are cut into.
 
     Args:
         size: bytes that a manifest says it has, or that were read of it.

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
 
-from ..errors import DataError
-from .failures import BrokenOffError, MissingError, denied
-from .names import is_url
-from .storage import read_range, stat
+from megatron_data.errors import DataError
+from megatron_data.sources.failures import BrokenOffError, MissingError, denied
+from megatron_data.sources.names import is_url
+from megatron_data.sources.storage import read_range, stat
 
 _ATTEMPTS = 3
 _PAUSE = 0.5  # seconds before the second attempt, twice as long before the third
@@ -40,7 +40,7 @@ class RemoteFile(NamedTuple):
 
     @classmethod
     def open(cls, url: str) -> Self:
-        """Look a file up, again where the storage does not answer.
+        """Looks a file up, again where the storage does not answer.
 
         Raises:
             MissingError: there is none.
@@ -55,7 +55,7 @@ class RemoteFile(NamedTuple):
         return hashlib.sha256(described.encode()).hexdigest()[:32]
 
     def fetch(self, begin: int, end: int) -> bytes:
-        """Read a range, again where a transfer breaks off.
+        """Reads a range, again where a transfer breaks off.
 
         Whether it is one of this version, `check_unchanged` tells afterwards.
 
@@ -89,7 +89,7 @@ class RemoteFile(NamedTuple):
         return data
 
     def stream(self, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
-        """Read a range piece by piece, a few pieces ahead; all but the last are equally long.
+        """Reads a range piece by piece, a few pieces ahead; all but the last are equally long.
 
         Raises:
             DataError: it cannot be read, or the file was replaced meanwhile.
@@ -109,7 +109,7 @@ class RemoteFile(NamedTuple):
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Refuse to go on with a file that has been replaced.
+        """Refuses to go on with a file that has been replaced.
 
         Raises:
             DataError: size or version are not what they were, or there is no file any more.
@@ -130,7 +130,7 @@ class RemoteFile(NamedTuple):
 
 
 def read_blocks(path: str) -> Iterator[bytes]:
-    """Read a whole file, on the disk or at a URL, piece by piece.
+    """Reads a whole file, on the disk or at a URL, piece by piece.
 
     Raises:
         DataError: a URL that cannot be read.
@@ -144,7 +144,7 @@ def read_blocks(path: str) -> Iterator[bytes]:
 
 
 def read_if_there(path: str) -> bytes | None:
-    """Read a small file, on the disk or at a URL; None if there is none.
+    """Reads a small file, on the disk or at a URL; None if there is none.
 
     Raises:
         DataError: a URL that cannot be read.
@@ -158,7 +158,7 @@ def read_if_there(path: str) -> bytes | None:
 
 
 def _repeated(attempt: Callable[[], _T]) -> _T:
-    """What an attempt gives, made again where it breaks off."""
+    """Returns what an attempt gives, made again where it breaks off."""
     for number in range(_ATTEMPTS - 1):
         try:
             return attempt()

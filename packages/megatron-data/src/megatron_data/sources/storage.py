@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
-from ..errors import DataError
-from .failures import IrregularError, missing, told, told_file
-from .names import check_scheme, is_local, is_url
+from megatron_data.errors import DataError
+from megatron_data.sources.failures import IrregularError, missing, told, told_file
+from megatron_data.sources.names import check_scheme, is_local, is_url
 
 _MAGIC = frozenset("*?[")
 _VERSIONS = (
@@ -26,7 +26,7 @@ class Stat(NamedTuple):
 
 
 def expand(path: str) -> list[str]:
-    """Return the files and folders that a pattern matches, sorted; other paths as they are.
+    """Returns the files and folders that a pattern matches, sorted; other paths as they are.
 
     Raises:
         DataError: nothing matches.
@@ -44,7 +44,7 @@ def expand(path: str) -> list[str]:
 
 
 def exists(path: str) -> bool:
-    """Whether there is a file or a folder."""
+    """Returns whether there is a file or a folder."""
     if is_url(path):
         with _system(path) as (system, inner):
             return bool(system.exists(inner))
@@ -52,7 +52,7 @@ def exists(path: str) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """Whether this is a folder."""
+    """Returns whether this is a folder."""
     if is_url(path):
         with _system(path) as (system, inner):
             return bool(system.isdir(inner))
@@ -87,7 +87,7 @@ def stat(path: str, fresh: bool = False) -> Stat:
 
 
 def open_file(path: str) -> BinaryIO:
-    """Open a file for reading bytes, at its beginning.
+    """Opens a file for reading bytes, at its beginning.
 
     Raises:
         MissingError: nothing is at a URL; also while it is read.
@@ -104,7 +104,7 @@ def open_file(path: str) -> BinaryIO:
 
 
 def read_range(url: str, begin: int, end: int) -> bytes:
-    """Return bytes of a file at a URL, fewer where it ends or the transfer does.
+    """Returns bytes of a file at a URL, fewer where it ends or the transfer does.
 
     Whatever goes wrong is raised as fsspec's file system raises it.
     """
@@ -136,7 +136,7 @@ def files_below(folder: str, most: int | None = None) -> list[str]:
 
 
 def relative(path: str, folder: str) -> str:
-    """Return the name of a file below a folder."""
+    """Returns the name of a file below a folder."""
     if is_url(path):
         return path[len(folder.rstrip("/")) + 1 :]
     return os.path.relpath(path, folder)
@@ -179,7 +179,7 @@ def _open_regular(path: str) -> BinaryIO:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open a pipe without waiting for its other end; regular files do not care."""
+    """Opens a pipe without waiting for its other end; regular files do not care."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -189,13 +189,13 @@ def _refuse(error: OSError) -> None:
 
 @contextmanager
 def _system(url: str) -> Iterator[tuple[Any, str]]:
-    """fsspec's file system of a URL and the path in it; what fails is told in one line."""
+    """Fsspec's file system of a URL and the path in it; what fails is told in one line."""
     with told(url):
         yield _file_system(url)
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a URL, and the path in it."""
+    """Returns fsspec's file system of a URL, and the path in it."""
     check_scheme(url)
     try:
         import fsspec

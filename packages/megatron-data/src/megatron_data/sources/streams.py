@@ -9,9 +9,9 @@ from pathlib import PurePosixPath
 from types import ModuleType
 from typing import TYPE_CHECKING, BinaryIO, Protocol, Self
 
-from ..errors import DataError
-from .passing import PassingFile
-from .storage import open_file
+from megatron_data.errors import DataError
+from megatron_data.sources.passing import PassingFile
+from megatron_data.sources.storage import open_file
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -27,7 +27,7 @@ _REPEATED = 1  # the kind of a block that is one byte, and how often
 
 
 def split_suffix(path: str) -> tuple[str, str]:
-    """Return what kind of content a name promises, and how it is packed: `.txt`, `.gz`."""
+    """Returns what kind of content a name promises, and how it is packed: `.txt`, `.gz`."""
     name = PurePosixPath(path)
     packed = name.suffix.lower()
     if packed not in PACKED:
@@ -66,7 +66,7 @@ class Stream:
         return self._raw.bytes
 
     def read(self, size: int) -> bytes:
-        """Return `size` bytes, fewer only where it ends."""
+        """Returns `size` bytes, fewer only where it ends."""
         parts: list[bytes] = []
         while size > 0 and not self.ended:
             data = self._next(min(size, _STEP))
@@ -76,7 +76,7 @@ class Stream:
         return b"".join(parts)
 
     def skip(self, size: int) -> None:
-        """Pass over bytes."""
+        """Passes over bytes."""
         if not self._packed:
             self._file.seek(size, io.SEEK_CUR)
             return
@@ -84,7 +84,7 @@ class Stream:
             size -= len(self.read(min(size, _STEP)))
 
     def sha256(self) -> str:
-        """Read what is left, and return the digest of the file as it lies."""
+        """Reads what is left, and returns the digest of the file as it lies."""
         while self._raw.read(_STEP):
             pass
         return self._raw.digest.hexdigest()
@@ -102,7 +102,7 @@ class Stream:
         return b""
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._file.close()
         self._raw.close()
 
@@ -165,7 +165,7 @@ class _Zstandard(io.RawIOBase):
         return size
 
     def _fill(self) -> bool:
-        """Unpack a little more; False at the end."""
+        """Unpacks a little more; False at the end."""
         parts = self._blocks() if self._inside else [self._header()]
         if not any(parts):
             return False
@@ -179,7 +179,7 @@ class _Zstandard(io.RawIOBase):
         return True
 
     def _header(self) -> bytes:
-        """The header of the next frame with contents; empty at the end of the file."""
+        """Returns the header of the next frame with contents; empty at the end of the file."""
         while magic := self._packed.read(4):
             if len(magic) < len(_MAGIC):
                 raise EOFError("the last frame is not whole")
@@ -199,7 +199,7 @@ class _Zstandard(io.RawIOBase):
         return b""
 
     def _blocks(self) -> list[bytes]:
-        """The next few blocks, and behind the last one of the frame its checksum."""
+        """Returns the next few blocks, and behind the last one of the frame its checksum."""
         parts = []
         for _ in range(_BLOCKS):
             header = self._exactly(3)

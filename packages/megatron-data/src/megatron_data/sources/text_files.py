@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import DataError
-from .protocol import (
+from megatron_data.errors import DataError
+from megatron_data.sources.protocol import (
     CHUNK_BYTES,
     Fault,
     Item,
@@ -16,8 +16,8 @@ from .protocol import (
     check_reread,
     too_long,
 )
-from .storage import relative, stat
-from .streams import Stream
+from megatron_data.sources.storage import relative, stat
+from megatron_data.sources.streams import Stream
 
 MOST_FILES = 1000
 """Files in one piece at most: empty ones add nothing to its size."""
@@ -54,7 +54,7 @@ class TextChunk(NamedTuple):
         return digest.hexdigest()
 
     def items(self, keys: Sequence[str], longest: int | None = None) -> Iterator[Item | Fault]:
-        """The files as documents of one text each, whatever the key."""
+        """Returns the files as documents of one text each, whatever the key."""
         for number, (path, data) in enumerate(self.files, start=self.first):
             if isinstance(data, Fault):
                 yield data
@@ -67,7 +67,7 @@ class TextChunk(NamedTuple):
                 yield Item(number, None, len(data), texts)
 
     def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
-        """Name the file."""
+        """Names the file."""
         path = self.files[item.number - self.first][0]
         return _fault(path, UnreadableError(kind, reason), item.size)
 
@@ -114,7 +114,7 @@ class TextFiles:
         self._sha256 = digest.hexdigest()
 
     def chunk_at(self, span: Span, longest: int | None = None) -> TextChunk:
-        """Read some files anew."""
+        """Reads some files anew."""
         files = self.files[span.first - 1 :][: span.units]
         if len(files) != span.units:
             raise DataError(f"{self.path} has {len(self.files):,} files; there were more")
@@ -129,7 +129,7 @@ class TextFiles:
         return TextChunk(span.first, tuple(content), 0)
 
     def record(self) -> dict[str, Any]:
-        """Return number, size and digest of the files as they lie."""
+        """Returns number, size and digest of the files as they lie."""
         return {
             "path": self.path,
             "files": len(self.files),
@@ -138,7 +138,7 @@ class TextFiles:
         }
 
     def _digest_of(self, path: str, sha256: str) -> bytes:
-        """Return what a file adds to the digest: its line of `sha256sum` in the folder."""
+        """Returns what a file adds to the digest: its line of `sha256sum` in the folder."""
         return sha256.encode() + b"  " + os.fsencode(relative(path, self.path)) + b"\n"
 
 
@@ -154,7 +154,7 @@ class TextFile(TextFiles):
         return b""
 
     def record(self) -> dict[str, Any]:
-        """Return size and digest of the file as it lies."""
+        """Returns size and digest of the file as it lies."""
         return super().record() | {"sha256": self._own}
 
 
@@ -179,7 +179,7 @@ def _fault(path: str, error: UnreadableError, size: int | None) -> Fault:
 
 
 def _decoded(data: bytes) -> str:
-    """Return the text of a file without its byte-order mark."""
+    """Returns the text of a file without its byte-order mark."""
     skipped = len(_MARK) if data.startswith(_MARK) else 0
     try:
         return data[skipped:].decode()

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import orjson
 
-from ..errors import DataError
-from ..files import read_json, read_text, tokenizer_path
-from .prompt_formats import OWN, PROMPT_FORMATS
-from .protocol import CONFIG_FILE
+from megatron_data.errors import DataError
+from megatron_data.files import read_json, read_text, tokenizer_path
+from megatron_data.tokenizers.prompt_formats import OWN, PROMPT_FORMATS
+from megatron_data.tokenizers.protocol import CONFIG_FILE
 
 if TYPE_CHECKING:
-    from .template_limits import Budget
+    from megatron_data.tokenizers.template_limits import Budget
 
 Message: TypeAlias = Mapping[str, Any]
 """`{"role": "user", "content": "…"}`, and whatever else a template asks for."""
@@ -122,7 +122,7 @@ class ChatTemplate:
         try:
             import jinja2
 
-            from . import sandbox, template_limits
+            from megatron_data.tokenizers import sandbox, template_limits
         except ImportError:
             raise DataError(
                 "chat templates need jinja2; pip install 'megatron-data[chat]'"
@@ -163,7 +163,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file of a template, or the one of a tokenizer's folder with its special tokens.
+        """Reads a file of a template, or the one of a tokenizer's folder with its special tokens.
 
         In a folder that is `chat_template.jinja`, or else what `tokenizer_config.json` holds.
 
@@ -234,7 +234,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         answers: bool = True,
     ) -> Rendered:
-        """A conversation as text, and what of it an assistant says.
+        """Returns a conversation as text, and what of it an assistant says.
 
         Args:
             messages: the conversation.
@@ -297,7 +297,7 @@ class ChatTemplate:
             ) from None
 
     def _without_marks(self, text: str) -> Rendered:
-        """Take the marks of `{% generation %}` blocks out."""
+        """Takes the marks of `{% generation %}` blocks out."""
         marks = [character for character in text if character in (self._begin, self._end)]
         if marks != [self._begin, self._end] * (len(marks) // 2):
             raise DataError("the messages hold U+FDD0 or U+FDD1, which no text may; remove them")
@@ -331,7 +331,7 @@ class ChatTemplate:
 
 
 def _default_of(templates: list[Any]) -> Any:
-    """The template named default of a list of several."""
+    """Returns the template named default of a list of several."""
     for entry in templates:
         match entry:
             case {"name": "default", "template": source}:
@@ -340,5 +340,5 @@ def _default_of(templates: list[Any]) -> Any:
 
 
 def _told(error: BaseException) -> str:
-    """What an error says, in one line that is not too long."""
+    """Returns what an error says, in one line that is not too long."""
     return f"{' '.join(str(error).split()) or type(error).__name__:.500}"

@@ -6,10 +6,10 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from ..sources.conversations import ConversationRow
-from .chat import ChatTemplate, Rendered
-from .huggingface import HuggingFaceTokenizer, Place
+from megatron_data.errors import DataError
+from megatron_data.sources.conversations import ConversationRow
+from megatron_data.tokenizers.chat import ChatTemplate, Rendered
+from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer, Place
 
 LossOver: TypeAlias = Literal["assistant", "all"]
 NOT_COUNTED = -100
@@ -56,7 +56,7 @@ def encode_rows(
 
 
 def render_row(row: ConversationRow, template: ChatTemplate, loss: LossOver) -> list[Rendered]:
-    """The text of every conversation of a row, and what counts in it if not all does.
+    """Returns the text of every conversation of a row, and what counts in it if not all does.
 
     Raises:
         DataError: the template refuses messages.

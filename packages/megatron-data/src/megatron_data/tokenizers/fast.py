@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
-from .huggingface import HuggingFaceTokenizer
-from .protocol import Tokenizer
-from .threads import may_use_threads
-from .wrapped import WrappedTokenizer
+from megatron_data.errors import DataError
+from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_data.tokenizers.protocol import Tokenizer
+from megatron_data.tokenizers.threads import may_use_threads
+from megatron_data.tokenizers.wrapped import WrappedTokenizer
 
 CHECKED_FIRST = 200
 CHECKED_EVERY = 500
@@ -71,7 +71,7 @@ class FastTokenizer(WrappedTokenizer):
         ]
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """The tokens of many texts, joined, and how many each has.
+        """Returns the tokens of many texts, joined, and how many each has.
 
         Raises:
             MismatchError: a text whose tokens differ.
@@ -87,7 +87,7 @@ class FastTokenizer(WrappedTokenizer):
     def _check(
         self, texts: Sequence[str], tokens: NDArray[np.uint32], offsets: NDArray[np.int64]
     ) -> None:
-        """Compare a sample with the reference; which it is depends on what came before."""
+        """Compares a sample with the reference; which it is depends on what came before."""
         self._characters += sum(map(len, texts))
         allowed = CHECKED_CHARACTERS + self._characters // CHECKED_SHARE
         chosen: list[int] = []
@@ -105,7 +105,7 @@ class FastTokenizer(WrappedTokenizer):
                 )
 
     def _sample(self, texts: int) -> Iterator[int]:
-        """Which of the next texts are checked; only these are looked at one by one."""
+        """Returns which of the next texts are checked; only these are looked at one by one."""
         first = min(max(CHECKED_FIRST - self._seen, 0), texts)
         regular = range(-self._seen % CHECKED_EVERY, texts, CHECKED_EVERY)
         return chain(range(first), (at for at in regular if at >= first))
@@ -115,7 +115,7 @@ class FastTokenizer(WrappedTokenizer):
 
 
 def fast_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokens by gigatoken; where it cannot, the tokenizer itself, with a warning.
+    """Returns the same tokens by gigatoken; where it cannot, the tokenizer itself, with a warning.
 
     Args:
         tokenizer: any; gigatoken knows byte-level and SentencePiece-like BPE.

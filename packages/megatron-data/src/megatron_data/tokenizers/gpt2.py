@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 
-from ..errors import DataError
-from ..files import read_text, tokenizer_path
-from .huggingface import HuggingFaceTokenizer
+from megatron_data.errors import DataError
+from megatron_data.files import read_text, tokenizer_path
+from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -17,7 +17,7 @@ END_OF_TEXT = "<|endoftext|>"
 def gpt2_tokenizer(
     vocab_file: str | os.PathLike[str], merge_file: str | os.PathLike[str]
 ) -> HuggingFaceTokenizer:
-    """The byte-level BPE in the two files of GPT2: Megatron's `GPT2BPETokenizer`.
+    """Returns the byte-level BPE in the two files of GPT2: Megatron's `GPT2BPETokenizer`.
 
     It encodes as GPT2 does, whatever the vocabulary; `<|endoftext|>` ends a document.
 
@@ -33,7 +33,7 @@ def gpt2_tokenizer(
 
 
 def _definition(vocab_file: Path, merge_file: Path) -> str:
-    """The `tokenizer.json` of the two files."""
+    """Returns the `tokenizer.json` of the two files."""
     try:
         vocabulary: Any = orjson.loads(_text(vocab_file))
     except ValueError as error:
@@ -62,7 +62,7 @@ def _definition(vocab_file: Path, merge_file: Path) -> str:
 
 
 def _merges(path: Path, vocabulary: dict[str, int]) -> list[list[str]]:
-    """Return the pairs of a merges file in their order, each checked to be in the vocabulary."""
+    """Returns the pairs of a merges file in their order, each checked to be in the vocabulary."""
     lines = _text(path).split("\n")
     start = 1 if lines[0].startswith("#version") else 0
     merges = []

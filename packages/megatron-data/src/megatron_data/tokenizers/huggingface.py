@@ -12,10 +12,10 @@ import orjson
 import tokenizers
 from tokenizers import AddedToken
 
-from ..errors import DataError
-from ..files import AtomicFile, read_json, tokenizer_path, write_json
-from .pieces import pieces, places_to_cut
-from .protocol import CONFIG_FILE
+from megatron_data.errors import DataError
+from megatron_data.files import AtomicFile, read_json, tokenizer_path, write_json
+from megatron_data.tokenizers.pieces import pieces, places_to_cut
+from megatron_data.tokenizers.protocol import CONFIG_FILE
 
 Place: TypeAlias = tuple[int, int]
 
@@ -82,7 +82,7 @@ class HuggingFaceTokenizer:
     def load(
         cls, path: str | os.PathLike[str], special_tokens: Mapping[str, str] | None = None
     ) -> Self:
-        """Read a `tokenizer.json`, or a folder that holds one and maybe `tokenizer_config.json`.
+        """Reads a `tokenizer.json`, or a folder that holds one and maybe `tokenizer_config.json`.
 
         Raises:
             DataError: no such file, or not a tokenizer; the message names the path.
@@ -161,11 +161,11 @@ class HuggingFaceTokenizer:
         return extended
 
     def token_id(self, token: str) -> int | None:
-        """Number of a token as the vocabulary spells it, or None."""
+        """Returns the number of a token as the vocabulary spells it, or None."""
         return self._tokenizer.token_to_id(token)
 
     def token(self, number: int) -> str | None:
-        """The vocabulary's spelling of a token, or None for a number it leaves out."""
+        """Returns the vocabulary's spelling of a token, or None for a number it leaves out."""
         return self._tokenizer.id_to_token(number)
 
     def encode(self, text: str) -> list[int]:
@@ -190,7 +190,7 @@ class HuggingFaceTokenizer:
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Cut a text where that is known not to change its tokens, else leave it whole."""
+        """Cuts a text where that is known not to change its tokens, else leave it whole."""
         if self._places is None:
             return iter((text,))
         return pieces(text, PIECE, self._places)
@@ -213,7 +213,7 @@ class HuggingFaceTokenizer:
             return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write `tokenizer.json` as it was read, and the special tokens beside it."""
+        """Writes `tokenizer.json` as it was read, and the special tokens beside it."""
         folder = Path(folder)
         with AtomicFile(folder / TOKENIZER_FILE) as file:
             file.write(self._definition)
@@ -230,7 +230,7 @@ class HuggingFaceTokenizer:
 
 @contextmanager
 def _refusals(what: str) -> Iterator[None]:
-    """Raise what the library refuses, or panics at, as `DataError`.
+    """Raises what the library refuses, or panics at, as `DataError`.
 
     It raises plain Exception; a panic of Rust is an exception of pyo3 that is no `Exception`, and
     whose class has no module to import it from.

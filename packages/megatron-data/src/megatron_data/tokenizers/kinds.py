@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from ..errors import DataError
+from megatron_data.errors import DataError
 
 if TYPE_CHECKING:
-    from .protocol import Tokenizer
+    from megatron_data.tokenizers.protocol import Tokenizer
 
 TokenizerKind: TypeAlias = Literal[
     "HuggingFaceTokenizer",
@@ -40,7 +40,7 @@ class Ingredients:
     takes: tuple[str, ...] = ()
 
     def complaint(self, kind: str, given: Mapping[str, Any]) -> str | None:
-        """What is wrong with the options given for a kind, or None."""
+        """Returns what is wrong with the options given for a kind, or None."""
         if foreign := [name for name in given if name not in (*self.needs, *self.takes)]:
             takes = ", ".join(map(flag, (*self.needs, *self.takes))) or "no options"
             return f"{flag(foreign[0])} does not go with --tokenizer-type {kind} (takes {takes})"
@@ -80,12 +80,12 @@ WITHOUT_MERGES = (
 
 
 def flag(name: str) -> str:
-    """The option of a name."""
+    """Returns the option of a name."""
     return f"--{name.replace('_', '-')}"
 
 
 def default_kind(given: Mapping[str, Any]) -> TokenizerKind:
-    """The kind of tokenizer that options mean of which none is `--tokenizer-type`."""
+    """Returns the kind of tokenizer that options mean of which none is `--tokenizer-type`."""
     if "vocab_file" in given:
         return "GPT2BPETokenizer"
     if "tokenizer_prompt_format" in given:
@@ -96,7 +96,7 @@ def default_kind(given: Mapping[str, Any]) -> TokenizerKind:
 
 
 def complaint_about(kind: str | None, given: Mapping[str, Any]) -> str | None:
-    """What is wrong with the options of a tokenizer, or None.
+    """Returns what is wrong with the options of a tokenizer, or None.
 
     Args:
         kind: `--tokenizer-type`, or None for the default.
@@ -109,7 +109,7 @@ def complaint_about(kind: str | None, given: Mapping[str, Any]) -> str | None:
 
 
 def make_tokenizer(kind: str | None = None, **options: Any) -> "Tokenizer":
-    """The tokenizer that Megatron's options name.
+    """Returns the tokenizer that Megatron's options name.
 
     Args:
         kind: Megatron's `--tokenizer-type`. None: a GPT2BPETokenizer with a `vocab_file`, the kind
@@ -135,13 +135,13 @@ def make_tokenizer(kind: str | None = None, **options: Any) -> "Tokenizer":
     names = given.get("tokenizer_special_tokens", ())
     match kind:
         case "ByteTokenizer" | "NullTokenizer":
-            from .plain import ByteTokenizer, NullTokenizer
+            from megatron_data.tokenizers.plain import ByteTokenizer, NullTokenizer
 
             return ByteTokenizer() if kind == "ByteTokenizer" else NullTokenizer(**given)
         case "SFTTokenizer" | "MultimodalTokenizer" | "NullMultimodalTokenizer":
             return _of_conversations(kind, given)
         case "SentencePieceTokenizer" | "GPTSentencePieceTokenizer" | "Llama2Tokenizer":
-            from .sentence_piece import SentencePieceTokenizer
+            from megatron_data.tokenizers.sentence_piece import SentencePieceTokenizer
 
             return SentencePieceTokenizer.load(
                 given["tokenizer_model"],
@@ -155,7 +155,7 @@ def make_tokenizer(kind: str | None = None, **options: Any) -> "Tokenizer":
     tokenizer = _of_the_library(kind, given, anything_saved)
     if not names:
         return tokenizer
-    from .huggingface import HuggingFaceTokenizer
+    from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
 
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         raise DataError(
@@ -166,7 +166,7 @@ def make_tokenizer(kind: str | None = None, **options: Any) -> "Tokenizer":
 
 
 def _of_conversations(kind: str, given: Mapping[str, Any]) -> "Tokenizer":
-    from . import multimodal, sft
+    from megatron_data.tokenizers import multimodal, sft
 
     if kind == "NullMultimodalTokenizer":
         return multimodal.NullMultimodalTokenizer(**given)
@@ -188,7 +188,7 @@ def _of_conversations(kind: str, given: Mapping[str, Any]) -> "Tokenizer":
 
 
 def _tik_tokenizer(given: Mapping[str, Any]) -> "Tokenizer":
-    from .tik_token import TikTokenizer
+    from megatron_data.tokenizers.tik_token import TikTokenizer
 
     renamed = {
         "tiktoken_pattern": "pattern",
@@ -202,16 +202,16 @@ def _tik_tokenizer(given: Mapping[str, Any]) -> "Tokenizer":
 
 def _of_the_library(kind: str, given: Mapping[str, Any], anything_saved: bool) -> "Tokenizer":
     if kind == "GPT2BPETokenizer":
-        from .gpt2 import gpt2_tokenizer
+        from megatron_data.tokenizers.gpt2 import gpt2_tokenizer
 
         return gpt2_tokenizer(given["vocab_file"], given["merge_file"])
     if kind == "HuggingFaceTokenizer":
-        from .huggingface import HuggingFaceTokenizer
-        from .loading import load_tokenizer
+        from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
+        from megatron_data.tokenizers.loading import load_tokenizer
 
         load = load_tokenizer if anything_saved else HuggingFaceTokenizer.load
         return load(given["tokenizer_model"])
-    from .wordpiece import bert_tokenizer
+    from megatron_data.tokenizers.wordpiece import bert_tokenizer
 
     return bert_tokenizer(
         given["vocab_file"],

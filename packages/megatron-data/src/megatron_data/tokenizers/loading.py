@@ -5,23 +5,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError
-from ..files import read_json, tokenizer_path
-from .chat import ChatTemplate
-from .huggingface import HuggingFaceTokenizer
-from .multimodal import ImageTemplate, MultimodalTokenizer, NullMultimodalTokenizer
-from .plain import PLAIN_FILE, ByteTokenizer, NullTokenizer
-from .prompt_formats import PromptFormat
-from .protocol import Tokenizer
-from .sentence_piece import MODEL_FILE, SentencePieceTokenizer
-from .sft import SFTTokenizer, template_of
-from .tik_token import VOCABULARY_FILE, TikTokenizer
+from megatron_data.errors import DataError
+from megatron_data.files import read_json, tokenizer_path
+from megatron_data.tokenizers.chat import ChatTemplate
+from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_data.tokenizers.multimodal import (
+    ImageTemplate,
+    MultimodalTokenizer,
+    NullMultimodalTokenizer,
+)
+from megatron_data.tokenizers.plain import PLAIN_FILE, ByteTokenizer, NullTokenizer
+from megatron_data.tokenizers.prompt_formats import PromptFormat
+from megatron_data.tokenizers.protocol import Tokenizer
+from megatron_data.tokenizers.sentence_piece import MODEL_FILE, SentencePieceTokenizer
+from megatron_data.tokenizers.sft import SFTTokenizer, template_of
+from megatron_data.tokenizers.tik_token import VOCABULARY_FILE, TikTokenizer
 
 
 def load_tokenizer(
     path: str | os.PathLike[str], special_tokens: Mapping[str, str] | None = None
 ) -> Tokenizer:
-    """Open a `tokenizer.json`, a folder that holds one, or a folder that `save` wrote.
+    """Opens a `tokenizer.json`, a folder that holds one, or a folder that `save` wrote.
 
     Nothing is downloaded: a name of a model hub is not a path.
 
@@ -53,7 +57,7 @@ def load_tokenizer(
 
 
 def _saved(folder: Path, content: Any) -> Tokenizer:
-    """The tokenizer of a folder that `save` wrote, by what its `PLAIN_FILE` holds."""
+    """Returns the tokenizer of a folder that `save` wrote, by what its `PLAIN_FILE` holds."""
     options: dict[str, Any] = content.get("options", {}) if isinstance(content, dict) else {}
     match content:
         case {"type": "SentencePieceTokenizer"}:
@@ -76,7 +80,7 @@ def _saved(folder: Path, content: Any) -> Tokenizer:
 def _of_conversations(
     kind: str, folder: Path, saved: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Tokenizer:
-    """What `SFTTokenizer.save` or `MultimodalTokenizer.save` wrote."""
+    """Returns what `SFTTokenizer.save` or `MultimodalTokenizer.save` wrote."""
     reference = HuggingFaceTokenizer.load(folder)
     template = template_of(PromptFormat(), reference, folder)
     template = ChatTemplate(template.source, saved.get("variables", template.variables))

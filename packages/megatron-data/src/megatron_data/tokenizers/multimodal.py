@@ -5,12 +5,18 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, TypeAlias, get_args
 
-from ..errors import DataError
-from .chat import ChatTemplate, Message, Rendered
-from .huggingface import HuggingFaceTokenizer
-from .plain import NullTokenizer
-from .prompt_formats import MULTIMODAL_PROMPT_FORMATS, PromptFormat
-from .sft import SFTTokenizer, find_format, template_of, with_tokens, with_variables
+from megatron_data.errors import DataError
+from megatron_data.tokenizers.chat import ChatTemplate, Message, Rendered
+from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_data.tokenizers.plain import NullTokenizer
+from megatron_data.tokenizers.prompt_formats import MULTIMODAL_PROMPT_FORMATS, PromptFormat
+from megatron_data.tokenizers.sft import (
+    SFTTokenizer,
+    find_format,
+    template_of,
+    with_tokens,
+    with_variables,
+)
 
 IMAGE_TOKEN = "<image>"
 """What stands for an image in a text."""
@@ -60,7 +66,7 @@ class ImageTemplate(ChatTemplate):
         add_generation_prompt: bool = False,
         answers: bool = True,
     ) -> Rendered:
-        """A conversation as text, images between tags; the messages stay as they are.
+        """Returns a conversation as text, images between tags; the messages stay as they are.
 
         Raises:
             DataError: a message without text, an image in what an assistant says, or messages
@@ -129,7 +135,7 @@ class MultimodalTokenizer(SFTTokenizer):
         image_tag: ImageTag = "",
         force_system_message: bool = False,
     ) -> Self:
-        """Read a `tokenizer.json` or its folder, and say how conversations are written.
+        """Reads a `tokenizer.json` or its folder, and says how conversations are written.
 
         Args:
             path: file or folder.
@@ -196,7 +202,7 @@ class MultimodalTokenizer(SFTTokenizer):
         return super().encode_batch([tagged(text, self.template.image_tag) for text in texts])
 
     def pieces(self, text: str) -> Iterator[str]:
-        """The text whole where tags are put into it, which a cut could lose."""
+        """Returns the text whole where tags are put into it, which a cut could lose."""
         return iter((text,)) if self.template.image_tag else super().pieces(text)
 
     def _saved(self) -> dict[str, Any]:
@@ -218,7 +224,7 @@ class NullMultimodalTokenizer(NullTokenizer):
     image_id = IMAGE_PLACE
 
     def token_id(self, token: str) -> int:
-        """Number of a token: itself, or -200 for `<image>`.
+        """Returns the number of a token: itself, or -200 for `<image>`.
 
         Raises:
             DataError: not one number below `vocab_size`.
@@ -232,6 +238,6 @@ class NullMultimodalTokenizer(NullTokenizer):
 
 
 def tagged(text: str, image_tag: ImageTag) -> str:
-    """A text with tags around its images."""
+    """Returns a text with tags around its images."""
     before, behind = IMAGE_TAGS[image_tag]
     return text.replace(IMAGE_TOKEN, f"{before}{IMAGE_TOKEN}{behind}")

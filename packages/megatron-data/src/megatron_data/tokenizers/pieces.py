@@ -46,7 +46,7 @@ _NORMALIZERS = (None, "NFC", "BertNormalizer")
 
 
 def places_to_cut(definition: Mapping[str, Any]) -> Places | None:
-    """Where texts may be cut for a tokenizer; None if no such place is known.
+    """Returns where texts may be cut for a tokenizer; None if no such place is known.
 
     Args:
         definition: content of a `tokenizer.json`.
@@ -90,7 +90,7 @@ def _reaches_out(token: Mapping[str, Any]) -> bool:
 
 
 def pieces(text: str, size: int, places: Places) -> Iterator[str]:
-    """Cut a text into pieces of at least `size` characters but for the last."""
+    """Cuts a text into pieces of at least `size` characters but for the last."""
     start = 0
     while end := places.search(text, start + size):
         yield text[start : end.start()]

@@ -5,9 +5,9 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..errors import DataError
-from ..files import write_json
-from .pieces import pieces
+from megatron_data.errors import DataError
+from megatron_data.files import write_json
+from megatron_data.tokenizers.pieces import pieces
 
 PLAIN_FILE = "megatron_tokenizer.json"
 PIECE = 1 << 18
@@ -27,15 +27,15 @@ class ByteTokenizer:
     fingerprint = "bytes:257"
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of the text."""
+        """Returns the bytes of the text."""
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The bytes of every text."""
+        """Returns the bytes of every text."""
         return [self.encode(text) for text in texts]
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Cut a text anywhere."""
+        """Cuts a text anywhere."""
         return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -43,7 +43,7 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the file by which `load_tokenizer` knows this tokenizer."""
+        """Writes the file by which `load_tokenizer` knows this tokenizer."""
         write_json(Path(folder) / PLAIN_FILE, {"type": "ByteTokenizer"})
 
 
@@ -69,7 +69,7 @@ class NullTokenizer:
         self.fingerprint = f"null:{vocab_size}"
 
     def encode(self, text: str) -> list[int]:
-        """The numbers in the text.
+        """Returns the numbers in the text.
 
         Raises:
             DataError: a word that is not a number below `vocab_size`.
@@ -84,18 +84,18 @@ class NullTokenizer:
         return tokens
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The numbers in every text."""
+        """Returns the numbers in every text."""
         return [self.encode(text) for text in texts]
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Cut a text between numbers."""
+        """Cuts a text between numbers."""
         return pieces(text, PIECE, _BETWEEN)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The numbers, separated by spaces."""
+        """Returns the numbers, separated by spaces."""
         return " ".join(str(int(token)) for token in tokens)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the file by which `load_tokenizer` knows this tokenizer."""
+        """Writes the file by which `load_tokenizer` knows this tokenizer."""
         content = {"type": type(self).__name__, "vocab_size": self.eod_id}
         write_json(Path(folder) / PLAIN_FILE, content)

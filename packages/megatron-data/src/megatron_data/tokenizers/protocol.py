@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
         """Text of token numbers, special tokens spelled out."""
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the files from which `load_tokenizer(folder)` makes an equal tokenizer."""
+        """Writes the files from which `load_tokenizer(folder)` makes an equal tokenizer."""
 
 
 @runtime_checkable

@@ -14,8 +14,14 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from .template_filters import limited_filters, limited_tests, to_json
-from .template_limits import CALL, Budget, check_binary, check_format, check_method
+from megatron_data.tokenizers.template_filters import limited_filters, limited_tests, to_json
+from megatron_data.tokenizers.template_limits import (
+    CALL,
+    Budget,
+    check_binary,
+    check_format,
+    check_method,
+)
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Put around what `{% generation %}` blocks write: code points that no text may hold."""
@@ -59,7 +65,7 @@ class SandboxedTemplate:
         )
 
     def render(self, budget: Budget, variables: Mapping[str, Any], **more: Any) -> str:
-        """The text of some variables.
+        """Returns the text of some variables.
 
         Raises:
             TemplateError: the template refuses them, or does more than it may.
@@ -108,7 +114,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @contextmanager
     def spending(self, budget: Budget) -> Iterator[None]:
-        """Count against a budget in this thread."""
+        """Counts against a budget in this thread."""
         before = getattr(self._active, "budget", None)
         self._active.budget = budget
         try:
@@ -117,17 +123,17 @@ class _Environment(ImmutableSandboxedEnvironment):
             self._active.budget = before
 
     def left(self) -> Budget:
-        """What the template that this thread renders may still do."""
+        """Returns what the template that this thread renders may still do."""
         budget: Budget = self._active.budget
         return budget
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Apply an operator to two values."""
+        """Applies an operator to two values."""
         check_binary(self.left(), operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Call what a template calls; the names are Jinja's, so that no argument has them."""
+        """Calls what a template calls; the names are Jinja's, so that no argument has them."""
         budget = __self.left()
         budget.spend(CALL)
         owner = getattr(__obj, "__self__", None)
@@ -153,7 +159,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return bounded
 
     def concat(self, parts: Iterable[str]) -> str:
-        """The text of what a template, a macro or a block writes."""
+        """Returns the text of what a template, a macro or a block writes."""
         budget, kept, size = self.left(), [], 0
         for part in parts:
             size += len(part)
@@ -169,7 +175,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return budget.now.strftime(format)
 
     def _written(self, value: Any) -> Any:
-        """What is written of a value; null, or a list of parts, would be Python's words."""
+        """Returns what is written of a value; null, or a list of parts, would be Python's words."""
         if value is None:
             raise TemplateError(
                 "it writes null as text, such as the content of a message without any"
@@ -267,7 +273,7 @@ def _weight(body: nodes.Node) -> int:
 
 
 def _check_depth(tree: nodes.Node) -> None:
-    """Refuse what is nested more deeply than the stack of Python's parser holds.
+    """Refuses what is nested more deeply than the stack of Python's parser holds.
 
     The parser raises MemoryError then, which a real lack of memory raises as well.
     """

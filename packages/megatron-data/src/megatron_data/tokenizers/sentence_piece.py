@@ -10,10 +10,10 @@ from typing import Any, Self
 
 import orjson
 
-from ..errors import DataError
-from ..files import AtomicFile, tokenizer_path, write_json
-from .plain import PLAIN_FILE
-from .threads import may_use_threads
+from megatron_data.errors import DataError
+from megatron_data.files import AtomicFile, tokenizer_path, write_json
+from megatron_data.tokenizers.plain import PLAIN_FILE
+from megatron_data.tokenizers.threads import may_use_threads
 
 MODEL_FILE = "tokenizer.model"
 ADDED = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
@@ -92,7 +92,7 @@ class SentencePieceTokenizer:
         self._fingerprint = f"sha256:{digest}"
 
     def _add(self, name: str) -> int:
-        """The number of a token, a new one if the model does not have it."""
+        """Returns the number of a token, a new one if the model does not have it."""
         number = self.token_id(name)
         if number is None:
             number = self._pieces + len(self._new)
@@ -102,7 +102,7 @@ class SentencePieceTokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], **options: Any) -> Self:
-        """Read a model file; the options are those of the class.
+        """Reads a model file; the options are those of the class.
 
         Raises:
             DataError: no such file, or not a model; the message names the path.
@@ -146,7 +146,7 @@ class SentencePieceTokenizer:
         return self._fingerprint
 
     def token_id(self, token: str) -> int | None:
-        """Number of a token as the model spells it, or None."""
+        """Returns the number of a token as the model spells it, or None."""
         if token in self._added:
             return self._added[token]
         number: int = self._processor.piece_to_id(token)
@@ -154,7 +154,7 @@ class SentencePieceTokenizer:
         return number if known else None
 
     def token(self, number: int) -> str | None:
-        """The spelling of a token, or None for a number that is none."""
+        """Returns the spelling of a token, or None for a number that is none."""
         if 0 <= number < self._pieces:
             return str(self._processor.id_to_piece(number))
         return self._new[number - self._pieces] if 0 <= number < self.vocab_size else None
@@ -196,7 +196,7 @@ class SentencePieceTokenizer:
         return text + str(self._processor.decode(plain))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the model, and the file by which `load_tokenizer` knows this tokenizer."""
+        """Writes the model, and the file by which `load_tokenizer` knows this tokenizer."""
         with AtomicFile(Path(folder) / MODEL_FILE) as file:
             file.write(self._model)
         content = {"type": "SentencePieceTokenizer", "options": self._options}

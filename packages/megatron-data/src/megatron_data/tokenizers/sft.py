@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from ..errors import DataError
-from ..files import AtomicFile, tokenizer_path, write_json
-from .chat import TEMPLATE_FILE, ChatTemplate, Message
-from .conversations import CountedTokens, LossOver, counted_tokens
-from .huggingface import ROLES, HuggingFaceTokenizer
-from .plain import PLAIN_FILE
-from .prompt_formats import PROMPT_FORMATS, PromptFormat
-from .protocol import Tokenizer
-from .wrapped import WrappedTokenizer
+from megatron_data.errors import DataError
+from megatron_data.files import AtomicFile, tokenizer_path, write_json
+from megatron_data.tokenizers.chat import TEMPLATE_FILE, ChatTemplate, Message
+from megatron_data.tokenizers.conversations import CountedTokens, LossOver, counted_tokens
+from megatron_data.tokenizers.huggingface import ROLES, HuggingFaceTokenizer
+from megatron_data.tokenizers.plain import PLAIN_FILE
+from megatron_data.tokenizers.prompt_formats import PROMPT_FORMATS, PromptFormat
+from megatron_data.tokenizers.protocol import Tokenizer
+from megatron_data.tokenizers.wrapped import WrappedTokenizer
 
 MEGATRON_DEFAULT = "nemotron-h-aligned"
 """What Megatron takes where no `--sft-tokenizer-prompt-format` is given."""
@@ -53,7 +53,7 @@ class SFTTokenizer(WrappedTokenizer):
         chat_template: str | os.PathLike[str] | None = None,
         special_tokens: Sequence[str] = (),
     ) -> Self:
-        """Read a `tokenizer.json` or its folder, and say how conversations are written.
+        """Reads a `tokenizer.json` or its folder, and says how conversations are written.
 
         Args:
             path: file or folder.
@@ -106,7 +106,7 @@ class SFTTokenizer(WrappedTokenizer):
         return counted_tokens(rendered.answers, *encoded, loss)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the tokenizer, its template beside it, and what `load_tokenizer` reads of both."""
+        """Writes the tokenizer, its template beside it, and what `load_tokenizer` reads of both."""
         super().save(folder)
         with AtomicFile(Path(folder) / TEMPLATE_FILE) as file:
             file.write(self.template.source.encode())
@@ -118,7 +118,7 @@ class SFTTokenizer(WrappedTokenizer):
 
 
 def conversation_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> SFTTokenizer:
-    """A tokenizer that knows how conversations are written.
+    """Returns a tokenizer that knows how conversations are written.
 
     Args:
         tokenizer: one that does, or a `HuggingFaceTokenizer`, which takes the template that lies
@@ -141,13 +141,13 @@ def conversation_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike[str]) -
 def with_tokens(
     path: str | os.PathLike[str], special_tokens: Sequence[str]
 ) -> HuggingFaceTokenizer:
-    """Read a tokenizer, and add tokens that are kept whole."""
+    """Reads a tokenizer, and adds tokens that are kept whole."""
     tokenizer = HuggingFaceTokenizer.load(path)
     return tokenizer.with_special_tokens(special_tokens) if special_tokens else tokenizer
 
 
 def find_format(formats: Mapping[_Name, PromptFormat], name: str) -> PromptFormat:
-    """The prompt format of a name.
+    """Returns the prompt format of a name.
 
     Raises:
         DataError: there is none.
@@ -161,7 +161,7 @@ def find_format(formats: Mapping[_Name, PromptFormat], name: str) -> PromptForma
 def template_of(
     wanted: PromptFormat, reference: HuggingFaceTokenizer, path: str | os.PathLike[str]
 ) -> ChatTemplate:
-    """A prompt format's template, or the one that lies beside a tokenizer.
+    """Returns a prompt format's template, or the one that lies beside a tokenizer.
 
     Raises:
         DataError: there is none.
@@ -176,7 +176,7 @@ def template_of(
 
 
 def with_variables(template: ChatTemplate, reference: HuggingFaceTokenizer) -> ChatTemplate:
-    """A template that may name a tokenizer's special tokens, such as `bos_token`."""
+    """Returns a template that may name a tokenizer's special tokens, such as `bos_token`."""
     numbers = {f"{role}_token": getattr(reference, f"{role}_id") for role in ROLES}
     tokens = {name: reference.token(n) for name, n in numbers.items() if n is not None}
     return ChatTemplate(template.source, tokens | template.variables)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from .template_limits import (
+from megatron_data.tokenizers.template_limits import (
     FILTER,
     Budget,
     TemplateLimitError,
@@ -95,7 +95,7 @@ def _limited(
 
 
 def _counted(budget: Budget, values: Any) -> Any:
-    """A generator as a list; what else can be iterated over is read whole in any case."""
+    """Returns a generator as a list; what else can be iterated over is read whole in any case."""
     if isinstance(values, str | bytes | Mapping | list | tuple):
         return values
     try:

@@ -49,7 +49,7 @@ class Budget:
     now: datetime = datetime.min
 
     def spend(self, steps: int) -> None:
-        """Count steps.
+        """Counts steps.
 
         Raises:
             TemplateLimitError: there are none left.
@@ -61,7 +61,7 @@ class Budget:
             )
 
     def make(self, characters: int) -> None:
-        """Count a text that is about to be made.
+        """Counts a text that is about to be made.
 
         Raises:
             TemplateLimitError: it is too long.
@@ -74,7 +74,7 @@ class Budget:
         self.spend(1 + max(characters, 0) // _CHARACTERS)
 
     def read(self, value: Any) -> int:
-        """Count what looking at a whole value takes; returns its characters as a text, about."""
+        """Counts what looking at a whole value takes; returns its characters as a text, about."""
         if isinstance(value, str | bytes):
             self.make(len(value))
             return len(value)
@@ -108,7 +108,7 @@ class Budget:
         return found
 
     def length(self, value: Any, weight: int = 1) -> None:
-        """Count the elements of a value that has a length."""
+        """Counts the elements of a value that has a length."""
         try:
             count = len(value)
         except TypeError:
@@ -117,7 +117,7 @@ class Budget:
 
 
 def check_binary(budget: Budget, operator: str, left: Any, right: Any) -> None:
-    """Count what an operator is about to make of two values.
+    """Counts what an operator is about to make of two values.
 
     Raises:
         TemplateLimitError: too much.
@@ -142,7 +142,7 @@ def check_binary(budget: Budget, operator: str, left: Any, right: Any) -> None:
 
 
 def check_format(budget: Budget, text: str, values: Iterable[Any]) -> None:
-    """Count what `str.format` is about to make of a text.
+    """Counts what `str.format` is about to make of a text.
 
     Raises:
         TemplateLimitError: too much, or a width that is a value.
@@ -155,7 +155,7 @@ def check_format(budget: Budget, text: str, values: Iterable[Any]) -> None:
 
 
 def check_percent(budget: Budget, text: str, values: Iterable[Any]) -> None:
-    """Count what the operator `%` is about to make of a text.
+    """Counts what the operator `%` is about to make of a text.
 
     Raises:
         TemplateLimitError: too much, or a width that is a value.
@@ -181,7 +181,7 @@ def _check_widths(
 
 
 def check_method(budget: Budget, value: Any, name: str, arguments: tuple[Any, ...]) -> None:
-    """Count what a method of a built-in type is about to make.
+    """Counts what a method of a built-in type is about to make.
 
     Raises:
         TemplateLimitError: too much, or a method whose result has any size.

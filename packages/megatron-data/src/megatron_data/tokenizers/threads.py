@@ -4,7 +4,7 @@ import os
 
 
 def may_use_threads() -> bool:
-    """Whether this process encodes in threads, by the variable of the `tokenizers` library.
+    """Returns whether this process encodes in threads, by the variable of the `tokenizers` library.
 
     The workers of `preprocess` set TOKENIZERS_PARALLELISM=false: one worker, one thread.
     """

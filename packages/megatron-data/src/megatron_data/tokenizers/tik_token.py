@@ -11,10 +11,10 @@ from typing import Any, Literal, Self, TypeAlias
 
 import orjson
 
-from ..errors import DataError
-from ..files import AtomicFile, tokenizer_path, write_json
-from .plain import PLAIN_FILE
-from .threads import may_use_threads
+from megatron_data.errors import DataError
+from megatron_data.files import AtomicFile, tokenizer_path, write_json
+from megatron_data.tokenizers.plain import PLAIN_FILE
+from megatron_data.tokenizers.threads import may_use_threads
 
 VOCABULARY_FILE = "tiktoken.json"
 LARGEST = 1 << 17
@@ -91,7 +91,7 @@ class TikTokenizer:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], **options: Any) -> Self:
-        """Read a vocabulary file; the options are those of the class.
+        """Reads a vocabulary file; the options are those of the class.
 
         Raises:
             DataError: no such file, or not a vocabulary; the message names the path.
@@ -135,7 +135,7 @@ class TikTokenizer:
         return self._fingerprint
 
     def token_id(self, token: str) -> int | None:
-        """Number of a token, or None."""
+        """Returns the number of a token, or None."""
         try:
             return int(self._encoding.encode_single_token(token))
         except KeyError:
@@ -171,7 +171,7 @@ class TikTokenizer:
         return str(self._encoding.decode(numbers))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the vocabulary, and the file by which `load_tokenizer` knows this tokenizer."""
+        """Writes the vocabulary, and the file by which `load_tokenizer` knows this tokenizer."""
         with AtomicFile(Path(folder) / VOCABULARY_FILE) as file:
             file.write(self._file)
         content = {"type": "TikTokenizer", "options": self._options}
@@ -194,7 +194,7 @@ def _encoding(pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, i
 
 
 def _filled(named: Sequence[str], count: int) -> list[str]:
-    """The special tokens: those that are named, and fillers up to their number."""
+    """Returns the special tokens: those that are named, and fillers up to their number."""
     if missing := [name for name in SPECIAL_TOKENS if name not in named]:
         raise DataError(f"the special tokens lack {missing[0]}; name {', '.join(SPECIAL_TOKENS)}")
     names = [*named, *(f"<SPECIAL_{number}>" for number in range(len(named), count))]
@@ -207,7 +207,7 @@ def _filled(named: Sequence[str], count: int) -> list[str]:
 
 
 def _tokens(content: bytes) -> list[bytes]:
-    """The tokens of a vocabulary file in the order of their ranks."""
+    """Returns the tokens of a vocabulary file in the order of their ranks."""
     try:
         entries = orjson.loads(content)
     except ValueError as error:

@@ -6,9 +6,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ..errors import DataError
-from .huggingface import HuggingFaceTokenizer
-from .wordpiece import CONTINUES, SPECIAL_TOKENS, UNKNOWN, wordpiece
+from megatron_data.errors import DataError
+from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron_data.tokenizers.wordpiece import CONTINUES, SPECIAL_TOKENS, UNKNOWN, wordpiece
 
 END_OF_TEXT = "<|endoftext|>"
 _BYTES = 256
@@ -22,7 +22,7 @@ def train_bpe(
     min_frequency: int = 2,
     progress: bool = False,
 ) -> HuggingFaceTokenizer:
-    """Train a byte-level BPE tokenizer, as GPT2's: any text round-trips, nothing is unknown.
+    """Trains a byte-level BPE tokenizer, as GPT2's: any text round-trips, nothing is unknown.
 
     Special tokens take the first numbers, in the order given; the first of them ends documents.
     The vocabulary comes out smaller than asked when the texts have too few distinct pairs.
@@ -49,7 +49,7 @@ def train_wordpiece(
     min_frequency: int = 2,
     progress: bool = False,
 ) -> HuggingFaceTokenizer:
-    """Train a WordPiece tokenizer, as BERT's; [SEP] ends documents.
+    """Trains a WordPiece tokenizer, as BERT's; [SEP] ends documents.
 
     Args:
         texts: what to learn from, such as `read_texts(["corpus.jsonl"])`.
@@ -85,7 +85,7 @@ def train_unigram(
     special_tokens: Sequence[str] = (END_OF_TEXT,),
     progress: bool = False,
 ) -> HuggingFaceTokenizer:
-    """Train a byte-level unigram tokenizer (Kudo, 2018): any text round-trips.
+    """Trains a byte-level unigram tokenizer (Kudo, 2018): any text round-trips.
 
     Special tokens take the first numbers, in the order given; the first of them ends documents.
 
@@ -109,7 +109,7 @@ def _train_on_bytes(
     vocab_size: int,
     special_tokens: Sequence[str],
 ) -> HuggingFaceTokenizer:
-    """Train a model of pieces of bytes, of which all 256 are in the vocabulary."""
+    """Trains a model of pieces of bytes, of which all 256 are in the vocabulary."""
     if not special_tokens:
         raise DataError("give at least one special token; the first one ends documents")
     smallest = _BYTES + len(special_tokens)

@@ -6,9 +6,9 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from ..errors import DataError
-from ..files import read_text, tokenizer_path
-from .huggingface import HuggingFaceTokenizer
+from megatron_data.errors import DataError
+from megatron_data.files import read_text, tokenizer_path
+from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
 
 UNKNOWN, BEGIN, END = "[UNK]", "[BOS]", "[EOS]"
 SPECIAL_TOKENS = ("[PAD]", UNKNOWN, "[CLS]", "[SEP]", "[MASK]")

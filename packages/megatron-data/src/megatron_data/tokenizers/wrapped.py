@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 
-from .huggingface import HuggingFaceTokenizer
+from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
 
 
 class WrappedTokenizer:

@@ -24,7 +24,7 @@ HELP = "/new starts over, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command ``chat``."""
+    """Adds the command ``chat``."""
     parser: Parser = commands.add_parser(
         "chat",
         help="talk with the model of a checkpoint in the terminal",
@@ -58,7 +58,7 @@ PLAIN = Format("", "", None)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read lines and answer them until the input ends."""
+    """Reads lines and answer them until the input ends."""
     params = sampling_params(arguments)
     loaded = load_to_continue(arguments)
     chosen = choose_format(arguments.format, loaded.tokenizer)
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _answer(conversation: "Conversation", line: str) -> None:
-    """Print the answer to a line; Ctrl-C ends the answer, not the program."""
+    """Prints the answer to a line; Ctrl-C ends the answer, not the program."""
     try:
         conversation.say(line)
     except KeyboardInterrupt:
@@ -98,7 +98,7 @@ def _answer(conversation: "Conversation", line: str) -> None:
 
 
 def choose_format(name: str, tokenizer: "Tokenizer") -> Format:
-    """Return the format that ``--format`` names.
+    """Returns the format that ``--format`` names.
 
     Raises InferError if it needs tokens that the tokenizer does not have.
     """
@@ -122,11 +122,11 @@ class Conversation:
         self._tokens: list[int] = []
 
     def clear(self) -> None:
-        """Forget what was said."""
+        """Forgets what was said."""
         self._tokens = []
 
     def say(self, line: str) -> str:
-        """Add a turn, print the answer as it comes, and return it.
+        """Adds a turn, print the answer as it comes, and returns it.
 
         What was chosen when an exception, such as KeyboardInterrupt, ends the answer is kept.
         """
@@ -164,7 +164,7 @@ class Conversation:
         return "".join(text)
 
     def _in_view(self, new: list[int]) -> list[int]:
-        """Return what the model sees: the latest tokens that leave room for an answer."""
+        """Returns what the model sees: the latest tokens that leave room for an answer."""
         positions = self._loaded.model.config.embedding.max_position_embeddings
         room = positions - min(self._params.max_new_tokens, positions // 2)
         if len(new) > room:

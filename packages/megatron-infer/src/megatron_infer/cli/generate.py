@@ -31,7 +31,7 @@ ENDINGS = {
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command ``generate``."""
+    """Adds the command ``generate``."""
     parser: Parser = commands.add_parser(
         "generate",
         help="continue texts with the model of a checkpoint",
@@ -71,7 +71,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Continue the prompts and print them."""
+    """Continues the prompts and prints them."""
     params = sampling_params(arguments)
     _check_together(arguments)
     if arguments.prompt_tokens:
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_together(arguments: argparse.Namespace) -> None:
-    """Refuse arguments that leave nothing to do, or a source of another form than its prompt."""
+    """Refuses arguments that leave nothing to do, or a source of another form than its prompt."""
     if arguments.source_tokens and not arguments.prompt_tokens:
         raise CommandError("--source-tokens needs --prompt-tokens, which begin the answer")
     if arguments.source and arguments.prompt_tokens:
@@ -120,7 +120,7 @@ def _check_together(arguments: argparse.Namespace) -> None:
 
 
 def _continue_tokens(arguments: argparse.Namespace, params: "SamplingParams") -> int:
-    """Continue prompts of token ids and print all ids, those of one prompt as they come."""
+    """Continues prompts of token ids and prints all ids, those of one prompt as they come."""
     prompts = [_ids(text) for text in arguments.prompt_tokens]
     sources = [_ids(text) for text in arguments.source_tokens or ()] or None
     loaded = load_for_tokens(arguments)

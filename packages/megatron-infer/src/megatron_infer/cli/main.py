@@ -11,7 +11,7 @@ PROG = "megatron-infer"
 
 
 def build_parser() -> Parser:
-    """Return the parser of ``megatron-infer`` and all its commands."""
+    """Returns the parser of ``megatron-infer`` and all its commands."""
     parser = Parser(prog=PROG, description="Text from trained models.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -21,12 +21,12 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``megatron-infer``; returns the exit status (`run_command` lists them)."""
+    """Runs ``megatron-infer``; returns the exit status (`run_command` lists them)."""
     return run_command(build_parser(), argv, _expected_errors)
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
-    """Return what a user can cause, in the packages a command calls; they import torch."""
+    """Returns what a user can cause, in the packages a command calls; they import torch."""
     from megatron_ckpt import CheckpointError
     from megatron_data import DataError
     from megatron_models import ConfigError

@@ -26,7 +26,7 @@ _TOKENIZER_TYPES = (
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the group of options that name a checkpoint and where to compute."""
+    """Adds the group of options that name a checkpoint and where to compute."""
     model = parser.add_argument_group("model")
     model.add_argument(
         "--load",
@@ -66,7 +66,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Add the group of options that make up `SamplingParams`."""
+    """Adds the group of options that make up `SamplingParams`."""
     sampling = parser.add_argument_group("sampling")
     for setting in dataclasses.fields(SamplingParams):
         sampling.add_argument(
@@ -80,13 +80,13 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
-    """Return the settings that the sampling options give."""
+    """Returns the settings that the sampling options give."""
     names = [setting.name for setting in dataclasses.fields(SamplingParams)]
     return SamplingParams(**{name: getattr(arguments, name) for name in names})
 
 
 def given_tokenizer(arguments: argparse.Namespace) -> "Tokenizer | None":
-    """Return the tokenizer that the model options name; None if they name none."""
+    """Returns the tokenizer that the model options name; None if they name none."""
     names = ("tokenizer_model", "vocab_file", "merge_file")
     options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if not options and arguments.tokenizer_type != "ByteTokenizer":
@@ -103,13 +103,13 @@ def given_tokenizer(arguments: argparse.Namespace) -> "Tokenizer | None":
 
 
 def load(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer]":
-    """Load the model and the tokenizer that the model options name."""
+    """Loads the model and the tokenizer that the model options name."""
     loaded: LoadedModel[Tokenizer] = _load(arguments, given_tokenizer(arguments) or "stored")
     return loaded
 
 
 def load_to_continue(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer]":
-    """Load a model that goes on with the text it is given.
+    """Loads a model that goes on with the text it is given.
 
     Raises:
         InferError: it answers a text that an encoder reads.
@@ -124,13 +124,13 @@ def load_to_continue(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer]":
 
 
 def load_for_tokens(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer | None]":
-    """Load the model for prompts of token ids; its tokenizer is the one given, if any."""
+    """Loads the model for prompts of token ids; its tokenizer is the one given, if any."""
     loaded: LoadedModel[Tokenizer | None] = _load(arguments, given_tokenizer(arguments))
     return loaded
 
 
 def _load(arguments: argparse.Namespace, tokenizer: Any) -> Any:
-    """Load the model that the model options name, with a progress bar on a terminal."""
+    """Loads the model that the model options name, with a progress bar on a terminal."""
     import torch
     from megatron_parallel import Mesh
     from tqdm import tqdm

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command ``serve``."""
+    """Adds the command ``serve``."""
     parser: Parser = commands.add_parser(
         "serve",
         help="answer HTTP requests with the model of a checkpoint",
@@ -48,7 +48,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until SIGTERM or Ctrl-C."""
+    """Serves until SIGTERM or Ctrl-C."""
     token = _read_token(arguments.token_file) if arguments.token_file else None
     given = {setting.name: getattr(arguments, setting.name) for setting in _settings()}
     settings = ServerSettings(**given, token=token)
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(loaded: "LoadedModel[Any]") -> dict[str, Any]:
-    """Return what `/info` tells of a model; no path of this machine is in it."""
+    """Returns what `/info` tells of a model; no path of this machine is in it."""
     from megatron_models import parameter_count
 
     config = loaded.model.config

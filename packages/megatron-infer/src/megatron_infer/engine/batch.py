@@ -105,7 +105,7 @@ class Batch:
         *,
         sources: Sequence[Sequence[int]] | None = None,
     ) -> "Batch":
-        """Return a batch that is complete once its prompts are scored, as for `score_tokens`."""
+        """Returns a batch that is complete once its prompts are scored, as for `score_tokens`."""
         settings = SamplingParams(max_new_tokens=1, temperature=0.0)
         return cls(model, prompts, settings, sources=sources, log_probs=True, only_score=True)
 
@@ -115,7 +115,7 @@ class Batch:
         return not self._to_prefill and (self._only_score or len(self.ended) == len(self._prompts))
 
     def step(self) -> None:
-        """Run the model once: on the next prompts, or on the newest token of each that goes on."""
+        """Runs the model once: on the next prompts, or on the newest token of each that goes on."""
         if self._to_prefill:
             rows = self._to_prefill[0]
             self.advance(rows, [self._next_of_prompt(row) for row in rows])
@@ -126,7 +126,7 @@ class Batch:
             self.advance(rows, [self.tokens[row][-1:] for row in rows])
 
     def continuations(self) -> list[Continuation]:
-        """Return what `generate_tokens` returns."""
+        """Returns what `generate_tokens` returns."""
         return [
             Continuation(
                 tuple(tokens),
@@ -137,25 +137,25 @@ class Batch:
         ]
 
     def scores(self) -> list[tuple[float, ...]]:
-        """Return what `score_tokens` returns."""
+        """Returns what `score_tokens` returns."""
         return [
             tuple(scores[: len(prompt) - 1])  # prefill has chosen one more token
             for prompt, scores in zip(self._prompts, self.log_probs, strict=True)
         ]
 
     def _next_of_prompt(self, row: int) -> Sequence[int]:
-        """Return the next tokens of a prompt: all of it, unless its logits would be too many."""
+        """Returns the next tokens of a prompt: all of it, unless its logits would be too many."""
         start = self._cached[row]
         end = start + self._most if self._scoring else len(self._prompts[row])
         return self._prompts[row][start:end]
 
     def _goes_on(self, row: int) -> int | None:
-        """Return the next token of a prompt that is not fed to its end, else None."""
+        """Returns the next token of a prompt that is not fed to its end, else None."""
         prompt, cached = self._prompts[row], self._cached[row]
         return prompt[cached] if cached < len(prompt) else None
 
     def advance(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> None:
-        """Feed each row its new tokens, and choose the one that follows.
+        """Feeds each row its new tokens, and choose the one that follows.
 
         Of a prompt that goes on, nothing is chosen: its next token follows.
         """
@@ -188,7 +188,7 @@ class Batch:
                 self.log_probs[row] += known[: len(tokens)]
 
     def _pass(self, rows: Sequence[int], new: Sequence[Sequence[int]]) -> DecodingPass:
-        """Return the pass that feeds rows their new tokens.
+        """Returns the pass that feeds rows their new tokens.
 
         Its logits are ``[1, rows, v_part]`` of each row's last token, of all tokens where they are
         scored, ``[s, rows, v_part]``.
@@ -215,7 +215,7 @@ class Batch:
     def _source(
         self, rows: Sequence[int], *, first: bool
     ) -> tuple[Int[Tensor, "rows t"] | None, Bool[Tensor, "rows t"] | None]:
-        """Return the text for the encoder, in the rows' first pass, and where it is padding."""
+        """Returns the text for the encoder, in the rows' first pass, and where it is padding."""
         if self._sources is None:
             return None, None
         texts = [self._sources[row] for row in rows]
@@ -225,13 +225,13 @@ class Batch:
         return self._padded(texts, width) if first else None, padding
 
     def _ends(self, new: Sequence[Sequence[int]]) -> Int[Tensor, " rows"]:
-        """Return the place of each row's last new token."""
+        """Returns the place of each row's last new token."""
         return torch.tensor([len(tokens) - 1 for tokens in new], device=self._device)
 
     def _next_logits(
         self, logits: Float[Tensor, "s_or_1 rows v_part"], new: Sequence[Sequence[int]]
     ) -> Float[Tensor, "rows v"]:
-        """Return the logits of the token that follows each row's new tokens."""
+        """Returns the logits of the token that follows each row's new tokens."""
         last = logits[0]
         if self._scoring:
             last = logits[self._ends(new), torch.arange(len(new), device=self._device)]
@@ -245,7 +245,7 @@ class Batch:
         last: Float[Tensor, "rows v"],
         chosen: Int[Tensor, " rows"],
     ) -> Float[Tensor, "rows s"]:
-        """Return the log-probability, in float64, of the token after each new token.
+        """Returns the log-probability, in float64, of the token after each new token.
 
         That is the next one of the row's new tokens, and after the last of them the chosen one.
         What lies behind it in a shorter row is 0.
@@ -262,7 +262,7 @@ class Batch:
         return scores
 
     def _places(self, starts: Sequence[int], width: int) -> tuple[Tensor | None, Mask | None]:
-        """Return positions and mask of the new tokens; None where all rows start alike."""
+        """Returns positions and mask of the new tokens; None where all rows start alike."""
         if len(set(starts)) == 1:
             return None, None
         new = torch.arange(width, device=self._device)
@@ -271,7 +271,7 @@ class Batch:
         return places, Mask(positions=keys.expand(len(starts), -1), query_positions=places)
 
     def _accept(self, row: int, token: int, scores: Sequence[float]) -> None:
-        """Add a token to a continuation, and note if it ends; the last score is the token's."""
+        """Adds a token to a continuation, and note if it ends; the last score is the token's."""
         if token in self._stop_tokens:
             self.log_probs[row] += scores[:-1]
             self.ended[row] = "stop"
@@ -286,7 +286,7 @@ class Batch:
 
 
 def _groups(lengths: Sequence[int], most: int) -> deque[list[int]]:
-    """Return rows whose prompts go through the model together, those of similar lengths.
+    """Returns rows whose prompts go through the model together, those of similar lengths.
 
     A group of several prompts has at most ``most`` tokens, with padding and sources.
     """

@@ -42,7 +42,7 @@ class SlotCache:
         return tuple(layer for kind, layer in self._stores if kind == "own")
 
     def aim(self, slots: Sequence[int], starts: Sequence[int]) -> None:
-        """Let row ``i`` of the next pass be ``slots[i]``, its first new token at ``starts[i]``."""
+        """Lets row ``i`` of the next pass be ``slots[i]``, its first new token at ``starts[i]``."""
         self._whole = list(slots) == list(range(self._count))
         self._slots = torch.tensor(slots, device=self._device)
         self._starts = torch.tensor(starts, device=self._device)
@@ -57,7 +57,7 @@ class SlotCache:
     def update(
         self, layer: int, k: Float[Tensor, "t b g d"], v: Float[Tensor, "t b g d"]
     ) -> DenseKV:
-        """Write the new keys and values; return those of the pass's rows from place 0 on.
+        """Writes the new keys and values; return those of the pass's rows from place 0 on.
 
         A row that starts before the others has places behind its new tokens among them.
         """
@@ -92,7 +92,7 @@ class SlotCache:
         return self._stores[kind, layer]
 
     def _seen(self, store: tuple[Tensor, Tensor], end: int) -> DenseKV:
-        """The rows of the pass up to a place."""
+        """Returns the rows of the pass up to a place."""
         keys, values = store
         if self._whole:
             return DenseKV(keys[:end], values[:end])

@@ -7,7 +7,7 @@ from megatron_infer.errors import InferError
 
 
 def check_prompt(model: Stages, index: int, prompt: Sequence[int], *, new_tokens: int) -> None:
-    """Raise InferError if a prompt, number ``index`` of a call, cannot be continued.
+    """Raises InferError if a prompt, number ``index`` of a call, cannot be continued.
 
     ``new_tokens`` is how many tokens there has to be room for.
     """
@@ -25,7 +25,7 @@ def check_prompt(model: Stages, index: int, prompt: Sequence[int], *, new_tokens
 def check_sources(
     model: Stages, sources: Sequence[Sequence[int]] | None, prompts: Sequence[Sequence[int]]
 ) -> None:
-    """Raise InferError if the texts for an encoder are not those that prompts and model need."""
+    """Raises InferError if the texts for an encoder are not those that prompts and model need."""
     if sources is None:
         if model.reads_source:
             raise InferError(

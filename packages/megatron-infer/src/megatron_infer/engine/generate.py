@@ -32,7 +32,7 @@ def generate(
     sources: Sequence[str] | None = None,
     on_text: Callable[[int, str], object] | None = None,
 ) -> list[Completion]:
-    """Continue texts, all at once.
+    """Continues texts, all at once.
 
     No special token is added to a prompt, unless there are sources. A continuation ends at the
     tokenizer's end-of-document or end-of-text token, which is not part of it.
@@ -92,6 +92,6 @@ def generate(
 
 
 def stop_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the tokens that end a continuation: end of document and end of text."""
+    """Returns the tokens that end a continuation: end of document and end of text."""
     ends = (tokenizer.eod_id, tokenizer.eos_id)
     return frozenset(token for token in ends if token is not None)

@@ -72,7 +72,7 @@ class Stages:
         self.device, self.dtype = parameter.device, parameter.dtype
 
     def run(self, given: DecodingPass) -> Float[Tensor, "s b v_part"] | None:
-        """Run this rank's stages in one pass; returns logits if it has the last one."""
+        """Runs this rank's stages in one pass; returns logits if it has the last one."""
         holder = self.mesh.layout.stage_holder
         first = self._own[0].first_stage(given)
         made: tuple[Tensor, ...] = ()
@@ -91,7 +91,7 @@ class Stages:
         return made[0] if self.last else None
 
     def tell(self, t: Shaped[Tensor, "..."], *, purpose: str) -> None:
-        """Overwrite a tensor with that of the last stage, on every rank of the model."""
+        """Overwrites a tensor with that of the last stage, on every rank of the model."""
         if self.last:
             broadcast(t, self._replicas, purpose=purpose)
         broadcast(t, self._pp, self._end, purpose=purpose)
@@ -102,7 +102,7 @@ class Stages:
 
 @contextmanager
 def evaluating(model: AnyModel) -> Iterator[None]:
-    """Put a model in eval mode, and every module back into its own mode afterwards."""
+    """Puts a model in eval mode, and every module back into its own mode afterwards."""
     stages = [model] if isinstance(model, nn.Module) else model
     training = [module for stage in stages for module in stage.modules() if module.training]
     for stage in stages:

@@ -20,7 +20,7 @@ def generate_tokens(
     on_token: Callable[[int, int], object] | None = None,
     log_probs: bool = False,
 ) -> list[Continuation]:
-    """Continue token sequences of any lengths, all at once.
+    """Continues token sequences of any lengths, all at once.
 
     Args:
         model: a model on any device, or this rank's part of one that is cut, in whatever layout: a
@@ -69,7 +69,7 @@ def score_tokens(
     *,
     sources: Sequence[Sequence[int]] | None = None,
 ) -> list[tuple[float, ...]]:
-    """Return the log-probabilities of given token sequences; nothing is generated.
+    """Returns the log-probabilities of given token sequences; nothing is generated.
 
     Args:
         model: as for `generate_tokens`.

@@ -8,7 +8,7 @@ from megatron_infer.server.settings import ServerSettings
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """Take the address, so that a server that cannot have it says so before its model is loaded.
+    """Takes the address, so that a server that cannot have it says so before its model is loaded.
 
     Raises:
         InferError: the port is in use or not allowed, or the host is none of this machine.

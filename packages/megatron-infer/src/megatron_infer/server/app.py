@@ -42,7 +42,7 @@ QUIET_SECONDS = 10.0
 def create_app(
     service: GenerationService, settings: ServerSettings, info: dict[str, Any] | None = None
 ) -> Flask:
-    """Build the WSGI application.
+    """Builds the WSGI application.
 
     Args:
         service: generates what requests ask for.
@@ -102,7 +102,7 @@ def _read_request(schema: dict[str, Any]) -> GenerateRequest:
 
 
 def server_sent_events(job: Job, client_is_gone: Callable[[], bool]) -> Iterator[str]:
-    """Yield what `/api/stream` sends about a job: server-sent events, each of one data line."""
+    """Yields what `/api/stream` sends about a job: server-sent events, each of one data line."""
     last = time.monotonic()
     try:
         yield _event("waiting", {"ahead": job.ahead})
@@ -132,7 +132,7 @@ def _client_is_gone() -> Callable[[], bool]:
 
 
 def _add_page(app: Flask) -> None:
-    """Serve the page's files, read once."""
+    """Serves the page's files, read once."""
     folder = resources.files("megatron_infer.server") / "static"
     for path, (name, kind) in PAGE.items():
         content = (folder / name).read_text(encoding="utf-8")
@@ -144,7 +144,7 @@ def _add_page(app: Flask) -> None:
 
 
 def _add_guards(app: Flask, settings: ServerSettings) -> None:
-    """Check the token, answer every error in JSON, log each request without its content."""
+    """Checks the token, answer every error in JSON, log each request without its content."""
 
     @app.before_request
     def check() -> None:

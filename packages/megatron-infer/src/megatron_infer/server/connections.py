@@ -44,7 +44,7 @@ UNLIMITED = 1 << 31
 
 
 def make_server(app: WSGIApplication, settings: ServerSettings, taken: socket.socket) -> Any:
-    """Return a waitress server on a listening socket; ``run()`` answers until it is closed."""
+    """Returns a waitress server on a listening socket; ``run()`` answers until it is closed."""
     adjustments: Any = Adjustments(
         sockets=[taken],
         threads=settings.threads,
@@ -77,14 +77,14 @@ class _Parser(HTTPRequestParser):
     path: str
 
     def parse_header(self, header_plus: bytes) -> None:
-        """Parse the head; waitress does not expect all that Python refuses to convert."""
+        """Parses the head; waitress does not expect all that Python refuses to convert."""
         try:
             super().parse_header(header_plus)
         except ValueError:  # more digits than Python reads, or an address with half its brackets
             raise ParsingError("the request line or its Content-Length is malformed") from None
 
     def received(self, data: bytes) -> int:
-        """Take some bytes; returns how many were this request's."""
+        """Takes some bytes; returns how many were this request's."""
         in_head = not self.headers_finished
         consumed: int = super().received(data)
         if in_head and self.headers_finished and self.body_rcv is not None and not self.error:
@@ -94,7 +94,7 @@ class _Parser(HTTPRequestParser):
         return consumed
 
     def _check_sender(self) -> None:
-        """Refuse before the body; requests without one are left to the application."""
+        """Refuses before the body; requests without one are left to the application."""
         host, sent = self.headers.get("HOST", ""), self.headers.get("AUTHORIZATION", "")
         path = "/" + self.path.lstrip("/")  # as the application sees it
         try:
@@ -171,13 +171,13 @@ class _Channel(HTTPChannel):
         return float(idle if self.request is None else max(idle, self._begun))
 
     def received(self, data: bytes) -> bool:
-        """Take some bytes."""
+        """Takes some bytes."""
         if self.request is None:
             self._begun = time.time()
         return bool(super().received(data))
 
     def service(self) -> None:
-        """Answer one request; called in a thread of its own."""
+        """Answers one request; called in a thread of its own."""
         with self.requests_lock:
             self._in_service += 1
         try:
@@ -188,7 +188,7 @@ class _Channel(HTTPChannel):
                 self._in_service -= 1
 
     def check_time(self, now: float) -> None:
-        """Give up on a client that does not send its request, or take its answer, in time."""
+        """Gives up on a client that does not send its request, or takes its answer, in time."""
         latest = now - self.adj.settings.receive_seconds
         if self.lingers:
             if now > self._linger_until:
@@ -214,11 +214,11 @@ class _Channel(HTTPChannel):
             self.server.add_task(self)
 
     def drop(self) -> None:
-        """Close without a further word."""
+        """Closes without a further word."""
         super().handle_close()
 
     def handle_close(self) -> None:
-        """Close, but first let a refused client finish sending, so that it sees the answer."""
+        """Closes, but first let a refused client finish sending, so that it sees the answer."""
         if self.refused and not self.lingers and self.connected:
             try:
                 self.socket.shutdown(socket.SHUT_WR)
@@ -230,15 +230,15 @@ class _Channel(HTTPChannel):
         self.drop()
 
     def readable(self) -> bool:
-        """Whether to wait for bytes of the client."""
+        """Returns whether to wait for bytes of the client."""
         return self.socket is not None and bool(self.lingers or super().readable())
 
     def writable(self) -> bool:
-        """Whether something is to be sent or closed."""
+        """Returns whether something is to be sent or closed."""
         return self.socket is not None and not self.lingers and bool(super().writable())
 
     def handle_read(self) -> None:
-        """Read, or drop what is sent after the answer."""
+        """Reads, or drops what is sent after the answer."""
         if self.lingers:
             self.recv(self.adj.recv_bytes)
         else:
@@ -254,7 +254,7 @@ class _Server(TcpWSGIServer):
     channel_class = _Channel
 
     def readable(self) -> bool:
-        """Make room if there is none; whether to accept connections.
+        """Makes room if there is none; whether to accept connections.
 
         Called before each wait for events: what is closed here is not waited for, and no new
         connection has its file descriptor yet.
@@ -265,7 +265,7 @@ class _Server(TcpWSGIServer):
         return self.accepting and len(self.active_channels) < self.adj.settings.connections
 
     def maintenance(self, now: float) -> None:
-        """Give up on clients that are late."""
+        """Gives up on clients that are late."""
         for channel in list(self.active_channels.values()):
             channel.check_time(now)
 

@@ -55,7 +55,7 @@ class GenerateRequest:
 
 
 def request_schema(positions: int) -> dict[str, Any]:
-    """Return the JSON Schema of a body, for a model with that many positions."""
+    """Returns the JSON Schema of a body, for a model with that many positions."""
     return {
         "type": "object",
         "required": ["prompts"],
@@ -123,7 +123,7 @@ def request_schema(positions: int) -> dict[str, Any]:
 
 
 def parse_request(body: bytes, schema: dict[str, Any]) -> GenerateRequest:
-    """Read a request's body.
+    """Reads a request's body.
 
     Raises:
         RequestError: status 400 and a sentence that names what is wrong.
@@ -175,7 +175,7 @@ def _parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _checked(name: str, value: Any, schema: dict[str, Any]) -> Any:
-    """Return a field's value in its Python type."""
+    """Returns a field's value in its Python type."""
     kind = schema["type"]
     if kind == "boolean":
         if not isinstance(value, bool):
@@ -226,7 +226,7 @@ def _checked_number(name: str, value: Any, schema: dict[str, Any]) -> int | floa
 
 
 def _check_together(request: GenerateRequest) -> None:
-    """Check what one field means for another."""
+    """Checks what one field means for another."""
     if request.top_k > 0 and request.top_p > 0:
         raise RequestError(400, "top_k and top_p cannot both be set: leave one of them out")
     if request.tokens_to_generate == 0 and not request.logprobs:
@@ -238,7 +238,7 @@ def _check_together(request: GenerateRequest) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message, on one line and not long."""
+    """Returns a value for a message, on one line and not long."""
     if isinstance(value, float) and math.isinf(value):
         return "a number beyond 1.8e308" if value > 0 else "a number below -1.8e308"
     try:

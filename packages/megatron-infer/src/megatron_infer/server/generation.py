@@ -42,7 +42,7 @@ class Generation:
             )
 
     def step(self) -> Answer | None:
-        """Run the model once; returns the answer if that was the last time.
+        """Runs the model once; returns the answer if that was the last time.
 
         The caller puts the model in eval mode and disables gradients.
         """
@@ -83,7 +83,7 @@ class Generation:
         )
 
     def _segments(self, tokens: list[int]) -> list[str]:
-        """Return the text of each token; a character of several tokens is the last one's."""
+        """Returns the text of each token; a character of several tokens is the last one's."""
         stream = TextStream(self._tokenizer)
         segments = [stream.push(token) for token in tokens]
         segments[-1] += stream.finish()

@@ -14,7 +14,7 @@ SCHEME = "Bearer "
 
 
 def check_sender(path: str, host: str, authorization: str, settings: ServerSettings) -> None:
-    """Check by the head of a request whether it is answered.
+    """Checks by the head of a request whether it is answered.
 
     Args:
         path: path of the request.
@@ -38,7 +38,7 @@ def check_sender(path: str, host: str, authorization: str, settings: ServerSetti
 
 
 def client_of(address: str | None) -> str:
-    """Return the name under which an address shares the model with others.
+    """Returns the name under which an address shares the model with others.
 
     A network of IPv6 (the first 64 bits) is one client, because a single machine has all of it.
     """
@@ -54,6 +54,6 @@ def client_of(address: str | None) -> str:
 
 
 def _is_ours(host: str, settings: ServerSettings) -> bool:
-    """Whether a Host header, which may end in a port, names this machine."""
+    """Returns whether a Host header, which may end in a port, names this machine."""
     name = re.sub(r":[0-9]*\Z", "", host.lower())
     return name in {"", *LOOPBACK_NAMES, settings.host.lower(), f"[{settings.host.lower()}]"}

@@ -35,7 +35,7 @@ class Answer:
     finish_reasons: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as they are sent."""
+        """Returns the fields as they are sent."""
         return dict(vars(self))
 
 
@@ -63,7 +63,7 @@ class Job:
         return bool(self.tokens)
 
     def events(self, client_is_gone: Callable[[], bool]) -> Iterator[Piece | Answer | None]:
-        """Yield pieces of text and at last the answer; None when nothing happened for a moment.
+        """Yields pieces of text and at last the answer; None when nothing happened for a moment.
 
         Ends early, and ends the generation, if the client is gone.
 
@@ -86,7 +86,7 @@ class Job:
             self.cancel()
 
     def cancel(self) -> None:
-        """Mark the answer as no longer wanted; the generation ends with its next token."""
+        """Marks the answer as no longer wanted; the generation ends with its next token."""
         self._cancelled.set()
 
     @property
@@ -95,5 +95,5 @@ class Job:
         return self._cancelled.is_set()
 
     def put(self, event: Piece | Answer | RequestError) -> None:
-        """Hand an event to the reader of the job."""
+        """Hands an event to the reader of the job."""
         self._events.put(event)

@@ -23,7 +23,7 @@ EXAMPLE = {"prompts": ["Hello world"], "tokens_to_generate": 1}
 
 
 def openapi_document(positions: int, *, needs_token: bool) -> dict[str, Any]:
-    """Return the document for a model with that many positions."""
+    """Returns the document for a model with that many positions."""
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {

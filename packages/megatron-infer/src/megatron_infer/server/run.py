@@ -29,7 +29,7 @@ def serve(
     *,
     ready: Callable[[str], object] = lambda url: None,
 ) -> None:
-    """Answer requests until SIGTERM or Ctrl-C; to be called in the main thread.
+    """Answers requests until SIGTERM or Ctrl-C; to be called in the main thread.
 
     After SIGTERM new requests are refused, and accepted ones have ``settings.grace_seconds`` to
     finish. After Ctrl-C they end at once. Either way every client gets an answer.
@@ -72,7 +72,7 @@ def serve(
 
 
 def _first(received: "SimpleQueue[int]") -> int:
-    """Wait for a signal.
+    """Waits for a signal.
 
     Of two that come together another thread may take both, and this one, which has to run their
     handlers, is not woken: so it looks up now and then.
@@ -85,7 +85,7 @@ def _first(received: "SimpleQueue[int]") -> int:
 
 
 def _flush(server: Any) -> None:
-    """Wait until every response is on its way, a moment at most."""
+    """Waits until every response is on its way, a moment at most."""
     end = time.monotonic() + FLUSH_SECONDS
     while time.monotonic() < end:
         if not any(one.requests or one.total_outbufs_len for one in _channels(server)):
@@ -94,7 +94,7 @@ def _flush(server: Any) -> None:
 
 
 def _close(server: Any) -> None:
-    """Let the thread that waits for the server's sockets close them.
+    """Lets the thread that waits for the server's sockets close them.
 
     Closed under its hands, they end it with a traceback.
     """

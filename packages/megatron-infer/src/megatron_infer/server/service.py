@@ -71,7 +71,7 @@ class GenerationService:
             return len(self._turns)
 
     def submit(self, request: GenerateRequest, client: str = "") -> Job:
-        """Queue a request and check it against the model.
+        """Queues a request and checks it against the model.
 
         Args:
             request: what is asked for.
@@ -112,7 +112,7 @@ class GenerationService:
         return job
 
     def close(self, grace_seconds: float = 0.0) -> None:
-        """Accept nothing more, give accepted requests some time, then end what still runs."""
+        """Accepts nothing more, give accepted requests some time, then ends what still runs."""
         deadline = time.monotonic() + grace_seconds
         with self._changed:
             self._closing = True
@@ -127,7 +127,7 @@ class GenerationService:
         self._thread.join(timeout=5.0)
 
     def _encode(self, request: GenerateRequest) -> list[list[int]]:
-        """Return the prompts' tokens."""
+        """Returns the prompts' tokens."""
         try:
             prompts = self._tokenizer.encode_batch(request.prompts)
         except DataError as error:
@@ -162,7 +162,7 @@ class GenerationService:
         return prompts
 
     def _work(self) -> None:
-        """Answer requests until the service is closed."""
+        """Answers requests until the service is closed."""
         with evaluating(self._model), torch.no_grad():
             while (job := self._next()) is not None:
                 outcome = self._step(job)
@@ -174,7 +174,7 @@ class GenerationService:
                         self._changed.notify_all()
 
     def _next(self) -> Job | None:
-        """Wait for a request whose turn it is; None once the service is closed."""
+        """Waits for a request whose turn it is; None once the service is closed."""
         with self._changed:
             while True:
                 self._forget_cancelled()
@@ -192,7 +192,7 @@ class GenerationService:
                 self._turns.remove(job)
 
     def _step(self, job: Job) -> Answer | RequestError | None:
-        """Run the model once for a request; returns what ends it, if anything does."""
+        """Runs the model once for a request; returns what ends it, if anything does."""
         try:
             if job not in self._generations:
                 self._generations[job] = Generation(self._model, self._tokenizer, job)

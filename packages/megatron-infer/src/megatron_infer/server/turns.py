@@ -42,11 +42,11 @@ class Turns:
         return iter([*self.running, *self.waiting])
 
     def ahead(self, client: str) -> int:
-        """Return how many requests come before a new one of a client; 0 if it begins at once."""
+        """Returns how many requests come before a new one of a client; 0 if it begins at once."""
         return 0 if not self.waiting and self._has_place(client) else len(self)
 
     def add(self, request: Job) -> Job | None:
-        """Queue a request.
+        """Queues a request.
 
         Returns:
             The request that has lost its place to it, or None.
@@ -64,7 +64,7 @@ class Turns:
         return loser
 
     def start(self) -> None:
-        """Let as many requests run as there are places."""
+        """Lets as many requests run as there are places."""
         while candidates := [
             one for one in self.waiting if one.ready and self._has_place(one.client)
         ]:
@@ -74,7 +74,7 @@ class Turns:
             self.running.append(chosen)
 
     def take_turn(self) -> Job | None:
-        """Return the request whose pass is next, and count that pass; None if nothing runs."""
+        """Returns the request whose pass is next, and counts that pass; None if nothing runs."""
         if not self.running:
             return None
         chosen = min(
@@ -84,7 +84,7 @@ class Turns:
         return chosen
 
     def remove(self, request: Job) -> None:
-        """Forget a request, if it is here."""
+        """Forgets a request, if it is here."""
         for held in (self.running, self.waiting):
             if request in held:
                 held.remove(request)
@@ -99,7 +99,7 @@ class Turns:
         return held < max(1, self._max_running - 1)
 
     def _largest_share(self, client: str) -> Job | None:
-        """Return the newest waiting request of the client with the most, if that is fair."""
+        """Returns the newest waiting request of the client with the most, if that is fair."""
         held = Counter(one.client for one in self)
         waiting = [one for one in reversed(self.waiting) if held[one.client] > held[client] + 1]
         return max(waiting, key=lambda one: held[one.client], default=None)

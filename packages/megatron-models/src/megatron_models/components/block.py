@@ -38,7 +38,7 @@ class Block(nn.Module):
                 self.add_module(name, norm)
 
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
-        """Transform the residual stream."""
+        """Transforms the residual stream."""
         for sublayer in self.sublayers:
             mixer = getattr(self, sublayer.name)
             read = partial(self._read, mixer, sublayer.mixer.recomputed_as, context)
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 def build_mixer(mixer: Mixer, number: int, place: Placement) -> nn.Module:
-    """Build the module of a mixer, of whichever distribution.
+    """Builds the module of a mixer, of whichever distribution.
 
     Args:
         mixer: its description.

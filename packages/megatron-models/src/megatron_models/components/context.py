@@ -57,7 +57,7 @@ class Context:
     sequence_parallel: bool | None = None
 
     def drop(self, x: Float[Tensor, "s b h"], layer: int, site: int) -> Float[Tensor, "s b h"]:
-        """Apply hidden dropout, if there is one."""
+        """Applies hidden dropout, if there is one."""
         return x if self.dropout is None else self.dropout.hidden(x, layer, site)
 
     def probability_drop(

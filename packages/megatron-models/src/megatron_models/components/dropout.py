@@ -72,7 +72,7 @@ class StageDropout:
         cut: Axis | None,
         places: Int[Tensor, "b_or_1 part"] | None = None,
     ) -> "StageDropout":
-        """Prepare a pass in which ``cut`` cuts the sequence, if anything does.
+        """Prepares a pass in which ``cut`` cuts the sequence, if anything does.
 
         With context parallelism the sequence it cuts is the rank's, at ``places`` of the whole.
         """
@@ -80,7 +80,7 @@ class StageDropout:
         return cls(given, stream if cut is None else stream.part(cut))
 
     def hidden(self, x: Float[Tensor, "s b h"], layer: int, site: int) -> Float[Tensor, "s b h"]:
-        """Drop elements of what is added to the residual stream."""
+        """Drops elements of what is added to the residual stream."""
         return keyed_dropout(x, self.given.hidden, self.stream, layer=layer, site=site)
 
     def probabilities(
@@ -92,7 +92,7 @@ class StageDropout:
         keys: Int[Tensor, "b_or_1_too t"] | None = None,
         site: int = ATTENTION_PROBABILITIES,
     ) -> Float[Tensor, "b n s t"]:
-        """Drop attention probabilities of heads ``first_head``, ``first_head + 1``, ...
+        """Drops attention probabilities of heads ``first_head``, ``first_head + 1``, ...
 
         ``places`` of the queries and of the ``keys`` are in the whole sequence; all by default.
         """

@@ -35,7 +35,7 @@ def flag(
     objective: bool = False,
     **metadata: Any,
 ) -> dict[str, Any]:
-    """Return the metadata of a field.
+    """Returns the metadata of a field.
 
     Args:
         name: its flag.
@@ -82,15 +82,15 @@ class ComponentConfig:
         """Work out fields that are 0 from others; calls `super`, as models have several bases."""
 
     def _check(self) -> None:
-        """Refuse values that do not fit together; all are filled in. Calls `super`, likewise."""
+        """Refuses values that do not fit together; all are filled in. Calls `super`, likewise."""
 
     def _set(self, name: str, value: int) -> None:
-        """Give a field that is 0 its value."""
+        """Gives a field that is 0 its value."""
         if getattr(self, name) == 0:
             object.__setattr__(self, name, value)
 
     def component(self, kind: type[Config], **changes: Any) -> Config:
-        """Return a component's own configuration, with the values that this model has for it.
+        """Returns a component's own configuration, with the values that this model has for it.
 
         Args:
             kind: the component's configuration or description; fields of it that the model lacks
@@ -102,7 +102,7 @@ class ComponentConfig:
 
 
 def check_cut(config: ComponentConfig, field: str, axis: str, parts: int, what: str = "") -> None:
-    """Refuse a size that an axis of the layout cannot cut into equal parts.
+    """Refuses a size that an axis of the layout cannot cut into equal parts.
 
     Args:
         config: has the field.
@@ -122,7 +122,7 @@ def check_cut(config: ComponentConfig, field: str, axis: str, parts: int, what: 
 
 
 def _check_type(config: ComponentConfig, entry: "dataclasses.Field[Any]") -> None:
-    """Refuse a value of another type; an integer given for a float becomes one."""
+    """Refuses a value of another type; an integer given for a float becomes one."""
     value, kind = getattr(config, entry.name), entry.type
     if get_origin(kind) is Literal:
         choices = get_args(kind)
@@ -146,7 +146,7 @@ def _check_type(config: ComponentConfig, entry: "dataclasses.Field[Any]") -> Non
 
 
 def _check_range(config: ComponentConfig, entry: "dataclasses.Field[Any]") -> None:
-    """Refuse sizes and numbers outside their range."""
+    """Refuses sizes and numbers outside their range."""
     name, value, checks = entry.name, getattr(config, entry.name), entry.metadata
     largest = checks.get("most", _LARGEST)
     if entry.type is int and value > largest:

@@ -53,7 +53,7 @@ class Keeping:
         hidden_dropout: bool = False,
         attention_dropout: bool = False,
     ) -> "Keeping":
-        """What this package's operations keep on CPUs.
+        """Returns what this package's operations keep on CPUs.
 
         Attention dropout needs attention written out, which then keeps what dropout leaves of the
         probabilities too. RMSNorm is not fused and computes in at least float32.
@@ -72,7 +72,7 @@ class Keeping:
         return keeping.written_out(wide) if attention_dropout else keeping
 
     def written_out(self, more: int = 0) -> "Keeping":
-        """Return the same with attention written out, if it is fused.
+        """Returns the same with attention written out, if it is fused.
 
         It is computed in at least float32 and keeps the scores and the probabilities, for each row
         its logarithm and whether it has one, and in each layer the mask.

@@ -51,7 +51,7 @@ class Sublayer:
         return {name: norm for name, norm in found.items() if norm is not None}
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Return the parameters of norms and mixer, by their names in the layer."""
+        """Returns the parameters of norms and mixer, by their names in the layer."""
         norms = {
             name: prefixed(name, norm.parameters(sequence_parallel))
             for name, norm in self.norms.items()
@@ -63,11 +63,11 @@ class Sublayer:
         return found
 
     def state(self) -> dict[str, Sharding]:
-        """Return the state of the mixer that is not a parameter, by its names in the layer."""
+        """Returns the state of the mixer that is not a parameter, by its names in the layer."""
         return {f"{self.name}.{name}": cut for name, cut in self.mixer.state().items()}
 
     def activations(self, taken: LayerPass, width: int) -> Terms:
-        """Return the bytes that norms, mixer and dropout keep, by part.
+        """Returns the bytes that norms, mixer and dropout keep, by part.
 
         Args:
             taken: the micro-batch on its way.
@@ -90,7 +90,7 @@ Layer = tuple[Sublayer, ...]
 
 
 def layer_parameters(layer: Layer, sequence_parallel: bool = False) -> Parameters:
-    """Return the parameters of a layer, by their names in it."""
+    """Returns the parameters of a layer, by their names in it."""
     found: Parameters = {}
     for sublayer in layer:
         found |= sublayer.parameters(sequence_parallel)
@@ -118,7 +118,7 @@ class TrunkSpec:
     embedding_site: int = 0
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Return all parameters by name, in the order of the module."""
+        """Returns all parameters by name, in the order of the module."""
         found: Parameters = {}
         if self.embedding is not None:
             found |= prefixed("embedding", self.embedding.parameters(sequence_parallel))
@@ -129,7 +129,7 @@ class TrunkSpec:
         return found
 
     def state(self) -> dict[str, Sharding]:
-        """Return all state that is not a parameter, by name."""
+        """Returns all state that is not a parameter, by name."""
         return {
             f"layers.{number}.{name}": cut
             for number, layer in self.layers.items()
@@ -143,11 +143,11 @@ class TrunkSpec:
         return tuple(sublayer.mixer for layer in self.layers.values() for sublayer in layer)
 
     def products_per_pair(self) -> int:
-        """Return the multiply-adds of one query and one key, in all layers together."""
+        """Returns the multiply-adds of one query and one key, in all layers together."""
         return sum(mixer.products_per_pair() for mixer in self.mixers)
 
     def products_per_square(self) -> int:
-        """Return the multiply-adds of a sequence of length 1, which grow with its square.
+        """Returns the multiply-adds of a sequence of length 1, which grow with its square.
 
         Causality keeps half of the pairs of query and key.
         """
@@ -157,16 +157,16 @@ class TrunkSpec:
         )
 
     def layer_activations(self, number: int, taken: LayerPass) -> Terms:
-        """Return the bytes that one layer keeps of one micro-batch, by part."""
+        """Returns the bytes that one layer keeps of one micro-batch, by part."""
         layer = self.layers[number]
         return summed(sublayer.activations(taken, self.width) for sublayer in layer)
 
     def inner_losses(self) -> tuple[str, ...]:
-        """Return the names of the losses that mixers have of their own, each once."""
+        """Returns the names of the losses that mixers have of their own, each once."""
         return tuple(dict.fromkeys(name for mixer in self.mixers for name in mixer.inner_losses()))
 
     def stage(self, numbers: Sequence[int], *, first: bool, last: bool) -> "TrunkSpec":
-        """Return the part of a pipeline stage.
+        """Returns the part of a pipeline stage.
 
         Args:
             numbers: of its layers.

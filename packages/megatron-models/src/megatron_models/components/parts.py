@@ -60,11 +60,11 @@ class HasShardings(Protocol):
         """What products are chosen by."""
 
     def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
-        """How its parameters are cut."""
+        """Returns how its parameters are cut."""
 
 
 def parameters_of(spec: HasShardings, sequence_parallel: bool) -> Parameters:
-    """Return the parameters of a linear layer: every element of the weight is multiplied once."""
+    """Returns the parameters of a linear layer: every element of the weight is multiplied once."""
     found = {}
     for name, sharding in spec.shardings(sequence_parallel).items():
         if name == "weight":
@@ -75,12 +75,12 @@ def parameters_of(spec: HasShardings, sequence_parallel: bool) -> Parameters:
 
 
 def prefixed(prefix: str, parameters: Mapping[str, ParameterSpec]) -> Parameters:
-    """Return parameters under names that begin with ``prefix`` and a dot."""
+    """Returns parameters under names that begin with ``prefix`` and a dot."""
     return {f"{prefix}.{name}": spec for name, spec in parameters.items()}
 
 
 def of_experts(parameters: Mapping[str, ParameterSpec], experts: int, chosen: int) -> Parameters:
-    """Return parameters of which a token uses those of ``chosen`` of ``experts`` experts."""
+    """Returns parameters of which a token uses those of ``chosen`` of ``experts`` experts."""
     return {
         name: replace(
             spec, multiplied=spec.multiplied // experts * chosen, chosen=(chosen, experts)
@@ -180,10 +180,10 @@ class Mixer(ABC):
 
     @abstractmethod
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Return its parameters, in the order of the module."""
+        """Returns its parameters, in the order of the module."""
 
     def state(self) -> Mapping[str, Sharding]:
-        """Return its state that is not a parameter (`megatron_parallel.StepState`); none here."""
+        """Returns its state that is not a parameter (`megatron_parallel.StepState`); none here."""
         return {}
 
     @property
@@ -192,38 +192,38 @@ class Mixer(ABC):
         return 0
 
     def products_per_pair(self) -> int:
-        """Return the multiply-adds of one query and one key that it may attend to; none here."""
+        """Returns the multiply-adds of one query and one key that it may attend to; none here."""
         return 0
 
     @abstractmethod
     def activations(self, taken: LayerPass) -> Terms:
-        """Return the bytes that it keeps for its backward pass, by part of it, without its input.
+        """Returns the bytes that it keeps for its backward pass, by part of it, without its input.
 
         The empty name is the mixer itself.
         """
 
     @abstractmethod
     def keeps_input(self, taken: LayerPass) -> str | None:
-        """Return the part that keeps the mixer's input, None if none does."""
+        """Returns the part that keeps the mixer's input, None if none does."""
 
     def check_layout(self, layout: ParallelLayout) -> None:  # noqa: B027 - most need no check
-        """Refuse a layout that cannot cut it; by default there is none.
+        """Refuses a layout that cannot cut it; by default there is none.
 
         Raises:
             ConfigError: naming fields of the configuration and degrees.
         """
 
     def refuses(self, feature: Feature) -> Refusal | None:
-        """Return why it cannot be trained with a feature; None if it can, as by default."""
+        """Returns why it cannot be trained with a feature; None if it can, as by default."""
         return None
 
     def inner_losses(self) -> tuple[str, ...]:
-        """Return the names of the losses that it has of its own; none by default."""
+        """Returns the names of the losses that it has of its own; none by default."""
         return ()
 
 
 def summed(terms: Iterable[Terms]) -> Terms:
-    """Return the sum of terms by name."""
+    """Returns the sum of terms by name."""
     found: Terms = {}
     for each in terms:
         for name, size in each.items():

@@ -15,7 +15,7 @@ from megatron_models.components.context import Context
 def run_layers(
     layers: nn.ModuleDict, x: Float[Tensor, "s b h"], context: Context, tp: Axis
 ) -> Float[Tensor, "s b h"]:
-    """Transform the residual stream by all layers of a stage, by global layer number.
+    """Transforms the residual stream by all layers of a stage, by global layer number.
 
     Under full recomputation the layers of a group keep their common input only; ``tp`` cuts it
     where that is asked for. Of the first layers, what is kept may wait in host memory.

@@ -108,7 +108,7 @@ class Family:
         return find_kind(self.kind).read(fields, version)
 
     def config_to_hf(self, config: ModelConfig) -> dict[str, Any]:
-        """Make the content of ``config.json``.
+        """Makes the content of ``config.json``.
 
         Raises:
             ConfigError: the family cannot express the model; names the fields and their values.
@@ -123,14 +123,14 @@ class Family:
         return content
 
     def differences(self, config: ModelConfig) -> list[str]:
-        """Return what of a model the family cannot express: ``"field = value, this one has ..."``.
+        """Returns what of a model the family cannot express: ``"field = value, this one has ..."``.
 
         Empty where it can.
         """
         return self._written(config)[1]
 
     def _written(self, config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
-        """Return the content of ``config.json``, and what it cannot say."""
+        """Returns the content of ``config.json``, and what it cannot say."""
         content: dict[str, Any] = {
             "architectures": list(self.architectures[:1]),
             "model_type": self.model_type,
@@ -154,7 +154,7 @@ class Family:
         return {**content, **self.written}, found
 
     def config_from_hf(self, values: Values) -> ModelConfig:
-        """Read the content of ``config.json``. Dropout rates are not part of a model here.
+        """Reads the content of ``config.json``. Dropout rates are not part of a model here.
 
         Raises:
             ConfigError: a setting this package does not implement, or does not know; names the
@@ -187,7 +187,7 @@ class Family:
                 raise unsupported(self.title, name, value, list(neutral[name]))
 
     def active_rows(self, config: ModelConfig) -> tuple[Row, ...]:
-        """Return the rows for a model of ``config``, expert by expert."""
+        """Returns the rows for a model of ``config``, expert by expert."""
         rows: list[Row] = []
         for ours, theirs, *more in self.rows:
             names = _of_experts(theirs, getattr(config, "num_experts", 0))
@@ -197,7 +197,7 @@ class Family:
 
 
 def _of_experts(names: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """Write out names with ``{e}`` for every expert: all of the first, all of the second, ..."""
+    """Writes out names with ``{e}`` for every expert: all of the first, all of the second, ..."""
     if not any(EXPERT in name for name in names):
         return names
     return tuple(name.replace(EXPERT, str(e)) for e in range(count) for name in names)

@@ -159,7 +159,7 @@ WINDOW_FIELDS = frozenset({*WINDOWS, "use_sliding_window", "layer_types", "max_w
 
 
 def refuse_windows(title: str, values: Values) -> None:
-    """Refuse windows that hide any of the positions, in all layers or in some.
+    """Refuses windows that hide any of the positions, in all layers or in some.
 
     A window as long as the positions hides nothing, as no longer sequence is taken.
     """

@@ -39,7 +39,7 @@ class Theirs:
         return (self.name,)
 
     def read(self, title: str, ours: str, values: Values) -> dict[str, Any]:
-        """Return our field from theirs."""
+        """Returns our field from theirs."""
         found = values.get(self.name, self.absent)
         found = self.null if found is None else found
         if found is REQUIRED:
@@ -47,7 +47,7 @@ class Theirs:
         return {ours: found}
 
     def write(self, ours: str, config: object) -> dict[str, Any]:
-        """Return their field from ours."""
+        """Returns their field from ours."""
         return {self.name: getattr(config, ours)}
 
 
@@ -71,7 +71,7 @@ class Spelled:
         return (self.name,)
 
     def read(self, title: str, ours: str, values: Values) -> dict[str, Any]:
-        """Return our field from theirs."""
+        """Returns our field from theirs."""
         given = values.get(self.name, self.absent)
         for spelling, value in self.spellings:
             if type(spelling) is type(given) and spelling == given:
@@ -79,7 +79,7 @@ class Spelled:
         raise unsupported(title, self.name, given, [spelling for spelling, _ in self.spellings])
 
     def write(self, ours: str, config: object) -> dict[str, Any]:
-        """Return their field from ours."""
+        """Returns their field from ours."""
         found = getattr(config, ours)
         for spelling, value in self.spellings:
             if value == found:
@@ -96,11 +96,11 @@ class Fixed:
     names: tuple[str, ...] = ()
 
     def read(self, title: str, ours: str, values: Values) -> dict[str, Any]:
-        """Return our field."""
+        """Returns our field."""
         return {ours: self.value}
 
     def write(self, ours: str, config: object) -> dict[str, Any]:
-        """Refuse another value."""
+        """Refuses another value."""
         if getattr(config, ours) != self.value:
             raise inexpressible(ours, repr(self.value), getattr(config, ours))
         return {}
@@ -113,11 +113,11 @@ class Filled:
     names: tuple[str, ...] = ()
 
     def read(self, title: str, ours: str, values: Values) -> dict[str, Any]:
-        """Return our field, to be filled in."""
+        """Returns our field, to be filled in."""
         return {ours: 0}
 
     def write(self, ours: str, config: Any) -> dict[str, Any]:
-        """Refuse another value."""
+        """Refuses another value."""
         wanted = getattr(dataclasses.replace(config, **{ours: 0}), ours)
         if getattr(config, ours) != wanted:
             raise inexpressible(ours, repr(wanted), getattr(config, ours))
@@ -140,12 +140,12 @@ class Unused:
         return () if self.source is None else (self.source,)
 
     def read(self, title: str, ours: str, values: Values) -> dict[str, Any]:
-        """Return our field."""
+        """Returns our field."""
         found = values.get(self.source) if self.source is not None else None
         return {} if found is None else {ours: found}
 
     def write(self, ours: str, config: object) -> dict[str, Any]:
-        """Return nothing."""
+        """Returns nothing."""
         return {}
 
 
@@ -174,12 +174,12 @@ class InexpressibleError(ConfigError):
 
 
 def inexpressible(name: str, wanted: str, found: object) -> InexpressibleError:
-    """Return the error for a field of ours; ``wanted`` is what it has to be, in words."""
+    """Returns the error for a field of ours; ``wanted`` is what it has to be, in words."""
     return InexpressibleError(f"{name} = {wanted}, this one has {reprlib.repr(found)}")
 
 
 def unsupported(title: str, name: str, found: object, known: Sequence[Any]) -> ConfigError:
-    """Return the error for a field of theirs whose value is not among the known ones."""
+    """Returns the error for a field of theirs whose value is not among the known ones."""
     return ConfigError(
         f"{title} models with {name} = {reprlib.repr(found)} are not supported, only "
         + " or ".join(map(repr, known))
@@ -187,7 +187,7 @@ def unsupported(title: str, name: str, found: object, known: Sequence[Any]) -> C
 
 
 def default_of(entry: "dataclasses.Field[Any]") -> Any:
-    """Return the default of a field; `REQUIRED` where it has none."""
+    """Returns the default of a field; `REQUIRED` where it has none."""
     if entry.default is not dataclasses.MISSING:
         return entry.default
     if entry.default_factory is not dataclasses.MISSING:

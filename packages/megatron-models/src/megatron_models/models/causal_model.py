@@ -32,17 +32,17 @@ class CausalModel(DecodingModel):
 
     @abstractmethod
     def passed(self, batch_size: int, sequence_length: int) -> "megatron_parallel.Passed":
-        """Return shape and dtype of what a stage that is not the last passes on in training."""
+        """Returns shape and dtype of what a stage that is not the last passes on in training."""
 
     def received(self, given: DecodingPass) -> tuple[tuple[int, ...], ...]:
-        """Return the shape of the residual stream; nothing on the first stage."""
+        """Returns the shape of the residual stream; nothing on the first stage."""
         batch, length = given.tokens.shape
         return () if self.first else ((length, batch, self.config.hidden_size),)
 
     def decode(
         self, received: tuple[Float[Tensor, "..."], ...], given: DecodingPass
     ) -> tuple[Float[Tensor, "..."], ...]:
-        """Run this stage on the new tokens, or on their stream."""
+        """Runs this stage on the new tokens, or on their stream."""
         (x,) = received or (given.tokens,)
         outcome: Tensor = self(
             x,

@@ -64,7 +64,7 @@ class DecodingModel(nn.Module, ABC):
     reads_source: ClassVar[bool] = False
 
     def first_stage(self, given: DecodingPass) -> int:
-        """Return the number of the first stage that has a part in a pass; all after it have one.
+        """Returns the number of the first stage that has a part in a pass; all after it have one.
 
         It is known on every stage.
         """
@@ -73,13 +73,13 @@ class DecodingModel(nn.Module, ABC):
 
     @abstractmethod
     def received(self, given: DecodingPass) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of what this stage takes from the stage before in a pass."""
+        """Returns the shapes of what this stage takes from the stage before in a pass."""
 
     @abstractmethod
     def decode(
         self, received: tuple[Float[Tensor, "..."], ...], given: DecodingPass
     ) -> tuple[Float[Tensor, "..."], ...]:
-        """Run this stage.
+        """Runs this stage.
 
         Args:
             received: what the stage before passed on, of the shapes of `received`.

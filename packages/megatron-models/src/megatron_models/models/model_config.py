@@ -55,10 +55,10 @@ class ModelConfig(ComponentConfig, ABC):
 
     @abstractmethod
     def trunks(self) -> dict[str, TrunkSpec]:
-        """Return the model's trunks by the start of their parameters' names, often empty."""
+        """Returns the model's trunks by the start of their parameters' names, often empty."""
 
     def trunk(self) -> TrunkSpec:
-        """Return the only trunk.
+        """Returns the only trunk.
 
         Raises:
             ConfigError: the model has several.
@@ -69,11 +69,11 @@ class ModelConfig(ComponentConfig, ABC):
         return first
 
     def output(self) -> EmbeddingConfig | None:
-        """Return whose output matrix ``output.weight`` is; None if it is tied or absent."""
+        """Returns whose output matrix ``output.weight`` is; None if it is tied or absent."""
         return None
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Return every parameter by its global name, in the order of the model."""
+        """Returns every parameter by its global name, in the order of the model."""
         found: Parameters = {}
         for prefix, trunk in self.trunks().items():
             own = trunk.parameters(sequence_parallel)
@@ -84,7 +84,7 @@ class ModelConfig(ComponentConfig, ABC):
         return found
 
     def state(self) -> dict[str, Sharding]:
-        """Return all state that is not a parameter, by global name."""
+        """Returns all state that is not a parameter, by global name."""
         return {
             f"{prefix}.{name}" if prefix else name: cut
             for prefix, trunk in self.trunks().items()
@@ -142,7 +142,7 @@ class ModelConfig(ComponentConfig, ABC):
         return any(mixer.expert_parallel for mixer in self.mixers)
 
     def check_layout(self, layout: ParallelLayout) -> None:
-        """Refuse a layout that cannot cut a component.
+        """Refuses a layout that cannot cut a component.
 
         Raises:
             ConfigError: naming fields of the configuration and of the layout.
@@ -151,21 +151,21 @@ class ModelConfig(ComponentConfig, ABC):
             mixer.check_layout(layout)
 
     def refusal(self, feature: Feature) -> Refusal | None:
-        """Return why the model cannot be trained with a feature, None if it can."""
+        """Returns why the model cannot be trained with a feature, None if it can."""
         reasons = (mixer.refuses(feature) for mixer in self.mixers)
         return next((reason for reason in reasons if reason is not None), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field as a plain JSON value."""
+        """Returns every field as a plain JSON value."""
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
-        """Return every field as JSON text, one field a line."""
+        """Returns every field as JSON text, one field a line."""
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build a configuration from plain values; an unknown key is an error with the nearest."""
+        """Builds a configuration from plain values; an unknown key is an error with the nearest."""
         known = [each.name for each in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
@@ -179,7 +179,7 @@ class ModelConfig(ComponentConfig, ABC):
 
     @classmethod
     def from_json(cls, text: str | Mapping[str, Any]) -> Self:
-        """Build a configuration from JSON text, or from the object it was parsed to."""
+        """Builds a configuration from JSON text, or from the object it was parsed to."""
         if isinstance(text, Mapping):
             return cls.from_dict(text)
         try:

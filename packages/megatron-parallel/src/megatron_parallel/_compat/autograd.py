@@ -8,7 +8,7 @@ import torch
 
 
 def gradient_wanted(ctx: Any, index: int) -> bool:
-    """Whether the backward pass under way needs a function's gradient of its input `index`.
+    """Returns whether the backward pass under way needs a function's gradient of its input `index`.
 
     `ctx.needs_input_grad` says whether any pass does; a split one needs some at a time. `index`
     counts the inputs that are tensors, which must come first.
@@ -52,14 +52,14 @@ def saved_tensors_hooks_in_force() -> tuple[Callable[..., Any], Callable[..., An
 
 
 def weak_storage(storage: torch.UntypedStorage) -> Any:
-    """A reference that does not keep a storage; its `expired()` says whether others do."""
+    """Returns a reference that does not keep a storage; its `expired()` says whether others do."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def living_storage(weak: Any) -> torch.UntypedStorage | None:
-    """The storage that `weak_storage` refers to, unless it is gone."""
+    """Returns the storage that `weak_storage` refers to, unless it is gone."""
     found: torch.UntypedStorage | None
     found = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
     return found

@@ -11,34 +11,34 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
-    """Fill `whole` with the parts of all members, along dim 0."""
+    """Fills `whole` with the parts of all members, along dim 0."""
     _all_gather(whole, part, group=group)
 
 
 def reduce_scatter(
     part: Tensor, whole: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
 ) -> None:
-    """Fill `part` with this member's part, along dim 0, of the reduced `whole`."""
+    """Fills `part` with this member's part, along dim 0, of the reduced `whole`."""
     _reduce_scatter(part, whole, op, group=group)
 
 
 def start_all_reduce(t: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start summing `t` in place."""
+    """Starts summing `t` in place."""
     return _started(dist.all_reduce(t, group=group, async_op=True))
 
 
 def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start filling `whole` with the parts of all members; `part` may be a view of it."""
+    """Starts filling `whole` with the parts of all members; `part` may be a view of it."""
     return _started(_all_gather(whole, part, group=group, async_op=True))
 
 
 def start_reduce_scatter(part: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start summing this member's part of `whole` into `part`, which may be a view of it."""
+    """Starts summing this member's part of `whole` into `part`, which may be a view of it."""
     return _started(_reduce_scatter(part, whole, group=group, async_op=True))
 
 
 def start_all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Start sending each member its part of `sent`, along dim 0."""
+    """Starts sending each member its part of `sent`, along dim 0."""
     return _started(dist.all_to_all_single(received, sent, group=group, async_op=True))
 
 

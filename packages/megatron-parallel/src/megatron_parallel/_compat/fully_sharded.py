@@ -17,7 +17,7 @@ class Named(AbstractContextManager[None], Protocol):
     """Names the collective that fails in its block, as `naming_failures` does."""
 
     def starting(self) -> AbstractContextManager[None]:
-        """Return the same for a block that starts what a later block waits for."""
+        """Returns the same for a block that starts what a later block waits for."""
 
 
 class ShardedStage:
@@ -31,7 +31,7 @@ class ShardedStage:
         self._units[-1].set_requires_gradient_sync(wanted)
 
     def reshard(self) -> None:
-        """Drop gathered parameters."""
+        """Drops gathered parameters."""
         for unit in self._units:
             unit.reshard()
 
@@ -50,7 +50,7 @@ def fully_shard(
     started: Callable[[str, Tensor], None],
     naming: Callable[[str, Tensor], Named],
 ) -> ShardedStage:
-    """Cut the parameters of `module` over `inner`; gradients are sums, over `outer` too.
+    """Cuts the parameters of `module` over `inner`; gradients are sums, over `outer` too.
 
     `ranks` are the global ranks of both groups, a row for each inner one. `started` is called with
     each all-gather and reduce-scatter; they start and are waited for in the context that `naming`
@@ -134,6 +134,6 @@ def fully_shard(
 
 @torch.no_grad()
 def local_part(t: Tensor) -> Tensor:
-    """What this rank holds of a `DTensor`, in the same memory."""
+    """Returns what this rank holds of a `DTensor`, in the same memory."""
     part: Tensor = t._local_tensor  # type: ignore[attr-defined]
     return part

@@ -15,7 +15,7 @@ Store = _distributed_c10d.Store  # torch.distributed has this, but its type stub
 def tcp_store(
     address: str, port: int, size: int, timeout: timedelta, listener: int | None = None
 ) -> Store:
-    """Return the key-value store of `size` ranks, when all of them have come.
+    """Returns the key-value store of `size` ranks, when all of them have come.
 
     The rank that keeps it gives `listener`, a socket's descriptor, which torch takes over.
     """
@@ -30,12 +30,12 @@ def tcp_store(
 
 
 def default_store() -> Store:
-    """The key-value store the default process group was built on."""
+    """Returns the key-value store the default process group was built on."""
     return distributed_c10d._get_default_store()
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Give up what is under way on these groups and the default one, from any thread."""
+    """Gives up what is under way on these groups and the default one, from any thread."""
     whole = [*groups, *([dist.group.WORLD] if dist.is_initialized() and dist.group.WORLD else [])]
     nccl: Any = None
     if dist.is_nccl_available():
@@ -56,7 +56,7 @@ def _has_nccl(group: dist.ProcessGroup) -> bool:
 def new_groups(
     groups: list[tuple[int, ...]], timeout: timedelta
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Create process groups, on all ranks in the same order; returns those this rank is in.
+    """Creates process groups, on all ranks in the same order; returns those this rank is in.
 
     Groups of others cost a rank a counter: torch does not wait there (unless it is asked to, by
     `TORCH_DIST_INIT_BARRIER=1`). `use_local_synchronization` would leave them out, but it names a

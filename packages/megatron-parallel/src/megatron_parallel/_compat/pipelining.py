@@ -65,7 +65,7 @@ def schedule_of_turns(
     plans: Sequence[Sequence[tuple[Action, ...]]],
     run_pair: Callable[[PairedPass, PairedPass], None] | None,
 ) -> Any:
-    """A schedule of our own: torch adds to the plan of each rank what is sent and received.
+    """Returns a schedule of our own: torch adds to the plan of each rank what is sent and received.
 
     Of a pair, `run_pair` is given the forward and the backward pass; plans without pairs need none.
     """

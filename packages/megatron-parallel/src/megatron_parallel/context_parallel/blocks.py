@@ -56,7 +56,7 @@ def plan_ring(
     index: int,
     lower: Callable[[BlockMask], Any] | None = None,
 ) -> RingPlan:
-    """Plan the blocks of rank `index`.
+    """Plans the blocks of rank `index`.
 
     Args:
         mask: Of the whole sequence.

@@ -28,7 +28,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def check_heads(heads: int, ranks: int) -> None:
-    """Raise `LayoutError` unless one rank's `heads` can be scattered over `ranks`."""
+    """Raises `LayoutError` unless one rank's `heads` can be scattered over `ranks`."""
     if heads % ranks:
         raise LayoutError(
             f"{heads} heads on each tensor-parallel rank cannot be scattered over {ranks} "
@@ -48,7 +48,7 @@ def scatter_heads(
 def gather_heads(
     x: Float[Tensor, "sequence b n_part d"], axis: Axis
 ) -> Float[Tensor, "part b n d"]:
-    """The inverse of `scatter_heads`."""
+    """Returns the inverse of `scatter_heads`."""
     result: Tensor = _GatherHeads.apply(x, axis)  # type: ignore[no-untyped-call]
     return result
 
@@ -112,7 +112,7 @@ def hierarchical_attention(
 
 
 def _scatter_all(q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Scatter queries, keys and values in one message to each rank."""
+    """Scatters queries, keys and values in one message to each rank."""
     check_heads(q.shape[2], axis.size)
     copies = math.lcm(k.shape[2], axis.size) // k.shape[2]
     if copies > 1:

@@ -30,7 +30,7 @@ class SequenceMask:
     prefix: Int[Tensor, " b"] | int | None = None
 
     def block(self, queries: Int[Tensor, "#b s"], keys: Int[Tensor, "#b t"]) -> "BlockMask":
-        """The mask of the queries and the keys at these places."""
+        """Returns the mask of the queries and the keys at these places."""
         ids, positions = self.document_ids, self.positions
         return BlockMask(
             query_places=queries,
@@ -74,7 +74,7 @@ class BlockMask:
     everything: bool = False
 
     def allowed(self) -> Bool[Tensor, "#b s t"]:
-        """The rules written out; True = may attend."""
+        """Returns the rules written out; True = may attend."""
         query, key = self.query_positions[:, :, None], self.key_positions[:, None, :]
         allowed = torch.ones_like(query - key, dtype=torch.bool)
         if self.causal:

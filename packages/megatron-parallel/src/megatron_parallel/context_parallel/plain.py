@@ -33,7 +33,7 @@ class BlockOperations(Protocol):
         v: Float[Tensor, "t b g dv"],
         mask: Any,
     ) -> tuple[Float[Tensor, "s b n dv"], Float[Tensor, "s b n"]]:
-        """Return out and lse, which is float32 or float64, and -inf where a row sees no key."""
+        """Returns out and lse, which is float32 or float64, and -inf where a row sees no key."""
 
     def backward(
         self,
@@ -45,7 +45,7 @@ class BlockOperations(Protocol):
         lse: Float[Tensor, "s b n"],
         mask: Any,
     ) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "t b g d"], Float[Tensor, "t b g dv"]]:
-        """Return this block's share of dq, and dk and dv."""
+        """Returns this block's share of dq, and dk and dv."""
 
 
 class PlainBlocks:

@@ -123,7 +123,7 @@ class PoolPlan:
 
 
 def check_pool(longest: int, pool: int, room: int, multiple: int = 2) -> None:
-    """Raise `LayoutError` unless documents of up to `longest` tokens can be planned.
+    """Raises `LayoutError` unless documents of up to `longest` tokens can be planned.
 
     Arguments are those of `plan_pool`.
     """
@@ -147,7 +147,7 @@ def plan_pool(
     multiple: int = 2,
     tokens_per_pair: float = 0.0,
 ) -> PoolPlan:
-    """Plan one global batch.
+    """Plans one global batch.
 
     A document is cut over as few ranks as have room for it, or over more where that is more than
     its share of the work: of several limits on that share the first is taken by which the busiest

@@ -168,7 +168,7 @@ class _Message:
             )
 
     def wait(self) -> Tensor:
-        """What came."""
+        """Returns what came."""
         with self._failures:
             for work in self._works:
                 work.wait()
@@ -180,7 +180,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Combine two outputs, each a softmax over its own keys, in place."""
+    """Combines two outputs, each a softmax over its own keys, in place."""
     total = torch.logaddexp(lse, more_lse)
     safe = torch.where(torch.isneginf(total), 0, total)
     out.mul_((lse - safe).exp_()[..., None]).add_(more * (more_lse - safe).exp_()[..., None])

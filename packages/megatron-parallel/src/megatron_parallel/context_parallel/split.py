@@ -18,7 +18,7 @@ from megatron_parallel.errors import LayoutError
 
 
 def check_length(length: int, ranks: int) -> None:
-    """Raise `LayoutError` unless a sequence of `length` can be cut over `ranks` ranks."""
+    """Raises `LayoutError` unless a sequence of `length` can be cut over `ranks` ranks."""
     if length % (2 * ranks):
         below = length // (2 * ranks) * 2 * ranks
         near = f"{below} or {below + 2 * ranks}" if below else str(2 * ranks)
@@ -98,7 +98,7 @@ class ContextSplit:
         return self.ranks * self.part
 
     def take(self, t: Shaped[Tensor, "b s *rest"], rank: int) -> Shaped[Tensor, "b part *rest"]:
-        """What `rank` holds of a tensor over the whole sequence."""
+        """Returns what `rank` holds of a tensor over the whole sequence."""
         return gather(t, self.places[rank], 1)
 
     def restore(self, t: Shaped[Tensor, "s b *rest"]) -> Shaped[Tensor, "s b *rest"]:
@@ -106,7 +106,7 @@ class ContextSplit:
         return gather(t, self._inverse, 0)
 
     def arrange(self, t: Shaped[Tensor, "s b *rest"]) -> Shaped[Tensor, "s b *rest"]:
-        """The inverse of `restore`."""
+        """Returns the inverse of `restore`."""
         return gather(t, self._order, 0)
 
     def joined(self, size: int) -> "ContextSplit":

@@ -54,7 +54,7 @@ class Reduction(NamedTuple):
 
     @classmethod
     def of(cls, started: Started, parameters: Iterable[str]) -> "Reduction":
-        """What a collective did that has been waited for."""
+        """Returns what a collective did that has been waited for."""
         return cls(
             started.axis.name,
             started.operation,
@@ -125,7 +125,7 @@ class Bucket:
 
     @torch.no_grad()
     def absorb(self, name: str) -> None:
-        """Bring what autograd left on `.grad` into the bucket."""
+        """Brings what autograd left on `.grad` into the bucket."""
         parameter, view = self.parameters[name], self.views[name]
         gradient = parameter.grad
         if gradient is None or gradient is view:
@@ -142,7 +142,7 @@ class Bucket:
         parameter.grad = None
 
     def fuse(self, name: str) -> None:
-        """Say that products add up the gradient of this weight, at its `place`."""
+        """Says that products add up the gradient of this weight, at its `place`."""
         self._fused.add(name)
 
     def place(self, name: str) -> tuple[Tensor, bool]:
@@ -201,7 +201,7 @@ class Bucket:
             self.absorb(name)
 
     def launch(self) -> None:
-        """Start the sum; nothing may be added from now on."""
+        """Starts the sum; nothing may be added from now on."""
         self.launched = True
         if self.flat is None or self.shard is None:
             return
@@ -219,7 +219,7 @@ class Bucket:
         self._proceed()
 
     def _fill_if_empty(self, name: str, view: Tensor) -> None:
-        """Zero the gradient of a parameter that no backward pass of the step reached."""
+        """Zeros the gradient of a parameter that no backward pass of the step reached."""
         if name in self._empty:
             view.zero_()
             self._empty.remove(name)
@@ -227,7 +227,7 @@ class Bucket:
             self.parameters[name].grad = view.zero_()
 
     def _proceed(self) -> None:
-        """Start the next collective of the sum."""
+        """Starts the next collective of the sum."""
         if self._sum is not None:
             self._started = next(self._sum, None)
         if self._started is None:
@@ -250,12 +250,12 @@ class Bucket:
             self._proceed()
 
     def wait(self) -> None:
-        """Return when the sum over the route is there."""
+        """Returns when the sum over the route is there."""
         while self._started is not None:
             self.advance()
 
     def sum_further(self) -> None:
-        """Sum over the further axes, after `wait`: partial gradients, then twins of a tied weight.
+        """Sums over the further axes, after `wait`: partial gradients, then twins of a tied weight.
 
         The ranks of such an axis have summed over their own data-parallel ranks by then, in buckets
         of equal length, so whatever shard of the bucket a rank keeps, the others keep the same.
@@ -294,7 +294,7 @@ class Bucket:
         ]
 
     def clear(self) -> None:
-        """Forget all gradients. Nothing is written: the next ones overwrite the old."""
+        """Forgets all gradients. Nothing is written: the next ones overwrite the old."""
         for parameter in self.parameters.values():
             parameter.grad = None
         self._empty = set(self._widened)
@@ -303,7 +303,7 @@ class Bucket:
         self.reductions = []
 
     def close(self) -> None:
-        """Leave gradients to autograd from now on."""
+        """Leaves gradients to autograd from now on."""
         self.closed = True
 
     def _wait(self, started: Started) -> None:
@@ -312,7 +312,7 @@ class Bucket:
 
 
 def too_late(name: str) -> LayoutError:
-    """A gradient came when the sum of its bucket had started."""
+    """Returns a gradient came when the sum of its bucket had started."""
     return LayoutError(
         f"a gradient of {name!r} came after its bucket had been handed to the other ranks: "
         "announce the last backward pass of a step only, and call zero() before the next"

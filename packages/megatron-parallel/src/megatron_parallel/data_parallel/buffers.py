@@ -112,7 +112,7 @@ class GradientBuffers:
                 self._hooks.append(handle)
 
     def begin(self, *, last: bool = False) -> None:
-        """Announce a forward and a plain backward pass; `last`: no other one follows.
+        """Announces a forward and a plain backward pass; `last`: no other one follows.
 
         In the last one, sums start as soon as hooks have reported all gradients of a bucket.
         """
@@ -123,7 +123,7 @@ class GradientBuffers:
                 bucket.awaited = set(bucket.parameters)
 
     def absorb(self) -> None:
-        """Bring gradients that were put on `.grad` without hooks into the buckets.
+        """Brings gradients that were put on `.grad` without hooks into the buckets.
 
         Lest those of low-precision parameters be added up in low precision. Hooks and `split_pass`
         do it by themselves.
@@ -147,7 +147,7 @@ class GradientBuffers:
             bucket.bring_back()
 
     def complete(self) -> None:
-        """Say that all gradients are there: every sum that has not started starts now."""
+        """Says that all gradients are there: every sum that has not started starts now."""
         self._require_open("complete()")
         self._last = False
         for bucket in self.buckets:
@@ -155,7 +155,7 @@ class GradientBuffers:
         self._launch()
 
     def finish(self) -> None:
-        """Wait until all sums are there. Afterwards every rank of an axis has equal gradients."""
+        """Waits until all sums are there. Afterwards every rank of an axis has equal gradients."""
         if self._finished:
             raise LayoutError("finish() was called twice: call zero() after the optimizer's step")
         if self._next < len(self.buckets):
@@ -182,11 +182,11 @@ class GradientBuffers:
         return {name: found[name] for name in self._names if name in found}
 
     def not_finite(self) -> list[NotFinite]:
-        """Which gradients are NaN or infinite after `finish`, bucket by bucket."""
+        """Returns which gradients are NaN or infinite after `finish`, bucket by bucket."""
         return [found for bucket in self.buckets for found in bucket.not_finite()]
 
     def zero(self) -> None:
-        """Drop all gradients and start the next step."""
+        """Drops all gradients and starts the next step."""
         if self._next and not self._finished:
             raise LayoutError("zero() while gradients are being summed: call finish() first")
         for bucket in self.buckets:
@@ -199,7 +199,7 @@ class GradientBuffers:
         return sorted(found, key=lambda reduction: reduction.launched)
 
     def close(self) -> None:
-        """Remove the hooks and leave gradients to autograd; the parameters are as before."""
+        """Removes the hooks and leave gradients to autograd; the parameters are as before."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -207,7 +207,7 @@ class GradientBuffers:
             bucket.close()
 
     def _arrived(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
-        """A gradient was added to `.grad` by autograd."""
+        """Returns a gradient was added to `.grad` by autograd."""
         if self._finished or bucket.launched:
             raise too_late(name)
         bucket.absorb(name)
@@ -217,7 +217,7 @@ class GradientBuffers:
                 self._launch()
 
     def _launch(self) -> None:
-        """Start every sum whose turn it is, and the next collective of those that have several.
+        """Starts every sum whose turn it is, and the next collective of those that have several.
 
         What has started before goes on first, always in the same order: ranks fill their buckets
         at different times, and must all the same do the same one after another.
@@ -239,14 +239,14 @@ class GradientBuffers:
 
 
 def data_route(mesh: Mesh) -> Route:
-    """The ranks that see other samples, or other parts of them."""
+    """Returns the ranks that see other samples, or other parts of them."""
     if mesh.layout.dp_outer > 1:
         return Route(mesh.axis("dp_cp_inner"), mesh.axis("dp_cp_outer"))
     return Route(mesh.axis("dp" if mesh.layout.cp == 1 else "dp_cp"))
 
 
 def _further_axes(plan: BucketPlan, route: Route, mesh: Mesh) -> list[Axis]:
-    """What a bucket is summed over after the data axis, the same order on all ranks."""
+    """Returns what a bucket is summed over after the data axis, the same order on all ranks."""
     further = []
     if plan.partial is not None:
         partial = mesh.axis(plan.partial)

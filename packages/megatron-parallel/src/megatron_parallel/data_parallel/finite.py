@@ -28,7 +28,7 @@ class NotFinite(NamedTuple):
 
 
 def describe_not_finite(found: Sequence[NotFinite], mesh: Mesh) -> str:
-    """Say which gradient is not finite, and by which ranks; empty if none is.
+    """Says which gradient is not finite, and by which ranks; empty if none is.
 
     Every rank of the mesh calls this and gets the same line, whatever it found itself.
     """

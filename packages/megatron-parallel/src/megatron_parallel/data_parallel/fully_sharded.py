@@ -110,13 +110,13 @@ class FullySharded:
     # -- a step --------------------------------------------------------------------------------
 
     def begin(self, *, last: bool = False) -> None:
-        """Announce a backward pass; `last`: no other one follows, so gradients may be summed."""
+        """Announces a backward pass; `last`: no other one follows, so gradients may be summed."""
         if self._finished:
             raise LayoutError("begin() after finish(): call zero() to start the next step")
         self._stage.sum_gradients(last)
 
     def finish(self) -> None:
-        """Sum what is partial over tensor ranks, and tied over stages; data ranks have summed."""
+        """Sums what is partial over tensor ranks, and tied over stages; data ranks have summed."""
         if self._finished:
             raise LayoutError("finish() was called twice: call zero() after the optimizer's step")
         for axis in ("tp", "embedding"):
@@ -132,7 +132,7 @@ class FullySharded:
         return {name: self._gradient(name) for name in self.parts()}
 
     def not_finite(self) -> list[NotFinite]:
-        """Which gradients are NaN or infinite after `finish`, on this rank's boxes."""
+        """Returns which gradients are NaN or infinite after `finish`, on this rank's boxes."""
         return [
             NotFinite("fully sharded", name, bool(gradient.isnan().any()), None)
             for name, gradient in self.gradients().items()
@@ -140,14 +140,14 @@ class FullySharded:
         ]
 
     def zero(self) -> None:
-        """Drop all gradients and start the next step."""
+        """Drops all gradients and starts the next step."""
         for parameter in self._parameters.values():
             parameter.grad = None
         self._finished = False
         self._reductions = []
 
     def reductions(self) -> list[Reduction]:
-        """What `finish` has summed; torch's own sums are in `Traffic` alone."""
+        """Returns what `finish` has summed; torch's own sums are in `Traffic` alone."""
         return list(self._reductions)
 
     # -- parameters ----------------------------------------------------------------------------
@@ -179,14 +179,14 @@ class FullySharded:
         """Nothing: every forward pass gathers what it needs."""
 
     def settle(self) -> None:
-        """Drop what an evaluation has left gathered, so that boxes are all there is."""
+        """Drops what an evaluation has left gathered, so that boxes are all there is."""
         self._stage.reshard()
 
     # -- parts of a step -----------------------------------------------------------------------
 
     @torch.no_grad()
     def _sum(self, names: Sequence[str], axis: str) -> None:
-        """Sum this rank's boxes of several gradients over an axis, in one message."""
+        """Sums this rank's boxes of several gradients over an axis, in one message."""
         boxes = [self._gradient(name) for name in names]
         flat = torch.cat([box.flatten() for box in boxes])
         messages = Messages(PURPOSE, f"fully sharded gradients ({names[0]!r} ...)")
@@ -226,7 +226,7 @@ class _Outside(nn.Module):
         self.inside = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module inside."""
+        """Runs the module inside."""
         return self.inside(*args, **kwargs)
 
 
@@ -241,7 +241,7 @@ def _own_memory(output: Any) -> Any:
 
 
 def cut_dim(name: str, sharding: Sharding, shape: tuple[int, ...], parts: int) -> int:
-    """The dim of a rank's tensor that is cut over `parts` data-parallel ranks.
+    """Returns the dim of a rank's tensor that is cut over `parts` data-parallel ranks.
 
     The first that is not fused, if torch can cut it there; else another that divides evenly.
     """

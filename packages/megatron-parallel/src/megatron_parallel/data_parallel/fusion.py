@@ -34,7 +34,7 @@ class AddProduct(Protocol):
         *,
         first: bool,
     ) -> None:
-        """Add `dy^T x` to `into`, in place; if it is the `first`, overwrite what is there."""
+        """Adds `dy^T x` to `into`, in place; if it is the `first`, overwrite what is there."""
 
 
 class ProductOp(NamedTuple):
@@ -51,7 +51,7 @@ def add_product(
     *,
     first: bool,
 ) -> None:
-    """torch's `addmm`: factors of the dtype of `into`, or bf16 ones added up in fp32 on CUDA."""
+    """Torch's `addmm`: factors of the dtype of `into`, or bf16 ones added up in fp32 on CUDA."""
     if into.dtype == dy.dtype:
         if first:
             torch.mm(dy.t(), x, out=into)
@@ -109,7 +109,7 @@ def fuse_gradient_accumulation(
     buffers: Iterable[GradientBuffers],
     op: ProductOp = TORCH,
 ) -> Fusion:
-    """Let the layers of `modules` add the gradients of their weights to main gradients themselves.
+    """Lets the layers of `modules` add the gradients of their weights to main gradients themselves.
 
     The product of every `Multiplies` in the modules adds up gradients that are in `buffers` (those
     of frozen weights are not), if the operation can. It ends with `GradientBuffers.close`. Code
@@ -153,7 +153,7 @@ def fuse_gradient_accumulation(
 
 
 def _alone(product: Product) -> Product:
-    """A product without the buffers that it was fused with before."""
+    """Returns a product without the buffers that it was fused with before."""
     return product.product if isinstance(product, Accumulating) else product
 
 
@@ -167,7 +167,7 @@ class Accumulator:
     def __call__(
         self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], *, returned: bool
     ) -> Tensor | None:
-        """Add `dy^T x`; the result is what autograd is given for it."""
+        """Adds `dy^T x`; the result is what autograd is given for it."""
         bucket, shape = self._bucket, self._bucket.parameters[self._name].shape
         if bucket.closed or (returned and not bucket.split):
             return (dy.t() @ x).view(shape)  # whoever asks for it is not the buffers' user

@@ -69,7 +69,7 @@ class ParameterBuffers:
                 self._watch(each)
 
     def parts(self) -> dict[str, Shaped[Tensor, "..."]]:
-        """What this rank updates, by global name; it shares memory with the parameters.
+        """Returns what this rank updates, by global name; it shares memory with the parameters.
 
         Flat parts; of buckets of whole matrices, tensors of the parameters' shape.
         """
@@ -88,31 +88,31 @@ class ParameterBuffers:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Start giving every rank all parts, in forward order; without overlap, wait for them."""
+        """Starts giving every rank all parts, in forward order; without overlap, wait for them."""
         for bucket in reversed(self.buckets):
             self._flying += bucket.start()
         if not self.overlap:
             self.settle()
 
     def settle(self) -> None:
-        """Return when all parameters may be read."""
+        """Returns when all parameters may be read."""
         for bucket in self.buckets if self._flying else ():
             self._flying -= bucket.wait()
 
     def gathers(self) -> list[Reduction]:
-        """What the latest `gather` did, in the order in which it was started."""
+        """Returns what the latest `gather` did, in the order in which it was started."""
         found = [bucket.gathered for bucket in self.buckets if bucket.gathered is not None]
         return sorted(found, key=lambda gathered: gathered.launched)
 
     def close(self) -> None:
-        """Wait for what is under way and remove the hooks."""
+        """Waits for what is under way and removes the hooks."""
         self.settle()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def _watch(self, module: nn.Module) -> None:
-        """Make every module wait, before its forward pass, for the buckets it reads."""
+        """Makes every module wait, before its forward pass, for the buckets it reads."""
         owners = {id(p): bucket for bucket in self.buckets for p in bucket.parameters.values()}
         tied = [bucket for bucket in self.buckets if bucket.tied]
         for child in module.modules():
@@ -124,7 +124,7 @@ class ParameterBuffers:
                 self._hooks.append(child.register_forward_pre_hook(hook))
 
     def _enter(self, needed: tuple["_ParameterBucket", ...], module: nn.Module, _: Any) -> None:
-        """A module is about to run."""
+        """Returns a module is about to run."""
         if self._flying:
             for bucket in needed:
                 self._flying -= bucket.wait()
@@ -157,11 +157,11 @@ class _ParameterBucket:
         return self._plan.parts_in(self._shard, self._axis.index)
 
     def starts(self) -> dict[str, int]:
-        """Where each of those parts begins in its flattened parameter."""
+        """Returns where each of those parts begins in its flattened parameter."""
         return {part.name: part.start for part in self._plan.shard_parts(self._axis.index)}
 
     def start(self) -> int:
-        """Start gathering; returns how many gathers there are to wait for."""
+        """Starts gathering; returns how many gathers there are to wait for."""
         self.wait()
         self.gathered = None
         if self._axis.size == 1:
@@ -170,7 +170,7 @@ class _ParameterBucket:
         return 1
 
     def wait(self) -> int:
-        """Return when the parameters may be read, with the number of gathers waited for."""
+        """Returns when the parameters may be read, with the number of gathers waited for."""
         started = self._started
         if started is None:
             return 0

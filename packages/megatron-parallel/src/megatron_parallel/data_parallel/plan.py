@@ -105,7 +105,7 @@ class BucketPlan:
     whole: bool = False
 
     def shard(self, index: int) -> tuple[int, int]:
-        """Start and stop of the shard of the rank whose index on the axis is `index`."""
+        """Starts and stop of the shard of the rank whose index on the axis is `index`."""
         if not 0 <= index < self.parts:
             raise LayoutError(f"shard {index} does not exist: the bucket has {self.parts}")
         length = self.numel // self.parts
@@ -124,7 +124,7 @@ class BucketPlan:
         return tuple(parts)
 
     def parts_in(self, shard: Shaped[Tensor, " n"], index: int) -> dict[str, Shaped[Tensor, "..."]]:
-        """What lies in the storage of that rank's shard, by name.
+        """Returns what lies in the storage of that rank's shard, by name.
 
         Flat parts of parameters or, in a bucket of whole ones, tensors of their shape.
         """
@@ -152,7 +152,7 @@ def main_dtype(dtype: torch.dtype, *, low_precision: bool = False) -> torch.dtyp
 
 
 def reduction_axis(sharding: Sharding) -> str:
-    """The mesh axis whose ranks hold the same part and see other samples."""
+    """Returns the mesh axis whose ranks hold the same part and see other samples."""
     return "expert_dp" if sharding.experts else "dp_cp"
 
 
@@ -247,7 +247,7 @@ class _Filling:
         return self
 
     def would_overflow(self, parameter: Tensor, bucket_size: int, parts: int) -> bool:
-        """Whether the bucket is full without the parameter."""
+        """Returns whether the bucket is full without the parameter."""
         if self.kind.whole:
             largest = max(parameter.numel(), *(slot.numel for slot in self.slots))
             bucket_size = parts * max(bucket_size, largest)

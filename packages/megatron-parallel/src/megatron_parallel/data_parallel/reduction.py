@@ -48,13 +48,13 @@ class Messages(NamedTuple):
     told: str
 
     def all_reduce(self, t: Tensor, axis: Axis) -> Started:
-        """Start summing `t` in place."""
+        """Starts summing `t` in place."""
         return self._start(
             "all_reduce", axis, t, t, lambda: _compat.start_all_reduce(t, axis.bound)
         )
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, axis: Axis) -> Started:
-        """Start summing this rank's part of `whole`; `part` may be a view of it."""
+        """Starts summing this rank's part of `whole`; `part` may be a view of it."""
         return self._start(
             "reduce_scatter",
             axis,
@@ -64,7 +64,7 @@ class Messages(NamedTuple):
         )
 
     def all_gather(self, whole: Tensor, part: Tensor, axis: Axis) -> Started:
-        """Start filling `whole` with the parts of all ranks; `part` may be a view of it."""
+        """Starts filling `whole` with the parts of all ranks; `part` may be a view of it."""
         return self._start(
             "all_gather",
             axis,
@@ -74,7 +74,7 @@ class Messages(NamedTuple):
         )
 
     def all_to_all(self, received: Tensor, sent: Tensor, axis: Axis) -> Started:
-        """Start sending each rank its part of `sent`; `received` has a part from each."""
+        """Starts sending each rank its part of `sent`; `received` has a part from each."""
         return self._start(
             "all_to_all",
             axis,
@@ -97,7 +97,7 @@ class Messages(NamedTuple):
 
 
 def sum_whole(flat: Tensor, shard: Tensor, route: Route, messages: Messages) -> Sum:
-    """Sum `flat` in place; `shard` is this rank's part of it among the inner ranks."""
+    """Sums `flat` in place; `shard` is this rank's part of it among the inner ranks."""
     if route.outer is None:
         if route.inner.size > 1:
             yield messages.all_reduce(flat, route.inner)
@@ -108,7 +108,7 @@ def sum_whole(flat: Tensor, shard: Tensor, route: Route, messages: Messages) -> 
 
 
 def sum_shard(flat: Tensor, shard: Tensor, route: Route, messages: Messages) -> Sum:
-    """Sum this rank's part of `flat` into `shard`, which is that part; the rest is destroyed."""
+    """Sums this rank's part of `flat` into `shard`, which is that part; the rest is destroyed."""
     if route.inner.size > 1:
         yield messages.reduce_scatter(shard, flat, route.inner)
     if route.outer is not None:
@@ -118,7 +118,7 @@ def sum_shard(flat: Tensor, shard: Tensor, route: Route, messages: Messages) -> 
 def sum_in_bf16(
     flat: Tensor, shard: Tensor, route: Route, messages: Messages, *, whole: bool
 ) -> Sum:
-    """Sum what ranks send in bf16, in the dtype of `flat`: into `shard`, and `flat` if `whole`."""
+    """Sums what ranks send in bf16, in the dtype of `flat`: into `shard`, and `flat` if `whole`."""
     axis, wire = route.inner, flat.to(torch.bfloat16)
     if axis.size > 1:
         received = torch.empty_like(wire)

@@ -27,7 +27,7 @@ class Shards(Protocol):
         """
 
     def gather(self) -> None:
-        """Say that the parts were updated: other ranks may have them now."""
+        """Says that the parts were updated: other ranks may have them now."""
 
     def settle(self) -> None:
-        """Return when parameters may be read, or written to, from outside of the model."""
+        """Returns when parameters may be read, or written to, from outside of the model."""

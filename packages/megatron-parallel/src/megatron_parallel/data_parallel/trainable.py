@@ -39,13 +39,13 @@ class Trainable(Protocol):
         """The parts of them that this rank updates; empty if it updates all of them."""
 
     def gradients(self) -> Mapping[str, Float[Tensor, "..."] | None]:
-        """Return gradients summed over the data axis; of the parts in `shards` if there are any.
+        """Returns gradients summed over the data axis; of the parts in `shards` if there are any.
 
         None stands for a gradient of zero.
         """
 
     def zero(self) -> None:
-        """Drop all gradients and start the next step."""
+        """Drops all gradients and starts the next step."""
 
 
 class TrainableParameters:
@@ -91,13 +91,13 @@ class TrainableParameters:
         self._source = gradients
 
     def gradients(self) -> Mapping[str, Float[Tensor, "..."] | None]:
-        """Return the gradients by global name."""
+        """Returns the gradients by global name."""
         if self._source is not None:
             return self._source()
         return {name: parameter.grad for name, parameter in self.parameters.items()}
 
     def zero(self) -> None:
-        """Drop the gradients on the parameters; their holder drops those that were handed in."""
+        """Drops the gradients on the parameters; their holder drops those that were handed in."""
         if self._source is None:
             for parameter in self.parameters.values():
                 parameter.grad = None

@@ -63,7 +63,7 @@ class Combine(Protocol):
     """Answers of the experts on their way back."""
 
     def wait(self) -> Float[Tensor, "n h"]:
-        """The weighted sum of each token's answers; zero for a token without any."""
+        """Returns the weighted sum of each token's answers; zero for a token without any."""
 
 
 @runtime_checkable
@@ -74,7 +74,7 @@ class Dispatch(Protocol):
         """This rank's rows, sorted by local expert, and how many each of them has."""
 
     def combine(self, rows: Float[Tensor, "m h"]) -> Combine:
-        """Send the answers back; `rows` are partial sums over `expert_tp`."""
+        """Sends the answers back; `rows` are partial sums over `expert_tp`."""
 
 
 @runtime_checkable
@@ -88,7 +88,7 @@ class Dispatcher(Protocol):
         weights: Float[Tensor, "n k"],
         turns: Turns | None = None,
     ) -> Dispatch:
-        """Start to send tokens.
+        """Starts to send tokens.
 
         Args:
             tokens: This rank's own; ranks may have different numbers of them.
@@ -102,7 +102,7 @@ class Dispatcher(Protocol):
 
 
 def build_dispatcher(name: str, mesh: Mesh, num_experts: int, ops: RowOps) -> Dispatcher:
-    """The dispatcher called `name`, one of `DISPATCHERS`, for the experts of one layer.
+    """Returns the dispatcher called `name`, one of `DISPATCHERS`, for the experts of one layer.
 
     Raises:
         LayoutError: There is none of that name, or the experts cannot be cut over axis `ep`.
@@ -136,7 +136,7 @@ class AllToAllDispatcher:
         weights: Float[Tensor, "n k"],
         turns: Turns | None = None,
     ) -> "_AllToAll":
-        """Sort the choices by expert, exchange how many there are, and start to send them."""
+        """Sorts the choices by expert, exchange how many there are, and starts to send them."""
         order, counts = self.ops.sort(experts, self.num_experts)
         to_ranks = counts.view(self.ep.size, -1)
         from_ranks = exchange_counts(to_ranks, self.ep, purpose="expert counts")
@@ -169,7 +169,7 @@ class _AllToAll:
         self.by_expert: Tensor | None = None
 
     def wait(self) -> tuple[Float[Tensor, "m h"], Int[Tensor, " e"]]:
-        """Take the rows, gather those of the other parts of the experts, sort by expert."""
+        """Takes the rows, gather those of the other parts of the experts, sort by expert."""
         rows, axis = self.in_flight.wait(), self.owner.expert_tp
         counts = self.counts
         if axis.size > 1:
@@ -221,7 +221,7 @@ class AllGatherDispatcher:
         weights: Float[Tensor, "n k"],
         turns: Turns | None = None,
     ) -> "_AllGather":
-        """Gather tokens, choices and weights."""
+        """Gathers tokens, choices and weights."""
         if turns is not None:
             raise LayoutError(
                 "dispatcher 'allgather' waits where it sends, so no other micro-batch can compute "
@@ -253,7 +253,7 @@ class _AllGather:
         self.order = experts.new_empty(0)
 
     def wait(self) -> tuple[Float[Tensor, "m h"], Int[Tensor, " e"]]:
-        """Pick the choices of this rank's experts."""
+        """Picks the choices of this rank's experts."""
         ops = self.owner.ops
         self.order, counts = ops.sort(self.experts, self.owner.local)
         return ops.permute(self.tokens, self.order, self.experts.shape[1]), counts

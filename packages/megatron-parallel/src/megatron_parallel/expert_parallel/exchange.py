@@ -58,7 +58,7 @@ class Route:
 def exchange_counts(
     counts: Int[Tensor, "ranks e"], axis: Axis, *, purpose: str = "row counts"
 ) -> Int[Tensor, "ranks e"]:
-    """Send row `i` to rank `i` of the axis; row `i` of the result is what rank `i` sent.
+    """Sends row `i` to rank `i` of the axis; row `i` of the result is what rank `i` sent.
 
     Before an exchange of rows, so that every rank knows how many to expect.
     """
@@ -76,7 +76,7 @@ class InFlight:
         self._exchange = exchange
 
     def wait(self) -> Shaped[Tensor, "received ..."]:
-        """The rows of all ranks, in the order of the axis. To be called once."""
+        """Returns the rows of all ranks, in the order of the axis. To be called once."""
         if self._exchange is None:
             return self._rows
         received: Tensor = _Wait.apply(self._rows, self._exchange)  # type: ignore[no-untyped-call]
@@ -86,7 +86,7 @@ class InFlight:
 def start_exchange(
     rows: Shaped[Tensor, "sent ..."], route: Route, turns: Turns | None = None
 ) -> InFlight:
-    """Start to send `rows`, those for the first rank first; returns at once.
+    """Starts to send `rows`, those for the first rank first; returns at once.
 
     Until `wait`, other collectives may be started, by all ranks of the axis in the same order.
     `wait`, and its counterpart in the backward pass, end a turn of `turns`.

@@ -22,7 +22,7 @@ from megatron_parallel.errors import LayoutError
 
 
 def gather_sizes(size: int, axis: Axis, device: torch.device, *, purpose: str) -> tuple[int, ...]:
-    """How many rows every rank of the axis has."""
+    """Returns how many rows every rank of the axis has."""
     own = torch.tensor([size], dtype=torch.int64, device=device)
     return tuple(all_gather(own, axis, purpose=purpose).tolist())
 
@@ -30,7 +30,7 @@ def gather_sizes(size: int, axis: Axis, device: torch.device, *, purpose: str) -
 def gather_rows(
     rows: Shaped[Tensor, "own ..."], sizes: Sequence[int], axis: Axis, *, purpose: str = ""
 ) -> Shaped[Tensor, "all ..."]:
-    """The rows of all ranks, in the order of the axis; gradients of a row are summed.
+    """Returns the rows of all ranks, in the order of the axis; gradients of a row are summed.
 
     Args:
         rows: This rank's, `sizes[axis.index]` of them.

@@ -103,7 +103,7 @@ class PipelineConfig:
             )
 
     def place(self, layout: ParallelLayout) -> ParallelLayout:
-        """The layout with its stages where the schedule wants them.
+        """Returns the layout with its stages where the schedule wants them.
 
         Raises:
             LayoutError: settings of a pipeline without pipeline, or a schedule that needs another
@@ -126,7 +126,7 @@ class PipelineConfig:
         return replace(layout, placement=schedule_kind(schedule).placement)
 
     def schedule_of(self, layout: ParallelLayout) -> str:
-        """The schedule that is asked for, or the default one of the layout."""
+        """Returns the schedule that is asked for, or the default one of the layout."""
         return COMBINED if self.overlap_experts else self.schedule or default_schedule(layout)
 
     def split(self, num_layers: int, layout: ParallelLayout) -> tuple[range, ...]:

@@ -42,5 +42,5 @@ PassedOn = Callable[[Any, int], Passed | tuple[Passed, ...]]
 
 
 def no_context(backward: Backward) -> AbstractContextManager[object]:
-    """An `AroundBackward` that does nothing."""
+    """Returns an `AroundBackward` that does nothing."""
     return nullcontext()

@@ -30,7 +30,7 @@ _NAMES: Final = {
 def draw(
     schedule: str, pp: int, micro_batches: int, vpp: int = 1, times: Times | None = None
 ) -> str:
-    """A schedule as text; `draw_timeline` of `simulate`."""
+    """Returns a schedule as text; `draw_timeline` of `simulate`."""
     return draw_timeline(simulate(schedule, pp, micro_batches, vpp, times or Times()))
 
 
@@ -102,7 +102,7 @@ class Picture:
     texts: Sequence[Text]
 
     def svg(self) -> str:
-        """The picture as an SVG document."""
+        """Returns the picture as an SVG document."""
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" '
             f'width="{self.width:g}" height="{self.height:g}" font-family="sans-serif">',

@@ -67,11 +67,11 @@ class _Message:
         return f"receive of the {wait.what} of micro-batch {wait.micro_batch} from rank {self.rank}"
 
     def reported(self) -> bool:
-        """Return whether a rank of the mesh has reported a failure."""
+        """Returns whether a rank of the mesh has reported a failure."""
         return failure_noted(self.axis)
 
     def explain(self, cause: str) -> str:
-        """Return the line that names the rank at fault."""
+        """Returns the line that names the rank at fault."""
         return self.watch.explain_message(self.wait, cause)
 
 
@@ -103,7 +103,7 @@ class Watch:
         return self._computes > 0
 
     def begin(self, plan: Sequence[Action]) -> None:
-        """Start a step. `plan` is needed where a rank receives ahead of what it computes next."""
+        """Starts a step. `plan` is needed where a rank receives ahead of what it computes next."""
         self.trace = []
         self._plan, self._wait, self._sent, self._computes = plan, None, None, 0
         self._pair = self._awaited = None
@@ -144,7 +144,7 @@ class Watch:
         self._wait = self._sent = Wait(what, micro_batch, peer, receives=False)
 
     def publish(self, error: BaseException) -> None:
-        """Tell the others that this rank raised `error` in its own code."""
+        """Tells the others that this rank raised `error` in its own code."""
         text = " ".join(str(error).split())
         line = f"rank {self._mesh.rank} raised {type(error).__name__}: {text}"
         with contextlib.suppress(RuntimeError):  # the store may be gone, and the error matters more
@@ -157,7 +157,7 @@ class Watch:
         return self._explained(ahead or self._wait, backend_text(error), grace)
 
     def explain_message(self, wait: Wait, cause: str) -> str:
-        """The line for a message that has not come; from any thread."""
+        """Returns the line for a message that has not come; from any thread."""
         return self._explained(wait, cause, GRACE)
 
     def _explained(self, wait: Wait | None, cause: str, grace: float) -> str:
@@ -171,7 +171,7 @@ class Watch:
             return f"{own.line}; rank 0, which keeps the job's store, does not answer either"
 
     def _mark(self, action: Action) -> None:
-        """Watch the message a pass begins with, where only the stream waits for it."""
+        """Watches the message a pass begins with, where only the stream waits for it."""
         watchdog, wait = self._axis.watchdog, self._input_of(action)
         if watchdog is not None:
             watchdog.check()
@@ -225,7 +225,7 @@ class Watch:
         return self._input_of(self._awaited or self._plan[len(self.trace)])
 
     def _input_of(self, action: Action) -> Wait | None:
-        """The message of another rank that a pass begins with."""
+        """Returns the message of another rank that a pass begins with."""
         kind, stage, micro_batch = action
         what, peer = ("activations", stage - 1) if kind == "F" else ("gradient", stage + 1)
         if kind == "W" or not 0 <= peer < self._stages or self._holder(peer) == self._axis.index:

@@ -76,7 +76,7 @@ class StageGradients:
         self.holders = list(zip([*([c] for c in chunks), sharing], self.buffers, strict=False))
 
     def around_backward(self, backward: Backward) -> AbstractContextManager[None]:
-        """The `around_backward` of a `PipelineEngine`."""
+        """Returns the `around_backward` of a `PipelineEngine`."""
         return self._split(backward) if backward.split else self._whole(backward)
 
     @contextmanager
@@ -106,7 +106,7 @@ class StageGradients:
             self._of_several.complete()
 
     def finish(self) -> None:
-        """Wait until all sums are there."""
+        """Waits until all sums are there."""
         for buffers in self.buffers:
             buffers.finish()
 
@@ -116,13 +116,13 @@ class StageGradients:
         return {name: found[name] for name in self.parameters if name in found}
 
     def zero(self) -> None:
-        """Drop all gradients and start the next step."""
+        """Drops all gradients and starts the next step."""
         self._open = set(self._sharing)
         for buffers in self.buffers:
             buffers.zero()
 
     def close(self) -> None:
-        """Remove all hooks."""
+        """Removes all hooks."""
         for buffers in self.buffers:
             buffers.close()
 
@@ -181,7 +181,7 @@ class FullyShardedStages:
         return nullcontext()
 
     def finish(self) -> None:
-        """Sum what is left to sum."""
+        """Sums what is left to sum."""
         for sharded in self.buffers:
             sharded.finish()
 
@@ -190,6 +190,6 @@ class FullyShardedStages:
         return {name: g for sharded in self.buffers for name, g in sharded.gradients().items()}
 
     def zero(self) -> None:
-        """Drop all gradients and start the next step."""
+        """Drops all gradients and starts the next step."""
         for sharded in self.buffers:
             sharded.zero()

@@ -14,7 +14,7 @@ from megatron_parallel.errors import LayoutError
 
 
 def count_stages(text: str) -> int:
-    """Number of stages in such a text."""
+    """Returns the number of stages in such a text."""
     return len(_unrolled(text).split("|"))
 
 

@@ -16,12 +16,14 @@ class Runner(Protocol):
     """Runs the micro-batches of a step and says what this rank computed, in order."""
 
     def run(self, micro_batches: Sequence[Any], backward: bool) -> list[Action]:
-        """Run one step."""
+        """Runs one step."""
 
 
 class LoopRunner:
-    """One stage, without `torch.distributed`: one micro-batch after another, or with `turns` the
-    forward pass of each together with the backward pass of the one before.
+    """Runs one stage without `torch.distributed`, one micro-batch after another.
+
+    With `turns`, the forward pass of a micro-batch alternates with the backward pass of the one
+    before.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ class Objective:
         self._denominators: dict[str, float | Tensor] = {}
 
     def begin(self, denominators: Mapping[str, float | Tensor]) -> None:
-        """Start a step."""
+        """Starts a step."""
         unknown = [name for name in denominators if name not in self.names]
         if unknown:
             raise LayoutError(f"denominators for {unknown}, but the sums are {list(self.names)}")
@@ -31,7 +31,7 @@ class Objective:
         self.totals = torch.zeros_like(self.totals)
 
     def add(self, output: Any, micro_batch: Any) -> Tensor:
-        """Add the sums of a micro-batch; returns its part of what is differentiated."""
+        """Adds the sums of a micro-batch; returns its part of what is differentiated."""
         sums = self._loss(output, micro_batch)
         if set(sums) != set(self.names):
             raise LayoutError(

@@ -35,7 +35,7 @@ def planned_actions(
     vpp: int = 1,
     group_size: int | None = None,
 ) -> list[Action]:
-    """What one rank of a pipeline computes in a training step, in order.
+    """Returns what one rank of a pipeline computes in a training step, in order.
 
     Passes that run together stand next to one another, the forward pass first.
 
@@ -83,7 +83,7 @@ def planned_turns(
 
 
 def _alone(schedule: str, pp: int, rank: int, micro_batches: int, vpp: int) -> list[Action]:
-    """The plans of other schedules whose passes run one by one."""
+    """Returns the plans of other schedules whose passes run one by one."""
     if pp == 1:  # the engine runs a plain loop
         return [a for i in range(micro_batches) for a in (Action("F", 0, i), Action("B", 0, i))]
     stages = stages_of(schedule_kind(schedule).placement, pp, vpp, rank)
@@ -101,7 +101,7 @@ def _alone(schedule: str, pp: int, rank: int, micro_batches: int, vpp: int) -> l
 
 
 def evaluated_actions(pp: int, rank: int, micro_batches: int, vpp: int, v: bool) -> list[Action]:
-    """What one rank computes in an evaluation: forward passes only, of any number."""
+    """Returns what one rank computes in an evaluation: forward passes only, of any number."""
     schedule = "zb-v" if v else "looped-bfs"
     plan = planned_actions(schedule, pp, rank, micro_batches, vpp)
     return [action for action in plan if action.kind == "F"]
@@ -214,7 +214,7 @@ class _Plan:
                 self._append(word[0], self._stages[int(word[1])])
 
     def done(self, kind: str, chunk: int) -> int:
-        """How many passes of a kind there are."""
+        """Returns how many passes of a kind there are."""
         return self._next[kind, self._stages[chunk]]
 
     def _append(self, kind: str, stage: int) -> None:

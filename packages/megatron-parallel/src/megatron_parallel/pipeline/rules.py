@@ -34,7 +34,7 @@ class ScheduleKind:
     pairs: bool = False
 
     def takes(self, vpp: int) -> bool:
-        """Whether a rank may hold that many chunks."""
+        """Returns whether a rank may hold that many chunks."""
         return {"one": vpp == 1, "several": vpp > 1, "two": vpp == 2, "any": True}[self.chunks]
 
 
@@ -62,7 +62,7 @@ _WORDS: Final = {"one": "1 chunk", "several": "at least 2 chunks", "two": "exact
 
 
 def schedule_kind(schedule: str) -> ScheduleKind:
-    """What is known of a schedule; raises `LayoutError` if there is none of that name."""
+    """Returns what is known of a schedule; raises `LayoutError` if there is none of that name."""
     for kind in _KINDS:
         if kind.name == schedule:
             return kind
@@ -77,7 +77,7 @@ def default_schedule(layout: ParallelLayout) -> str:
 
 
 def check_schedule(schedule: str, vpp: int, placement: Placement | None = None) -> None:
-    """Raise `LayoutError` unless the schedule runs on that many chunks, so placed.
+    """Raises `LayoutError` unless the schedule runs on that many chunks, so placed.
 
     Without `placement` only the number of chunks is looked at.
     """
@@ -106,7 +106,7 @@ def order_taken(schedule: str, pp: int, micro_batches: int) -> str:
 
 
 def check_group_size(schedule: str, pp: int, vpp: int, group_size: int) -> None:
-    """Raise `LayoutError` unless the schedule can run groups of that many micro-batches."""
+    """Raises `LayoutError` unless the schedule can run groups of that many micro-batches."""
     size = {"group_size": group_size}
     if not schedule_kind(schedule).grouped or vpp == 1:
         fitting = " or ".join(repr(kind.name) for kind in _KINDS if kind.grouped)
@@ -126,7 +126,7 @@ def check_group_size(schedule: str, pp: int, vpp: int, group_size: int) -> None:
 def check_micro_batches(
     schedule: str, pp: int, vpp: int, micro_batches: int, group_size: int | None = None
 ) -> None:
-    """Raise `LayoutError`, naming the numbers, if the schedule cannot run that many micro-batches.
+    """Raises `LayoutError`, naming the numbers, if the schedule cannot run that many micro-batches.
 
     GPipe, 1F1B, looped BFS and ZB-V run any number from 1, fewer than there are stages included.
     Interleaved 1F1B and zero bubble go in `micro_batches // pp` rounds (at least one) of equal
@@ -171,7 +171,7 @@ def check_micro_batches(
 
 
 def _check_last_group(schedule: str, pp: int, micro_batches: int, group_size: int) -> None:
-    """Refuse a step without a whole group, and a last group that is shorter than the pipeline."""
+    """Refuses a step without a whole group, and a last group that is shorter than the pipeline."""
     size = {"group_size": group_size}
     whole, rest = divmod(micro_batches, group_size)
     if not whole:

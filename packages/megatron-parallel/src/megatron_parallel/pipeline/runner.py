@@ -112,7 +112,7 @@ class StageRunner:
         return first
 
     def _agree(self, count: int, borders: list[tuple[Passed, ...]], backward: bool) -> None:
-        """Raise `LayoutError` on all ranks of the pipeline unless they are about to do the same.
+        """Raises `LayoutError` on all ranks of the pipeline unless they are about to do the same.
 
         A digest goes round first; only if digests differ are the values themselves compared,
         through the store, to be named.

@@ -42,7 +42,7 @@ def build_schedule(
     run_pair: RunPair | None = None,
     group_size: int | None = None,
 ) -> Any:
-    """torch's schedule object. Gradients are not scaled: the loss is a sum over its denominator.
+    """Torch's schedule object. Gradients are not scaled: the loss is a sum over its denominator.
 
     `run_pair` is for schedules with pairs. torch's own interleaved schedule chooses its rounds
     itself, so with a `group_size` it runs our plan.
@@ -67,5 +67,5 @@ def receives_ahead(schedule: Any) -> bool:
 def build_forward_schedule(
     stages: Sequence[Stage], micro_batches: int, loss: Callable[..., Tensor], *, v: bool
 ) -> Any:
-    """A schedule to run without backward passes, of any number of micro-batches."""
+    """Returns a schedule to run without backward passes, of any number of micro-batches."""
     return build_schedule("zb-v" if v else "looped-bfs", stages, micro_batches, loss)

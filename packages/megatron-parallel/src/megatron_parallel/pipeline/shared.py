@@ -35,7 +35,7 @@ def stage_parameters(chunks: Iterable[nn.Module]) -> dict[str, Parameter]:
 
 
 def sum_tied_gradient(parameter: Parameter, mesh: Mesh) -> None:
-    """Add up, in place, the gradients of a parameter that the first and the last stage both hold.
+    """Adds up, in place, the gradients of a parameter that the first and the last stage both hold.
 
     To be called once per step, after the last backward pass, by every rank that holds the
     parameter; on one stage, on ranks of inner stages, and where one rank has both, it does nothing.
@@ -50,7 +50,7 @@ def sum_tied_gradient(parameter: Parameter, mesh: Mesh) -> None:
 
 
 def copy_tied_parameter(parameter: Parameter, mesh: Mesh) -> None:
-    """Overwrite the last stage's copy of a tied parameter by the first stage's.
+    """Overwrites the last stage's copy of a tied parameter by the first stage's.
 
     Not needed after `initialize_parameters` and after loading a checkpoint: both go by the global
     name, so the copies are equal already.
@@ -62,7 +62,7 @@ def copy_tied_parameter(parameter: Parameter, mesh: Mesh) -> None:
 def broadcast_from_last_stage(
     t: Shaped[Tensor, "*shape"], mesh: Mesh, *, purpose: str = ""
 ) -> Shaped[Tensor, "*shape"]:
-    """Overwrite `t` on all stages with the last stage's values, and return it."""
+    """Overwrites `t` on all stages with the last stage's values, and returns it."""
     layout = mesh.layout
     last = layout.stage_holder(layout.pp * layout.vpp - 1)
     return broadcast(t, mesh.axis("pp"), source=last, purpose=purpose)

@@ -138,7 +138,7 @@ def simulate(
     times: Times = DEFAULT_TIMES,
     group_size: int | None = None,
 ) -> Timeline:
-    """Run a schedule on paper; arguments as for `planned_actions`.
+    """Runs a schedule on paper; arguments as for `planned_actions`.
 
     Raises:
         LayoutError: the schedule cannot run these numbers.

@@ -22,7 +22,7 @@ def split_layers(
     count_embedding: bool = False,
     count_loss: bool = False,
 ) -> tuple[range, ...]:
-    """The global layer numbers of every stage, in the order of the model.
+    """Returns the global layer numbers of every stage, in the order of the model.
 
     By default all stages are equal. There are two ways to uneven ones:
 

@@ -89,7 +89,7 @@ class SplitBackward:
         self._arrived[fork] = arrived
 
     def weights(self) -> None:
-        """Run the second half; afterwards the graph is free."""
+        """Runs the second half; afterwards the graph is free."""
         # A weight with several forks: the engine may pass forks of other groups between them.
         for group in sorted(self._groups, key=lambda group: -len(group.forks)):
             self._second_half(group)
@@ -129,7 +129,7 @@ class SplitBackward:
 def _add_up(
     weights: Sequence[Parameter], found: Sequence[Tensor | None], others: Sequence[Tensor]
 ) -> None:
-    """Add gradients to `.grad`; memory that others hold too is copied before it is kept."""
+    """Adds gradients to `.grad`; memory that others hold too is copied before it is kept."""
     taken = {gradient.untyped_storage().data_ptr() for gradient in others}
     for weight, gradient in zip(weights, found, strict=True):
         if gradient is None:

@@ -68,7 +68,7 @@ class _Roots:
     gradients: list[Tensor | None] = field(default_factory=list)
 
     def backward(self) -> None:
-        """Run the whole pass."""
+        """Runs the whole pass."""
         if self.tensors:
             torch.autograd.backward(self.tensors, self.gradients)
 
@@ -97,7 +97,7 @@ class Stage(BareStage):
         self._tensors: dict[int, _MicroBatch] = {}
 
     def clear_runtime_states(self) -> None:
-        """Forget all micro-batches: a step begins or has ended."""
+        """Forgets all micro-batches: a step begins or has ended."""
         self._tensors.clear()
 
     # -- passes --------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Stage(BareStage):
                 self._backward_of_inputs(self._of(bwd_chunk_id), loss)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The part of a split backward pass that gives the gradients of the parameters."""
+        """Returns the part of a split backward pass that gives the gradients of the parameters."""
         if not self.has_backward:
             return
         note = Backward(self.stage_index, bwd_chunk_id, last_backward, split=True)
@@ -186,7 +186,7 @@ class Stage(BareStage):
             loss.detach_()
 
     def _taken_roots(self, tensors: _MicroBatch, loss: Tensor | None) -> _Roots:
-        """What the backward pass starts from, which the micro-batch no longer keeps."""
+        """Returns what the backward pass starts from, which the micro-batch no longer keeps."""
         pairs: list[tuple[Tensor, Tensor | None]] = [] if loss is None else [(loss, None)]
         if not self.is_last:
             pairs = list(zip(tensors.passed, tensors.returned, strict=True))
@@ -253,7 +253,7 @@ class Stage(BareStage):
     def _messages(
         self, operation: str, tensors: Sequence[Tensor | None], stage: int
     ) -> list[dist.P2POp]:
-        """What is exchanged with another stage, each counted."""
+        """Returns what is exchanged with another stage, each counted."""
         peer = self._axis.ranks[self._rank_of(stage)]
         way = dist.isend if operation.startswith("send") else dist.irecv
         found = []
@@ -269,13 +269,13 @@ class Stage(BareStage):
     # -- two stages of one rank, at the bottom of a V --------------------------------------------
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Take what the stage before, on this rank, passes on."""
+        """Takes what the stage before, on this rank, passes on."""
         outputs = prev_stage_outputs
         outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
         self._of(mb_index).received = tuple(t.detach() for t in outputs)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
-        """Give away the gradients of what was received; nothing without backward passes."""
+        """Gives away the gradients of what was received; nothing without backward passes."""
         tensors = self._of(mb_index)
         given, tensors.gradients = tensors.gradients, ()
         return given
@@ -283,7 +283,7 @@ class Stage(BareStage):
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
-        """Take the gradients from the stage after, on this rank."""
+        """Takes the gradients from the stage after, on this rank."""
         self._of(mb_index).returned = next_stage_bwd_outputs
 
     def _of(self, micro_batch: int) -> _MicroBatch:
@@ -291,7 +291,7 @@ class Stage(BareStage):
 
 
 def _sendable(received: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """The gradient of `received`, contiguous, as the stage before has made room for it."""
+    """Returns the gradient of `received`, contiguous, as the stage before has made room for it."""
     if not received.dtype.is_floating_point:
         return None
     return torch.zeros_like(received) if gradient is None else gradient.contiguous()

@@ -91,15 +91,15 @@ class TrainableStages:
         self.parameters: Mapping[str, Parameter] = self._gradients.parameters
 
     def around_backward(self, backward: Backward) -> AbstractContextManager[None]:
-        """The `around_backward` of a `PipelineEngine`."""
+        """Returns the `around_backward` of a `PipelineEngine`."""
         return self._gradients.around_backward(backward)
 
     def finish(self) -> None:
-        """Wait until all gradients are summed."""
+        """Waits until all gradients are summed."""
         self._gradients.finish()
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
-        """Return the main gradients by global name, after `finish`."""
+        """Returns the main gradients by global name, after `finish`."""
         return self._gradients.gradients()
 
     def not_finite(self) -> str:
@@ -108,23 +108,23 @@ class TrainableStages:
         return describe_not_finite(found, self.mesh)
 
     def zero(self) -> None:
-        """Drop all gradients and observations, and start the next step."""
+        """Drops all gradients and observations, and starts the next step."""
         self._gradients.zero()
         for state in self.states.values():
             state.forget()
 
     def update_states(self) -> None:
-        """Update state that is not a parameter by what this step has observed on all ranks."""
+        """Updates state that is not a parameter by what this step has observed on all ranks."""
         for state in self.states.values():
             state.step()
 
     def settle(self) -> None:
-        """Return when all weights of the latest step are on this rank."""
+        """Returns when all weights of the latest step are on this rank."""
         for shards in self.shards:
             shards.settle()
 
     def views(self) -> dict[str, list[View]]:
-        """Return views of all parameters and states, to save or to load into."""
+        """Returns views of all parameters and states, to save or to load into."""
         self.settle()
         states = {name: state.value for name, state in self.states.items()}
         if isinstance(self._gradients, FullyShardedStages):

@@ -30,7 +30,7 @@ class Kept:
 
 @contextmanager
 def counting_kept(module: nn.Module) -> Iterator[Kept]:
-    """Count what autograd keeps of forward passes of `module` in the `with` block.
+    """Counts what autograd keeps of forward passes of `module` in the `with` block.
 
     What other hooks have taken out of the device's memory is not counted, nor is what a function
     that runs again keeps while it does. The storages live on as long as the block.

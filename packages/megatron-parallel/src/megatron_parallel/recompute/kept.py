@@ -35,7 +35,7 @@ class kept_in_parts:  # noqa: N801 - a way of keeping, named like `torch.autogra
         self.axis = axis
 
     def packing(self) -> AbstractContextManager[object]:
-        """See `Hooks`; hooks in force get the parts."""
+        """Sees `Hooks`; hooks in force get the parts."""
         outer = _compat.saved_tensors_hooks_in_force()
         if outer is None:
             return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -90,7 +90,7 @@ class HostMemory:
         self.moved = self.returned = self.nbytes = 0
 
     def packing(self) -> AbstractContextManager[object]:
-        """See `Hooks`."""
+        """Sees `Hooks`."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, t: Tensor) -> Any:
@@ -130,7 +130,7 @@ class _Waiting:
         self._back: Any = None
 
     def in_use(self) -> bool:
-        """Whether the storage it was copied from is still that of somebody's tensor."""
+        """Returns whether the storage it was copied from is still that of somebody's tensor."""
         return not self._source.expired()
 
     def back(self) -> tuple[Tensor, bool]:

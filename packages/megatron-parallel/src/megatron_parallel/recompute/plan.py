@@ -141,11 +141,11 @@ class Recompute:
         return next((field for field, given in hooks.items() if given), None)
 
     def does(self, module: str) -> bool:
-        """Whether a part of a layer is computed again by itself."""
+        """Returns whether a part of a layer is computed again by itself."""
         return self.granularity == "selective" and module in self.modules
 
     def groups(self, layers: Sequence[int]) -> tuple[LayerGroup, ...]:
-        """The layers of one stage in the groups they are run in, in order.
+        """Returns the layers of one stage in the groups they are run in, in order.
 
         `uniform` makes groups of `num_layers`, the last one smaller where they do not divide; each
         keeps its input. `block` computes the first `num_layers` again, each by itself, and keeps
@@ -162,7 +162,7 @@ class Recompute:
         return tuple(LayerGroup(tuple(layers[i : i + count]), again=True) for i in starts)
 
     def check(self, layout: ParallelLayout, *, sequence_parallel: bool) -> None:
-        """Raise `LayoutError` for what a layout has no use for."""
+        """Raises `LayoutError` for what a layout has no use for."""
         name = "{distribute_saved_activations:name}"
         if self.distribute_saved_activations and layout.tp == 1:
             raise self._error(f"{name} needs tensor parallel ranks; leave it out")

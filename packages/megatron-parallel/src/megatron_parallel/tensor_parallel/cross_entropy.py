@@ -126,5 +126,5 @@ class _CrossEntropy(Function):
 
 
 def _share(smoothing: float, vocabulary: int) -> float:
-    """What each token of the whole vocabulary gets."""
+    """Returns what each token of the whole vocabulary gets."""
     return smoothing / vocabulary

@@ -105,7 +105,7 @@ class ColumnParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
     ) -> "ColumnParallelLinear":
-        """Build the layer that `spec` describes; other arguments as for the class."""
+        """Builds the layer that `spec` describes; other arguments as for the class."""
         where: Any = {"mesh": mesh, "dtype": dtype, "device": device}
         return cls(
             sequence_parallel=sequence_parallel, product=product, **where, **spec.arguments()
@@ -189,7 +189,7 @@ class RowParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
     ) -> "RowParallelLinear":
-        """Build the layer that `spec` describes; other arguments as for the class."""
+        """Builds the layer that `spec` describes; other arguments as for the class."""
         where: Any = {"mesh": mesh, "dtype": dtype, "device": device}
         return cls(
             sequence_parallel=sequence_parallel, product=product, **where, **spec.arguments()
@@ -198,7 +198,7 @@ class RowParallelLinear(nn.Module):
     def forward(
         self, x: Float[Tensor, "... part"], *, sequence_parallel: bool | None = None
     ) -> Float[Tensor, "... out"]:
-        """The summed output, or this rank's part of its sequence.
+        """Returns the summed output, or this rank's part of its sequence.
 
         `sequence_parallel` says whether the output is cut in this call. Defaults to how the layer
         was built.
@@ -254,7 +254,7 @@ class VocabParallelEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
     ) -> "VocabParallelEmbedding":
-        """Build the layer that `spec` describes; other arguments as for the class."""
+        """Builds the layer that `spec` describes; other arguments as for the class."""
         cut = sequence_parallel
         return cls(mesh=mesh, sequence_parallel=cut, dtype=dtype, device=device, **vars(spec))
 
@@ -301,7 +301,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def overlap_forward(module: nn.Module, chunks: int = CHUNKS) -> None:
-    """Let the sequence-parallel layers of a module communicate in chunks while they compute.
+    """Lets the sequence-parallel layers of a module communicate in chunks while they compute.
 
     What Megatron-LM calls `--tp-comm-overlap`. Layers that are not sequence parallel, and code that
     `torch.compile` compiles, stay as they are.
@@ -314,7 +314,7 @@ def overlap_forward(module: nn.Module, chunks: int = CHUNKS) -> None:
 def _cut(
     layer: ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding, given: bool | None
 ) -> bool:
-    """Whether a call cuts the sequence: as it says, or as the layer was built."""
+    """Returns whether a call cuts the sequence: as it says, or as the layer was built."""
     return layer.sequence_parallel if given is None else given
 
 
@@ -325,7 +325,7 @@ def _register(
     dtype: torch.dtype | None,
     device: str | torch.device | None,
 ) -> None:
-    """Give a layer the parameters of its table, without values; those it lacks are None."""
+    """Gives a layer the parameters of its table, without values; those it lacks are None."""
     where = mesh.device if device is None else device
     for name in names:
         parameter = None

@@ -100,7 +100,7 @@ def row_parallel_linear(
     product: Product = PLAIN,
     further: Weights = (),
 ) -> Float[Tensor, "... out"]:
-    """The sum over the ranks of an axis of `x W^T`, or this rank's part of its dim 0.
+    """Returns the sum over the ranks of an axis of `x W^T`, or this rank's part of its dim 0.
 
     Args:
         x: This rank's part of the input, along its last dim.
@@ -211,7 +211,7 @@ class _Row(Function):
 def _gathered_in_chunks(
     x: Tensor, weights: Weights, bias: Tensor | None, how: _How, count: int
 ) -> Tensor:
-    """The product with the gathered input, chunk by chunk as they come."""
+    """Returns the product with the gathered input, chunk by chunk as they come."""
     axis = how.axis
     under_way = [start_all_gather(chunk, axis) for chunk in x.chunk(count)]
     width = weights[0].shape[:-1].numel()
@@ -228,5 +228,5 @@ def _joined(chunks: list[Tensor]) -> Tensor:
 
 
 def _divisor(length: int, limit: int) -> int:
-    """The largest number of equal chunks, at most `limit`."""
+    """Returns the largest number of equal chunks, at most `limit`."""
     return next(count for count in range(min(limit, max(length, 1)), 0, -1) if length % count == 0)

@@ -114,5 +114,5 @@ class LoRA:
 
 
 def lora_products(config: LoRAConfig) -> Mapping[str, LoRA]:
-    """Return the adapter of each role of layers that `config` names."""
+    """Returns the adapter of each role of layers that `config` names."""
     return dict.fromkeys(config.target_modules, LoRA(config.rank, config.alpha))

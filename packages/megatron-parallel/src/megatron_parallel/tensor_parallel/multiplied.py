@@ -25,7 +25,7 @@ class Multiplies(Protocol):
 
 
 def multiplies(module: object) -> TypeGuard[Multiplies]:
-    """Return whether a module is a `Multiplies`; a table of embeddings without a product is none.
+    """Returns whether a module is a `Multiplies`; a table of embeddings without a product is none.
 
     `isinstance` cannot tell: from Python 3.12 on it does not see the parameters of a module.
     """
@@ -38,7 +38,7 @@ def multiplied_by(layer: object) -> tuple[Tensor, ...]:
 
 
 def add_further(table: dict[str, Sharding], product: Product) -> tuple[str, ...]:
-    """Add what a product has beside the weight to a layer's table; names in the product's order.
+    """Adds what a product has beside the weight to a layer's table; names in the product's order.
 
     Raises:
         LayoutError: The layer has a parameter of that name.
@@ -51,7 +51,7 @@ def add_further(table: dict[str, Sharding], product: Product) -> tuple[str, ...]
 
 
 def further_names(module: nn.Module) -> set[str]:
-    """Return the names, in a module, of the parameters that products add to layers."""
+    """Returns the names, in a module, of the parameters that products add to layers."""
     found = set[str]()
     for prefix, layer in module.named_modules():
         if multiplies(layer):
@@ -60,7 +60,7 @@ def further_names(module: nn.Module) -> set[str]:
 
 
 def train_adapters(modules: Iterable[nn.Module], products: Iterable[Product]) -> bool:
-    """Freeze what is not trained where a product of the model adapts (`Product.adapts`).
+    """Freezes what is not trained where a product of the model adapts (`Product.adapts`).
 
     Of all parameters only those stay trainable that such products add to layers. Call it before
     gradient buffers and optimizer are built.
@@ -84,7 +84,7 @@ def train_adapters(modules: Iterable[nn.Module], products: Iterable[Product]) ->
 
 
 def merged_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return this rank's parameters by name with products folded into the weights.
+    """Returns this rank's parameters by name with products folded into the weights.
 
     A model of plain layers computes the same with them. Parameters that products add are left out;
     a rank merges what it holds, without communication.

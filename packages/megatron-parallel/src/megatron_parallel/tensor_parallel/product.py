@@ -92,7 +92,7 @@ class Product(Protocol):
         bias: Tensor | None = None,
         multiply: Multiply = multiply_matrix,
     ) -> Float[Tensor, "... flat"]:
-        """The product, plus the bias; autograd differentiates it.
+        """Returns the product, plus the bias; autograd differentiates it.
 
         Args:
             x: This rank's input.
@@ -165,7 +165,7 @@ class Plain:
         return (None if wanted[0] is None else wanted[0](dy, x),)
 
     def merged(self, weights: Weights) -> Tensor:
-        """The weight itself."""
+        """Returns the weight itself."""
         return weights[0]
 
 
@@ -180,7 +180,7 @@ class Accumulate(Protocol):
     def __call__(
         self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], *, returned: bool
     ) -> Tensor | None:
-        """What autograd is to be given for the gradient.
+        """Returns what autograd is to be given for the gradient.
 
         Args:
             dy: Gradient of the product.
@@ -233,7 +233,7 @@ class Accumulating:
         return self.product.wgrad(dy, x, weights, added)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What a copy is."""
+        """Returns what a copy is."""
         return _same, (self.product,)
 
 
@@ -293,14 +293,14 @@ def gradients_of(
     weights: Weights,
     wanted: Sequence[Wanted | None],
 ) -> tuple[Tensor | None, ...]:
-    """What `Product.wgrad` gives, if any weight is wanted."""
+    """Returns what `Product.wgrad` gives, if any weight is wanted."""
     if not any(wanted):
         return (None,) * len(weights)
     return product.wgrad(dy, as_rows(x), weights, wanted)
 
 
 def as_matrix(weight: Float[Tensor, "*out in"]) -> Float[Tensor, "flat in"]:
-    """A weight with one dim of outputs."""
+    """Returns a weight with one dim of outputs."""
     return weight if weight.dim() == 2 else weight.flatten(0, -2)
 
 

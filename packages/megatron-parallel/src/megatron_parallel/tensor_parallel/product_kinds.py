@@ -44,7 +44,7 @@ class ProductKind:
     section: Section | None = None
 
     def build(self, settings: Any = None) -> "Mapping[str, Product]":
-        """Return the product of each role.
+        """Returns the product of each role.
 
         Args:
             settings: An object of `section.config`. Defaults to its defaults.
@@ -66,7 +66,7 @@ class ProductKind:
 
 
 def find_product(name: str) -> ProductKind:
-    """Return an installed kind of products.
+    """Returns an installed kind of products.
 
     Raises:
         LayoutError: There is none of that name.

@@ -39,11 +39,11 @@ class ColumnSpec:
     role: str = ""
 
     def arguments(self) -> dict[str, Any]:
-        """What the layer takes."""
+        """Returns what the layer takes."""
         return {name: value for name, value in vars(self).items() if name != "role"}
 
     def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
-        """How weight and bias are cut; sequence parallelism changes nothing."""
+        """Returns how weight and bias are cut; sequence parallelism changes nothing."""
         del sequence_parallel
         out, cut = self.out_features, (self.axis, self.dim, self.padded, self.fused_dim)
         spill = self.spill_dim
@@ -79,11 +79,11 @@ class RowSpec:
     role: str = ""
 
     def arguments(self) -> dict[str, Any]:
-        """What the layer takes."""
+        """Returns what the layer takes."""
         return {name: value for name, value in vars(self).items() if name != "role"}
 
     def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
-        """How weight and bias are cut."""
+        """Returns how weight and bias are cut."""
         shape = (self.out_features, self.in_features)
         found = {"weight": Sharding(shape, self.axis, 1, init=self.init)}
         if self.bias:
@@ -110,7 +110,7 @@ class VocabSpec:
     init: Init = DEFAULT_INIT
 
     def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
-        """How the weight is cut; sequence parallelism changes nothing."""
+        """Returns how the weight is cut; sequence parallelism changes nothing."""
         del sequence_parallel
         shape = (self.num_embeddings, self.embedding_dim)
         cut = (self.axis, 0, self.padded)

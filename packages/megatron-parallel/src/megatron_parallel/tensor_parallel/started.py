@@ -9,12 +9,12 @@ from megatron_parallel.started import Started
 
 
 def start_all_reduce(t: Tensor, axis: Axis) -> Started:
-    """Start summing `t` over the axis, in place."""
+    """Starts summing `t` over the axis, in place."""
     return Started(axis, "all_reduce", t, t, lambda: _compat.start_all_reduce(t, axis.bound))
 
 
 def start_all_gather(part: Tensor, axis: Axis) -> Started:
-    """Start concatenating the parts of all ranks along dim 0."""
+    """Starts concatenating the parts of all ranks along dim 0."""
     own = part.contiguous()
     whole = own.new_empty((axis.size * own.shape[0], *own.shape[1:]))
     return Started(
@@ -23,7 +23,7 @@ def start_all_gather(part: Tensor, axis: Axis) -> Started:
 
 
 def start_reduce_scatter(whole: Tensor, axis: Axis) -> Started:
-    """Start summing over the axis; the result is this rank's part along dim 0."""
+    """Starts summing over the axis; the result is this rank's part along dim 0."""
     if whole.shape[0] % axis.size:
         raise LayoutError(
             f"dim 0 of shape {tuple(whole.shape)} cannot be cut into {axis.size} equal parts "

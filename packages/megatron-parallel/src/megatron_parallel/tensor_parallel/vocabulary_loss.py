@@ -56,7 +56,7 @@ class VocabularyLoss(Protocol):
         true_vocab: int,
         label_smoothing: float = 0.0,
     ) -> Float[Tensor, "s b"]:
-        """Return losses in nats; for arguments see `vocab_parallel_cross_entropy`.
+        """Returns losses in nats; for arguments see `vocab_parallel_cross_entropy`.
 
         Args:
             x: Input of the output layer, or with sequence parallelism this rank's part of it.
@@ -75,7 +75,7 @@ def plain_loss(
     true_vocab: int,
     label_smoothing: float = 0.0,
 ) -> Float[Tensor, "s b"]:
-    """Make all logits, then their losses."""
+    """Makes all logits, then their losses."""
     weight, *further = layer.weights
     how = layer.axis, layer.sequence_parallel, layer.chunks, layer.product
     logits = column_parallel_linear(x, weight, None, *how, tuple(further))
@@ -118,7 +118,7 @@ class ChunkedLoss:
         true_vocab: int,
         label_smoothing: float = 0.0,
     ) -> Float[Tensor, "s b"]:
-        """Return losses in nats."""
+        """Returns losses in nats."""
         how = _How(layer, targets, true_vocab, label_smoothing, self.tokens)
         losses: Tensor = _Chunked.apply(x, *layer.weights, how)  # type: ignore[no-untyped-call]
         return losses
@@ -149,7 +149,7 @@ class _How(NamedTuple):
         return found
 
     def rows(self, x: Tensor) -> Tensor:
-        """The whole input as rows."""
+        """Returns the whole input as rows."""
         gathers = self.layer.sequence_parallel and self.layer.axis.size > 1
         return (all_gather(x, self.layer.axis) if gathers else x).flatten(0, -2)
 
@@ -196,7 +196,7 @@ class _Chunked(Function):
 
 
 def _added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    """The sum of gradients, in the memory of the first."""
+    """Returns the sum of gradients, in the memory of the first."""
     if total is None or more is None:
         return more if total is None else total
     return total.add_(more) if total.is_contiguous() else total + more

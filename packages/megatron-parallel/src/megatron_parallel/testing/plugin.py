@@ -69,7 +69,7 @@ def worker_pool(
     worker_pool_typecheck: tuple[str, ...],
     worker_pool_preload: tuple[str, ...],
 ) -> "WorkerPool":
-    """A pool of up to eight Gloo ranks on the CPU, shared by the whole test run."""
+    """Returns a pool of up to eight Gloo ranks on the CPU, shared by the whole test run."""
     checked, preload = tuple(worker_pool_typecheck), tuple(worker_pool_preload)
     return _worker_pools.get("cpu", _MAX_RANKS, checked, preload)
 

@@ -119,7 +119,7 @@ class WorkerPool:
         self.close()
 
     def close(self) -> None:
-        """End all workers. A closed pool cannot be used again."""
+        """Ends all workers. A closed pool cannot be used again."""
         for ranks in list(self._crews):
             self._dismiss(ranks)
         self._close()
@@ -131,7 +131,7 @@ class WorkerPool:
         ranks: int = 2,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Call ``function(rank, *arguments)`` on every rank and return the results by rank.
+        """Calls ``function(rank, *arguments)`` on every rank and returns the results by rank.
 
         ``rank`` is a :class:`Rank`. The default process group has ``ranks`` members. Before each
         call the random generators are seeded with 0, gradients are on, the default dtype is float32
@@ -170,7 +170,7 @@ class WorkerPool:
         ranks: int | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Call ``function(mesh, *arguments)`` on every rank of ``layout``.
+        """Calls ``function(mesh, *arguments)`` on every rank of ``layout``.
 
         ``mesh`` is the :class:`~megatron_parallel.mesh.Mesh` of the layout, bound at the first use
         and kept for the next calls. ``ranks`` is needed only where the layout leaves the
@@ -226,7 +226,7 @@ class WorkerPool:
     def _exchange(
         self, crew: list[_Worker], messages: list[bytes], timeout: float
     ) -> list[Outcome]:
-        """Send each worker its message and collect the answers, or raise what failed."""
+        """Sends each worker its message and collect the answers, or raises what failed."""
         deadline = time.monotonic() + timeout
         outcomes: dict[int, Outcome] = {}
         failures: list[Failure] = []
@@ -288,7 +288,7 @@ class WorkerPool:
         return Failure(worker.rank, "stopped", f"was stopped: rank {cause} had failed", trace)
 
     def _status(self, worker: _Worker) -> str:
-        """How a worker's process ended, in words."""
+        """Returns how a worker's process ended, in words."""
         status = self._ask(b"W", worker.pid)
         if status == server.STILL_RUNNING:
             return "closed its connection but did not exit"

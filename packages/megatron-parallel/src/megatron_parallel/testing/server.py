@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int, directory: str, preload: Sequence[str], typecheck: Sequence[str]) -> None:
-    """Serve requests on the socket ``descriptor`` until it closes; then remove ``directory``.
+    """Serves requests on the socket ``descriptor`` until it closes; then removes ``directory``.
 
     ``preload`` are modules to import before forking; ``typecheck`` are packages whose jaxtyping
     annotations are to be checked with beartype.

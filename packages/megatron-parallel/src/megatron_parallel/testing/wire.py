@@ -57,7 +57,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _sent_by_value(function: Callable[..., Any]) -> ModuleType | None:
-    """The module of ``function`` where it is not part of a regular package."""
+    """Returns the module of ``function`` where it is not part of a regular package."""
     function = getattr(function, "func", function)  # functools.partial
     name = getattr(function, "__module__", None)
     module = sys.modules.get(name) if name else None
@@ -73,7 +73,7 @@ def _sent_by_value(function: Callable[..., Any]) -> ModuleType | None:
 
 
 def dumps(message: Any, *functions: Callable[..., Any]) -> bytes:
-    """Pickle ``message``; the modules of ``functions`` go by value where they must."""
+    """Pickles ``message``; the modules of ``functions`` go by value where they must."""
     modules = []
     for function in functions:
         module = _sent_by_value(function)
@@ -93,12 +93,12 @@ def dumps(message: Any, *functions: Callable[..., Any]) -> bytes:
 
 
 def send(connection: socket.socket, payload: bytes) -> None:
-    """Write one message."""
+    """Writes one message."""
     connection.sendall(_LENGTH.pack(len(payload)) + payload)
 
 
 def receive(connection: socket.socket) -> bytes:
-    """Read one message; ``EOFError`` if the other side is gone."""
+    """Reads one message; ``EOFError`` if the other side is gone."""
     (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
     return _read(connection, length)
 

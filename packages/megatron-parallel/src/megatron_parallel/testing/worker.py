@@ -47,7 +47,7 @@ class Rank:
     _meshes: "dict[ParallelLayout, Mesh]" = field(default_factory=dict, repr=False)
 
     def mesh(self, layout: "ParallelLayout") -> "Mesh":
-        """The mesh of ``layout`` over all ranks of this call.
+        """Returns the mesh of ``layout`` over all ranks of this call.
 
         It is bound at the first call; the few that were asked for last are kept for later tests.
         Every rank must ask for the same layouts in the same order.
@@ -96,7 +96,7 @@ class Outcome:
 
 
 def serve(connection: socket.socket) -> None:
-    """Join the group described by the first message, then answer calls until the pool is gone."""
+    """Joins the group described by the first message, then answer calls until the pool is gone."""
     setup: Setup = pickle.loads(wire.receive(connection))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Path(setup.trace).open("w") as trace:

@@ -36,7 +36,7 @@ class Evaluation(Callback):
         self._listeners = list(listeners)
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
-        """Evaluate where an interval ends, or the run."""
+        """Evaluates where an interval ends, or the run."""
         last = report.iteration == trainer.train_iters
         if report.iteration % self._every and not last:
             return
@@ -68,7 +68,7 @@ class Test(Callback):
         self._listeners = list(listeners)
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
-        """Test where the run ends."""
+        """Tests where the run ends."""
         if report.iteration < trainer.train_iters:
             return
         losses = trainer.evaluate(self._batches())

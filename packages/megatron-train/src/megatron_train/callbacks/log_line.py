@@ -32,7 +32,7 @@ class Interval:
     denominators: dict[str, float] = field(default_factory=dict)
 
     def add(self, report: "StepReport") -> None:
-        """Add one step; a step without a finite loss counts, but not in the loss."""
+        """Adds one step; a step without a finite loss counts, but not in the loss."""
         self.steps += 1
         self.skipped += not report.updated
         self.nan += not report.finite
@@ -47,7 +47,7 @@ class Interval:
                 self.denominators[name] += report.denominators[name]
 
     def losses(self) -> dict[str, float]:
-        """Return each loss per true token of the interval; NaN where no step had one."""
+        """Returns each loss per true token of the interval; NaN where no step had one."""
         return {
             name: total / self.denominators[name] if self.denominators[name] else math.nan
             for name, total in self.sums.items()
@@ -80,7 +80,7 @@ class LogLine(Callback):
         self._interval = Interval()
 
     def on_start(self, trainer: "Trainer") -> None:
-        """Say what MFU is measured against."""
+        """Says what MFU is measured against."""
         if self._peak is not None:
             self._console.line(
                 f"MFU is measured against {self._peak.flops_per_second:.4g} FLOP/s: "
@@ -88,7 +88,7 @@ class LogLine(Callback):
             )
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
-        """Add the step, and print where an interval ends."""
+        """Adds the step, and prints where an interval ends."""
         self._interval.add(report)
         if report.iteration % self._every == 0:
             line = self._line(trainer, report)
@@ -117,12 +117,12 @@ class LogLine(Callback):
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the sums of the unfinished interval, without its times."""
+        """Returns the sums of the unfinished interval, without its times."""
         whole = asdict(self._interval)
         return {name: whole[name] for name in ("skipped", "nan", "sums", "denominators")}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue an unfinished interval."""
+        """Continues an unfinished interval."""
         sums, denominators = (
             {name: stored(kept, name, float) for name in kept}
             for kept in (stored(state, "sums", dict), stored(state, "denominators", dict))

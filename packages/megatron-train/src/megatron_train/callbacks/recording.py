@@ -32,12 +32,12 @@ class Recorder(Callback):
         self._writer: records.RecordWriter
 
     def on_start(self, trainer: "Trainer") -> None:
-        """Open the file, and record where the run starts and with what."""
+        """Opens the file, and record where the run starts and with what."""
         self._writer = records.RecordWriter(self._folder / records.FILE_NAME)
         self._event("start", trainer, **self._facts)
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
-        """Record the step."""
+        """Records the step."""
         self._losses = list(report.losses)
         self._writer.write(
             {
@@ -54,20 +54,20 @@ class Recorder(Callback):
         )
 
     def logged(self, iteration: int, losses: dict[str, float]) -> None:
-        """Record the losses of a log line, which are those of all its steps."""
+        """Records the losses of a log line, which are those of all its steps."""
         self._writer.write({"kind": "log", "iteration": iteration, **_finite(losses)})
 
     def evaluated(self, iteration: int, losses: dict[str, float]) -> None:
-        """Record an evaluation."""
+        """Records an evaluation."""
         self._writer.write({"kind": "validation", "iteration": iteration, **_finite(losses)})
 
     def tested(self, iteration: int, losses: dict[str, float]) -> None:
-        """Record the losses on the test set, an event."""
+        """Records the losses on the test set, an event."""
         record = {"kind": "event", "event": "test", "iteration": iteration, **_finite(losses)}
         self._writer.write(record)
 
     def on_end(self, trainer: "Trainer") -> None:
-        """Record the end and draw the losses."""
+        """Records the end and draw the losses."""
         reason = trainer.stopped.reason if trainer.stopped else "done"
         self._event("end", trainer, reason=reason)
         self._writer.close()
@@ -92,11 +92,11 @@ class TensorBoard(Callback):
         self._writer: EventFile | None = None
 
     def on_start(self, trainer: "Trainer") -> None:
-        """Open the event file; what it holds of later steps is dropped."""
+        """Opens the event file; what it holds of later steps is dropped."""
         self._writer = EventFile(self._folder, purge_step=trainer.iteration + 1)
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
-        """Write the step's scalars."""
+        """Writes the step's scalars."""
         if report.iteration % self._every:
             return
         scalars = {
@@ -109,13 +109,13 @@ class TensorBoard(Callback):
         self._write(report.iteration, scalars)
 
     def evaluated(self, iteration: int, losses: dict[str, float]) -> None:
-        """Write an evaluation."""
+        """Writes an evaluation."""
         for name, value in losses.items():
             ppl = math.exp(min(20.0, value))
             self._write(iteration, {f"{name} validation": value, f"{name} validation ppl": ppl})
 
     def on_end(self, trainer: "Trainer") -> None:
-        """Close the event file."""
+        """Closes the event file."""
         if self._writer is not None:
             self._writer.close()
 
@@ -133,21 +133,21 @@ class Progress(Callback):
         self._samples, self._tokens = samples, tokens_per_sample
 
     def on_start(self, trainer: "Trainer") -> None:
-        """Show the bar."""
+        """Shows the bar."""
         self._console.start_bar(
             self._samples * self._tokens, trainer.consumed_samples * self._tokens
         )
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
-        """Move the bar."""
+        """Moves the bar."""
         loss = ", ".join(f"{name} {value:.3f}" for name, value in report.losses.items())
         self._console.advance(report.tokens, f"step {report.iteration}, {loss}")
 
     def on_end(self, trainer: "Trainer") -> None:
-        """Remove the bar."""
+        """Removes the bar."""
         self._console.stop_bar()
 
 
 def _finite(values: dict[str, float]) -> dict[str, float | None]:
-    """Replace what JSON cannot hold by None."""
+    """Replaces what JSON cannot hold by None."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}

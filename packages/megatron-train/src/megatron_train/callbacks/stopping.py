@@ -27,7 +27,7 @@ class StopAt(Callback):
         self._start = time.monotonic()
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
-        """Stop where the limit is reached."""
+        """Stops where the limit is reached."""
         if self._every is not None and report.iteration % self._every == 0:
             trainer.stop(Stop(f"--exit-interval {self._every}"))
         minutes = (time.monotonic() - self._start) / 60

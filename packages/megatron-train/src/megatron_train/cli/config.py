@@ -26,7 +26,7 @@ example:
 
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Add the command to ``commands``."""
+    """Adds the command to ``commands``."""
     summary = "find a setting, check a file of settings, or make one from a launch script"
     config = commands.add_parser(
         "config", help=summary, description=summary.capitalize() + ".", epilog=_EXAMPLE
@@ -75,7 +75,7 @@ def _find(arguments: argparse.Namespace) -> int:
 
 
 def _near(word: str, options: Sequence[Option]) -> str:
-    """Return a word that occurs in a setting or a flag: this one, or else the nearest to it."""
+    """Returns a word that occurs in a setting or a flag: this one, or else the nearest to it."""
     texts = [f"{option.flag} {option.key} {option.help}".lower() for option in options]
     texts += [flag.lower() for flag in megatron_flags()]
     if any(word in text for text in texts):

@@ -17,7 +17,7 @@ _PLACE = re.compile(r"^\[[^\]]*\]\s*")
 
 
 def report_of(error: BaseException) -> Report:
-    """Return what ``error`` comes to; called only when one was raised."""
+    """Returns what ``error`` comes to; called only when one was raised."""
     if isinstance(error, SettingsError):
         return Report("own", _text([*error.lines, f"{len(error.lines)} settings cannot be used"]))
     if isinstance(error, CommandError):
@@ -40,7 +40,7 @@ def _text(lines: Sequence[str]) -> str:
 
 
 def _mistakes() -> tuple[type[Exception], ...]:
-    """Return the exceptions that are the user's to mend."""
+    """Returns the exceptions that are the user's to mend."""
     from megatron_ckpt import CheckpointError
     from megatron_data import DataError
     from megatron_kernels import KernelError
@@ -55,7 +55,7 @@ def _mistakes() -> tuple[type[Exception], ...]:
 
 
 def _out_of_memory(error: BaseException) -> Report | None:
-    """Return the report of memory that ran out; None where it is something else."""
+    """Returns the report of memory that ran out; None where it is something else."""
     if "torch" not in sys.modules and not isinstance(error, MemoryError):
         return None
     from megatron_parallel import is_out_of_memory
@@ -72,7 +72,7 @@ def _out_of_memory(error: BaseException) -> Report | None:
 
 
 def _lost_peer(error: BaseException) -> Report | None:
-    """Return the report of a failure between ranks; None where it is something else."""
+    """Returns the report of a failure between ranks; None where it is something else."""
     if "torch" not in sys.modules:  # then nothing has communicated
         return None
     import torch.distributed as dist

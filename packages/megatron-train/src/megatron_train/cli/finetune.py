@@ -17,7 +17,7 @@ example:
 
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Add the command to ``commands``."""
+    """Adds the command to ``commands``."""
     summary = "train the model of a checkpoint for a task"
     finetune = commands.add_parser("finetune", help=summary, description=summary.capitalize() + ".")
     tasks = finetune.add_subparsers(metavar="TASK", required=True)

@@ -32,7 +32,7 @@ class WordsParser(Parser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse; a flag behind --drop is joined to it."""
+        """Parses; a flag behind --drop is joined to it."""
         words: list[str] = []
         for word in args or ():
             if words and words[-1] == "--drop" and word.startswith("--"):
@@ -43,7 +43,7 @@ class WordsParser(Parser):
 
 
 def add_action(actions: "argparse._SubParsersAction[WordsParser]") -> None:
-    """Add the action to ``actions``."""
+    """Adds the action to ``actions``."""
     summary = "make a launch script of Megatron-LM into a file of settings"
     parser = actions.add_parser(
         "from-megatron",
@@ -80,7 +80,7 @@ def add_action(actions: "argparse._SubParsersAction[WordsParser]") -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the settings, and what became of the script's flags."""
+    """Writes the settings, and what became of the script's flags."""
     command = read_script(arguments.script, arguments.script_words, _variables(arguments.set))
     table = megatron_flags()
     dropped = [flag if flag.startswith("--") else f"--{flag}" for flag in arguments.drop]
@@ -115,7 +115,7 @@ def _variables(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _values(command: LaunchCommand, translation: Translation) -> Values:
-    """Return settings made from the flags that are accepted; mistakes go to the translation."""
+    """Returns settings made from the flags that are accepted; mistakes go to the translation."""
     if command.program not in _PROGRAMS:
         translation.errors.append(
             f"{command.program} trains another kind of model than pretrain_gpt.py, which is planned"
@@ -156,7 +156,7 @@ def _listed(flags: Sequence[str]) -> str:
 
 
 def _ranks(launcher: Sequence[str]) -> int:
-    """Return the ranks that torchrun starts on this machine, 1 if it does not say."""
+    """Returns the ranks that torchrun starts on this machine, 1 if it does not say."""
     words = [part for word in launcher for part in word.split("=", 1)]
     for flag in ("--nproc_per_node", "--nproc-per-node"):
         ranks = words[words.index(flag) + 1] if flag in words[:-1] else ""

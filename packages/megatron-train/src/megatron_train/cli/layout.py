@@ -11,7 +11,7 @@ from megatron_train.errors import UsageError
 
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Add the command to ``commands``."""
+    """Adds the command to ``commands``."""
     summary = "draw the groups of ranks of a parallel layout"
     parser = commands.add_parser("layout", help=summary, description=summary.capitalize() + ".")
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks in all")
@@ -26,7 +26,7 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the drawing."""
+    """Prints the drawing."""
     if arguments.world_size < 1:
         raise UsageError(f"--world-size must be positive, got {arguments.world_size}")
     values = given_flags(arguments, options_of(ParallelLayout, "layout"))

@@ -28,7 +28,7 @@ PROG = "megatron-train"
 
 
 def build_parser() -> Parser:
-    """Return the parser of the command with all its subcommands."""
+    """Returns the parser of the command with all its subcommands."""
     parser = Parser(prog=PROG, description="Train transformer language models.")
     parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -46,7 +46,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status.
+    """Runs the command and returns its exit status.
 
     0 is success, 1 an error, 2 a usage error, 130 and 143 a stop by SIGINT and SIGTERM, 141 a
     reader of the output that has gone, 128 and the number of a signal that killed a rank. One rank
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell(report: Report, several: bool) -> int:
-    """Write what went wrong to standard error; returns the exit status."""
+    """Writes what went wrong to standard error; returns the exit status."""
     if report.kind == "interrupted":
         return interrupted(PROG)
     if report.traceback:
@@ -90,7 +90,7 @@ def _tell(report: Report, several: bool) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process now, with what it has written but without what would run at exit."""
+    """Ends this process now, with what it has written but without what would run at exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

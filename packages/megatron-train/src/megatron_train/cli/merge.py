@@ -7,7 +7,7 @@ from megatron_train.config.flags import Parser
 
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Add the command to ``commands``."""
+    """Adds the command to ``commands``."""
     summary = "fold adapters (--linear-product) into the weights of a checkpoint, to export it"
     parser = commands.add_parser("merge", help=summary, description=summary.capitalize() + ".")
     text = "folder of checkpoints, of which the newest is taken, or one checkpoint"

@@ -10,7 +10,7 @@ from megatron_train.config.flags import Parser
 
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Add the command to ``commands``."""
+    """Adds the command to ``commands``."""
     summary = "list the kinds and families of models that are installed"
     models = commands.add_parser("models", help=summary, description=summary.capitalize() + ".")
     actions = models.add_subparsers(metavar="ACTION", required=True)
@@ -38,5 +38,5 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _origin(value: str) -> str:
-    """Return the package that an entry point is in."""
+    """Returns the package that an entry point is in."""
     return value.partition(".")[0]

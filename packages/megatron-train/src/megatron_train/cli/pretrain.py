@@ -33,7 +33,7 @@ example:
 
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Add the command to ``commands``."""
+    """Adds the command to ``commands``."""
     summary = "train a model from scratch, or continue a run"
     pretrain = commands.add_parser("pretrain", help=summary, description=summary.capitalize() + ".")
     kinds = pretrain.add_subparsers(metavar="MODEL", required=True)
@@ -63,7 +63,7 @@ def _add_kind(kinds: "argparse._SubParsersAction[Parser]", kind: ModelKind) -> N
 
 
 def add_run_flags(parser: Parser, options: Sequence[Option], titles: Mapping[str, str]) -> None:
-    """Add the flags of a command that trains.
+    """Adds the flags of a command that trains.
 
     Args:
         parser: of the command.
@@ -85,7 +85,7 @@ def add_run_flags(parser: Parser, options: Sequence[Option], titles: Mapping[str
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train; returns 0, or 128 plus the number of the signal that stopped the run."""
+    """Trains; returns 0, or 128 plus the number of the signal that stopped the run."""
     ranks = ranks_to_start(arguments.nproc_per_node)
     resolved: Resolver = arguments.resolve
     tokenizers = Tokenizers()
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def ranks_to_start(text: str | None) -> int:
-    """Return the value of --nproc-per-node, 1 where it was not given.
+    """Returns the value of --nproc-per-node, 1 where it was not given.
 
     Raises:
         UsageError: it is not a positive number, or another program has started ranks already.
@@ -125,7 +125,7 @@ def ranks_to_start(text: str | None) -> int:
 
 
 def _run_ranks(words: list[str], ranks: int, timeout: float) -> int:
-    """Start ranks with the same words, and tell in one line what went wrong."""
+    """Starts ranks with the same words, and tell in one line what went wrong."""
     from megatron_train.launch.launch import launch
 
     program = [sys.executable, "-P", "-m", "megatron_train.cli.rank"]

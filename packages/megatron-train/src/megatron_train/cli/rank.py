@@ -15,7 +15,7 @@ from megatron_train.launch.link import Link
 
 
 def main() -> NoReturn:
-    """Run the command, report how it failed, and end at once."""
+    """Runs the command, report how it failed, and ends at once."""
     link = Link(int(sys.argv[1]))
     link.watch()
     screen, words = sys.argv[2], sys.argv[3:]

@@ -18,7 +18,7 @@ example:
 
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Add the command to ``commands``."""
+    """Adds the command to ``commands``."""
     summary = "list, show and compare the recipes for --recipe"
     recipes = commands.add_parser(
         "recipes", help=summary, description=summary.capitalize() + ".", epilog=_EXAMPLE

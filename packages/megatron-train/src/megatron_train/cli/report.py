@@ -7,7 +7,7 @@ from megatron_train.config.flags import Parser
 
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Add the command to ``commands``."""
+    """Adds the command to ``commands``."""
     parser = commands.add_parser(
         "report",
         help="write one HTML page of a run: curves, throughput, events, configuration",
@@ -22,7 +22,7 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page and say where it is."""
+    """Writes the page and says where it is."""
     from megatron_train.report.page import write_report
 
     output = arguments.output or arguments.folder / "report.html"

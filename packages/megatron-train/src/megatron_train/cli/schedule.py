@@ -25,7 +25,7 @@ example:
 
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Add the command to ``commands``."""
+    """Adds the command to ``commands``."""
     summary_line = "draw who computes what when in a pipeline"
     parser = commands.add_parser(
         "schedule",
@@ -82,7 +82,7 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the drawing, and write the picture."""
+    """Prints the drawing, and writes the picture."""
     if arguments.output is not None:
         check_name(arguments.output)
     schedule, ranks = arguments.pipeline_schedule, arguments.pipeline_model_parallel_size

@@ -10,7 +10,7 @@ from megatron_train.tasks.known import TASKS
 
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Add the command to ``commands``."""
+    """Adds the command to ``commands``."""
     summary = "list the tasks that are installed"
     tasks = commands.add_parser("tasks", help=summary, description=summary.capitalize() + ".")
     actions = tasks.add_subparsers(metavar="ACTION", required=True)

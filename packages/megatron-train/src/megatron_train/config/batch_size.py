@@ -50,12 +50,12 @@ class BatchSizeSchedule:
 
     @classmethod
     def constant(cls, size: int, multiple: int = 1) -> "BatchSizeSchedule":
-        """Return a schedule whose steps all have ``size`` samples."""
+        """Returns a schedule whose steps all have ``size`` samples."""
         return cls(((0, size),), multiple)
 
     @classmethod
     def ramp(cls, ramp: Sequence[int], final: int, multiple: int = 1) -> "BatchSizeSchedule":
-        """Return a schedule that grows in equal increments, each after an equal share of samples.
+        """Returns a schedule that grows in equal increments, each after an equal share of samples.
 
         Megatron-LM's calculator (``megatron.core.num_microbatches_calculator``) divides in floats
         and may be one step late where a share ends exactly; here are whole numbers.
@@ -89,7 +89,7 @@ class BatchSizeSchedule:
 
     @classmethod
     def stepped(cls, words: Sequence[str], sequence_length: int) -> "BatchSizeSchedule":
-        """Return the schedule that Megatron-LM's ``--step-batch-size-schedule`` describes.
+        """Returns the schedule that Megatron-LM's ``--step-batch-size-schedule`` describes.
 
         Args:
             words: pairs ``TOKENS:SAMPLES`` between spaces or commas, such as
@@ -136,7 +136,7 @@ class BatchSizeSchedule:
         return self.sizes[-1]
 
     def check(self, micro_batch_size: int, ranks: int) -> None:
-        """Refuse a size that is not whole micro-batches of every data-parallel rank.
+        """Refuses a size that is not whole micro-batches of every data-parallel rank.
 
         Raises:
             TrainError: with the size.
@@ -154,7 +154,7 @@ class BatchSizeSchedule:
         return self.sizes[bisect_right(self.plateaus, consumed, key=itemgetter(0)) - 1]
 
     def whole_steps(self, samples: int, consumed: int = 0) -> tuple[int, int]:
-        """Return how many whole steps lead from ``consumed`` to at most ``samples`` samples.
+        """Returns how many whole steps lead from ``consumed`` to at most ``samples`` samples.
 
         Returns:
             The steps, and the samples that are consumed after them, ``consumed`` included.
@@ -169,7 +169,7 @@ class BatchSizeSchedule:
         return steps, consumed
 
     def consumed_by(self, steps: int) -> int:
-        """Return the samples that the first ``steps`` steps consume."""
+        """Returns the samples that the first ``steps`` steps consume."""
         consumed = 0
         for size, most in self._stretches():
             count = steps if most is None else min(most, steps)
@@ -177,7 +177,7 @@ class BatchSizeSchedule:
         return consumed
 
     def _stretches(self, consumed: int = 0) -> Iterator[tuple[int, int | None]]:
-        """Yield each size from ``consumed`` samples on with its number of steps, None at the end.
+        """Yields each size from ``consumed`` samples on with its number of steps, None at the end.
 
         A step may consume samples beyond the first ones of the next size, or of several.
         """
@@ -191,7 +191,7 @@ class BatchSizeSchedule:
                 consumed += steps * size
 
     def _named(self, size: int) -> str:
-        """Return a size as the flag gives it, the subject of a sentence."""
+        """Returns a size as the flag gives it, the subject of a sentence."""
         final = self.flag == RAMP and size == self.plateaus[-1][1]
         if self.flag == GLOBAL or final:
             return f"{GLOBAL} {size}"
@@ -199,7 +199,7 @@ class BatchSizeSchedule:
 
 
 def _number(text: str) -> int | None:
-    """Return a whole number that may be written with a point, an exponent or a suffix, or None."""
+    """Returns a whole number that may be written with a point, an exponent or a suffix, or None."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         return None

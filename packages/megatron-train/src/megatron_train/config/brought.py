@@ -41,7 +41,7 @@ class Chosen:
 
     @classmethod
     def by(cls, values: Values, kind: str) -> "Chosen":
-        """Return what given values choose, and the defaults of a kind of model."""
+        """Returns what given values choose, and the defaults of a kind of model."""
         rule: str = values.get("optimizer.optimizer") or OptimizerConfig.optimizer
         product: str = values.get("placement.linear_product") or PLAIN
         return cls(values.get("training.task") or default_task(kind), rule, product)
@@ -74,7 +74,7 @@ class _Extension:
 
 
 def tasks_for(kind: str) -> list[str]:
-    """Return the names of the installed tasks that can train a kind of model.
+    """Returns the names of the installed tasks that can train a kind of model.
 
     Raises:
         ConfigError: no such kind is installed.
@@ -84,17 +84,17 @@ def tasks_for(kind: str) -> list[str]:
 
 
 def kinds_for(task: str) -> list[str]:
-    """Return the names of the installed kinds of models that a task can train."""
+    """Returns the names of the installed kinds of models that a task can train."""
     return [name for name, kind in model_kinds().items() if _trains(task, kind)]
 
 
 def default_task(kind: str) -> str:
-    """Return the name of the task that a kind of model is trained for where none is named."""
+    """Returns the name of the task that a kind of model is trained for where none is named."""
     return find_kind(kind).default_task
 
 
 def brought_sections(kind: str, chosen: Chosen) -> dict[str, Section]:
-    """Return the sections of what is chosen by name.
+    """Returns the sections of what is chosen by name.
 
     Raises:
         TrainError: two extensions bring different sections of one name.
@@ -112,12 +112,12 @@ def brought_sections(kind: str, chosen: Chosen) -> dict[str, Section]:
 
 
 def brought_checks(kind: str, chosen: Chosen) -> list[Check]:
-    """Return the checks of what is chosen."""
+    """Returns the checks of what is chosen."""
     return [check for extension in _extensions(kind, chosen) for check in extension.checks]
 
 
 def check_task(kind: str, task: str) -> None:
-    """Refuse a task that cannot train a kind of model.
+    """Refuses a task that cannot train a kind of model.
 
     Raises:
         TrainError: with the tasks that can.
@@ -133,7 +133,7 @@ def check_task(kind: str, task: str) -> None:
 
 
 def refuse_unread(run_task: str, section: str, config: Any) -> None:
-    """Refuse settings that not every task reads, and the run's does not.
+    """Refuses settings that not every task reads, and the run's does not.
 
     The metadata of such a field say ``by_task``; `TaskKind.reads` names those that a task reads.
 
@@ -158,7 +158,7 @@ def refuse_unread(run_task: str, section: str, config: Any) -> None:
 def refuse_other_sections(
     values: Values, kind: str, chosen: Chosen, flags: Mapping[str, str]
 ) -> None:
-    """Refuse settings of extensions that the run has not chosen.
+    """Refuses settings of extensions that the run has not chosen.
 
     Args:
         values: what was given.
@@ -183,7 +183,7 @@ def refuse_other_sections(
 
 
 def _extensions(kind: str, chosen: Chosen) -> Iterator[_Extension]:
-    """Yield what is chosen, or all there is to choose from.
+    """Yields what is chosen, or all there is to choose from.
 
     A rule or product that is not installed is left out: it is refused where it is named.
     """

@@ -6,7 +6,7 @@ from megatron_train.errors import TrainError
 
 
 def check_context_parallel(run: RunSections) -> None:
-    """Refuse sequences, heads and settings that the context-parallel axis cannot do.
+    """Refuses sequences, heads and settings that the context-parallel axis cannot do.
 
     Raises:
         TrainError: one line that names the flags and the numbers.

@@ -232,7 +232,7 @@ class DataConfig:
         self._check_sft()
 
     def _check_mock_data(self) -> None:
-        """Refuse what needs a corpus where samples are made up."""
+        """Refuses what needs a corpus where samples are made up."""
         if not self.mock_data:
             return
         corpora = (*DATA_PATHS, "data_path_changes", "sft", "fim_data")
@@ -245,7 +245,7 @@ class DataConfig:
                 )
 
     def _check_sft(self) -> None:
-        """Refuse what conversations need, or have no use for."""
+        """Refuses what conversations need, or have no use for."""
         limits = [flag_of(name) for name in LINE_LIMITS if getattr(self, name) is not None]
         if limits and not (self.sft and self.holds_conversation_lines):
             raise TrainError(
@@ -308,7 +308,7 @@ class DataConfig:
         }
 
     def _check_tokenizer(self) -> None:
-        """Refuse files that the kind of tokenizer lacks, or has no use for."""
+        """Refuses files that the kind of tokenizer lacks, or has no use for."""
         given = self.tokenizer_settings
         if self.tokenizer is None:
             if given:

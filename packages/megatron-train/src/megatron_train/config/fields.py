@@ -7,7 +7,7 @@ from megatron_train.errors import TrainError
 
 
 def setting(default: Any, help: str, **metadata: Any) -> Any:  # noqa: A002
-    """Return a field with a default and one line of help.
+    """Returns a field with a default and one line of help.
 
     Metadata are ``flag``, ``unit``, ``choices``, and ``by_task`` for what not every task reads.
     """
@@ -15,17 +15,17 @@ def setting(default: Any, help: str, **metadata: Any) -> Any:  # noqa: A002
 
 
 def required(help: str, **metadata: Any) -> Any:  # noqa: A002
-    """Return a field that has to be given, with one line of help."""
+    """Returns a field that has to be given, with one line of help."""
     return field(metadata={"help": help, **metadata})
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field that has no spelling of its own."""
+    """Returns the flag of a field that has no spelling of its own."""
     return "--" + name.replace("_", "-")
 
 
 def positive(section: object, *names: str) -> None:
-    """Refuse fields that are given and not above 0."""
+    """Refuses fields that are given and not above 0."""
     for name in names:
         value = getattr(section, name)
         if value is not None and not value > 0:
@@ -33,7 +33,7 @@ def positive(section: object, *names: str) -> None:
 
 
 def not_negative(section: object, *names: str) -> None:
-    """Refuse fields that are given and below 0."""
+    """Refuses fields that are given and below 0."""
     for name in names:
         value = getattr(section, name)
         if value is not None and not value >= 0:

@@ -46,7 +46,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_file(path: Path, options: Sequence[Option]) -> Values:
-    """Read the settings in the YAML file ``path``.
+    """Reads the settings in the YAML file ``path``.
 
     Raises:
         TrainError: the file is not YAML, is not made of sections, or holds a section, key or value
@@ -67,7 +67,7 @@ def read_file(path: Path, options: Sequence[Option]) -> Values:
 
 
 def parse_settings(text: str, name: str, options: Sequence[Option]) -> Values:
-    """Read the settings in YAML ``text``, which errors and origins call ``name``."""
+    """Reads the settings in YAML ``text``, which errors and origins call ``name``."""
     document = _load(text, name)
     document.pop(_ABOUT, None)
     given: dict[str, Given] = {}
@@ -87,7 +87,7 @@ def parse_settings(text: str, name: str, options: Sequence[Option]) -> Values:
 
 
 def about(text: str) -> str:
-    """Return what a file says of itself under ``about``, in one line; empty if nothing."""
+    """Returns what a file says of itself under ``about``, in one line; empty if nothing."""
     return " ".join(str(_load(text, "recipe").get(_ABOUT, "")).split())
 
 
@@ -145,7 +145,7 @@ def _nearest_key(key: str, name: str, known: Sequence[str]) -> str:
 
 
 def to_yaml(sections: dict[str, dict[str, Any]]) -> str:
-    """Return ``sections`` as YAML text that `read_file` accepts."""
+    """Returns ``sections`` as YAML text that `read_file` accepts."""
     plain = {
         section: {key: list(v) if isinstance(v, tuple) else v for key, v in content.items()}
         for section, content in sections.items()

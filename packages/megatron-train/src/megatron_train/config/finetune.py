@@ -30,7 +30,7 @@ _SAID = ("training.task", "checkpoint.finetune", "checkpoint.use_checkpoint_args
 
 @cache
 def finetune_options(task: str) -> tuple[Option, ...]:
-    """Return the options of ``finetune TASK``: those of all kinds of models that it can train.
+    """Returns the options of ``finetune TASK``: those of all kinds of models that it can train.
 
     Those of the model are the checkpoint's by default. Of options with one flag, the first kind's
     is returned.
@@ -48,7 +48,7 @@ def finetune_options(task: str) -> tuple[Option, ...]:
 
 
 def finetune_titles(task: str) -> dict[str, str]:
-    """Return the title of every section of ``finetune TASK``."""
+    """Returns the title of every section of ``finetune TASK``."""
     return {
         name: title
         for kind in kinds_for(task)
@@ -61,7 +61,7 @@ def resolve_finetuning(
     world_size: int | None = None,
     tokenizers: Tokenizers | None = None,
 ) -> tuple[RunConfig, Values]:
-    """Return the configuration of a run of ``finetune TASK`` and the values it was made from.
+    """Returns the configuration of a run of ``finetune TASK`` and the values it was made from.
 
     Args:
         namespace: the parsed command line.
@@ -99,7 +99,7 @@ def resolve_finetuning(
 
 
 def _read(path: Path, task: str) -> Values:
-    """Read a file of settings; those that the command says itself may say the same."""
+    """Reads a file of settings; those that the command says itself may say the same."""
     every: dict[str, Option] = {}
     for kind in kinds_for(task):
         every |= {option.key: option for option in run_options(kind, Chosen(task))}
@@ -114,7 +114,7 @@ def _read(path: Path, task: str) -> Values:
 
 
 def _checkpoint(folder: Path) -> "Checkpoint":
-    """Return the newest complete checkpoint in a folder, or the one that it is.
+    """Returns the newest complete checkpoint in a folder, or the one that it is.
 
     Raises:
         TrainError: there is none.

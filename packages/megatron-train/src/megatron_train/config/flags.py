@@ -103,7 +103,7 @@ class Parser(_command.Parser):
         self._megatron = megatron
 
     def refusals(self, words: Sequence[str]) -> list[str]:
-        """Return a line for each option that this command does not take.
+        """Returns a line for each option that this command does not take.
 
         Options of Megatron-LM that have no effect here become options of this parser.
         """
@@ -156,7 +156,7 @@ class _WithoutEffect(argparse.Action):
 
 
 def notes_of(namespace: argparse.Namespace) -> list[str]:
-    """Return a line for each reason why flags in ``namespace`` have no effect."""
+    """Returns a line for each reason why flags in ``namespace`` have no effect."""
     by_reason: dict[str, list[str]] = {}
     for flag in getattr(namespace, _WITHOUT_EFFECT, ()):
         by_reason.setdefault(flag.text, []).append(flag.flag)
@@ -205,7 +205,7 @@ LAYERS_PER_VIRTUAL_STAGE = "--num-layers-per-virtual-pipeline-stage"
 def add_options(
     parser: argparse.ArgumentParser, options: Iterable[Option], titles: Mapping[str, str]
 ) -> None:
-    """Add a flag for each option, grouped by section."""
+    """Adds a flag for each option, grouped by section."""
     groups: dict[str, Any] = {}
     for option in options:
         if option.section not in groups:
@@ -264,7 +264,7 @@ def _metavar(option: Option) -> str:
 
 
 def describe(option: Option) -> str:
-    """Return the help of an option with its unit and default."""
+    """Returns the help of an option with its unit and default."""
     notes = []
     if option.unit and option.unit != "path":
         notes.append(option.unit)
@@ -283,12 +283,12 @@ def describe(option: Option) -> str:
 
 
 def given_flags(namespace: argparse.Namespace, options: Sequence[Option]) -> Values:
-    """Return the values of the flags in ``namespace`` that were given."""
+    """Returns the values of the flags in ``namespace`` that were given."""
     return _stored(namespace, options, _PREFIX)
 
 
 def implied_flags(namespace: argparse.Namespace, options: Sequence[Option]) -> Values:
-    """Return the values that flags in ``namespace`` set where nothing else does."""
+    """Returns the values that flags in ``namespace`` set where nothing else does."""
     return _stored(namespace, options, _WEAK)
 
 

@@ -26,7 +26,7 @@ TOKENIZER: Final = ("tokenizer_type", "tokenizer_model", "vocab_file")
 
 
 def model_of(checkpoint: "Checkpoint", flag: str) -> "ModelConfig":
-    """Return the model configuration that a checkpoint records.
+    """Returns the model configuration that a checkpoint records.
 
     Args:
         checkpoint: complete.
@@ -44,7 +44,7 @@ def model_of(checkpoint: "Checkpoint", flag: str) -> "ModelConfig":
 
 
 def with_model_of(values: Values, checkpoint: "Checkpoint", model: "ModelConfig") -> Values:
-    """Return ``values`` with every setting of the model that is not given taken from ``model``."""
+    """Returns ``values`` with every setting of the model that is not given taken from ``model``."""
     for option in options_of(type(model), "model"):
         value = getattr(model, option.name)
         values = values.with_derived(option.key, value, f"{CHECKPOINT}{checkpoint.path}")
@@ -52,7 +52,7 @@ def with_model_of(values: Values, checkpoint: "Checkpoint", model: "ModelConfig"
 
 
 def with_tokenizer_of(values: Values, checkpoint: "Checkpoint") -> Values:
-    """Return ``values`` with the tokenizer in a checkpoint, unless one is given or none is there.
+    """Returns ``values`` with the tokenizer in a checkpoint, unless one is given or none is there.
 
     Raises:
         CheckpointError: a file of the tokenizer is damaged.

@@ -18,7 +18,7 @@ from megatron_train.errors import TrainError
 
 
 def check_model_layout(model: ModelConfig, layout: ParallelLayout, place: PlacementConfig) -> None:
-    """Refuse a layout that cannot cut the model, and axes of experts where there are none.
+    """Refuses a layout that cannot cut the model, and axes of experts where there are none.
 
     Raises:
         TrainError: in one line, with the flags and their numbers.
@@ -32,7 +32,7 @@ def check_model_layout(model: ModelConfig, layout: ParallelLayout, place: Placem
 
 
 def check_features(run: RunSections) -> None:
-    """Refuse ways to train that a component of the model is not proven with.
+    """Refuses ways to train that a component of the model is not proven with.
 
     Raises:
         TrainError: in one line, with the flags.
@@ -42,7 +42,7 @@ def check_features(run: RunSections) -> None:
 
 
 def check_first_weights(model: ModelConfig, checkpoint: CheckpointConfig) -> None:
-    """Refuse to begin with weights that the loss does not reach.
+    """Refuses to begin with weights that the loss does not reach.
 
     Published models are like that, so weights that are there already may be trained on.
 
@@ -55,7 +55,7 @@ def check_first_weights(model: ModelConfig, checkpoint: CheckpointConfig) -> Non
 
 
 def _features(run: RunSections) -> Iterator[tuple[Feature, str]]:
-    """Yield the ways to train that a component may refuse, and the flag that asked for each."""
+    """Yields the ways to train that a component may refuse, and the flag that asked for each."""
     if run.training.compile:
         yield "compile", "--compile"
     schedule = run.pipeline.schedule_of(run.layout)
@@ -75,7 +75,7 @@ def _refuse(model: ModelConfig, feature: Feature, form: str) -> None:
 
 
 def check_expert_overlap(run: RunSections) -> None:
-    """Refuse to hide messages of experts where there are none, or nothing to hide them behind.
+    """Refuses to hide messages of experts where there are none, or nothing to hide them behind.
 
     Raises:
         TrainError: in one line, with the flags and their numbers.

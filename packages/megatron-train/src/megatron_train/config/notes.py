@@ -5,7 +5,7 @@ from megatron_train.config.values import Values
 
 
 def without_effect(config: RunConfig, values: Values) -> list[str]:
-    """Return a line for each given setting that changes nothing in this run.
+    """Returns a line for each given setting that changes nothing in this run.
 
     Args:
         config: the run.

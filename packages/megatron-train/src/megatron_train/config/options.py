@@ -79,14 +79,14 @@ class Option:
         return not self.flag.startswith(_OFF_PREFIXES)
 
     def spelling(self, value: Any) -> str:
-        """Return the command-line text that sets this option to ``value``."""
+        """Returns the command-line text that sets this option to ``value``."""
         if self.kind == "switch":
             return self.flag if value == self.flag_sets() else str(self.opposite)
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
         return f"{self.flag} {shown}"
 
     def coerce(self, value: Any, origin: str) -> Any:
-        """Return ``value`` as this option's type, or raise an error that names ``origin``.
+        """Returns ``value`` as this option's type, or raises an error that names ``origin``.
 
         Text is accepted for numbers (a flag always gives text, and YAML reads ``1e-4`` as text);
         a switch takes only true and false, and a number is never taken for text.
@@ -121,12 +121,12 @@ class Option:
 
 
 def flags_of(cls: type[Any]) -> dict[str, str]:
-    """Return the flag of every field of a configuration dataclass that is a setting."""
+    """Returns the flag of every field of a configuration dataclass that is a setting."""
     return {option.name: option.flag for option in options_of(cls, "")}
 
 
 def options_of(cls: type, section: str) -> tuple[Option, ...]:
-    """Read the options of the configuration dataclass ``cls``, in the order of its fields.
+    """Reads the options of the configuration dataclass ``cls``, in the order of its fields.
 
     A field with ``metadata={"flag": None}`` is not an option: only code sets it.
     """
@@ -180,7 +180,7 @@ def _default_of(field: "dataclasses.Field[Any]") -> tuple[Any, bool]:
 
 
 def _type_of(hint: Any, where: str) -> tuple[str, bool, bool, tuple[Any, ...]]:
-    """Split a type hint into (kind, repeated, optional, choices of a Literal)."""
+    """Splits a type hint into (kind, repeated, optional, choices of a Literal)."""
     optional = False
     if typing.get_origin(hint) in (Union, types.UnionType):
         members = [member for member in typing.get_args(hint) if member is not type(None)]
@@ -205,7 +205,7 @@ def _type_of(hint: Any, where: str) -> tuple[str, bool, bool, tuple[Any, ...]]:
 
 
 def _read(kind: str, value: Any) -> Any:
-    """Return ``value`` as ``kind``, or None if it is not one."""
+    """Returns ``value`` as ``kind``, or None if it is not one."""
     if kind == "switch":
         return value if isinstance(value, bool) else None
     if isinstance(value, bool):
@@ -225,7 +225,7 @@ def _read(kind: str, value: Any) -> Any:
 
 
 def _can_be_a_path(text: str) -> bool:
-    """Whether the system takes a text for a name; arguments that are no UTF-8 count."""
+    """Returns whether the system takes a text for a name; arguments that are no UTF-8 count."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:

@@ -14,7 +14,7 @@ def part_multiple(run: RunSections) -> int:
 
 
 def check_pool_run(run: RunSections) -> None:
-    """Refuse what cannot be trained in a pool, and the room on its ranks where there is no pool.
+    """Refuses what cannot be trained in a pool, and the room on its ranks where there is no pool.
 
     Raises:
         TrainError: one line that names the flags and the numbers.
@@ -40,7 +40,7 @@ def check_pool_run(run: RunSections) -> None:
 
 
 def _check_room(run: RunSections, room: int) -> None:
-    """A sample may be one document, and then the pool has to hold all of it."""
+    """Returns a sample may be one document, and then the pool has to hold all of it."""
     multiple, ranks, length = part_multiple(run), run.layout.pool, run.data.seq_length
     most = ranks * (room // multiple * multiple)
     if length > most:

@@ -12,7 +12,7 @@ PLAIN: Final = "plain"
 
 
 def check_product(product: str) -> None:
-    """Refuse a product that is not installed.
+    """Refuses a product that is not installed.
 
     Raises:
         TrainError: with those that are.

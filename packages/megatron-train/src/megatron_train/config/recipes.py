@@ -18,14 +18,14 @@ _SUFFIX = ".yaml"
 
 
 def recipe_names() -> list[str]:
-    """Return the names of all recipes."""
+    """Returns the names of all recipes."""
     folder = resources.files("megatron_train.recipes")
     files = (entry.name for entry in folder.iterdir())
     return sorted(name.removesuffix(_SUFFIX) for name in files if name.endswith(_SUFFIX))
 
 
 def recipe_text(name: str) -> str:
-    """Return the YAML text of a recipe.
+    """Returns the YAML text of a recipe.
 
     Raises:
         TrainError: there is none of this name.
@@ -39,17 +39,17 @@ def recipe_text(name: str) -> str:
 
 
 def recipe_values(name: str, options: Sequence[Option]) -> Values:
-    """Return the settings of a recipe."""
+    """Returns the settings of a recipe."""
     return parse_settings(recipe_text(name), f"{RECIPE}{name}", options)
 
 
 def recipe_about(name: str) -> str:
-    """Return what a recipe says of itself, in one line."""
+    """Returns what a recipe says of itself, in one line."""
     return about(recipe_text(name))
 
 
 def difference(one: str, other: str, options: Sequence[Option]) -> list[tuple[str, Any, Any]]:
-    """Return the settings in which two recipes, or files, differ.
+    """Returns the settings in which two recipes, or files, differ.
 
     A setting that one of them does not give counts with its default.
 

@@ -27,13 +27,13 @@ second spelling that sets it the other way, so that a flag can override a file.
 
 
 def documented_options() -> tuple[Option, ...]:
-    """Return the options of the page: those that other distributions bring are left out."""
+    """Returns the options of the page: those that other distributions bring are left out."""
     ours = {name for name, (_, cls) in sections().items() if cls.__module__.startswith("megatron_")}
     return tuple(option for option in run_options() if option.section in ours)
 
 
 def render_reference() -> str:
-    """Return the page as Markdown text."""
+    """Returns the page as Markdown text."""
     parts = [_INTRODUCTION]
     options = documented_options()
     for section, title in {

@@ -25,7 +25,7 @@ def resolve(
     world_size: int | None = None,
     tokenizers: Tokenizers | None = None,
 ) -> tuple[RunConfig, Values]:
-    """Return the configuration of a run and the values it was made from.
+    """Returns the configuration of a run and the values it was made from.
 
     Args:
         namespace: the parsed command line.
@@ -53,7 +53,7 @@ def complete(
     world_size: int | None = None,
     tokenizers: Tokenizers | None = None,
 ) -> tuple[RunConfig, Values]:
-    """Return the configuration of a run, and ``values`` with all that they were completed by.
+    """Returns the configuration of a run, and ``values`` with all that they were completed by.
 
     Args:
         values: from files.
@@ -76,7 +76,7 @@ def complete(
 
 
 def _without_strange_family(config: RunConfig, name: str) -> RunConfig:
-    """Return a run without the family of its recipe, where flags have made it another model."""
+    """Returns a run without the family of its recipe, where flags have made it another model."""
     from megatron_ckpt import find_family
 
     if not find_family(name).differences(config.model):
@@ -85,7 +85,7 @@ def _without_strange_family(config: RunConfig, name: str) -> RunConfig:
 
 
 def with_flags(values: Values, namespace: argparse.Namespace, kind: str = KIND) -> Values:
-    """Return ``values`` with those of a parsed command line put over them.
+    """Returns ``values`` with those of a parsed command line put over them.
 
     Args:
         values: to be put over.
@@ -104,7 +104,7 @@ def with_flags(values: Values, namespace: argparse.Namespace, kind: str = KIND) 
 
 
 def started_ranks() -> int:
-    """Return the number of ranks that torchrun, or whoever sets its variables, has started.
+    """Returns the number of ranks that torchrun, or whoever sets its variables, has started.
 
     Raises:
         UsageError: the variable is no number of ranks.
@@ -116,7 +116,7 @@ def started_ranks() -> int:
 
 
 def derive(values: Values, kind: str = KIND, tokenizers: Tokenizers | None = None) -> Values:
-    """Fill in what follows from other settings: positions, vocabulary, the checkpoint's model."""
+    """Fills in what follows from other settings: positions, vocabulary, the checkpoint's model."""
     if values.get("checkpoint.use_checkpoint_args"):
         values = _with_model_of_checkpoint(values, kind)
     seq_length = values.get("data.seq_length")
@@ -127,7 +127,7 @@ def derive(values: Values, kind: str = KIND, tokenizers: Tokenizers | None = Non
 
 
 def _with_virtual_stages(values: Values, layers_each: str | None) -> Values:
-    """Turn layers of a virtual stage into virtual stages of a rank."""
+    """Turns layers of a virtual stage into virtual stages of a rank."""
     layers, stages = values.get("model.num_layers"), values.get("layout.pp") or 1
     if layers_each is None or layers is None:
         return values
@@ -147,7 +147,7 @@ def _with_virtual_stages(values: Values, layers_each: str | None) -> Values:
 
 
 def _with_described_stages(values: Values) -> Values:
-    """Count virtual stages where every stage is described."""
+    """Counts virtual stages where every stage is described."""
     text, pipeline = values.get("pipeline.stages"), values.get("layout.pp") or 1
     if text is None or pipeline == 1 or (count := count_stages(text)) % pipeline:
         return values
@@ -155,7 +155,7 @@ def _with_described_stages(values: Values) -> Values:
 
 
 def _with_vocabulary(values: Values, tokenizers: Tokenizers) -> Values:
-    """Take the size of the vocabulary from the tokenizer, unless it is given."""
+    """Takes the size of the vocabulary from the tokenizer, unless it is given."""
     key = "model.vocab_size"
     given = values.given.get(key)
     kind = values.get("data.tokenizer_type")
@@ -175,7 +175,7 @@ def _with_vocabulary(values: Values, tokenizers: Tokenizers) -> Values:
 
 
 def _with_whole_conversations(values: Values) -> Values:
-    """Take the order of samples that leaves conversations whole, unless one is given."""
+    """Takes the order of samples that leaves conversations whole, unless one is given."""
     if not values.get("data.sft"):
         return values
     lists = [values.get(f"data.{name}") or () for name in DATA_PATHS]
@@ -186,7 +186,7 @@ def _with_whole_conversations(values: Values) -> Values:
 
 
 def _with_model_of_checkpoint(values: Values, kind: str) -> Values:
-    """Take every setting of the model that is not given from the checkpoint to start with."""
+    """Takes every setting of the model that is not given from the checkpoint to start with."""
     from megatron_ckpt import Checkpoint, CheckpointError, find_checkpoint
 
     folders = [values.get("checkpoint.load"), values.get("checkpoint.pretrained_checkpoint")]

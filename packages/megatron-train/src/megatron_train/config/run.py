@@ -72,7 +72,7 @@ class RunConfig(RunSections):
         self._check_pipeline()
 
     def _take_brought_sections(self) -> None:
-        """Complete the sections of task, update rule and product by those that are not given."""
+        """Completes the sections of task, update rule and product by those that are not given."""
         check_task(self.model.kind, self.task)
         check_product(self.product)
         known = brought_sections(self.model.kind, self.chosen)
@@ -88,7 +88,7 @@ class RunConfig(RunSections):
         object.__setattr__(self, "optimizer", own)
 
     def _check_length(self) -> None:
-        """Refuse samples longer than the model takes."""
+        """Refuses samples longer than the model takes."""
         longest = self.model.embedding.max_position_embeddings
         if self.data.seq_length > longest:
             raise TrainError(
@@ -97,7 +97,7 @@ class RunConfig(RunSections):
             )
 
     def _check_batch(self) -> None:
-        """Refuse batches that ranks cannot share out."""
+        """Refuses batches that ranks cannot share out."""
         training, sizes = self.training, self.batch_sizes
         given = training.global_batch_size
         if training.step_batch_size_schedule is not None and given not in (None, sizes.last):
@@ -108,7 +108,7 @@ class RunConfig(RunSections):
         sizes.check(training.micro_batch_size, self.data_parallel_size)
 
     def _check_layout(self) -> None:
-        """Refuse what the layout cannot do with this model, sequence and batch."""
+        """Refuses what the layout cannot do with this model, sequence and batch."""
         layout, place = self.layout, self.placement
         if self.data.broadcast_batches and layout.tp * layout.cp * layout.pp == 1:
             raise TrainError(
@@ -135,12 +135,12 @@ class RunConfig(RunSections):
             )
 
     def _place_stages(self) -> None:
-        """Complete the layout: its stages lie where the schedule wants them."""
+        """Completes the layout: its stages lie where the schedule wants them."""
         with _told_by_flags("pipeline"):
             object.__setattr__(self, "layout", self.pipeline.place(self.layout))
 
     def _check_pipeline(self) -> None:
-        """Refuse what the schedule cannot run."""
+        """Refuses what the schedule cannot run."""
         layout = self.layout
         with _told_by_flags("pipeline"):
             self.pipeline.split(self.model.depth, layout)
@@ -158,7 +158,7 @@ class RunConfig(RunSections):
             )
 
     def _check_recompute(self) -> None:
-        """Refuse to keep activations in a way that the layout or compiled code cannot."""
+        """Refuses to keep activations in a way that the layout or compiled code cannot."""
         with _told_by_flags("recompute"):
             cut = self.placement.sequence_parallel
             self.recompute.check(self.layout, sequence_parallel=cut)
@@ -170,7 +170,7 @@ class RunConfig(RunSections):
             )
 
     def _check_data_parallel(self) -> None:
-        """Refuse what data-parallel ranks cannot share out in this layout."""
+        """Refuses what data-parallel ranks cannot share out in this layout."""
         layout, shared = self.layout, self.data_parallel
         if self.training.compile and (shared.overlap_param_gather or shared.use_torch_fsdp2):
             flag = "--use-torch-fsdp2" if shared.use_torch_fsdp2 else "--overlap-param-gather"
@@ -198,7 +198,7 @@ class RunConfig(RunSections):
             )
 
     def _check_evaluation(self) -> None:
-        """Refuse an evaluation that has nothing to evaluate on, or the other way round."""
+        """Refuses an evaluation that has nothing to evaluate on, or the other way round."""
         data = self.data
         valid = data.data_path or data.valid_data_path or data.mock_data
         if self.evaluation.eval_iters and not valid:
@@ -209,7 +209,7 @@ class RunConfig(RunSections):
             raise TrainError("--test-data-path is of no use with --eval-iters 0; leave out one")
 
     def _check_schedules(self) -> None:
-        """Refuse schedules that cannot be, in the flags they were made from."""
+        """Refuses schedules that cannot be, in the flags they were made from."""
         if self.train_iters == 0:
             raise TrainError(
                 f"--train-samples {self.training.train_samples} is less than one step of "
@@ -241,7 +241,7 @@ class RunConfig(RunSections):
 
 
 def build_run(values: Values, world_size: int = 1, kind: str = KIND) -> RunConfig:
-    """Build and check the configuration of a run from given values.
+    """Builds and checks the configuration of a run from given values.
 
     Args:
         values: by section and name.
@@ -281,7 +281,7 @@ def build_run(values: Values, world_size: int = 1, kind: str = KIND) -> RunConfi
 
 
 def build_section(name: str, cls: type[Section], values: Values, **fixed: Any) -> Section:
-    """Return a section made of the values given; what it refuses is told as it was given.
+    """Returns a section made of the values given; what it refuses is told as it was given.
 
     Args:
         name: of the section.

@@ -51,7 +51,7 @@ _SECTIONS: dict[str, tuple[str, type[Any]]] = {
 
 @cache
 def sections(kind: str = KIND, chosen: Chosen = ALL) -> dict[str, tuple[str, type[Any]]]:
-    """Return every section of a run: key in YAML files, title, and the dataclass that holds it.
+    """Returns every section of a run: key in YAML files, title, and the dataclass that holds it.
 
     Args:
         kind: of the model.
@@ -74,7 +74,7 @@ def sections(kind: str = KIND, chosen: Chosen = ALL) -> dict[str, tuple[str, typ
 
 @cache
 def run_options(kind: str = KIND, chosen: Chosen = ALL) -> tuple[Option, ...]:
-    """Return every option of a run, section by section.
+    """Returns every option of a run, section by section.
 
     Cached: a run asks several times, and type hints are slow to evaluate.
 
@@ -136,11 +136,11 @@ class RunSections:
         return self.placement.linear_product
 
     def part(self, name: str) -> Any:
-        """Return a section by its name, also one that an extension brings."""
+        """Returns a section by its name, also one that an extension brings."""
         return self.brought[name] if name in self.brought else getattr(self, name)
 
     def section(self, cls: type[SectionT]) -> SectionT:
-        """Return the section of a class that an extension brings.
+        """Returns the section of a class that an extension brings.
 
         Args:
             cls: dataclass of the section.
@@ -194,7 +194,7 @@ class RunSections:
         return self.train_iters_after(0, 0)
 
     def train_iters_after(self, iteration: int, consumed: int) -> int:
-        """Return the steps of the whole run, where earlier ones may have had other sizes.
+        """Returns the steps of the whole run, where earlier ones may have had other sizes.
 
         A run that continues on another number of ranks, or with another batch size, makes other
         steps of the samples that are left.
@@ -226,7 +226,7 @@ class RunSections:
         return self.batch_sizes.whole_steps(self.train_samples)[1]
 
     def learning_rate_schedule(self, *, decoupled: bool = False) -> LearningRateSchedule:
-        """Return the learning rate as a function of consumed samples.
+        """Returns the learning rate as a function of consumed samples.
 
         A length in steps counts as that many `global_batch_size`, as in Megatron-LM. With
         ``decoupled`` it is the rate of token embedding and output matrix.
@@ -249,5 +249,5 @@ class RunSections:
         )
 
     def weight_decay_schedule(self) -> WeightDecaySchedule:
-        """Return the weight decay as a function of consumed samples."""
+        """Returns the weight decay as a function of consumed samples."""
         return self.optimizer.weight_decay_schedule(samples=self.train_samples)

@@ -169,7 +169,7 @@ class ScheduleConfig:
             raise TrainError(f"--lr-warmup-fraction must be below 1, got {self.lr_warmup_fraction}")
 
     def refuse_mixing(self, unit: str, other: str) -> None:
-        """Refuse lengths in the unit that the run is not measured in.
+        """Refuses lengths in the unit that the run is not measured in.
 
         Args:
             unit: ``iters`` or ``samples``, what --train-... is given in.
@@ -181,7 +181,7 @@ class ScheduleConfig:
                 raise TrainError(f"--train-{unit} and {wrong} do not go together; give {right}")
 
     def check_lengths(self, unit: str, run: int, style: str) -> None:
-        """Refuse phases that do not fit into the decay, in the unit they were given in.
+        """Refuses phases that do not fit into the decay, in the unit they were given in.
 
         Args:
             unit: ``iters`` or ``samples``.

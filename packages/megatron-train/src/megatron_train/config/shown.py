@@ -16,7 +16,7 @@ _COLUMN = 44
 
 
 def settings_of(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return every setting of a run by section, as a file of --config has to give it.
+    """Returns every setting of a run by section, as a file of --config has to give it.
 
     What is not set is left out, and so are degrees that follow from the number of ranks.
     """
@@ -31,14 +31,14 @@ def settings_of(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def write_config(config: RunConfig, path: Path) -> None:
-    """Write every setting of a run to a YAML file that ``--config`` accepts."""
+    """Writes every setting of a run to a YAML file that ``--config`` accepts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         temporary.write_text(to_yaml(settings_of(config)), encoding="utf-8")
 
 
 def print_config(config: RunConfig, values: Values) -> str:
-    """Return every setting as YAML that ``--config`` accepts, with its origin as a comment."""
+    """Returns every setting as YAML that ``--config`` accepts, with its origin as a comment."""
     settings = settings_of(config)
     lines = []
     kind, chosen = config.model.kind, config.chosen

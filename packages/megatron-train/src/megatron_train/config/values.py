@@ -45,7 +45,7 @@ class Values:
     given: Mapping[str, Given] = field(default_factory=dict)
 
     def updated(self, other: "Values") -> "Values":
-        """Return these values with those of ``other`` put over them.
+        """Returns these values with those of ``other`` put over them.
 
         Of settings that exclude each other, what ``other`` gives displaces what was given here.
         """
@@ -58,15 +58,15 @@ class Values:
         return Values({**kept, **other.given})
 
     def with_derived(self, key: str, value: Any, origin: str) -> "Values":
-        """Return these values with ``key`` derived as ``value``, unless it was given."""
+        """Returns these values with ``key`` derived as ``value``, unless it was given."""
         return Values({key: Given(value, origin), **self.given})
 
     def get(self, key: str) -> Any:
-        """Return the given value of ``key``, or None."""
+        """Returns the given value of ``key``, or None."""
         return self.given[key].value if key in self.given else None
 
     def spelling(self, option: Option) -> str:
-        """Return what ``option`` was called where it was given: its place in a file, or its flag.
+        """Returns what ``option`` was called where it was given: its place in a file, or its flag.
 
         That is its flag also where an alias set it, or nobody did.
         """
@@ -77,7 +77,7 @@ class Values:
         return given.origin if MOVED.get(place, place) == option.key else option.flag
 
     def section(self, name: str) -> dict[str, Any]:
-        """Return the given values of one section by field name."""
+        """Returns the given values of one section by field name."""
         prefix = name + "."
         return {
             key.removeprefix(prefix): given.value
@@ -86,5 +86,5 @@ class Values:
         }
 
     def missing(self, options: tuple[Option, ...]) -> Iterator[Option]:
-        """Yield the required options that nobody gave."""
+        """Yields the required options that nobody gave."""
         return (option for option in options if option.required and option.key not in self.given)

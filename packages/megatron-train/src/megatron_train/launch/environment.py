@@ -11,7 +11,7 @@ ADDRESS = "127.0.0.1"
 def rank_environment(
     base: Mapping[str, str], rank: int, world_size: int, port: int, threads: int
 ) -> dict[str, str]:
-    """Return ``base`` with the variables that torchrun sets for rank ``rank`` of one machine.
+    """Returns ``base`` with the variables that torchrun sets for rank ``rank`` of one machine.
 
     ``threads`` becomes OMP_NUM_THREADS, and the loopback device the interface that Gloo and NCCL
     listen on, unless ``base`` has its own.
@@ -35,14 +35,14 @@ def rank_environment(
 
 
 def usable_cores() -> int:
-    """Return the number of cores this process may run on."""
+    """Returns the number of cores this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def free_port() -> int:
-    """Return a port that nobody listened on just now; another process may still take it."""
+    """Returns a port that nobody listened on just now; another process may still take it."""
     with socket.socket() as probe:
         probe.bind((ADDRESS, 0))
         port: int = probe.getsockname()[1]

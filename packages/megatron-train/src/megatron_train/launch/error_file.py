@@ -19,7 +19,7 @@ _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def write_error_file(report: Report, environment: Mapping[str, str] = os.environ) -> None:
-    """Write ``report`` where torchrun looks for it; nothing happens outside of torchrun.
+    """Writes ``report`` where torchrun looks for it; nothing happens outside of torchrun.
 
     An interrupt is no failure, and leaves no file.
     """

@@ -36,12 +36,12 @@ class Report:
 
 
 def encode(report: Report) -> bytes:
-    """Return the line that a rank sends."""
+    """Returns the line that a rank sends."""
     return json.dumps(asdict(report)).encode() + b"\n"
 
 
 def decode(received: bytes) -> Report | None:
-    """Return the report in what was ``received``; None where there is none, or half of one."""
+    """Returns the report in what was ``received``; None where there is none, or half of one."""
     line, end, _ = received.partition(b"\n")
     return Report(**json.loads(line)) if end else None
 
@@ -58,7 +58,7 @@ class Link:
         threading.Thread(target=self._wait, name="parent", daemon=True).start()
 
     def tell(self, report: Report) -> None:
-        """Send ``report``; nothing happens if the parent is gone."""
+        """Sends ``report``; nothing happens if the parent is gone."""
         with contextlib.suppress(OSError):
             self._socket.sendall(encode(report))
 

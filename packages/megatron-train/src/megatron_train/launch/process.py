@@ -61,7 +61,7 @@ class RankProcess:
         return decode(self._received)
 
     def poll(self) -> int | None:
-        """Return the exit status, or minus the signal that ended the rank; None while it runs.
+        """Returns the exit status, or minus the signal that ended the rank; None while it runs.
 
         Whatever an ended rank has left running is killed before the rank is reaped: until then
         nobody else can have its number.
@@ -76,12 +76,12 @@ class RankProcess:
         return self._state() == _STOPPED
 
     def signal(self, number: int) -> None:
-        """Send a signal to the rank itself, if it still runs."""
+        """Sends a signal to the rank itself, if it still runs."""
         if self.process.returncode is None:
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """End the rank, frozen or not, and whatever it has started; returns when it is reaped."""
+        """Ends the rank, frozen or not, and whatever it has started; returns when it is reaped."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # all of them ended
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -96,7 +96,7 @@ class RankProcess:
             selector.register(pipe, selectors.EVENT_READ, read)
 
     def close(self, selector: selectors.BaseSelector) -> None:
-        """Read what an ended rank has left behind, and let go of it."""
+        """Reads what an ended rank has left behind, and let go of it."""
         for reader in (self._read_link, self._read_output, self._read_errors):
             while reader():
                 pass

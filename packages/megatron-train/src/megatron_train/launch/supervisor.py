@@ -50,7 +50,7 @@ class Supervisor:
         self._failed = False
 
     def run(self) -> list[Ending]:
-        """Return how each rank ended, first the first that did; all of them are reaped."""
+        """Returns how each rank ended, first the first that did; all of them are reaped."""
         try:
             with selectors.DefaultSelector() as selector, self._signals():
                 for rank in self._ranks:
@@ -74,7 +74,7 @@ class Supervisor:
         return [rank for rank in self._ranks if rank.rank not in self._endings]
 
     def _look(self, selector: selectors.BaseSelector) -> None:
-        """Note which ranks have ended or said that they will, and how long the others have."""
+        """Notes which ranks have ended or said that they will, and how long the others have."""
         for rank in self._running:
             status = rank.poll()
             if status is not None:

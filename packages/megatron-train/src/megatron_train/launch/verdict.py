@@ -67,7 +67,7 @@ class Verdict:
 
 
 def judge(endings: Sequence[Ending], signals: Sequence[int] = ()) -> Verdict:
-    """Return what ``endings``, the first one first, come to.
+    """Returns what ``endings``, the first one first, come to.
 
     ``signals`` are those that were passed on to the ranks.
     """
@@ -98,7 +98,7 @@ def judge(endings: Sequence[Ending], signals: Sequence[int] = ()) -> Verdict:
 
 
 def _is_cause(ending: Ending, signals: Sequence[int]) -> bool:
-    """Whether the rank failed by itself."""
+    """Returns whether the rank failed by itself."""
     if ending.report is not None:
         return ending.report.kind in ("own", "bug", "port") and not _missed(ending)
     if ending.killed or ending.orderly:
@@ -165,7 +165,7 @@ def _witness(endings: Sequence[Ending], culprits: Sequence[Ending]) -> Ending | 
 
 
 def _missed(ending: Ending) -> set[int]:
-    """The ranks that a rank says it missed."""
+    """Returns the ranks that a rank says it missed."""
     if ending.report is None or ending.report.kind not in ("own", "peer"):
         return set()
     ranks = set[int]()
@@ -177,7 +177,7 @@ def _missed(ending: Ending) -> set[int]:
 
 
 def _quote(ending: Ending) -> str:
-    """What a rank said, and which rank that was."""
+    """Returns what a rank said, and which rank that was."""
     message = ending.report.message if ending.report else ""
     name = f"rank {ending.rank}"
     return message if message.startswith(f"{name} ") else f"{name}: {message}"
@@ -189,7 +189,7 @@ def _marked(ending: Ending) -> str:
 
 
 def in_words(ranks: Sequence[int]) -> str:
-    """Return ranks as they are written in a sentence: ``rank 3``, ``ranks 0-2, 5``."""
+    """Returns ranks as they are written in a sentence: ``rank 3``, ``ranks 0-2, 5``."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:

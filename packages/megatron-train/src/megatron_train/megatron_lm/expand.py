@@ -48,7 +48,7 @@ class Variables:
         self._depth = 0
 
     def note(self, line: int, text: str) -> None:
-        """Remember what could not be decided."""
+        """Remembers what could not be decided."""
         text = " ".join(text.split())
         short = text if len(text) <= _LONGEST_NOTE else f"{text[:_LONGEST_NOTE]}..."
         entry = f"line {line}: {short}"
@@ -56,7 +56,7 @@ class Variables:
             self.notes.append(entry)
 
     def words(self, word: Word) -> list[str]:
-        """Return the words that a word becomes: none, one, or several where it is cut."""
+        """Returns the words that a word becomes: none, one, or several where it is cut."""
         done: list[str] = []
         current: str | None = None
         for part in word.parts:
@@ -84,7 +84,7 @@ class Variables:
         return done
 
     def text(self, word: Word | Sequence[Part], line: int = 0) -> str:
-        """Return the text of a word that is not cut, as in an assignment."""
+        """Returns the text of a word that is not cut, as in an assignment."""
         parts = word.parts if isinstance(word, Word) else word
         line = word.line if isinstance(word, Word) else line
         text = "".join(" ".join(self._part(part, line)) for part in parts)
@@ -101,7 +101,7 @@ class Variables:
 
     @staticmethod
     def _edges(values: Sequence[str]) -> tuple[bool, bool]:
-        """Whether an unquoted value begins and ends with a space, which ends a word."""
+        """Returns whether an unquoted value begins and ends with a space, which ends a word."""
         if not values:
             return False, False
         first, last = values[0], values[-1]
@@ -161,7 +161,7 @@ class Variables:
         return [items[place]] if place < len(items) else None
 
     def _operation(self, name: str, values: list[str] | None, rest: str, line: int) -> list[str]:
-        """Return what ``${name rest}`` is: a default, an alternative, or a part cut off."""
+        """Returns what ``${name rest}`` is: a default, an alternative, or a part cut off."""
         colon, action, operand = rest.startswith(":"), *self._split(rest.removeprefix(":"))
         text = None if values is None else " ".join(values)
         absent = text is None or (colon and not text)
@@ -211,7 +211,7 @@ class Variables:
 
 
 def _calculate(node: ast.expr, names: Mapping[str, int]) -> int:
-    """Return the value of an expression of whole numbers.
+    """Returns the value of an expression of whole numbers.
 
     Raises:
         ValueError: it holds something else.
@@ -233,7 +233,7 @@ def _calculate(node: ast.expr, names: Mapping[str, int]) -> int:
 
 
 def _without(text: str, action: str, pattern: str) -> str:
-    """Return ``text`` without the shortest or longest end that ``pattern`` matches."""
+    """Returns ``text`` without the shortest or longest end that ``pattern`` matches."""
     places = range(min(len(text), 4096) + 1)
     if action[0] == "#":
         order = places if action == "#" else reversed(places)

@@ -66,7 +66,7 @@ class Lexer:
             raise TrainError(f"{name}: line {line}: nested deeper than {_DEEPEST} levels")
 
     def tokens(self, closing: str = "") -> Iterator[Token]:
-        """Yield tokens until the end, or the bracket ``closing``, which is left out."""
+        """Yields tokens until the end, or the bracket ``closing``, which is left out."""
         ends: list[str] = []
         while self._at < len(self._text):
             rest = self._text[self._at]
@@ -95,7 +95,7 @@ class Lexer:
             raise TrainError(f"{self._name}: line {self._line}: {closing} is missing at the end")
 
     def parts(self) -> tuple[Part, ...]:
-        """Return all of the text as pieces of one word, spaces included."""
+        """Returns all of the text as pieces of one word, spaces included."""
         return tuple(self._pieces(""))
 
     def _advance(self, count: int) -> None:
@@ -110,7 +110,7 @@ class Lexer:
         return [found.group(1)]
 
     def _skip_documents(self, ends: list[str]) -> None:
-        """Skip the lines of here-documents that begin behind this line."""
+        """Skips the lines of here-documents that begin behind this line."""
         while ends:
             mark = ends.pop(0)
             while self._at < len(self._text):
@@ -212,7 +212,7 @@ class Lexer:
         return self._text[start:end]
 
     def _bracketed(self, start: int) -> str:
-        """Return what stands between the bracket at ``start`` and the one that closes it."""
+        """Returns what stands between the bracket at ``start`` and the one that closes it."""
         opening = self._text[start]
         depth, quote, place = 0, "", start
         while place < len(self._text):

@@ -30,7 +30,7 @@ accepted.
 
 
 def render_flags() -> str:
-    """Return the page as Markdown text."""
+    """Returns the page as Markdown text."""
     flags = list(megatron_flags().values())
     of_parser = [flag for flag in flags if flag.in_parser]
     parts = [

@@ -58,7 +58,7 @@ class _Exit(Exception):  # noqa: N818 - the end of a script, no error
 def read_script(
     path: Path, positional: Sequence[str] = (), variables: Mapping[str, str] | None = None
 ) -> LaunchCommand:
-    """Return the command that the Bash script ``path`` starts training with.
+    """Returns the command that the Bash script ``path`` starts training with.
 
     Args:
         path: of the script.
@@ -99,7 +99,7 @@ class _Reading:
         self.found: tuple[str, tuple[str, ...], tuple[str, ...], int] | None = None
 
     def block(self, commands: Block) -> bool | None:
-        """Follow commands; returns whether the last one succeeds, None where that is open."""
+        """Follows commands; returns whether the last one succeeds, None where that is open."""
         state: bool | None = True
         joint = ""
         for command in commands:
@@ -177,7 +177,7 @@ class _Reading:
         return None
 
     def _look(self, words: list[str], line: int) -> None:
-        """Keep a command if it starts training, the first one."""
+        """Keeps a command if it starts training, the first one."""
         for place, word in enumerate(words):
             if not _PROGRAM.fullmatch(word):
                 continue
@@ -210,13 +210,13 @@ class _Reading:
             raise TrainError(f"line {word.line}: the value of {name} is too long")
 
     def _test(self, words: list[str]) -> bool | None:
-        """Return whether a condition holds, None where it asks for more than variables."""
+        """Returns whether a condition holds, None where it asks for more than variables."""
         inner = [word for word in words[1:] if word not in ("]", "]]")]
         return _either(inner)
 
 
 def _either(words: Sequence[str]) -> bool | None:
-    """Return the value of a condition; of ``||`` and ``&&``, the first binds least."""
+    """Returns the value of a condition; of ``||`` and ``&&``, the first binds least."""
     for joint, decisive in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
         if joint in words:
             place = words.index(joint)
@@ -250,6 +250,6 @@ def _compare(one: str, sign: str, other: str) -> bool | None:
 
 
 def _beginning(word: Word) -> str:
-    """Return the unquoted text that a word begins with."""
+    """Returns the unquoted text that a word begins with."""
     first = word.parts[0] if word.parts else None
     return first.text if first and first.kind == "text" and not first.quoted else ""

@@ -51,7 +51,7 @@ class Syntax:
         self._at, self._depth = 0, 0
 
     def script(self) -> Block:
-        """Return the commands of the whole script."""
+        """Returns the commands of the whole script."""
         commands = self._block(())
         if self._at < len(self._tokens):
             token = self._tokens[self._at]
@@ -79,7 +79,7 @@ class Syntax:
         return tuple(commands)
 
     def _joined(self, command: Command) -> Command:
-        """Read what joins a command to the next one; what it is piped into is left out."""
+        """Reads what joins a command to the next one; what it is piped into is left out."""
         while self._operator() == "|":
             self._at += 1
             self._command()
@@ -155,13 +155,13 @@ class Syntax:
         self._at += 1
 
     def _to(self, word: str) -> None:
-        """Go on behind the next ``word``."""
+        """Goes on behind the next ``word``."""
         while self._at < len(self._tokens) and self._word() != word:
             self._at += 1
         self._at += 1
 
     def _inside(self, ends: tuple[str, ...]) -> None:
-        """Go on behind a block that is left out."""
+        """Goes on behind a block that is left out."""
         self._block(ends)
         self._at += 1
 

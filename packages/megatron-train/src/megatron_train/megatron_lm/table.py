@@ -64,7 +64,7 @@ class MegatronFlag:
         return tuple(self.takes.strip("{}").split(","))
 
     def answer(self) -> str:
-        """Return one line for a user who gave this flag to a command that does not take it."""
+        """Returns one line for a user who gave this flag to a command that does not take it."""
         if self.kind == "works":
             return f"{self.flag} is a flag of {' and '.join(self.commands)}"
         if self.kind == "alias":
@@ -76,7 +76,7 @@ class MegatronFlag:
         return f"{self.flag} is a flag of Megatron-LM that is refused here: {self.text}"
 
     def complaint(self, values: Sequence[str]) -> str:
-        """Return one line if ``values`` are not among the choices of this flag, else nothing."""
+        """Returns one line if ``values`` are not among the choices of this flag, else nothing."""
         wrong = [value for value in values if self.choices and value not in self.choices]
         if not wrong:
             return ""
@@ -87,7 +87,7 @@ class MegatronFlag:
 
 
 def megatron_flags() -> dict[str, MegatronFlag]:
-    """Return every flag that is accounted for by its spelling, file by file.
+    """Returns every flag that is accounted for by its spelling, file by file.
 
     Raises:
         TrainError: a file of the package with an unknown kind of answer, or a flag in two places.

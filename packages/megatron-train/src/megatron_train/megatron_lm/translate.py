@@ -42,14 +42,14 @@ class Translation:
     errors: list[str] = field(default_factory=list)
 
     def counts(self) -> dict[str, int]:
-        """Return how many different flags there are of each kind."""
+        """Returns how many different flags there are of each kind."""
         return {kind: len(set(flags)) for kind, flags in self.flags.items()}
 
 
 def translate(
     words: Sequence[str], table: Mapping[str, MegatronFlag], drop: Sequence[str] = ()
 ) -> Translation:
-    """Sort the flags of a Megatron-LM command line by what becomes of them.
+    """Sorts the flags of a Megatron-LM command line by what becomes of them.
 
     Args:
         words: the command line, behind the program.
@@ -91,7 +91,7 @@ def translate(
 
 
 def as_there(translation: Translation, values: Values) -> Values:
-    """Return settings that mean here what the flags mean in Megatron-LM.
+    """Returns settings that mean here what the flags mean in Megatron-LM.
 
     Where a default of Megatron-LM is another than ours it is set, and options of tokenizers that
     the run does not have, which Megatron-LM ignores, are left out.
@@ -127,7 +127,7 @@ def as_there(translation: Translation, values: Values) -> Values:
 
 
 def _groups(words: Sequence[str]) -> tuple[list[Group], list[str]]:
-    """Cut a command line at its flags; words before the first one are returned, too."""
+    """Cuts a command line at its flags; words before the first one are returned, too."""
     cut: list[list[str]] = []
     stray: list[str] = []
     for word in words:
@@ -152,7 +152,7 @@ def _kind(group: Group, flag: MegatronFlag | None) -> str:
 
 
 def _values_complaint(group: Group, flag: MegatronFlag) -> str:
-    """Return one line if a flag has too few or too many values, or one that is not known."""
+    """Returns one line if a flag has too few or too many values, or one that is not known."""
     open_ = [value for value in group.values if "$(" in value or "${" in value]
     if open_:
         return f"{group.flag} {open_[0]}: the value is only known when the script is run; set it"
@@ -166,14 +166,14 @@ def _values_complaint(group: Group, flag: MegatronFlag) -> str:
 
 
 def _unquoted(value: str) -> str:
-    """Return a value without quotes that were kept inside a variable."""
+    """Returns a value without quotes that were kept inside a variable."""
     if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
         return value[1:-1]
     return value
 
 
 def _as_in_megatron(result: Translation) -> None:
-    """Leave out settings that Megatron-LM ignores because another flag is missing."""
+    """Leaves out settings that Megatron-LM ignores because another flag is missing."""
     queries = "--num-query-groups"
     if queries in result.words and "--group-query-attention" not in result.words:
         place = result.words.index(queries)

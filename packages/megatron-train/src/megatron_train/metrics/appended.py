@@ -18,7 +18,7 @@ class AppendedFile:
         self._file = path.open("ab", buffering=0)
 
     def write(self, piece: bytes) -> None:
-        """Append all of a piece, however many calls the system takes for it.
+        """Appends all of a piece, however many calls the system takes for it.
 
         Raises:
             OSError: the disk is full, for example; names the file, which may end in a part of the
@@ -30,5 +30,5 @@ class AppendedFile:
                 rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._file.close()

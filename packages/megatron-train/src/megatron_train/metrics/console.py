@@ -25,7 +25,7 @@ class Console:
         self._bar: tqdm[Any] | None = None
 
     def line(self, text: str) -> None:
-        """Print one line and flush it."""
+        """Prints one line and flush it."""
         if self.silent:
             return
         preface, self.preface = self.preface, None
@@ -36,7 +36,7 @@ class Console:
             out.flush()
 
     def warn(self, text: str) -> None:
-        """Print one line that starts with ``megatron-train: warning:`` to standard error."""
+        """Prints one line that starts with ``megatron-train: warning:`` to standard error."""
         if self.silent:
             return
         with tqdm.external_write_mode(file=sys.stderr):
@@ -45,7 +45,7 @@ class Console:
 
     @contextmanager
     def warnings_of(self, logger: str) -> Iterator[None]:
-        """Show what ``logger`` warns of, as `warn` does."""
+        """Shows what ``logger`` warns of, as `warn` does."""
         handler = _Warnings(self)
         logging.getLogger(logger).addHandler(handler)
         try:
@@ -54,7 +54,7 @@ class Console:
             logging.getLogger(logger).removeHandler(handler)
 
     def start_bar(self, total_tokens: int, done_tokens: int) -> None:
-        """Show a bar that counts tokens, unless standard error is not a terminal."""
+        """Shows a bar that counts tokens, unless standard error is not a terminal."""
         self._bar = tqdm(
             total=total_tokens,
             initial=done_tokens,
@@ -67,13 +67,13 @@ class Console:
         )
 
     def advance(self, tokens: int, postfix: str) -> None:
-        """Move the bar by ``tokens`` and show ``postfix`` behind it."""
+        """Moves the bar by ``tokens`` and show ``postfix`` behind it."""
         if self._bar is not None:
             self._bar.set_postfix_str(postfix, refresh=False)
             self._bar.update(tokens)
 
     def stop_bar(self) -> None:
-        """Remove the bar."""
+        """Removes the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -12,7 +12,7 @@ _PACKAGES = ("parallel", "kernels", "models", "data", "optim", "ckpt", "train")
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Return versions, device, threads and, in a git work tree, the commit."""
+    """Returns versions, device, threads and, in a git work tree, the commit."""
     facts = {"python": platform.python_version(), "torch": torch.__version__}
     facts["numpy"] = importlib.metadata.version("numpy")
     for name in _PACKAGES:
@@ -32,7 +32,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Return the commit that this package's source is at, with ``+`` if it was changed since."""
+    """Returns the commit that this package's source is at, with ``+`` if it was changed since."""
     folder = Path(__file__).resolve().parent
     git = ("git", "-C", str(folder))
     try:

@@ -40,7 +40,7 @@ class EventFile:
         self._write(step=purge_step, session_log=start)
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        """Write a value of a step.
+        """Writes a value of a step.
 
         Raises:
             OSError: the disk is full, for example; names the file.
@@ -49,7 +49,7 @@ class EventFile:
         self._write(step=step, summary=self._summaries.Summary(value=[scalar]))
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._file.close()
 
     def _write(self, **content: Any) -> None:

@@ -35,7 +35,7 @@ class TrainingLine:
     loss_scale: float = 1.0
 
     def render(self, now: datetime) -> str:
-        """Return the line."""
+        """Returns the line."""
         fields = [
             f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {self.iteration:8d}/{self.train_iters:8d}",
             f"consumed samples: {self.consumed_samples:12d}",
@@ -61,7 +61,7 @@ class TrainingLine:
 def evaluation_lines(
     place: str, losses: Mapping[str, float], reported: Collection[str] = ()
 ) -> list[str]:
-    """Return the lines of an evaluation: a rule, losses with their perplexities, a rule.
+    """Returns the lines of an evaluation: a rule, losses with their perplexities, a rule.
 
     Args:
         place: where in the run.

@@ -53,7 +53,7 @@ class Peak:
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
-    """Return the peak of ``device`` for matrix products in ``dtype``, or None where none is known.
+    """Returns the peak of ``device`` for matrix products in ``dtype``, or None where none is known.
 
     The table is used for known GPUs unless TF32 changes what an fp32 product means; for other GPUs
     one matrix product is timed. None for a CPU.
@@ -69,7 +69,7 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
 
 
 def cpu_rate(dtype: torch.dtype) -> Peak:
-    """Return what this process is assumed to compute on a CPU at best, to estimate a step by.
+    """Returns what this process is assumed to compute on a CPU at best, to estimate a step by.
 
     100 GFLOP/s for each of torch's threads, ten times as many in bf16, for which some CPUs have
     matrix units. Most CPUs reach less.
@@ -80,7 +80,7 @@ def cpu_rate(dtype: torch.dtype) -> Peak:
 
 
 def table_peak(device_name: str, dtype: torch.dtype) -> float | None:
-    """Return the data-sheet peak in FLOP/s of a device by name, or None if it is not listed."""
+    """Returns the data-sheet peak in FLOP/s of a device by name, or None if it is not listed."""
     for name, bf16, fp32 in _KNOWN:
         if re.search(rf"(?<![A-Za-z0-9]){name}(?![A-Za-z0-9])", device_name):
             figure = {torch.bfloat16: bf16, torch.float32: fp32}.get(dtype)
@@ -89,7 +89,7 @@ def table_peak(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, size: int | None = None) -> Peak | None:
-    """Return the best of five timed square matrix products, or None if they cannot run."""
+    """Returns the best of five timed square matrix products, or None if they cannot run."""
     size = size or 8192
     try:
         a = torch.ones(size, size, device=device, dtype=dtype)

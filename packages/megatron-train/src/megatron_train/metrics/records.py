@@ -33,7 +33,7 @@ class RecordWriter:
         self._file = AppendedFile(path)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record.
+        """Appends one record.
 
         Raises:
             OSError: the disk is full, for example; names the file.
@@ -41,7 +41,7 @@ class RecordWriter:
         self._file.write((json.dumps(record) + "\n").encode())
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -67,7 +67,7 @@ class Records:
 
 
 def read_records(path: Path) -> Records:
-    """Read a metrics file, leaving out the steps that a later start did again.
+    """Reads a metrics file, leaving out the steps that a later start did again.
 
     Raises:
         TrainError: a line other than an unfinished last one is not a record.
@@ -89,7 +89,7 @@ def read_records(path: Path) -> Records:
 
 
 def _complaint_about(record: Any) -> str | None:
-    """What is wrong with a record, None if nothing is."""
+    """Returns what is wrong with a record, None if nothing is."""
     if not isinstance(record, dict) or record.get("kind") not in _KINDS:
         return f"no object with a known 'kind' but {shown(record)}"
     iteration = record.get("iteration")
@@ -107,12 +107,12 @@ def _complaint_about(record: Any) -> str | None:
 
 
 def _is_number(value: object) -> bool:
-    """Whether a value is a number that charts can be drawn of."""
+    """Returns whether a value is a number that charts can be drawn of."""
     return isinstance(value, int | float) and abs(value) <= _MOST
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut an unfinished last line, left by a run that was killed while writing it."""
+    """Cuts an unfinished last line, left by a run that was killed while writing it."""
     if not path.exists():
         return
     content = path.read_bytes()

@@ -46,12 +46,12 @@ class Scale(NamedTuple):
     end: float
 
     def __call__(self, value: float) -> float:
-        """Return the place of ``value``."""
+        """Returns the place of ``value``."""
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
 def draw(title: str, lines: Sequence[Line], marks: Sequence[float] = ()) -> str:
-    """Return a figure with legend: ``lines`` over steps, and a vertical mark at each of ``marks``.
+    """Returns a figure with legend: ``lines`` over steps, and a vertical mark at each of ``marks``.
 
     Empty if no line has a point.
     """
@@ -83,7 +83,7 @@ def draw(title: str, lines: Sequence[Line], marks: Sequence[float] = ()) -> str:
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Return at most about ``most`` points that look the same: of each stretch its extremes."""
+    """Returns at most about ``most`` points that look the same: of each stretch its extremes."""
     if len(points) <= most:
         return list(points)
     stretch = math.ceil(2 * len(points) / most)
@@ -96,7 +96,7 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Return round numbers between ``low`` and ``high``, about as many as asked for."""
+    """Returns round numbers between ``low`` and ``high``, about as many as asked for."""
     step = (high - low) / about
     power = 10.0 ** math.floor(math.log10(step))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step)
@@ -105,7 +105,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Return a number as a label: short, with an SI prefix where it is large."""
+    """Returns a number as a label: short, with an SI prefix where it is large."""
     for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             return f"{value / (1e3 if prefix == 'k' else limit):.4g}{prefix}"
@@ -113,7 +113,7 @@ def number(value: float) -> str:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the values' range with some air; never empty."""
+    """Returns the values' range with some air; never empty."""
     low, high = min(values), max(values)
     air = 0.05 * (high - low) or abs(high) * 0.1 or 1.0
     return (max(0.0, low - air) if low >= 0 else low - air), high + air

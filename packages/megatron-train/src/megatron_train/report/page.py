@@ -28,7 +28,7 @@ _NOT_LOSSES = frozenset(
 
 
 def write_report(run: Path, output: Path) -> None:
-    """Write the page of the run in folder ``run``; a former page is replaced when it is whole.
+    """Writes the page of the run in folder ``run``; a former page is replaced when it is whole.
 
     Raises:
         TrainError: the folder holds no metrics, or they cannot be read.
@@ -46,7 +46,7 @@ def write_report(run: Path, output: Path) -> None:
 
 
 def render(name: str, records: Records, configuration: str) -> str:
-    """Return the page as HTML."""
+    """Returns the page as HTML."""
     marks = [e["iteration"] for e in records.events if e["event"] == "start" and e["iteration"]]
     losses = [key for key in (records.train or [{}])[-1] if key not in _NOT_LOSSES]
     charts = [_loss_chart(records, loss, marks) for loss in losses]
@@ -71,7 +71,7 @@ def render(name: str, records: Records, configuration: str) -> str:
 
 
 def state(records: Records) -> str:
-    """Return in one sentence how far the run has come and why it ended, if it did."""
+    """Returns in one sentence how far the run has come and why it ended, if it did."""
     last = records.train[-1]["iteration"] if records.train else 0
     final = records.events[-1] if records.events else {}
     if final.get("event") != "end":
@@ -83,7 +83,7 @@ def state(records: Records) -> str:
 
 
 def curve(records: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
-    """Return step and value of the records whose value is a finite number."""
+    """Returns step and value of the records whose value is a finite number."""
     found = [(float(r["iteration"]), r.get(key)) for r in records]
     return [(step, float(v)) for step, v in found if v is not None and math.isfinite(v)]
 
@@ -142,7 +142,7 @@ def _rate(record: Mapping[str, Any]) -> float | None:
 
 
 def _total(records: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Sum over the records that have the key; 0 at least."""
+    """Sums over the records that have the key; 0 at least."""
     return max(0.0, float(sum(record.get(key) or 0 for record in records)))
 
 
@@ -167,7 +167,7 @@ def _events(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _environment(events: Sequence[Mapping[str, Any]]) -> str:
-    """Return the facts of the last start; those of earlier ones where they differ."""
+    """Returns the facts of the last start; those of earlier ones where they differ."""
     starts = [event for event in events if event["event"] == "start"]
     keys = [k for k in (starts or [{}])[-1] if k not in ("kind", "event", "iteration")]
     rows = []

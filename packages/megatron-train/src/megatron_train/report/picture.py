@@ -11,7 +11,7 @@ _FORMATS = (".svg", ".png")
 
 
 def check_name(path: Path) -> None:
-    """Raise `TrainError` unless a picture can be written under that name."""
+    """Raises `TrainError` unless a picture can be written under that name."""
     if path.suffix not in _FORMATS:
         raise TrainError(f"--output {path}: a picture is written as {' or '.join(_FORMATS)}")
     if not path.parent.is_dir():
@@ -19,7 +19,7 @@ def check_name(path: Path) -> None:
 
 
 def write_picture(picture: Picture, path: Path) -> None:
-    """Write ``picture`` to ``path``, in the format that its name ends in."""
+    """Writes ``picture`` to ``path``, in the format that its name ends in."""
     with replacing(path) as temporary:
         if path.suffix == ".svg":
             temporary.write_text(picture.svg(), encoding="utf-8")

@@ -72,7 +72,7 @@ class GPTTask:
         return ModelRecord(family=self._family, **record_of(self._stages[0].config))
 
     def migrated(self, record: ModelRecord) -> dict[str, Any]:
-        """Return the configuration of a checkpoint's record in the fields of today."""
+        """Returns the configuration of a checkpoint's record in the fields of today."""
         return config_of(record).to_dict()
 
     @property
@@ -86,11 +86,11 @@ class GPTTask:
         return self._stages[0].config.inner_losses
 
     def units(self, stage: nn.Module) -> Sequence[nn.Module]:
-        """The blocks of a stage."""
+        """Returns the blocks of a stage."""
         return [block for own in self._stages if own is stage for block in own.layers.values()]
 
     def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Return the number of tokens that count; for routers, of those that are not padding."""
+        """Returns the number of tokens that count; for routers, of those that are not padding."""
         counts = {LOSS: sum(float(batch.fields["loss_mask"].double().sum()) for batch in batches)}
         if self.inner_losses:
             routed = float(sum(self._routed(batch) for batch in batches))
@@ -103,7 +103,7 @@ class GPTTask:
         return batch.fields["tokens"].numel()
 
     def cut(self, batch: MicroBatch) -> MicroBatch:
-        """Return the batch at this rank's places.
+        """Returns the batch at this rank's places.
 
         What masks are made of stays whole: ``document_ids`` and ``sample_ids``.
         """
@@ -119,7 +119,7 @@ class GPTTask:
         return dataclasses.replace(batch.replaced(**own), split=split)
 
     def inputs(self, batch: MicroBatch, stage: int, iteration: int | None) -> Mapping[str, Any]:
-        """Return tokens for the first stage, labels for the last, mask and dropout for all."""
+        """Returns tokens for the first stage, labels for the last, mask and dropout for all."""
         own = next(one for one in self._stages if one.stage == stage)
         fields, given = batch.fields, dict[str, Any]()
         if own.first:
@@ -142,12 +142,12 @@ class GPTTask:
         return given
 
     def _context(self, ranks: int) -> Axis:
-        """The ranks that a micro-batch is cut over; of a pool, by their number."""
+        """Returns the ranks that a micro-batch is cut over; of a pool, by their number."""
         pooled = self._mesh.layout.hybrid_cp
         return self._mesh.axis(pool_group_name(ranks)) if pooled else self._cp
 
     def _dropout(self, batch: MicroBatch, iteration: int) -> Dropout:
-        """What is dropped; in rows of a pool, as in the samples that they are made of."""
+        """Returns what is dropped; in rows of a pool, as in the samples that they are made of."""
         rates = self._hidden_dropout, self._attention_dropout
         if self._mesh.layout.hybrid_cp:
             samples, places = batch.fields["sample_ids"].t(), batch.fields["sample_places"]
@@ -162,16 +162,16 @@ class GPTTask:
         return Dropout(key, *rates)
 
     def passed(self, batch: MicroBatch, stage: int) -> Passed:
-        """Return shape and dtype of the activations between two stages."""
+        """Returns shape and dtype of the activations between two stages."""
         samples, part = batch.fields["tokens"].shape
         return self._stages[0].passed(samples, part * self._cp.size)
 
     def loss(self, output: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
-        """Return the cross entropy ``[b, s]`` summed over the tokens that count."""
+        """Returns the cross entropy ``[b, s]`` summed over the tokens that count."""
         return {LOSS: (output * batch.fields["loss_mask"]).sum()}
 
     def flops(self, batches: Sequence[MicroBatch]) -> float:
-        """Return the operations of a forward and backward pass over the batches."""
+        """Returns the operations of a forward and backward pass over the batches."""
         config, length = self._stages[0].config, self._sequence_length
         if not self._mesh.layout.hybrid_cp:
             length = batches[0].fields["tokens"].shape[1]
@@ -180,7 +180,7 @@ class GPTTask:
 
 
 def gpt_task(run: RunConfig, stages: Sequence[nn.Module], family: str | None) -> GPTTask:
-    """Return the task of a run, see `megatron_train.tasks.kinds.TaskKind`."""
+    """Returns the task of a run, see `megatron_train.tasks.kinds.TaskKind`."""
     training, data = run.training, run.data
     return GPTTask(
         cast(Sequence[CausalModel], stages),

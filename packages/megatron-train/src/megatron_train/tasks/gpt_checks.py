@@ -8,7 +8,7 @@ from megatron_train.errors import TrainError
 
 
 def check_fim(run: RunConfig) -> None:
-    """Refuse options of filling in the middle where nothing is, or without a tokenizer.
+    """Refuses options of filling in the middle where nothing is, or without a tokenizer.
 
     Raises:
         TrainError: in one line, with the flags.

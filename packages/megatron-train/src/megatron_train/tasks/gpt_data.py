@@ -52,11 +52,11 @@ class GPTData:
         self._build = self._builder()
 
     def datasets(self, sizes: Sequence[int]) -> Datasets:
-        """Return the datasets of these numbers of samples, opened when they are asked for."""
+        """Returns the datasets of these numbers of samples, opened when they are asked for."""
         return self._build(sizes=sizes)
 
     def check(self) -> None:
-        """Refuse corpora that another tokenizer made.
+        """Refuses corpora that another tokenizer made.
 
         Raises:
             TrainError: naming both.
@@ -72,7 +72,7 @@ class GPTData:
             ) from None
 
     def identity(self) -> dict[str, Any]:
-        """Return how samples are made of the corpora: their order, masks and conversations."""
+        """Returns how samples are made of the corpora: their order, masks and conversations."""
         data = self._config.data
         found: dict[str, Any] = {
             "order": data.sample_order,
@@ -93,7 +93,7 @@ class GPTData:
         return found
 
     def read(self, dataset: Dataset, samples: Sequence[int]) -> dict[str, Tensor]:
-        """Read samples by their numbers: fields ``[b, s]`` and ``[b]``.
+        """Reads samples by their numbers: fields ``[b, s]`` and ``[b]``.
 
         Raises:
             DataError: a token that the model does not have.
@@ -109,11 +109,11 @@ class GPTData:
         return fields
 
     def micro_batch(self, fields: Mapping[str, Tensor]) -> MicroBatch:
-        """Return the micro-batch of these fields, counted by its tokens."""
+        """Returns the micro-batch of these fields, counted by its tokens."""
         return MicroBatch.of(fields, by="tokens")
 
     def _builder(self) -> Callable[..., Datasets]:
-        """What builds the datasets of the run, given their `sizes`."""
+        """Returns what builds the datasets of the run, given their `sizes`."""
         config, tokenizer, data = self._config, self._tokenizer, self._config.data
         if data.mock_data:
             return partial(_mock_datasets, config)
@@ -166,7 +166,7 @@ def _writer(config: RunConfig, tokenizer: Tokenizer | None) -> SFTTokenizer | No
 
 
 def _infill(config: RunConfig, tokenizer: Tokenizer | None) -> FillInTheMiddle | None:
-    """What takes documents apart, with the draws of the run's seed."""
+    """Returns what takes documents apart, with the draws of the run's seed."""
     if not config.data.fim_data or tokenizer is None:
         return None
     return FillInTheMiddle(config.section(FIMConfig), tokenizer, config.training.seed)

@@ -25,7 +25,7 @@ class TaskData(Protocol):
     """What a run reads its samples from."""
 
     def datasets(self, sizes: Sequence[int]) -> Datasets:
-        """Return the datasets for training, validation and test.
+        """Returns the datasets for training, validation and test.
 
         Args:
             sizes: samples of each; 0 where that dataset is not asked for.
@@ -35,24 +35,24 @@ class TaskData(Protocol):
         """
 
     def check(self) -> None:
-        """Refuse corpora that do not fit together, or do not fit the run.
+        """Refuses corpora that do not fit together, or do not fit the run.
 
         Raises:
             TrainError: in one line.
         """
 
     def identity(self) -> Mapping[str, Any]:
-        """Return how samples are made of the corpora, as plain values that JSON can hold.
+        """Returns how samples are made of the corpora, as plain values that JSON can hold.
 
         They are kept in checkpoints beside what the corpora are known by; a run that continues with
         others is refused.
         """
 
     def read(self, dataset: Dataset, samples: Sequence[int]) -> "Mapping[str, Tensor]":
-        """Read samples by their numbers: fields whose first dim is the sample."""
+        """Reads samples by their numbers: fields whose first dim is the sample."""
 
     def micro_batch(self, fields: "Mapping[str, Tensor]") -> "MicroBatch":
-        """Return the micro-batch of what `read` returned."""
+        """Returns the micro-batch of what `read` returned."""
 
 
 @dataclass(frozen=True)
@@ -86,23 +86,23 @@ class TaskKind:
     checks: tuple[Callable[[RunConfig], None], ...] = ()
 
     def build(self, run: RunConfig, stages: "Sequence[nn.Module]", family: str | None) -> "Task":
-        """Return the task of a run, as this rank sees it."""
+        """Returns the task of a run, as this rank sees it."""
         make: Callable[..., Task] = look_up(self.task, f"the task {self.name!r}")
         return make(run, stages, family)
 
     def open(self, run: RunConfig, tokenizer: Tokenizer | None) -> TaskData:
-        """Return what the run reads its samples from."""
+        """Returns what the run reads its samples from."""
         make: Callable[..., TaskData] = look_up(self.data, f"the data of the task {self.name!r}")
         return make(run, tokenizer)
 
 
 def task_kinds() -> dict[str, TaskKind]:
-    """Return every installed kind by name, other distributions' too."""
+    """Returns every installed kind by name, other distributions' too."""
     return {name: find_task(name) for name in TASKS.entries()}
 
 
 def find_task(name: str) -> TaskKind:
-    """Return an installed kind of tasks.
+    """Returns an installed kind of tasks.
 
     Raises:
         TrainError: there is none of that name.

@@ -38,7 +38,7 @@ class MicroBatch:
 
     @classmethod
     def of(cls, fields: Mapping[str, Tensor], by: str) -> "MicroBatch":
-        """Return a micro-batch whose samples and tokens are those of one of its fields.
+        """Returns a micro-batch whose samples and tokens are those of one of its fields.
 
         Args:
             fields: tensors by name.
@@ -47,11 +47,11 @@ class MicroBatch:
         return cls(fields, len(fields[by]), fields[by].numel())
 
     def replaced(self, **fields: Tensor) -> "MicroBatch":
-        """Return the same with other fields, or more."""
+        """Returns the same with other fields, or more."""
         return dataclasses.replace(self, fields={**self.fields, **fields})
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Return the same on a device; copies need not have ended."""
+        """Returns the same on a device; copies need not have ended."""
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
@@ -69,7 +69,7 @@ class Task(Protocol):
         """The model's kind, family and configuration, kept in checkpoints."""
 
     def migrated(self, record: ModelRecord) -> Mapping[str, Any]:
-        """Return the configuration of a checkpoint's record, as `model_record` would hold it now.
+        """Returns the configuration of a checkpoint's record, as `model_record` would hold it now.
 
         Raises:
             ValueError: a model of another kind, or a version that is not known here.
@@ -80,7 +80,7 @@ class Task(Protocol):
         """The pipeline stages that this rank holds, in the order of the forward pass."""
 
     def units(self, stage: nn.Module) -> Sequence[nn.Module]:
-        """Return the modules of a stage that are worth gathering one at a time: its blocks."""
+        """Returns the modules of a stage that are worth gathering one at a time: its blocks."""
 
     @property
     def losses(self) -> Sequence[str]:
@@ -103,7 +103,7 @@ class Task(Protocol):
         """
 
     def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Return what each loss and each reported sum is divided by, from labels and masks alone.
+        """Returns what each loss and each reported sum is divided by, from labels and masks alone.
 
         Inner losses are among them.
 
@@ -112,7 +112,7 @@ class Task(Protocol):
         """
 
     def cut(self, batch: MicroBatch) -> MicroBatch:
-        """Return what this rank computes of a micro-batch of its data-parallel rank.
+        """Returns what this rank computes of a micro-batch of its data-parallel rank.
 
         Asked for with context parallelism only, where it is a part of every sequence, and in a pool
         (`megatron_train.document_pool`), where it is a part of a row. `inputs`, `passed` and `loss`
@@ -120,7 +120,7 @@ class Task(Protocol):
         """
 
     def inputs(self, batch: MicroBatch, stage: int, iteration: int | None) -> Mapping[str, Any]:
-        """Return the keyword arguments of a stage for a micro-batch.
+        """Returns the keyword arguments of a stage for a micro-batch.
 
         What the stage before passes on comes as its first positional argument. ``iteration`` is the
         number of the step, or None in an evaluation.
@@ -133,7 +133,7 @@ class Task(Protocol):
         """Return each loss and each reported sum of a micro-batch, from the last stage's output."""
 
     def flops(self, batches: Sequence[MicroBatch]) -> float:
-        """Return the operations of a forward and backward pass of the whole model."""
+        """Returns the operations of a forward and backward pass of the whole model."""
 
 
 @runtime_checkable
@@ -141,7 +141,7 @@ class PreparingTask(Protocol):
     """A task whose micro-batches need more than samples: a teacher, a reference, rollouts."""
 
     def prepare(self, batches: Sequence[MicroBatch], iteration: int | None) -> Sequence[MicroBatch]:
-        """Return the micro-batches of a step with what the task computes for them itself.
+        """Returns the micro-batches of a step with what the task computes for them itself.
 
         Called without gradients on every rank, with this rank's micro-batches, before
         `Task.denominators`. All ranks of a step call it together, so it may communicate. It may

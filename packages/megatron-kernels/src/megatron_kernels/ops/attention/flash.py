@@ -61,7 +61,7 @@ def flash_refusal(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> str | None:
-    """Why `flash` cannot serve these arguments, cheapest test first."""
+    """Returns why `flash` cannot serve these arguments, cheapest test first."""
     if dropout is not None:
         return "it draws a dropout of its own and applies no other"
     if sinks is not None:

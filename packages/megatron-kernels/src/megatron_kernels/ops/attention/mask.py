@@ -64,7 +64,7 @@ class Mask:
     def prepare(
         self, queries: int, keys: int, query_offset: int = 0, *, device: torch.device | str = "cpu"
     ) -> "Mask":
-        """The same mask with `dense` written out, unless attention needs no mask tensor.
+        """Returns the same mask with `dense` written out, unless attention needs no mask tensor.
 
         A model calls this once per step, so that its layers do not each write out the same mask.
         """
@@ -90,7 +90,7 @@ class Mask:
     def allowed(
         self, queries: int, keys: int, query_offset: int = 0, *, device: torch.device | str = "cpu"
     ) -> Bool[Tensor, "b_or_1 s t"]:
-        """The rules written out: `[b or 1, queries, keys]`, True = may attend.
+        """Returns the rules written out: `[b or 1, queries, keys]`, True = may attend.
 
         Args:
             queries: Number of queries s.
@@ -119,7 +119,7 @@ class Mask:
     def _by_place(
         self, queries: int, keys: int, query_offset: int, device: torch.device | str
     ) -> Tensor:
-        """The rules that compare places: causal, prefix and window."""
+        """Returns the rules that compare places: causal, prefix and window."""
         if self.positions is None:
             of_keys = torch.arange(keys, device=device)[None]
             of_queries = torch.arange(query_offset, query_offset + queries, device=device)[None]

@@ -30,7 +30,7 @@ def reference(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """The forward block pass, without its lse; autograd differentiates it."""
+    """Returns the forward block pass, without its lse; autograd differentiates it."""
     return _forward(q, k, v, mask, scale, query_offset, dropout, sinks, softcap)[0]
 
 
@@ -142,7 +142,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
 
 
 def _masked(scores: Tensor, q: Tensor, k: Tensor, mask: Mask, query_offset: int) -> Tensor:
-    """The scores with -inf where attending is forbidden."""
+    """Returns the scores with -inf where attending is forbidden."""
     allowed = mask.allowed(q.shape[0], k.shape[0], query_offset, device=q.device)
     return scores.masked_fill(~allowed[:, None, None], -math.inf)
 

@@ -19,7 +19,7 @@ def sdpa(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Lower the mask to what the fused kernels are fastest with, and call them on views.
+    """Lowers the mask to what the fused kernels are fastest with, and call them on views.
 
     Causal masks over keys in order need no mask tensor: `is_causal` when queries and keys coincide,
     nothing at all for a single query. Everything else is written out as a boolean mask.
@@ -65,7 +65,7 @@ def sdpa_refusal(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> str | None:
-    """Why `sdpa` cannot serve these arguments."""
+    """Returns why `sdpa` cannot serve these arguments."""
     if dropout is not None:
         return "it draws a dropout of its own and applies no other"
     if sinks is not None:

@@ -41,7 +41,7 @@ def fused(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def fused_refusal(x: Tensor, weight: Tensor, counts: Tensor) -> str | None:
-    """Why `fused` cannot serve these arguments, cheapest test first."""
+    """Returns why `fused` cannot serve these arguments, cheapest test first."""
     if not x.is_cuda:
         return f"needs a CUDA tensor, x is on {x.device.type}"
     if x.dtype != torch.bfloat16:

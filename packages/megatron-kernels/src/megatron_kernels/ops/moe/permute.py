@@ -54,7 +54,7 @@ def permute(
     *,
     backend: str = AUTO,
 ) -> Float[Tensor, "m h"]:
-    """A row for every choice of every token, in the order of `sort_by_expert`.
+    """Returns a row for every choice of every token, in the order of `sort_by_expert`.
 
     Args:
         tokens: `[n, h]`.
@@ -92,7 +92,7 @@ def unpermute(
     *,
     backend: str = AUTO,
 ) -> Float[Tensor, "n h"]:
-    """The weighted sum of each token's rows: the inverse of `permute`.
+    """Returns the weighted sum of each token's rows: the inverse of `permute`.
 
     Args:
         rows: `[m, h]`, in the order of `sort_by_expert`.

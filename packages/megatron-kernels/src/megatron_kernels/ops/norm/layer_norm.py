@@ -25,7 +25,7 @@ def fused(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def fused_refusal(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> str | None:
-    """torch's kernel takes one dtype for everything (its CPU kernel alone allows a mixture)."""
+    """Torch's kernel takes one dtype for everything (its CPU kernel alone allows a mixture)."""
     if weight.dtype == x.dtype and bias.dtype == x.dtype:
         return None
     return f"x is {x.dtype}, weight {weight.dtype}, bias {bias.dtype}; they must agree"
@@ -44,7 +44,7 @@ def layer_norm(
     *,
     backend: str = AUTO,
 ) -> Float[Tensor, "*rows h"]:
-    """Subtract the mean of the last dimension, divide by its standard deviation, scale and shift.
+    """Subtracts the mean of the last dimension, divide by its standard deviation, scale and shift.
 
     Args:
         x: Input `[..., h]`.

@@ -23,7 +23,7 @@ def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def fused_refusal(x: Tensor, weight: Tensor, eps: float) -> str | None:
-    """torch's kernel takes one dtype for both."""
+    """Torch's kernel takes one dtype for both."""
     if weight.dtype == x.dtype:
         return None
     return f"x is {x.dtype}, weight {weight.dtype}; they must agree"
@@ -41,7 +41,7 @@ def rms_norm(
     *,
     backend: str = AUTO,
 ) -> Float[Tensor, "*rows h"]:
-    """Divide the last dimension by its root mean square and scale.
+    """Divides the last dimension by its root mean square and scale.
 
     Args:
         x: Input `[..., h]`.

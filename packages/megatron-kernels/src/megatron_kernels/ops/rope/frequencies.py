@@ -28,7 +28,7 @@ class RopeScaling(Protocol):
         """Multiplies cosines and sines, and so scales the attention logits by its square."""
 
     def scale(self, frequencies: Tensor, base: float) -> Tensor:
-        """The frequencies to use in place of these (float64 `[r/2]`, highest first)."""
+        """Returns the frequencies to use in place of these (float64 `[r/2]`, highest first)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LinearScaling:
         return 1.0
 
     def scale(self, frequencies: Tensor, base: float) -> Tensor:
-        """Divide all."""
+        """Divides all."""
         return frequencies / self.factor
 
 
@@ -103,7 +103,7 @@ class YarnScaling:
         return max(low, 0.0), min(high, dim - 1.0)
 
     def scale(self, frequencies: Tensor, base: float) -> Tensor:
-        """Blend along a ramp over the correction range."""
+        """Blends along a ramp over the correction range."""
         low, high = self.correction_range(2 * len(frequencies), base)
         index = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
         slowed = ((index - low) / max(high - low, 1e-3)).clamp(0, 1)

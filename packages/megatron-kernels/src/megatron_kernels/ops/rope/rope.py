@@ -52,7 +52,7 @@ def rope(
     *,
     backend: str = AUTO,
 ) -> Float[Tensor, "s b n d"]:
-    """Turn the first r = 2 * half channels of every head by its token's angles; leave the rest.
+    """Turns the first r = 2 * half channels of every head by its token's angles; leave the rest.
 
     Args:
         x: Queries or keys `[s, b, n, d]`.

@@ -34,7 +34,7 @@ CP_COMM_TYPES: Final = ("p2p", "a2a", "allgather", "a2a+p2p")
 def check_context_parallel(
     config: AttentionConfig, layout: ParallelLayout, comm: str | Sequence[str]
 ) -> tuple[str, ...]:
-    """Return how each layer's attention communicates, by its number.
+    """Returns how each layer's attention communicates, by its number.
 
     Args:
         config: the model.

@@ -36,7 +36,7 @@ class CrossAttention(nn.Module):
         self.out = place.row(spec.out)
 
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
-        """Let every token of the decoder attend to the encoder's output as the mask allows.
+        """Lets every token of the decoder attend to the encoder's output as the mask allows.
 
         With sequence parallelism ``x``, the encoder's output and the result are this rank's parts
         of their sequences; queries, keys and values are those of all of them, for this rank's

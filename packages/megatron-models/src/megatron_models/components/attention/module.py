@@ -37,7 +37,7 @@ class Attention(nn.Module):
         self.out = place.row(spec.out)
 
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
-        """Let every token attend as the mask allows, in the cache too.
+        """Lets every token attend as the mask allows, in the cache too.
 
         With sequence parallelism ``x`` and the result are this rank's part of the sequence;
         queries, keys and values are those of all of it, for this rank's heads. With context
@@ -96,7 +96,7 @@ class Attention(nn.Module):
 def own_group(
     part: Float[Tensor, "s b 1 rows_part"], tp: Axis, sharers: int
 ) -> Float[Tensor, "s b 1 rows"]:
-    """Gather the fused projection of all groups from parts of their rows; keep one group."""
+    """Gathers the fused projection of all groups from parts of their rows; keep one group."""
     rows = gather_sequence(part.squeeze(2).movedim(-1, 0), tp)
     width = rows.shape[0] * sharers // tp.size
     own = rows.narrow(0, tp.index // sharers * width, width)

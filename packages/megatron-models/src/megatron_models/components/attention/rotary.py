@@ -37,7 +37,7 @@ class RotaryTable(nn.Module):
         self.reset()
 
     def reset(self) -> None:
-        """Compute the table, on whatever device it is kept; on the meta device there is none."""
+        """Computes the table, on whatever device it is kept; on the meta device there is none."""
         if self.cos.is_meta:
             return
         config, scaling = self.config, rope_scaling(self.config)
@@ -50,7 +50,7 @@ class RotaryTable(nn.Module):
         self.sin.copy_(sin)
 
     def forward(self, length: int, offset: int, positions: Int[Tensor, "b s"] | None) -> Angles:
-        """Return the angles of ``positions``, by default those from ``offset`` on."""
+        """Returns the angles of ``positions``, by default those from ``offset`` on."""
         if positions is None:
             return self.cos[offset : offset + length], self.sin[offset : offset + length]
         index = positions.t()
@@ -58,7 +58,7 @@ class RotaryTable(nn.Module):
 
 
 def rope_scaling(config: AttentionConfig) -> LinearScaling | Llama3Scaling | None:
-    """Return the rule by which the configuration stretches rotary frequencies, if any."""
+    """Returns the rule by which the configuration stretches rotary frequencies, if any."""
     if config.rope_scaling_type == "linear":
         return LinearScaling(config.rope_scaling_factor)
     if config.rope_scaling_type == "llama3":

@@ -17,5 +17,5 @@ class Sinks(nn.Module):
         place.register(self, spec.sinks(), "weight")
 
     def forward(self, q: Float[Tensor, "s b n d"]) -> Float[Tensor, " n"]:
-        """Return the logits of this rank's heads, those of ``q``."""
+        """Returns the logits of this rank's heads, those of ``q``."""
         return q.new_zeros(q.shape[2]) if self.weight is None else self.weight

@@ -58,14 +58,14 @@ class AttentionSpec(AttentionConfig, Mixer):
         return out_projection(self)
 
     def sinks(self) -> dict[str, Sharding]:
-        """Return how learned logits of sinks ``[n]`` are cut; empty if there are none."""
+        """Returns how learned logits of sinks ``[n]`` are cut; empty if there are none."""
         if self.softmax_type != "learnable":
             return {}
         init = Init(scale=self.init_method_std)
         return {"weight": Sharding((self.num_attention_heads,), "tp", 0, init=init)}
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Return projections and sinks."""
+        """Returns projections and sinks."""
         sinks = {name: ParameterSpec(sharding) for name, sharding in self.sinks().items()}
         return {
             **prefixed("qkv", parameters_of(self.qkv, sequence_parallel)),
@@ -74,11 +74,11 @@ class AttentionSpec(AttentionConfig, Mixer):
         }
 
     def products_per_pair(self) -> int:
-        """Return a multiply-add of each channel for the score, and one for the weighted value."""
+        """Returns a multiply-add of each channel for the score, and one for the weighted value."""
         return 2 * self.query_size
 
     def activations(self, taken: LayerPass) -> Terms:
-        """Return what attention keeps; recomputed attention keeps queries, keys and values."""
+        """Returns what attention keeps; recomputed attention keeps queries, keys and values."""
         keeping, tp = self._keeping(taken.keeping), taken.tp
         written = not taken.recompute.does("core_attn")
         core = 0
@@ -94,15 +94,15 @@ class AttentionSpec(AttentionConfig, Mixer):
         }
 
     def keeps_input(self, taken: LayerPass) -> str | None:
-        """Return the fused projection."""
+        """Returns the fused projection."""
         return "qkv"
 
     def check_layout(self, layout: ParallelLayout) -> None:
-        """Refuse tensor-parallel ranks that cannot share out heads and query groups."""
+        """Refuses tensor-parallel ranks that cannot share out heads and query groups."""
         check_heads(self, layout.tp)
 
     def refuses(self, feature: Feature) -> Refusal | None:
-        """Return that sinks are not there where keys go round over ranks."""
+        """Returns that sinks are not there where keys go round over ranks."""
         if feature == "document_pool" and self.softmax_type != "vanilla":
             return Refusal("{softmax_type}", "blocks of attention have no sinks yet")
         return None
@@ -173,7 +173,7 @@ class CrossAttentionSpec(AttentionConfig, Mixer):
         return out_projection(self)
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Return the three projections."""
+        """Returns the three projections."""
         return {
             **prefixed("q", parameters_of(self.q, sequence_parallel)),
             **prefixed("kv", parameters_of(self.kv, sequence_parallel)),
@@ -181,7 +181,7 @@ class CrossAttentionSpec(AttentionConfig, Mixer):
         }
 
     def activations(self, taken: LayerPass) -> Terms:
-        """Refuse: what it keeps depends on the length of the encoder's text too.
+        """Refuses: what it keeps depends on the length of the encoder's text too.
 
         Raises:
             ConfigError: always.
@@ -192,22 +192,22 @@ class CrossAttentionSpec(AttentionConfig, Mixer):
         )
 
     def keeps_input(self, taken: LayerPass) -> str | None:
-        """Return the projection to queries."""
+        """Returns the projection to queries."""
         return "q"
 
     def check_layout(self, layout: ParallelLayout) -> None:
-        """Refuse tensor-parallel ranks that cannot share out heads and query groups."""
+        """Refuses tensor-parallel ranks that cannot share out heads and query groups."""
         check_heads(self, layout.tp)
 
 
 def out_projection(config: AttentionConfig) -> RowSpec:
-    """Return the projection of all heads back to the residual stream."""
+    """Returns the projection of all heads back to the residual stream."""
     bias, init = config.has_attention_out_bias, Init(scale=config.output_std)
     return RowSpec(config.query_size, config.hidden_size, bias, init=init, role="linear_proj")
 
 
 def check_heads(config: AttentionConfig, tp: int) -> None:
-    """Refuse ``tp`` ranks that cannot share out heads and query groups equally.
+    """Refuses ``tp`` ranks that cannot share out heads and query groups equally.
 
     Raises:
         ConfigError: naming the fields.
@@ -221,7 +221,7 @@ def check_heads(config: AttentionConfig, tp: int) -> None:
 
 
 def group_sharers(config: AttentionConfig, tp: int) -> int:
-    """Return how many of ``tp`` ranks share a query group.
+    """Returns how many of ``tp`` ranks share a query group.
 
     Raises:
         LayoutError: its heads do not divide over them.

@@ -32,7 +32,7 @@ class Embedding(nn.Module):
         offset: int,
         sequence_parallel: bool | None = None,
     ) -> Float[Tensor, "part b h"]:
-        """Embed ``tokens`` at ``positions``, by default those from ``offset`` on.
+        """Embeds ``tokens`` at ``positions``, by default those from ``offset`` on.
 
         ``sequence_parallel`` says whether this pass cuts the sequence. Defaults to how the module
         was built.
@@ -62,7 +62,7 @@ class PositionEmbedding(nn.Module):
     def forward(
         self, length: int, positions: Int[Tensor, "b s"] | None, offset: int
     ) -> Float[Tensor, "s b_or_1 h"]:
-        """Return the vectors of ``positions``, by default those from ``offset`` on."""
+        """Returns the vectors of ``positions``, by default those from ``offset`` on."""
         if positions is None:
             return self.weight[offset : offset + length, None]
         return functional.embedding(positions.t(), self.weight)

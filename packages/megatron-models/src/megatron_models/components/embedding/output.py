@@ -15,7 +15,7 @@ from torch.nn import functional
 def stream_at(
     x: Float[Tensor, "part b h"], places: Int[Tensor, "b k"], sequence_axis: Axis | None = None
 ) -> Float[Tensor, "_ b h"]:
-    """Return the residual stream at some places only, as input of an output layer.
+    """Returns the residual stream at some places only, as input of an output layer.
 
     Args:
         x: the stream of all tokens, or with ``sequence_axis`` this rank's part of it.
@@ -48,7 +48,7 @@ class Output(Protocol):
         sequence_parallel: bool | None = None,
         loss: Callable[[Tensor, OutputLayer], Tensor] | None = None,
     ) -> Tensor:
-        """See `megatron_parallel.ColumnParallelLinear.forward`."""
+        """Sees `megatron_parallel.ColumnParallelLinear.forward`."""
 
 
 def losses_of(
@@ -61,7 +61,7 @@ def losses_of(
     label_smoothing: float = 0.0,
     sequence_parallel: bool | None = None,
 ) -> Float[Tensor, "b s"]:
-    """Return the loss of each token.
+    """Returns the loss of each token.
 
     Args:
         output: the output layer.
@@ -79,7 +79,7 @@ def losses_of(
 def without_padding(
     logits: Float[Tensor, "s b v_part"], tp: Axis, vocab: int
 ) -> Float[Tensor, "s b v_part"]:
-    """Return logits with those of padding tokens at -inf; they are overwritten.
+    """Returns logits with those of padding tokens at -inf; they are overwritten.
 
     Args:
         logits: this rank's columns.

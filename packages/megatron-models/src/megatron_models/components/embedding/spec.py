@@ -98,7 +98,7 @@ class EmbeddingSpec(EmbeddingConfig):
         return VocabSpec(self.vocab_size, self.hidden_size, self.padded_vocab_size, init=init)
 
     def position(self, sequence_parallel: bool = False) -> Sharding | None:
-        """Return how learned positions ``[positions, h]`` are held: by every rank, all of them."""
+        """Returns how learned positions ``[positions, h]`` are held: by every rank, all of them."""
         if self.output_only or self.position_embedding_type != "learned_absolute":
             return None
         shape = (self.max_position_embeddings, self.hidden_size)
@@ -106,11 +106,11 @@ class EmbeddingSpec(EmbeddingConfig):
         return Sharding(shape, init=Init(scale=self.init_method_std), partial=partial)
 
     def word_sharding(self) -> Sharding:
-        """Return how the token embeddings are cut."""
+        """Returns how the token embeddings are cut."""
         return replace(self.word.shardings()["weight"], tied=self.tied_over_stages)
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Return the embeddings' parameters; a token is multiplied with those of a tied output."""
+        """Returns the embeddings' parameters; a token is multiplied with those of a tied output."""
         multiplied = self.hidden_size * self.padded_vocab_size if self.multiplies else 0
         found = {"word.weight": ParameterSpec(self.word_sharding(), multiplied)}
         position = self.position(sequence_parallel)
@@ -120,7 +120,7 @@ class EmbeddingSpec(EmbeddingConfig):
 
 
 def output_spec(config: EmbeddingConfig) -> ColumnSpec:
-    """Return an output matrix of its own, not tied to an embedding."""
+    """Returns an output matrix of its own, not tied to an embedding."""
     return ColumnSpec(
         config.hidden_size,
         (config.vocab_size,),
@@ -132,7 +132,7 @@ def output_spec(config: EmbeddingConfig) -> ColumnSpec:
 
 
 def output_parameters(config: EmbeddingConfig) -> Parameters:
-    """Return the parameters of an output matrix; its padding is multiplied, too."""
+    """Returns the parameters of an output matrix; its padding is multiplied, too."""
     found = parameters_of(output_spec(config), False)
     multiplied = config.hidden_size * config.padded_vocab_size
     return {name: replace(spec, multiplied=multiplied) for name, spec in found.items()}

@@ -21,7 +21,7 @@ class MLP(nn.Module):
     def forward(
         self, x: Float[Tensor, "s b h"], context: Context | None = None
     ) -> Float[Tensor, "s b h"]:
-        """Transform every token by itself; all of the sequence, or this rank's part."""
+        """Transforms every token by itself; all of the sequence, or this rank's part."""
         cut = None if context is None else context.sequence_parallel
         y = activate(self.up(x, sequence_parallel=cut), self.activation)
         result: Tensor = self.down(y, sequence_parallel=cut)
@@ -29,7 +29,7 @@ class MLP(nn.Module):
 
 
 def activate(x: Float[Tensor, "..."], activation: Activation) -> Float[Tensor, "... f"]:
-    """Apply an activation by its configured name; ``swiglu`` takes ``[..., 2, f]``."""
+    """Applies an activation by its configured name; ``swiglu`` takes ``[..., 2, f]``."""
     if activation == "swiglu":
         return swiglu(x)
     return gelu(x, "tanh" if activation == "gelu_tanh" else "none")

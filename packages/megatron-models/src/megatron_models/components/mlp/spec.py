@@ -101,23 +101,23 @@ class MLPSpec(MLPConfig, Mixer):
         return RowSpec(*sizes, self.has_mlp_bias, init=init, role="linear_fc2")
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Return both projections."""
+        """Returns both projections."""
         return {
             **prefixed("up", parameters_of(self.up, sequence_parallel)),
             **prefixed("down", parameters_of(self.down, sequence_parallel)),
         }
 
     def activations(self, taken: LayerPass) -> Terms:
-        """Return input and output of the activation; SwiGLU also keeps the activated gate."""
+        """Returns input and output of the activation; SwiGLU also keeps the activated gate."""
         if taken.recompute.does("mlp"):
             return {}
         width = taken.tokens // taken.tp * self.ffn_hidden_size * taken.keeping.element
         return {"": width * (3 if self.gated else 1), "down": width}
 
     def keeps_input(self, taken: LayerPass) -> str | None:
-        """Return the first projection."""
+        """Returns the first projection."""
         return "up"
 
     def check_layout(self, layout: ParallelLayout) -> None:
-        """Refuse tensor-parallel ranks that cannot share out the width."""
+        """Refuses tensor-parallel ranks that cannot share out the width."""
         check_cut(self, "ffn_hidden_size", "tp", layout.tp)

@@ -17,7 +17,7 @@ _FP32: Final = 4
 
 
 def expert_activations(config: MoEConfig, taken: LayerPass) -> Terms:
-    """Return the bytes that routing, dispatch and experts keep, by the part that keeps them.
+    """Returns the bytes that routing, dispatch and experts keep, by the part that keeps them.
 
     The input of the layer is left out, and so are losses of the router.
     """

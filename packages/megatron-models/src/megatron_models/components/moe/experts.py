@@ -25,7 +25,7 @@ class Experts(nn.Module):
         self.down = ExpertLinear(spec.experts_down, place)
 
     def forward(self, x: Float[Tensor, "m h"], counts: Int[Tensor, " e"]) -> Float[Tensor, "m h"]:
-        """Answer every row; ``counts`` are the rows of each of this rank's experts, in order."""
+        """Answers every row; ``counts`` are the rows of each of this rank's experts, in order."""
         answers: Tensor = self.down(activate(self.up(x, counts), self.activation), counts)
         return answers
 
@@ -51,7 +51,7 @@ class ExpertLinear(nn.Module):
         self.start = outputs // axis.size * axis.index if spec.cut == "inputs" else 0
 
     def forward(self, x: Float[Tensor, "m i"], counts: Int[Tensor, " e"]) -> Float[Tensor, "m ..."]:
-        """Transform each row by its expert."""
+        """Transforms each row by its expert."""
         weight, bias = self.weight, self.bias
 
         def multiply(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:

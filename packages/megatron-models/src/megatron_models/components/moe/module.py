@@ -44,7 +44,7 @@ class MoE(nn.Module):
         self.shared = None if spec.shared is None else MLP(spec.shared, layer, place)
 
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
-        """Send every token to its experts and add their answers up.
+        """Sends every token to its experts and adds their answers up.
 
         The shared expert computes while tokens are on their way, forwards and backwards; then,
         with `Context.turns`, another micro-batch does.
@@ -91,7 +91,7 @@ class MoE(nn.Module):
     def _all_tokens(
         self, y: Float[Tensor, "n h"], like: Float[Tensor, "part b h"], cut: bool
     ) -> Float[Tensor, "part b h"]:
-        """The tokens as the residual stream has them."""
+        """Returns the tokens as the residual stream has them."""
         if not cut:
             y = gather_from_axis(y, self.tp, dim=0)[: like.shape[0] * like.shape[1]]
         return y.view(like.shape)

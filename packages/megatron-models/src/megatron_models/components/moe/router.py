@@ -72,7 +72,7 @@ class Router(nn.Module):
         self.load = place.state(self, spec.state(), f"router.{EXPERT_BIAS}", self.balanced)
 
     def forward(self, x: Float[Tensor, "n h"], routed: Bool[Tensor, " n"] | None) -> Routing:
-        """Choose experts for every token; ``routed`` is False where a token is padding."""
+        """Chooses experts for every token; ``routed`` is False where a token is padding."""
         exact = torch.float64 if x.dtype == torch.float64 else torch.float32
         logits = functional.linear(x.to(exact), self.weight.to(exact))
         weights, experts, preferred = self._choose(logits)
@@ -87,7 +87,7 @@ class Router(nn.Module):
     def _choose(
         self, logits: Float[Tensor, "n e"]
     ) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"], Int[Tensor, "n k"]]:
-        """Return weights and numbers of each token's experts, and those without a bias."""
+        """Returns weights and numbers of each token's experts, and those without a bias."""
         if self.sigmoid:
             scores = torch.sigmoid(logits)
             chosen, preferred = torch.topk(scores, self.choices)
@@ -105,7 +105,7 @@ class Router(nn.Module):
         return weights, experts, experts
 
     def balanced(self, bias: Tensor, tokens: Tensor) -> Tensor:
-        """Return the biases of experts ``[e]`` after a step in which they had ``tokens`` each."""
+        """Returns the biases of experts ``[e]`` after a step in which they had ``tokens`` each."""
         return bias + self.rate * torch.sign(tokens.mean() - tokens).to(bias.dtype)
 
 
@@ -122,7 +122,7 @@ class RouterLosses:
     def attach(
         self, routing: Routing, sequences: Int[Tensor, " n"], count: int, inner: InnerLosses
     ) -> Float[Tensor, "n k"]:
-        """Return the combine weights, with the losses hanging on them.
+        """Returns the combine weights, with the losses hanging on them.
 
         Args:
             routing: of this rank's tokens.
@@ -151,7 +151,7 @@ def load_balancing_loss(
     axis: Axis,
     sigmoid: bool = False,
 ) -> Float[Tensor, ""]:
-    """Return this rank's part of the sum over groups of their load-balancing loss times tokens.
+    """Returns this rank's part of the sum over groups of their load-balancing loss times tokens.
 
     Args:
         routing: of this rank's tokens.
@@ -180,6 +180,6 @@ def _shares(logits: Float[Tensor, "n e"], sigmoid: bool) -> Float[Tensor, "n e"]
 
 
 def z_loss(routing: Routing) -> Float[Tensor, ""]:
-    """Return the sum over this rank's tokens of the squared logsumexp of their logits."""
+    """Returns the sum over this rank's tokens of the squared logsumexp of their logits."""
     routed = (routing.experts[:, 0] >= 0).to(routing.logits.dtype)
     return (torch.logsumexp(routing.logits, -1).square() * routed).sum()

@@ -70,7 +70,7 @@ class ExpertLinearSpec:
     role: str
 
     def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
-        """How weight and bias are cut; sequence parallelism changes nothing."""
+        """Returns how weight and bias are cut; sequence parallelism changes nothing."""
         del sequence_parallel
         fused, last = 1 if len(self.outputs) > 1 else None, len(self.outputs)
         dim = last if self.cut == "outputs" else last + 1
@@ -102,7 +102,7 @@ class MoESpec(MoEConfig, Mixer):
     expert_parallel: ClassVar[bool] = True
 
     def router(self) -> dict[str, Sharding]:
-        """Return how the router ``[e, h]`` is held: by every rank.
+        """Returns how the router ``[e, h]`` is held: by every rank.
 
         The tokens of a micro-batch are cut over tensor-parallel ranks, with sequence parallelism or
         without, so its gradient is always partial over them.
@@ -111,7 +111,7 @@ class MoESpec(MoEConfig, Mixer):
         return {"weight": Sharding(shape, init=Init(scale=self.init_method_std), partial="tp")}
 
     def state(self) -> dict[str, Sharding]:
-        """Return how the biases of experts ``[e]`` are held, if there are any: by every rank.
+        """Returns how the biases of experts ``[e]`` are held, if there are any: by every rank.
 
         What is observed are the tokens of each expert, other ones on tensor-parallel ranks.
         """
@@ -156,7 +156,7 @@ class MoESpec(MoEConfig, Mixer):
         return self.component(MLPSpec, ffn_hidden_size=width) if width else None
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Return router, experts and shared expert."""
+        """Returns router, experts and shared expert."""
         router = {
             name: ParameterSpec(sharding, prod(sharding.shape))
             for name, sharding in self.router().items()
@@ -172,18 +172,18 @@ class MoESpec(MoEConfig, Mixer):
         return found
 
     def activations(self, taken: LayerPass) -> Terms:
-        """Return what routing, dispatch and experts keep."""
+        """Returns what routing, dispatch and experts keep."""
         return {} if taken.recompute.does("moe") else expert_activations(self, taken)
 
     def keeps_input(self, taken: LayerPass) -> str | None:
-        """Return the part that keeps the input itself, not a copy in higher precision."""
+        """Returns the part that keeps the input itself, not a copy in higher precision."""
         wide = taken.keeping.element >= 4
         if taken.recompute.does("moe") or wide or self.moe_shared_expert_intermediate_size:
             return "up"
         return None
 
     def check_layout(self, layout: ParallelLayout) -> None:
-        """Refuse ranks that cannot share out experts, or the channels of each."""
+        """Refuses ranks that cannot share out experts, or the channels of each."""
         check_cut(self, "num_experts", "ep", layout.ep)
         axis = "tp" if layout.etp is None else "etp"
         check_cut(self, "moe_ffn_hidden_size", axis, layout.expert_tp, "the experts' ")
@@ -192,7 +192,7 @@ class MoESpec(MoEConfig, Mixer):
         check_cut(self, "moe_shared_expert_intermediate_size", "tp", layout.tp)
 
     def refuses(self, feature: Feature) -> Refusal | None:
-        """Return what is not proven for experts, and a router that learns nothing."""
+        """Returns what is not proven for experts, and a router that learns nothing."""
         if feature == "from_scratch":
             if self.moe_router_topk > 1 or self.moe_router_pre_softmax:
                 return None
@@ -201,13 +201,13 @@ class MoESpec(MoEConfig, Mixer):
         return None if why is None else Refusal("{num_experts:name}", why)
 
     def inner_losses(self) -> tuple[str, ...]:
-        """Return the names of the router's losses."""
+        """Returns the names of the router's losses."""
         weights = {LOAD_BALANCING: self.moe_aux_loss_coeff, Z_LOSS: self.moe_z_loss_coeff}
         return tuple(name for name, weight in weights.items() if weight)
 
 
 def feed_forward(config: MoEConfig, experts: bool) -> MLPSpec | MoESpec:
-    """Return the feed-forward sublayer of a layer, with experts or without."""
+    """Returns the feed-forward sublayer of a layer, with experts or without."""
     if experts:
         return config.component(MoESpec)
     return config.component(MLPSpec)

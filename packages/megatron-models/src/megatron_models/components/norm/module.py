@@ -23,7 +23,7 @@ class Norm(nn.Module):
         place.register(self, spec.shardings(place.sequence_parallel), "weight", "bias")
 
     def forward(self, x: Float[Tensor, "*rows h"]) -> Float[Tensor, "*rows h"]:
-        """Normalise the last dimension."""
+        """Normalises the last dimension."""
         if self.bias is None:
             return rms_norm(x, self.weight, self.epsilon)
         return layer_norm(x, self.weight, self.bias, self.epsilon)

@@ -35,7 +35,7 @@ class NormSpec(NormConfig):
     """LayerNorm, or RMSNorm without a bias; every rank holds all of it."""
 
     def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
-        """How gain and bias are held.
+        """Returns how gain and bias are held.
 
         Under sequence parallelism a tensor-parallel rank normalises its part of the sequence only,
         so that its gradient is a part of the sum over those ranks.
@@ -47,12 +47,12 @@ class NormSpec(NormConfig):
         return found
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
-        """Return gain and bias, which no token is multiplied with as with a matrix."""
+        """Returns gain and bias, which no token is multiplied with as with a matrix."""
         cuts = self.shardings(sequence_parallel)
         return {name: ParameterSpec(sharding) for name, sharding in cuts.items()}
 
     def kept(self, taken: LayerPass) -> int:
-        """Return the bytes that it keeps for its backward pass."""
+        """Returns the bytes that it keeps for its backward pass."""
         keeping = taken.keeping
         stream = taken.stream_tokens * self.hidden_size
         statistics = 2 if self.normalization == "LayerNorm" else 1

@@ -52,7 +52,7 @@ class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, 
             )
 
     def trunks(self) -> dict[str, TrunkSpec]:
-        """Return the encoder and the decoder.
+        """Returns the encoder and the decoder.
 
         Initial weights of each side depend on its own depth. Dropout counts layers over both, so
         that no two of them drop alike.
@@ -69,7 +69,7 @@ class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, 
         return (Sublayer("cross_attention", mixer, CROSS_ATTENTION_OUTPUT, norm),)
 
     def _trunk(self, depth: int, between: Layer, first_number: int, site: int) -> TrunkSpec:
-        """Return one side: self-attention, what is ``between``, the feed-forward layer."""
+        """Returns one side: self-attention, what is ``between``, the feed-forward layer."""
         norm = self.component(NormSpec, num_layers=depth)
         attention = self.component(AttentionSpec, num_layers=depth)
         layer = (
@@ -87,5 +87,5 @@ class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, 
         )
 
     def output(self) -> EmbeddingConfig:
-        """Return the configuration itself: the output matrix is never tied."""
+        """Returns the configuration itself: the output matrix is never tied."""
         return self

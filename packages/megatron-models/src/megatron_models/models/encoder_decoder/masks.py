@@ -9,7 +9,7 @@ from megatron_models.errors import ConfigError
 
 
 def documents(padding: Bool[Tensor, "b t"] | None) -> Int[Tensor, "b t"] | None:
-    """Return padding as the mask contract has it: documents 0, and -1 where there is none."""
+    """Returns padding as the mask contract has it: documents 0, and -1 where there is none."""
     return None if padding is None else -padding.to(torch.int32)
 
 
@@ -19,7 +19,7 @@ def mask_of_source(
     target: tuple[int, int],
     device: torch.device,
 ) -> Mask:
-    """Return the mask of cross-attention.
+    """Returns the mask of cross-attention.
 
     Args:
         padding: where the source is padding; None if none is.

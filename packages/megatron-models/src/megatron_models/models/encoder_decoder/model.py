@@ -115,7 +115,7 @@ class EncoderDecoder(DecodingModel):
             self.initialize(seed)
 
     def initialize(self, seed: int) -> None:
-        """Give every parameter its initial value, and compute the rotary table."""
+        """Gives every parameter its initial value, and compute the rotary table."""
         initialize_parameters(self, seed=seed, mesh=self.mesh)
         if self.rotary is not None:
             self.rotary.reset()
@@ -158,7 +158,7 @@ class EncoderDecoder(DecodingModel):
         cache: KVCache | None = None,
         logits_at: Int[Tensor, "b k"] | None = None,
     ) -> Float[Tensor, "..."] | tuple[Float[Tensor, "_ b h"], Float[Tensor, "_ b h"]]:
-        """Run this stage.
+        """Runs this stage.
 
         All stages of a pipeline may be called with the same keyword arguments. With a cache the
         first pass has a source, whose keys and values for cross-attention the cache keeps. Later
@@ -223,12 +223,12 @@ class EncoderDecoder(DecodingModel):
         return self._end(self.output, x, labels, logits_at, whole=decoding)
 
     def first_stage(self, given: DecodingPass) -> int:
-        """Return 0 where there is a source to encode, else the first stage of the decoder."""
+        """Returns 0 where there is a source to encode, else the first stage of the decoder."""
         pipeline = self.mesh.layout.pp * self.mesh.layout.vpp > 1
         return self.encoder_stages if given.source is None and pipeline else 0
 
     def received(self, given: DecodingPass) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes of what `passed` says, uncut, or of the decoder's stream alone."""
+        """Returns the shapes of what `passed` says, uncut, or of the decoder's stream alone."""
         (batch, length), width = given.tokens.shape, self.config.hidden_size
         if self.stage == self.first_stage(given):
             return ()
@@ -239,7 +239,7 @@ class EncoderDecoder(DecodingModel):
     def decode(
         self, received: tuple[Float[Tensor, "..."], ...], given: DecodingPass
     ) -> tuple[Float[Tensor, "..."], ...]:
-        """Run this stage on a source and new tokens, or on new tokens."""
+        """Runs this stage on a source and new tokens, or on new tokens."""
         outcome = self(
             *received,
             source=given.source,
@@ -253,7 +253,7 @@ class EncoderDecoder(DecodingModel):
         return outcome if isinstance(outcome, tuple) else (outcome,)
 
     def _check_received(self, received: tuple[Tensor, ...], later: bool) -> None:
-        """Refuse another number of tensors than the stage before passes on."""
+        """Refuses another number of tensors than the stage before passes on."""
         if later and self.decoder is None:
             raise ConfigError(
                 f"stage {self.stage} has the encoder's layers only, and a pass without a source "
@@ -270,7 +270,7 @@ class EncoderDecoder(DecodingModel):
             )
 
     def _made(self, encoded: Tensor | None) -> Tensor:
-        """What the encoder made, on a stage that has no more than that."""
+        """Returns what the encoder made, on a stage that has no more than that."""
         if encoded is None:
             raise ConfigError(f"stage {self.stage} has neither an encoder nor a decoder")
         return encoded
@@ -300,7 +300,7 @@ class EncoderDecoder(DecodingModel):
         return without_padding(logits, self.tp, vocab)
 
     def _tokens(self, name: str, tokens: Tensor | None) -> Tensor:
-        """The tokens that this stage embeds."""
+        """Returns the tokens that this stage embeds."""
         if tokens is None:
             raise ConfigError(f"stage {self.stage} embeds {name} tokens: give `{name}` [b, s]")
         return tokens
@@ -328,7 +328,7 @@ class EncoderDecoder(DecodingModel):
         *,
         whole: bool,
     ) -> Context:
-        """What the layers of a half share, but for what the encoder made."""
+        """Returns what the layers of a half share, but for what the encoder made."""
         length = self._length(x, whole)
         part_length(length, 1 if whole else self.sequence_parts)
         offset = 0 if cache is None else cache.length
@@ -367,7 +367,7 @@ def encoder_decoder_chunks(
     split: Sequence[range] | None = None,
     seed: int = 1234,
 ) -> list[EncoderDecoder]:
-    """Build all stages of this rank, one `EncoderDecoder` for each of its ``vpp`` chunks.
+    """Builds all stages of this rank, one `EncoderDecoder` for each of its ``vpp`` chunks.
 
     Raises:
         ConfigError: a ``split``, as each half is cut evenly over its stages; or as for the class.

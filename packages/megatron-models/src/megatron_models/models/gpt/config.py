@@ -42,7 +42,7 @@ class GPTConfig(MoEConfig, NormConfig, CausalConfig):
     )
 
     def trunks(self) -> dict[str, TrunkSpec]:
-        """Return embedding, layers and final norm: one trunk, whose parameters have no prefix."""
+        """Returns embedding, layers and final norm: one trunk, whose parameters have no prefix."""
         norm, tied = self.component(NormSpec), not self.untie_embeddings_and_output_weights
         attention = Sublayer("attention", self.component(AttentionSpec), ATTENTION_OUTPUT, norm)
         mlp = {
@@ -54,5 +54,5 @@ class GPTConfig(MoEConfig, NormConfig, CausalConfig):
         return {"": TrunkSpec(embedding, layers, norm, self.hidden_size)}
 
     def output(self) -> EmbeddingConfig | None:
-        """Return the configuration itself where the output matrix is not tied."""
+        """Returns the configuration itself where the output matrix is not tied."""
         return self if self.untie_embeddings_and_output_weights else None

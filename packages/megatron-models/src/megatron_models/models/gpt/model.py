@@ -105,13 +105,13 @@ class GPT(Trunk, CausalModel):
             self.initialize(seed)
 
     def initialize(self, seed: int) -> None:
-        """Give every parameter its initial value, and compute the rotary table."""
+        """Gives every parameter its initial value, and compute the rotary table."""
         initialize_parameters(self, seed=seed, mesh=self.mesh)
         if self.rotary is not None:
             self.rotary.reset()
 
     def passed(self, batch_size: int, sequence_length: int) -> "megatron_parallel.Passed":
-        """What a stage that is not the last passes on for one micro-batch.
+        """Returns what a stage that is not the last passes on for one micro-batch.
 
         Args:
             batch_size: sequences of the micro-batch.
@@ -143,7 +143,7 @@ class GPT(Trunk, CausalModel):
         label_smoothing: float = 0.0,
         logits_at: Int[Tensor, "b k"] | None = None,
     ) -> Float[Tensor, "..."]:
-        """Run this stage.
+        """Runs this stage.
 
         All stages of a pipeline are called with the same arguments but ``x``. With context
         parallelism tokens, labels and positions are those at this rank's places of the sequence
@@ -259,7 +259,7 @@ class GPT(Trunk, CausalModel):
         dropout: Dropout | None = None,
         split: ContextSplit | None = None,
     ) -> Float[Tensor, "b s"]:
-        """Return the loss of each token of a whole model; arguments as for `forward`.
+        """Returns the loss of each token of a whole model; arguments as for `forward`.
 
         Raises:
             ConfigError: this is one stage of several.
@@ -275,7 +275,7 @@ class GPT(Trunk, CausalModel):
     def _padding(
         self, mask: Mask, offset: int, end: int, cp: Axis | None, split: ContextSplit | None
     ) -> Bool[Tensor, "s b"] | None:
-        """Where these tokens are padding; None if nothing says so or no router asks."""
+        """Returns where these tokens are padding; None if nothing says so or no router asks."""
         if mask.document_ids is None or not self.reads_padding:
             return None
         if mask.query_document_ids is not None:
@@ -320,7 +320,7 @@ class GPT(Trunk, CausalModel):
         return StageDropout.of(given, self.tp if self.sequence_parallel else None, places)
 
     def _output(self) -> Output:
-        """The output layer, or the token embeddings that it is tied to."""
+        """Returns the output layer, or the token embeddings that it is tied to."""
         if self.output is not None:
             return self.output
         if self.embedding is None:
@@ -336,7 +336,7 @@ def gpt_chunks(
     split: Sequence[range] | None = None,
     seed: int = 1234,
 ) -> list[GPT]:
-    """Build all stages of this rank, one `GPT` for each of its ``vpp`` chunks.
+    """Builds all stages of this rank, one `GPT` for each of its ``vpp`` chunks.
 
     If the first and the last stage are both here (a pipeline in a V), they share a tied weight: it
     is one parameter, of both. Arguments and errors are those of `GPT`.
@@ -351,7 +351,7 @@ def gpt_chunks(
 
 
 def _of_stage(config: GPTConfig, plan: StagePlan) -> TrunkSpec:
-    """Return what a stage has of the trunk; a tied weight is on the first and on the last."""
+    """Returns what a stage has of the trunk; a tied weight is on the first and on the last."""
     trunk, tied = config.trunk(), config.output() is None
     stage = trunk.stage(plan.layers, first=plan.first, last=plan.last)
     if trunk.embedding is None or not (plan.first or (plan.last and tied)):

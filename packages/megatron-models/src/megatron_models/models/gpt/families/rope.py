@@ -16,7 +16,7 @@ _ROPE_KEYS = {
 
 
 def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the rotary settings after refusing those that are not read."""
+    """Returns the rotary settings after refusing those that are not read."""
     given = [values[key] for key in ("rope_parameters", "rope_scaling") if values.get(key)]
     maps = [each for each in given if isinstance(each, Mapping)]
     bare = [{key: each[key] for key in each if key != "rope_theta"} for each in maps]
@@ -82,7 +82,7 @@ def _to_hf(config: GPTConfig) -> dict[str, Any]:
 
 
 def rope(base: float) -> Odd:
-    """Return how rotary positions over whole heads are set, with or without scaling.
+    """Returns how rotary positions over whole heads are set, with or without scaling.
 
     Args:
         base: of a file that does not say it.
