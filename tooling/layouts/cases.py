@@ -229,11 +229,11 @@ def _case(
     comm = next((word for word in ("a2a", "allgather", "a2a+p2p") if word in options), "p2p")
     nested = (2, degrees["cp"] // 2) if comm == "a2a+p2p" else None
     schedule = next((option for option in options if option in SCHEDULES), None)
-    placement = schedule_kind(schedule).placement if schedule else "loop"
+    stage_mapping = schedule_kind(schedule).stage_mapping if schedule else "loop"
     layout = ParallelLayout(
         **{"dp": 1, **degrees},
         hierarchical_cp=nested,
-        placement=placement,
+        stage_mapping=stage_mapping,
         hybrid_cp=room is not None,
     )
     data_parallel = [used for word, used in DATA_PARALLEL.items() if word in options]

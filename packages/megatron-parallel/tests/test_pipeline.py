@@ -180,7 +180,7 @@ def assert_equal(
         assert names == set(wanted)  # every gradient was compared
 
 
-V2 = ParallelLayout(pp=2, vpp=2, dp=1, placement="v")
+V2 = ParallelLayout(pp=2, vpp=2, dp=1, stage_mapping="v")
 EMPTY_STAGES = (range(0), range(3), range(3, 3), range(3, 4))
 CASES = [
     ("pp2", ParallelLayout(pp=2, dp=1), split_layers(4, 2), "1f1b"),

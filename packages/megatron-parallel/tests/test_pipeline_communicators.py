@@ -218,7 +218,7 @@ def run_all(
     kind = schedule_kind(schedule)
     checked, found = 0, []
     for pp, vpp in product(sizes, filter(kind.takes, (1, 2))):
-        layout = ParallelLayout(pp=pp, vpp=vpp, dp=1, placement=kind.placement)
+        layout = ParallelLayout(pp=pp, vpp=vpp, dp=1, stage_mapping=kind.stage_mapping)
         for count, train in product(counts(pp), (True, False)):
             try:
                 check_micro_batches(schedule if train else "looped-bfs", pp, vpp, count)

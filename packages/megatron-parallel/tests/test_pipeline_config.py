@@ -74,7 +74,7 @@ def test_layers_that_do_not_divide_are_refused_or_laid_out_unevenly_but_never_dr
 
 
 def test_a_schedule_puts_the_stages_where_it_wants_them() -> None:
-    assert PipelineConfig(schedule="zb-v").place(VPP2).placement == "v"
+    assert PipelineConfig(schedule="zb-v").place(VPP2).stage_mapping == "v"
     assert PipelineConfig(schedule="zero-bubble").place(VPP2) == VPP2
     assert PipelineConfig().place(VPP2) == VPP2
     assert PipelineConfig().schedule_of(VPP2) == "interleaved-1f1b"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 RECORD = Path(__file__).with_name("schedule_calls.json")
 TORCH = ".".join(torch.__version__.split(".")[:2])
-V2 = ParallelLayout(pp=2, vpp=2, dp=1, placement="v")
+V2 = ParallelLayout(pp=2, vpp=2, dp=1, stage_mapping="v")
 VPP2 = ParallelLayout(pp=2, vpp=2, dp=1)
 PP2 = ParallelLayout(pp=2, dp=1)
 CASES = {

@@ -209,7 +209,7 @@ def test_all_ranks_of_a_pipeline_name_the_one_that_left(
             assert "on axis 'pp'" in line and "\n" not in line
 
 
-V2 = ParallelLayout(pp=2, vpp=2, dp=1, placement="v")
+V2 = ParallelLayout(pp=2, vpp=2, dp=1, stage_mapping="v")
 FAMILIES = [
     ("looped-bfs", ParallelLayout(pp=2, vpp=2, dp=1)),
     ("combined-1f1b", ParallelLayout(pp=2, dp=1)),

@@ -123,12 +123,12 @@ def test_the_counts_that_a_refusal_proposes_are_accepted() -> None:
 
 
 def test_a_schedule_needs_its_placement() -> None:
-    with pytest.raises(LayoutError, match=r"'zb-v' needs ParallelLayout\(placement='v'\)"):
+    with pytest.raises(LayoutError, match=r"'zb-v' needs ParallelLayout\(stage_mapping='v'\)"):
         check_schedule("zb-v", 2, "loop")
-    with pytest.raises(LayoutError, match=r"'zero-bubble' needs .*placement='loop'"):
+    with pytest.raises(LayoutError, match=r"'zero-bubble' needs .*stage_mapping='loop'"):
         check_schedule("zero-bubble", 2, "v")
     layouts = ParallelLayout(pp=2), ParallelLayout(pp=2, vpp=2)
-    v = ParallelLayout(pp=2, vpp=2, placement="v")
+    v = ParallelLayout(pp=2, vpp=2, stage_mapping="v")
     assert [default_schedule(x) for x in (*layouts, v)] == ["1f1b", "interleaved-1f1b", "zb-v"]
 
 

@@ -119,8 +119,8 @@ LAYOUTS = [
     ("interleaved-1f1b", ParallelLayout(pp=2, vpp=2, dp=1)),
     ("looped-bfs", ParallelLayout(pp=2, vpp=2, dp=1)),
     ("zero-bubble", ParallelLayout(pp=2, vpp=2, dp=1)),
-    ("zb-v", ParallelLayout(pp=2, vpp=2, dp=1, placement="v")),
-    ("dualpipe-v", ParallelLayout(pp=2, vpp=2, dp=1, placement="v")),
+    ("zb-v", ParallelLayout(pp=2, vpp=2, dp=1, stage_mapping="v")),
+    ("dualpipe-v", ParallelLayout(pp=2, vpp=2, dp=1, stage_mapping="v")),
 ]
 
 

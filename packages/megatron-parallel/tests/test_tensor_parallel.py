@@ -3,13 +3,13 @@
 import pytest
 import torch
 from megatron_parallel import (
+    AbstractMesh,
     ColumnParallelLinear,
     GradientBuffers,
     Init,
     Mesh,
     ParallelLayout,
     RowParallelLinear,
-    Seat,
     VocabParallelEmbedding,
     all_gather,
     collect_shardings,
@@ -228,7 +228,7 @@ def test_what_decays_and_what_is_cut(single: Mesh) -> None:
 
 
 def test_a_description_cuts_the_first_dim_of_the_output_unless_it_says_otherwise() -> None:
-    place = Seat(ParallelLayout(tp=2, dp=1), rank=1)
+    place = AbstractMesh(ParallelLayout(tp=2, dp=1), rank=1)
     plain = ColumnSpec(in_features=3, out_features=(4, 2))
     other = ColumnSpec(in_features=3, out_features=(4, 2), dim=1)
     shapes = {

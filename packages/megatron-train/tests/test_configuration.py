@@ -520,7 +520,7 @@ def test_a_pipeline_that_does_not_fit_is_refused(flags, message):
 def test_stages_by_hand_set_the_number_of_chunks_and_the_schedule_their_place():
     flags = f"{PP4} --pipeline-schedule zb-v --pipeline-model-parallel-layout E|t||||||tL"
     run = parse(f"{MINIMAL} {flags}", ranks=4)
-    assert (run.layout.vpp, run.layout.placement) == (2, "v")
+    assert (run.layout.vpp, run.layout.stage_mapping) == (2, "v")
     assert [len(layers) for layers in run.split] == [0, 1, 0, 0, 0, 0, 0, 1]
     with pytest.raises(TrainError, match="--pipeline-schedule gpipe needs a pipeline of at least"):
         parse(f"{MINIMAL} --pipeline-schedule gpipe")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
-from megatron_parallel import DataParallelConfig, ParallelLayout, Recompute, Seat
+from megatron_parallel import AbstractMesh, DataParallelConfig, ParallelLayout, Recompute
 
 from megatron_models.activations import stack_activations
 from megatron_models.components.keeping import Keeping
@@ -173,13 +173,13 @@ def _elements(
     parameters = config.parameters()
     if layers is not None:
         parameters = config.trunk().stage(range(layers), first=True, last=False).parameters()
-    seat = Seat(layout)
+    mesh = AbstractMesh(layout)
     for spec in parameters.values():
         shardings = [spec.sharding]
         if products is not None:
             product = products.get(spec.role)
             shardings = [] if product is None else [*product.shardings(spec.sharding).values()]
-        numel = sum(prod(sharding.local_shape(seat)) for sharding in shardings)
+        numel = sum(prod(sharding.local_shape(mesh)) for sharding in shardings)
         if spec.sharding.experts:
             experts += numel
         else:

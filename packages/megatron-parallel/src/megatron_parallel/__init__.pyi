@@ -1,4 +1,5 @@
 from ._version import __version__ as __version__
+from .abstract_mesh import AbstractMesh as AbstractMesh
 from .axes import Axis as Axis
 from .collective_failure import naming_failures as naming_failures
 from .collectives import all_gather as all_gather
@@ -56,14 +57,13 @@ from .pipeline.failure import PeerError as PeerError
 from .pipeline.split import split_layers as split_layers
 from .pipeline.trainable import TrainableStages as TrainableStages
 from .recompute.plan import Recompute as Recompute
-from .seat import Seat as Seat
 from .sharding import DEFAULT_INIT as DEFAULT_INIT
 from .sharding import ONES as ONES
 from .sharding import ZEROS as ZEROS
-from .sharding import Axes as Axes
-from .sharding import AxisPlace as AxisPlace
+from .sharding import AxisLike as AxisLike
 from .sharding import Box as Box
 from .sharding import Init as Init
+from .sharding import MeshLike as MeshLike
 from .sharding import Piece as Piece
 from .sharding import Sharding as Sharding
 from .sharding import flat_range_boxes as flat_range_boxes

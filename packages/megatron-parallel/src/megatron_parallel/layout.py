@@ -24,7 +24,7 @@ from megatron_parallel.group_names import GROUPS, NESTED, GroupKind, group_kind,
 
 AXES: Final = ("tp", "cp", "ep", "dp", "pp")
 
-Placement = Literal["loop", "v"]
+StageMapping = Literal["loop", "v"]
 """Which stages a pipeline rank holds: every `pp`-th (loop), or one down and one up again (V)."""
 
 
@@ -59,7 +59,7 @@ class ParallelLayout:
     `etp` is the tensor-parallel degree inside experts and defaults to `tp`; the data-parallel
     degree of experts follows, `world / (etp * ep * pp)`.
 
-    `placement` says which stages a rank of the pipeline holds. In a loop, rank `r` has every
+    `stage_mapping` says which stages a rank of the pipeline holds. In a loop, rank `r` has every
     `pp`-th one from `r` on. In a V it has two: `r` on the way down and `2 pp - 1 - r` on the way
     up, so that the first and the last are both on rank 0 (schedules ZB-V and DualPipeV).
 
@@ -126,7 +126,7 @@ class ParallelLayout:
         default="tp-cp-ep-dp-pp",
         metadata={"help": "axes from fastest to slowest varying rank", "flag": None},
     )
-    placement: Placement = field(
+    stage_mapping: StageMapping = field(
         default="loop",
         metadata={"help": "Which stages a rank of the pipeline holds", "flag": None},
     )
@@ -143,10 +143,10 @@ class ParallelLayout:
                 )
         if self.vpp > 1 and self.pp == 1:
             raise LayoutError("{vpp:=} needs pipeline stages to interleave, but {pp:=}", vars(self))
-        if self.placement not in ("loop", "v"):
-            raise LayoutError("{placement:=} is neither 'loop' nor 'v'", vars(self))
-        if self.placement == "v" and self.vpp != 2:
-            raise LayoutError("{placement:=} has 2 chunks per rank, but {vpp:=}", vars(self))
+        if self.stage_mapping not in ("loop", "v"):
+            raise LayoutError("{stage_mapping:=} is neither 'loop' nor 'v'", vars(self))
+        if self.stage_mapping == "v" and self.vpp != 2:
+            raise LayoutError("{stage_mapping:=} has 2 chunks per rank, but {vpp:=}", vars(self))
         self._check_order()
         self._check_hierarchy()
         self._check_pool()
@@ -345,14 +345,14 @@ class ParallelLayout:
 
     def stages(self, index: int) -> tuple[int, ...]:
         """Stages of the model that the pipeline rank `index` holds, one for each of its chunks."""
-        return stages_of(self.placement, self.pp, self.vpp, index)
+        return stages_of(self.stage_mapping, self.pp, self.vpp, index)
 
     def stage_holder(self, stage: int) -> int:
         """Index on the pipeline axis of the rank that holds a stage of the model."""
         if not 0 <= stage < self.pp * self.vpp:
             raise LayoutError(f"stage {stage} does not exist: there are {self.pp} x {self.vpp}")
         index = stage % self.pp
-        return self.pp - 1 - index if self.placement == "v" and stage >= self.pp else index
+        return self.pp - 1 - index if self.stage_mapping == "v" and stage >= self.pp else index
 
     def _grid(self, kind: str) -> Grid:
         return self._expert() if kind == "expert" else self._dense()
@@ -401,16 +401,18 @@ class ParallelLayout:
             text += f", {self.dp_outer} instances"
         if self.vpp > 1:
             text += f", {self.vpp} chunks per stage"
-        if self.placement == "v":
+        if self.stage_mapping == "v":
             text += " in a V"
         return f"{text}, order {self.order}"
 
 
-def stages_of(placement: Placement, pp: int, vpp: int, index: int) -> tuple[int, ...]:
+def stages_of(stage_mapping: StageMapping, pp: int, vpp: int, index: int) -> tuple[int, ...]:
     """Stages that rank `index` of a pipeline holds, in the order of the model."""
     if not 0 <= index < pp:
         raise LayoutError(f"pipeline rank {index} does not exist: pp={pp}")
-    return (index, 2 * pp - 1 - index) if placement == "v" else tuple(range(index, pp * vpp, pp))
+    return (
+        (index, 2 * pp - 1 - index) if stage_mapping == "v" else tuple(range(index, pp * vpp, pp))
+    )
 
 
 def _nearest_multiples(number: int, step: int) -> str:

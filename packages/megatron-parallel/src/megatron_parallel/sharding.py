@@ -21,26 +21,30 @@ from typing import Literal, NamedTuple, Protocol, cast
 from megatron_parallel.errors import LayoutError
 
 
-class AxisPlace(Protocol):
-    """A rank's place on one axis."""
+class AxisLike(Protocol):
+    """One axis as a rank sees it."""
 
     @property
     def size(self) -> int:
-        """Ranks of the axis."""
+        """Number of ranks of the axis."""
 
     @property
     def index(self) -> int:
-        """Which of them this one is."""
+        """Coordinate of this rank on the axis."""
 
 
-class Axes(Protocol):
-    """A rank's place on every axis: a `Mesh`, or a `Seat` of a layout that no process runs."""
+class MeshLike(Protocol):
+    """A rank's coordinates on all axes: a `Mesh`, or an `AbstractMesh` without processes."""
 
-    def axis(self, name: str) -> AxisPlace:
-        """The place on the axis of that name; raises `LayoutError` if the rank is on none."""
+    def axis(self, name: str) -> AxisLike:
+        """Returns the rank's axis of that name.
+
+        Raises:
+            LayoutError: The rank is in no group of that name.
+        """
 
     def has_axis(self, name: str) -> bool:
-        """Returns whether the rank is on an axis of that name."""
+        """Returns whether the rank is in a group of that name."""
 
 
 @dataclass(frozen=True)
@@ -233,7 +237,7 @@ class Sharding:
             experts=False,
         )
 
-    def part_length(self, mesh: Axes) -> int:
+    def part_length(self, mesh: MeshLike) -> int:
         """Local length of the cut dim, with padding."""
         if self.axis is None or self.dim is None:
             raise LayoutError(f"shape {self.shape} is not cut")
@@ -249,7 +253,7 @@ class Sharding:
             )
         return size // parts
 
-    def sharers(self, mesh: Axes) -> int:
+    def sharers(self, mesh: MeshLike) -> int:
         """Ranks that share an entry of `dim` and cut `spill_dim`; 1 where there are enough."""
         if self.axis is None or self.dim is None or self.spill_dim is None:
             return 1
@@ -263,7 +267,7 @@ class Sharding:
             )
         return ranks // entries
 
-    def local_shape(self, mesh: Axes) -> tuple[int, ...]:
+    def local_shape(self, mesh: MeshLike) -> tuple[int, ...]:
         """Shape of this rank's tensor, with padding."""
         shape = list(self.shape)
         if self.dim is not None:
@@ -274,7 +278,7 @@ class Sharding:
             shape[0] = self.expert_numbers(mesh).stop - self.expert_numbers(mesh).start
         return tuple(shape)
 
-    def local_matrix(self, mesh: Axes) -> tuple[int, ...]:
+    def local_matrix(self, mesh: MeshLike) -> tuple[int, ...]:
         """This rank's part as a matrix `(rows, columns)`, or `(experts, rows, columns)`.
 
         Raises `LayoutError` if there is no matrix, or it does not follow from where dims are split.
@@ -286,7 +290,7 @@ class Sharding:
                 return (len(self.expert_numbers(mesh)), *of_one) if self.experts else of_one
         raise LayoutError(f"shape {self.shape} cannot be split into the dims of {self.matrix}")
 
-    def expert_numbers(self, mesh: Axes) -> range:
+    def expert_numbers(self, mesh: MeshLike) -> range:
         """Returns the experts this rank holds."""
         count, ep = self.shape[0], mesh.axis("ep")
         if count % ep.size:
@@ -297,7 +301,7 @@ class Sharding:
         length = count // ep.size
         return range(ep.index * length, (ep.index + 1) * length)
 
-    def pieces(self, mesh: Axes) -> tuple[Piece, ...]:
+    def pieces(self, mesh: MeshLike) -> tuple[Piece, ...]:
         """The boxes this rank holds and where they lie locally; none if it holds only padding."""
         whole = Box((0,) * len(self.shape), self.shape)
         corner, lengths = list(whole.offsets), self.local_shape(mesh)
@@ -313,11 +317,11 @@ class Sharding:
             return ()
         return (Piece(box, Box(whole.offsets, box.lengths)),)
 
-    def boxes(self, mesh: Axes) -> tuple[Box, ...]:
+    def boxes(self, mesh: MeshLike) -> tuple[Box, ...]:
         """Returns the boxes of the global tensor this rank holds; none if it holds only padding."""
         return tuple(piece.box for piece in self.pieces(mesh))
 
-    def box(self, mesh: Axes) -> Box:
+    def box(self, mesh: MeshLike) -> Box:
         """Returns the one box this rank holds, of zero `numel` if it holds only padding."""
         boxes = self.boxes(mesh)
         if not boxes:
@@ -326,7 +330,7 @@ class Sharding:
             raise LayoutError(f"shape {self.shape} is held as {len(boxes)} boxes: ask for boxes()")
         return boxes[0]
 
-    def replica(self, mesh: Axes, *, sharded: bool = False) -> int:
+    def replica(self, mesh: MeshLike, *, sharded: bool = False) -> int:
         """Number of this rank's copy among those that hold the same boxes; 0 is the one written.
 
         `sharded`: among those that hold the same shard of them, of data-parallel ranks that keep a

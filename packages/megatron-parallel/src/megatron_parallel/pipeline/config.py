@@ -123,7 +123,7 @@ class PipelineConfig:
         check_schedule(schedule, layout.vpp)
         if self.group_size is not None:
             check_group_size(schedule, layout.pp, layout.vpp, self.group_size)
-        return replace(layout, placement=schedule_kind(schedule).placement)
+        return replace(layout, stage_mapping=schedule_kind(schedule).stage_mapping)
 
     def schedule_of(self, layout: ParallelLayout) -> str:
         """Returns the schedule that is asked for, or the default one of the layout."""
@@ -145,7 +145,7 @@ class PipelineConfig:
                     vars(self),
                 )
             return parse_pipeline_layout(self.stages, num_layers, pp)
-        if layout.placement == "v" and (self.first is not None or self.last is not None):
+        if layout.stage_mapping == "v" and (self.first is not None or self.last is not None):
             raise LayoutError(
                 "in a V the first and the last stage are on one rank, so {first:name} and "
                 "{last:name} say nothing: give {stages:name}",

@@ -46,7 +46,7 @@ class PipelineEngine:
         passed: `passed(micro_batch, stage)` gives shape and dtype of what `stage` passes on; every
             rank answers for all stages. Needed if there is more than one.
         sums: Names of the sums that `loss` returns.
-        schedule: One of `SCHEDULES`, of those that go with the layout's `vpp` and `placement`.
+        schedule: One of `SCHEDULES`, of those that go with the layout's `vpp` and `stage_mapping`.
             Under `combined-1f1b` the forward pass of one micro-batch and the backward pass of
             another take turns: the model ends one with `turns.hand_over()` where it is about to
             wait (`Dispatcher.dispatch` takes `turns`, too).
@@ -85,7 +85,7 @@ class PipelineEngine:
         """What this rank computed in the last step, in order."""
         if len(self.chunks) != vpp:
             raise LayoutError(f"{len(self.chunks)} chunks were given, but the layout has vpp={vpp}")
-        check_schedule(schedule, vpp, mesh.layout.placement if pp > 1 else None)
+        check_schedule(schedule, vpp, mesh.layout.stage_mapping if pp > 1 else None)
         if group_size is not None:
             check_group_size(schedule, pp, vpp, group_size)
         self._objective = Objective(loss, sums, mesh.device)

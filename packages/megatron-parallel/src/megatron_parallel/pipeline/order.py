@@ -86,7 +86,7 @@ def _alone(schedule: str, pp: int, rank: int, micro_batches: int, vpp: int) -> l
     """Returns the plans of other schedules whose passes run one by one."""
     if pp == 1:  # the engine runs a plain loop
         return [a for i in range(micro_batches) for a in (Action("F", 0, i), Action("B", 0, i))]
-    stages = stages_of(schedule_kind(schedule).placement, pp, vpp, rank)
+    stages = stages_of(schedule_kind(schedule).stage_mapping, pp, vpp, rank)
     if schedule in ("gpipe", "1f1b"):
         gpipe = order_taken(schedule, pp, micro_batches) == "gpipe"
         ahead = micro_batches if gpipe else pp - rank

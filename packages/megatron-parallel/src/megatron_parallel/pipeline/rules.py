@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.layout import ParallelLayout, Placement
+from megatron_parallel.layout import ParallelLayout, StageMapping
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class ScheduleKind:
     Attributes:
         name: as a `PipelineEngine` and `--pipeline-schedule` take it.
         chunks: how many model chunks a rank holds: `one`, `several`, `two` or `any` number.
-        placement: which rank holds which stage, `ParallelLayout.placement`.
+        stage_mapping: which rank holds which stage, `ParallelLayout.stage_mapping`.
         splits_backward: whether input and weight gradients are computed apart.
         rounds: whether micro-batches have to come in rounds of equal length, with several chunks
             if not with one.
@@ -27,7 +27,7 @@ class ScheduleKind:
     name: str
     chunks: Literal["one", "several", "two", "any"]
     source: str
-    placement: Placement = "loop"
+    stage_mapping: StageMapping = "loop"
     splits_backward: bool = False
     rounds: bool = False
     grouped: bool = False
@@ -71,15 +71,15 @@ def schedule_kind(schedule: str) -> ScheduleKind:
 
 def default_schedule(layout: ParallelLayout) -> str:
     """The schedule of a layout that names none: 1F1B in one of its forms, or ZB-V in a V."""
-    if layout.placement == "v":
+    if layout.stage_mapping == "v":
         return "zb-v"
     return "interleaved-1f1b" if layout.vpp > 1 else "1f1b"
 
 
-def check_schedule(schedule: str, vpp: int, placement: Placement | None = None) -> None:
+def check_schedule(schedule: str, vpp: int, stage_mapping: StageMapping | None = None) -> None:
     """Raises `LayoutError` unless the schedule runs on that many chunks, so placed.
 
-    Without `placement` only the number of chunks is looked at.
+    Without `stage_mapping` only the number of chunks is looked at.
     """
     kind = schedule_kind(schedule)
     if not kind.takes(vpp):
@@ -88,10 +88,11 @@ def check_schedule(schedule: str, vpp: int, placement: Placement | None = None) 
             f"schedule {schedule!r} does not fit vpp={vpp}: it needs {_WORDS[kind.chunks]} per "
             f"rank; vpp={vpp} goes with {fitting}"
         )
-    if placement is not None and placement != kind.placement:
+    if stage_mapping is not None and stage_mapping != kind.stage_mapping:
         raise LayoutError(
-            f"schedule {schedule!r} needs ParallelLayout(placement={kind.placement!r}), and the "
-            f"layout has placement={placement!r}"
+            f"schedule {schedule!r} needs "
+            f"ParallelLayout(stage_mapping={kind.stage_mapping!r}), and the layout "
+            f"has stage_mapping={stage_mapping!r}"
         )
 
 

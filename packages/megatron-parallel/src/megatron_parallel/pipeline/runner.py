@@ -144,7 +144,7 @@ class StageRunner:
             schedule = build_schedule(self._schedule, stages, count, self._add, pair, group)
             plan = planned_actions(self._schedule, pp, rank, count, vpp, group)
         else:
-            v = self._layout.placement == "v"
+            v = self._layout.stage_mapping == "v"
             schedule = build_forward_schedule(stages, count, self._add, v=v)
             plan = evaluated_actions(pp, rank, count, vpp, v)
         self._prepared[key] = _Prepared(schedule, stages, plan)

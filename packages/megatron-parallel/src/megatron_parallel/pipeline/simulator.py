@@ -146,8 +146,8 @@ def simulate(
     check_micro_batches(schedule, pp, vpp, micro_batches, group_size)
     ranks = range(pp)
     plans = [planned_turns(schedule, pp, r, micro_batches, vpp, group_size) for r in ranks]
-    placement = schedule_kind(schedule).placement if pp > 1 else "loop"
-    holder = {s: r for r in range(pp) for s in stages_of(placement, pp, vpp, r)}
+    stage_mapping = schedule_kind(schedule).stage_mapping if pp > 1 else "loop"
+    holder = {s: r for r in range(pp) for s in stages_of(stage_mapping, pp, vpp, r)}
     ends: dict[Action, Fraction] = {}
     done: list[list[Event]] = [[] for _ in plans]
     queues = [deque(plan) for plan in plans]

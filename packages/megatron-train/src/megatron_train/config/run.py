@@ -186,7 +186,7 @@ class RunConfig(RunSections):
         if not shared.use_torch_fsdp2:
             return
         schedule = self.pipeline.schedule_of(layout)
-        if schedule_kind(schedule).splits_backward or layout.placement == "v":
+        if schedule_kind(schedule).splits_backward or layout.stage_mapping == "v":
             raise TrainError(
                 f"--use-torch-fsdp2 needs whole backward passes and stages in a loop, which "
                 f"--pipeline-schedule {schedule} has not; choose 1f1b, or leave out one"
