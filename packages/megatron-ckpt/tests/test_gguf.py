@@ -16,6 +16,9 @@ import torch
 from fuzzing import fuzz, mutate_bytes
 from megatron_ckpt import Checkpoint, CheckpointError, import_hf
 from megatron_ckpt.cli import main
+from megatron_ckpt.formats.gguf import open_gguf
+from megatron_ckpt.formats.gguf_architectures.architecture import Architecture
+from megatron_ckpt.formats.gguf_architectures.table import ARCHITECTURES
 
 HEADS, GROUPS, HEAD_DIM, HIDDEN, FFN, VOCAB, LAYERS = 4, 2, 8, 32, 64, 40, 2
 SIZES = {"q": HEADS * HEAD_DIM, "k": GROUPS * HEAD_DIM, "v": GROUPS * HEAD_DIM}
@@ -241,6 +244,25 @@ def test_the_configuration_is_that_of_a_hugging_face_folder(tmp_path):
     assert made.read("lm_head.weight").shape == (40, 32)
 
 
+def test_an_added_architecture_is_read_without_a_change_to_the_reader(tmp_path):
+    plain = Architecture(
+        rows=lambda config: [("model.norm.weight", ["output_norm.weight"], [])],
+        config=lambda file: {"num_hidden_layers": file.require("falcon.block_count")},
+        ignored=("token_embd.weight", *(f"blk.{{i}}.{name}" for name in ("a", "b"))),
+    )
+    weights = {name: np.ones(4, np.float32) for name in ("output_norm.weight", "blk.0.a")}
+    path = write(
+        tmp_path / "m.gguf",
+        name="falcon",
+        weights=weights,
+        more={"falcon.block_count": np.uint32(1)},
+    )
+    source = open_gguf(path, {**ARCHITECTURES, "falcon": plain})
+    assert source.config == {"num_hidden_layers": 1}
+    assert dict(source.open_tensors("").meta()).keys() == {"model.norm.weight"}
+    assert torch.equal(source.open_tensors("")["model.norm.weight"], torch.ones(4))
+
+
 def llama3_factors(factor):
     """As the original implementation of Llama 3.1 computes them, for theta 5e5 and 8 channels."""
     factors = []
@@ -310,7 +332,7 @@ WRONG = {
     r"no row uses tensor 'blk.2.attn_norm.weight'": {
         "weights": tensors() | {"blk.2.attn_norm.weight": np.ones(HIDDEN, np.float32)}
     },
-    "architecture 'falcon', GGUF files are read of llama": {"name": "falcon"},
+    "architecture 'falcon'; supported architectures of GGUF files are llama": {"name": "falcon"},
     "one of 3 parts: join them": {"more": {"split.count": np.uint32(3)}},
     "no metadata 'tokenizer.ggml.model'": {"tokenizer": False},
     "tokenizers of kind 'bert' are not read": {"more": {"tokenizer.ggml.model": "bert"}},

@@ -53,28 +53,28 @@ class Fields:
 
     def integer(self, key: str, least: int = 0) -> int:
         """Returns an integer from ``least`` that fits 64 bits."""
-        value = self.need(key)
+        value = self.require(key)
         if not _is_integer(value, least):
             raise self.refuse(key, f"not an integer from {least}")
         return int(value)
 
     def integers(self, key: str) -> tuple[int, ...]:
         """Returns a list of integers from 0 as a tuple."""
-        value = self.need(key)
+        value = self.require(key)
         if not isinstance(value, list) or not all(_is_integer(each, 0) for each in value):
             raise self.refuse(key, "not a list of integers from 0")
         return tuple(value)
 
     def text(self, key: str) -> str:
         """Returns a string."""
-        value = self.need(key)
+        value = self.require(key)
         if not isinstance(value, str):
             raise self.refuse(key, "not text")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Returns a list of strings as a tuple."""
-        value = self.need(key)
+        value = self.require(key)
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise self.refuse(key, "not a list of text")
         return tuple(value)
@@ -88,7 +88,7 @@ class Fields:
 
     def inner(self, key: str) -> "Fields":
         """Returns the object under ``key``."""
-        return Fields(self.need(key), f"{self.where}: {key}", self.error)
+        return Fields(self.require(key), f"{self.where}: {key}", self.error)
 
     def items(self, key: str) -> "list[tuple[str, Fields]]":
         """Returns the objects of the object under ``key``, by name."""
@@ -100,14 +100,14 @@ class Fields:
 
     def elements(self, key: str) -> "list[Fields]":
         """Returns the objects of the list under ``key``."""
-        value = self.need(key)
+        value = self.require(key)
         if not isinstance(value, list):
             raise self.refuse(key, "not a list")
         return [
             Fields(each, f"{self.where}: {key}[{at}]", self.error) for at, each in enumerate(value)
         ]
 
-    def need(self, key: str) -> Any:
+    def require(self, key: str) -> Any:
         """Returns the value under ``key``, of any type."""
         if key not in self.content:
             raise self.error(f"{self.where} lacks {key!r}")

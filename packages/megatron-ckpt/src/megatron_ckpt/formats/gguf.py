@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ckpt.errors import CheckpointError
-from megatron_ckpt.formats.gguf_file import Architecture, GGUFFile
-from megatron_ckpt.formats.gguf_llama import LLAMA
+from megatron_ckpt.formats.gguf_architectures.architecture import Architecture
+from megatron_ckpt.formats.gguf_architectures.table import ARCHITECTURES
+from megatron_ckpt.formats.gguf_file import GGUFFile
 from megatron_ckpt.formats.gguf_tokenizer import tokenizer_files
 from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER, ModelSource
 from megatron_ckpt.views import Box
@@ -33,22 +34,26 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
-def open_gguf(path: Path) -> ModelSource:
+def open_gguf(path: Path, architectures: Mapping[str, Architecture] = ARCHITECTURES) -> ModelSource:
     """Returns the model in a GGUF file.
 
+    Args:
+        path: The file.
+        architectures: The supported architectures by name. Defaults to those of
+            `megatron_ckpt.formats.gguf_architectures.table`.
+
     Raises:
-        CheckpointError: a damaged file, an architecture or setting without a counterpart, or the
-            package ``gguf`` is not installed.
+        CheckpointError: The file is damaged, its architecture or a setting is not supported, or
+            the package ``gguf`` is not installed.
     """
     import json
 
     file = GGUFFile(path)
-    architectures = {"llama": LLAMA}
-    name = file.need("general.architecture")
+    name = file.require("general.architecture")
     if name not in architectures:
         raise CheckpointError(
-            f"{path} holds a model of architecture {name!r}, GGUF files are read of "
-            f"{', '.join(architectures)}: import its safetensors"
+            f"{path} holds a model of architecture {name!r}; supported architectures of GGUF files "
+            f"are {', '.join(architectures)}: import its safetensors"
         )
     architecture = architectures[name]
     config = architecture.config(file)
@@ -66,14 +71,16 @@ def open_gguf(path: Path) -> ModelSource:
 class GGUFTensors:
     """The tensors of a file under their Hugging Face names, each made when asked for."""
 
-    def __init__(self, file: GGUFFile, kind: Architecture, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, file: GGUFFile, architecture: Architecture, config: Mapping[str, Any]
+    ) -> None:
         from megatron_ckpt.ops.interpreter import check_source
         from megatron_ckpt.ops.rows import expand
 
         layered = {**config, "num_layers": config["num_hidden_layers"]}
         try:
-            rows = expand(kind.rows(config), layered, most=len(file.tensor_names))
-            check_source(rows, file.tensor_names, ignored=kind.ignored)
+            rows = expand(architecture.rows(config), layered, most=len(file.tensor_names))
+            check_source(rows, file.tensor_names, ignored=architecture.ignored)
         except CheckpointError as error:
             raise CheckpointError(f"{file.path}: {error}") from None
         self._file = file

@@ -1,7 +1,6 @@
 """A GGUF file as it is: metadata by key, tensors by their GGUF names."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,8 +9,6 @@ from megatron_ckpt.formats.gguf_header import check_header
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from megatron_ckpt.ops.rows import RowData
 
 T = TypeVar("T")
 
@@ -49,7 +46,7 @@ class GGUFFile:
             return default
         return self._checked(self._reader.fields[key].contents)
 
-    def need(self, key: str) -> Any:
+    def require(self, key: str) -> Any:
         """Returns the value of a metadata key that has to be there."""
         if key not in self._reader.fields:
             raise CheckpointError(f"{self.path} has no metadata {key!r}: it is no complete model")
@@ -98,21 +95,6 @@ class GGUFFile:
             raise CheckpointError(
                 f"{self.path} is damaged, or no GGUF file of version 2 or 3: {brief(error)}"
             ) from error
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """How files that name an architecture map to a Hugging Face model.
-
-    Attributes:
-        rows: Hugging Face's names, theirs, and the operations, given the ``config.json``.
-        config: makes the content of ``config.json`` of a file.
-        ignored: tensors that say nothing a row could use.
-    """
-
-    rows: "Callable[[Mapping[str, Any]], list[RowData]]"
-    config: Callable[[GGUFFile], dict[str, Any]]
-    ignored: tuple[str, ...] = ()
 
 
 def _torch_dtype(raw: Any) -> Any:

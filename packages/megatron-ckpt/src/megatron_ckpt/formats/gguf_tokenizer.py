@@ -49,13 +49,13 @@ def tokenizer_files(file: GGUFFile) -> dict[str, bytes]:
     Raises:
         CheckpointError: a kind of tokenizer that is not read.
     """
-    kind = file.need(f"{_KEY}model")
+    kind = file.require(f"{_KEY}model")
     if kind != "gpt2":
         raise CheckpointError(
             f"{file.path}: tokenizers of kind {kind!r} are not read from GGUF, only byte-level BPE "
             "('gpt2'): import the model's safetensors"
         )
-    tokens: list[str] = file.need(f"{_KEY}tokens")
+    tokens: list[str] = file.require(f"{_KEY}tokens")
     content = _byte_level_bpe(file, tokens)
     settings = _settings(file, tokens)
     content["post_processor"] = _post_processor(settings, tokens)
@@ -68,7 +68,7 @@ def tokenizer_files(file: GGUFFile) -> dict[str, bytes]:
 
 
 def _byte_level_bpe(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
-    pre = file.need(f"{_KEY}pre")
+    pre = file.require(f"{_KEY}pre")
     if pre not in _SPLITS:
         raise CheckpointError(
             f"{file.path}: unknown {_KEY}pre {pre!r}{did_you_mean(pre, _SPLITS)}; known are "
@@ -104,7 +104,7 @@ def _byte_level_bpe(file: GGUFFile, tokens: list[str]) -> dict[str, Any]:
                 for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
                 if kind != _UNUSED
             },
-            "merges": [merge.split(" ", 1) for merge in file.need(f"{_KEY}merges")],
+            "merges": [merge.split(" ", 1) for merge in file.require(f"{_KEY}merges")],
         },
     }
 

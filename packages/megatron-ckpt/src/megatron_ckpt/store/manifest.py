@@ -137,7 +137,7 @@ class Manifest:
             world_size=top.integer("world_size", 1),
             files=files,
             tensors=tensors,
-            model=None if top.need("model") is None else _model(top.inner("model")),
+            model=None if top.require("model") is None else _model(top.inner("model")),
             versions={name: str(value) for name, value in top.inner("versions").content.items()},
         )
         try:
@@ -151,13 +151,13 @@ class Manifest:
 
 
 def _check_format(top: Fields) -> None:
-    name, number = top.need("format"), top.need("format_version")
+    name, number = top.require("format"), top.require("format_version")
     if (name, number) != (FORMAT, FORMAT_VERSION):
         raise CheckpointError(
             f"{top.where} has format {_short(name)} {_short(number)}, this megatron-ckpt reads "
             f"{FORMAT} {FORMAT_VERSION}: use a newer one"
         )
-    algorithm, size = top.need("algorithm"), top.need("block_size")
+    algorithm, size = top.require("algorithm"), top.require("block_size")
     if (algorithm, size) != (ALGORITHM, BLOCK_SIZE):
         raise CheckpointError(
             f"{top.where} digests {_short(size)}-byte blocks with {_short(algorithm)}, this "
@@ -177,7 +177,7 @@ def _file(record: Fields) -> FileRecord:
 
 
 def _model(record: Fields) -> ModelRecord:
-    family = None if record.need("family") is None else record.text("family")
+    family = None if record.require("family") is None else record.text("family")
     kind = record.text("kind") if "kind" in record.content else _FIRST_KIND
     version = record.integer("version") if "version" in record.content else 0
     return ModelRecord(kind, family, version, record.inner("config").content)

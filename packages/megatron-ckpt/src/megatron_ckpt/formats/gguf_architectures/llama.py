@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_ckpt.errors import CheckpointError
-from megatron_ckpt.formats.gguf_file import Architecture, GGUFFile
+from megatron_ckpt.formats.gguf_architectures.architecture import Architecture
+from megatron_ckpt.formats.gguf_file import GGUFFile
 
 if TYPE_CHECKING:
     from megatron_ckpt.ops.rows import RowData
@@ -128,7 +129,7 @@ def _refuse_unknown(file: GGUFFile) -> None:
 
 
 def _number(file: GGUFFile, key: str, default: Any = None) -> Any:
-    value = file.get(_PREFIX + key, default) if default is not None else file.need(_PREFIX + key)
+    value = file.get(_PREFIX + key, default) if default is not None else file.require(_PREFIX + key)
     if isinstance(value, float):
         import numpy as np
 

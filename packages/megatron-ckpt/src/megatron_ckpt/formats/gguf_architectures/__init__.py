@@ -1,0 +1,1 @@
+"""How the architectures of GGUF files map to Hugging Face models, one module for each."""
