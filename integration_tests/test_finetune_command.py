@@ -51,9 +51,9 @@ def losses(folder: Path) -> list[float]:
 
 def stepped(checkpoint: Checkpoint, corpus: Path, rate: float) -> tuple[float, dict]:
     """Loss of the first batch and the weights after a step of gradient descent, by torch alone."""
-    place = Placement(Mesh.single(), dtype=torch.float64)
+    placement = Placement(Mesh.single(), dtype=torch.float64)
     config = config_of(checkpoint.model)
-    (model,) = find_kind(config.kind).build(config, place)
+    (model,) = find_kind(config.kind).build(config, placement)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             held = checkpoint.read(name)

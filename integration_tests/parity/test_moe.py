@@ -53,8 +53,8 @@ def test_the_layer_equals_mixtrals(dispatcher: str) -> None:
             experts_implementation="eager",
         )
     ).double()
-    place = Placement(Mesh.single(), dtype=torch.float64, dispatcher=dispatcher)
-    ours = MoE(config().component(MoESpec), 0, place)
+    placement = Placement(Mesh.single(), dtype=torch.float64, dispatcher=dispatcher)
+    ours = MoE(config().component(MoESpec), 0, placement)
     weights = {
         "router.weight": (theirs.gate.weight, drawn(E, HIDDEN)),
         "experts.up.weight": (theirs.experts.gate_up_proj, drawn(E, 2, WIDTH, HIDDEN, seed=2)),
@@ -89,8 +89,8 @@ def routed(
     if bias is not None:
         more["moe_router_enable_expert_bias"] = True
     changed = config(hidden_size=E * 2, **more)
-    place = Placement(Mesh.single(), dtype=torch.float64)
-    router = Router(changed.component(MoESpec), place)
+    placement = Placement(Mesh.single(), dtype=torch.float64)
+    router = Router(changed.component(MoESpec), placement)
     with torch.no_grad():
         router.weight.copy_(torch.eye(E, 2 * E))
         if bias is not None:

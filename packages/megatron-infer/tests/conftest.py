@@ -64,8 +64,8 @@ def make_stages() -> Callable[..., list[GPT]]:
         dtype: torch.dtype = torch.float64,
         sequence_parallel: bool = False,
     ) -> list[GPT]:
-        place = Placement(mesh, dtype=dtype, sequence_parallel=sequence_parallel)
-        return gpt_chunks(shape(kind, vocab_size, positions, 4), place, seed=7)
+        placement = Placement(mesh, dtype=dtype, sequence_parallel=sequence_parallel)
+        return gpt_chunks(shape(kind, vocab_size, positions, 4), placement, seed=7)
 
     return make
 

@@ -60,8 +60,8 @@ def make(
         init_method_std=0.4,
         **POSITIONS[positions],
     )
-    place = Placement(mesh, dtype=torch.float64, sequence_parallel=sequence_parallel)
-    return find_kind("encoder_decoder").build(config, place, seed=4)  # type: ignore[return-value]
+    placement = Placement(mesh, dtype=torch.float64, sequence_parallel=sequence_parallel)
+    return find_kind("encoder_decoder").build(config, placement, seed=4)  # type: ignore[return-value]
 
 
 @torch.no_grad()

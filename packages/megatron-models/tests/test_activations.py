@@ -52,14 +52,14 @@ def counted(
 ) -> dict[str, int]:
     """Bytes by module of a stack of layers, without what all of them share."""
     mesh = mesh or Mesh.single()
-    place = Placement(
+    placement = Placement(
         mesh,
         dtype=dtype,
         recompute=plan,
         sequence_parallel=sequence_parallel,
         dispatcher=dispatcher,
     )
-    model = GPT(config, place)
+    model = GPT(config, placement)
     key = DropoutKey.for_batch(seed=1, iteration=1, samples=torch.arange(B), positions=S)
     cut = model.tp if sequence_parallel else None
     drop = StageDropout.of(Dropout(key, 0.1, 0.1), cut) if dropout else None

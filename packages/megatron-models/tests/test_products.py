@@ -14,8 +14,8 @@ GATED = {"activation": "swiglu", "add_bias_linear": False, "moe_shared_expert_in
 
 def adapted(config, roles=ROLES):
     """A model with adapters whose B is not zero, in float64."""
-    place = Placement(Mesh.single(), dtype=torch.float64, products=dict.fromkeys(roles, LORA))
-    model = GPT(config, place)
+    placement = Placement(Mesh.single(), dtype=torch.float64, products=dict.fromkeys(roles, LORA))
+    model = GPT(config, placement)
     train_adapters([model], [LORA])
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

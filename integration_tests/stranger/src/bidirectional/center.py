@@ -14,10 +14,12 @@ class Center(nn.Module):
 
     mean: Tensor
 
-    def __init__(self, spec: BidirectionalSpec, place: Placement) -> None:
+    def __init__(self, spec: BidirectionalSpec, placement: Placement) -> None:
         super().__init__()
         shape = (spec.hidden_size + 1,)
-        self.seen = place.state(self, spec.state(), "center.mean", self.moved, observed=shape)
+        self.seen = placement.register_state(
+            self, spec.state(), "center.mean", self.moved, observed=shape
+        )
 
     @staticmethod
     def moved(mean: Tensor, seen: Tensor) -> Tensor:

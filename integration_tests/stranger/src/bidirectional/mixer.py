@@ -12,11 +12,11 @@ from bidirectional.config import BidirectionalSpec
 class Bidirectional(nn.Module):
     """Self-attention of one layer; the tensor-parallel axis cuts it by heads."""
 
-    def __init__(self, spec: BidirectionalSpec, layer: int, place: Placement) -> None:
+    def __init__(self, spec: BidirectionalSpec, layer: int, placement: Placement) -> None:
         super().__init__()
-        self.q, self.k, self.v = (place.column(spec.read) for _ in range(3))
-        self.out = place.row(spec.out)
-        self.center = Center(spec, place)
+        self.q, self.k, self.v = (placement.column_parallel_linear(spec.read) for _ in range(3))
+        self.out = placement.row_parallel_linear(spec.out)
+        self.center = Center(spec, placement)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Let every token ``[s, b, h]`` attend as the mask allows."""

@@ -26,32 +26,34 @@ class Encoder(Trunk):
     def __init__(
         self,
         config: BidirectionalConfig,
-        place: Placement,
+        placement: Placement,
         *,
         chunk: int = 0,
         split: Sequence[range] | None = None,
         seed: int = 1234,
     ) -> None:
-        mesh = place.mesh
-        if place.sequence_parallel or mesh.layout.cp > 1:
+        mesh = placement.mesh
+        if placement.sequence_parallel or mesh.layout.cp > 1:
             raise ConfigError("this encoder is not cut along the sequence")
         plan = plan_stage(config, mesh.layout, mesh.axis("pp").index, chunk, split)
         stage = config.trunk().stage(plan.layers, first=plan.first, last=plan.last)
-        super().__init__(stage, place)
-        self.config, self.mesh, self.dtype = config, mesh, place.dtype
+        super().__init__(stage, placement)
+        self.config, self.mesh, self.dtype = config, mesh, placement.dtype
         self.stage, self.first, self.last = plan.stage, plan.first, plan.last
         beside = config.beside()
         if plan.first:
             self.segments = nn.Module()
-            place.register(self.segments, {"weight": beside["segments.weight"]})
-            self.embedding_norm = Norm(config.component(NormSpec), place)
+            placement.register_parameters(self.segments, {"weight": beside["segments.weight"]})
+            self.embedding_norm = Norm(config.component(NormSpec), placement)
         if plan.last:
             self.pooler = nn.Module()
             names = ("weight", "bias")
-            place.register(self.pooler, {name: beside[f"pooler.{name}"] for name in names})
+            placement.register_parameters(
+                self.pooler, {name: beside[f"pooler.{name}"] for name in names}
+            )
             if config.masked_lm_head:
-                self.output = place.column(output_spec(config))
-        if place.on.type != "meta":
+                self.output = placement.column_parallel_linear(output_spec(config))
+        if placement.resolved_device.type != "meta":
             initialize_parameters(self, seed=seed, mesh=mesh)
 
     def passed(self, batch_size: int, sequence_length: int) -> megatron_parallel.Passed:
@@ -85,12 +87,12 @@ class Encoder(Trunk):
 
 def stages(
     config: BidirectionalConfig,
-    place: Placement | Mesh,
+    placement: Placement | Mesh,
     *,
     split: Sequence[range] | None = None,
     seed: int = 1234,
 ) -> list[Encoder]:
     """Build this rank's stages, one for each of its ``vpp`` chunks."""
-    place = Placement.of(place)
-    numbers = range(place.mesh.layout.vpp)
-    return [Encoder(config, place, chunk=chunk, split=split, seed=seed) for chunk in numbers]
+    placement = Placement.resolve(placement)
+    numbers = range(placement.mesh.layout.vpp)
+    return [Encoder(config, placement, chunk=chunk, split=split, seed=seed) for chunk in numbers]

@@ -70,18 +70,18 @@ class ModelKind:
             fields = migrate(fields)
         return self.config.from_dict(fields)
 
-    def build(self, config: ModelConfig, place: Any, **options: Any) -> "list[nn.Module]":
+    def build(self, config: ModelConfig, placement: Any, **options: Any) -> "list[nn.Module]":
         """Builds this rank's stages of a model.
 
         Args:
             config: of this kind.
-            place: a `megatron_models.Placement`, or a mesh.
+            placement: a `megatron_models.Placement`, or a mesh.
             **options: ``split``, the layers of every stage of the pipeline, and ``seed``.
         """
         build: Callable[..., list[nn.Module]] = look_up(
             self.stages, f"stages of the kind {self.name!r}"
         )
-        return build(config, place, **options)
+        return build(config, placement, **options)
 
     @property
     def components(self) -> tuple[str, ...]:

@@ -63,17 +63,17 @@ class Placement:
     vocabulary_loss: VocabularyLoss = PLAIN_LOSS
 
     @classmethod
-    def of(cls, place: Union["Placement", Mesh]) -> "Placement":
-        """Returns ``place``, or what a mesh alone stands for: all else at its default."""
-        return cls(place) if isinstance(place, Mesh) else place
+    def resolve(cls, placement: Union["Placement", Mesh]) -> "Placement":
+        """Returns ``placement``, or what a mesh alone stands for: all else at its default."""
+        return cls(placement) if isinstance(placement, Mesh) else placement
 
     @property
-    def on(self) -> torch.device:
+    def resolved_device(self) -> torch.device:
         """The device of the parameters."""
         return self.mesh.device if self.device is None else torch.device(self.device)
 
     @property
-    def sequence_parts(self) -> int:
+    def sequence_parallel_size(self) -> int:
         """Parts that the sequence is cut into between tensor-parallel layers."""
         return self.mesh.axis("tp").size if self.sequence_parallel else 1
 
@@ -81,7 +81,7 @@ class Placement:
         """Returns what the layers of a role multiply by."""
         return self.products.get(role, PLAIN)
 
-    def column(self, spec: ColumnSpec) -> ColumnParallelLinear:
+    def column_parallel_linear(self, spec: ColumnSpec) -> ColumnParallelLinear:
         """Builds a column-parallel layer here."""
         return ColumnParallelLinear.of(
             spec,
@@ -89,10 +89,10 @@ class Placement:
             sequence_parallel=self.sequence_parallel,
             product=self.product(spec.role),
             dtype=self.dtype,
-            device=self.on,
+            device=self.resolved_device,
         )
 
-    def row(self, spec: RowSpec) -> RowParallelLinear:
+    def row_parallel_linear(self, spec: RowSpec) -> RowParallelLinear:
         """Builds a row-parallel layer here."""
         return RowParallelLinear.of(
             spec,
@@ -100,17 +100,17 @@ class Placement:
             sequence_parallel=self.sequence_parallel,
             product=self.product(spec.role),
             dtype=self.dtype,
-            device=self.on,
+            device=self.resolved_device,
         )
 
-    def vocabulary(self, spec: VocabSpec) -> VocabParallelEmbedding:
+    def vocab_parallel_embedding(self, spec: VocabSpec) -> VocabParallelEmbedding:
         """Builds token embeddings here."""
         cut = self.sequence_parallel
         return VocabParallelEmbedding.of(
-            spec, self.mesh, sequence_parallel=cut, dtype=self.dtype, device=self.on
+            spec, self.mesh, sequence_parallel=cut, dtype=self.dtype, device=self.resolved_device
         )
 
-    def state(
+    def register_state(
         self,
         module: nn.Module,
         shardings: Mapping[str, Sharding],
@@ -137,10 +137,18 @@ class Placement:
         module.sharding = {**vars(module).get("sharding", {}), buffer: shardings[name]}  # type: ignore[assignment]
         exact = torch.float64 if self.dtype == torch.float64 else torch.float32
         return StepState(
-            module, buffer, self.mesh, update, observed=observed, dtype=exact, device=self.on
+            module,
+            buffer,
+            self.mesh,
+            update,
+            observed=observed,
+            dtype=exact,
+            device=self.resolved_device,
         )
 
-    def register(self, module: nn.Module, shardings: Mapping[str, Sharding], *names: str) -> None:
+    def register_parameters(
+        self, module: nn.Module, shardings: Mapping[str, Sharding], *names: str
+    ) -> None:
         """Gives a module its sharding table, and parameters without values.
 
         Args:
@@ -153,5 +161,7 @@ class Placement:
             parameter = None
             if name in shardings:
                 shape = shardings[name].local_shape(self.mesh)
-                parameter = nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.on))
+                parameter = nn.Parameter(
+                    torch.empty(shape, dtype=self.dtype, device=self.resolved_device)
+                )
             module.register_parameter(name, parameter)

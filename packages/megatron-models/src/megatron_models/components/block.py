@@ -21,19 +21,19 @@ class Block(nn.Module):
     Args:
         layer: its sublayers.
         number: by which a cache and dropout know it.
-        place: where it is built.
+        placement: where it is built.
     """
 
-    def __init__(self, layer: Layer, number: int, place: Placement) -> None:
+    def __init__(self, layer: Layer, number: int, placement: Placement) -> None:
         super().__init__()
         self.layer = number
         self.sublayers = layer
         for sublayer in layer:
-            norms = {name: Norm(norm, place) for name, norm in sublayer.norms.items()}
+            norms = {name: Norm(norm, placement) for name, norm in sublayer.norms.items()}
             first = f"{sublayer.name}_norm"
             if first in norms:
                 self.add_module(first, norms.pop(first))
-            self.add_module(sublayer.name, build_mixer(sublayer.mixer, number, place))
+            self.add_module(sublayer.name, build_mixer(sublayer.mixer, number, placement))
             for name, norm in norms.items():
                 self.add_module(name, norm)
 
@@ -61,17 +61,17 @@ class Block(nn.Module):
         return context.recomputed(name, partial(mixer, context=context), y)
 
 
-def build_mixer(mixer: Mixer, number: int, place: Placement) -> nn.Module:
+def build_mixer(mixer: Mixer, number: int, placement: Placement) -> nn.Module:
     """Builds the module of a mixer, of whichever distribution.
 
     Args:
         mixer: its description.
         number: of its layer.
-        place: where it is built.
+        placement: where it is built.
 
     Raises:
         ConfigError: the class that the description names cannot be imported.
     """
     build = look_up(mixer.module, f"{type(mixer).__name__}.module")
-    module: nn.Module = build(mixer, number, place)
+    module: nn.Module = build(mixer, number, placement)
     return module

@@ -18,27 +18,27 @@ class Trunk(nn.Module):
 
     Args:
         spec: what this stage has.
-        place: where it is built.
+        placement: where it is built.
 
     Attributes:
         embeds: whether it takes tokens.
         layers: its blocks, by global layer number.
     """
 
-    def __init__(self, spec: TrunkSpec, place: Placement) -> None:
+    def __init__(self, spec: TrunkSpec, placement: Placement) -> None:
         super().__init__()
-        self.tp = place.mesh.axis("tp")
+        self.tp = placement.mesh.axis("tp")
         self.embedding_site = spec.embedding_site
         self.embeds = spec.embedding is not None and not spec.embedding.output_only
-        self.embedding = None if spec.embedding is None else Embedding(spec.embedding, place)
+        self.embedding = None if spec.embedding is None else Embedding(spec.embedding, placement)
         # Keyed by the global layer number, so that a pipeline stage's names are the whole model's.
         self.layers = nn.ModuleDict(
             {
-                str(number): Block(layer, spec.first_number + number, place)
+                str(number): Block(layer, spec.first_number + number, placement)
                 for number, layer in spec.layers.items()
             }
         )
-        self.final_norm = None if spec.final_norm is None else Norm(spec.final_norm, place)
+        self.final_norm = None if spec.final_norm is None else Norm(spec.final_norm, placement)
         self.reads_padding = any(mixer.reads_padding for mixer in spec.mixers)
 
     def forward(

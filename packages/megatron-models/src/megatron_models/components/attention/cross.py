@@ -23,17 +23,17 @@ class CrossAttention(nn.Module):
     share a group as in `Attention`.
     """
 
-    def __init__(self, spec: CrossAttentionSpec, layer: int, place: Placement) -> None:
+    def __init__(self, spec: CrossAttentionSpec, layer: int, placement: Placement) -> None:
         super().__init__()
         self.layer = layer
-        self.tp = place.mesh.axis("tp")
+        self.tp = placement.mesh.axis("tp")
         self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
         self.head_size = spec.kv_channels
         self.sharers = group_sharers(spec, self.tp.size)
         self.softcap = spec.attn_logit_softcapping
-        self.q = place.column(spec.q)
-        self.kv = place.column(spec.kv)
-        self.out = place.row(spec.out)
+        self.q = placement.column_parallel_linear(spec.q)
+        self.kv = placement.column_parallel_linear(spec.kv)
+        self.out = placement.row_parallel_linear(spec.out)
 
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
         """Lets every token of the decoder attend to the encoder's output as the mask allows.

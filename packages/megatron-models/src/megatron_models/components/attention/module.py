@@ -23,18 +23,18 @@ class Attention(nn.Module):
     held twice, and none is counted twice.
     """
 
-    def __init__(self, spec: AttentionSpec, layer: int, place: Placement) -> None:
+    def __init__(self, spec: AttentionSpec, layer: int, placement: Placement) -> None:
         super().__init__()
         self.layer = layer
-        self.tp = place.mesh.axis("tp")
+        self.tp = placement.mesh.axis("tp")
         self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
         self.interleaved = spec.rotary_interleaved
         self.head_size, self.slots = spec.kv_channels, spec.slots
         self.sharers = group_sharers(spec, self.tp.size)
         self.softcap = spec.attn_logit_softcapping
-        self.qkv = place.column(spec.qkv)
-        self.sinks = None if spec.softmax_type == "vanilla" else Sinks(spec, place)
-        self.out = place.row(spec.out)
+        self.qkv = placement.column_parallel_linear(spec.qkv)
+        self.sinks = None if spec.softmax_type == "vanilla" else Sinks(spec, placement)
+        self.out = placement.row_parallel_linear(spec.out)
 
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
         """Lets every token attend as the mask allows, in the cache too.

@@ -26,13 +26,13 @@ class RotaryTable(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: AttentionConfig, place: Placement) -> None:
+    def __init__(self, config: AttentionConfig, placement: Placement) -> None:
         super().__init__()
         self.config = config
         shape = (config.max_position_embeddings, 1, config.rotary_dim // 2)
-        table = torch.float64 if place.dtype == torch.float64 else torch.float32
+        table = torch.float64 if placement.dtype == torch.float64 else torch.float32
         for name in ("cos", "sin"):
-            empty = torch.empty(shape, dtype=table, device=place.on)
+            empty = torch.empty(shape, dtype=table, device=placement.resolved_device)
             self.register_buffer(name, empty, persistent=False)
         self.reset()
 

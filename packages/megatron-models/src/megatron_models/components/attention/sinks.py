@@ -12,9 +12,9 @@ class Sinks(nn.Module):
 
     weight: Tensor | None
 
-    def __init__(self, spec: AttentionSpec, place: Placement) -> None:
+    def __init__(self, spec: AttentionSpec, placement: Placement) -> None:
         super().__init__()
-        place.register(self, spec.sinks(), "weight")
+        placement.register_parameters(self, spec.sinks(), "weight")
 
     def forward(self, q: Float[Tensor, "s b n d"]) -> Float[Tensor, " n"]:
         """Returns the logits of this rank's heads, those of ``q``."""

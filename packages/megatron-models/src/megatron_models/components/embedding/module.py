@@ -15,15 +15,15 @@ class Embedding(nn.Module):
     With sequence parallelism it gives this rank's part of the sequence, ``[s/tp, b, h]``.
     """
 
-    def __init__(self, spec: EmbeddingSpec, place: Placement) -> None:
+    def __init__(self, spec: EmbeddingSpec, placement: Placement) -> None:
         super().__init__()
-        self.sequence_axis = place.mesh.axis("tp") if place.sequence_parallel else None
-        self.word = place.vocabulary(spec.word)
+        self.sequence_axis = placement.mesh.axis("tp") if placement.sequence_parallel else None
+        self.word = placement.vocab_parallel_embedding(spec.word)
         self.word.sharding["weight"] = spec.word_sharding()
         self.word.product = PLAIN if spec.multiplies else None
         self.position: PositionEmbedding | None = None
         if spec.position() is not None:
-            self.position = PositionEmbedding(spec, place)
+            self.position = PositionEmbedding(spec, placement)
 
     def forward(
         self,
@@ -54,10 +54,12 @@ class PositionEmbedding(nn.Module):
 
     weight: Tensor
 
-    def __init__(self, spec: EmbeddingSpec, place: Placement) -> None:
+    def __init__(self, spec: EmbeddingSpec, placement: Placement) -> None:
         super().__init__()
-        sharding = spec.position(place.sequence_parallel)
-        place.register(self, {} if sharding is None else {"weight": sharding}, "weight")
+        sharding = spec.position(placement.sequence_parallel)
+        placement.register_parameters(
+            self, {} if sharding is None else {"weight": sharding}, "weight"
+        )
 
     def forward(
         self, length: int, positions: Int[Tensor, "b s"] | None, offset: int

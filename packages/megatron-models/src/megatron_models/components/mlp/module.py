@@ -12,11 +12,11 @@ from megatron_models.placement import Placement
 class MLP(nn.Module):
     """``down(activation(up(x)))``; with SwiGLU ``up`` is gate and up together, ``(2, f, h)``."""
 
-    def __init__(self, spec: MLPSpec, layer: int, place: Placement) -> None:
+    def __init__(self, spec: MLPSpec, layer: int, placement: Placement) -> None:
         super().__init__()
         self.activation = spec.activation
-        self.up = place.column(spec.up)
-        self.down = place.row(spec.down)
+        self.up = placement.column_parallel_linear(spec.up)
+        self.down = placement.row_parallel_linear(spec.down)
 
     def forward(
         self, x: Float[Tensor, "s b h"], context: Context | None = None

@@ -18,11 +18,11 @@ from megatron_models.placement import Placement
 class Experts(nn.Module):
     """``down(activation(up(x)))`` of every expert, by `grouped_matmul`."""
 
-    def __init__(self, spec: MoESpec, place: Placement) -> None:
+    def __init__(self, spec: MoESpec, placement: Placement) -> None:
         super().__init__()
         self.activation = spec.activation
-        self.up = ExpertLinear(spec.experts_up, place)
-        self.down = ExpertLinear(spec.experts_down, place)
+        self.up = ExpertLinear(spec.experts_up, placement)
+        self.down = ExpertLinear(spec.experts_down, placement)
 
     def forward(self, x: Float[Tensor, "m h"], counts: Int[Tensor, " e"]) -> Float[Tensor, "m h"]:
         """Answers every row; ``counts`` are the rows of each of this rank's experts, in order."""
@@ -41,13 +41,13 @@ class ExpertLinear(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, spec: ExpertLinearSpec, place: Placement) -> None:
+    def __init__(self, spec: ExpertLinearSpec, placement: Placement) -> None:
         super().__init__()
         table = spec.shardings()
-        self.product = place.product(spec.role)
+        self.product = placement.product(spec.role)
         self.multiplied = add_further(table, self.product)
-        place.register(self, table, "weight", "bias")
-        axis, outputs = place.mesh.axis("expert_tp"), spec.outputs[-1]
+        placement.register_parameters(self, table, "weight", "bias")
+        axis, outputs = placement.mesh.axis("expert_tp"), spec.outputs[-1]
         self.start = outputs // axis.size * axis.index if spec.cut == "inputs" else 0
 
     def forward(self, x: Float[Tensor, "m i"], counts: Int[Tensor, " e"]) -> Float[Tensor, "m ..."]:

@@ -31,17 +31,17 @@ class MoE(nn.Module):
     get to their experts.
     """
 
-    def __init__(self, spec: MoESpec, layer: int, place: Placement) -> None:
+    def __init__(self, spec: MoESpec, layer: int, placement: Placement) -> None:
         super().__init__()
-        mesh = place.mesh
+        mesh = placement.mesh
         self.tp = mesh.axis("tp")
-        self.sequence_parallel = place.sequence_parallel
+        self.sequence_parallel = placement.sequence_parallel
         ops = RowOps(sort_by_expert, permute, unpermute)
-        self.dispatcher = build_dispatcher(place.dispatcher, mesh, spec.num_experts, ops)
+        self.dispatcher = build_dispatcher(placement.dispatcher, mesh, spec.num_experts, ops)
         self.losses = RouterLosses(spec, mesh)
-        self.router = Router(spec, place)
-        self.experts = Experts(spec, place)
-        self.shared = None if spec.shared is None else MLP(spec.shared, layer, place)
+        self.router = Router(spec, placement)
+        self.experts = Experts(spec, placement)
+        self.shared = None if spec.shared is None else MLP(spec.shared, layer, placement)
 
     def forward(self, x: Float[Tensor, "s b h"], context: Context) -> Float[Tensor, "s b h"]:
         """Sends every token to its experts and adds their answers up.

@@ -62,14 +62,16 @@ class Router(nn.Module):
     weight: Tensor
     expert_bias: Tensor
 
-    def __init__(self, spec: MoESpec, place: Placement) -> None:
+    def __init__(self, spec: MoESpec, placement: Placement) -> None:
         super().__init__()
         self.choices = spec.moe_router_topk
         self.pre_softmax = spec.moe_router_pre_softmax
         self.sigmoid = spec.moe_router_score_function == "sigmoid"
         self.rate = spec.moe_router_bias_update_rate
-        place.register(self, spec.router())
-        self.load = place.state(self, spec.state(), f"router.{EXPERT_BIAS}", self.balanced)
+        placement.register_parameters(self, spec.router())
+        self.load = placement.register_state(
+            self, spec.state(), f"router.{EXPERT_BIAS}", self.balanced
+        )
 
     def forward(self, x: Float[Tensor, "n h"], routed: Bool[Tensor, " n"] | None) -> Routing:
         """Chooses experts for every token; ``routed`` is False where a token is padding."""

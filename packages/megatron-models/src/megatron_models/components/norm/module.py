@@ -17,10 +17,12 @@ class Norm(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(self, spec: NormSpec, place: Placement) -> None:
+    def __init__(self, spec: NormSpec, placement: Placement) -> None:
         super().__init__()
         self.epsilon = spec.norm_epsilon
-        place.register(self, spec.shardings(place.sequence_parallel), "weight", "bias")
+        placement.register_parameters(
+            self, spec.shardings(placement.sequence_parallel), "weight", "bias"
+        )
 
     def forward(self, x: Float[Tensor, "*rows h"]) -> Float[Tensor, "*rows h"]:
         """Normalises the last dimension."""

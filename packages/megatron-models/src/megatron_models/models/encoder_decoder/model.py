@@ -48,7 +48,7 @@ class EncoderDecoder(DecodingModel):
 
     Args:
         config: the model's shape.
-        place: where it lives, over which ranks it is cut, and how it computes; a mesh stands for
+        placement: mesh, dtype, device and options; a mesh alone is short for
             `Placement(mesh)`.
         chunk: which of this rank's ``vpp`` stages, in the order of ``mesh.layout.stages``.
         encoder_stages: how many of the pipeline's stages the encoder has, by default half of them;
@@ -74,21 +74,24 @@ class EncoderDecoder(DecodingModel):
     def __init__(
         self,
         config: EncoderDecoderConfig,
-        place: Placement | Mesh,
+        placement: Placement | Mesh,
         *,
         chunk: int = 0,
         encoder_stages: int | None = None,
         seed: int = 1234,
     ) -> None:
         super().__init__()
-        place = Placement.of(place)
-        mesh, layout = place.mesh, place.mesh.layout
+        placement = Placement.resolve(placement)
+        mesh, layout = placement.mesh, placement.mesh.layout
         if layout.cp > 1:
             raise ConfigError(f"an encoder-decoder does not do context parallelism: cp={layout.cp}")
-        self.recompute, self.vocabulary_loss = place.recompute, place.vocabulary_loss
-        self.recompute.check(layout, sequence_parallel=place.sequence_parallel)
-        self.config, self.mesh, self.dtype = config, mesh, place.dtype
-        self.sequence_parallel, self.sequence_parts = place.sequence_parallel, place.sequence_parts
+        self.recompute, self.vocabulary_loss = placement.recompute, placement.vocabulary_loss
+        self.recompute.check(layout, sequence_parallel=placement.sequence_parallel)
+        self.config, self.mesh, self.dtype = config, mesh, placement.dtype
+        self.sequence_parallel, self.sequence_parallel_size = (
+            placement.sequence_parallel,
+            placement.sequence_parallel_size,
+        )
         self.tp = mesh.axis("tp")
         depths = config.encoder_num_layers, config.num_layers
         plan = plan_encoder_decoder_stage(
@@ -97,21 +100,21 @@ class EncoderDecoder(DecodingModel):
         self.stage, self.encoder_stages = plan.stage, plan.encoder_stages
         self.rotary: RotaryTable | None = None
         if config.position_embedding_type == "rope":
-            self.rotary = RotaryTable(config.component(AttentionConfig), place)
+            self.rotary = RotaryTable(config.component(AttentionConfig), placement)
         trunks = config.trunks()
 
         def side(name: str, own: StagePlan | None) -> Trunk | None:
             if own is None:
                 return None
-            return Trunk(trunks[name].stage(own.layers, first=own.first, last=own.last), place)
+            return Trunk(trunks[name].stage(own.layers, first=own.first, last=own.last), placement)
 
         self.encoder = side("encoder", plan.encoder)
         self.decoder = side("decoder", plan.decoder)
         self.output: ColumnParallelLinear | None = None
         self.last = plan.decoder is not None and plan.decoder.last
         if self.last:
-            self.output = place.column(output_spec(config))
-        if place.on.type != "meta":
+            self.output = placement.column_parallel_linear(output_spec(config))
+        if placement.resolved_device.type != "meta":
             self.initialize(seed)
 
     def initialize(self, seed: int) -> None:
@@ -140,7 +143,7 @@ class EncoderDecoder(DecodingModel):
         encoder_only = stage < self.encoder_stages
         lengths = (source_length,) if encoder_only else (target_length, source_length)
         width = self.config.hidden_size
-        parts = [part_length(length, self.sequence_parts) for length in lengths]
+        parts = [part_length(length, self.sequence_parallel_size) for length in lengths]
         return tuple(
             megatron_parallel.Passed((part, batch_size, width), self.dtype) for part in parts
         )
@@ -285,7 +288,7 @@ class EncoderDecoder(DecodingModel):
         whole: bool,
     ) -> Float[Tensor, "..."]:
         """Losses or logits, of all places or of some; ``whole`` says that the stream is not cut."""
-        cut, vocab = self.sequence_parts > 1 and not whole, self.config.vocab_size
+        cut, vocab = self.sequence_parallel_size > 1 and not whole, self.config.vocab_size
         if labels is not None:
             if logits_at is not None:
                 raise ConfigError(
@@ -309,7 +312,7 @@ class EncoderDecoder(DecodingModel):
         """Tokens of a whole text, from tokens ``[b, s]`` or a stream ``[part, b, h]``."""
         if not x.is_floating_point():
             return x.shape[1]
-        return x.shape[0] * (1 if whole else self.sequence_parts)
+        return x.shape[0] * (1 if whole else self.sequence_parallel_size)
 
     def _positions(self, x: Tensor, mask: Mask, cache: KVCache | None) -> Tensor | None:
         """Positions of the target's new tokens, if the mask says them."""
@@ -330,7 +333,7 @@ class EncoderDecoder(DecodingModel):
     ) -> Context:
         """Returns what the layers of a half share, but for what the encoder made."""
         length = self._length(x, whole)
-        part_length(length, 1 if whole else self.sequence_parts)
+        part_length(length, 1 if whole else self.sequence_parallel_size)
         offset = 0 if cache is None else cache.length
         end = offset + length
         self.config.check_sequence_length(end)
@@ -362,7 +365,7 @@ class EncoderDecoder(DecodingModel):
 
 def encoder_decoder_chunks(
     config: EncoderDecoderConfig,
-    place: Placement | Mesh,
+    placement: Placement | Mesh,
     *,
     split: Sequence[range] | None = None,
     seed: int = 1234,
@@ -374,6 +377,6 @@ def encoder_decoder_chunks(
     """
     if split is not None:
         raise ConfigError("an encoder-decoder cuts each half evenly over its stages: give no split")
-    place = Placement.of(place)
-    numbers = range(place.mesh.layout.vpp)
-    return [EncoderDecoder(config, place, chunk=chunk, seed=seed) for chunk in numbers]
+    placement = Placement.resolve(placement)
+    numbers = range(placement.mesh.layout.vpp)
+    return [EncoderDecoder(config, placement, chunk=chunk, seed=seed) for chunk in numbers]

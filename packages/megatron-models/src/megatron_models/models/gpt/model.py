@@ -50,7 +50,7 @@ class GPT(Trunk, CausalModel):
 
     Args:
         config: the model's shape.
-        place: where it lives, over which ranks it is cut, and how it computes; a mesh stands for
+        placement: mesh, dtype, device and options; a mesh alone is short for
             `Placement(mesh)`.
         chunk: which of this rank's ``vpp`` stages, in the order of ``mesh.layout.stages``.
         split: global layer numbers of every stage of the pipeline, in order; by default all get
@@ -74,34 +74,37 @@ class GPT(Trunk, CausalModel):
     def __init__(
         self,
         config: GPTConfig,
-        place: Placement | Mesh,
+        placement: Placement | Mesh,
         *,
         chunk: int = 0,
         split: Sequence[range] | None = None,
         seed: int = 1234,
     ) -> None:
-        place = Placement.of(place)
-        mesh = place.mesh
-        place.recompute.check(mesh.layout, sequence_parallel=place.sequence_parallel)
-        cp_comm_type = check_context_parallel(config, mesh.layout, place.cp_comm_type)
+        placement = Placement.resolve(placement)
+        mesh = placement.mesh
+        placement.recompute.check(mesh.layout, sequence_parallel=placement.sequence_parallel)
+        cp_comm_type = check_context_parallel(config, mesh.layout, placement.cp_comm_type)
         plan = plan_stage(config, mesh.layout, mesh.axis("pp").index, chunk, split)
-        super().__init__(_of_stage(config, plan), place)
+        super().__init__(_of_stage(config, plan), placement)
         self.config: GPTConfig = config
-        self.mesh, self.dtype = mesh, place.dtype
-        self.recompute, self.vocabulary_loss = place.recompute, place.vocabulary_loss
-        self.sequence_parallel, self.sequence_parts = place.sequence_parallel, place.sequence_parts
+        self.mesh, self.dtype = mesh, placement.dtype
+        self.recompute, self.vocabulary_loss = placement.recompute, placement.vocabulary_loss
+        self.sequence_parallel, self.sequence_parallel_size = (
+            placement.sequence_parallel,
+            placement.sequence_parallel_size,
+        )
         self.cp = mesh.axis("cp")
         self.cp_comm_type = cp_comm_type
         self.stage, self.first, self.last = plan.stage, plan.first, plan.last
         self.rotary: RotaryTable | None = None
         if config.position_embedding_type == "rope":
-            self.rotary = RotaryTable(config.component(AttentionConfig), place)
+            self.rotary = RotaryTable(config.component(AttentionConfig), placement)
         self.output: ColumnParallelLinear | None = None
         if plan.last and config.output() is not None:
-            self.output = place.column(output_spec(config))
-        self.chunks = CHUNKS if place.tp_comm_overlap else 1
+            self.output = placement.column_parallel_linear(output_spec(config))
+        self.chunks = CHUNKS if placement.tp_comm_overlap else 1
         overlap_forward(self, self.chunks)
-        if place.on.type != "meta":
+        if placement.resolved_device.type != "meta":
             self.initialize(seed)
 
     def initialize(self, seed: int) -> None:
@@ -123,7 +126,7 @@ class GPT(Trunk, CausalModel):
         """
         if self.cp.size > 1:
             check_length(sequence_length, self.cp.size)
-        part = part_length(sequence_length // self.cp.size, self.sequence_parts)
+        part = part_length(sequence_length // self.cp.size, self.sequence_parallel_size)
         # Looked up here: it brings torch's pipelining and with it the compiler, seconds of a CPU.
         return megatron_parallel.Passed((part, batch_size, self.config.hidden_size), self.dtype)
 
@@ -245,7 +248,9 @@ class GPT(Trunk, CausalModel):
             return losses_of(output, x, labels, vocab, self.vocabulary_loss, **smoothed)
         if logits_at is None:
             return without_padding(output(x, sequence_parallel=cut), self.tp, vocab)
-        x = stream_at(x, logits_at, self.tp if self.sequence_parts > 1 and not whole else None)
+        x = stream_at(
+            x, logits_at, self.tp if self.sequence_parallel_size > 1 and not whole else None
+        )
         logits = output(x, sequence_parallel=cut)[: logits_at.shape[1]]
         return without_padding(logits, self.tp, vocab)
 
@@ -291,7 +296,7 @@ class GPT(Trunk, CausalModel):
         if x.is_floating_point() == self.first:
             wanted = "tokens [b, s]" if self.first else "activations [s, b, h]"
             raise ConfigError(f"stage {self.stage} takes {wanted}, not {x.dtype} {list(x.shape)}")
-        parts = 1 if whole else self.sequence_parts
+        parts = 1 if whole else self.sequence_parallel_size
         if self.first:
             length = x.shape[1]
             part_length(length, parts)
@@ -331,7 +336,7 @@ class GPT(Trunk, CausalModel):
 
 def gpt_chunks(
     config: GPTConfig,
-    place: Placement | Mesh,
+    placement: Placement | Mesh,
     *,
     split: Sequence[range] | None = None,
     seed: int = 1234,
@@ -341,9 +346,9 @@ def gpt_chunks(
     If the first and the last stage are both here (a pipeline in a V), they share a tied weight: it
     is one parameter, of both. Arguments and errors are those of `GPT`.
     """
-    place = Placement.of(place)
-    numbers = range(place.mesh.layout.vpp)
-    chunks = [GPT(config, place, chunk=chunk, split=split, seed=seed) for chunk in numbers]
+    placement = Placement.resolve(placement)
+    numbers = range(placement.mesh.layout.vpp)
+    chunks = [GPT(config, placement, chunk=chunk, split=split, seed=seed) for chunk in numbers]
     first, last = chunks[0], chunks[-1]
     if first.first and not first.last and last.last and first.embedding and last.embedding:
         last.embedding.word = first.embedding.word
