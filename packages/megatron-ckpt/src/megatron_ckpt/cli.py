@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_ckpt._command import Parser, run_command, tell
+from megatron_ckpt._command import Parser, report_error, run_command
 from megatron_ckpt._version import __version__
 from megatron_ckpt.errors import CheckpointError
 
@@ -140,7 +140,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     with _bar(size, "verify") as bar:
         problems = checkpoint.verify(bar.update)
     for problem in problems:
-        tell(PROG, problem)
+        report_error(PROG, problem)
     if problems:
         return 1
     print(f"{checkpoint.path}: {len(files)} files, {_size(size)}, all digests match")

@@ -1,8 +1,8 @@
-"""The manner that all commands of this project have in common: help, errors and exit status.
+"""What all commands of this project share: help, errors and exit status.
 
-Five packages have a command and none of them needs another one for it, so each holds a copy of
-this file; `tooling/tests/test_command_copies.py` keeps them equal. What is stated here is tested
-from outside by `integration_tests/test_command_style.py`.
+Five packages have a command. Each holds a copy of this file, so that none depends on another for
+it. `tooling/tests/test_command_copies.py` keeps the copies equal, and
+`integration_tests/test_command_style.py` tests the behaviour of the installed commands.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _KINDS: dict[object, str] = {int: "an integer", float: "a number"}
 
 
 class CommandError(ValueError):
-    """Words that are no command line of this program: one line for each mistake."""
+    """Raised for an invalid command line; `lines` has one line for each error."""
 
     def __init__(self, *lines: str) -> None:
         super().__init__("\n".join(lines))
@@ -35,14 +35,14 @@ class CommandError(ValueError):
 
 
 class Help(argparse.HelpFormatter):
-    """Help at most 100 columns wide that shows defaults and never breaks a flag in two."""
+    """A help formatter with at most 100 columns that shows defaults and does not break flags."""
 
     def __init__(self, prog: str) -> None:
         width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 0)).columns)
         super().__init__(prog, max_help_position=38, width=width)
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        """Adds what an option falls back to, or that it is required."""
+        """Returns the help of an option with its default, or with ``[required]``."""
         text, default = action.help or "", action.default
         if not action.option_strings or "[default" in text:
             return text
@@ -57,15 +57,15 @@ class Help(argparse.HelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Wraps each line by itself, so that examples keep theirs."""
+        """Wraps each line by itself, so that examples keep their line breaks."""
         lines = (textwrap.fill(line, width, break_on_hyphens=False) for line in text.splitlines())
         return textwrap.indent("\n".join(lines), indent)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises every mistake as one line and names the nearest spelling.
+    """An argument parser that raises each error as one line and suggests the nearest spelling.
 
-    Options are not completed from a prefix: what works today must not become ambiguous tomorrow.
+    Abbreviated options are not accepted, because a new option can make an abbreviation ambiguous.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -76,30 +76,34 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parses; report unknown options before missing ones, by the command that they are for."""
+        """Parses a command line; unknown options are reported before missing ones.
+
+        Each unknown option is reported by the parser of the command that received it.
+        """
         words = list(sys.argv[1:] if args is None else args)
         if not self._subparsers:
-            self.refuse(self.refusals(words))
+            self.refuse(self.unknown_option_errors(words))
         parsed, unknown = super().parse_known_args(words, namespace)
-        self.refuse([self.unknown(word.partition("=")[0]) for word in unknown])
+        self.refuse([self.unknown_argument_error(word.partition("=")[0]) for word in unknown])
         return parsed, unknown
 
-    def refusals(self, words: Sequence[str]) -> list[str]:
-        """Returns a line for each of ``words`` that looks like an option of another command."""
-        return [self.unknown(words[place].partition("=")[0]) for place in self.strangers(words)]
+    def unknown_option_errors(self, words: Sequence[str]) -> list[str]:
+        """Returns an error line for each of ``words`` that is an option unknown to this command."""
+        indices = self.find_unknown_options(words)
+        return [self.unknown_argument_error(words[index].partition("=")[0]) for index in indices]
 
-    def strangers(self, words: Sequence[str]) -> list[int]:
-        """Returns where in ``words`` there are options that this command does not have."""
+    def find_unknown_options(self, words: Sequence[str]) -> list[int]:
+        """Returns the indices in ``words`` of options that this command does not have."""
         end = words.index("--") if "--" in words else len(words)
-        options = ((place, word.partition("=")[0]) for place, word in enumerate(words[:end]))
+        options = ((index, word.partition("=")[0]) for index, word in enumerate(words[:end]))
         known = self._option_string_actions
-        return [place for place, name in options if name.startswith("--") and name not in known]
+        return [index for index, name in options if name.startswith("--") and name not in known]
 
     def refuse(self, lines: Sequence[str]) -> None:
-        """Raises all that is wrong with a command line at once, if anything is.
+        """Raises the given error lines together; does nothing if there are none.
 
         Raises:
-            CommandError: with these lines, each of them once.
+            CommandError: There is at least one line. Equal lines are reported once.
         """
         lines = list(dict.fromkeys(lines))
         if len(lines) == 1:
@@ -108,20 +112,20 @@ class Parser(argparse.ArgumentParser):
             summary = f"{len(lines)} arguments cannot be used; see {self.prog} --help"
             raise CommandError(*lines, summary)
 
-    def unknown(self, word: str) -> str:
-        """Returns what to say about a word that is no argument of this command."""
+    def unknown_argument_error(self, word: str) -> str:
+        """Returns the error line for a word that is not an argument of this command."""
         return f"unknown argument {word}{nearest(word, self._option_string_actions)}"
 
     def error(self, message: str) -> NoReturn:
-        """Raises the mistake; the help that is named is the one of the command that was given.
+        """Raises an error that names the ``--help`` of this command.
 
         Raises:
-            CommandError: always.
+            CommandError: Always.
         """
         raise CommandError(f"{message}; see {self.prog} --help")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Writes; argparse would hide that the reader has gone."""
+        """Writes a message; unlike argparse, does not hide a broken pipe."""
         (file or sys.stderr).write(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -148,44 +152,44 @@ class Parser(argparse.ArgumentParser):
 def run_command(
     parser: Parser,
     argv: Sequence[str] | None,
-    mistakes: Callable[[], tuple[type[Exception], ...]],
+    user_errors: Callable[[], tuple[type[Exception], ...]],
 ) -> int:
-    """Parses, run the command that was given, and tell in one line what went wrong.
+    """Parses a command line, runs its command, and reports an error in one line.
 
     Args:
         parser: The program's parser. Each command sets the default ``run``, a function of the
             parsed arguments that returns the exit status.
-        argv: The words behind the program's name; None takes those of this process.
-        mistakes: Returns the exceptions that a user can cause. It is called only once something
-            was raised, so it may import what a command needs anyway.
+        argv: The arguments after the program's name. Defaults to those of this process if None.
+        user_errors: Returns the exceptions that a user can cause. It is called only after an
+            exception, so it may import modules that are slow to import.
 
     Returns:
-        What ``run`` returned; 1 after an error, 2 if the words are no command line, 130 after
-        Ctrl-C, 141 if the reader of the output has gone, such as ``head``.
+        The exit status: that of ``run``, 1 after an error, 2 for an invalid command line, 130 after
+        Ctrl-C, 141 if the reader of the output has closed it, as ``head`` does.
     """
     try:
         try:
             arguments = parser.parse_args(argv)
-            with _warnings_told(parser.prog):
+            with _warnings_to_stderr(parser.prog):
                 status = int(arguments.run(arguments))
-        finally:  # also behind --help, which leaves by SystemExit
+        finally:  # also after --help, which raises SystemExit
             sys.stdout.flush()
     except CommandError as error:
-        return tell(parser.prog, error, EXIT_USAGE)
+        return report_error(parser.prog, error, EXIT_USAGE)
     except BrokenPipeError:
-        return broken_pipe()
+        return discard_stdout()
     except KeyboardInterrupt:
-        return interrupted(parser.prog)
+        return report_interrupt(parser.prog)
     except Exception as error:
-        if not isinstance(error, (OSError, *mistakes())):
+        if not isinstance(error, (OSError, *user_errors())):
             raise
-        return tell(parser.prog, error)
+        return report_error(parser.prog, error)
     return status
 
 
 @contextmanager
-def _warnings_told(program: str) -> Iterator[None]:
-    """Shows what is warned of through `logging`, a line each, on standard error."""
+def _warnings_to_stderr(program: str) -> Iterator[None]:
+    """Writes warnings of `logging` to standard error, one line each."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter(f"{program}: warning: %(message)s"))
@@ -196,28 +200,28 @@ def _warnings_told(program: str) -> Iterator[None]:
         logging.getLogger().removeHandler(handler)
 
 
-def tell(program: str, error: BaseException | str, status: int = EXIT_FAILURE) -> int:
-    """Writes ``program: error: ...`` to standard error, one line a mistake; returns ``status``."""
+def report_error(program: str, error: BaseException | str, status: int = EXIT_FAILURE) -> int:
+    """Writes one line ``program: error: ...`` per error to standard error; returns ``status``."""
     lines = error.lines if isinstance(error, CommandError) else [error]
     sys.stderr.writelines(f"{program}: error: {one_line(line)}\n" for line in lines)
     return status
 
 
-def interrupted(program: str) -> int:
-    """Says that Ctrl-C ended the program; returns 130."""
-    # On a terminal the cursor stands behind ^C, a progress bar or half a line of output.
+def report_interrupt(program: str) -> int:
+    """Reports that Ctrl-C ended the program; returns 130."""
+    # On a terminal the cursor is behind ^C, a progress bar or an unfinished line of output.
     sys.stderr.write(f"{os.linesep if sys.stderr.isatty() else ''}{program}: interrupted\n")
     return EXIT_INTERRUPTED
 
 
-def broken_pipe() -> int:
-    """Lets what is still buffered for a reader that has gone be lost in silence; returns 141."""
+def discard_stdout() -> int:
+    """Discards buffered output after a broken pipe, without a message; returns 141."""
     sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115
     return EXIT_BROKEN_PIPE
 
 
 def one_line(error: BaseException | str) -> str:
-    """Returns a message as one line; a failed system call as ``file: reason``."""
+    """Returns the message of an error as one line; that of an `OSError` as ``file: reason``."""
     message = str(error)
     if isinstance(error, OSError) and error.strerror:
         message = (
@@ -227,7 +231,7 @@ def one_line(error: BaseException | str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns ``"; did you mean X?"`` for the known word with the nearest spelling, or nothing."""
+    """Returns ``"; did you mean X?"`` for the known word with the nearest spelling, or ``""``."""
     plain = _plain(word)
     length = len(plain)
     best, found = max(1, min(length // 3, 2), length // 4) + 1, ""
@@ -243,9 +247,9 @@ def _plain(word: str) -> str:
 
 
 def _edits(one: str, other: str, enough: int) -> int:
-    """Returns how many edits lead from one word to another, or ``enough`` if no fewer do.
+    """Returns the edit distance of two words, at most ``enough``.
 
-    An edit inserts, removes or replaces a letter, or exchanges two neighbours.
+    An edit inserts, removes or replaces a letter, or swaps two adjacent letters.
     """
     if abs(len(one) - len(other)) >= enough:
         return enough

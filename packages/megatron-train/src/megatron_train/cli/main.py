@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron_train._command import CommandError, broken_pipe, interrupted, tell
+from megatron_train._command import CommandError, discard_stdout, report_error, report_interrupt
 from megatron_train._version import __version__
 from megatron_train.cli import (
     config,
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:  # also behind --help, which leaves by SystemExit
             sys.stdout.flush()
     except BrokenPipeError:
-        status = broken_pipe()
+        status = discard_stdout()
     except (Exception, KeyboardInterrupt) as error:
         report = report_of(error)
         write_error_file(report)
@@ -80,13 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tell(report: Report, several: bool) -> int:
     """Writes what went wrong to standard error; returns the exit status."""
     if report.kind == "interrupted":
-        return interrupted(PROG)
+        return report_interrupt(PROG)
     if report.traceback:
         sys.stderr.write(report.traceback)
         return report.status
     rank = f"rank {os.environ.get('RANK')}: " if several else ""
     lines = [rank + line for line in report.message.splitlines()]
-    return tell(PROG, CommandError(*lines), report.status)
+    return report_error(PROG, CommandError(*lines), report.status)
 
 
 def leave(status: int) -> NoReturn:

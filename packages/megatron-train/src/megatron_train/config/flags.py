@@ -102,20 +102,20 @@ class Parser(_command.Parser):
         super().__init__(**settings)
         self._megatron = megatron
 
-    def refusals(self, words: Sequence[str]) -> list[str]:
+    def unknown_option_errors(self, words: Sequence[str]) -> list[str]:
         """Returns a line for each option that this command does not take.
 
         Options of Megatron-LM that have no effect here become options of this parser.
         """
-        strangers = self.strangers(words)
-        if not strangers:
+        unknown_options = self.find_unknown_options(words)
+        if not unknown_options:
             return []
         from megatron_train.megatron_lm.table import megatron_flags
 
         table = megatron_flags()
         known = (*self._option_string_actions, *table)
         lines = []
-        for place in strangers:
+        for place in unknown_options:
             name, equals, value = words[place].partition("=")
             flag = table.get(name)
             if flag is None:
