@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 from megatron_train._command import CommandError
-from megatron_train.config.brought import Chosen
+from megatron_train.config.dump import format_config
+from megatron_train.config.extensions import SelectedExtensions
 from megatron_train.config.files import read_file, to_yaml
 from megatron_train.config.flags import Parser, add_options, given_flags
-from megatron_train.config.moved import MOVED
 from megatron_train.config.reference import render_reference
+from megatron_train.config.renamed_keys import RENAMED_KEYS
 from megatron_train.config.resolve import resolve
 from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options, sections
-from megatron_train.config.shown import print_config
 from megatron_train.errors import TrainError, UsageError
 
 ROOT = Path(__file__).parents[3]
@@ -103,7 +103,7 @@ def test_mistakes_in_a_file_name_file_place_and_nearest(tmp_path, text, message)
 
 def test_settings_of_older_files_are_read_where_they_are_now(tmp_path):
     keys = {option.key for option in run_options()}
-    assert keys.issuperset(MOVED.values()) and not keys & MOVED.keys()
+    assert keys.issuperset(RENAMED_KEYS.values()) and not keys & RENAMED_KEYS.keys()
     path = write(tmp_path, "training: {sequence_parallel: true, cp_comm_type: [a2a]}")
     given = read_file(path, run_options()).given
     assert {key: value.value for key, value in given.items()} == {
@@ -646,7 +646,7 @@ def test_a_printed_configuration_is_a_file_of_the_same_run(tmp_path):
     namespace.config, namespace.recipe, namespace.kind = None, None, "gpt"
     run, values = resolve(namespace, 1)
     assert run.model.vocab_size == 101  # the end of a document is one more
-    printed = print_config(run, values)
+    printed = format_config(run, values)
     assert parse("", write(tmp_path, printed)) == run
     lines = {line.split(":")[0].strip(" #"): line for line in printed.splitlines()}
     for name, origin in {
@@ -657,7 +657,7 @@ def test_a_printed_configuration_is_a_file_of_the_same_run(tmp_path):
         "load": "default",
     }.items():
         assert lines[name].endswith(f"# {origin}"), lines[name]
-    assert {option.name for option in run_options("gpt", run.chosen)} <= lines.keys()
+    assert {option.name for option in run_options("gpt", run.selected_extensions)} <= lines.keys()
 
 
 def test_an_alias_sets_its_option():
@@ -670,7 +670,7 @@ def test_every_flag_reaches_its_field():
     add_options(parser, options, TITLES)
     for option in options:
         if option.kind == "switch":
-            value, words = not option.default, [option.spelling(not option.default)]
+            value, words = not option.default, [option.command_line(not option.default)]
         else:
             number = option.choices[-1] if option.choices else "3"
             value = option.coerce([number] if option.repeated else number, "")
@@ -690,8 +690,8 @@ def test_every_option_has_a_help_text():
 
 
 def test_sections_are_fields_of_the_run_or_its_tasks():
-    fields = {field.name for field in dataclasses.fields(RunConfig)} - {"brought"}
-    assert fields == set(sections("gpt", Chosen("gpt", "adam", "plain"))) - {"fim"}
+    fields = {field.name for field in dataclasses.fields(RunConfig)} - {"extension_settings"}
+    assert fields == set(sections("gpt", SelectedExtensions("gpt", "adam", "plain"))) - {"fim"}
 
 
 def test_the_reference_page_is_up_to_date():

@@ -4,7 +4,7 @@ import pytest
 from megatron_models import GPTConfig
 from megatron_parallel import ParallelLayout
 from megatron_train.config.checkpoint import CheckpointConfig
-from megatron_train.config.model import check_first_weights, check_model_layout
+from megatron_train.config.model_checks import check_initial_weights, check_model_layout
 from megatron_train.config.sections import TrainingConfig
 from megatron_train.errors import TrainError
 
@@ -52,8 +52,8 @@ def test_experts_without_biases_do_not_cut_the_hidden_size():
 def test_a_router_without_gradient_is_refused_unless_its_weights_are_there():
     one = model(moe_router_topk=1)
     with pytest.raises(TrainError, match=r"--moe-router-topk 1 .* add --moe-router-pre-softmax"):
-        check_first_weights(one, CheckpointConfig(load="run"))
-    check_first_weights(model(moe_router_topk=1, moe_router_pre_softmax=True), CheckpointConfig())
-    check_first_weights(model(num_experts=0, moe_ffn_hidden_size=0), CheckpointConfig())
-    check_first_weights(one, CheckpointConfig(load="imported", finetune=True))
-    check_first_weights(one, CheckpointConfig(pretrained_checkpoint="imported"))
+        check_initial_weights(one, CheckpointConfig(load="run"))
+    check_initial_weights(model(moe_router_topk=1, moe_router_pre_softmax=True), CheckpointConfig())
+    check_initial_weights(model(num_experts=0, moe_ffn_hidden_size=0), CheckpointConfig())
+    check_initial_weights(one, CheckpointConfig(load="imported", finetune=True))
+    check_initial_weights(one, CheckpointConfig(pretrained_checkpoint="imported"))

@@ -39,10 +39,10 @@ def test_a_switch_has_a_spelling_for_each_side():
     assert (found["bias"].flag, found["bias"].opposite) == ("--disable-bias-linear", "--bias")
     assert (found["bar"].flag, found["bar"].opposite) == ("--no-bar", "--bar")
     assert (found["no_load"].flag, found["no_load"].opposite) == ("--no-load", "--load")
-    assert found["fast"].flag_sets() is True
-    assert found["no_load"].flag_sets() is True
-    assert found["bias"].flag_sets() is False
-    assert found["bias"].spelling(True) == "--bias"
+    assert found["fast"].flag_value() is True
+    assert found["no_load"].flag_value() is True
+    assert found["bias"].flag_value() is False
+    assert found["bias"].command_line(True) == "--bias"
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from megatron_train import CheckpointConfig, DataConfig, RunConfig, TrainingConf
 from megatron_train.assembly import choose_device
 from megatron_train.callbacks.stopping import StopAt
 from megatron_train.checkpointing import Kept, Saver, restore, tokenizer_files
+from megatron_train.config.dump import write_config
 from megatron_train.config.files import read_file
 from megatron_train.config.run import build_run
 from megatron_train.config.run_sections import run_options
-from megatron_train.config.shown import write_config
 from megatron_train.engine import _require_whole_compiler
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console

@@ -7,7 +7,7 @@ from megatron_train.config.recipes import recipe_about, recipe_names, recipe_tex
 from megatron_train.config.resolve import derive
 from megatron_train.config.run import build_run
 from megatron_train.config.run_sections import run_options
-from megatron_train.config.values import Given, Values
+from megatron_train.config.values import GivenValue, Values
 
 VOCABULARY = {"gpt2-124m": 50257, "megatron-gpt-345m": 50257, "gpt3-175b": 50257}
 VOCABULARY |= {"llama-tiny": 1024, "smollm2-135m": 49152, "llama3.2-1b": 128256}
@@ -27,8 +27,8 @@ def build(name, more=None):
     values = recipe_values(name, run_options()).updated(
         Values(
             {
-                "data.data_path": Given(("corpus",), "--data-path"),
-                "model.vocab_size": Given(VOCABULARY[name], "--vocab-size"),
+                "data.data_path": GivenValue(("corpus",), "--data-path"),
+                "model.vocab_size": GivenValue(VOCABULARY[name], "--vocab-size"),
             }
         )
     )
@@ -98,7 +98,7 @@ def test_flags_come_before_files_before_recipes_before_defaults(tmp_path, capsys
 
 def test_the_first_model_warms_up_and_decays_within_a_run_of_any_length():
     for iterations in (50, 1000, 3000):
-        given = {"training.train_iters": Given(iterations, "--train-iters")}
+        given = {"training.train_iters": GivenValue(iterations, "--train-iters")}
         run = build("llama-tiny", Values(given))
         schedule, samples = run.learning_rate_schedule(), run.train_samples
         assert schedule.at(0) < run.optimizer.lr / 10

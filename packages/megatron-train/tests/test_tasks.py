@@ -12,7 +12,7 @@ from megatron_models import find_kind
 from megatron_parallel import Section
 from megatron_train import TaskKind, TrainError, find_task, task_kinds
 from megatron_train.cli import main
-from megatron_train.config.brought import Chosen
+from megatron_train.config.extensions import SelectedExtensions
 from megatron_train.config.run_sections import run_options, sections
 from megatron_train.tasks import gpt, gpt_data
 
@@ -170,7 +170,7 @@ def test_settings_that_two_distributions_bring_are_refused(painting, monkeypatch
     with pytest.raises(TrainError, match="the section 'paint' is brought twice: "):
         run_options("gpt")
     with pytest.raises(TrainError, match=r"data\.seq_length and paint\.seq_length have one flag"):
-        run_options("gpt", Chosen("twin"))
+        run_options("gpt", SelectedExtensions("twin"))
 
 
 @pytest.mark.usefixtures("painting")

@@ -28,7 +28,7 @@ class SettingsError(TrainError):
 
 
 @contextmanager
-def collected(lines: list[str]) -> Iterator[None]:
+def collect_errors(lines: list[str]) -> Iterator[None]:
     """Adds what a `TrainError` in the `with` block says to ``lines``, and go on."""
     try:
         yield
@@ -36,8 +36,8 @@ def collected(lines: list[str]) -> Iterator[None]:
         lines += error.lines if isinstance(error, SettingsError) else [str(error)]
 
 
-def refuse(lines: Sequence[str]) -> None:
-    """Raises what `collected` has found, if there is anything; equal lines count once.
+def raise_collected(lines: Sequence[str]) -> None:
+    """Raises what `collect_errors` has found, if there is anything; equal lines count once.
 
     Raises:
         TrainError: with these lines.

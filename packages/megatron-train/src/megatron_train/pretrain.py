@@ -27,9 +27,9 @@ from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import Progress, Recorder, TensorBoard
 from megatron_train.callbacks.stopping import StopAt, StopOnSignal
 from megatron_train.checkpointing import Saver, coordinator_of
+from megatron_train.config.dump import write_config
 from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options
-from megatron_train.config.shown import write_config
 from megatron_train.config.values import Values
 from megatron_train.description import description, layout_in_words
 from megatron_train.memory_check import refuse_what_cannot_fit
@@ -158,8 +158,8 @@ def join(config: RunConfig, device: torch.device) -> Mesh:
         LayoutError: ranks that do not arrive, or were started with another configuration.
     """
     settings = (
-        (option, getattr(config.part(option.section), option.name))
-        for option in run_options(config.model.kind, config.chosen)
+        (option, getattr(config.section_by_name(option.section), option.name))
+        for option in run_options(config.model.kind, config.selected_extensions)
     )
     return Mesh.bind(
         config.layout,

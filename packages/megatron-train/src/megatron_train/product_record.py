@@ -22,7 +22,7 @@ def recorded(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {PRODUCT: config.product}
     section = None if config.product == PLAIN else find_product(config.product).section
     if section is not None:
-        settings = asdict(config.brought[section.name])
+        settings = asdict(config.extension_settings[section.name])
         found |= {f"{section.name}.{field}": value for field, value in settings.items()}
     return found
 

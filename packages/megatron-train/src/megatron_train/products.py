@@ -24,7 +24,9 @@ def products_of(config: RunConfig) -> Mapping[str, Product]:
     if config.product == PLAIN:
         return {}
     kind = find_product(config.product)
-    found = kind.build(None if kind.section is None else config.brought[kind.section.name])
+    found = kind.build(
+        None if kind.section is None else config.extension_settings[kind.section.name]
+    )
     roles = {spec.role for spec in config.model.parameters().values()} - {""}
     if strange := sorted(found.keys() - roles):
         raise TrainError(

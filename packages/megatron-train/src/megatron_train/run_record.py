@@ -82,7 +82,7 @@ def _objective(config: RunConfig) -> dict[str, Any]:
         **_objective_fields(config.model),
         **recorded(config),
     }
-    for name, section in config.brought.items():
+    for name, section in config.extension_settings.items():
         marked = _objective_fields(section)
         found |= {f"{name}.{field}": value for field, value in marked.items()}
     return found

@@ -20,7 +20,7 @@ from megatron_parallel import Mesh, broadcast_tensors
 from torch import Tensor
 
 from megatron_train.batches import RunBatches
-from megatron_train.config.pool import part_multiple
+from megatron_train.config.pool_checks import slice_multiple
 from megatron_train.config.run import RunConfig
 from megatron_train.document_pool import DocumentPool
 from megatron_train.errors import TrainError
@@ -73,7 +73,7 @@ def open_batches(
         pool = DocumentPool(
             mesh,
             config.training.max_seqlen_per_dp_cp_rank or 0,
-            multiple=part_multiple(config),
+            multiple=slice_multiple(config),
             tokens_per_pair=tokens_per_pair(config.model),
             tell=tell,
         )

@@ -12,7 +12,7 @@ from megatron_train.cli import from_megatron
 from megatron_train.config.files import read_file
 from megatron_train.config.flags import Parser, describe
 from megatron_train.config.options import Option
-from megatron_train.config.run_sections import KIND, run_options
+from megatron_train.config.run_sections import DEFAULT_KIND, run_options
 from megatron_train.errors import TrainError
 from megatron_train.megatron_lm.table import megatron_flags
 
@@ -49,8 +49,11 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    text = f"kind of model whose settings count, see megatron-train models list [default {KIND}]"
-    parser.add_argument("--model", metavar="KIND", default=KIND, help=text)
+    text = (
+        "kind of model whose settings are meant; megatron-train models list shows the kinds "
+        f"[default {DEFAULT_KIND}]"
+    )
+    parser.add_argument("--model", metavar="KIND", default=DEFAULT_KIND, help=text)
 
 
 def _find(arguments: argparse.Namespace) -> int:

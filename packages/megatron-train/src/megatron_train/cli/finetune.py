@@ -3,7 +3,7 @@
 import argparse
 
 from megatron_train.cli.pretrain import add_run_flags, run
-from megatron_train.config.brought import kinds_for
+from megatron_train.config.extensions import kinds_for
 from megatron_train.config.finetune import finetune_options, finetune_titles, resolve_finetuning
 from megatron_train.config.flags import Parser
 from megatron_train.tasks.kinds import TaskKind, task_kinds

@@ -11,7 +11,7 @@ from megatron_train.config.flags import Parser, add_options
 from megatron_train.config.resolve import with_flags
 from megatron_train.config.run_sections import run_options, sections
 from megatron_train.config.values import Values
-from megatron_train.errors import UsageError, refuse
+from megatron_train.errors import UsageError, raise_collected
 from megatron_train.megatron_lm.shell import LaunchCommand, read_script
 from megatron_train.megatron_lm.table import megatron_flags
 from megatron_train.megatron_lm.translate import Translation, as_there, translate
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     report.write(_report(arguments.script.name, command, translation))
     if any(translation.flags[kind] for kind in ("planned", "refused")):
         report.write("note: --drop FLAG leaves a flag out, and makes the run another one\n")
-    refuse(translation.errors)
+    raise_collected(translation.errors)
     text = f"about: from {arguments.script.name}\n" + to_yaml(_sections(values))
     if arguments.output is None:
         sys.stdout.write(text)

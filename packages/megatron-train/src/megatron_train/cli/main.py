@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             arguments = build_parser().parse_args(words)
             arguments.words = words
-            arguments.tells_notes = True
+            arguments.print_notes = True
             return int(arguments.run(arguments))
         finally:  # also behind --help, which leaves by SystemExit
             sys.stdout.flush()

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megatron_models import ModelKind, model_kinds
 
-from megatron_train.config.brought import tasks_for
-from megatron_train.config.flags import Parser, add_options, notes_of
-from megatron_train.config.notes import without_effect
+from megatron_train.config.dump import format_config
+from megatron_train.config.extensions import tasks_for
+from megatron_train.config.flags import Parser, add_options, notes_on_ignored_flags
+from megatron_train.config.ignored import settings_without_effect
 from megatron_train.config.options import Option
 from megatron_train.config.resolve import resolve
 from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options, sections
-from megatron_train.config.shown import print_config
 from megatron_train.config.values import Values
 from megatron_train.errors import UsageError
 from megatron_train.tokenizer import Tokenizers
@@ -90,11 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
     resolved: Resolver = arguments.resolve
     tokenizers = Tokenizers()
     config, values = resolved(arguments, ranks if ranks > 1 else None, tokenizers)
-    if arguments.tells_notes and os.environ.get("RANK", "0") == "0":
-        for line in (*notes_of(arguments), *without_effect(config, values)):
+    if arguments.print_notes and os.environ.get("RANK", "0") == "0":
+        for line in (*notes_on_ignored_flags(arguments), *settings_without_effect(config, values)):
             sys.stderr.write(f"megatron-train: note: {line}\n")
     if arguments.print_config:
-        sys.stdout.write(print_config(config, values))
+        sys.stdout.write(format_config(config, values))
         return 0
     if ranks > 1:
         minutes = config.training.distributed_timeout_minutes

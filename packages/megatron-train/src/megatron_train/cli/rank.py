@@ -24,7 +24,7 @@ def main() -> NoReturn:
     try:
         arguments = build_parser().parse_args(words)
         arguments.words = words
-        arguments.tells_notes = False  # the parent has printed them
+        arguments.print_notes = False  # the parent has printed them
         arguments.nproc_per_node = None  # done: this is one of them
         status = int(arguments.run(arguments))
     except SystemExit as stop:

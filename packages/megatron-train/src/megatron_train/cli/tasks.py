@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from megatron_train.config.brought import kinds_for
+from megatron_train.config.extensions import kinds_for
 from megatron_train.config.flags import Parser
 from megatron_train.tasks.kinds import task_kinds
 from megatron_train.tasks.known import TASKS

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_train.config.fields import flag_of, positive, setting
+from megatron_train.config.fields import check_positive, flag_of, setting
 from megatron_train.errors import TrainError
 
 
@@ -61,7 +61,7 @@ class CheckpointConfig:
     )
 
     def __post_init__(self) -> None:
-        positive(self, "save_interval", "keep_last")
+        check_positive(self, "save_interval", "keep_last")
         if self.save is None:
             for name in ("save_interval", "keep_last"):
                 if getattr(self, name) is not None:

@@ -12,7 +12,7 @@ from megatron_data import (
     holds_conversation_lines,
 )
 
-from megatron_train.config.fields import flag_of, positive, required, setting
+from megatron_train.config.fields import check_positive, flag_of, required, setting
 from megatron_train.errors import TrainError
 
 CONVERSATION_OPTIONS = (
@@ -207,7 +207,7 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
-        positive(self, "seq_length", *LINE_LIMITS)
+        check_positive(self, "seq_length", *LINE_LIMITS)
         self._check_tokenizer()
         for name in ("train_data_path", "valid_data_path", "test_data_path"):
             if self.data_path and getattr(self, name):

@@ -24,7 +24,7 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def positive(section: object, *names: str) -> None:
+def check_positive(section: object, *names: str) -> None:
     """Refuses fields that are given and not above 0."""
     for name in names:
         value = getattr(section, name)
@@ -32,7 +32,7 @@ def positive(section: object, *names: str) -> None:
             raise TrainError(f"{flag_of(name)} must be positive, got {value}")
 
 
-def not_negative(section: object, *names: str) -> None:
+def check_not_negative(section: object, *names: str) -> None:
     """Refuses fields that are given and below 0."""
     for name in names:
         value = getattr(section, name)

@@ -7,10 +7,10 @@ from typing import Any
 import yaml
 
 from megatron_train._command import nearest
-from megatron_train.config.moved import MOVED
 from megatron_train.config.options import Option
-from megatron_train.config.values import Given, Values
-from megatron_train.errors import TrainError, collected, refuse
+from megatron_train.config.renamed_keys import RENAMED_KEYS
+from megatron_train.config.values import GivenValue, Values
+from megatron_train.errors import TrainError, collect_errors, raise_collected
 from megatron_train.stored import shown
 
 _ABOUT = "about"
@@ -70,10 +70,10 @@ def parse_settings(text: str, name: str, options: Sequence[Option]) -> Values:
     """Reads the settings in YAML ``text``, which errors and origins call ``name``."""
     document = _load(text, name)
     document.pop(_ABOUT, None)
-    given: dict[str, Given] = {}
+    given: dict[str, GivenValue] = {}
     wrong: list[str] = []
     for section, content in document.items():
-        with collected(wrong):
+        with collect_errors(wrong):
             found = _read_section(name, str(section), content, options)
             for key in found.keys() & given.keys():
                 other = given[key].origin.rpartition(" ")[2]
@@ -82,7 +82,7 @@ def parse_settings(text: str, name: str, options: Sequence[Option]) -> Values:
                     "one of them"
                 )
             given.update(found)
-    refuse(wrong)
+    raise_collected(wrong)
     return Values(given)
 
 
@@ -108,7 +108,7 @@ def _load(text: str, name: str) -> dict[Any, Any]:
 
 def _read_section(
     path: str, section: str, content: Any, options: Sequence[Option]
-) -> dict[str, Given]:
+) -> dict[str, GivenValue]:
     known = {option.key: option for option in options}
     sections = list(dict.fromkeys(option.section for option in options))
     if section not in sections:
@@ -123,19 +123,19 @@ def _read_section(
         raise TrainError(
             f"{path}: section {shown(section)} must hold `key: value` lines, got {shown(content)}"
         )
-    given: dict[str, Given] = {}
+    given: dict[str, GivenValue] = {}
     wrong: list[str] = []
     for name, value in content.items():
         written = f"{section}.{name}"
-        key = MOVED.get(written, written)
+        key = RENAMED_KEYS.get(written, written)
         if key not in known:
             near = _nearest_key(written, str(name), list(known))
             wrong.append(f"{path}: unknown key {shown(written)[1:-1]}{near}")
             continue
-        with collected(wrong):
+        with collect_errors(wrong):
             origin = f"{path}: {written}"
-            given[key] = Given(known[key].coerce(value, origin), origin)
-    refuse(wrong)
+            given[key] = GivenValue(known[key].coerce(value, origin), origin)
+    raise_collected(wrong)
     return given
 
 

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from megatron_train.config.brought import Chosen, kinds_for, tasks_for
+from megatron_train.config.extensions import SelectedExtensions, kinds_for, tasks_for
 from megatron_train.config.files import read_file
 from megatron_train.config.flags import given_flags
 from megatron_train.config.from_checkpoint import model_of, with_model_of, with_tokenizer_of
@@ -14,7 +14,7 @@ from megatron_train.config.options import Option
 from megatron_train.config.resolve import complete
 from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options, sections
-from megatron_train.config.values import Given, Values
+from megatron_train.config.values import GivenValue, Values
 from megatron_train.errors import TrainError, UsageError
 from megatron_train.tokenizer import Tokenizers
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FLAG: Final = "--pretrained-checkpoint"
 
 _SOURCE = "checkpoint.pretrained_checkpoint"
-_SAID = ("training.task", "checkpoint.finetune", "checkpoint.use_checkpoint_args")
+_SET_BY_COMMAND = ("training.task", "checkpoint.finetune", "checkpoint.use_checkpoint_args")
 """Settings that the command itself says."""
 
 
@@ -37,14 +37,14 @@ def finetune_options(task: str) -> tuple[Option, ...]:
     """
     found: dict[str, Option] = {}
     for kind in kinds_for(task):
-        for option in run_options(kind, Chosen(task)):
+        for option in run_options(kind, SelectedExtensions(task)):
             if option.section == "model":
-                option = replace(option, required=True, derived="the checkpoint's")
+                option = replace(option, required=True, derived_default="the checkpoint's")
             if option.key == _SOURCE:
                 text = "folder of the checkpoint to begin with, or one checkpoint"
                 option = replace(option, help=text, required=True)
             found.setdefault(option.flag, option)
-    return tuple(option for option in found.values() if option.key not in _SAID)
+    return tuple(option for option in found.values() if option.key not in _SET_BY_COMMAND)
 
 
 def finetune_titles(task: str) -> dict[str, str]:
@@ -52,7 +52,7 @@ def finetune_titles(task: str) -> dict[str, str]:
     return {
         name: title
         for kind in kinds_for(task)
-        for name, (title, _) in sections(kind, Chosen(task)).items()
+        for name, (title, _) in sections(kind, SelectedExtensions(task)).items()
     }
 
 
@@ -93,7 +93,7 @@ def resolve_finetuning(
         )
     _refuse_settings_of_other_kinds(given, options, model.kind, task)
     values = with_model_of(Values(), checkpoint, model).updated(given)
-    values = values.updated(Values({"training.task": Given(task, f"finetune {task}")}))
+    values = values.updated(Values({"training.task": GivenValue(task, f"finetune {task}")}))
     values = with_tokenizer_of(values, checkpoint)
     return complete(values, namespace, model.kind, world_size, tokenizers)
 
@@ -102,15 +102,15 @@ def _read(path: Path, task: str) -> Values:
     """Reads a file of settings; those that the command says itself may say the same."""
     every: dict[str, Option] = {}
     for kind in kinds_for(task):
-        every |= {option.key: option for option in run_options(kind, Chosen(task))}
+        every |= {option.key: option for option in run_options(kind, SelectedExtensions(task))}
     values = read_file(path, tuple(every.values()))
-    for key in _SAID:
+    for key in _SET_BY_COMMAND:
         if values.get(key) not in (None, False, task):
             raise TrainError(
                 f"{values.given[key].origin} is {values.get(key)}, and this is finetune {task}; "
                 "leave it out"
             )
-    return Values({key: value for key, value in values.given.items() if key not in _SAID})
+    return Values({key: value for key, value in values.given.items() if key not in _SET_BY_COMMAND})
 
 
 def _checkpoint(folder: Path) -> "Checkpoint":
@@ -133,10 +133,10 @@ def _checkpoint(folder: Path) -> "Checkpoint":
 def _refuse_settings_of_other_kinds(
     given: Values, options: tuple[Option, ...], kind: str, task: str
 ) -> None:
-    known = {option.key for option in run_options(kind, Chosen(task))}
+    known = {option.key for option in run_options(kind, SelectedExtensions(task))}
     for option in options:
         if option.key in given.given and option.key not in known:
             raise TrainError(
-                f"{given.spelling(option)} is no setting of models of kind {kind}, which the "
+                f"{given.name_in_source(option)} is no setting of models of kind {kind}, which the "
                 "checkpoint holds; leave it out"
             )

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_train import _command
 from megatron_train.config.options import Option
-from megatron_train.config.values import Given, Values
-from megatron_train.errors import UsageError, collected
+from megatron_train.config.values import GivenValue, Values
+from megatron_train.errors import UsageError, collect_errors
 
 if TYPE_CHECKING:
     from megatron_train.megatron_lm.table import MegatronFlag
@@ -18,7 +18,7 @@ _WEAK = "weak:"
 _LONGEST_CHOICES = 80
 """Columns that the choices of a flag may take behind it; more of them are told in its help."""
 
-GIVEN = object()
+FLAG_VALUE = object()
 """In an alias, the value that is given with the flag."""
 
 
@@ -27,7 +27,7 @@ class Alias:
     """A flag that sets other options.
 
     Attributes:
-        sets: option keys with the value they get, `GIVEN` for that of the flag.
+        sets: option keys with the value they get, `FLAG_VALUE` for that of the flag.
         help: one line.
         weak: whether it gives way to the option itself, wherever that is given.
     """
@@ -39,7 +39,7 @@ class Alias:
     @property
     def takes_value(self) -> bool:
         """Whether a value stands behind the flag."""
-        return any(value is GIVEN for _, value in self.sets)
+        return any(value is FLAG_VALUE for _, value in self.sets)
 
 
 ALIASES: Mapping[str, Alias] = {
@@ -67,10 +67,12 @@ ALIASES: Mapping[str, Alias] = {
         (("model.rope_scaling_type", "llama3"),), "the same as --rope-scaling-type llama3"
     ),
     "--rotary-seq-len-interpolation-factor": Alias(
-        (("model.rope_scaling_type", "linear"), ("model.rope_scaling_factor", GIVEN)),
+        (("model.rope_scaling_type", "linear"), ("model.rope_scaling_factor", FLAG_VALUE)),
         "the same as --rope-scaling-type linear --rope-scaling-factor X",
     ),
-    "--layernorm-epsilon": Alias((("model.norm_epsilon", GIVEN),), "the same as --norm-epsilon"),
+    "--layernorm-epsilon": Alias(
+        (("model.norm_epsilon", FLAG_VALUE),), "the same as --norm-epsilon"
+    ),
     "--recompute-activations": Alias(
         (("recompute.granularity", "selective"),), "the same as --recompute-granularity selective"
     ),
@@ -79,10 +81,10 @@ ALIASES: Mapping[str, Alias] = {
         "the same as --recompute-granularity selective --recompute-modules moe",
     ),
     "--persistent-save-interval": Alias(
-        (("checkpoint.save_interval", GIVEN),), "the same as --save-interval"
+        (("checkpoint.save_interval", FLAG_VALUE),), "the same as --save-interval"
     ),
     "--virtual-pipeline-model-parallel-size": Alias(
-        (("layout.vpp", GIVEN),), "the same as --num-virtual-stages-per-pipeline-rank"
+        (("layout.vpp", FLAG_VALUE),), "the same as --num-virtual-stages-per-pipeline-rank"
     ),
 }
 """Flags that set other options."""
@@ -155,7 +157,7 @@ class _WithoutEffect(argparse.Action):
         setattr(namespace, self.dest, (*noted, self.const))
 
 
-def notes_of(namespace: argparse.Namespace) -> list[str]:
+def notes_on_ignored_flags(namespace: argparse.Namespace) -> list[str]:
     """Returns a line for each reason why flags in ``namespace`` have no effect."""
     by_reason: dict[str, list[str]] = {}
     for flag in getattr(namespace, _WITHOUT_EFFECT, ()):
@@ -194,7 +196,7 @@ class _StoreAlias(argparse.Action):
     ) -> None:
         prefix = _WEAK if self.const.weak else _PREFIX
         for key, value in self.const.sets:
-            stored = values if value is GIVEN else value
+            stored = values if value is FLAG_VALUE else value
             setattr(namespace, prefix + key, (stored, option_string or ""))
 
 
@@ -226,10 +228,10 @@ def _add(group: Any, option: Option) -> None:
     keep = _keep(option)
     text = describe(option).replace("%", "%%")
     if option.kind == "switch":
-        group.add_argument(option.flag, nargs=0, const=option.flag_sets(), help=text, **keep)
+        group.add_argument(option.flag, nargs=0, const=option.flag_value(), help=text, **keep)
         other = argparse.SUPPRESS
         group.add_argument(
-            option.opposite, nargs=0, const=not option.flag_sets(), help=other, **keep
+            option.opposite, nargs=0, const=not option.flag_value(), help=other, **keep
         )
         return
     metavar = "{" + ",".join(map(str, option.choices)) + "}" if option.choices else _metavar(option)
@@ -268,16 +270,16 @@ def describe(option: Option) -> str:
     notes = []
     if option.unit and option.unit != "path":
         notes.append(option.unit)
-    if option.derived:
-        notes.append(f"default {option.derived}")
+    if option.derived_default:
+        notes.append(f"default {option.derived_default}")
     elif option.required:
         notes.append("required")
     elif option.kind != "switch" and option.default is not None:
-        notes.append(f"default {option.shown_default}")
-    elif option.kind == "switch" and option.default is True and option.flag_sets():
+        notes.append(f"default {option.default_text}")
+    elif option.kind == "switch" and option.default is True and option.flag_value():
         notes.append(f"on unless {option.opposite}")
     text = option.help
-    if option.kind == "switch" and not option.flag_sets():
+    if option.kind == "switch" and not option.flag_value():
         text = f"turn off: {text}"
     return text + (f" [{', '.join(notes)}]" if notes else "")
 
@@ -293,14 +295,14 @@ def implied_flags(namespace: argparse.Namespace, options: Sequence[Option]) -> V
 
 
 def _stored(namespace: argparse.Namespace, options: Sequence[Option], prefix: str) -> Values:
-    given: dict[str, Given] = {}
+    given: dict[str, GivenValue] = {}
     wrong: list[str] = []
     for option in options:
         stored = getattr(namespace, prefix + option.key, None)
         if stored is not None:
             value, spelling = stored
-            with collected(wrong):
-                given[option.key] = Given(option.coerce(value, spelling), spelling)
+            with collect_errors(wrong):
+                given[option.key] = GivenValue(option.coerce(value, spelling), spelling)
     if wrong:
         raise UsageError(*wrong, *([f"{len(wrong)} flags cannot be used"] if wrong[1:] else []))
     return Values(given)

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from megatron_ckpt import Checkpoint
     from megatron_models import ModelConfig
 
-CHECKPOINT: Final = "the checkpoint "
+CHECKPOINT_ORIGIN: Final = "the checkpoint "
 """How the origin of a value that a checkpoint gives begins."""
 
 TOKENIZER_FOLDER: Final = "tokenizer"
 """Folder of a checkpoint that holds its tokenizer."""
 
-TOKENIZER: Final = ("tokenizer_type", "tokenizer_model", "vocab_file")
+TOKENIZER_SETTINGS: Final = ("tokenizer_type", "tokenizer_model", "vocab_file")
 """Settings of the section ``data``, any of which says that there is a tokenizer."""
 
 
@@ -47,7 +47,7 @@ def with_model_of(values: Values, checkpoint: "Checkpoint", model: "ModelConfig"
     """Returns ``values`` with every setting of the model that is not given taken from ``model``."""
     for option in options_of(type(model), "model"):
         value = getattr(model, option.name)
-        values = values.with_derived(option.key, value, f"{CHECKPOINT}{checkpoint.path}")
+        values = values.with_derived(option.key, value, f"{CHECKPOINT_ORIGIN}{checkpoint.path}")
     return values
 
 
@@ -58,9 +58,9 @@ def with_tokenizer_of(values: Values, checkpoint: "Checkpoint") -> Values:
         CheckpointError: a file of the tokenizer is damaged.
     """
     held = any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in checkpoint.manifest.files)
-    if any(f"data.{name}" in values.given for name in TOKENIZER) or not held:
+    if any(f"data.{name}" in values.given for name in TOKENIZER_SETTINGS) or not held:
         return values
     folder = checkpoint.verified_folder(TOKENIZER_FOLDER)
     return values.with_derived(
-        "data.tokenizer_model", str(folder), f"{CHECKPOINT}{checkpoint.path}"
+        "data.tokenizer_model", str(folder), f"{CHECKPOINT_ORIGIN}{checkpoint.path}"
     )

@@ -41,7 +41,7 @@ class Option:
         repeated: whether it takes several values.
         optional: whether it may be left unset (None).
         required: whether it has no default at all.
-        derived: what stands in for the default of a required option that nobody gives, if anything.
+        derived_default: For a required option, what replaces a missing value; empty if nothing.
         default: the default; None where ``required``.
         choices: the values it may take, empty if any.
         help: one line of explanation.
@@ -60,7 +60,7 @@ class Option:
     choices: tuple[Any, ...]
     help: str
     unit: str
-    derived: str = ""
+    derived_default: str = ""
 
     @property
     def key(self) -> str:
@@ -68,20 +68,20 @@ class Option:
         return f"{self.section}.{self.name}"
 
     @property
-    def shown_default(self) -> str:
+    def default_text(self) -> str:
         """The default as it would be given."""
         return " ".join(map(str, self.default)) if self.repeated else str(self.default)
 
-    def flag_sets(self) -> bool:
+    def flag_value(self) -> bool:
         """For a switch, the value that ``flag`` sets."""
         if self.name.startswith(_OFF_NAMES):  # the field itself is a denial, as no_load_optim
             return True
         return not self.flag.startswith(_OFF_PREFIXES)
 
-    def spelling(self, value: Any) -> str:
+    def command_line(self, value: Any) -> str:
         """Returns the command-line text that sets this option to ``value``."""
         if self.kind == "switch":
-            return self.flag if value == self.flag_sets() else str(self.opposite)
+            return self.flag if value == self.flag_value() else str(self.opposite)
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
         return f"{self.flag} {shown}"
 
@@ -154,7 +154,7 @@ def _option(field: "dataclasses.Field[Any]", hint: Any, section: str) -> Option:
         choices=tuple(field.metadata.get("choices") or literal),
         help=field.metadata.get("help", ""),
         unit=field.metadata.get("unit", ""),
-        derived=_DERIVED.get(f"{section}.{field.name}", ""),
+        derived_default=_DERIVED.get(f"{section}.{field.name}", ""),
     )
 
 

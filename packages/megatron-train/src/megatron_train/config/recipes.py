@@ -11,7 +11,7 @@ from megatron_train.config.options import Option
 from megatron_train.config.values import Values
 from megatron_train.errors import TrainError
 
-RECIPE: Final = "recipe "
+RECIPE_ORIGIN: Final = "recipe "
 """How the origin of a value that a recipe gives begins."""
 
 _SUFFIX = ".yaml"
@@ -40,7 +40,7 @@ def recipe_text(name: str) -> str:
 
 def recipe_values(name: str, options: Sequence[Option]) -> Values:
     """Returns the settings of a recipe."""
-    return parse_settings(recipe_text(name), f"{RECIPE}{name}", options)
+    return parse_settings(recipe_text(name), f"{RECIPE_ORIGIN}{name}", options)
 
 
 def recipe_about(name: str) -> str:

@@ -64,13 +64,13 @@ def _row(option: Option) -> str:
 
 
 def _default(option: Option) -> str:
-    if option.derived:
-        return option.derived
+    if option.derived_default:
+        return option.derived_default
     if option.required:
         return "required"
     if option.kind == "switch":
         return "on" if option.default else "off"
-    return "" if option.default is None else f"`{option.shown_default}`"
+    return "" if option.default is None else f"`{option.default_text}`"
 
 
 def _cell(text: str) -> str:

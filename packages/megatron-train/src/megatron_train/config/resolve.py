@@ -11,11 +11,16 @@ from megatron_parallel.pipeline import count_stages
 from megatron_train.config.data import DATA_PATHS, DataConfig
 from megatron_train.config.files import read_file
 from megatron_train.config.flags import LAYERS_PER_VIRTUAL_STAGE, given_flags, implied_flags
-from megatron_train.config.from_checkpoint import CHECKPOINT, TOKENIZER, model_of, with_model_of
-from megatron_train.config.recipes import RECIPE, recipe_values
+from megatron_train.config.from_checkpoint import (
+    CHECKPOINT_ORIGIN,
+    TOKENIZER_SETTINGS,
+    model_of,
+    with_model_of,
+)
+from megatron_train.config.recipes import RECIPE_ORIGIN, recipe_values
 from megatron_train.config.run import RunConfig, build_run
-from megatron_train.config.run_sections import KIND, run_options
-from megatron_train.config.values import Given, Values
+from megatron_train.config.run_sections import DEFAULT_KIND, run_options
+from megatron_train.config.values import GivenValue, Values
 from megatron_train.errors import TrainError, UsageError
 from megatron_train.tokenizer import Tokenizers
 
@@ -68,9 +73,9 @@ def complete(
     """
     values = _with_described_stages(with_flags(values, namespace, kind))
     values = derive(values, kind, tokenizers)
-    config = build_run(values, world_size or started_ranks(), kind)
+    config = build_run(values, world_size or world_size_from_environment(), kind)
     given = values.given.get("checkpoint.model_family")
-    if given is not None and given.origin.startswith(RECIPE):
+    if given is not None and given.origin.startswith(RECIPE_ORIGIN):
         config = _without_strange_family(config, given.value)
     return config, values
 
@@ -84,7 +89,7 @@ def _without_strange_family(config: RunConfig, name: str) -> RunConfig:
     return replace(config, checkpoint=replace(config.checkpoint, model_family=None))
 
 
-def with_flags(values: Values, namespace: argparse.Namespace, kind: str = KIND) -> Values:
+def with_flags(values: Values, namespace: argparse.Namespace, kind: str = DEFAULT_KIND) -> Values:
     """Returns ``values`` with those of a parsed command line put over them.
 
     Args:
@@ -103,7 +108,7 @@ def with_flags(values: Values, namespace: argparse.Namespace, kind: str = KIND) 
     return _with_virtual_stages(values, getattr(namespace, name, None))
 
 
-def started_ranks() -> int:
+def world_size_from_environment() -> int:
     """Returns the number of ranks that torchrun, or whoever sets its variables, has started.
 
     Raises:
@@ -115,7 +120,9 @@ def started_ranks() -> int:
     return int(text)
 
 
-def derive(values: Values, kind: str = KIND, tokenizers: Tokenizers | None = None) -> Values:
+def derive(
+    values: Values, kind: str = DEFAULT_KIND, tokenizers: Tokenizers | None = None
+) -> Values:
     """Fills in what follows from other settings: positions, vocabulary, the checkpoint's model."""
     if values.get("checkpoint.use_checkpoint_args"):
         values = _with_model_of_checkpoint(values, kind)
@@ -143,7 +150,7 @@ def _with_virtual_stages(values: Values, layers_each: str | None) -> Values:
             "them"
         )
     count = layers // (stages * int(layers_each))
-    return values.updated(Values({"layout.vpp": Given(count, LAYERS_PER_VIRTUAL_STAGE)}))
+    return values.updated(Values({"layout.vpp": GivenValue(count, LAYERS_PER_VIRTUAL_STAGE)}))
 
 
 def _with_described_stages(values: Values) -> Values:
@@ -162,11 +169,11 @@ def _with_vocabulary(values: Values, tokenizers: Tokenizers) -> Values:
     if kind in ("NullTokenizer", "NullMultimodalTokenizer"):
         if given is None:
             raise UsageError(f"--tokenizer-type {kind} needs --vocab-size")
-        if given.origin.startswith(CHECKPOINT):  # it counts that token
+        if given.origin.startswith(CHECKPOINT_ORIGIN):  # it counts that token
             return values
-        whole = Given(given.value + 1, f"{given.origin}, and one token that ends a document")
+        whole = GivenValue(given.value + 1, f"{given.origin}, and one token that ends a document")
         return values.updated(Values({key: whole}))
-    if given is not None or not any(f"data.{name}" in values.given for name in TOKENIZER):
+    if given is not None or not any(f"data.{name}" in values.given for name in TOKENIZER_SETTINGS):
         return values
     tokenizer = tokenizers.open(DataConfig(**values.section("data")))
     if tokenizer is None:

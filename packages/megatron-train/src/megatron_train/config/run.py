@@ -12,26 +12,26 @@ from megatron_optim import OptimError, find_rule
 from megatron_parallel import FieldError, ParallelLayout, Recompute
 from megatron_parallel.pipeline import check_micro_batches, schedule_kind
 
-from megatron_train.config.brought import (
-    Chosen,
-    brought_checks,
-    brought_sections,
+from megatron_train.config.context_parallel_checks import check_context_parallel
+from megatron_train.config.extensions import (
+    SelectedExtensions,
     check_task,
-    refuse_other_sections,
-    refuse_unread,
+    extension_checks,
+    extension_sections,
+    refuse_unread_settings,
+    refuse_unselected_settings,
 )
-from megatron_train.config.context import check_context_parallel
-from megatron_train.config.model import (
+from megatron_train.config.model_checks import (
     check_expert_overlap,
     check_features,
-    check_first_weights,
+    check_initial_weights,
     check_model_layout,
 )
 from megatron_train.config.options import flags_of, options_of
 from megatron_train.config.products import PLAIN, check_product
-from megatron_train.config.run_sections import KIND, RunSections, run_options, sections
+from megatron_train.config.run_sections import DEFAULT_KIND, RunSections, run_options, sections
 from megatron_train.config.values import Values
-from megatron_train.errors import TrainError, UsageError, collected, refuse
+from megatron_train.errors import TrainError, UsageError, collect_errors, raise_collected
 
 Section = TypeVar("Section")
 
@@ -47,7 +47,7 @@ class RunConfig(RunSections):
         if self.placement.sequence_parallel and self.layout.tp == 1:  # there is nothing to cut
             alone = dataclasses.replace(self.placement, sequence_parallel=False)
             object.__setattr__(self, "placement", alone)
-        self._take_brought_sections()
+        self._complete_extension_sections()
         wrong: list[str] = []
         checks: tuple[Callable[[], None], ...] = (
             self._check_length,
@@ -58,31 +58,38 @@ class RunConfig(RunSections):
             lambda: check_context_parallel(self),
             lambda: check_model_layout(self.model, self.layout, self.placement),
             lambda: check_features(self),
-            lambda: check_first_weights(self.model, self.checkpoint),
+            lambda: check_initial_weights(self.model, self.checkpoint),
             self._check_evaluation,
             self._check_schedules,
-            lambda: refuse_unread(self.task, "data", self.data),
-            *(partial(check, self) for check in brought_checks(self.model.kind, self.chosen)),
+            lambda: refuse_unread_settings(self.task, "data", self.data),
+            *(
+                partial(check, self)
+                for check in extension_checks(self.model.kind, self.selected_extensions)
+            ),
         )
         for check in checks:
-            with collected(wrong):
+            with collect_errors(wrong):
                 check()
-        refuse(wrong)
+        raise_collected(wrong)
         check_expert_overlap(self)
         self._check_pipeline()
 
-    def _take_brought_sections(self) -> None:
+    def _complete_extension_sections(self) -> None:
         """Completes the sections of task, update rule and product by those that are not given."""
         check_task(self.model.kind, self.task)
         check_product(self.product)
-        known = brought_sections(self.model.kind, self.chosen)
-        if strange := self.brought.keys() - known.keys():
-            raise TrainError(f"{self.chosen} brings no section {', '.join(sorted(strange))}")
+        known = extension_sections(self.model.kind, self.selected_extensions)
+        if strange := self.extension_settings.keys() - known.keys():
+            raise TrainError(
+                f"{self.selected_extensions} brings no section {', '.join(sorted(strange))}"
+            )
         found = {
-            name: self.brought[name] if name in self.brought else section.config()
+            name: self.extension_settings[name]
+            if name in self.extension_settings
+            else section.config()
             for name, section in known.items()
         }
-        object.__setattr__(self, "brought", found)
+        object.__setattr__(self, "extension_settings", found)
         rule = find_rule(self.optimizer.optimizer).section
         own = dataclasses.replace(self.optimizer, settings=rule and found[rule.name])
         object.__setattr__(self, "optimizer", own)
@@ -136,13 +143,13 @@ class RunConfig(RunSections):
 
     def _place_stages(self) -> None:
         """Completes the layout: its stages lie where the schedule wants them."""
-        with _told_by_flags("pipeline"):
+        with _named_by_flags("pipeline"):
             object.__setattr__(self, "layout", self.pipeline.place(self.layout))
 
     def _check_pipeline(self) -> None:
         """Refuses what the schedule cannot run."""
         layout = self.layout
-        with _told_by_flags("pipeline"):
+        with _named_by_flags("pipeline"):
             self.pipeline.split(self.model.depth, layout)
             schedule = self.pipeline.schedule_of(layout)
             group = self.pipeline.group_size
@@ -159,7 +166,7 @@ class RunConfig(RunSections):
 
     def _check_recompute(self) -> None:
         """Refuses to keep activations in a way that the layout or compiled code cannot."""
-        with _told_by_flags("recompute"):
+        with _named_by_flags("recompute"):
             cut = self.placement.sequence_parallel
             self.recompute.check(self.layout, sequence_parallel=cut)
         packing = self.recompute.packing
@@ -216,7 +223,7 @@ class RunConfig(RunSections):
                 f"{self.batch_sizes.at(0)} samples; raise it or lower --global-batch-size"
             )
         unit, other = ("samples", "iters") if self.training.train_samples else ("iters", "samples")
-        self.schedule.refuse_mixing(unit, other)
+        self.schedule.refuse_other_unit(unit, other)
         length = self.train_samples if unit == "samples" else self.train_iters
         self.schedule.check_lengths(unit, length, self.optimizer.lr_decay_style)
         flags = {"max_lr": "--lr", "min_lr": "--min-lr", "init_lr": "--lr-warmup-init"}
@@ -240,7 +247,7 @@ class RunConfig(RunSections):
             raise TrainError(error.told(flags)) from None
 
 
-def build_run(values: Values, world_size: int = 1, kind: str = KIND) -> RunConfig:
+def build_run(values: Values, world_size: int = 1, kind: str = DEFAULT_KIND) -> RunConfig:
     """Builds and checks the configuration of a run from given values.
 
     Args:
@@ -253,12 +260,12 @@ def build_run(values: Values, world_size: int = 1, kind: str = KIND) -> RunConfi
         UsageError: a required value that is not given.
     """
     flags = {option.key: option.flag for option in run_options(kind)}
-    chosen = Chosen.by(values, kind)
-    check_task(kind, chosen.task or "")
-    check_product(chosen.product or PLAIN)
-    refuse_other_sections(values, kind, chosen, flags)
-    absent = list(values.missing(run_options(kind, chosen)))
-    missing = [option.flag for option in absent if not option.derived]
+    selected = SelectedExtensions.from_values(values, kind)
+    check_task(kind, selected.task or "")
+    check_product(selected.product or PLAIN)
+    refuse_unselected_settings(values, kind, selected, flags)
+    absent = list(values.missing(run_options(kind, selected)))
+    missing = [option.flag for option in absent if not option.derived_default]
     if not {"training.train_iters", "training.train_samples"} & values.given.keys():
         missing.append("--train-iters (or --train-samples)")
     if not missing and [option.key for option in absent] == ["model.vocab_size"]:
@@ -271,13 +278,13 @@ def build_run(values: Values, world_size: int = 1, kind: str = KIND) -> RunConfi
             f"missing: {', '.join(missing)}; give as flags, by --recipe, or in --config"
         )
     built, wrong = {}, list[str]()
-    for name, (_, cls) in sections(kind, chosen).items():
-        with collected(wrong):
+    for name, (_, cls) in sections(kind, selected).items():
+        with collect_errors(wrong):
             built[name] = build_section(name, cls, values)
-    refuse(wrong)
+    raise_collected(wrong)
     built["layout"] = _resolve(built["layout"], world_size)
-    brought = {name: built.pop(name) for name in brought_sections(kind, chosen)}
-    return RunConfig(**built, brought=brought)
+    extension_settings = {name: built.pop(name) for name in extension_sections(kind, selected)}
+    return RunConfig(**built, extension_settings=extension_settings)
 
 
 def build_section(name: str, cls: type[Section], values: Values, **fixed: Any) -> Section:
@@ -295,7 +302,7 @@ def build_section(name: str, cls: type[Section], values: Values, **fixed: Any) -
     try:
         return cls(**values.section(name), **fixed)
     except FieldError as error:
-        spelling = {option.name: values.spelling(option) for option in options_of(cls, name)}
+        spelling = {option.name: values.name_in_source(option) for option in options_of(cls, name)}
         raise TrainError(error.told(spelling)) from None
 
 
@@ -304,7 +311,7 @@ def _resolve(layout: ParallelLayout, world_size: int) -> ParallelLayout:
     if world_size % needed:
         options = options_of(ParallelLayout, "layout")
         asked = [
-            o.spelling(getattr(layout, o.name))
+            o.command_line(getattr(layout, o.name))
             for o in options
             if o.name in ("tp", "cp", "ep", "pp", "etp") and (getattr(layout, o.name) or 1) > 1
         ]
@@ -313,12 +320,12 @@ def _resolve(layout: ParallelLayout, world_size: int) -> ParallelLayout:
             f"{'is 1' if world_size == 1 else f'are {world_size}'}: start with --nproc-per-node "
             f"{needed}, or by torchrun"
         )
-    with _told_by_flags("layout"):
+    with _named_by_flags("layout"):
         return layout.resolve(world_size)
 
 
 @contextmanager
-def _told_by_flags(section: str) -> Iterator[None]:
+def _named_by_flags(section: str) -> Iterator[None]:
     """What the section refuses in the `with` block is told by its flags, as a `TrainError`."""
     try:
         yield

@@ -12,9 +12,9 @@ from megatron_parallel import DataParallelConfig, ParallelLayout, Recompute
 from megatron_parallel.pipeline import PipelineConfig
 
 from megatron_train.config.batch_size import BatchSizeSchedule
-from megatron_train.config.brought import Chosen, brought_sections, default_task
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.data import DataConfig
+from megatron_train.config.extensions import SelectedExtensions, default_task, extension_sections
 from megatron_train.config.options import Option, options_of
 from megatron_train.config.placement import PlacementConfig
 from megatron_train.config.sections import (
@@ -27,10 +27,10 @@ from megatron_train.errors import TrainError
 
 SectionT = TypeVar("SectionT")
 
-ALL = Chosen()
+ALL_EXTENSIONS = SelectedExtensions()
 """Every extension that is installed."""
 
-KIND = "gpt"
+DEFAULT_KIND = "gpt"
 """The kind of model whose settings are shown where no kind is named."""
 
 _SECTIONS: dict[str, tuple[str, type[Any]]] = {
@@ -50,19 +50,21 @@ _SECTIONS: dict[str, tuple[str, type[Any]]] = {
 
 
 @cache
-def sections(kind: str = KIND, chosen: Chosen = ALL) -> dict[str, tuple[str, type[Any]]]:
+def sections(
+    kind: str = DEFAULT_KIND, selected: SelectedExtensions = ALL_EXTENSIONS
+) -> dict[str, tuple[str, type[Any]]]:
     """Returns every section of a run: key in YAML files, title, and the dataclass that holds it.
 
     Args:
         kind: of the model.
-        chosen: extensions whose sections are among them. Defaults to all that are installed.
+        selected: extensions whose sections are among them. Defaults to all that are installed.
 
     Raises:
         ConfigError: no such kind is installed.
         TrainError: an extension brings a section whose name is taken.
     """
     found = {"model": ("model", find_kind(kind).config), **_SECTIONS}
-    for name, section in brought_sections(kind, chosen).items():
+    for name, section in extension_sections(kind, selected).items():
         if name in found:
             raise TrainError(
                 f"the section {name!r} that {section.config.__module__} brings has the name of a "
@@ -73,20 +75,22 @@ def sections(kind: str = KIND, chosen: Chosen = ALL) -> dict[str, tuple[str, typ
 
 
 @cache
-def run_options(kind: str = KIND, chosen: Chosen = ALL) -> tuple[Option, ...]:
+def run_options(
+    kind: str = DEFAULT_KIND, selected: SelectedExtensions = ALL_EXTENSIONS
+) -> tuple[Option, ...]:
     """Returns every option of a run, section by section.
 
     Cached: a run asks several times, and type hints are slow to evaluate.
 
     Args:
         kind: of the model.
-        chosen: extensions whose options are among them. Defaults to all that are installed.
+        selected: extensions whose options are among them. Defaults to all that are installed.
 
     Raises:
         TrainError: two options have one flag.
     """
     found: dict[str, Option] = {}
-    for name, (_, cls) in sections(kind, chosen).items():
+    for name, (_, cls) in sections(kind, selected).items():
         for option in options_of(cls, name):
             other = found.setdefault(option.flag, option)
             if other is not option:
@@ -101,8 +105,8 @@ def run_options(kind: str = KIND, chosen: Chosen = ALL) -> tuple[Option, ...]:
 class RunSections:
     """Everything that defines a run: one field for each section. `RunConfig` checks them.
 
-    Those that the task, the update rule and the product of linear layers bring are in ``brought``
-    by name; `section` finds them by class.
+    Sections that the task, the update rule and the product of linear layers add are in
+    ``extension_settings`` by name; `section` finds them by class.
     """
 
     model: ModelConfig
@@ -118,7 +122,7 @@ class RunSections:
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
-    brought: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    extension_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def task(self) -> str:
@@ -126,18 +130,22 @@ class RunSections:
         return self.training.task or default_task(self.model.kind)
 
     @property
-    def chosen(self) -> Chosen:
+    def selected_extensions(self) -> SelectedExtensions:
         """The extensions of the run by name."""
-        return Chosen(self.task, self.optimizer.optimizer, self.product)
+        return SelectedExtensions(self.task, self.optimizer.optimizer, self.product)
 
     @property
     def product(self) -> str:
         """Name of what linear layers multiply by."""
         return self.placement.linear_product
 
-    def part(self, name: str) -> Any:
+    def section_by_name(self, name: str) -> Any:
         """Returns a section by its name, also one that an extension brings."""
-        return self.brought[name] if name in self.brought else getattr(self, name)
+        return (
+            self.extension_settings[name]
+            if name in self.extension_settings
+            else getattr(self, name)
+        )
 
     def section(self, cls: type[SectionT]) -> SectionT:
         """Returns the section of a class that an extension brings.
@@ -148,10 +156,12 @@ class RunSections:
         Raises:
             TrainError: none that the run has chosen brings one.
         """
-        for section in self.brought.values():
+        for section in self.extension_settings.values():
             if type(section) is cls:
                 return section
-        raise TrainError(f"nothing that the run has chosen ({self.chosen}) brings a {cls.__name__}")
+        raise TrainError(
+            f"nothing that the run has chosen ({self.selected_extensions}) brings a {cls.__name__}"
+        )
 
     @property
     def split(self) -> tuple[range, ...]:

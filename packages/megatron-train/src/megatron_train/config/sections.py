@@ -9,7 +9,13 @@ Megatron-LM's unless the help says otherwise. A section checks what it can see a
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_train.config.fields import flag_of, not_negative, positive, required, setting
+from megatron_train.config.fields import (
+    check_not_negative,
+    check_positive,
+    flag_of,
+    required,
+    setting,
+)
 from megatron_train.errors import TrainError
 
 
@@ -96,7 +102,9 @@ class TrainingConfig:
     )
 
     def __post_init__(self) -> None:
-        positive(self, "micro_batch_size", "global_batch_size", "train_iters", "train_samples")
+        check_positive(
+            self, "micro_batch_size", "global_batch_size", "train_iters", "train_samples"
+        )
         if self.train_iters is None and self.train_samples is None:
             raise TrainError(
                 "the length of the run is unknown: give --train-iters, or --train-samples"
@@ -118,9 +126,11 @@ class TrainingConfig:
                         f"--step-batch-size-schedule and {flag_of(name)} exclude each other; give "
                         "one"
                     )
-        positive(self, "max_seqlen_per_dp_cp_rank")
-        positive(self, "exit_interval", "exit_duration_in_mins", "distributed_timeout_minutes")
-        not_negative(self, "seed")
+        check_positive(self, "max_seqlen_per_dp_cp_rank")
+        check_positive(
+            self, "exit_interval", "exit_duration_in_mins", "distributed_timeout_minutes"
+        )
+        check_not_negative(self, "seed")
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 flag = "--" + name.replace("_", "-")
@@ -157,9 +167,9 @@ class ScheduleConfig:
     )
 
     def __post_init__(self) -> None:
-        positive(self, "lr_decay_iters", "lr_wsd_decay_iters")
-        positive(self, "lr_decay_samples", "lr_wsd_decay_samples")
-        not_negative(self, "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
+        check_positive(self, "lr_decay_iters", "lr_wsd_decay_iters")
+        check_positive(self, "lr_decay_samples", "lr_wsd_decay_samples")
+        check_not_negative(self, "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
         for name in ("lr_warmup_iters", "lr_warmup_samples"):
             if self.lr_warmup_fraction is not None and getattr(self, name):
                 raise TrainError(
@@ -168,7 +178,7 @@ class ScheduleConfig:
         if self.lr_warmup_fraction is not None and self.lr_warmup_fraction >= 1:
             raise TrainError(f"--lr-warmup-fraction must be below 1, got {self.lr_warmup_fraction}")
 
-    def refuse_mixing(self, unit: str, other: str) -> None:
+    def refuse_other_unit(self, unit: str, other: str) -> None:
         """Refuses lengths in the unit that the run is not measured in.
 
         Args:
@@ -222,8 +232,8 @@ class EvaluationConfig:
     )
 
     def __post_init__(self) -> None:
-        positive(self, "eval_interval")
-        not_negative(self, "eval_iters")
+        check_positive(self, "eval_interval")
+        check_not_negative(self, "eval_iters")
 
 
 @dataclass(frozen=True)
@@ -238,4 +248,4 @@ class LoggingConfig:
     )
 
     def __post_init__(self) -> None:
-        positive(self, "log_interval")
+        check_positive(self, "log_interval")

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_train.config.moved import MOVED
 from megatron_train.config.options import Option
+from megatron_train.config.renamed_keys import RENAMED_KEYS
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenValue:
     """A value somebody gave, and where: a flag, ``FILE: section.key``, or how it was derived."""
 
     value: Any
@@ -42,7 +42,7 @@ _ALTERNATIVES: tuple[tuple[tuple[str, ...], ...], ...] = (
 class Values:
     """The given values of a run by ``section.name``."""
 
-    given: Mapping[str, Given] = field(default_factory=dict)
+    given: Mapping[str, GivenValue] = field(default_factory=dict)
 
     def updated(self, other: "Values") -> "Values":
         """Returns these values with those of ``other`` put over them.
@@ -59,13 +59,13 @@ class Values:
 
     def with_derived(self, key: str, value: Any, origin: str) -> "Values":
         """Returns these values with ``key`` derived as ``value``, unless it was given."""
-        return Values({key: Given(value, origin), **self.given})
+        return Values({key: GivenValue(value, origin), **self.given})
 
     def get(self, key: str) -> Any:
         """Returns the given value of ``key``, or None."""
         return self.given[key].value if key in self.given else None
 
-    def spelling(self, option: Option) -> str:
+    def name_in_source(self, option: Option) -> str:
         """Returns what ``option`` was called where it was given: its place in a file, or its flag.
 
         That is its flag also where an alias set it, or nobody did.
@@ -74,7 +74,7 @@ class Values:
         if given is None:
             return option.flag
         place = given.origin.rpartition(": ")[2]
-        return given.origin if MOVED.get(place, place) == option.key else option.flag
+        return given.origin if RENAMED_KEYS.get(place, place) == option.key else option.flag
 
     def section(self, name: str) -> dict[str, Any]:
         """Returns the given values of one section by field name."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_train.config.values import Given, Values
+from megatron_train.config.values import GivenValue, Values
 from megatron_train.megatron_lm.table import MegatronFlag
 
 COUNTED = ("accepted", "no effect", "dropped", "planned", "refused", "unknown")
@@ -100,9 +100,9 @@ def as_there(translation: Translation, values: Values) -> Values:
         translation: the flags; a note is added for each setting.
         values: settings made from the flags.
     """
-    given: dict[str, Given] = {}
+    given: dict[str, GivenValue] = {}
     if "training.calculate_per_token_loss" not in values.given:
-        given["training.calculate_per_token_loss"] = Given(False, "default of Megatron-LM")
+        given["training.calculate_per_token_loss"] = GivenValue(False, "default of Megatron-LM")
         translation.notes.append(
             "calculate_per_token_loss is set to false, as Megatron-LM's default is: every "
             "micro-batch has the same weight in the loss"
@@ -110,7 +110,7 @@ def as_there(translation: Translation, values: Values) -> Values:
     fused = "--no-bias-gelu-fusion" not in translation.flags["no effect"]
     biased = values.get("model.add_bias_linear") is not False
     if "model.activation" not in values.given and fused and biased:
-        given["model.activation"] = Given("gelu_tanh", "default of Megatron-LM")
+        given["model.activation"] = GivenValue("gelu_tanh", "default of Megatron-LM")
         translation.notes.append(
             "activation is set to gelu_tanh: Megatron-LM computes GELU so where it is fused with "
             "the bias, which is its default"

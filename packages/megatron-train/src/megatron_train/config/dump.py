@@ -21,8 +21,8 @@ def settings_of(config: RunConfig) -> dict[str, dict[str, Any]]:
     What is not set is left out, and so are degrees that follow from the number of ranks.
     """
     settings: dict[str, dict[str, Any]] = {}
-    for section, (_, cls) in sections(config.model.kind, config.chosen).items():
-        holder = config.part(section)
+    for section, (_, cls) in sections(config.model.kind, config.selected_extensions).items():
+        holder = config.section_by_name(section)
         values = {option.name: getattr(holder, option.name) for option in options_of(cls, section)}
         settings[section] = {name: value for name, value in values.items() if value is not None}
     if config.data.tokenizer == "NullTokenizer":  # --vocab-size does not count its last token
@@ -37,14 +37,14 @@ def write_config(config: RunConfig, path: Path) -> None:
         temporary.write_text(to_yaml(settings_of(config)), encoding="utf-8")
 
 
-def print_config(config: RunConfig, values: Values) -> str:
+def format_config(config: RunConfig, values: Values) -> str:
     """Returns every setting as YAML that ``--config`` accepts, with its origin as a comment."""
     settings = settings_of(config)
     lines = []
-    kind, chosen = config.model.kind, config.chosen
-    for section in sections(kind, chosen):
+    kind, selected = config.model.kind, config.selected_extensions
+    for section in sections(kind, selected):
         lines.append(f"{section}:")
-        for option in run_options(kind, chosen):
+        for option in run_options(kind, selected):
             if option.section == section:
                 value = settings[section].get(option.name)
                 lines.append(_line(option, value, _origin(option, value, values)))

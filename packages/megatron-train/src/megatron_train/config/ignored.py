@@ -4,7 +4,7 @@ from megatron_train.config.run import RunConfig
 from megatron_train.config.values import Values
 
 
-def without_effect(config: RunConfig, values: Values) -> list[str]:
+def settings_without_effect(config: RunConfig, values: Values) -> list[str]:
     """Returns a line for each given setting that changes nothing in this run.
 
     Args:

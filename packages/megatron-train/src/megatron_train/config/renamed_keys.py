@@ -11,5 +11,5 @@ _OF_PLACEMENT = (
     "moe_token_dispatcher_type",
 )
 
-MOVED: Final[Mapping[str, str]] = {f"training.{n}": f"placement.{n}" for n in _OF_PLACEMENT}
+RENAMED_KEYS: Final[Mapping[str, str]] = {f"training.{n}": f"placement.{n}" for n in _OF_PLACEMENT}
 """From the place of a setting in files that were written before to its place now."""

@@ -41,7 +41,7 @@ def check_features(run: RunSections) -> None:
         _refuse(run.model, feature, f"{asked} does not go with {{setting}}: {{why}}")
 
 
-def check_first_weights(model: ModelConfig, checkpoint: CheckpointConfig) -> None:
+def check_initial_weights(model: ModelConfig, checkpoint: CheckpointConfig) -> None:
     """Refuses to begin with weights that the loss does not reach.
 
     Published models are like that, so weights that are there already may be trained on.

@@ -8,7 +8,7 @@ from megatron_train.errors import TrainError
 FLAG, ROOM = "--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank"
 
 
-def part_multiple(run: RunSections) -> int:
+def slice_multiple(run: RunSections) -> int:
     """What a rank's part of a row is a multiple of: zig-zag and sequence parallelism cut it."""
     return math.lcm(2, run.layout.tp if run.placement.sequence_parallel else 1)
 
@@ -41,7 +41,7 @@ def check_pool_run(run: RunSections) -> None:
 
 def _check_room(run: RunSections, room: int) -> None:
     """Returns a sample may be one document, and then the pool has to hold all of it."""
-    multiple, ranks, length = part_multiple(run), run.layout.pool, run.data.seq_length
+    multiple, ranks, length = slice_multiple(run), run.layout.pool, run.data.seq_length
     most = ranks * (room // multiple * multiple)
     if length > most:
         raise TrainError(

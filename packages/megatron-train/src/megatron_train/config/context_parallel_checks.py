@@ -1,6 +1,6 @@
 """What context parallelism refuses, told in flags."""
 
-from megatron_train.config.pool import check_pool_run
+from megatron_train.config.pool_checks import check_pool_run
 from megatron_train.config.run_sections import RunSections
 from megatron_train.errors import TrainError
 

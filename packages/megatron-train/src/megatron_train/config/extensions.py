@@ -26,7 +26,7 @@ Check = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectedExtensions:
     """What a run has chosen by name; of what is None, everything that is installed counts.
 
     Attributes:
@@ -40,7 +40,7 @@ class Chosen:
     product: str | None = None
 
     @classmethod
-    def by(cls, values: Values, kind: str) -> "Chosen":
+    def from_values(cls, values: Values, kind: str) -> "SelectedExtensions":
         """Returns what given values choose, and the defaults of a kind of model."""
         rule: str = values.get("optimizer.optimizer") or OptimizerConfig.optimizer
         product: str = values.get("placement.linear_product") or PLAIN
@@ -93,14 +93,14 @@ def default_task(kind: str) -> str:
     return find_kind(kind).default_task
 
 
-def brought_sections(kind: str, chosen: Chosen) -> dict[str, Section]:
+def extension_sections(kind: str, selected: SelectedExtensions) -> dict[str, Section]:
     """Returns the sections of what is chosen by name.
 
     Raises:
         TrainError: two extensions bring different sections of one name.
     """
     found: dict[str, Section] = {}
-    for extension in _extensions(kind, chosen):
+    for extension in _extensions(kind, selected):
         for section in extension.sections:
             other = found.setdefault(section.name, section)
             if other.config is not section.config:
@@ -111,9 +111,9 @@ def brought_sections(kind: str, chosen: Chosen) -> dict[str, Section]:
     return found
 
 
-def brought_checks(kind: str, chosen: Chosen) -> list[Check]:
+def extension_checks(kind: str, selected: SelectedExtensions) -> list[Check]:
     """Returns the checks of what is chosen."""
-    return [check for extension in _extensions(kind, chosen) for check in extension.checks]
+    return [check for extension in _extensions(kind, selected) for check in extension.checks]
 
 
 def check_task(kind: str, task: str) -> None:
@@ -132,7 +132,7 @@ def check_task(kind: str, task: str) -> None:
         )
 
 
-def refuse_unread(run_task: str, section: str, config: Any) -> None:
+def refuse_unread_settings(run_task: str, section: str, config: Any) -> None:
     """Refuses settings that not every task reads, and the run's does not.
 
     The metadata of such a field say ``by_task``; `TaskKind.reads` names those that a task reads.
@@ -155,23 +155,27 @@ def refuse_unread(run_task: str, section: str, config: Any) -> None:
             )
 
 
-def refuse_other_sections(
-    values: Values, kind: str, chosen: Chosen, flags: Mapping[str, str]
+def refuse_unselected_settings(
+    values: Values, kind: str, selected: SelectedExtensions, flags: Mapping[str, str]
 ) -> None:
     """Refuses settings of extensions that the run has not chosen.
 
     Args:
         values: what was given.
         kind: of the model.
-        chosen: what the run has chosen.
+        selected: What the run selects.
         flags: flag of every setting, by its key.
 
     Raises:
         TrainError: naming an extension that has the setting.
     """
-    own = brought_sections(kind, chosen)
-    names = {"--task": chosen.task, "--optimizer": chosen.rule, "--linear-product": chosen.product}
-    for other in _extensions(kind, Chosen()):
+    own = extension_sections(kind, selected)
+    names = {
+        "--task": selected.task,
+        "--optimizer": selected.rule,
+        "--linear-product": selected.product,
+    }
+    for other in _extensions(kind, SelectedExtensions()):
         for name in {section.name for section in other.sections} - own.keys():
             given = next(iter(values.section(name)), None)
             if given is not None:
@@ -182,20 +186,20 @@ def refuse_other_sections(
                 )
 
 
-def _extensions(kind: str, chosen: Chosen) -> Iterator[_Extension]:
+def _extensions(kind: str, selected: SelectedExtensions) -> Iterator[_Extension]:
     """Yields what is chosen, or all there is to choose from.
 
     A rule or product that is not installed is left out: it is refused where it is named.
     """
-    for name in tasks_for(kind) if chosen.task is None else [chosen.task]:
+    for name in tasks_for(kind) if selected.task is None else [selected.task]:
         task = TASKS.load(name)
         sections, checks = (getattr(task, part, ()) for part in ("sections", "checks"))
         yield _Extension("--task", "task", name, sections, checks)
     for name, rule in update_rules().items():
-        if chosen.rule in (None, name):
+        if selected.rule in (None, name):
             yield _Extension.of("--optimizer", "update rule", rule)
     for name in PRODUCTS.entries():
-        if chosen.product in (None, name):
+        if selected.product in (None, name):
             yield _Extension.of("--linear-product", "product", find_product(name))
 
 
