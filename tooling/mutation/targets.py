@@ -34,7 +34,7 @@ def in_package(
 
 
 _RUN = (
-    *("callbacks*", "trainer*", "accounting*", "inner_losses*", "loss_scaling*", "metrics*"),
+    *("callbacks*", "trainer*", "accounting*", "auxiliary_losses*", "loss_scaling*", "metrics*"),
     *("parts_of_a_run*", "report*"),
 )
 _GRADIENTS = ("data_parallel*", "gradient*", "parameter_buffers*", "partial_gradients*")

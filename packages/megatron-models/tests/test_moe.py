@@ -7,7 +7,7 @@ from megatron_models import GPT, ConfigError, Placement, parameter_count, traini
 from megatron_models.components.context import Context
 from megatron_models.components.moe.module import MoE
 from megatron_models.parameters import stored_shapes
-from megatron_parallel import InnerLosses, Mesh, collect_shardings
+from megatron_parallel import AuxiliaryLosses, Mesh, collect_shardings
 from torch.nn import functional
 
 EXPERTS = {"num_experts": 6, "moe_router_topk": 2, "moe_ffn_hidden_size": 20}
@@ -68,11 +68,13 @@ def test_padding_changes_nothing_for_others_and_is_not_counted(small, kind):
     results = []
     for padding in (0, 37):  # other tokens where nobody looks
         model = built(config)
-        inner = InnerLosses(dict.fromkeys(config.inner_losses, count))
+        auxiliary_losses = AuxiliaryLosses(dict.fromkeys(config.auxiliary_losses, count))
         text = torch.where(ids < 0, (tokens + padding) % config.vocab_size, tokens)
-        losses = model(text, labels=tokens, mask=Mask(document_ids=ids), inner=inner)
+        losses = model(
+            text, labels=tokens, mask=Mask(document_ids=ids), auxiliary_losses=auxiliary_losses
+        )
         (losses * (ids >= 0)).sum().backward()
-        results.append((inner.sums, {n: p.grad for n, p in model.named_parameters()}))
+        results.append((auxiliary_losses.sums, {n: p.grad for n, p in model.named_parameters()}))
     (sums, grads), (other_sums, other_grads) = results
     for name, grad in grads.items():
         if "embedding.word" not in name:
@@ -87,9 +89,11 @@ def test_losses_of_routers_reach_the_gradient(small):
 
     def gradient(scale):
         model = built(config)
-        inner = InnerLosses(dict.fromkeys(config.inner_losses, tokens.numel() / scale))
-        model(tokens, labels=tokens, inner=inner).sum().backward()
-        return model.get_parameter("layers.0.mlp.router.weight").grad, inner.sums
+        auxiliary_losses = AuxiliaryLosses(
+            dict.fromkeys(config.auxiliary_losses, tokens.numel() / scale)
+        )
+        model(tokens, labels=tokens, auxiliary_losses=auxiliary_losses).sum().backward()
+        return model.get_parameter("layers.0.mlp.router.weight").grad, auxiliary_losses.sums
 
     (one, sums), (two, _), (three, _) = (gradient(scale) for scale in (1.0, 2.0, 3.0))
     torch.testing.assert_close(two - one, three - two)

@@ -22,7 +22,7 @@ class BigramTask:
 
     losses = ("lm loss",)
     reported = ()
-    inner_losses = ()
+    auxiliary_losses = ()
     model_record = ModelRecord("bigram", None, 0, {"vocabulary": VOCABULARY})
 
     def __init__(self) -> None:

@@ -225,13 +225,13 @@ def test_a_field_may_have_the_name_of_a_loss(make_trainer, make_steps, per_token
 def test_names_that_the_engine_gives_are_refused(make_steps):
     class Taken(BigramTask):
         def inputs(self, batch, stage, iteration):
-            return {**super().inputs(batch, stage, iteration), "inner": 3}
+            return {**super().inputs(batch, stage, iteration), "auxiliary_losses": 3}
 
     class Twice(BigramTask):
-        inner_losses = ("lm loss",)
+        auxiliary_losses = ("lm loss",)
 
     engine = StepEngine(Taken(), Mesh.single())
-    with pytest.raises(TrainError, match="task Taken gives stage 0 an argument 'inner'"):
+    with pytest.raises(TrainError, match="task Taken gives stage 0 an argument 'auxiliary_losses'"):
         engine.run(next(make_steps(2, 3)(0)), {"lm loss": 1.0}, 1)
     with pytest.raises(TrainError, match="two losses or reported sums are called 'lm loss'"):
         StepEngine(Twice(), Mesh.single())

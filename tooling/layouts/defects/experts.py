@@ -120,7 +120,7 @@ def _own_tokens(mesh: Mesh, replace: Replace) -> None:
     def wrong(self: StepEngine, batches: Any) -> dict[str, float]:
         found, own = true(self, batches), self.task.denominators(batches)
         ranks = mesh.axis("dp").size
-        return found | {name: ranks * own[name] for name in self.task.inner_losses}
+        return found | {name: ranks * own[name] for name in self.task.auxiliary_losses}
 
     replace(StepEngine, "denominators", wrong)
 

@@ -95,7 +95,7 @@ def scalars(layout: ParallelLayout, losses: int = 1) -> Iterator[Message]:
         what = "numbers of true tokens"
         yield Message(what, "dp", "all_reduce of token counts", 1, NUMBER * losses)
     if losses > 1 and world > 1:
-        yield Message("losses inside", "world", "all_reduce of inner loss sums", 1, NUMBER)
+        yield Message("auxiliary losses", "world", "all_reduce of auxiliary loss sums", 1, NUMBER)
     for what, axis, operation, ranks in (
         ("loss", data, "all_reduce of loss sums", samples),
         ("gradient norm of a stage", "tp_dp_cp", "all_reduce of gradient norm", stage),

@@ -19,7 +19,7 @@ class MaskedLM:
 
     losses = (LOSS,)
     reported = (ACCURACY,)
-    inner_losses = ()
+    auxiliary_losses = ()
 
     def __init__(self, run: RunConfig, stages: Sequence[Encoder], family: str | None) -> None:
         self.stages = stages

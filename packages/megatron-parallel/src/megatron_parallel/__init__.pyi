@@ -1,5 +1,6 @@
 from ._version import __version__ as __version__
 from .abstract_mesh import AbstractMesh as AbstractMesh
+from .auxiliary_losses import AuxiliaryLosses as AuxiliaryLosses
 from .axes import Axis as Axis
 from .collective_failure import naming_failures as naming_failures
 from .collectives import all_gather as all_gather
@@ -40,7 +41,6 @@ from .init import initialize_parameters as initialize_parameters
 from .init import normal_ as normal_
 from .init import scaled_std as scaled_std
 from .init import uniform_ as uniform_
-from .inner_losses import InnerLosses as InnerLosses
 from .layout import Coordinates as Coordinates
 from .layout import ExpertCoordinates as ExpertCoordinates
 from .layout import ParallelLayout as ParallelLayout

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from jaxtyping import Float64
 from megatron_parallel import (
+    AuxiliaryLosses,
     DataParallelConfig,
     Fusion,
-    InnerLosses,
     Mesh,
     Passed,
     PipelineEngine,
@@ -51,7 +51,7 @@ class Extent:
     flops: float
 
 
-INNER, TURNS = "inner", "turns"
+AUXILIARY_LOSSES, TURNS = "auxiliary_losses", "turns"
 """Keyword arguments that the engine itself gives to stages."""
 
 
@@ -67,8 +67,8 @@ class StepEngine:
         group_size: micro-batches in a row, as for `megatron_parallel.PipelineEngine`.
         per_token: whether every true token of a step has the same weight. Otherwise every
             micro-batch of every data-parallel rank has, however many true tokens are in it: the
-            loss of a step is a mean of their means. Inner losses are per token either way, and so
-            is every evaluation.
+            loss of a step is a mean of their means. Auxiliary losses are per token either way, and
+            so is every evaluation.
 
     Raises:
         TrainError: the task gives one name to two losses or reported sums.
@@ -91,7 +91,7 @@ class StepEngine:
     ) -> None:
         data_parallel = data_parallel or DataParallelConfig()
         sums = (*task.losses, *task.reported)
-        names = Counter((*sums, *task.inner_losses))
+        names = Counter((*sums, *task.auxiliary_losses))
         if twice := [name for name, count in names.items() if count > 1]:
             raise TrainError(
                 f"task {type(task).__name__}: two losses or reported sums are called {twice[0]!r}; "
@@ -107,7 +107,7 @@ class StepEngine:
             _require_whole_compiler(mesh, torch.__version__)
             chunks = [torch.compile(stage, dynamic=False) for stage in chunks]  # type: ignore[misc]
         self._iteration: int | None = None
-        self._inner: InnerLosses | None = None
+        self._auxiliary_losses: AuxiliaryLosses | None = None
         self._pipeline = PipelineEngine(
             mesh,
             chunks,
@@ -184,19 +184,19 @@ class StepEngine:
             sums are over the global batch either way.
         """
         self._iteration = iteration
-        inner = {name: denominators[name] for name in self.task.inner_losses}
-        self._inner = InnerLosses(inner) if inner else None
+        auxiliary = {name: denominators[name] for name in self.task.auxiliary_losses}
+        self._auxiliary_losses = AuxiliaryLosses(auxiliary) if auxiliary else None
         outer = {name: denominators[name] for name in self.task.losses}
         found = self._pipeline.run([self._weighed(batch) for batch in batches], outer)
         self.stages.finish()
         sums = self._summed(found, self._data, "loss sums")
-        if self._inner is not None:  # a value that several ranks have is counted on one of them
-            sums |= self._summed(self._inner.sums, "world", "inner loss sums")
+        if self._auxiliary_losses is not None:  # replicated values are counted on one rank
+            sums |= self._summed(self._auxiliary_losses.sums, "world", "auxiliary loss sums")
         return sums
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> dict[str, Float64[Tensor, ""]]:
         """Returns each loss summed over the true tokens of all ranks; makes no gradients."""
-        self._iteration = self._inner = None
+        self._iteration = self._auxiliary_losses = None
         sums = self._pipeline.evaluate([self._own(batch) for batch in batches])
         return self._summed(sums, self._data, "loss sums")
 
@@ -215,15 +215,15 @@ class StepEngine:
 
     def _inputs(self, batch: MicroBatch, stage: int) -> Mapping[str, Any]:
         given = dict(self.task.inputs(batch, stage, self._iteration))
-        if taken := given.keys() & {INNER, TURNS}:
+        if taken := given.keys() & {AUXILIARY_LOSSES, TURNS}:
             raise TrainError(
                 f"task {type(self.task).__name__} gives stage {stage} an argument {min(taken)!r}, "
                 "which the engine gives; choose another name"
             )
         if self._iteration is None:  # an evaluation
             return given
-        if self._inner is not None:
-            given[INNER] = self._inner
+        if self._auxiliary_losses is not None:
+            given[AUXILIARY_LOSSES] = self._auxiliary_losses
         if self._pipeline.turns is not None:
             given[TURNS] = self._pipeline.turns
         return given
@@ -256,7 +256,7 @@ class StepEngine:
     @property
     def _counted(self) -> tuple[str, ...]:
         """Names of all that has a denominator."""
-        return (*self.task.losses, *self.task.reported, *self.task.inner_losses)
+        return (*self.task.losses, *self.task.reported, *self.task.auxiliary_losses)
 
     @property
     def _cuts(self) -> bool:

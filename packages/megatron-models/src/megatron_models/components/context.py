@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from jaxtyping import Bool, Float
 from megatron_kernels import Mask
-from megatron_parallel import InnerLosses, Recompute, Turns
+from megatron_parallel import AuxiliaryLosses, Recompute, Turns
 from megatron_parallel.recompute import not_keeping, recomputed
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class Context:
         recompute: what is computed again in the backward pass.
         padding: True where a token is padding, which routers leave alone; of the whole sequence
             also where sequence parallelism cuts it. None if no token is, or nobody asks.
-        inner: takes the losses that layers have of their own, when training.
+        auxiliary_losses: takes the losses that layers have of their own, when training.
         turns: lets another micro-batch compute while experts' tokens are on their way.
         encoded: the encoder's output, of all of its text or of this rank's part, in a decoder;
             None in passes with a cache that has seen it.
@@ -50,7 +50,7 @@ class Context:
     parallel: ContextParallel | None = None
     recompute: Recompute = field(default_factory=Recompute)
     padding: Bool[Tensor, "s b"] | None = None
-    inner: InnerLosses | None = None
+    auxiliary_losses: AuxiliaryLosses | None = None
     turns: Turns | None = None
     encoded: Float[Tensor, "t b h"] | None = None
     cross_mask: Mask | None = None

@@ -161,9 +161,11 @@ class TrunkSpec:
         layer = self.layers[number]
         return summed(sublayer.activations(taken, self.width) for sublayer in layer)
 
-    def inner_losses(self) -> tuple[str, ...]:
+    def auxiliary_losses(self) -> tuple[str, ...]:
         """Returns the names of the losses that mixers have of their own, each once."""
-        return tuple(dict.fromkeys(name for mixer in self.mixers for name in mixer.inner_losses()))
+        return tuple(
+            dict.fromkeys(name for mixer in self.mixers for name in mixer.auxiliary_losses())
+        )
 
     def stage(self, numbers: Sequence[int], *, first: bool, last: bool) -> "TrunkSpec":
         """Returns the part of a pipeline stage.

@@ -217,7 +217,7 @@ class Mixer(ABC):
         """Returns why it cannot be trained with a feature; None if it can, as by default."""
         return None
 
-    def inner_losses(self) -> tuple[str, ...]:
+    def auxiliary_losses(self) -> tuple[str, ...]:
         """Returns the names of the losses that it has of its own; none by default."""
         return ()
 

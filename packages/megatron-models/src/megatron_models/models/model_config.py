@@ -103,10 +103,10 @@ class ModelConfig(ComponentConfig, ABC):
         )
 
     @cached_property
-    def inner_losses(self) -> tuple[str, ...]:
+    def auxiliary_losses(self) -> tuple[str, ...]:
         """Names of the losses that components have of their own, such as routers."""
         trunks = self.trunks().values()
-        return tuple(dict.fromkeys(name for trunk in trunks for name in trunk.inner_losses()))
+        return tuple(dict.fromkeys(name for trunk in trunks for name in trunk.auxiliary_losses()))
 
     @cached_property
     def mixers(self) -> tuple[Mixer, ...]:

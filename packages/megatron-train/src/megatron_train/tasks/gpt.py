@@ -81,9 +81,9 @@ class GPTTask:
         return self._stages
 
     @property
-    def inner_losses(self) -> Sequence[str]:
+    def auxiliary_losses(self) -> Sequence[str]:
         """Names of the losses of routers, if the model has any."""
-        return self._stages[0].config.inner_losses
+        return self._stages[0].config.auxiliary_losses
 
     def units(self, stage: nn.Module) -> Sequence[nn.Module]:
         """Returns the blocks of a stage."""
@@ -92,9 +92,9 @@ class GPTTask:
     def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Returns the number of tokens that count; for routers, of those that are not padding."""
         counts = {LOSS: sum(float(batch.fields["loss_mask"].double().sum()) for batch in batches)}
-        if self.inner_losses:
+        if self.auxiliary_losses:
             routed = float(sum(self._routed(batch) for batch in batches))
-            counts |= dict.fromkeys(self.inner_losses, routed)
+            counts |= dict.fromkeys(self.auxiliary_losses, routed)
         return counts
 
     def _routed(self, batch: MicroBatch) -> int:

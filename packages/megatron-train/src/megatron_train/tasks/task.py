@@ -95,17 +95,18 @@ class Task(Protocol):
         """
 
     @property
-    def inner_losses(self) -> Sequence[str]:
-        """Names of the losses that layers have of their own (`megatron_parallel.InnerLosses`).
+    def auxiliary_losses(self) -> Sequence[str]:
+        """Names of the losses that layers have of their own (`megatron_parallel.AuxiliaryLosses`).
 
-        In a training step, stages are called with the keyword argument ``inner``, which takes them;
-        a layer names there the axes whose ranks all have the same value.
+        In a training step, stages are called with the keyword argument ``auxiliary_losses``, an
+        object to which a layer attaches its losses. It names there the axes whose ranks all have
+        the same value.
         """
 
     def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Returns what each loss and each reported sum is divided by, from labels and masks alone.
 
-        Inner losses are among them.
+        Auxiliary losses are among them.
 
         Called with the micro-batches of this rank before the first forward pass of a step, and
         summed over the ranks, so that no gradient is ever an average of averages.

@@ -54,8 +54,8 @@ class MoE(nn.Module):
         tokens, routed, sequences = self._own_tokens(x, context.padding, cut)
         routing = self.router(tokens, routed)
         weights = routing.weights
-        if context.inner is not None:
-            weights = self.losses.attach(routing, sequences, x.shape[1], context.inner)
+        if context.auxiliary_losses is not None:
+            weights = self.losses.attach(routing, sequences, x.shape[1], context.auxiliary_losses)
         dispatch = self.dispatcher.dispatch(tokens, routing.experts, weights, context.turns)
         shared = None if self.shared is None else self.shared(x, context)
         answers = self.experts(*dispatch.wait())

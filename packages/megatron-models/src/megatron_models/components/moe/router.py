@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from megatron_parallel import Axis, InnerLosses, Mesh, all_reduce
+from megatron_parallel import AuxiliaryLosses, Axis, Mesh, all_reduce
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -122,7 +122,11 @@ class RouterLosses:
         self.axis = mesh.axis("tp_cp" if mesh.layout.cp > 1 else "tp")
 
     def attach(
-        self, routing: Routing, sequences: Int[Tensor, " n"], count: int, inner: InnerLosses
+        self,
+        routing: Routing,
+        sequences: Int[Tensor, " n"],
+        count: int,
+        auxiliary_losses: AuxiliaryLosses,
     ) -> Float[Tensor, "n k"]:
         """Returns the combine weights, with the losses hanging on them.
 
@@ -130,7 +134,7 @@ class RouterLosses:
             routing: of this rank's tokens.
             sequences: for each token, which sequence of the micro-batch it is of.
             count: sequences of the micro-batch.
-            inner: takes the losses; what it reports is their mean over layers.
+            auxiliary_losses: takes the losses; what it reports is their mean over layers.
         """
         weights = routing.weights  # of tokens that no other rank has: nothing is replicated
         if self.balance:
@@ -139,10 +143,12 @@ class RouterLosses:
             value = load_balancing_loss(routing, sequences, count, self.axis, self.sigmoid)
             value = value / self.layers
             factor = self.balance * self.layers
-            weights = inner.attach(weights, LOAD_BALANCING, value, factor, replicated=())
+            weights = auxiliary_losses.attach(weights, LOAD_BALANCING, value, factor, replicated=())
         if self.z:
             value = z_loss(routing) / self.layers
-            weights = inner.attach(weights, Z_LOSS, value, self.z * self.layers, replicated=())
+            weights = auxiliary_losses.attach(
+                weights, Z_LOSS, value, self.z * self.layers, replicated=()
+            )
         return weights
 
 

@@ -200,7 +200,7 @@ class MoESpec(MoEConfig, Mixer):
         why = _REFUSED.get(feature)
         return None if why is None else Refusal("{num_experts:name}", why)
 
-    def inner_losses(self) -> tuple[str, ...]:
+    def auxiliary_losses(self) -> tuple[str, ...]:
         """Returns the names of the router's losses."""
         weights = {LOAD_BALANCING: self.moe_aux_loss_coeff, Z_LOSS: self.moe_z_loss_coeff}
         return tuple(name for name, weight in weights.items() if weight)

@@ -8,7 +8,7 @@ from typing import Any
 import megatron_parallel
 from jaxtyping import Bool, Float, Int
 from megatron_kernels import Mask
-from megatron_parallel import Axis, InnerLosses, Mesh, Recompute, Turns, initialize_parameters
+from megatron_parallel import AuxiliaryLosses, Axis, Mesh, Recompute, Turns, initialize_parameters
 from megatron_parallel.context_parallel import ContextSplit, check_length
 from megatron_parallel.tensor_parallel import CHUNKS, ColumnParallelLinear, overlap_forward
 from torch import Tensor, device
@@ -141,7 +141,7 @@ class GPT(Trunk, CausalModel):
         cache: KVCache | None = None,
         split: ContextSplit | None = None,
         cp: Axis | None = None,
-        inner: InnerLosses | None = None,
+        auxiliary_losses: AuxiliaryLosses | None = None,
         turns: Turns | None = None,
         label_smoothing: float = 0.0,
         logits_at: Int[Tensor, "b k"] | None = None,
@@ -172,7 +172,7 @@ class GPT(Trunk, CausalModel):
             cp: the ranks that this micro-batch is cut over, where they are chosen for each
                 (`ParallelLayout.hybrid_cp`); by default those of the mesh's axis ``cp``. Its rows
                 may be longer than sequences are, as long as ``positions`` are given.
-            inner: takes the losses of routers, when training; without it there are none.
+            auxiliary_losses: takes the losses of routers, when training; without it there are none.
             turns: of a `megatron_parallel.PipelineEngine`: lets another micro-batch compute while
                 experts' tokens are on their way; the dispatcher must be ``alltoall``.
             label_smoothing: share of the loss that all tokens of the vocabulary have in common; see
@@ -231,7 +231,7 @@ class GPT(Trunk, CausalModel):
             parallel,
             Recompute() if whole else self.recompute,  # a second run would add keys once more
             padding,
-            inner,
+            auxiliary_losses,
             turns,
             sequence_parallel=False if whole else None,
         )

@@ -20,17 +20,17 @@ class Rows(nn.Embedding):
         with torch.no_grad():
             self.weight.copy_(torch.arange(SIZE * SIZE).view(SIZE, SIZE).sin())
 
-    def forward(self, tokens, inner=None):
+    def forward(self, tokens, auxiliary_losses=None):
         x = super().forward(tokens).flatten(0, 1)
         part = scatter_to_axis(x, self.axis) if self.cut else x
         replicated = () if self.cut else (self.axis,)
-        return inner.attach(x, "size", part.square().sum(), 0.25, replicated=replicated)
+        return auxiliary_losses.attach(x, "size", part.square().sum(), 0.25, replicated=replicated)
 
 
 class Penalised:
-    """Sums of looked-up rows as the loss, and their penalty as an inner one."""
+    """Sums of looked-up rows as the loss, and their penalty as an auxiliary one."""
 
-    losses, reported, inner_losses = ("sum",), (), ("size",)
+    losses, reported, auxiliary_losses = ("sum",), (), ("size",)
 
     def __init__(self, mesh, cut):
         self.stages = (Rows(mesh, cut),)

@@ -1,0 +1,97 @@
+"""Auxiliary losses: losses that layers inside the model add, on any pipeline stage.
+
+A layer cannot return such a loss to the loss function, which only the last stage calls. Instead it
+attaches the loss to a tensor on the path to the output:
+
+    weights = losses.attach(weights, "load balancing loss", value, coefficient, replicated=())
+
+The forward pass does not change. In the backward pass `value` receives the gradient that it would
+have if `coefficient * value / denominator` were a term of the loss. Like the main loss, `value` is
+a sum over a part of the batch. The denominator is known before the step and belongs to the *whole*
+batch, so the gradient is the same for every layout and number of micro-batches.
+
+The reported value is the sum over all ranks of the job. Ranks with equal activations compute equal
+values, for example tensor-parallel ranks outside the tensor-parallel layers. A layer names these
+axes in ``replicated``, and only the first rank of each axis counts the value. The loss of a router
+is not replicated: each rank computes it for its own tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd import Function
+
+from megatron_parallel.axes import Axis
+from megatron_parallel.errors import LayoutError
+
+
+class AuxiliaryLosses:
+    """Auxiliary losses of one step on one rank.
+
+    Args:
+        denominators: Denominator of each loss, for the global batch, by name of the loss.
+
+    Attributes:
+        sums: Sum of the values attached so far, by name of the loss, without coefficients: float64
+            scalars, to be summed over all ranks of the job. The backward pass adds a value, once
+            for each forward pass that is not a recomputation. A replicated value is added only on
+            the first rank of its axes.
+    """
+
+    def __init__(self, denominators: Mapping[str, float]) -> None:
+        self._denominators = dict(denominators)
+        self.sums: dict[str, float | Tensor] = dict.fromkeys(self._denominators, 0.0)
+
+    def attach(
+        self,
+        x: Float[Tensor, "*shape"],
+        name: str,
+        value: Float[Tensor, ""],
+        coefficient: float,
+        *,
+        replicated: Sequence[Axis],
+    ) -> Float[Tensor, "*shape"]:
+        """Returns `x`, with a loss attached to it.
+
+        Args:
+            x: Any tensor that the backward pass differentiates.
+            name: Name of the loss, one of `denominators`.
+            value: Sum over this rank's part of the micro-batch.
+            coefficient: Weight of the loss in the objective.
+            replicated: Axes whose ranks all compute the same value instead of a part each. The
+                value has a gradient on all of these ranks, like the activations it depends on.
+
+        Raises:
+            LayoutError: `name` has no denominator.
+        """
+        if name not in self._denominators:
+            raise LayoutError(
+                f"the auxiliary loss {name!r} has no denominator: there are denominators for "
+                f"{list(self._denominators)}"
+            )
+        factor = coefficient / self._denominators[name]
+        counts = all(axis.index == 0 for axis in replicated)
+        attached: Tensor = _Attach.apply(x, value, self if counts else None, name, factor)  # type: ignore[no-untyped-call]
+        return attached
+
+    def _add(self, name: str, value: Tensor) -> None:
+        self.sums[name] = self.sums[name] + value.double()
+
+
+class _Attach(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, value: Tensor, owner: AuxiliaryLosses | None, name: str, factor: float
+    ) -> Tensor:
+        ctx.value, ctx.owner, ctx.name, ctx.factor = value.detach(), owner, name, factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        if ctx.owner is not None:
+            ctx.owner._add(ctx.name, ctx.value)
+            ctx.owner = None  # a split backward pass calls this twice
+        return grads[0], torch.full_like(ctx.value, ctx.factor), None, None, None
