@@ -13,7 +13,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from megatron_data import ByteTokenizer, IndexedDatasetBuilder, NullTokenizer, preprocess
+from megatron_data import ByteTokenizer, IndexedDatasetBuilder, preprocess
+from megatron_data.tokenizers import NullTokenizer
 
 SIZES = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16"
 LENGTH = "--micro-batch-size 2 --train-iters 3 --eval-iters 0 --no-progress"

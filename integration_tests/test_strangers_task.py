@@ -12,7 +12,8 @@ import pytest
 import torch
 import yaml
 from megatron_ckpt import CheckpointStore
-from megatron_data import IndexedDatasetBuilder, bert_tokenizer
+from megatron_data import IndexedDatasetBuilder
+from megatron_data.tokenizers import bert_tokenizer
 from megatron_optim import Optimizer, OptimizerConfig, find_rule
 from megatron_parallel import Mesh, Sharding, TrainableParameters
 from megatron_train import read_records

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_data import bert_tokenizer, train_wordpiece
+from megatron_data.tokenizers import bert_tokenizer, train_wordpiece
 
 transformers = pytest.importorskip("transformers")
 

@@ -4,13 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from megatron_data import (
-    ChatTemplate,
-    IndexedDataset,
-    load_tokenizer,
-    tokenize_conversations,
-    train_bpe,
-)
+from megatron_data import IndexedDataset, load_tokenizer, tokenize_conversations, train_bpe
+from megatron_data.tokenizers import ChatTemplate
 
 transformers = pytest.importorskip("transformers")
 

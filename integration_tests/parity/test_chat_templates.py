@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_data import ChatTemplate, DataError, train_bpe
+from megatron_data import DataError, train_bpe
+from megatron_data.tokenizers import ChatTemplate
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,7 +10,7 @@ import re
 
 import pytest
 import tokenizers
-from megatron_data import (
+from megatron_data.tokenizers import (
     MULTIMODAL_PROMPT_FORMATS,
     PROMPT_FORMATS,
     MultimodalTokenizer,

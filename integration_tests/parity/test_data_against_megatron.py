@@ -10,19 +10,17 @@ from megatron_data import (
     DataError,
     IndexedDataset,
     IndexedDatasetBuilder,
-    MockTokens,
-    NullTokenizer,
-    blend_by_weight,
-    blend_exhaustively,
     build_gpt_datasets,
-    build_gpt_indices,
     build_mock_gpt_datasets,
-    tokenize_image_pairs,
-    unpack_image,
 )
+from megatron_data.datasets import MockTokens
 from megatron_data.datasets.gpt import GPTDatasetConfig
 from megatron_data.datasets.split import parse_split, sequences_of
+from megatron_data.indexed import unpack_image
+from megatron_data.order import blend_by_weight, blend_exhaustively, build_gpt_indices
 from megatron_data.order.compat import build_document_index, build_sample_index
+from megatron_data.preprocessing import tokenize_image_pairs
+from megatron_data.tokenizers import NullTokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")  # theirs
 

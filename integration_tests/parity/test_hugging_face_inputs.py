@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from megatron_data import (
-    IndexedDatasetBuilder,
-    build_gpt_datasets,
-    hugging_face_inputs,
-)
+from megatron_data import IndexedDatasetBuilder, build_gpt_datasets
+from megatron_data.datasets import hugging_face_inputs
 
 transformers = pytest.importorskip("transformers")
 

@@ -23,16 +23,14 @@ from megatron_data import (  # noqa: E402
     BertDatasetConfig,
     DataError,
     EmptySplitError,
-    MaskingConfig,
-    NullTokenizer,
     T5DatasetConfig,
-    WordPieces,
-    block_map,
     build_bert_datasets,
     build_t5_datasets,
     preprocess,
-    sentence_map,
 )
+from megatron_data.datasets import MaskingConfig, WordPieces  # noqa: E402
+from megatron_data.order import block_map, sentence_map  # noqa: E402
+from megatron_data.tokenizers import NullTokenizer  # noqa: E402
 
 MANY_EPOCHS = 2**31 - 2
 VOCABULARY = {i: f"{'##' if i >= 20 and i % 3 == 0 else ''}w{i}" for i in range(200)}

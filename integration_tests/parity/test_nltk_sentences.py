@@ -11,8 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from megatron_data import IndexedDataset, NLTKSplitter, PunktSplitter
+from megatron_data import IndexedDataset
 from megatron_data.cli import main
+from megatron_data.preprocessing import NLTKSplitter, PunktSplitter
 
 nltk = pytest.importorskip("nltk")
 

@@ -11,15 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megatron_data import (
-    ByteTokenizer,
-    DataError,
-    IndexedDataset,
-    StorageCache,
-    build_gpt_datasets,
-    preprocess,
-)
+from megatron_data import ByteTokenizer, DataError, IndexedDataset, build_gpt_datasets, preprocess
 from megatron_data.cli import main
+from megatron_data.sources import StorageCache
 
 moto = pytest.importorskip("moto.server", reason="moto's server is not installed")
 s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")

@@ -5,7 +5,7 @@ import io
 import json
 
 import pytest
-from megatron_data import SentencePieceTokenizer, TikTokenizer
+from megatron_data.tokenizers import SentencePieceTokenizer, TikTokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece")
 pytest.importorskip("tiktoken")

@@ -25,7 +25,8 @@ from typing import Any
 import fsspec
 import numpy as np
 from fsspec.implementations.memory import MemoryFileSystem
-from megatron_data import IndexedDataset, IndexedDatasetBuilder, StorageCache
+from megatron_data import IndexedDataset, IndexedDatasetBuilder
+from megatron_data.sources import StorageCache
 
 BLOCK = 4096
 MEASURED = 300

@@ -21,13 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_data import (
-    FastTokenizer,
     HuggingFaceTokenizer,
     IndexedDatasetBuilder,
     preprocess,
     read_texts,
     train_bpe,
 )
+from megatron_data.tokenizers import FastTokenizer
 from tokenizers import Tokenizer
 
 CORPUS = Path(__file__).parents[2] / "corpus"

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from megatron_data import (
+from megatron_data.order import (
     BlendHistory,
     Change,
     Packing,

@@ -4,16 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from megatron_data import (
-    Benchmark,
-    ByteTokenizer,
-    DataError,
-    HuggingFaceTokenizer,
-    Measured,
-    benchmark,
-)
+from megatron_data import ByteTokenizer, DataError, HuggingFaceTokenizer
 from megatron_data.cli.main import main
-from megatron_data.measuring import STAGES
+from megatron_data.preprocessing import Benchmark, Measured, benchmark
+from megatron_data.preprocessing.benchmarking import STAGES
 
 
 def test_every_stage_is_measured_on_the_same_documents(

@@ -7,7 +7,8 @@ from fractions import Fraction
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from megatron_data import Apportionment, BlendHistory, Change, DataError, Draw
+from megatron_data import DataError
+from megatron_data.order import Apportionment, BlendHistory, Change, Draw
 
 LARGE_AND_TINY = [0.5] + [0.005] * 100
 ZIPF = [1 / (rank + 1) for rank in range(100)]

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from megatron_data.cli import main
-from megatron_data.inspection import draw_histogram
+from megatron_data.indexed.inspection import draw_histogram
 
 Capture = pytest.CaptureFixture[str]
 

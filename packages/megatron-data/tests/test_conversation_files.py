@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from megatron_data import (
-    ChatTemplate,
     DataError,
     HuggingFaceTokenizer,
     IndexedDataset,
@@ -19,11 +18,12 @@ from megatron_data import (
     merge,
     split,
     tokenize_conversations,
-    trace,
     verify,
 )
 from megatron_data.cli import main
+from megatron_data.preprocessing import trace
 from megatron_data.preprocessing.manifest import read_manifest
+from megatron_data.tokenizers import ChatTemplate
 
 pytest.importorskip("jinja2")
 
@@ -117,7 +117,8 @@ import sys, time
 from collections.abc import Callable
 from pathlib import Path
 import megatron_data
-from megatron_data import ChatTemplate, load_tokenizer, tokenize_conversations
+from megatron_data import load_tokenizer, tokenize_conversations
+from megatron_data.tokenizers import ChatTemplate
 
 class HuggingFaceTokenizer(megatron_data.HuggingFaceTokenizer):
     def encode_with_places(self, texts):

@@ -11,20 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 from megatron_data import (
-    ChatTemplate,
-    ConversationLines,
     DataError,
     EmptySplitError,
     HuggingFaceTokenizer,
     IndexedDataset,
-    OpenDatasets,
-    SFTTokenizer,
     build_gpt_datasets,
     build_sft_datasets,
-    holds_conversation_lines,
     tokenize_conversations,
 )
-from megatron_data.datasets import conversation_lines
+from megatron_data.datasets import (
+    ConversationLines,
+    OpenDatasets,
+    conversation_lines,
+    holds_conversation_lines,
+)
+from megatron_data.tokenizers import ChatTemplate, SFTTokenizer
 
 pytest.importorskip("jinja2")
 

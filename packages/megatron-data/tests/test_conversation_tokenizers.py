@@ -12,22 +12,24 @@ from typing import Any, get_args
 
 import pytest
 from megatron_data import (
-    MULTIMODAL_PROMPT_FORMATS,
-    PROMPT_FORMATS,
-    ChatTemplate,
     DataError,
     HuggingFaceTokenizer,
     IndexedDataset,
+    load_tokenizer,
+    make_tokenizer,
+)
+from megatron_data.cli import main
+from megatron_data.tokenizers import (
+    MULTIMODAL_PROMPT_FORMATS,
+    PROMPT_FORMATS,
+    ChatTemplate,
     MultimodalPromptFormat,
     MultimodalTokenizer,
     NullMultimodalTokenizer,
     SFTPromptFormat,
     SFTTokenizer,
     conversation_tokenizer,
-    load_tokenizer,
-    make_tokenizer,
 )
-from megatron_data.cli import main
 
 pytest.importorskip("jinja2")
 

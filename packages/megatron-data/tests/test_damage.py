@@ -21,13 +21,14 @@ from megatron_data import (
     merge,
     preprocess,
     read_texts,
-    trace,
     verify,
 )
 from megatron_data import files as files_module
 from megatron_data.cli import main
 from megatron_data.datasets.builders import OrderName
+from megatron_data.errors import add_path_to_errors
 from megatron_data.indexed.format import HEADER, MAGIC
+from megatron_data.preprocessing import trace
 
 
 @pytest.fixture
@@ -235,7 +236,7 @@ def test_a_full_disk_names_the_file(
         def full(self: files_module.AtomicFile, data: object, left: list[int] = left) -> None:
             left[0] -= 1
             if left[0] < 0:
-                with files_module.named_errors(self.path):
+                with add_path_to_errors(self.path):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             write(self, data)  # type: ignore[arg-type]
 

@@ -7,21 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_data import (
-    Blend,
     BlendedDataset,
-    CompatOrder,
     DataError,
     GPTDataset,
     GPTDatasetConfig,
-    GPTIndices,
-    GreedyBlend,
     IndexedDataset,
-    MockTokens,
     build_gpt_datasets,
+    read_batch,
+)
+from megatron_data.datasets import (
+    Blend,
+    MockTokens,
     cumulative_lengths,
     parse_data_path,
     parse_split,
-    read_batch,
     read_data_args,
     read_data_path_changes,
     read_per_split_data_args,
@@ -29,6 +28,7 @@ from megatron_data import (
 from megatron_data.datasets.builders import OrderName
 from megatron_data.datasets.masks import document_masks
 from megatron_data.datasets.split import sequences_of
+from megatron_data.order import CompatOrder, GPTIndices, GreedyBlend
 
 Write = Callable[..., str]
 

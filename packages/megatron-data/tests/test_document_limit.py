@@ -11,22 +11,18 @@ from pathlib import Path
 import pytest
 from megatron_data import (
     ByteTokenizer,
-    ChatTemplate,
-    ConversationLines,
     DataError,
     HuggingFaceTokenizer,
     IndexedDataset,
-    NullTokenizer,
-    SFTTokenizer,
-    benchmark,
     build_sft_datasets,
     preprocess,
     read_texts,
     tokenize_conversations,
-    tokenize_image_pairs,
-    trace,
 )
 from megatron_data.cli import main
+from megatron_data.datasets import ConversationLines
+from megatron_data.preprocessing import benchmark, tokenize_image_pairs, trace
+from megatron_data.tokenizers import ChatTemplate, NullTokenizer, SFTTokenizer
 
 LIMIT = 32 << 20
 LONG = b'{"text": "' + b"x" * (LIMIT + 9) + b'"}'

@@ -12,16 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_data import (
     BlendedDataset,
-    BlendHistory,
-    Change,
-    CountedLengths,
     GPTDataset,
     GPTDatasetConfig,
     SequentialSampler,
     ShuffledSampler,
-    StatelessOrder,
     read_batch,
 )
+from megatron_data.order import BlendHistory, Change, CountedLengths, StatelessOrder
 
 LENGTH, DOCUMENT, DOCUMENTS = 4, 8, 6
 ROWS = DOCUMENT * DOCUMENTS // LENGTH  # of an epoch of one source

@@ -9,16 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_data import (
-    ByteTokenizer,
-    DataError,
-    FastTokenizer,
-    HuggingFaceTokenizer,
-    fast_tokenizer,
-    preprocess,
-)
+from megatron_data import ByteTokenizer, DataError, HuggingFaceTokenizer, preprocess
 from megatron_data.cli import main
-from megatron_data.tokenizers import fast
+from megatron_data.tokenizers import FastTokenizer, fast, fast_tokenizer
 
 
 class Stand:

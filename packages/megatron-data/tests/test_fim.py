@@ -4,14 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_data import (
-    DataError,
-    FillInTheMiddle,
-    FIMConfig,
-    HuggingFaceTokenizer,
-    build_gpt_datasets,
-    train_bpe,
-)
+from megatron_data import DataError, HuggingFaceTokenizer, build_gpt_datasets, train_bpe
+from megatron_data.datasets import FillInTheMiddle, FIMConfig
 
 NAMES = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<file>", "<|endoftext|>")
 

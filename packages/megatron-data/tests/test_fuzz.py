@@ -13,11 +13,32 @@ import pytest
 from fuzzing import Mutation, fuzz, mutate_bytes, mutate_json, mutate_text
 from megatron_data import (
     ByteTokenizer,
-    ChatTemplate,
-    ConversationLines,
     DataError,
     HuggingFaceTokenizer,
     IndexedDataset,
+    load_tokenizer,
+    merge,
+    preprocess,
+    read_texts,
+    verify,
+)
+from megatron_data.datasets import (
+    ConversationLines,
+    parse_data_path,
+    read_data_args,
+    read_data_path_changes,
+    read_per_split_data_args,
+)
+from megatron_data.indexed import pack_image, unpack_image
+from megatron_data.order.cache import load_or_build
+from megatron_data.preprocessing import tokenize_image_pairs, trace
+from megatron_data.preprocessing.encoding import TextEncoder
+from megatron_data.preprocessing.manifest import read_manifest
+from megatron_data.preprocessing.parts import PartWriter, Task, WorkFolder
+from megatron_data.sources.opening import open_sources
+from megatron_data.sources.protocol import Fault
+from megatron_data.tokenizers import (
+    ChatTemplate,
     NullTokenizer,
     SentencePieceTokenizer,
     SFTTokenizer,
@@ -25,29 +46,10 @@ from megatron_data import (
     TikTokenizer,
     bert_tokenizer,
     gpt2_tokenizer,
-    load_tokenizer,
-    merge,
-    pack_image,
-    parse_data_path,
-    preprocess,
-    read_data_args,
-    read_data_path_changes,
-    read_per_split_data_args,
-    read_texts,
-    tokenize_image_pairs,
-    trace,
+    huggingface,
     train_unigram,
     train_wordpiece,
-    unpack_image,
-    verify,
 )
-from megatron_data.order.cache import load_or_build
-from megatron_data.preprocessing.encoding import TextEncoder
-from megatron_data.preprocessing.manifest import read_manifest
-from megatron_data.preprocessing.parts import PartWriter, Task, WorkFolder
-from megatron_data.sources.opening import open_sources
-from megatron_data.sources.protocol import Fault
-from megatron_data.tokenizers import huggingface
 
 Read = Callable[[bytes], object]
 

@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from megatron_data import DataError, IndexedDataset, gpt2_tokenizer, train_bpe
+from megatron_data import DataError, IndexedDataset, train_bpe
 from megatron_data.cli.main import main
+from megatron_data.tokenizers import gpt2_tokenizer
 
 TEXT = ["the whale sees the ship", "a ship sails on the white sea", "naïve 中文 — 12 'll don't"]
 

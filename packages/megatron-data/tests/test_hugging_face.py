@@ -1,7 +1,7 @@
 """A sample in Hugging Face's convention, by hand."""
 
 import numpy as np
-from megatron_data import Sample, hugging_face_inputs
+from megatron_data.datasets import Sample, hugging_face_inputs
 
 
 def test_labels_stand_where_their_tokens_do() -> None:

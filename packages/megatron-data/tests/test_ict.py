@@ -9,9 +9,9 @@ from megatron_data import (
     ICTDatasetConfig,
     IndexedDataset,
     IndexedDatasetBuilder,
-    WordPieces,
     build_ict_datasets,
 )
+from megatron_data.datasets import WordPieces
 
 PIECES = WordPieces(np.zeros(200, bool), cls_id=1, sep_id=2, mask_id=3)
 LENGTH = 24

@@ -12,20 +12,17 @@ from megatron_data import (
     DataError,
     IndexedDataset,
     IndexedDatasetBuilder,
-    NullTokenizer,
     merge,
-    pack_image,
     preprocess,
     split,
-    tokenize_image_pairs,
-    trace,
-    unpack_image,
     verify,
 )
 from megatron_data.cli import main
-from megatron_data.preprocessing import image_encoding
+from megatron_data.indexed import pack_image, unpack_image
+from megatron_data.preprocessing import image_encoding, tokenize_image_pairs, trace
 from megatron_data.preprocessing.image_encoding import Images
 from megatron_data.sources.protocol import UnreadableError
+from megatron_data.tokenizers import NullTokenizer
 
 PAIRS = 120
 
@@ -84,10 +81,10 @@ def test_files_are_those_of_a_plain_loop_whatever_the_workers(lines: Path, tmp_p
 
 JOB = """
 import sys, time
-import megatron_data
-from megatron_data import tokenize_image_pairs
+from megatron_data import tokenizers
+from megatron_data.preprocessing import tokenize_image_pairs
 
-class NullTokenizer(megatron_data.NullTokenizer):
+class NullTokenizer(tokenizers.NullTokenizer):
     def encode_batch(self, texts):
         time.sleep(0.01)
         return super().encode_batch(texts)

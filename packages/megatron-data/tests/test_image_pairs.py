@@ -7,19 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megatron_data import (
-    ByteTokenizer,
-    DataError,
-    IndexedDataset,
-    NullTokenizer,
-    build_gpt_datasets,
-    merge,
-    pack_image,
-    tokenize_image_pairs,
-    unpack_image,
-)
+from megatron_data import ByteTokenizer, DataError, IndexedDataset, build_gpt_datasets, merge
 from megatron_data.cli import main
+from megatron_data.indexed import pack_image, unpack_image
 from megatron_data.indexed.images import image_kind
+from megatron_data.preprocessing import tokenize_image_pairs
+from megatron_data.tokenizers import NullTokenizer
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

@@ -1,25 +1,30 @@
 """What this package does not need, it does not import."""
 
 import ast
+import importlib
 import inspect
 import subprocess
 import sys
 from pathlib import Path
 
 import megatron_data
+import pytest
 
+DOORS = ("datasets", "indexed", "order", "preprocessing", "sources", "tokenizers")
 SOURCE = Path(megatron_data.__file__).parent
 
 SCRIPT = """
-import sys
+import importlib, sys
 import megatron_data
 assert "numpy" not in sys.modules, "importing the package is not free"
 from megatron_data import ByteTokenizer, build_gpt_datasets, preprocess
 made, = preprocess([sys.argv[1]], sys.argv[2], ByteTokenizer(), append_eod=True)
 train = build_gpt_datasets(made.prefix, "90,10", (20, 0, 0), 32, eod_id=256).train
 train[0]
-for name in megatron_data.__all__:
-    getattr(megatron_data, name)
+for door in ("", ".datasets", ".indexed", ".order", ".preprocessing", ".sources", ".tokenizers"):
+    module = importlib.import_module(f"megatron_data{door}")
+    for name in module.__all__:
+        getattr(module, name)
 from megatron_data.cli import main
 assert main(["inspect", made.prefix]) == 0
 for name in ("torch", "nltk", "transformers", "tensorflow"):
@@ -49,11 +54,26 @@ def test_one_module_may_import_torch_one_nltk_and_none_a_sibling() -> None:
                 root = name.split(".")[0]
                 assert root != "nltk" or path.stem == "nltk_sentences", path
                 assert root != "torch" or path == SOURCE / "torch.py", path
-                assert not root.startswith("megatron"), path
+                assert root == "megatron_data" or not root.startswith("megatron"), path
 
 
-def test_public_names_exist_and_are_documented() -> None:
-    for name in megatron_data.__all__:
-        value = getattr(megatron_data, name)
+@pytest.mark.parametrize("door", ["", *DOORS])
+def test_public_names_exist_and_have_docstrings(door: str) -> None:
+    module = importlib.import_module(f"megatron_data.{door}".rstrip("."))
+    assert module.__all__
+    for name in module.__all__:
+        value = getattr(module, name)
         if inspect.isclass(value) or inspect.isroutine(value):  # not an alias of types
             assert value.__doc__, name
+
+
+def test_the_top_level_repeats_names_of_the_sub_packages() -> None:
+    """Every name at the top is public in a sub-package or a public module, and is the same."""
+    top = set(megatron_data.__all__) - {"__version__"}
+    assert len(top) <= 35
+    for door in (*DOORS, "errors", "samplers"):
+        module = importlib.import_module(f"megatron_data.{door}")
+        for name in top & set(dir(module)):
+            assert getattr(module, name) is getattr(megatron_data, name)
+            top.remove(name)
+    assert not top

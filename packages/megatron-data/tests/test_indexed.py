@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_data import DataError, IndexedDataset, IndexedDatasetBuilder, choose_dtype
-from megatron_data.indexed import reader
+from megatron_data import DataError, IndexedDataset, IndexedDatasetBuilder
+from megatron_data.indexed import choose_dtype, reader
 
 Write = Callable[..., str]
 

@@ -10,12 +10,12 @@ from megatron_data import (
     IndexedDataset,
     IndexedDatasetBuilder,
     build_gpt_datasets,
-    build_gpt_indices,
     merge,
     split,
     verify,
 )
 from megatron_data.indexed.format import Header
+from megatron_data.order import build_gpt_indices
 from megatron_data.order.compat import build_sample_index
 
 LONGEST = 2**31 - 1

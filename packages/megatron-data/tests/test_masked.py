@@ -10,14 +10,13 @@ from megatron_data import (
     BertDatasetConfig,
     DataError,
     EmptySplitError,
-    MaskingConfig,
     T5DatasetConfig,
-    WordPieces,
     build_bert_datasets,
     build_t5_datasets,
-    sentence_map,
 )
+from megatron_data.datasets import MaskingConfig, WordPieces
 from megatron_data.datasets.masking import mask_tokens
+from megatron_data.order import sentence_map
 from megatron_data.order.mersenne import mt19937, mt19937_64
 
 Write = Callable[..., str]

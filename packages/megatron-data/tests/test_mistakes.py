@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megatron_data import ChatTemplate, load_tokenizer, train_bpe
+from megatron_data import load_tokenizer, train_bpe
 from megatron_data.cli import main
 from megatron_data.order.cache import load_or_build
-from megatron_data.tokenizers import huggingface
+from megatron_data.tokenizers import ChatTemplate, huggingface
 
 Capture = pytest.CaptureFixture[str]
 

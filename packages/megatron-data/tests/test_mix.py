@@ -5,17 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from megatron_data import (
+from megatron_data import DataError, build_gpt_datasets
+from megatron_data.cli.main import main
+from megatron_data.datasets import (
     Blend,
-    DataError,
     blend_by_epochs,
     blend_by_tokens,
-    build_gpt_datasets,
     mix,
     read_data_args,
     write_data_args,
 )
-from megatron_data.cli.main import main
 
 WriteDataset = Callable[..., str]
 

@@ -10,17 +10,12 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from megatron_data import (
-    DataError,
-    NullTokenizer,
-    preprocess,
-    read_texts,
-    tokenize_image_pairs,
-    trace,
-)
+from megatron_data import DataError, preprocess, read_texts
 from megatron_data.cli import main
 from megatron_data.order.cache import load_or_build
+from megatron_data.preprocessing import tokenize_image_pairs, trace
 from megatron_data.sources import opening
+from megatron_data.tokenizers import NullTokenizer
 
 pytest.importorskip("fsspec", reason="URLs are an extra of this package")
 

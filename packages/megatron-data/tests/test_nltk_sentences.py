@@ -8,9 +8,9 @@ from time import process_time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_data import ByteTokenizer, DataError, NLTKSplitter, preprocess
+from megatron_data import ByteTokenizer, DataError, preprocess
 from megatron_data.cli import main
-from megatron_data.preprocessing import nltk_sentences
+from megatron_data.preprocessing import NLTKSplitter, nltk_sentences
 from megatron_data.preprocessing.manifest import read_manifest
 
 nltk = pytest.importorskip("nltk", reason="an extra of this package")

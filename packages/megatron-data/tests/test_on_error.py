@@ -5,14 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-from megatron_data import (
-    DataError,
-    IndexedDataset,
-    NullTokenizer,
-    preprocess,
-    verify,
-)
+from megatron_data import DataError, IndexedDataset, preprocess, verify
 from megatron_data.cli import main
+from megatron_data.tokenizers import NullTokenizer
 
 GOOD = [f'{{"text": "{number}"}}'.encode() for number in range(8)]
 LINES = [

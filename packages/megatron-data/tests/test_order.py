@@ -9,13 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_data import (
-    CompatOrder,
-    DataError,
-    blend_by_weight,
-    blend_exhaustively,
-    build_gpt_indices,
-)
+from megatron_data import DataError
+from megatron_data.order import CompatOrder, blend_by_weight, blend_exhaustively, build_gpt_indices
 from megatron_data.order.cache import cache_key, load_or_build
 from megatron_data.order.compat import (
     build_document_index,

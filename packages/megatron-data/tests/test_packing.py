@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_data import DataError, EmptySplitError, PackedOrder, Packing, build_gpt_datasets
+from megatron_data import DataError, EmptySplitError, build_gpt_datasets
+from megatron_data.order import PackedOrder, Packing
 
 Write = Callable[..., str]
 

@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from megatron_data import ByteTokenizer, DataError, IndexedDataset, preprocess, trace, verify
+from megatron_data import ByteTokenizer, DataError, IndexedDataset, preprocess, verify
 from megatron_data.cli import main
+from megatron_data.preprocessing import trace
 
 KEYS = ["en", "de"]
 # What `str.splitlines` would take for ends of lines must not shift the pairs.

@@ -11,10 +11,10 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_data import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, train_bpe
+from megatron_data import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 from megatron_data.preprocessing import encoding
 from megatron_data.sources.json_lines import LinesChunk
-from megatron_data.tokenizers import huggingface, plain
+from megatron_data.tokenizers import NullTokenizer, huggingface, plain
 from megatron_data.tokenizers.pieces import GPT2, LLAMA3, QWEN2, pieces, places_to_cut
 
 SPELLINGS = (

@@ -9,14 +9,13 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
-from megatron_data import (
+from megatron_data import SequentialSampler, ShuffledSampler
+from megatron_data.order import (
     BlendHistory,
     Change,
     CountedLengths,
     PackedOrder,
     Permutation,
-    SequentialSampler,
-    ShuffledSampler,
     StatelessOrder,
 )
 from megatron_data.order.permutation import mixed, shuffled

@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 from megatron_data import (
     ByteTokenizer,
-    Counts,
     DataError,
     HuggingFaceTokenizer,
     IndexedDataset,
     IndexedDatasetBuilder,
-    NullTokenizer,
     preprocess,
     read_texts,
     verify,
 )
+from megatron_data.preprocessing import Counts
 from megatron_data.preprocessing.manifest import write_manifest
 from megatron_data.preprocessing.pool import _interrupts_held, _serve, ordered_map
 from megatron_data.sources.json_lines import JsonLines, LinesChunk
 from megatron_data.sources.protocol import Item
+from megatron_data.tokenizers import NullTokenizer
 
 
 def test_documents_decode_to_the_texts_they_came_from(

@@ -17,15 +17,14 @@ from megatron_data import (
     HuggingFaceTokenizer,
     IndexedDataset,
     IndexedDatasetBuilder,
-    StorageCache,
     merge,
     preprocess,
-    summarize,
     verify,
 )
 from megatron_data.cli import main
-from megatron_data.indexed import pair
+from megatron_data.indexed import pair, summarize
 from megatron_data.indexed.format import Header
+from megatron_data.sources import StorageCache
 from megatron_data.sources import remote as remote_files
 from megatron_data.sources.remote import RemoteFile
 
@@ -397,7 +396,8 @@ def test_images_are_told_from_text_across_blocks(
 
 SCANS = """
 import resource, sys
-from megatron_data import IndexedDataset, summarize
+from megatron_data import IndexedDataset
+from megatron_data.indexed import summarize
 dataset = IndexedDataset(sys.argv[1], mapped=sys.argv[2] == "True")
 dataset.get(0, 0, 1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -11,15 +11,14 @@ from megatron_data import (
     Datasets,
     ICTDatasetConfig,
     IndexedDatasetBuilder,
-    MaskingConfig,
-    StorageCache,
     T5DatasetConfig,
-    WordPieces,
     build_bert_datasets,
     build_ict_datasets,
     build_t5_datasets,
 )
+from megatron_data.datasets import MaskingConfig, WordPieces
 from megatron_data.indexed.reader import IndexedDataset
+from megatron_data.sources import StorageCache
 
 fsspec = pytest.importorskip("fsspec", reason="URLs are an extra of this package")
 

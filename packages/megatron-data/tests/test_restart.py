@@ -12,25 +12,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from megatron_data import (
-    DataError,
-    IndexedDataset,
-    NullTokenizer,
-    preprocess,
-    verify,
-)
+from megatron_data import DataError, IndexedDataset, preprocess, verify
 from megatron_data.cli import main
 from megatron_data.preprocessing.parts import JOB, WorkFolder
+from megatron_data.tokenizers import NullTokenizer
 
 LINES = [f'{{"text": "{number} {number * 7}"}}\n' for number in range(2000)]
 CHUNK = 1000
 
 SCRIPT = """
 import sys, time
-import megatron_data
-from megatron_data import preprocess
+from megatron_data import preprocess, tokenizers
 
-class NullTokenizer(megatron_data.NullTokenizer):
+class NullTokenizer(tokenizers.NullTokenizer):
     def encode_batch(self, texts):
         time.sleep(0.005)
         return super().encode_batch(texts)

@@ -7,15 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_data import (
-    ByteTokenizer,
-    DataError,
-    IndexedDataset,
-    PunktSplitter,
-    preprocess,
-    verify,
-)
+from megatron_data import ByteTokenizer, DataError, IndexedDataset, preprocess, verify
 from megatron_data.cli import main
+from megatron_data.preprocessing import PunktSplitter
 from megatron_data.preprocessing.manifest import read_manifest
 from megatron_data.tokenizers.wordpiece import SPECIAL_TOKENS
 

@@ -9,19 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from megatron_data import (
-    ChatTemplate,
     DataError,
     HuggingFaceTokenizer,
-    ImageTemplate,
     IndexedDataset,
     IndexedDatasetBuilder,
-    Rendered,
-    TemplateLimits,
     build_sft_datasets,
     tokenize_conversations,
 )
 from megatron_data.cli import main
-from megatron_data.tokenizers import chat
+from megatron_data.tokenizers import ChatTemplate, ImageTemplate, Rendered, TemplateLimits, chat
 
 pytest.importorskip("jinja2")
 

@@ -11,16 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_data import (
-    CountedLengths,
     DataError,
     EmptySplitError,
     IndexedDataset,
-    Permutation,
-    StatelessOrder,
     build_gpt_datasets,
     build_sft_datasets,
 )
-from megatron_data.order import stateless
+from megatron_data.order import CountedLengths, Permutation, StatelessOrder, stateless
 from megatron_data.order.permutation import ENUMERATED, shuffled
 
 Write = Callable[..., str]

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megatron_data import DataError, IndexedDataset, StorageCache, build_gpt_datasets
-from megatron_data.sources import block_folder
+from megatron_data import DataError, IndexedDataset, build_gpt_datasets
+from megatron_data.sources import StorageCache, block_folder
 from megatron_data.sources import remote as remote_files
 from megatron_data.sources.remote import RemoteFile
 
@@ -309,7 +309,8 @@ def test_several_processes_share_a_cache(write_dataset: Write, tmp_path: Path) -
     prefix = write_dataset(DOCUMENTS)
     code = f"""
 import numpy as np
-from megatron_data import IndexedDataset, StorageCache
+from megatron_data import IndexedDataset
+from megatron_data.sources import StorageCache
 local = IndexedDataset({prefix!r})
 far = IndexedDataset("file://" + {prefix!r}, StorageCache({str(tmp_path / "cache")!r}, 48, 300))
 random = np.random.default_rng()

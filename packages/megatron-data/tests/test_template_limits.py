@@ -5,15 +5,9 @@ import pickle
 from pathlib import Path
 
 import pytest
-from megatron_data import (
-    ChatTemplate,
-    DataError,
-    HuggingFaceTokenizer,
-    ImageTemplate,
-    TemplateLimits,
-    tokenize_conversations,
-)
+from megatron_data import DataError, HuggingFaceTokenizer, tokenize_conversations
 from megatron_data.cli import main
+from megatron_data.tokenizers import ChatTemplate, ImageTemplate, TemplateLimits
 
 pytest.importorskip("jinja2", reason="chat templates are an extra of this package")
 

@@ -7,23 +7,20 @@ from pathlib import Path
 
 import pytest
 from megatron_data import (
-    Blend,
     ByteTokenizer,
     DataError,
     HuggingFaceTokenizer,
     ICTDatasetConfig,
-    NullTokenizer,
     Tokenizer,
     TokenizerMismatchError,
-    WordPieces,
     build_ict_datasets,
-    check_tokenizer,
     load_tokenizer,
-    mix,
     preprocess,
     train_bpe,
 )
 from megatron_data.cli import main
+from megatron_data.datasets import Blend, WordPieces, check_tokenizer, mix
+from megatron_data.tokenizers import NullTokenizer
 
 Write = Callable[..., str]
 LINES = [b'{"text": "1 2 3"}\n', b'{"text": "2 3 1"}\n', b'{"text": "3"}\n']

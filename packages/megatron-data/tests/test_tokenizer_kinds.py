@@ -12,13 +12,12 @@ from megatron_data import (
     DataError,
     HuggingFaceTokenizer,
     IndexedDataset,
-    SentencePieceTokenizer,
-    TikTokenizer,
     Tokenizer,
     load_tokenizer,
     make_tokenizer,
 )
 from megatron_data.cli.main import main
+from megatron_data.tokenizers import SentencePieceTokenizer, TikTokenizer
 from megatron_data.tokenizers.tik_token import PATTERNS, SPECIAL_TOKENS
 
 sentencepiece = pytest.importorskip("sentencepiece")

@@ -9,15 +9,12 @@ from megatron_data import (
     ByteTokenizer,
     DataError,
     HuggingFaceTokenizer,
-    NullTokenizer,
     Tokenizer,
-    WordPieces,
-    bert_tokenizer,
     load_tokenizer,
     train_bpe,
-    train_unigram,
-    train_wordpiece,
 )
+from megatron_data.datasets import WordPieces
+from megatron_data.tokenizers import NullTokenizer, bert_tokenizer, train_unigram, train_wordpiece
 from tokenizers import Tokenizer as Reference
 
 

@@ -11,14 +11,14 @@ from megatron_data import (
     DataError,
     IndexedDataset,
     IndexedDatasetBuilder,
-    NullTokenizer,
     merge,
     preprocess,
     split,
-    trace,
     verify,
 )
 from megatron_data.cli import main
+from megatron_data.preprocessing import trace
+from megatron_data.tokenizers import NullTokenizer
 
 LINES = [
     '{"text": "1 2"}',

@@ -10,7 +10,8 @@ from megatron_ckpt import (
     CorruptCheckpointError,
     ModelRecord,
 )
-from megatron_data import ByteTokenizer, NullTokenizer
+from megatron_data import ByteTokenizer
+from megatron_data.tokenizers import NullTokenizer
 from megatron_infer import InferError, SamplingParams, generate_tokens, load_model
 from megatron_models import GPT, ConfigError
 from megatron_parallel import (

@@ -348,7 +348,7 @@ def test_the_model_is_in_eval_mode_once_for_all_passes(
 def test_a_prompt_that_the_tokenizer_refuses_is_the_clients_mistake(
     make_model: Callable[..., GPT],
 ) -> None:
-    from megatron_data import NullTokenizer
+    from megatron_data.tokenizers import NullTokenizer
 
     service = GenerationService(make_model(), NullTokenizer(60))
     with pytest.raises(RequestError, match="prompts: NullTokenizer reads numbers") as refused:

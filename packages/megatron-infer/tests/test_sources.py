@@ -7,7 +7,8 @@ import pytest
 import tokenizers
 import torch
 from megatron_ckpt import CheckpointStore, ModelRecord
-from megatron_data import ByteTokenizer, NullTokenizer, load_tokenizer
+from megatron_data import ByteTokenizer, load_tokenizer
+from megatron_data.tokenizers import NullTokenizer
 from megatron_infer import (
     InferError,
     SamplingParams,

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from megatron_data import ByteTokenizer, NullTokenizer
+from megatron_data import ByteTokenizer
+from megatron_data.tokenizers import NullTokenizer
 from megatron_models import GPTConfig
 from megatron_optim import OptimizerConfig
 from megatron_train import CheckpointConfig, DataConfig, RunConfig, ScheduleConfig, TrainingConfig

@@ -3,17 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from megatron_data import (
-    BertDatasetConfig,
-    DataError,
-    Dataset,
-    Datasets,
-    MaskingConfig,
-    Tokenizer,
-    WordPieces,
-    build_bert_datasets,
-    check_tokenizer,
-)
+from megatron_data import BertDatasetConfig, DataError, Datasets, Tokenizer, build_bert_datasets
+from megatron_data.datasets import Dataset, MaskingConfig, WordPieces, check_tokenizer
 from megatron_data.torch import read_batch
 from megatron_train import MicroBatch, RunConfig
 from torch import Tensor

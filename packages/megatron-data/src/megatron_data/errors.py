@@ -1,5 +1,9 @@
 """The exceptions of this package; users need to catch only the first."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 _HEAD, _TAIL = 1000, 500  # characters of a message
 
 
@@ -32,3 +36,14 @@ class EmptySplitError(DataError):
     def __init__(self, what: str) -> None:
         self.what = what
         super().__init__(f"{what}; widen it, or ask for 0 samples")
+
+
+@contextmanager
+def add_path_to_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Names the file in a failed system call that does not, such as a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from None

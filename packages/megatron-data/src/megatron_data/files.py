@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import orjson
 
-from megatron_data.errors import DataError
+from megatron_data.errors import DataError, add_path_to_errors
 from megatron_data.sources.names import is_local, is_url, without_scheme
 
 if TYPE_CHECKING:
@@ -90,23 +90,12 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
-def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Names the file in a failed system call that does not, such as a write to a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from None
-
-
-@contextmanager
 def renamed(path: Path, partial: Path) -> Iterator[BinaryIO]:
     """A file under another name that takes its own when the block ends, and goes if it fails.
 
     It is not flushed to the disk: what a crash of the machine leaves, a digest or a checksum tells.
     """
-    with named_errors(path):
+    with add_path_to_errors(path):
         try:
             with partial.open("w+b") as file:
                 yield file
@@ -194,13 +183,13 @@ class AtomicFile:
         rest = whole.cast("B")
         self.digests.update(rest)
         self.bytes += len(rest)
-        with named_errors(self.path):
+        with add_path_to_errors(self.path):
             while len(rest):  # one write call takes at most 2 GiB
                 rest = rest[self._file.write(rest) :]
 
     def commit(self) -> None:
         """Makes the file durable and gives it its name."""
-        with named_errors(self.path):
+        with add_path_to_errors(self.path):
             os.fsync(self._file.fileno())
         self._partial.replace(self.path)
         self._file.close()
@@ -226,7 +215,7 @@ def sync_folder(folder: Path) -> None:
     """Makes the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with named_errors(folder):
+        with add_path_to_errors(folder):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)

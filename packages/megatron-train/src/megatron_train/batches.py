@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 
-from megatron_data import Dataset, EmptySplitError, SequentialSampler
+from megatron_data import EmptySplitError, SequentialSampler
+from megatron_data.datasets import Dataset
 from megatron_parallel import Axis
 
 from megatron_train.config.batch_size import BatchSizeSchedule

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_data import parse_data_path
+from megatron_data.datasets import parse_data_path
 
 from megatron_train.config.data import DataConfig
 from megatron_train.errors import TrainError

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_data import named_errors
+from megatron_data.errors import add_path_to_errors
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with named_errors(path):
+        with add_path_to_errors(path):
             yield temporary
             temporary.replace(path)
     finally:

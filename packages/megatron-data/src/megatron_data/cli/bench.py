@@ -73,7 +73,7 @@ def add_parser(commands: Any) -> None:
 
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
     """Measures, print the table, and says what bounds it."""
-    from megatron_data.measuring import benchmark
+    from megatron_data.preprocessing.benchmarking import benchmark
     from megatron_data.tokenizers.fast import fast_tokenizer
 
     tokenizer = tokenizer_of(parser, arguments)

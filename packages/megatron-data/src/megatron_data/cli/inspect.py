@@ -56,8 +56,8 @@ def add_parser(commands: Any) -> None:
 def run(parser: Parser, arguments: argparse.Namespace) -> int:
     """Prints the summary and the documents."""
     from megatron_data.files import AtomicFile
+    from megatron_data.indexed.inspection import document_text, draw_histogram, draw_svg, summarize
     from megatron_data.indexed.reader import IndexedDataset
-    from megatron_data.inspection import document_text, draw_histogram, draw_svg, summarize
     from megatron_data.preprocessing.fingerprints import compare_fingerprints, fingerprint_in
     from megatron_data.preprocessing.manifest import read_manifest
 

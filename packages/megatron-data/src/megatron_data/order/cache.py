@@ -21,7 +21,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from megatron_data.files import named_errors, sync_folder
+from megatron_data.errors import add_path_to_errors
+from megatron_data.files import sync_folder
 
 _LISTING = "entry.json"
 _NAME = re.compile(r"[a-z_]+")
@@ -115,7 +116,7 @@ def _store(entry: Path, arrays: Arrays) -> None:
         partial.chmod(0o755)
         listed = {name: _description(array) for name, array in arrays.items()}
         content = {"arrays": listed, "sha256": _digest(entry.name, listed)}
-        with named_errors(entry):
+        with add_path_to_errors(entry):
             for name, array in arrays.items():
                 with (partial / f"{name}.npy").open("wb") as file:
                     file.write(_header(*listed[name]))

@@ -7,3 +7,7 @@ chunks over processes in order, `assembly` copies all parts into datasets, `mani
 was done. `pipeline`, `conversations` and `image_pairs` are what a user calls. `origins` says where
 documents came from, which `tracing` looks up; `joining` merges and splits datasets.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

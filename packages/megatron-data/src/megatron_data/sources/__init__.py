@@ -8,3 +8,7 @@ or by fsspec, and `failures` says in one line what it was told; `streams` unpack
 Datasets in object storage are read through `remote`, a file in parts, and `block_cache`, which
 keeps parts of them in a `block_folder`.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

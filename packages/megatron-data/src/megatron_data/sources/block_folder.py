@@ -18,7 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_data.files import named_errors, renamed
+from megatron_data.errors import add_path_to_errors
+from megatron_data.files import renamed
 
 _CHECK_BYTES = 4
 _SUFFIX = ".block"
@@ -63,7 +64,7 @@ class BlockFolder:
         path = self._path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = partial_name(path)
-        with named_errors(path):
+        with add_path_to_errors(path):
             try:
                 with partial.open("w+b") as file:
                     _share(file, path.parent)

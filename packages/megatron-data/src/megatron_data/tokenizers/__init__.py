@@ -7,3 +7,7 @@ and `tik_token` wrap the libraries of these names, `plain` holds the tokenizers 
 texts may be cut, `fast` encodes with gigatoken, and `conversations` gives the tokens of
 conversations and which of them the loss counts.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

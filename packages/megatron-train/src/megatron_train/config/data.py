@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_data import (
+from megatron_data.datasets import holds_conversation_lines
+from megatron_data.tokenizers import (
     MultimodalPromptFormat,
     SFTPromptFormat,
     TokenizerKind,
     complaint_about,
     default_kind,
-    holds_conversation_lines,
 )
 
 from megatron_train.config.fields import check_positive, flag_of, required, setting

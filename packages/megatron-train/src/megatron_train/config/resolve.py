@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_data import holds_conversation_lines
+from megatron_data.datasets import holds_conversation_lines
 from megatron_parallel.pipeline import count_stages
 
 from megatron_train.config.data import DATA_PATHS, DataConfig

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_data import named_errors
+from megatron_data.errors import add_path_to_errors
 
 
 class AppendedFile:
@@ -25,7 +25,7 @@ class AppendedFile:
                 piece.
         """
         rest = memoryview(piece)
-        with named_errors(self.path):
+        with add_path_to_errors(self.path):
             while rest:
                 rest = rest[self._file.write(rest) :]
 

@@ -1,6 +1,6 @@
 """What left-to-right language modelling refuses, told in flags."""
 
-from megatron_data import FIMConfig
+from megatron_data.datasets import FIMConfig
 
 from megatron_train.config.options import options_of
 from megatron_train.config.run import RunConfig

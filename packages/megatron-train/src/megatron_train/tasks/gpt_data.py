@@ -8,21 +8,22 @@ from typing import Any
 
 from megatron_data import (
     DataError,
-    Dataset,
     Datasets,
-    FillInTheMiddle,
-    FIMConfig,
-    OpenDatasets,
-    SFTTokenizer,
-    StorageCache,
     Tokenizer,
     TokenizerMismatchError,
     build_gpt_datasets,
     build_sft_datasets,
+)
+from megatron_data.datasets import (
+    Dataset,
+    FillInTheMiddle,
+    FIMConfig,
+    OpenDatasets,
     check_tokenizer,
-    conversation_tokenizer,
     read_data_path_changes,
 )
+from megatron_data.sources import StorageCache
+from megatron_data.tokenizers import SFTTokenizer, conversation_tokenizer
 from megatron_data.torch import read_batch
 from torch import Tensor
 

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from megatron_data import FIMConfig
+from megatron_data.datasets import FIMConfig
 from megatron_parallel import Section
 
 from megatron_train.config.data import DataConfig

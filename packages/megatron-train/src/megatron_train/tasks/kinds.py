@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_data import Dataset, Datasets, Tokenizer
+from megatron_data import Datasets, Tokenizer
+from megatron_data.datasets import Dataset
 from megatron_models.lookup import look_up
 from megatron_parallel import Section
 
