@@ -151,7 +151,9 @@ def step(mesh, config, case, defect=None):
             chunks,
             loss,
             inputs=inputs,
-            passed=lambda batch, stage: chunks[0].passed(stage, BATCH, SOURCE, TARGET),
+            stage_output_spec=lambda batch, stage: chunks[0].stage_output_spec(
+                stage, BATCH, SOURCE, TARGET
+            ),
             schedule=case.schedule,
         )
         buffers = GradientBuffers(stage_parameters(chunks), table, mesh)

@@ -173,7 +173,7 @@ def test_what_cannot_be_is_refused_in_one_line():
     with pytest.raises(LayoutError, match=r"14 tokens .* 2 x 2 equal chunks"):
         model(tokens[:, :7])
     with pytest.raises(LayoutError, match=r"18 tokens .* 2 x 2 equal chunks"):
-        model.passed(1, 18)
+        model.stage_output_spec(1, 18)
     with pytest.raises(ConfigError, match=r"8 tokens .* of 2 .* a split into 4 parts of 4"):
         model(tokens, split=ContextSplit.zigzag(16, 4))
     with pytest.raises(ConfigError, match="decoding cuts no sequence"):

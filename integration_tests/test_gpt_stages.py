@@ -150,7 +150,9 @@ def step(mesh, config, case, hidden=RATES[0], attention=RATES[1], defect=None):
             chunks,
             loss,
             inputs=inputs,
-            passed=lambda batch, stage: chunks[0].passed(*batch["tokens"].shape),
+            stage_output_spec=lambda batch, stage: chunks[0].stage_output_spec(
+                *batch["tokens"].shape
+            ),
             schedule=case.schedule,
         )
         buffers = GradientBuffers(stage_parameters(chunks), table, mesh)
@@ -338,4 +340,4 @@ def test_a_sequence_that_cannot_be_cut_is_refused():
     with pytest.raises(ConfigError, match=message):
         model(torch.zeros(2, 10, dtype=torch.int64))
     with pytest.raises(ConfigError, match=message):
-        model.passed(2, 10)
+        model.stage_output_spec(2, 10)

@@ -82,7 +82,11 @@ def step(mesh):
         return {"loss": value}
 
     engine = PipelineEngine(
-        mesh, stages, loss, inputs=inputs, passed=lambda given, number: stages[0].passed(3, 10)
+        mesh,
+        stages,
+        loss,
+        inputs=inputs,
+        stage_output_spec=lambda given, number: stages[0].stage_output_spec(3, 10),
     )
     buffers = GradientBuffers(stage_parameters(stages), table, mesh)
     engine.run([batch(0), batch(1)], {"loss": 5.0})

@@ -195,7 +195,7 @@ def test_stages_by_hand_pass_what_they_say_and_logits_leave_padding_out(batch):
     for number, stage in enumerate(stages[:3]):
         out = stage(*out, **given)
         out = out if isinstance(out, tuple) else (out,)
-        said = stages[0].passed(number, BATCH, SOURCE, TARGET)
+        said = stages[0].stage_output_spec(number, BATCH, SOURCE, TARGET)
         assert [tuple(t.shape) for t in out] == [each.shape for each in said]
     logits = stages[3](*out, **given)
     assert logits.shape == (TARGET, BATCH, 64)

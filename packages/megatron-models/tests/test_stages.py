@@ -5,7 +5,7 @@ from megatron_models.errors import ConfigError
 from megatron_models.models.gpt.model import GPT, gpt_chunks
 from megatron_models.placement import Placement
 from megatron_models.stages import plan_stage
-from megatron_parallel import LayoutError, Mesh, ParallelLayout, Passed, collect_shardings
+from megatron_parallel import LayoutError, Mesh, ParallelLayout, TensorSpec, collect_shardings
 
 
 def rank_of(rank, **degrees):
@@ -96,7 +96,7 @@ def test_stages_after_one_another_give_the_logits_and_losses_of_the_whole(config
         stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()})
     tokens, labels = draw(config, 2, 6), draw(config, 2, 6, seed=2)
     x = stages[0](tokens, labels=labels)
-    assert Passed(tuple(x.shape), x.dtype) == stages[0].passed(2, 6)
+    assert TensorSpec(tuple(x.shape), x.dtype) == stages[0].stage_output_spec(2, 6)
     assert torch.equal(stages[1](x), model(tokens))
     assert torch.equal(stages[1](x, labels=labels), model.loss(tokens, labels))
 
@@ -133,9 +133,9 @@ def test_chunks_are_the_stages_of_one_rank(small):
 def test_what_is_passed_on_is_cut_by_sequence_parallelism(small):
     mesh = rank_of(0, tp=2, pp=2)
     whole = GPT(small(), Placement(mesh, dtype=torch.bfloat16))
-    assert whole.passed(3, 10) == Passed((10, 3, 24), torch.bfloat16)
+    assert whole.stage_output_spec(3, 10) == TensorSpec((10, 3, 24), torch.bfloat16)
     cut = GPT(small(), Placement(mesh, sequence_parallel=True))
-    assert cut.passed(3, 10) == Passed((5, 3, 24), torch.float32)
+    assert cut.stage_output_spec(3, 10) == TensorSpec((5, 3, 24), torch.float32)
 
 
 def test_a_stage_says_what_it_cannot_take(small):

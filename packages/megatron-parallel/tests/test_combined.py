@@ -14,7 +14,7 @@ import pytest
 import torch
 from megatron_parallel import LayoutError, Mesh, ParallelLayout, Turns
 from megatron_parallel.expert_parallel import Route, RowOps, build_dispatcher, start_exchange
-from megatron_parallel.pipeline import Passed, PipelineEngine, planned_actions
+from megatron_parallel.pipeline import PipelineEngine, TensorSpec, planned_actions
 from megatron_parallel.testing import Rank, WorkerPool
 from torch import Tensor, nn
 
@@ -79,7 +79,7 @@ def built(mesh: Mesh, events: list[Event], schedule: str, trouble: Any = None) -
             "turns": engine.turns,
             **({"x": batch["x"]} if stage == 0 else {}),
         },
-        passed=lambda batch, stage: Passed((4, 3), torch.float64),
+        stage_output_spec=lambda batch, stage: TensorSpec((4, 3), torch.float64),
         schedule=schedule,
     )
     return engine

@@ -19,9 +19,9 @@ from megatron_parallel import (
 from megatron_parallel.pipeline import (
     Action,
     Backward,
-    Passed,
     PipelineEngine,
     StageGradients,
+    TensorSpec,
     check_micro_batches,
     copy_tied_parameter,
     planned_actions,
@@ -69,8 +69,8 @@ def inputs(batch: Batch, stage: int) -> dict[str, Any]:
     return {"tokens": batch["tokens"], "gain": 0.7} if stage == 0 else {"gain": 0.7}
 
 
-def passed(batch: Batch, stage: int) -> Passed:
-    return Passed((*batch["tokens"].shape, HIDDEN), torch.float64)
+def stage_output_spec(batch: Batch, stage: int) -> TensorSpec:
+    return TensorSpec((*batch["tokens"].shape, HIDDEN), torch.float64)
 
 
 def loss(output: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -123,7 +123,7 @@ def build(mesh: Mesh, split: tuple[range, ...], tied: bool, **options: Any) -> P
         chunks,
         loss,
         inputs=inputs,
-        passed=passed,
+        stage_output_spec=stage_output_spec,
         sums=("loss", "tokens", "square"),
         **options,
     )

@@ -21,8 +21,8 @@ from megatron_parallel import Mesh, ParallelLayout
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.pipeline import (
     SCHEDULES,
-    Passed,
     PipelineEngine,
+    TensorSpec,
     check_micro_batches,
     schedule_kind,
 )
@@ -137,7 +137,7 @@ def run(
         [Chunk() for _ in layout.stages(rank)],
         lambda output, batch: {"loss": output.sum()},
         inputs=lambda batch, stage: {} if stage else {"given": batch},
-        passed=lambda batch, stage: Passed(SHAPE, torch.float32),
+        stage_output_spec=lambda batch, stage: TensorSpec(SHAPE, torch.float32),
         schedule=schedule,
         group_size=group_size,
     )

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_parallel import Mesh, ParallelLayout
-from megatron_parallel.pipeline import Passed, PipelineEngine
+from megatron_parallel.pipeline import PipelineEngine, TensorSpec
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
 
@@ -66,7 +66,7 @@ def calls(mesh: Mesh, schedule: str) -> dict[str, str]:
             [nn.Linear(2, 2) for _ in range(mesh.layout.vpp)],
             lambda output, batch: {"loss": output.sum()},
             inputs=lambda batch, index: {"input": batch} if index == 0 else {},
-            passed=lambda batch, index: Passed((1, 2), torch.float32),
+            stage_output_spec=lambda batch, index: TensorSpec((1, 2), torch.float32),
             schedule=schedule,
         )
         batches: list[Tensor] = [torch.ones(1, 2)] * 4

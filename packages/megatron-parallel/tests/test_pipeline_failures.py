@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_parallel import LayoutError, Mesh, ParallelLayout
-from megatron_parallel.pipeline import Passed, PeerError, PipelineEngine
+from megatron_parallel.pipeline import PeerError, PipelineEngine, TensorSpec
 from megatron_parallel.testing import Rank, WorkerError, WorkerPool
 from torch import Tensor, nn
 from waiting import HANG, Answers
@@ -43,8 +43,8 @@ def inputs(batch: Batch, stage: int) -> dict[str, Any]:
     return {"x": batch} if stage == 0 else {}
 
 
-def passed(batch: Batch, stage: int) -> Passed:
-    return Passed(tuple(batch.shape), batch.dtype)
+def stage_output_spec(batch: Batch, stage: int) -> TensorSpec:
+    return TensorSpec(tuple(batch.shape), batch.dtype)
 
 
 def loss(output: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -62,7 +62,9 @@ def step(
     mesh = Mesh.bind(layout, timeout=timedelta(seconds=SECONDS))
     chunks = [Chunk(rank.rank, trouble) for _ in range(layout.vpp)]
     sizes = options.pop("sizes", [2] * 4)
-    engine = PipelineEngine(mesh, chunks, loss, **{"inputs": inputs, "passed": passed} | options)
+    engine = PipelineEngine(
+        mesh, chunks, loss, **{"inputs": inputs, "stage_output_spec": stage_output_spec} | options
+    )
     started = time.monotonic()
     try:
         for _ in range(2):
@@ -122,7 +124,7 @@ def test_an_output_that_is_not_what_was_announced_is_not_sent(worker_pool: Worke
         return step(
             rank,
             ParallelLayout(pp=2, dp=1),
-            passed=lambda batch, stage: Passed((7, 4), batch.dtype),
+            stage_output_spec=lambda batch, stage: TensorSpec((7, 4), batch.dtype),
         )
 
     with pytest.raises(WorkerError) as failed:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_parallel import Mesh, ParallelLayout
-from megatron_parallel.pipeline import Passed, PipelineEngine, stage_parameters
+from megatron_parallel.pipeline import PipelineEngine, TensorSpec, stage_parameters
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
 
@@ -69,10 +69,10 @@ def inputs(batch: Batch, stage: int) -> dict[str, Any]:
     return {"target": batch["target"]} if stage == DECODER else {}
 
 
-def passed(batch: Batch, stage: int) -> tuple[Passed, ...]:
+def stage_output_spec(batch: Batch, stage: int) -> tuple[TensorSpec, ...]:
     source, target = len(batch["source"]), len(batch["target"])
-    encoded = Passed((source, HIDDEN), torch.float64), Passed((source,), torch.int64)
-    return encoded if stage < DECODER else (Passed((target, HIDDEN), torch.float64), *encoded)
+    encoded = TensorSpec((source, HIDDEN), torch.float64), TensorSpec((source,), torch.int64)
+    return encoded if stage < DECODER else (TensorSpec((target, HIDDEN), torch.float64), *encoded)
 
 
 def loss(output: Tensor, batch: Batch) -> dict[str, Tensor]:
@@ -100,7 +100,9 @@ LENGTHS = [(5, 3), (4, 7), (5, 3)]
 
 def train(mesh: Mesh, schedule: str) -> list[tuple[float, float, dict[str, Tensor]]]:
     chunks = [make([stage]) for stage in mesh.layout.stages(mesh.axis("pp").index)]
-    engine = PipelineEngine(mesh, chunks, loss, inputs=inputs, passed=passed, schedule=schedule)
+    engine = PipelineEngine(
+        mesh, chunks, loss, inputs=inputs, stage_output_spec=stage_output_spec, schedule=schedule
+    )
     results = []
     for lengths in LENGTHS:
         parameters = stage_parameters(engine.chunks)

@@ -33,8 +33,8 @@ from megatron_parallel import (
 )
 from megatron_parallel.pipeline import (
     Backward,
-    Passed,
     PipelineEngine,
+    TensorSpec,
     copy_tied_parameter,
     split_layers,
     stage_layers,
@@ -285,7 +285,7 @@ def pipeline(mesh: Mesh, schedule: str, m: int, train: bool) -> Records:
         chunks,
         lambda output, batch: {"loss": output.sum(), "square": output.square().sum()},
         inputs=lambda batch, stage: {"x": batch} if stage == 0 else {},
-        passed=lambda batch, stage: Passed((S, B, H), torch.float64),
+        stage_output_spec=lambda batch, stage: TensorSpec((S, B, H), torch.float64),
         sums=("loss", "square"),
         schedule=schedule,
     )
@@ -342,7 +342,7 @@ def test_buffers_under_a_pipeline_sum_once_a_step(worker_pool: WorkerPool) -> No
             chunk,
             lambda output, batch: {"loss": output.sum()},
             inputs=lambda batch, stage: {"x": batch} if stage == 0 else {},
-            passed=lambda batch, stage: Passed((S, B, H), torch.float64),
+            stage_output_spec=lambda batch, stage: TensorSpec((S, B, H), torch.float64),
             around_backward=around,
         )
         table = {name: Sharding(tuple(p.shape)) for name, p in chunk.named_parameters()}

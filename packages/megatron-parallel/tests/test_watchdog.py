@@ -14,7 +14,7 @@ import pytest
 import torch
 from megatron_parallel import CollectiveError, Mesh, ParallelLayout, all_reduce, broadcast, receive
 from megatron_parallel.data_parallel.reduction import Messages
-from megatron_parallel.pipeline import Passed, PipelineEngine
+from megatron_parallel.pipeline import PipelineEngine, TensorSpec
 from megatron_parallel.testing import Rank, WorkerError, WorkerPool
 from megatron_parallel.testing import pool as pool_module
 from megatron_parallel.watchdog import MARGIN, Watchdog, backend_timeout
@@ -179,7 +179,7 @@ def test_a_stage_that_is_lost_in_the_middle_of_a_step_is_named(
                 Chunk(4, 4),
                 lambda output, batch: {"loss": output.sum()},
                 inputs=lambda batch, stage: {"x": batch} if stage == 0 else {},
-                passed=lambda batch, stage: Passed((2, 4), torch.float32),
+                stage_output_spec=lambda batch, stage: TensorSpec((2, 4), torch.float32),
             )
             try:
                 engine.run([torch.ones(2, 4)] * 4, {"loss": 8.0})

@@ -56,10 +56,12 @@ class Encoder(Trunk):
         if placement.resolved_device.type != "meta":
             initialize_parameters(self, seed=seed, mesh=mesh)
 
-    def passed(self, batch_size: int, sequence_length: int) -> megatron_parallel.Passed:
+    def stage_output_spec(
+        self, batch_size: int, sequence_length: int
+    ) -> megatron_parallel.TensorSpec:
         """Return shape and dtype of what a stage passes on."""
         shape = (sequence_length, batch_size, self.config.hidden_size)
-        return megatron_parallel.Passed(shape, self.dtype)
+        return megatron_parallel.TensorSpec(shape, self.dtype)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, *, segments: Tensor | None = None, padding: Tensor | None = None

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_ckpt import ModelRecord
 from megatron_models import ConfigError, config_of, record_of, training_flops
-from megatron_parallel import Passed, gather_from_axis, vocab_parallel_cross_entropy
+from megatron_parallel import TensorSpec, gather_from_axis, vocab_parallel_cross_entropy
 from megatron_train import MicroBatch, RunConfig
 from torch import Tensor
 
@@ -61,9 +61,9 @@ class MaskedLM:
             given |= {"x": fields["tokens"], "segments": fields["token_types"]}
         return given
 
-    def passed(self, batch: MicroBatch, stage: int) -> Passed:
+    def stage_output_spec(self, batch: MicroBatch, stage: int) -> TensorSpec:
         """Return shape and dtype of the activations between two stages."""
-        return self.stages[0].passed(*batch.fields["tokens"].shape)
+        return self.stages[0].stage_output_spec(*batch.fields["tokens"].shape)
 
     def loss(self, output: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
         """Return the cross entropy and the hits, summed over the hidden tokens."""

@@ -51,7 +51,7 @@ from .mesh import bind_grids as bind_grids
 from .mesh import bind_meshes as bind_meshes
 from .packed import all_gather_texts as all_gather_texts
 from .packed import broadcast_tensors as broadcast_tensors
-from .pipeline.contract import Passed as Passed
+from .pipeline.contract import TensorSpec as TensorSpec
 from .pipeline.engine import PipelineEngine as PipelineEngine
 from .pipeline.failure import PeerError as PeerError
 from .pipeline.split import split_layers as split_layers

@@ -23,8 +23,8 @@ from megatron_parallel import (
     DataParallelConfig,
     Fusion,
     Mesh,
-    Passed,
     PipelineEngine,
+    TensorSpec,
     TrainableStages,
     all_reduce,
     fuse_gradient_accumulation,
@@ -113,7 +113,7 @@ class StepEngine:
             chunks,
             self._loss,
             inputs=self._inputs,
-            passed=self._passed,
+            stage_output_spec=self._stage_output_spec,
             sums=sums,
             schedule=schedule or default_schedule(mesh.layout),
             group_size=group_size,
@@ -228,8 +228,10 @@ class StepEngine:
             given[TURNS] = self._pipeline.turns
         return given
 
-    def _passed(self, batch: MicroBatch, stage: int) -> Passed | tuple[Passed, ...]:
-        return self.task.passed(batch, stage)
+    def _stage_output_spec(
+        self, batch: MicroBatch, stage: int
+    ) -> TensorSpec | tuple[TensorSpec, ...]:
+        return self.task.stage_output_spec(batch, stage)
 
     def _loss(self, output: Any, batch: MicroBatch) -> dict[str, Tensor]:
         """Sums of a micro-batch; of each loss, or of its part of the micro-batch's mean."""

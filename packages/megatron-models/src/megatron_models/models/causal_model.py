@@ -31,7 +31,9 @@ class CausalModel(DecodingModel):
     layers: nn.ModuleDict
 
     @abstractmethod
-    def passed(self, batch_size: int, sequence_length: int) -> "megatron_parallel.Passed":
+    def stage_output_spec(
+        self, batch_size: int, sequence_length: int
+    ) -> "megatron_parallel.TensorSpec":
         """Returns shape and dtype of what a stage that is not the last passes on in training."""
 
     def received(self, given: DecodingPass) -> tuple[tuple[int, ...], ...]:

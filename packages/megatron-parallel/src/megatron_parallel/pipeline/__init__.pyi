@@ -1,6 +1,6 @@
 from .config import PipelineConfig as PipelineConfig
 from .contract import Backward as Backward
-from .contract import Passed as Passed
+from .contract import TensorSpec as TensorSpec
 from .drawing import Picture as Picture
 from .drawing import draw as draw
 from .drawing import draw_timeline as draw_timeline

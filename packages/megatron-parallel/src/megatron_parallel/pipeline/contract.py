@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Passed(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor that goes from one stage to the next, for example `[s, b, h]` hidden states."""
 
     shape: tuple[int, ...]
@@ -37,8 +37,8 @@ Inputs = Callable[[Any, int], Mapping[str, Any]]
 """`inputs(micro_batch, stage)`: keyword arguments of the stage's module."""
 
 
-PassedOn = Callable[[Any, int], Passed | tuple[Passed, ...]]
-"""`passed(micro_batch, stage)`: what a stage passes on to the next."""
+StageOutputSpec = Callable[[Any, int], TensorSpec | tuple[TensorSpec, ...]]
+"""`stage_output_spec(micro_batch, stage)`: what a stage passes on to the next."""
 
 
 def no_context(backward: Backward) -> AbstractContextManager[object]:

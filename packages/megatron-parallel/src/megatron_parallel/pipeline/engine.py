@@ -1,6 +1,6 @@
 """The pipeline engine: one step over micro-batches, on one stage or on many.
 
-    engine = PipelineEngine(mesh, chunks, loss, inputs=inputs, passed=passed)
+    engine = PipelineEngine(mesh, chunks, loss, inputs=inputs, stage_output_spec=stage_output_spec)
     sums = engine.run(micro_batches, {"loss": true_tokens})     # gradients are in .grad
     sums = engine.evaluate(micro_batches)                       # forward only
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
-from megatron_parallel.pipeline.contract import AroundBackward, Inputs, PassedOn, no_context
+from megatron_parallel.pipeline.contract import AroundBackward, Inputs, StageOutputSpec, no_context
 from megatron_parallel.pipeline.loop import LoopRunner, Runner
 from megatron_parallel.pipeline.objective import Loss, Objective
 from megatron_parallel.pipeline.order import Action
@@ -43,8 +43,9 @@ class PipelineEngine:
             the tensor, or tuple of tensors, it passes on; the last one returns any value.
         loss: `loss(output, micro_batch)`, called on the last stage, returns the sums by name.
         inputs: `inputs(micro_batch, stage)` gives a stage's keyword arguments.
-        passed: `passed(micro_batch, stage)` gives shape and dtype of what `stage` passes on; every
-            rank answers for all stages. Needed if there is more than one.
+        stage_output_spec: `stage_output_spec(micro_batch, stage)` returns the `TensorSpec` (or a
+            tuple of them) of what `stage` sends to the next stage. Every rank is asked for every
+            stage. Required if there is more than one stage.
         sums: Names of the sums that `loss` returns.
         schedule: One of `SCHEDULES`, of those that go with the layout's `vpp` and `stage_mapping`.
             Under `combined-1f1b` the forward pass of one micro-batch and the backward pass of
@@ -69,7 +70,7 @@ class PipelineEngine:
         loss: Loss,
         *,
         inputs: Inputs,
-        passed: PassedOn | None = None,
+        stage_output_spec: StageOutputSpec | None = None,
         sums: Sequence[str] = ("loss",),
         schedule: str = "1f1b",
         group_size: int | None = None,
@@ -94,8 +95,10 @@ class PipelineEngine:
             self._runner = LoopRunner(
                 self.chunks[0], self._objective, inputs, around_backward, self.turns
             )
-        elif passed is None:
-            raise LayoutError(f"pp={pp} needs `passed`, which says what goes from stage to stage")
+        elif stage_output_spec is None:
+            raise LayoutError(
+                f"pp={pp} needs `stage_output_spec`, which says what goes from stage to stage"
+            )
         else:
             from megatron_parallel.pipeline.runner import StageRunner
 
@@ -106,7 +109,7 @@ class PipelineEngine:
                 schedule=schedule,
                 group_size=group_size,
                 inputs=inputs,
-                passed=passed,
+                stage_output_spec=stage_output_spec,
                 around_backward=around_backward,
                 turns=self.turns,
             )

@@ -17,7 +17,7 @@ from megatron_parallel._compat.pipelining import PairedPass
 from megatron_parallel.collectives import all_gather
 from megatron_parallel.errors import CollectiveError, LayoutError
 from megatron_parallel.mesh import Mesh
-from megatron_parallel.pipeline.contract import AroundBackward, Inputs, Passed, PassedOn
+from megatron_parallel.pipeline.contract import AroundBackward, Inputs, StageOutputSpec, TensorSpec
 from megatron_parallel.pipeline.failure import PeerError, Watch
 from megatron_parallel.pipeline.objective import Objective
 from megatron_parallel.pipeline.order import Action, evaluated_actions, planned_actions
@@ -53,7 +53,7 @@ class StageRunner:
         schedule: str,
         group_size: int | None,
         inputs: Inputs,
-        passed: PassedOn,
+        stage_output_spec: StageOutputSpec,
         around_backward: AroundBackward,
         turns: Turns | None = None,
     ) -> None:
@@ -65,7 +65,7 @@ class StageRunner:
         self._objective = objective
         self._schedule, self._group_size = schedule, group_size
         self._inputs = inputs
-        self._passed = passed
+        self._stage_output_spec = stage_output_spec
         self._around_backward = around_backward
         self._count = self._pp.size * len(chunks)
         self._watch = Watch(mesh, self._count)
@@ -77,9 +77,9 @@ class StageRunner:
         watch.begin(())
         try:
             with watch.computing():
-                borders = self._borders(micro_batches)
-            self._agree(len(micro_batches), borders, backward)
-            prepared = self._prepare(len(micro_batches), borders, backward)
+                output_specs = self._collect_output_specs(micro_batches)
+            self._agree(len(micro_batches), output_specs, backward)
+            prepared = self._prepare(len(micro_batches), output_specs, backward)
             watch.begin(prepared.plan if receives_ahead(prepared.schedule) else ())
             pipelining.run_schedule(
                 prepared.schedule, prepared.stages, micro_batches, backward=backward
@@ -94,13 +94,13 @@ class StageRunner:
             raise
         return watch.trace
 
-    def _borders(self, micro_batches: Sequence[Any]) -> list[tuple[Passed, ...]]:
+    def _collect_output_specs(self, micro_batches: Sequence[Any]) -> list[tuple[TensorSpec, ...]]:
         """What every stage but the last passes on; the same for all micro-batches of a step."""
-        first: list[tuple[Passed, ...]] = []
+        first: list[tuple[TensorSpec, ...]] = []
         for i, micro_batch in enumerate(micro_batches):
             for stage in range(self._count - 1):
-                passed = self._passed(micro_batch, stage)
-                found = (passed,) if isinstance(passed, Passed) else tuple(passed)
+                spec = self._stage_output_spec(micro_batch, stage)
+                found = (spec,) if isinstance(spec, TensorSpec) else tuple(spec)
                 if i == 0:
                     first.append(found)
                 elif found != first[stage]:
@@ -111,7 +111,9 @@ class StageRunner:
                     )
         return first
 
-    def _agree(self, count: int, borders: list[tuple[Passed, ...]], backward: bool) -> None:
+    def _agree(
+        self, count: int, output_specs: list[tuple[TensorSpec, ...]], backward: bool
+    ) -> None:
         """Raises `LayoutError` on all ranks of the pipeline unless they are about to do the same.
 
         A digest goes round first; only if digests differ are the values themselves compared,
@@ -123,20 +125,22 @@ class StageRunner:
             "the sums of the loss": ", ".join(self._objective.names),
             "the number of micro-batches": str(count),
         }
-        for stage, passed in enumerate(borders):
-            values[f"what stage {stage} passes to stage {stage + 1}"] = _text(passed)
+        for stage, specs in enumerate(output_specs):
+            values[f"what stage {stage} passes to stage {stage + 1}"] = _text(specs)
         digest = int.from_bytes(blake2b(repr(values).encode(), digest_size=7).digest(), "big")
         own = torch.tensor([digest], dtype=torch.int64, device=self._mesh.device)
         everybody = all_gather(own, self._pp, purpose="step digest")
         if bool((everybody != own).any()):
             self._mesh.agree("pipeline steps", values, axis="pp")
 
-    def _prepare(self, count: int, borders: list[tuple[Passed, ...]], backward: bool) -> _Prepared:
-        key = (count, tuple(borders), backward)
+    def _prepare(
+        self, count: int, output_specs: list[tuple[TensorSpec, ...]], backward: bool
+    ) -> _Prepared:
+        key = (count, tuple(output_specs), backward)
         if key in self._prepared:
             self._prepared.move_to_end(key)
             return self._prepared[key]
-        stages = [self._stage(i, chunk, borders) for i, chunk in self._chunks.items()]
+        stages = [self._stage(i, chunk, output_specs) for i, chunk in self._chunks.items()]
         pp, rank, vpp = self._pp.size, self._pp.index, len(stages)
         if backward:
             pair = None if self._turns is None else self._pair
@@ -152,14 +156,16 @@ class StageRunner:
             self._prepared.popitem(last=False)
         return self._prepared[key]
 
-    def _stage(self, index: int, chunk: nn.Module, borders: list[tuple[Passed, ...]]) -> Stage:
+    def _stage(
+        self, index: int, chunk: nn.Module, output_specs: list[tuple[TensorSpec, ...]]
+    ) -> Stage:
         return Stage(
             chunk,
             StageSpec(
                 index=index,
                 count=self._count,
-                received=borders[index - 1] if index else (),
-                passed=borders[index] if index < len(borders) else (),
+                input_specs=output_specs[index - 1] if index else (),
+                output_specs=output_specs[index] if index < len(output_specs) else (),
             ),
             self._mesh,
             inputs=self._inputs,
@@ -180,5 +186,5 @@ class StageRunner:
             return self._objective.add(output, micro_batch)
 
 
-def _text(passed: Sequence[Passed]) -> str:
-    return ", ".join(str(p) for p in passed)
+def _text(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(str(spec) for spec in specs)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megatron_parallel._compat.pipelining import BareStage
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
-from megatron_parallel.pipeline.contract import AroundBackward, Backward, Inputs, Passed
+from megatron_parallel.pipeline.contract import AroundBackward, Backward, Inputs, TensorSpec
 from megatron_parallel.pipeline.failure import Watch
 from megatron_parallel.pipeline.order import Action
 from megatron_parallel.pipeline.split_backward import SplitBackward
@@ -37,8 +37,8 @@ class StageSpec:
 
     index: int
     count: int
-    received: tuple[Passed, ...]
-    passed: tuple[Passed, ...]
+    input_specs: tuple[TensorSpec, ...]
+    output_specs: tuple[TensorSpec, ...]
 
 
 @dataclass
@@ -46,18 +46,18 @@ class _MicroBatch:
     """The tensors of one micro-batch in this stage, from one step of its way to the next.
 
     Attributes:
-        received: From the stage before; leaves of the graph of autograd.
-        passed: To the stage after.
-        returned: Gradients of `passed`, in the same order; None for what has none.
-        gradients: Of `received`, in the same order; None for what has none.
-        weights: What is left of a split backward pass.
+        inputs: From the stage before; leaves of the graph of autograd.
+        outputs: To the stage after.
+        output_gradients: Gradients of `outputs`, in the same order; None for what has none.
+        input_gradients: Of `inputs`, in the same order; None for what has none.
+        weight_backward: What is left of a split backward pass.
     """
 
-    received: tuple[Tensor, ...] = ()
-    passed: tuple[Tensor, ...] = ()
-    returned: tuple[Tensor | None, ...] = ()
-    gradients: tuple[Tensor | None, ...] = ()
-    weights: "SplitBackward | _Roots | None" = None
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    output_gradients: tuple[Tensor | None, ...] = ()
+    input_gradients: tuple[Tensor | None, ...] = ()
+    weight_backward: "SplitBackward | _Roots | None" = None
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,15 @@ class Stage(BareStage):
         """Forward pass of one micro-batch, which is the keyword argument `micro_batch`."""
         micro_batch = (kwargs or {})["micro_batch"]
         with self._watch.computing(Action("F", self.stage_index, fwd_chunk_id)):
-            tensors = self._of(fwd_chunk_id)
-            for t in tensors.received:
+            tensors = self._tensors_of(fwd_chunk_id)
+            for t in tensors.inputs:
                 t.requires_grad_(self.has_backward and t.dtype.is_floating_point)
             own = self._inputs(micro_batch, self.stage_index)
-            output = self.submod(*tensors.received, **own)
+            output = self.submod(*tensors.inputs, **own)
             if not self.is_last:
-                tensors.passed = self._checked(output, fwd_chunk_id)
+                tensors.outputs = self._check_outputs(output, fwd_chunk_id)
             if not self.has_backward:
-                tensors.received = ()
+                tensors.inputs = ()
             return output
 
     def backward_one_chunk(
@@ -137,10 +137,10 @@ class Stage(BareStage):
             note = Backward(self.stage_index, bwd_chunk_id, last_backward)
             action = Action("B", self.stage_index, bwd_chunk_id)
             with self._watch.computing(action), self._around_backward(note):
-                self._backward(self._of(bwd_chunk_id), loss)
+                self._backward(self._tensors_of(bwd_chunk_id), loss)
         else:
             with self._watch.computing(Action("I", self.stage_index, bwd_chunk_id)):
-                self._backward_of_inputs(self._of(bwd_chunk_id), loss)
+                self._backward_of_inputs(self._tensors_of(bwd_chunk_id), loss)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Returns the part of a split backward pass that gives the gradients of the parameters."""
@@ -149,7 +149,10 @@ class Stage(BareStage):
         note = Backward(self.stage_index, bwd_chunk_id, last_backward, split=True)
         action = Action("W", self.stage_index, bwd_chunk_id)
         with self._watch.computing(action), self._around_backward(note):
-            half, self._of(bwd_chunk_id).weights = self._of(bwd_chunk_id).weights, None
+            half, self._tensors_of(bwd_chunk_id).weight_backward = (
+                self._tensors_of(bwd_chunk_id).weight_backward,
+                None,
+            )
             if isinstance(half, SplitBackward):
                 half.weights()
             elif half is not None:
@@ -163,44 +166,44 @@ class Stage(BareStage):
             )
 
     def _backward(self, tensors: _MicroBatch, loss: Tensor | None) -> None:
-        self._taken_roots(tensors, loss).backward()
-        tensors.gradients = tuple(_sendable(t, t.grad) for t in tensors.received)
-        tensors.received = ()
+        self._take_roots(tensors, loss).backward()
+        tensors.input_gradients = tuple(_sendable(t, t.grad) for t in tensors.inputs)
+        tensors.inputs = ()
         if loss is not None:
             loss.detach_()  # the schedule keeps it to the end of the step
 
     def _backward_of_inputs(self, tensors: _MicroBatch, loss: Tensor | None) -> None:
-        roots = self._taken_roots(tensors, loss)
+        roots = self._take_roots(tensors, loss)
         if self.is_first:  # no stage waits for its gradient: the whole pass comes later
-            tensors.weights = roots
+            tensors.weight_backward = roots
             return
         half = SplitBackward(
-            roots.tensors, roots.gradients, tensors.received, self.submod.parameters()
+            roots.tensors, roots.gradients, tensors.inputs, self.submod.parameters()
         )
-        tensors.gradients = tuple(
+        tensors.input_gradients = tuple(
             _sendable(t, gradient)
-            for t, gradient in zip(tensors.received, half.input_gradients, strict=True)
+            for t, gradient in zip(tensors.inputs, half.input_gradients, strict=True)
         )
-        tensors.weights, tensors.received = half, ()
+        tensors.weight_backward, tensors.inputs = half, ()
         if loss is not None:
             loss.detach_()
 
-    def _taken_roots(self, tensors: _MicroBatch, loss: Tensor | None) -> _Roots:
+    def _take_roots(self, tensors: _MicroBatch, loss: Tensor | None) -> _Roots:
         """Returns what the backward pass starts from, which the micro-batch no longer keeps."""
         pairs: list[tuple[Tensor, Tensor | None]] = [] if loss is None else [(loss, None)]
         if not self.is_last:
-            pairs = list(zip(tensors.passed, tensors.returned, strict=True))
-            tensors.passed = tensors.returned = ()
+            pairs = list(zip(tensors.outputs, tensors.output_gradients, strict=True))
+            tensors.outputs = tensors.output_gradients = ()
         found = [(t, gradient) for t, gradient in pairs if t.requires_grad]
         return _Roots([t for t, _ in found], [gradient for _, gradient in found])
 
-    def _checked(self, output: Any, micro_batch: int) -> tuple[Tensor, ...]:
+    def _check_outputs(self, output: Any, micro_batch: int) -> tuple[Tensor, ...]:
         outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
         found = [
-            str(Passed(tuple(o.shape), o.dtype)) if isinstance(o, Tensor) else type(o).__name__
+            str(TensorSpec(tuple(o.shape), o.dtype)) if isinstance(o, Tensor) else type(o).__name__
             for o in outputs
         ]
-        wanted = [str(passed) for passed in self._spec.passed]
+        wanted = [str(spec) for spec in self._spec.output_specs]
         if found != wanted:
             raise LayoutError(
                 f"stage {self.stage_index} of {self.num_stages} passes on {', '.join(found)} for "
@@ -216,19 +219,19 @@ class Stage(BareStage):
         if self.is_first:
             return []
         self._watch.receives("activations", fwd_chunk_id, self.stage_index - 1)
-        tensors = self._of(fwd_chunk_id)
-        tensors.received = tuple(self._room(each) for each in self._spec.received)
-        return self._messages("receive of activations", tensors.received, self.stage_index - 1)
+        tensors = self._tensors_of(fwd_chunk_id)
+        tensors.inputs = tuple(self._empty_like_spec(each) for each in self._spec.input_specs)
+        return self._messages("receive of activations", tensors.inputs, self.stage_index - 1)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of activations; the last stage has none, whatever its output is."""
         if self.is_last:
             return []
         self._watch.sends("activations", fwd_chunk_id, self.stage_index + 1)
-        tensors = self._of(fwd_chunk_id)
-        sent = tuple(t.detach() for t in tensors.passed)
+        tensors = self._tensors_of(fwd_chunk_id)
+        sent = tuple(t.detach() for t in tensors.outputs)
         if not self.has_backward:
-            tensors.passed = ()
+            tensors.outputs = ()
         return self._messages("send of activations", sent, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -236,11 +239,12 @@ class Stage(BareStage):
         if not self.has_backward or self.is_last:
             return []
         self._watch.receives("gradient", bwd_chunk_id, self.stage_index + 1)
-        tensors = self._of(bwd_chunk_id)
-        tensors.returned = tuple(
-            self._room(each) if each.dtype.is_floating_point else None for each in self._spec.passed
+        tensors = self._tensors_of(bwd_chunk_id)
+        tensors.output_gradients = tuple(
+            self._empty_like_spec(each) if each.dtype.is_floating_point else None
+            for each in self._spec.output_specs
         )
-        return self._messages("receive of gradient", tensors.returned, self.stage_index + 1)
+        return self._messages("receive of gradient", tensors.output_gradients, self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of gradients, of what was received in floating point."""
@@ -255,15 +259,15 @@ class Stage(BareStage):
     ) -> list[dist.P2POp]:
         """Returns what is exchanged with another stage, each counted."""
         peer = self._axis.ranks[self._rank_of(stage)]
-        way = dist.isend if operation.startswith("send") else dist.irecv
+        p2p = dist.isend if operation.startswith("send") else dist.irecv
         found = []
         for t in tensors:
             if t is not None:
                 self._axis.count(operation, t)
-                found.append(dist.P2POp(way, t, peer, self._axis.bound))
+                found.append(dist.P2POp(p2p, t, peer, self._axis.bound))
         return found
 
-    def _room(self, expected: Passed) -> Tensor:
+    def _empty_like_spec(self, expected: TensorSpec) -> Tensor:
         return torch.empty(expected.shape, dtype=expected.dtype, device=self.device)
 
     # -- two stages of one rank, at the bottom of a V --------------------------------------------
@@ -272,21 +276,21 @@ class Stage(BareStage):
         """Takes what the stage before, on this rank, passes on."""
         outputs = prev_stage_outputs
         outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-        self._of(mb_index).received = tuple(t.detach() for t in outputs)
+        self._tensors_of(mb_index).inputs = tuple(t.detach() for t in outputs)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
         """Gives away the gradients of what was received; nothing without backward passes."""
-        tensors = self._of(mb_index)
-        given, tensors.gradients = tensors.gradients, ()
-        return given
+        tensors = self._tensors_of(mb_index)
+        gradients, tensors.input_gradients = tensors.input_gradients, ()
+        return gradients
 
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
         """Takes the gradients from the stage after, on this rank."""
-        self._of(mb_index).returned = next_stage_bwd_outputs
+        self._tensors_of(mb_index).output_gradients = next_stage_bwd_outputs
 
-    def _of(self, micro_batch: int) -> _MicroBatch:
+    def _tensors_of(self, micro_batch: int) -> _MicroBatch:
         return self._tensors.setdefault(micro_batch, _MicroBatch())
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 from megatron_ckpt import ModelRecord
 from megatron_kernels import Mask
 from megatron_models import CausalModel, Dropout, config_of, record_of, training_flops
-from megatron_parallel import Axis, DropoutKey, Passed, pool_group_name
+from megatron_parallel import Axis, DropoutKey, TensorSpec, pool_group_name
 from megatron_parallel.context_parallel import ContextSplit
 from torch import Tensor, nn
 
@@ -161,10 +161,10 @@ class GPTTask:
         )
         return Dropout(key, *rates)
 
-    def passed(self, batch: MicroBatch, stage: int) -> Passed:
+    def stage_output_spec(self, batch: MicroBatch, stage: int) -> TensorSpec:
         """Returns shape and dtype of the activations between two stages."""
         samples, part = batch.fields["tokens"].shape
-        return self._stages[0].passed(samples, part * self._cp.size)
+        return self._stages[0].stage_output_spec(samples, part * self._cp.size)
 
     def loss(self, output: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
         """Returns the cross entropy ``[b, s]`` summed over the tokens that count."""

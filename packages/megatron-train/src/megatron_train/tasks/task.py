@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from megatron_ckpt import ModelRecord
-from megatron_parallel import Passed
+from megatron_parallel import TensorSpec
 from megatron_parallel.context_parallel import ContextSplit
 from torch import Tensor, nn
 
@@ -116,8 +116,9 @@ class Task(Protocol):
         """Returns what this rank computes of a micro-batch of its data-parallel rank.
 
         Asked for with context parallelism only, where it is a part of every sequence, and in a pool
-        (`megatron_train.document_pool`), where it is a part of a row. `inputs`, `passed` and `loss`
-        are called with what is returned, whose ``split`` says which places each rank has.
+        (`megatron_train.document_pool`), where it is a part of a row. `inputs`,
+        `stage_output_spec` and `loss` are called with what is returned, whose ``split`` says which
+        places each rank has.
         """
 
     def inputs(self, batch: MicroBatch, stage: int, iteration: int | None) -> Mapping[str, Any]:
@@ -127,7 +128,9 @@ class Task(Protocol):
         number of the step, or None in an evaluation.
         """
 
-    def passed(self, batch: MicroBatch, stage: int) -> Passed | tuple[Passed, ...]:
+    def stage_output_spec(
+        self, batch: MicroBatch, stage: int
+    ) -> TensorSpec | tuple[TensorSpec, ...]:
         """Return shape and dtype of what a stage passes on; asked of every rank for every stage."""
 
     def loss(self, output: Any, batch: MicroBatch) -> dict[str, Tensor]:

@@ -123,9 +123,9 @@ class EncoderDecoder(DecodingModel):
         if self.rotary is not None:
             self.rotary.reset()
 
-    def passed(
+    def stage_output_spec(
         self, stage: int, batch_size: int, source_length: int, target_length: int
-    ) -> tuple["megatron_parallel.Passed", ...]:
+    ) -> tuple["megatron_parallel.TensorSpec", ...]:
         """What a stage that is not the last passes on for one micro-batch, any stage of them.
 
         Args:
@@ -145,7 +145,7 @@ class EncoderDecoder(DecodingModel):
         width = self.config.hidden_size
         parts = [part_length(length, self.sequence_parallel_size) for length in lengths]
         return tuple(
-            megatron_parallel.Passed((part, batch_size, width), self.dtype) for part in parts
+            megatron_parallel.TensorSpec((part, batch_size, width), self.dtype) for part in parts
         )
 
     def forward(
@@ -231,7 +231,7 @@ class EncoderDecoder(DecodingModel):
         return self.encoder_stages if given.source is None and pipeline else 0
 
     def received(self, given: DecodingPass) -> tuple[tuple[int, ...], ...]:
-        """Returns the shapes of what `passed` says, uncut, or of the decoder's stream alone."""
+        """Returns the uncut shapes of `stage_output_spec`, or of the decoder's stream alone."""
         (batch, length), width = given.tokens.shape, self.config.hidden_size
         if self.stage == self.first_stage(given):
             return ()

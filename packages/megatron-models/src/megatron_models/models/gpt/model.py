@@ -113,7 +113,9 @@ class GPT(Trunk, CausalModel):
         if self.rotary is not None:
             self.rotary.reset()
 
-    def passed(self, batch_size: int, sequence_length: int) -> "megatron_parallel.Passed":
+    def stage_output_spec(
+        self, batch_size: int, sequence_length: int
+    ) -> "megatron_parallel.TensorSpec":
         """Returns what a stage that is not the last passes on for one micro-batch.
 
         Args:
@@ -128,7 +130,7 @@ class GPT(Trunk, CausalModel):
             check_length(sequence_length, self.cp.size)
         part = part_length(sequence_length // self.cp.size, self.sequence_parallel_size)
         # Looked up here: it brings torch's pipelining and with it the compiler, seconds of a CPU.
-        return megatron_parallel.Passed((part, batch_size, self.config.hidden_size), self.dtype)
+        return megatron_parallel.TensorSpec((part, batch_size, self.config.hidden_size), self.dtype)
 
     def forward(  # type: ignore[override]
         self,
