@@ -274,9 +274,9 @@ def test_the_bytes_that_are_read_are_limited_where_a_server_says_no_size(
     monkeypatch.setattr(type(memory), "info", unsized)
     url = "memory://unsized/a.gif"
     for limit in (None, len(content)):
-        assert Images(None, longest=limit).read(url) == content
+        assert Images(None, max_bytes=limit).read(url) == content
     with pytest.raises(UnreadableError, match=r"at least .* bytes, more than --max-image-bytes"):
-        Images(None, longest=len(content) - 1).read(url)
+        Images(None, max_bytes=len(content) - 1).read(url)
     memory.rm("/unsized", recursive=True)
 
 
@@ -287,7 +287,7 @@ def test_an_image_that_grows_is_not_cut(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(image_encoding, "stat", lambda _: small)
     assert Images(None).read(str(path)) == content
     with pytest.raises(UnreadableError, match="more than --max-image-bytes 99"):
-        Images(None, longest=99).read(str(path))
+        Images(None, max_bytes=99).read(str(path))
 
 
 def test_tokens_of_texts_and_beginnings_of_images_are_verified(lines: Path, tmp_path: Path) -> None:

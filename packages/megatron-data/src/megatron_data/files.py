@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 import orjson
 
 from megatron_data.errors import DataError, add_path_to_errors
-from megatron_data.sources.names import is_local, is_url, without_scheme
+from megatron_data.sources.urls import is_local, is_url, without_scheme
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -16,9 +16,9 @@ from megatron_data.order.spans import check_order
 from megatron_data.recent import Recent
 from megatron_data.sources.conversations import read_row
 from megatron_data.sources.json_lines import NEWLINE
-from megatron_data.sources.names import is_url, without_scheme
 from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES, too_long
 from megatron_data.sources.streams import split_suffix
+from megatron_data.sources.urls import is_url, without_scheme
 from megatron_data.tokenizers.conversations import CountedTokens, LossOver, encode_rows
 from megatron_data.tokenizers.sft import SFTTokenizer
 

@@ -13,9 +13,9 @@ from megatron_data.errors import DataError
 from megatron_data.indexed.format import TokenType, bin_path, idx_path
 from megatron_data.sources.block_cache import Blocks, StorageCache
 from megatron_data.sources.failures import MissingError
-from megatron_data.sources.names import is_local, is_url, without_scheme
 from megatron_data.sources.remote import RemoteFile
 from megatron_data.sources.storage import exists
+from megatron_data.sources.urls import is_local, is_url, without_scheme
 
 _BLOCK_BYTES = 4 << 20  # of a scan
 _USUAL_ENDS = ("_text_document", "_text_sentence", "_conversation", "_image_text")

@@ -128,13 +128,13 @@ def benchmark(
 
 
 def _read(
-    inputs: Sequence[str | os.PathLike[str]], key: str, limit: int, longest: int | None
+    inputs: Sequence[str | os.PathLike[str]], key: str, limit: int, max_bytes: int | None
 ) -> tuple[list[str], list[Measured]]:
     """Texts of the first `limit` bytes, and the times of reading and of parsing them."""
     texts: list[str] = []
     size, reading, parsing = 0, 0.0, 0.0
     sources = open_sources(inputs, (key,))
-    chunks = (chunk for source in sources for chunk in source.chunks(longest=longest))
+    chunks = (chunk for source in sources for chunk in source.chunks(max_bytes=max_bytes))
     while size < limit:
         started = perf_counter()
         chunk = next(chunks, None)
@@ -142,7 +142,7 @@ def _read(
         if chunk is None:
             break
         started = perf_counter()
-        items = list(chunk.items((key,), longest))
+        items = list(chunk.items((key,), max_bytes))
         parsing += perf_counter() - started
         for item in items:
             if isinstance(item, Fault):

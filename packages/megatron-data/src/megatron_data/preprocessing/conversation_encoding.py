@@ -17,8 +17,8 @@ from megatron_data.sources.protocol import (
     LARGEST_CHUNK,
     Chunk,
     Fault,
-    HoldsRows,
     Row,
+    SupportsRows,
     UnreadableError,
 )
 from megatron_data.tokenizers.chat import ChatTemplate, Rendered
@@ -49,7 +49,7 @@ class ConversationEncoder:
             every token but the first.
         max_tokens: tokens that a conversation may have; None for no limit.
         over_length: what becomes of a longer one.
-        longest: bytes that a row may have; None for no limit.
+        max_document_bytes: bytes that a row may have; None for no limit.
 
     Raises:
         DataError: `max_tokens` below 2, no such `loss` or `over_length`, or a tokenizer without an
@@ -63,7 +63,7 @@ class ConversationEncoder:
         loss: LossOver = "assistant",
         max_tokens: int | None = None,
         over_length: OverLength = "truncate",
-        longest: int | None = None,
+        max_document_bytes: int | None = None,
     ) -> None:
         if max_tokens is not None and max_tokens < 2:
             raise DataError(
@@ -84,7 +84,7 @@ class ConversationEncoder:
         self.loss: LossOver = loss
         self.max_tokens = max_tokens
         self.over_length: OverLength = over_length
-        self.longest = longest
+        self.max_document_bytes = max_document_bytes
         self.outputs = (
             Output(
                 "_conversation", choose_dtype(tokenizer.vocab_size), _LACKING, left_out=_LEFT_OUT
@@ -102,13 +102,17 @@ class ConversationEncoder:
             "conversations": self._made_by,
             "template limits": asdict(self.template.limits),
             "token type": str(self.outputs[0].dtype),
-            "max document bytes": self.longest,
+            "max document bytes": self.max_document_bytes,
         }
 
     @property
     def reading(self) -> dict[str, Any]:
         """Whole objects, the columns of them, and the limit."""
-        return {"objects": True, "json_keys": list(KEYS), "max_document_bytes": self.longest}
+        return {
+            "objects": True,
+            "json_keys": list(KEYS),
+            "max_document_bytes": self.max_document_bytes,
+        }
 
     @property
     def _made_by(self) -> dict[str, Any]:
@@ -131,14 +135,14 @@ class ConversationEncoder:
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         """Returns the conversations of a chunk, of which every row is a document."""
-        if not isinstance(chunk, HoldsRows):
+        if not isinstance(chunk, SupportsRows):
             raise TypeError(f"{type(chunk).__name__} holds no rows")
         documents: list[list[CountedTokens]] = []
         faults: list[Fault] = []
         refused: list[int] = []
         tallies: Counter[str] = Counter()
         read = 0
-        for found in together(chunk.rows(self.longest)):
+        for found in together(chunk.rows(self.max_document_bytes)):
             if isinstance(found, Fault):
                 faults.append(found)
                 continue

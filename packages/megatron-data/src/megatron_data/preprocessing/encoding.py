@@ -42,7 +42,7 @@ class TextEncoder:
         tokenizer: any `Tokenizer`.
         keys: JSON keys, each of which becomes a dataset.
         append_eod: end every document that has a token with the end-of-document token.
-        longest: bytes that a document may have in its source; None for no limit.
+        max_document_bytes: bytes that a document may have in its source; None for no limit.
         splitter: what cuts texts into sentences, which become the sequences of their document;
             a text that its source gives as several strings is cut already.
         dtype: token type; by the vocabulary if None.
@@ -56,7 +56,7 @@ class TextEncoder:
         tokenizer: Tokenizer,
         keys: tuple[str, ...],
         append_eod: bool,
-        longest: int | None = None,
+        max_document_bytes: int | None = None,
         splitter: SentenceSplitter | None = None,
         dtype: TokenType | None = None,
     ) -> None:
@@ -67,7 +67,7 @@ class TextEncoder:
             )
         self.tokenizer = tokenizer
         self.keys = keys
-        self.longest = longest
+        self.max_document_bytes = max_document_bytes
         self.splitter = splitter
         self.eod = [tokenizer.eod_id] if append_eod and tokenizer.eod_id is not None else []
         self.dtype = choose_dtype(tokenizer.vocab_size) if dtype is None else dtype
@@ -94,14 +94,14 @@ class TextEncoder:
             "end of document": self.eod,
             "sentences": None if self.splitter is None else self.splitter.record,
             "token type": str(self.dtype),
-            "max document bytes": self.longest,
+            "max document bytes": self.max_document_bytes,
             "gigatoken": isinstance(self.tokenizer, FastTokenizer),
         }
 
     @property
     def reading(self) -> dict[str, Any]:
         """The keys and the limit."""
-        return {"json_keys": list(self.keys), "max_document_bytes": self.longest}
+        return {"json_keys": list(self.keys), "max_document_bytes": self.max_document_bytes}
 
     def options(self, output: int) -> dict[str, Any]:
         """Key, end of document and sentences."""
@@ -121,7 +121,7 @@ class TextEncoder:
         faults: list[Fault] = []
         refused: list[int] = []
         read = 0
-        for found in together(chunk.items(self.keys, self.longest)):
+        for found in together(chunk.items(self.keys, self.max_document_bytes)):
             if isinstance(found, Fault):
                 faults.append(found)
                 continue

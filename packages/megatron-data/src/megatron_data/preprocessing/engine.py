@@ -114,9 +114,10 @@ def run_job(
             process writes the same output; a dataset of one of these names that is not to be
             replaced and that no ended run of this work was to replace.
     """
-    if encoder.longest is not None and encoder.longest < 1:
+    limit = encoder.max_document_bytes
+    if limit is not None and limit < 1:
         raise DataError(
-            f"--max-document-bytes {encoder.longest}; give at least 1 (in Python None for no limit)"
+            f"--max-document-bytes {limit}; give at least 1 (in Python None for no limit)"
         )
     started = perf_counter()
     total = sum(source.size for source in sources)
@@ -200,7 +201,7 @@ class _Chunks:
     def tasks(self) -> Iterator[Task]:
         """Returns the chunks that are still to be done, read as they are asked for."""
         for number, source in enumerate(self._sources):
-            for chunk in source.chunks(self._chunk_bytes, self._encoder.longest):
+            for chunk in source.chunks(self._chunk_bytes, self._encoder.max_document_bytes):
                 task = Task(self.count, number, source.path, chunk)
                 self.count += 1
                 record = self._folder.holds(task)

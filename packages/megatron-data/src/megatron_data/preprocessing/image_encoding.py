@@ -16,10 +16,10 @@ from megatron_data.indexed.format import DTYPES
 from megatron_data.indexed.images import IMAGE_MODE, TEXT_MODE, image_kind, pack_image
 from megatron_data.preprocessing.batches import encode_or_name, together
 from megatron_data.preprocessing.protocol import Encoded, EncodedChunk, Output
-from megatron_data.sources.failures import IrregularError, MissingError
-from megatron_data.sources.names import check_named, is_url
-from megatron_data.sources.protocol import Chunk, Fault, HoldsImages, Item, UnreadableError
+from megatron_data.sources.failures import MissingError, NotRegularFileError
+from megatron_data.sources.protocol import Chunk, Fault, Item, SupportsImagePairs, UnreadableError
 from megatron_data.sources.storage import open_file, stat
+from megatron_data.sources.urls import check_untrusted_path, is_url
 from megatron_data.tokenizers.protocol import Tokenizer
 
 _CHUNK = 1 << 15
@@ -73,13 +73,13 @@ class Images(NamedTuple):
             names them.
         of_texts: the image of every text file, where those are given; None where lines name them.
         allow_http: whether lines may name images on web servers.
-        longest: bytes that an image may have; None for no limit.
+        max_bytes: bytes that an image may have; None for no limit.
     """
 
     folder: str | None
     of_texts: Mapping[str, str] | None = None
     allow_http: bool = False
-    longest: int | None = None
+    max_bytes: int | None = None
 
     def of(self, chunk: Chunk, item: Item) -> str:
         """Returns the path or URL of an image.
@@ -97,7 +97,7 @@ class Images(NamedTuple):
             raise UnreadableError("image", "the path of its image is empty")
         if is_url(names[0]):
             try:
-                return check_named(names[0], self.allow_http)
+                return check_untrusted_path(names[0], self.allow_http)
             except DataError as error:
                 raise UnreadableError("image", str(error)) from None
         folder = _folder_of(read_from) if self.folder is None else self.folder
@@ -121,7 +121,7 @@ class Images(NamedTuple):
             raise UnreadableError("image", f"{path} is a folder, not an image") from None
         except (MissingError, FileNotFoundError, NotADirectoryError):
             raise UnreadableError("image", f"there is no image {path}") from None
-        except IrregularError as error:
+        except NotRegularFileError as error:
             raise UnreadableError("image", str(error)) from None
         return self._checked(path, data)
 
@@ -153,8 +153,8 @@ class Images(NamedTuple):
         return b"".join(parts)
 
     def _check_size(self, path: str, size: int, shown: str) -> None:
-        if self.longest is not None and size > self.longest:
-            limit = f"--max-image-bytes {self.longest:,}"
+        if self.max_bytes is not None and size > self.max_bytes:
+            limit = f"--max-image-bytes {self.max_bytes:,}"
             raise UnreadableError("image", f"{path} has {shown} bytes, more than {limit}")
 
 
@@ -166,7 +166,7 @@ class ImagePairEncoder:
         ends: how they end.
         images: where the images are.
         keys: of the text, and of the path of the image unless text files are read.
-        longest: bytes that a line, a row or a text file may have; None for no limit.
+        max_document_bytes: bytes that a line, a row or a text file may have; None for no limit.
     """
 
     def __init__(
@@ -175,10 +175,10 @@ class ImagePairEncoder:
         ends: TextEnds,
         images: Images,
         keys: tuple[str, ...],
-        longest: int | None = None,
+        max_document_bytes: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.longest = longest
+        self.max_document_bytes = max_document_bytes
         self._ends = ends
         self._images = images
         self._keys = keys
@@ -194,15 +194,19 @@ class ImagePairEncoder:
             "end of document": self._ends.eod_id,
             "pad length": self._ends.length,
             "images": self._images.folder,
-            "max image bytes": self._images.longest,
-            "max document bytes": self.longest,
+            "max image bytes": self._images.max_bytes,
+            "max document bytes": self.max_document_bytes,
         }
 
     @property
     def reading(self) -> dict[str, Any]:
         """The keys and the limit, and that the last of the keys may hold images."""
         named = {} if self._images.of_texts is not None else {"images": True}
-        return {"json_keys": list(self._keys), "max_document_bytes": self.longest, **named}
+        return {
+            "json_keys": list(self._keys),
+            "max_document_bytes": self.max_document_bytes,
+            **named,
+        }
 
     def options(self, output: int) -> dict[str, Any]:
         """Returns where the images are, and how texts end."""
@@ -256,9 +260,9 @@ class ImagePairEncoder:
         return EncodedChunk([encoded], faults, refused, tallies, others)
 
     def _items(self, chunk: Chunk) -> Iterator[Item | Fault]:
-        if isinstance(chunk, HoldsImages) and self._images.of_texts is None:
-            return chunk.pairs(self._keys, self.longest)
-        return chunk.items(self._keys, self.longest)
+        if isinstance(chunk, SupportsImagePairs) and self._images.of_texts is None:
+            return chunk.pairs(self._keys, self.max_document_bytes)
+        return chunk.items(self._keys, self.max_document_bytes)
 
     def _texts(self, chunk: Chunk) -> Iterator[Fault | tuple[Item, Sequence[int] | Fault]]:
         """Every item with its tokens, or why it has none; a fault alone where there is no item."""
@@ -304,8 +308,8 @@ def _possible(path: str) -> str:
         UnreadableError: no file can have this path.
     """
     encoded = os.fsencode(path)
-    longest = max(map(len, encoded.split(b"/")))
-    if len(encoded) >= _PATH_MAX or longest > _NAME_MAX or b"\0" in encoded:
+    longest_name = max(map(len, encoded.split(b"/")))
+    if len(encoded) >= _PATH_MAX or longest_name > _NAME_MAX or b"\0" in encoded:
         raise UnreadableError("image", f"no file can have this path: {path[:60]!r}…")
     return path
 

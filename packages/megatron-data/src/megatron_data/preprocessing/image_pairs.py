@@ -11,7 +11,7 @@ from megatron_data.preprocessing.engine import OnError, Preprocessed, Work, run_
 from megatron_data.preprocessing.image_encoding import ImagePairEncoder, Images, TextEnds
 from megatron_data.sources.opening import find_sources
 from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
-from megatron_data.sources.storage import files_below, is_folder, relative
+from megatron_data.sources.storage import is_folder, list_files, relative_path
 from megatron_data.sources.streams import split_suffix
 from megatron_data.sources.text_files import TextFiles
 from megatron_data.tokenizers.protocol import Tokenizer
@@ -110,7 +110,7 @@ def tokenize_image_pairs(
     keys: tuple[str, ...] = json_keys
     sources = find_sources(inputs, keys)
     texts = [source for source in sources if isinstance(source, TextFiles)]
-    images = Images(folder, allow_http=allow_http, longest=max_image_bytes)
+    images = Images(folder, allow_http=allow_http, max_bytes=max_image_bytes)
     if texts and len(texts) < len(sources):
         raise DataError(
             f"{texts[0].path} holds texts and other inputs hold lines or rows; give one kind at a "
@@ -143,7 +143,7 @@ def _images_of(texts: Sequence[TextFiles], folder: str | None) -> dict[str, str]
             f"{texts[0].path}: text files name no images; give --input-image FOLDER with an image "
             "of the name of each"
         )
-    images = _by_name((_stem(path, folder), path) for path in files_below(folder))
+    images = _by_name((_stem(path, folder), path) for path in list_files(folder))
     named = _by_name((_stem(path, text.path), path) for text in texts for path in text.files)
     lacking = [path for name, path in named.items() if name not in images]
     left_over = [path for name, path in images.items() if name not in named]
@@ -172,6 +172,6 @@ def _by_name(files: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 def _stem(path: str, folder: str) -> str:
     """The name of a file below a folder without its suffix, or of a file that was given itself."""
-    name = Path(path).name if path == folder else relative(path, folder)
+    name = Path(path).name if path == folder else relative_path(path, folder)
     kind, packed = split_suffix(name)
     return name[: len(name) - len(kind) - len(packed)]

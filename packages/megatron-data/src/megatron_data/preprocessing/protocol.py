@@ -83,7 +83,7 @@ class ChunkEncoder(Protocol):
         """The datasets; none of them takes its name before all are whole."""
 
     @property
-    def longest(self) -> int | None:
+    def max_document_bytes(self) -> int | None:
         """Bytes that a document may have in its source; None for no limit."""
 
     @property

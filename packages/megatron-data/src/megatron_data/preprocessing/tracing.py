@@ -21,11 +21,11 @@ from megatron_data.sources.opening import reopen
 from megatron_data.sources.protocol import (
     MAX_DOCUMENT_BYTES,
     Fault,
-    HoldsImages,
-    HoldsRows,
     Item,
     Row,
     Span,
+    SupportsImagePairs,
+    SupportsRows,
 )
 
 
@@ -136,7 +136,7 @@ class _Limits(NamedTuple):
     allow_http: bool
     max_document_bytes: int
 
-    def longest(self, source: dict[str, Any]) -> int:
+    def max_bytes_of(self, source: dict[str, Any]) -> int:
         """Bytes that a document may have: what the manifest says, if that is less."""
         said = source["max_document_bytes"]
         return self.max_document_bytes if said is None else min(said, self.max_document_bytes)
@@ -146,19 +146,19 @@ def _look_up(
     source: dict[str, Any], origin: Origin, wanted: int, limits: _Limits
 ) -> dict[str, Any]:
     """Reads a part of a source anew, and find a document in it by how many come before it."""
-    path, longest = source["path"], limits.longest(source)
+    path, max_bytes = source["path"], limits.max_bytes_of(source)
     try:
-        chunk = reopen(source, limits.allow_http).chunk_at(origin.span, longest)
+        chunk = reopen(source, limits.allow_http).chunk_at(origin.span, max_bytes)
     except (DataError, OSError) as error:
         return {"path": path, "span": origin.span, "unknown": str(error)}
     if not chunk.digest.startswith(origin.digest):
         return {"path": path, "span": origin.span, "unknown": f"{path} has changed since"}
-    if source.get("objects") and isinstance(chunk, HoldsRows):
-        found: Iterator[Item | Row | Fault] = chunk.rows(longest)
-    elif source.get("images") and isinstance(chunk, HoldsImages):
-        found = chunk.pairs(source["json_keys"], longest)
+    if source.get("objects") and isinstance(chunk, SupportsRows):
+        found: Iterator[Item | Row | Fault] = chunk.rows(max_bytes)
+    elif source.get("images") and isinstance(chunk, SupportsImagePairs):
+        found = chunk.pairs(source["json_keys"], max_bytes)
     else:
-        found = chunk.items(source["json_keys"], longest)
+        found = chunk.items(source["json_keys"], max_bytes)
     items = [item for item in found if not isinstance(item, Fault)]
     refused = set(origin.refused)
     kept = [item for position, item in enumerate(items) if position not in refused]

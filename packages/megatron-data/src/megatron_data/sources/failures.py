@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import BinaryIO
 
 from megatron_data.errors import DataError
-from megatron_data.sources.passing import PassingFile
+from megatron_data.sources.wrapped_file import WrappedFile
 
 _BUFFER = 1 << 18
 _NOT_FOUND = 404
@@ -21,16 +21,16 @@ class MissingError(DataError):
     """There is nothing at a path or a URL."""
 
 
-class IrregularError(DataError):
+class NotRegularFileError(DataError):
     """There is a device or a pipe at a path, not a file."""
 
 
-class BrokenOffError(DataError):
+class TransferError(DataError):
     """A storage that did not answer, or not to the end; it may if it is asked again."""
 
 
 @contextmanager
-def told(url: str) -> Iterator[None]:
+def storage_errors(url: str) -> Iterator[None]:
     """Tells in one line what fails at a URL.
 
     Raises:
@@ -44,29 +44,29 @@ def told(url: str) -> Iterator[None]:
     except (FileNotFoundError, NotADirectoryError) as error:
         cause = error.__cause__
         if isinstance(cause, FileNotFoundError | None) or _status(cause) == _NOT_FOUND:
-            raise missing(url) from None
+            raise missing_error(url) from None
         # fsspec's HTTP raises this whatever happened.
-        raise denied(url, cause) or _unreadable(url, cause) from None
+        raise access_denied_error(url, cause) or _unreadable_error(url, cause) from None
     except Exception as error:  # noqa: BLE001 - each of fsspec's backends has exceptions of its own
-        raise denied(url, error) or _unreadable(url, error) from None
+        raise access_denied_error(url, error) or _unreadable_error(url, error) from None
 
 
-def told_file(file: BinaryIO, url: str) -> BinaryIO:
-    """Returns a file at a URL of which `told` tells whatever fails while it is read."""
-    return io.BufferedReader(_ToldFile(file, url), _BUFFER)
+def wrap_file(file: BinaryIO, url: str) -> BinaryIO:
+    """Returns a file at a URL of which `storage_errors` tells whatever fails while it is read."""
+    return io.BufferedReader(_StorageFile(file, url), _BUFFER)
 
 
-class _ToldFile(PassingFile):
+class _StorageFile(WrappedFile):
     def __init__(self, file: BinaryIO, url: str) -> None:
         super().__init__(file)
         self._url = url
 
     def _read(self, size: int) -> bytes:
-        with told(self._url):
+        with storage_errors(self._url):
             return super()._read(size)
 
 
-def denied(url: str, error: BaseException) -> DataError | None:
+def access_denied_error(url: str, error: BaseException) -> DataError | None:
     """Returns what to say of an error by which a storage refuses; None of any other."""
     if not isinstance(error, PermissionError) and _status(error) not in _REFUSALS:
         return None
@@ -77,13 +77,13 @@ def denied(url: str, error: BaseException) -> DataError | None:
     )
 
 
-def missing(path: str) -> MissingError:
+def missing_error(path: str) -> MissingError:
     """That nothing is at a path or a URL."""
     return MissingError(f"no input file or folder at {path}")
 
 
-def _unreadable(url: str, error: BaseException) -> BrokenOffError:
-    return BrokenOffError(f"{url} cannot be read: {type(error).__name__}: {error}")
+def _unreadable_error(url: str, error: BaseException) -> TransferError:
+    return TransferError(f"{url} cannot be read: {type(error).__name__}: {error}")
 
 
 def _status(error: BaseException) -> int | None:

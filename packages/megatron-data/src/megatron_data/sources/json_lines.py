@@ -74,27 +74,27 @@ class LinesChunk(NamedTuple):
         """SHA-256 of the lines."""
         return hashlib.sha256(self.data).hexdigest()
 
-    def items(self, keys: Sequence[str], longest: int | None = None) -> Iterator[Item | Fault]:
+    def items(self, keys: Sequence[str], max_bytes: int | None = None) -> Iterator[Item | Fault]:
         """Returns the text of every object under each key; lines of white space are passed over."""
-        return self._each(partial(_texts, keys), Item, _TEXT_WANTED, longest)
+        return self._each(partial(_texts, keys), Item, _TEXT_WANTED, max_bytes)
 
-    def rows(self, longest: int | None = None) -> Iterator[Row | Fault]:
+    def rows(self, max_bytes: int | None = None) -> Iterator[Row | Fault]:
         """Every object; lines of white space are passed over."""
-        return self._each(dict, Row, "every line must be an object", longest)
+        return self._each(dict, Row, "every line must be an object", max_bytes)
 
     def _each(
         self,
         read: Callable[[dict[str, Any]], Content],
         made: Callable[[int, int, int, Content], Found],
         wanted: str,
-        longest: int | None,
+        max_bytes: int | None,
     ) -> Iterator[Found | Fault]:
         end = self.offset
         for number, line in enumerate(self.data.split(NEWLINE), start=self.line):
             offset, end = end, end + len(line) + 1
             try:
-                if longest is not None and len(line) > longest:
-                    raise too_long(len(line), longest)
+                if max_bytes is not None and len(line) > max_bytes:
+                    raise too_long(len(line), max_bytes)
                 try:
                     content = orjson.loads(line)
                 except orjson.JSONDecodeError as error:
@@ -130,7 +130,7 @@ class JsonLines:
         self._sha256 = ""
 
     def chunks(
-        self, chunk_bytes: int = CHUNK_BYTES, longest: int | None = None
+        self, chunk_bytes: int = CHUNK_BYTES, max_bytes: int | None = None
     ) -> Iterator[LinesChunk | BrokenChunk]:
         """Pieces of about `chunk_bytes`; a longer line makes a longer piece."""
         offset, line, stored, rest = 0, 1, 0, b""
@@ -141,14 +141,14 @@ class JsonLines:
                 end = len(data) if whole else data.rfind(NEWLINE) + 1
                 kept, size, rest = data[:end], end, data[end:]
                 if not end and not stream.ended:
-                    kept, size, rest = _long_line(stream, data, longest)
+                    kept, size, rest = _long_line(stream, data, max_bytes)
                 read, stored = stream.stored - stored, stream.stored
                 if kept:
                     chunk = LinesChunk(self.path, offset, line, kept, read)
                     yield chunk
                     line += chunk.lines
                 elif size:
-                    yield self._broken(too_long(size, longest or 0), offset, line, size, read)
+                    yield self._broken(too_long(size, max_bytes or 0), offset, line, size, read)
                     line += 1
                 offset += size
                 if stream.damage is not None and NEWLINE not in rest:
@@ -165,9 +165,9 @@ class JsonLines:
         fault = Fault(place, error.kind, error.reason, self.path, line, offset, size)
         return BrokenChunk(fault, stored, Span(offset, size or 0, line, 1))
 
-    def chunk_at(self, span: Span, longest: int | None = None) -> LinesChunk:
+    def chunk_at(self, span: Span, max_bytes: int | None = None) -> LinesChunk:
         """Reads some lines anew."""
-        check_reread(span.size, longest)
+        check_reread(span.size, max_bytes)
         with Stream(self.path) as stream:
             stream.skip(span.offset)
             data = stream.read(span.size)
@@ -185,10 +185,10 @@ class JsonLines:
         }
 
 
-def _long_line(stream: Stream, start: bytes, longest: int | None) -> tuple[bytes, int, bytes]:
+def _long_line(stream: Stream, start: bytes, max_bytes: int | None) -> tuple[bytes, int, bytes]:
     """Reads a line to its end: its bytes, how many they are, and what was read behind it.
 
-    The bytes are left out if they are more than `longest`; so they are where damage ends the line.
+    The bytes are left out if they are more than `max_bytes`, and where damage ends the line.
     """
     parts, size, end, rest = [start], len(start), 0, b""
     while not stream.ended and not end:
@@ -197,11 +197,11 @@ def _long_line(stream: Stream, start: bytes, longest: int | None) -> tuple[bytes
         if end:
             data, rest = data[:end], data[end:]
         size += len(data)
-        if longest is None or size <= longest + 1:
+        if max_bytes is None or size <= max_bytes + 1:
             parts.append(data)
     if stream.damage is not None and not end:
         return b"", 0, b""
-    if longest is not None and size > longest + 1:
+    if max_bytes is not None and size > max_bytes + 1:
         return b"", size, rest
     return b"".join(parts), size, rest
 

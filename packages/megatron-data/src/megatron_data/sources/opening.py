@@ -7,13 +7,13 @@ from typing import Any
 
 from megatron_data.errors import DataError
 from megatron_data.sources.json_lines import JsonLines
-from megatron_data.sources.names import check_named
 from megatron_data.sources.parallel_lines import ParallelLines
 from megatron_data.sources.parquet import Parquet
 from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES, Fault, Source
-from megatron_data.sources.storage import expand, files_below, is_folder, stat
+from megatron_data.sources.storage import expand_pattern, is_folder, list_files, stat
 from megatron_data.sources.streams import split_suffix
 from megatron_data.sources.text_files import TextFile, TextFiles
+from megatron_data.sources.urls import check_untrusted_path
 
 TEXT = ".txt"
 LINES = ".jsonl"
@@ -74,7 +74,7 @@ def find_sources(
     Raises:
         DataError: as there.
     """
-    found = (path for given in paths for path in expand(os.fspath(given)))
+    found = (path for given in paths for path in expand_pattern(os.fspath(given)))
     sources = [source for path in found for source in _sources_at(path, keys, rows)]
     if not sources:
         raise DataError("no input file given")
@@ -118,9 +118,9 @@ def reopen(record: dict[str, Any], allow_http: bool = False) -> Source:
     """
     keys = record["json_keys"]
     if "parallel" in record:
-        files = [check_named(file["path"], allow_http) for file in record["parallel"]]
+        files = [check_untrusted_path(file["path"], allow_http) for file in record["parallel"]]
         return open_parallel(files, keys)
-    path = check_named(record["path"], allow_http)
+    path = check_untrusted_path(record["path"], allow_http)
     rows = record.get("objects", False)
     most = None
     if is_folder(path):
@@ -149,7 +149,7 @@ def read_texts(
         DataError: a missing or empty input, or one that cannot be read, with file and place.
     """
     for source in open_sources(paths, (key,)):
-        for chunk in source.chunks(longest=max_document_bytes):
+        for chunk in source.chunks(max_bytes=max_document_bytes):
             for item in chunk.items((key,), max_document_bytes):
                 if isinstance(item, Fault):
                     raise DataError(str(item))
@@ -170,7 +170,7 @@ def _sources_at(
 
 
 def _sources_in(folder: str, keys: Sequence[str], rows: bool, most: int | None) -> list[Source]:
-    files = files_below(folder, most)
+    files = list_files(folder, most)
     kinds = {path: _kind(path) for path in files}
     texts = [path for path in files if kinds[path] == TEXT]
     tables = [path for path in files if kinds[path] in (LINES, TABLE)]

@@ -56,14 +56,14 @@ class ParallelChunk(NamedTuple):
             digest.update(hashlib.sha256(lines).digest())
         return digest.hexdigest()
 
-    def items(self, keys: Sequence[str], longest: int | None = None) -> Iterator[Item | Fault]:
+    def items(self, keys: Sequence[str], max_bytes: int | None = None) -> Iterator[Item | Fault]:
         """Line after line its text in each file, in the order of the keys; empty ones, too."""
         rows = zip(*map(_split, self.data), strict=True)
         for number, row in enumerate(rows, start=self.line):
             texts: list[Document] = []
             for path, line in zip(self.paths, row, strict=True):
                 try:
-                    texts.append([_text(line, number, longest)])
+                    texts.append([_text(line, number, max_bytes)])
                 except UnreadableError as error:
                     place, size = f"{path}:{number}", None if error.kind == "long" else len(line)
                     yield Fault(place, error.kind, error.reason, path, number, None, size)
@@ -94,12 +94,12 @@ class ParallelLines:
         self._files: list[dict[str, Any]] = []
 
     def chunks(
-        self, chunk_bytes: int = CHUNK_BYTES, longest: int | None = None
+        self, chunk_bytes: int = CHUNK_BYTES, max_bytes: int | None = None
     ) -> Iterator[ParallelChunk]:
         """Pieces of about `chunk_bytes` in all files together; a longer line makes a longer piece.
 
-        The lines of all files are counted before the first piece. Of a line of more than `longest`
-        bytes the beginning stands in the piece, which names it.
+        The lines of all files are counted before the first piece. Of a line of more than
+        `max_bytes` bytes the beginning stands in the piece, which names it.
 
         Raises:
             DataError: files of unequal numbers of lines, or one that is damaged: beyond the damage
@@ -107,7 +107,7 @@ class ParallelLines:
         """
         self._lines = self._count()
         with ExitStack() as stack:
-            files = [stack.enter_context(_File(path, longest)) for path in self._paths]
+            files = [stack.enter_context(_File(path, max_bytes)) for path in self._paths]
             line, before = 1, 0
             while line <= self._lines:
                 share = max(chunk_bytes // len(files), 1)
@@ -122,11 +122,11 @@ class ParallelLines:
                 for file in files
             ]
 
-    def chunk_at(self, span: Span, longest: int | None = None) -> ParallelChunk:
+    def chunk_at(self, span: Span, max_bytes: int | None = None) -> ParallelChunk:
         """Reads some lines anew."""
         data = []
         for path in self._paths:
-            with _File(path, longest) as file:
+            with _File(path, max_bytes) as file:
                 file.skip(span.first - 1)
                 data.append(file.take(span.units, reread=True))
         return ParallelChunk(self._paths, span.first, tuple(data), 0)
@@ -143,8 +143,10 @@ class ParallelLines:
     def _count(self) -> int:
         counts = {path: _count_lines(path) for path in self._paths}
         if len(set(counts.values())) > 1:
-            told = ", ".join(f"{path} has {count:,} lines" for path, count in counts.items())
-            raise DataError(f"{told}; line i of each is one document, so they must be as many")
+            line_counts = ", ".join(f"{path} has {count:,} lines" for path, count in counts.items())
+            raise DataError(
+                f"{line_counts}; line i of each is one document, so they must be as many"
+            )
         return next(iter(counts.values()))
 
 
@@ -153,26 +155,26 @@ class _File:
 
     Args:
         path: local path or URL.
-        longest: bytes that a line may have; of a longer one, one more is kept. None for no limit.
+        max_bytes: bytes that a line may have; of a longer one, one more is kept. None for no limit.
     """
 
-    def __init__(self, path: str, longest: int | None) -> None:
+    def __init__(self, path: str, max_bytes: int | None) -> None:
         self.path = path
         self.stream = Stream(path)
-        self._longest = longest
+        self._max_line_bytes = max_bytes
         self._open = 0  # bytes of the line that is being read
         self._rest = b""
 
     def _read(self, size: int) -> bytes:
         """Returns the next bytes without those that are too many."""
         data = self.stream.read(size)
-        if self._longest is None or self._open + len(data) <= self._longest:
+        if self._max_line_bytes is None or self._open + len(data) <= self._max_line_bytes:
             last = data.rfind(_NEWLINE)
             self._open = len(data) - last - 1 if last >= 0 else self._open + len(data)
             return data
         parts = []
         for line in data.split(_NEWLINE):
-            parts.append(line[: max(self._longest + 1 - self._open, 0)])
+            parts.append(line[: max(self._max_line_bytes + 1 - self._open, 0)])
             before, self._open = self._open + len(line), 0
         self._open = before
         return _NEWLINE.join(parts)
@@ -198,7 +200,7 @@ class _File:
             ends += parts[-1].count(_NEWLINE)
             size += len(parts[-1])
             if reread:
-                check_reread(size, self._longest)
+                check_reread(size, self._max_line_bytes)
         data = b"".join(parts)
         if ends >= count:
             at = np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE[0])[count - 1] + 1
@@ -246,10 +248,10 @@ def _split(data: bytes) -> list[bytes]:
     return lines if lines[-1] else lines[:-1]
 
 
-def _text(line: bytes, number: int, longest: int | None) -> str:
+def _text(line: bytes, number: int, max_bytes: int | None) -> str:
     """Returns a line as text, without its end, and without the byte-order mark of the file."""
-    if longest is not None and len(line) > longest:
-        raise too_long(None, longest)
+    if max_bytes is not None and len(line) > max_bytes:
+        raise too_long(None, max_bytes)
     line = line.removesuffix(b"\r")
     try:
         return (line.removeprefix(_MARK) if number == 1 else line).decode()

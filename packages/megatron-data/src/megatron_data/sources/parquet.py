@@ -8,7 +8,6 @@ import orjson
 
 from megatron_data.errors import DataError
 from megatron_data.sources.json_lines import text_of
-from megatron_data.sources.names import is_url
 from megatron_data.sources.parquet_checksums import has_page_checksums
 from megatron_data.sources.protocol import (
     CHUNK_BYTES,
@@ -22,6 +21,7 @@ from megatron_data.sources.protocol import (
 )
 from megatron_data.sources.storage import open_file, stat
 from megatron_data.sources.streams import Stream
+from megatron_data.sources.urls import is_url
 
 _REREAD_ROWS = 1024
 
@@ -55,20 +55,20 @@ class RowsChunk(NamedTuple):
                 digest.update(repr(value).encode(errors="backslashreplace") + b"\0")
         return digest.hexdigest()
 
-    def items(self, keys: Sequence[str], longest: int | None = None) -> Iterator[Item | Fault]:
+    def items(self, keys: Sequence[str], max_bytes: int | None = None) -> Iterator[Item | Fault]:
         """Returns the text of every row under each key."""
-        return self._items(keys, longest, None)
+        return self._items(keys, max_bytes, None)
 
-    def pairs(self, keys: Sequence[str], longest: int | None = None) -> Iterator[Item | Fault]:
+    def pairs(self, keys: Sequence[str], max_bytes: int | None = None) -> Iterator[Item | Fault]:
         """Returns the text of every row and its image: a path, or bytes.
 
         Bytes are those of a binary column, or the field `bytes` of a struct that may have the field
         `path` as well, as the library `datasets` writes images.
         """
-        return self._items(keys, longest, keys[-1])
+        return self._items(keys, max_bytes, keys[-1])
 
     def _items(
-        self, keys: Sequence[str], longest: int | None, image_key: str | None
+        self, keys: Sequence[str], max_bytes: int | None, image_key: str | None
     ) -> Iterator[Item | Fault]:
         for number, row in enumerate(_values(self.table), start=self.row):
             item = Item(number, None, 0, [])
@@ -80,14 +80,14 @@ class RowsChunk(NamedTuple):
                     image, row[image_key] = _image_in(row[image_key])
                 texts = [text_of(row, key) for key in keys]
                 size = sum(len(part.encode()) for text in texts for part in text)
-                if longest is not None and size > longest:
-                    raise too_long(size, longest)
+                if max_bytes is not None and size > max_bytes:
+                    raise too_long(size, max_bytes)
             except UnreadableError as error:
                 yield self.fault(item, error.kind, error.reason)
             else:
                 yield Item(number, None, size, texts, image)
 
-    def rows(self, longest: int | None = None) -> Iterator[Row | Fault]:
+    def rows(self, max_bytes: int | None = None) -> Iterator[Row | Fault]:
         """Every row; what is null in it, also in its lists and structs, is left out."""
         for number, row in enumerate(_values(self.table), start=self.row):
             if isinstance(row, UnicodeDecodeError):
@@ -96,8 +96,8 @@ class RowsChunk(NamedTuple):
                 continue
             values = _without_null(row)
             size = len(orjson.dumps(values, default=repr))
-            if longest is not None and size > longest:
-                error = too_long(size, longest)
+            if max_bytes is not None and size > max_bytes:
+                error = too_long(size, max_bytes)
                 yield self.fault(Row(number, None, size, values), error.kind, error.reason)
             else:
                 yield Row(number, None, size, values)
@@ -131,7 +131,7 @@ class Parquet:
         _pyarrow(path)
 
     def chunks(
-        self, chunk_bytes: int = CHUNK_BYTES, longest: int | None = None
+        self, chunk_bytes: int = CHUNK_BYTES, max_bytes: int | None = None
     ) -> Iterator[RowsChunk | BrokenChunk]:
         """Rows together up to about `chunk_bytes` of what the file says they take unpacked."""
         arrow = _pyarrow(self.path)
@@ -196,7 +196,7 @@ class Parquet:
         fault = Fault(f"{self.path}, row {row}", kind, " ".join(reason.split()), self.path, row)
         return BrokenChunk(fault, 0, Span(0, 0, row, 1))
 
-    def chunk_at(self, span: Span, longest: int | None = None) -> RowsChunk:
+    def chunk_at(self, span: Span, max_bytes: int | None = None) -> RowsChunk:
         """Reads some rows anew."""
         arrow = _pyarrow(self.path)
         last = span.first - 1 + span.units

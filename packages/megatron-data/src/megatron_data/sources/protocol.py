@@ -138,12 +138,12 @@ class Chunk(Protocol):
     def digest(self) -> str:
         """Hexadecimal SHA-256 of the content."""
 
-    def items(self, keys: Sequence[str], longest: int | None) -> Iterator[Item | Fault]:
+    def items(self, keys: Sequence[str], max_bytes: int | None) -> Iterator[Item | Fault]:
         """Returns the documents, and in their place what cannot be one.
 
         Args:
             keys: under which the texts are looked up; a document has all of them.
-            longest: bytes that a document may have; None for no limit.
+            max_bytes: bytes that a document may have; None for no limit.
         """
 
     def fault(self, item: Item | Row, kind: str, reason: str) -> Fault:
@@ -151,27 +151,27 @@ class Chunk(Protocol):
 
 
 @runtime_checkable
-class HoldsImages(Protocol):
+class SupportsImagePairs(Protocol):
     """A chunk that may hold images beside its texts, and not only their paths."""
 
-    def pairs(self, keys: Sequence[str], longest: int | None) -> Iterator[Item | Fault]:
+    def pairs(self, keys: Sequence[str], max_bytes: int | None) -> Iterator[Item | Fault]:
         """Returns the items; the one under the last key may be the bytes of an image.
 
         Args:
             keys: of the text, and of the image.
-            longest: bytes that the texts of an item may have; None for no limit.
+            max_bytes: bytes that the texts of an item may have; None for no limit.
         """
 
 
 @runtime_checkable
-class HoldsRows(Protocol):
+class SupportsRows(Protocol):
     """A chunk of whole objects, of which more than texts can be read."""
 
-    def rows(self, longest: int | None) -> Iterator[Row | Fault]:
+    def rows(self, max_bytes: int | None) -> Iterator[Row | Fault]:
         """Returns the objects, and in their place what is none.
 
         Args:
-            longest: bytes that one may have; None for no limit.
+            max_bytes: bytes that one may have; None for no limit.
         """
 
 
@@ -188,15 +188,17 @@ class Source(Protocol):
     size: int
     version: str
 
-    def chunks(self, chunk_bytes: int = CHUNK_BYTES, longest: int | None = None) -> Iterator[Chunk]:
+    def chunks(
+        self, chunk_bytes: int = CHUNK_BYTES, max_bytes: int | None = None
+    ) -> Iterator[Chunk]:
         """Returns pieces of about `chunk_bytes`, read as they are asked for.
 
         Args:
             chunk_bytes: size at which to cut; a longer document makes a longer piece.
-            longest: bytes a document may have; a longer one is named, and not kept in memory.
+            max_bytes: bytes a document may have; a longer one is named, and not kept in memory.
         """
 
-    def chunk_at(self, span: Span, longest: int | None = None) -> Chunk:
+    def chunk_at(self, span: Span, max_bytes: int | None = None) -> Chunk:
         """Reads one piece anew.
 
         Raises:
@@ -219,11 +221,11 @@ class BrokenChunk(NamedTuple):
         """Nothing to be compared."""
         return ""
 
-    def items(self, keys: Sequence[str], longest: int | None) -> Iterator[Item | Fault]:
+    def items(self, keys: Sequence[str], max_bytes: int | None) -> Iterator[Item | Fault]:
         """Returns the fault alone."""
         yield self.problem
 
-    def rows(self, longest: int | None) -> Iterator[Row | Fault]:
+    def rows(self, max_bytes: int | None) -> Iterator[Row | Fault]:
         """Returns the fault alone."""
         yield self.problem
 
@@ -238,24 +240,24 @@ def not_utf8(wrong: UnicodeDecodeError) -> UnreadableError:
     return UnreadableError("encoding", f"{what}; convert the file")
 
 
-def too_long(size: int | None, longest: int) -> UnreadableError:
+def too_long(size: int | None, max_bytes: int) -> UnreadableError:
     """Returns the refusal of a document of more bytes than asked for, so many if that is known."""
     what = "a document of" if size is None else f"a document of {size:,} bytes,"
-    return UnreadableError("long", f"{what} more than --max-document-bytes {longest:,}")
+    return UnreadableError("long", f"{what} more than --max-document-bytes {max_bytes:,}")
 
 
-def check_reread(size: int, longest: int | None) -> None:
+def check_reread(size: int, max_bytes: int | None) -> None:
     """Refuses to read a piece anew that is larger than any that sources are cut into.
 
     Args:
         size: bytes that a manifest says it has, or that were read of it.
-        longest: bytes that one document may have; None for no limit.
+        max_bytes: bytes that one document may have; None for no limit.
 
     Raises:
         DataError: it is.
     """
-    if longest is not None and size > LARGEST_CHUNK + longest:
+    if max_bytes is not None and size > LARGEST_CHUNK + max_bytes:
         raise DataError(
-            f"a piece of {size:,} bytes or more, where documents have at most {longest:,} "
+            f"a piece of {size:,} bytes or more, where documents have at most {max_bytes:,} "
             "(--max-document-bytes); give a larger limit to read it"
         )

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
 
 from megatron_data.errors import DataError
-from megatron_data.sources.failures import BrokenOffError, MissingError, denied
-from megatron_data.sources.names import is_url
+from megatron_data.sources.failures import MissingError, TransferError, access_denied_error
 from megatron_data.sources.storage import read_range, stat
+from megatron_data.sources.urls import is_url
 
 _ATTEMPTS = 3
 _PAUSE = 0.5  # seconds before the second attempt, twice as long before the third
@@ -64,7 +64,7 @@ class RemoteFile(NamedTuple):
         """
         try:
             return _repeated(partial(self._range, begin, end))
-        except BrokenOffError as error:
+        except TransferError as error:
             self.check_unchanged()  # a shorter file would explain it
             raise DataError(
                 f"{self.url}: bytes {begin:,} to {end:,} could not be read in {_ATTEMPTS} "
@@ -78,14 +78,14 @@ class RemoteFile(NamedTuple):
             raise self._gone() from None
         except Exception as error:  # noqa: BLE001 - each of fsspec's backends has its own
             problem = f"{type(error).__name__}: {error}"
-            raise denied(self.url, error) or BrokenOffError(problem) from None
+            raise access_denied_error(self.url, error) or TransferError(problem) from None
         if len(data) > end - begin:
-            raise BrokenOffError(
+            raise TransferError(
                 f"{len(data):,} bytes came for {end - begin:,}: the server ignores ranges; copy "
                 "the file to a local disk, or serve it by another"
             )
         if len(data) < end - begin:
-            raise BrokenOffError(f"{len(data):,} of {end - begin:,} bytes came")
+            raise TransferError(f"{len(data):,} of {end - begin:,} bytes came")
         return data
 
     def stream(self, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
@@ -162,6 +162,6 @@ def _repeated(attempt: Callable[[], _T]) -> _T:
     for number in range(_ATTEMPTS - 1):
         try:
             return attempt()
-        except BrokenOffError:
+        except TransferError:
             time.sleep(_PAUSE * 2**number)
     return attempt()

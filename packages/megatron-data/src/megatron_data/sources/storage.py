@@ -8,8 +8,13 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple
 
 from megatron_data.errors import DataError
-from megatron_data.sources.failures import IrregularError, missing, told, told_file
-from megatron_data.sources.names import check_scheme, is_local, is_url
+from megatron_data.sources.failures import (
+    NotRegularFileError,
+    missing_error,
+    storage_errors,
+    wrap_file,
+)
+from megatron_data.sources.urls import check_scheme, is_local, is_url
 
 _MAGIC = frozenset("*?[")
 _VERSIONS = (
@@ -25,7 +30,7 @@ class Stat(NamedTuple):
     version: str
 
 
-def expand(path: str) -> list[str]:
+def expand_pattern(path: str) -> list[str]:
     """Returns the files and folders that a pattern matches, sorted; other paths as they are.
 
     Raises:
@@ -74,14 +79,14 @@ def stat(path: str, fresh: bool = False) -> Stat:
         try:
             found = os.stat(path)  # noqa: PTH116
         except (FileNotFoundError, NotADirectoryError):
-            raise missing(path) from None
+            raise missing_error(path) from None
         return Stat(found.st_size, str(found.st_mtime_ns))
     with _system(path) as (system, inner):
         if fresh:
             system.invalidate_cache(inner)
         info: dict[str, Any] = system.info(inner)
     if info.get("type") == "directory":
-        raise missing(path)
+        raise missing_error(path)
     tags = (info.get(name) for name in _VERSIONS)
     return Stat(int(info["size"] or 0), str(next(filter(None, tags), "")))
 
@@ -91,7 +96,7 @@ def open_file(path: str) -> BinaryIO:
 
     Raises:
         MissingError: nothing is at a URL; also while it is read.
-        IrregularError: a device or a pipe, which may never end.
+        NotRegularFileError: a device or a pipe, which may never end.
         DataError: a storage that cannot be reached, or refuses; also while it is read.
         OSError: a file on the disk cannot be opened.
     """
@@ -100,7 +105,7 @@ def open_file(path: str) -> BinaryIO:
     with _system(path) as (system, inner):
         if is_local(path):
             return _open_regular(inner)
-        return told_file(system.open(inner, "rb"), path)
+        return wrap_file(system.open(inner, "rb"), path)
 
 
 def read_range(url: str, begin: int, end: int) -> bytes:
@@ -112,7 +117,7 @@ def read_range(url: str, begin: int, end: int) -> bytes:
     return bytes(system.cat_file(inner, start=begin, end=end))
 
 
-def files_below(folder: str, most: int | None = None) -> list[str]:
+def list_files(folder: str, most: int | None = None) -> list[str]:
     """Every file in a folder and below, in the order of `LC_ALL=C sort`.
 
     Names that begin with a dot are passed over; links to folders are not followed.
@@ -135,7 +140,7 @@ def files_below(folder: str, most: int | None = None) -> list[str]:
     return sorted(names, key=os.fsencode)
 
 
-def relative(path: str, folder: str) -> str:
+def relative_path(path: str, folder: str) -> str:
     """Returns the name of a file below a folder."""
     if is_url(path):
         return path[len(folder.rstrip("/")) + 1 :]
@@ -174,7 +179,7 @@ def _open_regular(path: str) -> BinaryIO:
     file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it
     if not modes.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise IrregularError(f"{path} is a device or a pipe; give a regular file")
+        raise NotRegularFileError(f"{path} is a device or a pipe; give a regular file")
     return file
 
 
@@ -190,7 +195,7 @@ def _refuse(error: OSError) -> None:
 @contextmanager
 def _system(url: str) -> Iterator[tuple[Any, str]]:
     """Fsspec's file system of a URL and the path in it; what fails is told in one line."""
-    with told(url):
+    with storage_errors(url):
         yield _file_system(url)
 
 

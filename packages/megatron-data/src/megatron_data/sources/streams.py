@@ -10,13 +10,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, BinaryIO, Protocol, Self
 
 from megatron_data.errors import DataError
-from megatron_data.sources.passing import PassingFile
 from megatron_data.sources.storage import open_file
+from megatron_data.sources.wrapped_file import WrappedFile
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-PACKED = (".gz", ".bz2", ".zst")
+COMPRESSED_SUFFIXES = (".gz", ".bz2", ".zst")
 """Suffixes of compressed files."""
 
 _STEP = 1 << 18
@@ -30,7 +30,7 @@ def split_suffix(path: str) -> tuple[str, str]:
     """Returns what kind of content a name promises, and how it is packed: `.txt`, `.gz`."""
     name = PurePosixPath(path)
     packed = name.suffix.lower()
-    if packed not in PACKED:
+    if packed not in COMPRESSED_SUFFIXES:
         return packed, ""
     return PurePosixPath(name.stem).suffix.lower(), packed
 
@@ -123,7 +123,7 @@ class _Reader(Protocol):
     def close(self) -> None: ...
 
 
-class _Hashed(PassingFile):
+class _Hashed(WrappedFile):
     """A file that counts and hashes what is read of it."""
 
     def __init__(self, file: BinaryIO) -> None:

@@ -16,7 +16,7 @@ from megatron_data.sources.protocol import (
     check_reread,
     too_long,
 )
-from megatron_data.sources.storage import relative, stat
+from megatron_data.sources.storage import relative_path, stat
 from megatron_data.sources.streams import Stream
 
 MOST_FILES = 1000
@@ -53,7 +53,7 @@ class TextChunk(NamedTuple):
             digest.update(hashlib.sha256(content).digest())
         return digest.hexdigest()
 
-    def items(self, keys: Sequence[str], longest: int | None = None) -> Iterator[Item | Fault]:
+    def items(self, keys: Sequence[str], max_bytes: int | None = None) -> Iterator[Item | Fault]:
         """Returns the files as documents of one text each, whatever the key."""
         for number, (path, data) in enumerate(self.files, start=self.first):
             if isinstance(data, Fault):
@@ -94,7 +94,7 @@ class TextFiles:
         self._sha256 = ""
 
     def chunks(
-        self, chunk_bytes: int = CHUNK_BYTES, longest: int | None = None
+        self, chunk_bytes: int = CHUNK_BYTES, max_bytes: int | None = None
     ) -> Iterator[TextChunk]:
         """Files together up to about `chunk_bytes`; a longer one makes a longer piece."""
         digest = hashlib.sha256()
@@ -102,7 +102,7 @@ class TextFiles:
         together: list[tuple[str, bytes | Fault]] = []
         for number, path in enumerate(self.files, start=1):
             with Stream(path) as stream:
-                data = _content(stream, longest)
+                data = _content(stream, max_bytes)
                 digest.update(self._digest_of(path, stream.sha256()))
                 self._bytes += stream.stored
                 stored += stream.stored
@@ -113,7 +113,7 @@ class TextFiles:
                 together, size, stored = [], 0, 0
         self._sha256 = digest.hexdigest()
 
-    def chunk_at(self, span: Span, longest: int | None = None) -> TextChunk:
+    def chunk_at(self, span: Span, max_bytes: int | None = None) -> TextChunk:
         """Reads some files anew."""
         files = self.files[span.first - 1 :][: span.units]
         if len(files) != span.units:
@@ -122,9 +122,9 @@ class TextFiles:
         size = 0
         for path in files:
             with Stream(path) as stream:
-                data = _content(stream, longest)
+                data = _content(stream, max_bytes)
             size += 0 if isinstance(data, Fault) else len(data)
-            check_reread(size, longest)
+            check_reread(size, max_bytes)
             content.append((path, data))
         return TextChunk(span.first, tuple(content), 0)
 
@@ -139,7 +139,7 @@ class TextFiles:
 
     def _digest_of(self, path: str, sha256: str) -> bytes:
         """Returns what a file adds to the digest: its line of `sha256sum` in the folder."""
-        return sha256.encode() + b"  " + os.fsencode(relative(path, self.path)) + b"\n"
+        return sha256.encode() + b"  " + os.fsencode(relative_path(path, self.path)) + b"\n"
 
 
 class TextFile(TextFiles):
@@ -158,19 +158,19 @@ class TextFile(TextFiles):
         return super().record() | {"sha256": self._own}
 
 
-def _content(stream: Stream, longest: int | None) -> bytes | Fault:
-    """The content of a file, or why it is not one; no more than `longest` bytes are kept."""
+def _content(stream: Stream, max_bytes: int | None) -> bytes | Fault:
+    """The content of a file, or why it is not one; no more than `max_bytes` bytes are kept."""
     parts: list[bytes] = []
     size = 0
     while not stream.ended:
         data = stream.read(1 << 20)
         size += len(data)
-        if longest is None or size <= longest:
+        if max_bytes is None or size <= max_bytes:
             parts.append(data)
     if stream.damage is not None:
         return _fault(stream.path, UnreadableError("damaged", stream.damage), None)
-    if longest is not None and size > longest:
-        return _fault(stream.path, too_long(size, longest), size)
+    if max_bytes is not None and size > max_bytes:
+        return _fault(stream.path, too_long(size, max_bytes), size)
     return b"".join(parts)
 
 

@@ -120,26 +120,26 @@ def test_a_folder_in_a_manifest_is_listed_no_further_than_its_files(
 
 @pytest.mark.parametrize("name", [5, None, "", "a\0b", "\ud800", ["a"]])
 def test_a_name_that_is_none_is_refused(name: object, dataset: Callable[..., str]) -> None:
-    from megatron_data.sources.names import check_named
+    from megatron_data.sources.urls import check_untrusted_path
 
     with pytest.raises(DataError, match="is no path or URL"):
-        check_named(name)
+        check_untrusted_path(name)
     if name != "\ud800":  # which JSON cannot hold
         assert "is no path or URL" in str(trace(dataset(name), document=0).unknown)
 
 
 def test_the_names_that_are_allowed() -> None:
-    from megatron_data.sources.names import (
+    from megatron_data.sources.urls import (
         HTTP_SCHEMES,
         STORAGE_SCHEMES,
-        check_named,
         check_scheme,
+        check_untrusted_path,
     )
 
     for scheme in (*STORAGE_SCHEMES, *HTTP_SCHEMES):
         check_scheme(f"{scheme}://a/b")
     for name in ("/a", "../a", "a::b", *(f"{scheme}://a" for scheme in STORAGE_SCHEMES)):
-        assert check_named(name) == name
+        assert check_untrusted_path(name) == name
     for url in (*CHAINS, *OTHERS):
         with pytest.raises(DataError, match="is not supported"):
             list(read_texts([url]))

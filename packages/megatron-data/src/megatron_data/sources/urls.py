@@ -53,7 +53,7 @@ def check_scheme(url: str) -> None:
         )
 
 
-def check_named(name: object, allow_http: bool = False) -> str:
+def check_untrusted_path(name: object, allow_http: bool = False) -> str:
     """Returns a path or URL that came with data, if such data may name it.
 
     Args:

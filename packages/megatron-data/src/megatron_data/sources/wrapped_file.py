@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 
-class PassingFile(io.RawIOBase):
+class WrappedFile(io.RawIOBase):
     """Bytes of a file, which is closed with it; subclasses see them in `_read`.
 
     Args:
