@@ -49,7 +49,7 @@ def step(mesh: Mesh, samples: int, length: int, dispatcher: str):
     stages = gpt_chunks(MODEL, Placement(mesh, dtype=torch.float64, dispatcher=dispatcher))
     engine = StepEngine(GPTTask(stages, None, reset_attention_mask=True), mesh)
     drawn = (batch(number, samples, length) for number in (1, 3))
-    batches = [MicroBatch.of(fields, by="tokens") for fields in drawn]
+    batches = [MicroBatch.from_fields(fields, token_field="tokens") for fields in drawn]
     denominators = engine.denominators(batches)
     sums = engine.run(batches, denominators, 1)
     views = parameter_views(engine.stages.gradients(), engine.stages.table, mesh)

@@ -52,7 +52,7 @@ def resolved(words: Words, ranks: int, folder: Path) -> ParallelLayout:
 def observe(mesh: Mesh, words: Words, folder: Path) -> dict[str, Any]:
     """Run the command as one rank and return what it held, read, sent and printed."""
     found: dict[str, Any] = {"read": []}
-    inputs, run = GPTTask.inputs, StepEngine.run
+    inputs, run = GPTTask.stage_inputs, StepEngine.run
 
     def read(task: GPTTask, batch: Any, *rest: Any) -> Any:
         found["read"].append(batch.fields["tokens"].tolist())
@@ -72,7 +72,7 @@ def observe(mesh: Mesh, words: Words, folder: Path) -> dict[str, Any]:
         patch.setattr(pretrain, "join", lambda config, device: mesh)
         patch.setattr(Mesh, "close", lambda mesh: None)  # the pool keeps it
         patch.setattr(peak, "measured_peak", lambda *_: None)
-        patch.setattr(GPTTask, "inputs", read)
+        patch.setattr(GPTTask, "stage_inputs", read)
         patch.setattr(StepEngine, "run", ran)
         with mesh.counting() as traffic, contextlib.redirect_stdout(io.StringIO()):
             found["status"] = main(command(words))

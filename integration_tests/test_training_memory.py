@@ -42,7 +42,7 @@ def held(mesh: Mesh, config: GPTConfig, data_parallel: DataParallelConfig, dtype
     optimizer = Optimizer(engine.stages, OptimizerConfig(lr=0.1))
     tokens = torch.arange(8).view(1, 8)
     fields = {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(1, 8)}
-    batch = MicroBatch.of(fields, by="tokens")
+    batch = MicroBatch.from_fields(fields, token_field="tokens")
     engine.run([batch, batch], engine.denominators([batch, batch]), 1)
     if data_parallel.use_torch_fsdp2:
         flats = list(engine.stages.gradients().values())

@@ -76,7 +76,7 @@ class Job:
             }
             for number in range(2)
         )
-        return [MicroBatch.of(fields, by="tokens") for fields in drawn]
+        return [MicroBatch.from_fields(fields, token_field="tokens") for fields in drawn]
 
     def gradients(self, iteration: int = 1) -> tuple[dict[str, float], dict[str, Tensor]]:
         """Forward and backward passes of a step: losses per token, and gradients on the CPU."""

@@ -136,7 +136,7 @@ def test_a_tensor_of_the_host_in_the_step_is_refused(job, device, monkeypatch):
     own = StepEngine._own
 
     def careless(engine, batch):
-        return own(engine, batch).replaced(loss_mask=batch.fields["loss_mask"])
+        return own(engine, batch).with_fields(loss_mask=batch.fields["loss_mask"])
 
     monkeypatch.setattr(StepEngine, "_own", careless)
     with pytest.raises(RuntimeError, match=r"on the same device, .*two devices, cuda:0 and cpu"):

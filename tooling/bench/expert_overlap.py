@@ -59,7 +59,7 @@ def batches(mesh: Mesh, count: int) -> list[MicroBatch]:
         tokens = torch.randint(0, 1024, (1, LENGTH), generator=generator)
         mask = torch.ones(1, LENGTH)
         fields = {"tokens": tokens, "labels": tokens, "loss_mask": mask}
-        found.append(MicroBatch.of(fields, by="tokens"))
+        found.append(MicroBatch.from_fields(fields, token_field="tokens"))
     return found
 
 

@@ -196,7 +196,7 @@ def make_batches(args: argparse.Namespace) -> list[list[MicroBatch]]:
         fields = [
             {"tokens": t[:, :-1], "labels": t[:, 1:], "loss_mask": ones.clone()} for t in texts
         ]
-        steps.append([MicroBatch.of(one, by="tokens") for one in fields])
+        steps.append([MicroBatch.from_fields(one, token_field="tokens") for one in fields])
     return steps
 
 

@@ -100,7 +100,7 @@ def build_trainer(
         seed=7,
         reset_position_ids=True,
         reset_attention_mask=True,
-        cut_per_document=case.per_document,
+        split_per_document=case.per_document,
         sequence_length=SEQUENCE,
         label_smoothing=0.1 if case.smooth else 0.0,
         **(DROPOUT if case.dropout else {}),
@@ -215,7 +215,7 @@ def batches(case: Case, mesh: Mesh, consumed: int, steps: int) -> Iterator[Seque
     indices = iter(SequentialSampler(total, consumed, case.micro_batch, axis.index, axis.size))
     for _ in range(consumed, total, GLOBAL_BATCH):
         fields = (stack(case, next(indices)) for _ in range(case.accumulation))
-        yield [MicroBatch.of(one, by="tokens") for one in fields]
+        yield [MicroBatch.from_fields(one, token_field="tokens") for one in fields]
 
 
 def stack(case: Case, indices: Sequence[int]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ class BigramTask:
     """Predict each token from the one before it."""
 
     losses = ("lm loss",)
-    reported = ()
+    metrics = ()
     auxiliary_losses = ()
     model_record = ModelRecord("bigram", None, 0, {"vocabulary": VOCABULARY})
 
@@ -33,16 +33,18 @@ class BigramTask:
         table.sharding = {"weight": Sharding((VOCABULARY, VOCABULARY))}
         self.stages = (table,)
 
-    def migrated(self, record):
+    def migrated_config(self, record):
         return record.config
 
-    def units(self, stage):
+    def fsdp_units(self, stage):
         return []
 
     def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         return {"lm loss": float(sum(batch.fields["loss_mask"].sum() for batch in batches))}
 
-    def inputs(self, batch: MicroBatch, stage: int, iteration: int | None) -> dict[str, Tensor]:
+    def stage_inputs(
+        self, batch: MicroBatch, stage: int, iteration: int | None
+    ) -> dict[str, Tensor]:
         return {"input": batch.fields["tokens"]}
 
     def loss(self, output: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
@@ -73,7 +75,7 @@ def steps(micro: int, accumulation: int) -> Callable[[int], Iterator[Sequence[Mi
             while True:
                 rows = [sample(i) for i in range(index, index + micro)]
                 fields = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-                yield MicroBatch.of(fields, by="tokens")
+                yield MicroBatch.from_fields(fields, token_field="tokens")
                 index += micro
 
         batches = micro_batches()

@@ -30,7 +30,7 @@ class Rows(nn.Embedding):
 class Penalised:
     """Sums of looked-up rows as the loss, and their penalty as an auxiliary one."""
 
-    losses, reported, auxiliary_losses = ("sum",), (), ("size",)
+    losses, metrics, auxiliary_losses = ("sum",), (), ("size",)
 
     def __init__(self, mesh, cut):
         self.stages = (Rows(mesh, cut),)
@@ -38,7 +38,7 @@ class Penalised:
     def denominators(self, batches):
         return dict.fromkeys(("sum", "size"), float(sum(b.tokens for b in batches)))
 
-    def inputs(self, batch, stage, iteration):
+    def stage_inputs(self, batch, stage, iteration):
         return {"tokens": batch.fields["tokens"]}
 
     def loss(self, output, batch):
@@ -50,7 +50,9 @@ def test_an_inner_loss_on_tensor_parallel_ranks_is_reported_as_on_one_rank(worke
     def step(mesh):
         engine = StepEngine(Penalised(mesh, cut), mesh)
         drawn = (torch.tensor([[1, 2, 5, 1]]) + shift for shift in (0, 2))
-        batches = [MicroBatch.of({"tokens": tokens}, by="tokens") for tokens in drawn]
+        batches = [
+            MicroBatch.from_fields({"tokens": tokens}, token_field="tokens") for tokens in drawn
+        ]
         sums = engine.run(batches, engine.denominators(batches), 1)
         return {n: float(value) for n, value in sums.items()}, engine.stages.gradients()[
             "weight"

@@ -69,7 +69,7 @@ def at(iteration, train_iters=4, **more):
         stopped=None,
         evaluate=lambda batches: {"lm loss": float(len(list(batches)))},
         engine=SimpleNamespace(mesh=SimpleNamespace(rank=0, world_size=2)),
-        task=SimpleNamespace(reported=()),
+        task=SimpleNamespace(metrics=()),
         **more,
     )
 

@@ -20,7 +20,7 @@ def micro_batches():
         {name: torch.stack([rows[i][name], rows[i + 1][name]]) for name in rows[0]}
         for i in (0, 2, 4)
     )
-    return [MicroBatch.of(one, by="tokens") for one in fields]
+    return [MicroBatch.from_fields(one, token_field="tokens") for one in fields]
 
 
 @pytest.mark.parametrize("per_token", [True, False])

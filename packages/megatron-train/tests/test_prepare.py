@@ -25,7 +25,7 @@ class Distilled(BigramTask):
         said = [self.teacher.log_softmax(-1)[batch.fields["tokens"]] for batch in batches]
         assert not any(each.requires_grad for each in said)
         pairs = zip(batches, said, strict=True)
-        return [batch.replaced(teacher=each) for batch, each in pairs]
+        return [batch.with_fields(teacher=each) for batch, each in pairs]
 
     def denominators(self, batches):
         assert all("teacher" in batch.fields for batch in batches)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from megatron_models import find_kind
 from megatron_parallel import Section
-from megatron_train import TaskKind, TrainError, find_task, task_kinds
+from megatron_train import TaskKind, TrainError, find_task_kind, task_kinds
 from megatron_train.cli import main
 from megatron_train.config.extensions import SelectedExtensions
 from megatron_train.config.run_sections import run_options, sections
@@ -48,7 +48,7 @@ def painting(monkeypatch):
     theirs = ModuleType("theirs")
     brings = {"sections": (Section("paint", Colours, "colours"),), "checks": (check_red,)}
     theirs.PAINT = TaskKind("paint", "for this test", "t:a", "t:b", **brings)
-    theirs.OTHER = TaskKind("other", "for others", "t:a", "t:b", kinds=("encoder_decoder",))
+    theirs.OTHER = TaskKind("other", "for others", "t:a", "t:b", model_kinds=("encoder_decoder",))
     monkeypatch.setitem(sys.modules, "theirs", theirs)
     ours = ("gpt", "megatron_train.tasks.gpt_kind:TASK")
     installed(monkeypatch, ours, ("paint", "theirs:PAINT"), ("other", "theirs:OTHER"))
@@ -58,7 +58,7 @@ def painting(monkeypatch):
 
 
 def test_the_task_that_gpt_is_pretrained_for_is_installed():
-    task = find_task(find_kind("gpt").default_task)
+    task = find_task_kind(find_kind("gpt").default_task)
     assert task == task_kinds()["gpt"]
     assert (task.task, task.data) == (
         f"{gpt.__name__}:{gpt.gpt_task.__name__}",
@@ -73,8 +73,8 @@ def test_a_task_of_another_distribution_is_made_and_reads_by_its_own_functions(m
     monkeypatch.setitem(sys.modules, "theirs", theirs)
     installed(monkeypatch, ("mine", "theirs:MINE"))
     assert list(task_kinds()) == ["mine"]
-    assert find_task("mine").build("run", ["stage"], None) == ("run", ["stage"], None)
-    assert find_task("mine").open("run", "tokenizer") == ("run", "tokenizer")
+    assert find_task_kind("mine").build("run", ["stage"], None) == ("run", ["stage"], None)
+    assert find_task_kind("mine").open_data("run", "tokenizer") == ("run", "tokenizer")
 
 
 @pytest.mark.parametrize(
@@ -89,11 +89,13 @@ def test_a_task_of_another_distribution_is_made_and_reads_by_its_own_functions(m
 def test_a_task_that_cannot_be_found_is_one_line(monkeypatch, entries, message):
     installed(monkeypatch, *entries)
     with pytest.raises(TrainError, match=message):
-        find_task("gpt")
+        find_task_kind("gpt")
 
 
 def test_kinds_of_tasks_are_looked_up_without_torch():
-    code = "import sys; from megatron_train.tasks.kinds import find_task; find_task('gpt');"
+    code = (
+        "import sys; from megatron_train.tasks.kinds import find_task_kind; find_task_kind('gpt');"
+    )
     done = subprocess.run([sys.executable, "-c", f"{code} assert 'torch' not in sys.modules"])
     assert done.returncode == 0
 

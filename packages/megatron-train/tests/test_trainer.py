@@ -206,7 +206,7 @@ def test_a_field_may_have_the_name_of_a_loss(make_trainer, make_steps, per_token
     def trained(field):
         engine = StepEngine(Rewarded(), Mesh.single(), per_token=per_token)
         plain = next(make_steps(2, 3)(0))
-        batches = [batch.replaced(**{field: torch.tensor(4.0)}) for batch in plain]
+        batches = [batch.with_fields(**{field: torch.tensor(4.0)}) for batch in plain]
         denominators = engine.denominators(batches)
         sums = engine.run(batches, denominators, 1)
         return (
@@ -224,8 +224,8 @@ def test_a_field_may_have_the_name_of_a_loss(make_trainer, make_steps, per_token
 
 def test_names_that_the_engine_gives_are_refused(make_steps):
     class Taken(BigramTask):
-        def inputs(self, batch, stage, iteration):
-            return {**super().inputs(batch, stage, iteration), "auxiliary_losses": 3}
+        def stage_inputs(self, batch, stage, iteration):
+            return {**super().stage_inputs(batch, stage, iteration), "auxiliary_losses": 3}
 
     class Twice(BigramTask):
         auxiliary_losses = ("lm loss",)

@@ -107,13 +107,13 @@ def _labels_of_part(mesh: Mesh, replace: Replace) -> None:
 
 
 def _with_part(replace: Replace, name: str, change: Callable[..., Tensor]) -> None:
-    true = GPTTask.cut
+    true = GPTTask.context_parallel_slice
 
     def wrong(self: GPTTask, batch: MicroBatch) -> MicroBatch:
         own = true(self, batch)
-        return own.replaced(**{name: change(batch.fields, own.fields)})
+        return own.with_fields(**{name: change(batch.fields, own.fields)})
 
-    replace(GPTTask, "cut", wrong)
+    replace(GPTTask, "context_parallel_slice", wrong)
 
 
 @defect(

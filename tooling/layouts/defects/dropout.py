@@ -34,13 +34,13 @@ def _mask_of_heads(mesh: Mesh, replace: Replace) -> None:
 
 @defect("the dropout mask is that of the rank's own batch", "dp2-tied-dropout")
 def _mask_of_own_batch(mesh: Mesh, replace: Replace) -> None:
-    true = GPTTask.inputs
+    true = GPTTask.stage_inputs
 
     def wrong(self: GPTTask, batch: Any, stage: int, iteration: int | None) -> Mapping[str, Any]:
         numbers = batch.fields["sample_ids"] % batch.samples
-        return true(self, batch.replaced(sample_ids=numbers), stage, iteration)
+        return true(self, batch.with_fields(sample_ids=numbers), stage, iteration)
 
-    replace(GPTTask, "inputs", wrong)
+    replace(GPTTask, "stage_inputs", wrong)
 
 
 @defect("a stage numbers its layers from 0 in the dropout mask", "pp2-untied-dropout")

@@ -38,7 +38,7 @@ def _average_of_micro_batches(mesh: Mesh, replace: Replace) -> None:
 @defect("a context-parallel rank divides by the tokens of its part", "cp2·pp2·dp2-tied-dropout")
 def _own_part(mesh: Mesh, replace: Replace) -> None:
     def wrong(self: StepEngine, batches: Any) -> dict[str, float]:
-        own = self.task.denominators([self.task.cut(batch) for batch in batches])
+        own = self.task.denominators([self.task.context_parallel_slice(batch) for batch in batches])
         return self._summed({n: count * mesh.axis("cp").size for n, count in own.items()}, "dp", "")
 
     replace(StepEngine, "denominators", wrong)
@@ -59,9 +59,9 @@ def _mean_of_own_part(mesh: Mesh, replace: Replace) -> None:
     true = StepEngine._weighed
 
     def wrong(self: StepEngine, batch: MicroBatch) -> Any:
-        own = self.task.denominators([self.task.cut(batch)])
-        divisors = {name: 2 * own[name] or 1.0 for name in own}
-        return dataclasses.replace(true(self, batch), divisors=divisors)
+        own = self.task.denominators([self.task.context_parallel_slice(batch)])
+        denominators = {name: 2 * own[name] or 1.0 for name in own}
+        return dataclasses.replace(true(self, batch), loss_denominators=denominators)
 
     replace(StepEngine, "_weighed", wrong)
 
@@ -90,7 +90,7 @@ def _polarity(mesh: Mesh, replace: Replace) -> None:
 
     def wrong(self: GPTTask, output: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
         if mesh.axis("dp").index == 1:
-            batch = batch.replaced(loss_mask=1 - batch.fields["loss_mask"])
+            batch = batch.with_fields(loss_mask=1 - batch.fields["loss_mask"])
         return true(self, output, batch)
 
     replace(GPTTask, "loss", wrong)

@@ -81,10 +81,10 @@ def _mask_of_later_stages(mesh: Mesh, replace: Replace) -> None:
 
 
 def _with_input(replace: Replace, name: str, change: Callable[[Any], Any]) -> None:
-    true = GPTTask.inputs
+    true = GPTTask.stage_inputs
 
     def wrong(self: GPTTask, batch: Any, stage: int, iteration: int | None) -> Mapping[str, Any]:
         given = true(self, batch, stage, iteration)
         return {**given, name: change(given[name])} if stage > 0 else given
 
-    replace(GPTTask, "inputs", wrong)
+    replace(GPTTask, "stage_inputs", wrong)

@@ -19,14 +19,14 @@ POOL = "cp2·dp2·hybrid(6)-untied-dropout"
 
 @defect("positions in a pool are those of the layout's context-parallel rank", POOL)
 def _static_positions(mesh: Mesh, replace: Replace) -> None:
-    true = GPTTask.cut
+    true = GPTTask.context_parallel_slice
 
     def wrong(self: GPTTask, batch: MicroBatch) -> MicroBatch:
-        index = mesh.axis("cp").index % batch.split.ranks
-        own = batch.split.take(batch.fields["positions"], index)
-        return true(self, batch).replaced(positions=own)
+        index = mesh.axis("cp").index % batch.context_split.ranks
+        own = batch.context_split.take(batch.fields["positions"], index)
+        return true(self, batch).with_fields(positions=own)
 
-    replace(GPTTask, "cut", wrong)
+    replace(GPTTask, "context_parallel_slice", wrong)
 
 
 @defect("rows of a pool are counted by the layout's context-parallel size", POOL)
@@ -45,7 +45,9 @@ def _one_document(mesh: Mesh, replace: Replace) -> None:
 
     def wrong(self: DocumentPool, *arguments: Any) -> list[MicroBatch]:
         rows = true(self, *arguments)
-        return [row.replaced(document_ids=row.fields["document_ids"].clamp(max=0)) for row in rows]
+        return [
+            row.with_fields(document_ids=row.fields["document_ids"].clamp(max=0)) for row in rows
+        ]
 
     replace(DocumentPool, "rows", wrong)
 

@@ -52,4 +52,4 @@ def batches(mesh: Mesh) -> Iterator[list[MicroBatch]]:
         fields = (
             {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": ones} for text in texts
         )
-        yield [MicroBatch.of(one, by="tokens") for one in fields]
+        yield [MicroBatch.from_fields(one, token_field="tokens") for one in fields]

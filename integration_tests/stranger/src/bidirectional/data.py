@@ -62,4 +62,4 @@ class MaskedText:
 
     def micro_batch(self, fields: Mapping[str, Tensor]) -> MicroBatch:
         """Return the micro-batch of these fields, counted by its tokens."""
-        return MicroBatch.of(fields, by="tokens")
+        return MicroBatch.from_fields(fields, token_field="tokens")

@@ -18,7 +18,7 @@ class MaskedLM:
     """Cross entropy over the tokens that were hidden, and the share that is predicted right."""
 
     losses = (LOSS,)
-    reported = (ACCURACY,)
+    metrics = (ACCURACY,)
     auxiliary_losses = ()
 
     def __init__(self, run: RunConfig, stages: Sequence[Encoder], family: str | None) -> None:
@@ -32,11 +32,11 @@ class MaskedLM:
         """The model's kind, family and configuration."""
         return ModelRecord(family=self._family, **record_of(self._config))
 
-    def migrated(self, record: ModelRecord) -> dict[str, Any]:
+    def migrated_config(self, record: ModelRecord) -> dict[str, Any]:
         """Return the configuration of a checkpoint's record in the fields of today."""
         return config_of(record).to_dict()
 
-    def units(self, stage: Encoder) -> Sequence[Any]:
+    def fsdp_units(self, stage: Encoder) -> Sequence[Any]:
         """Return the blocks of a stage."""
         return list(stage.layers.values())
 
@@ -45,7 +45,7 @@ class MaskedLM:
         hidden = sum(float(batch.fields["loss_mask"].sum()) for batch in batches)
         return {LOSS: hidden, ACCURACY: hidden}
 
-    def cut(self, batch: MicroBatch) -> MicroBatch:
+    def context_parallel_slice(self, batch: MicroBatch) -> MicroBatch:
         """Refuse context parallelism, which the encoder has not.
 
         Raises:
@@ -53,7 +53,9 @@ class MaskedLM:
         """
         raise ConfigError("this encoder is not cut along the sequence")
 
-    def inputs(self, batch: MicroBatch, stage: int, iteration: int | None) -> Mapping[str, Tensor]:
+    def stage_inputs(
+        self, batch: MicroBatch, stage: int, iteration: int | None
+    ) -> Mapping[str, Tensor]:
         """Return tokens and segments for the first stage, and which tokens are padding for all."""
         fields = batch.fields
         given = {"padding": fields["document_ids"] < 0}

@@ -10,7 +10,7 @@ TASK = TaskKind(
     summary="predict hidden tokens",
     task="bidirectional.task:MaskedLM",
     data="bidirectional.data:MaskedText",
-    kinds=("bidirectional",),
+    model_kinds=("bidirectional",),
     sections=(Section("masked_lm", MaskedLMConfig, "hidden tokens"),),
     checks=(check_masked_lm,),
 )

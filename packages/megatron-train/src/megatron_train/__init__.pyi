@@ -15,7 +15,7 @@ from .pretrain import train as train
 from .tasks.gpt import GPTTask as GPTTask
 from .tasks.kinds import TaskData as TaskData
 from .tasks.kinds import TaskKind as TaskKind
-from .tasks.kinds import find_task as find_task
+from .tasks.kinds import find_task_kind as find_task_kind
 from .tasks.kinds import task_kinds as task_kinds
 from .tasks.task import MicroBatch as MicroBatch
 from .tasks.task import PreparingTask as PreparingTask

@@ -409,7 +409,7 @@ def refuse_other_model(
     if model is None:
         raise TrainError(f"{path} says nothing of its model; it cannot be continued")
     try:
-        there = dict(trainer.task.migrated(model))
+        there = dict(trainer.task.migrated_config(model))
     except ValueError as error:
         raise TrainError(f"{path} holds another model: {error}; give another folder") from None
     here = dict(trainer.task.model_record.config)

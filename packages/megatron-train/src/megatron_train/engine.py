@@ -90,7 +90,7 @@ class StepEngine:
         per_token: bool = True,
     ) -> None:
         data_parallel = data_parallel or DataParallelConfig()
-        sums = (*task.losses, *task.reported)
+        sums = (*task.losses, *task.metrics)
         names = Counter((*sums, *task.auxiliary_losses))
         if twice := [name for name, count in names.items() if count > 1]:
             raise TrainError(
@@ -148,7 +148,7 @@ class StepEngine:
         if self.mesh.layout.hybrid_cp:  # rows, of which each of their ranks has an equal share
             counts = dict.fromkeys(self._counted, 0.0)
             for batch in batches:
-                ranks = 1 if batch.split is None else batch.split.ranks
+                ranks = 1 if batch.context_split is None else batch.context_split.ranks
                 for name, count in self.task.denominators([batch]).items():
                     counts[name] += count / ranks
             return self._count(counts, self._data, "token counts")
@@ -211,10 +211,10 @@ class StepEngine:
         return fuse_gradient_accumulation(self.task.stages, self.stages.buffers)
 
     def _units(self, stage: nn.Module) -> Sequence[nn.Module]:
-        return self.task.units(stage)
+        return self.task.fsdp_units(stage)
 
     def _inputs(self, batch: MicroBatch, stage: int) -> Mapping[str, Any]:
-        given = dict(self.task.inputs(batch, stage, self._iteration))
+        given = dict(self.task.stage_inputs(batch, stage, self._iteration))
         if taken := given.keys() & {AUXILIARY_LOSSES, TURNS}:
             raise TrainError(
                 f"task {type(self.task).__name__} gives stage {stage} an argument {min(taken)!r}, "
@@ -236,29 +236,31 @@ class StepEngine:
     def _loss(self, output: Any, batch: MicroBatch) -> dict[str, Tensor]:
         """Sums of a micro-batch; of each loss, or of its part of the micro-batch's mean."""
         sums = self.task.loss(output, batch)
-        if not batch.divisors:
+        if not batch.loss_denominators:
             return sums
-        return {name: value / batch.divisors.get(name, 1.0) for name, value in sums.items()}
+        return {
+            name: value / batch.loss_denominators.get(name, 1.0) for name, value in sums.items()
+        }
 
     def _weighed(self, batch: MicroBatch) -> MicroBatch:
         """`_own`, with what the mean of the whole micro-batch is divided by where it counts."""
         if self._per_token:
             return self._own(batch)
         counts = self.task.denominators([batch])  # of whole sequences
-        divisors = {name: counts[name] or 1.0 for name in self.task.losses}
-        return dataclasses.replace(self._own(batch), divisors=divisors)
+        denominators = {name: counts[name] or 1.0 for name in self.task.losses}
+        return dataclasses.replace(self._own(batch), loss_denominators=denominators)
 
     def _own(self, batch: MicroBatch) -> MicroBatch:
         """Returns what this rank computes of a micro-batch, on its device."""
         device = self.mesh.device
         if device.type != "cpu":
             batch = batch.to(device)
-        return self.task.cut(batch) if self._cuts else batch
+        return self.task.context_parallel_slice(batch) if self._cuts else batch
 
     @property
     def _counted(self) -> tuple[str, ...]:
         """Names of all that has a denominator."""
-        return (*self.task.losses, *self.task.reported, *self.task.auxiliary_losses)
+        return (*self.task.losses, *self.task.metrics, *self.task.auxiliary_losses)
 
     @property
     def _cuts(self) -> bool:

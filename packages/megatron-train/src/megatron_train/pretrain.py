@@ -46,7 +46,7 @@ from megatron_train.starting import (
     what_is_kept,
 )
 from megatron_train.step_time import check_step_time
-from megatron_train.tasks.kinds import find_task
+from megatron_train.tasks.kinds import find_task_kind
 from megatron_train.tokenizer import Tokenizers
 from megatron_train.trainer import Callback, Stop, Trainer
 
@@ -101,8 +101,8 @@ def train(
         # Printed with the first line there is: what is refused before needs no environment.
         console.preface = partial(description, config, values, facts, dtype)
         tokenizer = load_run_tokenizer(config, tokenizers)
-        task = find_task(config.task)
-        data = cache(partial(task.open, config, tokenizer))
+        task = find_task_kind(config.task)
+        data = cache(partial(task.open_data, config, tokenizer))
         batches = open_batches(config, data, mesh, console.line)
         # One rank looks at the corpora, since others need not have them (--broadcast-batches).
         record = exchange(

@@ -143,7 +143,7 @@ class SharedBatches:
                 self._heard({key: tensor})
             number, name = key.split(" ", 1)
             if name:
-                found[int(number)] = found[int(number)].replaced(**{name: tensor})
+                found[int(number)] = found[int(number)].with_fields(**{name: tensor})
             else:
                 found.append(MicroBatch({}, *tensor.tolist()))
         return found

@@ -185,7 +185,7 @@ class Trainer:
         learning_rate = self.learning_rate.at(consumed)
         decoupled = self.decoupled_learning_rate.at(consumed)
         decay = self.weight_decay.at(consumed)
-        losses = [sums[name] for name in sums if name not in self.task.reported]
+        losses = [sums[name] for name in sums if name not in self.task.metrics]
         result = self.optimizer.step(learning_rate, decay, decoupled, losses=losses)
         if result.skipped and self.check_for_nan:
             raise TrainError(self._not_finite(sums, float(result.grad_norm)))
@@ -274,7 +274,7 @@ class Trainer:
 
     def _not_finite(self, sums: Mapping[str, Tensor], grad_norm: float) -> str:
         """Says what of the step about to end is not finite, the same on all ranks."""
-        losses = {name: float(sums[name]) for name in sums if name not in self.task.reported}
+        losses = {name: float(sums[name]) for name in sums if name not in self.task.metrics}
         wrong = [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
         if gradient := self.engine.stages.not_finite():
             wrong.append(gradient)

@@ -42,7 +42,7 @@ class Evaluation(Callback):
             return
         losses = trainer.evaluate(self._batches())
         place = f"iteration {report.iteration}"
-        for line in evaluation_lines(place, losses, trainer.task.reported):
+        for line in evaluation_lines(place, losses, trainer.task.metrics):
             self._console.line(line)
         for listener in self._listeners:
             listener(report.iteration, losses)
@@ -73,7 +73,7 @@ class Test(Callback):
             return
         losses = trainer.evaluate(self._batches())
         place = f"iteration {report.iteration} on test set"
-        for line in evaluation_lines(place, losses, trainer.task.reported):
+        for line in evaluation_lines(place, losses, trainer.task.metrics):
             self._console.line(line)
         for listener in self._listeners:
             listener(report.iteration, losses)

@@ -6,7 +6,7 @@ import sys
 from megatron_train.config.extensions import kinds_for
 from megatron_train.config.flags import Parser
 from megatron_train.tasks.kinds import task_kinds
-from megatron_train.tasks.known import TASKS
+from megatron_train.tasks.registry import TASKS
 
 
 def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:

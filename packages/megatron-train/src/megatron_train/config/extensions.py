@@ -19,7 +19,7 @@ from megatron_train.config.fields import flag_of
 from megatron_train.config.products import PLAIN
 from megatron_train.config.values import Values
 from megatron_train.errors import TrainError
-from megatron_train.tasks.known import TASKS
+from megatron_train.tasks.registry import TASKS
 
 Check = Callable[[Any], None]
 """A function of the run that raises a `TrainError` with the flags named."""
@@ -135,7 +135,8 @@ def check_task(kind: str, task: str) -> None:
 def refuse_unread_settings(run_task: str, section: str, config: Any) -> None:
     """Refuses settings that not every task reads, and the run's does not.
 
-    The metadata of such a field say ``by_task``; `TaskKind.reads` names those that a task reads.
+    The metadata of such a field has ``by_task``. `TaskKind.supported_settings` lists the settings
+    that a task reads.
 
     Args:
         run_task: of the run.
@@ -145,7 +146,7 @@ def refuse_unread_settings(run_task: str, section: str, config: Any) -> None:
     Raises:
         TrainError: with the flag.
     """
-    read: Sequence[str] = getattr(TASKS.load(run_task), "reads", ())
+    read: Sequence[str] = getattr(TASKS.load(run_task), "supported_settings", ())
     for field in fields(config):
         given = field.metadata.get("by_task") and getattr(config, field.name) != field.default
         if given and f"{section}.{field.name}" not in read:
@@ -207,8 +208,8 @@ def _trains(task: str, kind: ModelKind) -> bool:
     """Whether a task can train a kind: one that names it, or any unless the task is limited."""
     if kind.default_task == task:
         return True
-    kinds = getattr(TASKS.load(task), "kinds", None)
-    return kinds is None or kind.name in kinds
+    names = getattr(TASKS.load(task), "model_kinds", None)
+    return names is None or kind.name in names
 
 
 def _path(cls: type[Any]) -> str:

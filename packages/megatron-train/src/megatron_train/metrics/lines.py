@@ -59,19 +59,19 @@ class TrainingLine:
 
 
 def evaluation_lines(
-    place: str, losses: Mapping[str, float], reported: Collection[str] = ()
+    place: str, losses: Mapping[str, float], metrics: Collection[str] = ()
 ) -> list[str]:
     """Returns the lines of an evaluation: a rule, losses with their perplexities, a rule.
 
     Args:
         place: where in the run.
         losses: means by name.
-        reported: names of those that are no losses, and have no perplexity.
+        metrics: Names of values that are not losses and have no perplexity.
     """
     text = f" validation loss at {place} | "
     for name, value in losses.items():
         text += f"{name} value: {value:.6E} | "
-        if name not in reported:
+        if name not in metrics:
             text += f"{name} PPL: {math.exp(min(20.0, value)):.6E} | "
     rule = "-" * (len(text) + 1)
     return [rule, text, rule]

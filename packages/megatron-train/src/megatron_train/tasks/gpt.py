@@ -1,4 +1,4 @@
-"""Left-to-right language modelling."""
+"""Causal language modelling."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,26 +18,26 @@ LOSS = "lm loss"
 
 
 class GPTTask:
-    """Predict each next token; the loss is cross entropy over the tokens that the mask keeps.
+    """Predicts each next token; the loss is the cross entropy over the unmasked tokens.
 
     Args:
-        stages: this rank's stages of the model; one on a layout without pipeline.
-        family: name of its family, kept in checkpoints.
-        seed: of the dropout masks, which depend on it, the step and the number of the sample.
-        hidden_dropout: probability of dropping an element of the residual branches.
-        attention_dropout: probability of dropping an attention probability.
-        reset_position_ids: take the positions of the batch instead of counting from 0.
-        reset_attention_mask: attend within the documents of the batch instead of across them.
-        cut_per_document: with context parallelism, cut every document by itself over the ranks, not
-            the whole sequence; their work is then even.
-        sequence_length: of the samples that rows are made of where the ranks are a pool
+        stages: This rank's stages of the model; one without pipeline parallelism.
+        family: Name of the model's family, recorded in checkpoints.
+        seed: Seed of the dropout masks, which depend on the seed, the step and the sample number.
+        hidden_dropout: Probability of dropping an element of a residual branch.
+        attention_dropout: Probability of dropping an attention probability.
+        reset_position_ids: Whether position ids come from the batch instead of counting from 0.
+        reset_attention_mask: Whether tokens attend only within their own document.
+        split_per_document: With context parallelism, whether each document is split over the ranks
+            by itself, which balances their work, instead of the whole sequence.
+        sequence_length: Length of the samples that rows are made of in a pool of ranks
             (`ParallelLayout.hybrid_cp`, `megatron_train.document_pool`).
-        label_smoothing: share of the training loss that all tokens of the vocabulary have in
-            common; Megatron-LM has it in its loss function, and no flag for it.
+        label_smoothing: Share of the training loss that is spread over all tokens of the
+            vocabulary. Megatron-LM has it in its loss function but has no flag for it.
     """
 
     losses = (LOSS,)
-    reported = ()
+    metrics = ()
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class GPTTask:
         attention_dropout: float = 0.0,
         reset_position_ids: bool = False,
         reset_attention_mask: bool = False,
-        cut_per_document: bool = False,
+        split_per_document: bool = False,
         sequence_length: int | None = None,
         label_smoothing: float = 0.0,
     ) -> None:
@@ -60,7 +60,7 @@ class GPTTask:
         self._attention_dropout = attention_dropout
         self._reset_position_ids = reset_position_ids
         self._reset_attention_mask = reset_attention_mask
-        self._cut_per_document = cut_per_document
+        self._split_per_document = split_per_document
         self._label_smoothing = label_smoothing
         self._mesh = self._stages[0].mesh
         self._cp = self._mesh.axis("cp")
@@ -71,13 +71,13 @@ class GPTTask:
         """The model's kind, family and configuration."""
         return ModelRecord(family=self._family, **record_of(self._stages[0].config))
 
-    def migrated(self, record: ModelRecord) -> dict[str, Any]:
-        """Returns the configuration of a checkpoint's record in the fields of today."""
+    def migrated_config(self, record: ModelRecord) -> dict[str, Any]:
+        """Returns the configuration in a checkpoint's record with the current fields."""
         return config_of(record).to_dict()
 
     @property
     def stages(self) -> Sequence[CausalModel]:
-        """This rank's stages."""
+        """This rank's stages of the model."""
         return self._stages
 
     @property
@@ -85,12 +85,12 @@ class GPTTask:
         """Names of the losses of routers, if the model has any."""
         return self._stages[0].config.auxiliary_losses
 
-    def units(self, stage: nn.Module) -> Sequence[nn.Module]:
+    def fsdp_units(self, stage: nn.Module) -> Sequence[nn.Module]:
         """Returns the blocks of a stage."""
         return [block for own in self._stages if own is stage for block in own.layers.values()]
 
     def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Returns the number of tokens that count; for routers, of those that are not padding."""
+        """Returns the number of unmasked tokens; for losses of routers, of non-padding tokens."""
         counts = {LOSS: sum(float(batch.fields["loss_mask"].double().sum()) for batch in batches)}
         if self.auxiliary_losses:
             routed = float(sum(self._routed(batch) for batch in batches))
@@ -102,13 +102,14 @@ class GPTTask:
             return int((batch.fields["document_ids"] >= 0).sum())
         return batch.fields["tokens"].numel()
 
-    def cut(self, batch: MicroBatch) -> MicroBatch:
-        """Returns the batch at this rank's places.
+    def context_parallel_slice(self, batch: MicroBatch) -> MicroBatch:
+        """Returns this context-parallel rank's slice of a micro-batch.
 
-        What masks are made of stays whole: ``document_ids`` and ``sample_ids``.
+        ``document_ids`` and ``sample_ids``, which attention and dropout masks are made from, stay
+        whole.
         """
-        fields, split = batch.fields, batch.split
-        if split is None and self._cut_per_document:
+        fields, split = batch.fields, batch.context_split
+        if split is None and self._split_per_document:
             split = ContextSplit.per_document(fields["document_ids"], self._cp.size)
         elif split is None:
             tokens = fields["tokens"]
@@ -116,10 +117,15 @@ class GPTTask:
         index = self._context(split.ranks).index
         by_place = fields.keys() & {"tokens", "labels", "loss_mask", "positions"}
         own = {name: split.take(fields[name], index) for name in by_place}
-        return dataclasses.replace(batch.replaced(**own), split=split)
+        return dataclasses.replace(batch.with_fields(**own), context_split=split)
 
-    def inputs(self, batch: MicroBatch, stage: int, iteration: int | None) -> Mapping[str, Any]:
-        """Returns tokens for the first stage, labels for the last, mask and dropout for all."""
+    def stage_inputs(
+        self, batch: MicroBatch, stage: int, iteration: int | None
+    ) -> Mapping[str, Any]:
+        """Returns the keyword arguments of a stage.
+
+        The first stage gets tokens, the last one labels, and all of them mask and dropout.
+        """
         own = next(one for one in self._stages if one.stage == stage)
         fields, given = batch.fields, dict[str, Any]()
         if own.first:
@@ -133,21 +139,21 @@ class GPTTask:
             given["positions"] = fields["positions"]
         if self._reset_attention_mask or pooled:
             given["mask"] = Mask(document_ids=fields["document_ids"])
-        if batch.split is not None:
-            given["split"] = batch.split
+        if batch.context_split is not None:
+            given["split"] = batch.context_split
             if pooled:
-                given["cp"] = self._context(batch.split.ranks)
+                given["cp"] = self._context(batch.context_split.ranks)
         if iteration is not None and (self._hidden_dropout or self._attention_dropout):
             given["dropout"] = self._dropout(batch, iteration)
         return given
 
     def _context(self, ranks: int) -> Axis:
-        """Returns the ranks that a micro-batch is cut over; of a pool, by their number."""
+        """Returns the axis that a micro-batch is split over; in a pool, the group of `ranks`."""
         pooled = self._mesh.layout.hybrid_cp
         return self._mesh.axis(pool_group_name(ranks)) if pooled else self._cp
 
     def _dropout(self, batch: MicroBatch, iteration: int) -> Dropout:
-        """Returns what is dropped; in rows of a pool, as in the samples that they are made of."""
+        """Returns the dropout of a step; rows of a pool drop what their samples would drop."""
         rates = self._hidden_dropout, self._attention_dropout
         if self._mesh.layout.hybrid_cp:
             samples, places = batch.fields["sample_ids"].t(), batch.fields["sample_places"]
@@ -167,11 +173,11 @@ class GPTTask:
         return self._stages[0].stage_output_spec(samples, part * self._cp.size)
 
     def loss(self, output: Tensor, batch: MicroBatch) -> dict[str, Tensor]:
-        """Returns the cross entropy ``[b, s]`` summed over the tokens that count."""
+        """Returns the cross entropy ``[b, s]`` summed over the unmasked tokens."""
         return {LOSS: (output * batch.fields["loss_mask"]).sum()}
 
     def flops(self, batches: Sequence[MicroBatch]) -> float:
-        """Returns the operations of a forward and backward pass over the batches."""
+        """Returns the FLOPs of a forward and backward pass over the micro-batches."""
         config, length = self._stages[0].config, self._sequence_length
         if not self._mesh.layout.hybrid_cp:
             length = batches[0].fields["tokens"].shape[1]
@@ -180,7 +186,7 @@ class GPTTask:
 
 
 def gpt_task(run: RunConfig, stages: Sequence[nn.Module], family: str | None) -> GPTTask:
-    """Returns the task of a run, see `megatron_train.tasks.kinds.TaskKind`."""
+    """Returns the task of a run; see `megatron_train.tasks.kinds.TaskKind`."""
     training, data = run.training, run.data
     return GPTTask(
         cast(Sequence[CausalModel], stages),
@@ -190,6 +196,6 @@ def gpt_task(run: RunConfig, stages: Sequence[nn.Module], family: str | None) ->
         attention_dropout=training.attention_dropout,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
-        cut_per_document=run.placement.context_parallel_split == "per_document",
+        split_per_document=run.placement.context_parallel_split == "per_document",
         sequence_length=data.seq_length,
     )

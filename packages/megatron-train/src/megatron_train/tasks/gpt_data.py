@@ -111,7 +111,7 @@ class GPTData:
 
     def micro_batch(self, fields: Mapping[str, Tensor]) -> MicroBatch:
         """Returns the micro-batch of these fields, counted by its tokens."""
-        return MicroBatch.of(fields, by="tokens")
+        return MicroBatch.from_fields(fields, token_field="tokens")
 
     def _builder(self) -> Callable[..., Datasets]:
         """Returns what builds the datasets of the run, given their `sizes`."""

@@ -14,8 +14,10 @@ TASK = TaskKind(
     summary="predict each next token",
     task="megatron_train.tasks.gpt:gpt_task",
     data="megatron_train.tasks.gpt_data:GPTData",
-    kinds=("gpt",),
+    model_kinds=("gpt",),
     sections=(Section("fim", FIMConfig, "filling in the middle"),),
-    reads=tuple(f"data.{f.name}" for f in fields(DataConfig) if f.metadata.get("by_task")),
+    supported_settings=tuple(
+        f"data.{f.name}" for f in fields(DataConfig) if f.metadata.get("by_task")
+    ),
     checks=(check_fim,),
 )

@@ -1,7 +1,7 @@
-"""Kinds of tasks, found by the entry-point group ``megatron.tasks``.
+"""Kinds of tasks, which are found through the entry-point group ``megatron.tasks``.
 
-A model kind names the task that it is pretrained for, and a distribution may bring tasks of its
-own. Importing this module does not import torch.
+A model kind names its default task. Any distribution can register tasks. Importing this module
+does not import torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from megatron_models.lookup import look_up
 from megatron_parallel import Section
 
 from megatron_train.config.run import RunConfig
-from megatron_train.tasks.known import TASKS
+from megatron_train.tasks.registry import TASKS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,89 +23,89 @@ if TYPE_CHECKING:
 
 
 class TaskData(Protocol):
-    """What a run reads its samples from."""
+    """The source of a run's samples."""
 
     def datasets(self, sizes: Sequence[int]) -> Datasets:
         """Returns the datasets for training, validation and test.
 
         Args:
-            sizes: samples of each; 0 where that dataset is not asked for.
+            sizes: Number of samples of each dataset; 0 if that dataset is not needed.
 
         Raises:
-            EmptySplitError: a share of the corpora has no sample.
+            EmptySplitError: A split of the corpora has no sample.
         """
 
     def check(self) -> None:
-        """Refuses corpora that do not fit together, or do not fit the run.
+        """Refuses corpora that are incompatible with one another or with the run.
 
         Raises:
-            TrainError: in one line.
+            TrainError: The corpora are incompatible; the message is one line.
         """
 
     def identity(self) -> Mapping[str, Any]:
-        """Returns how samples are made of the corpora, as plain values that JSON can hold.
+        """Returns the settings that determine how samples are made, as values that JSON can hold.
 
-        They are kept in checkpoints beside what the corpora are known by; a run that continues with
-        others is refused.
+        Checkpoints store them beside the identity of the corpora. A run that continues from a
+        checkpoint with different values is refused.
         """
 
     def read(self, dataset: Dataset, samples: Sequence[int]) -> "Mapping[str, Tensor]":
-        """Reads samples by their numbers: fields whose first dim is the sample."""
+        """Reads samples by their numbers; the first dim of each field is the sample."""
 
     def micro_batch(self, fields: "Mapping[str, Tensor]") -> "MicroBatch":
-        """Returns the micro-batch of what `read` returned."""
+        """Returns a micro-batch of the fields that `read` returned."""
 
 
 @dataclass(frozen=True)
 class TaskKind:
-    """A kind of tasks: how a run's task and its samples are made.
+    """A kind of task: where its task and its data are implemented, and its settings.
 
     Attributes:
-        name: under which commands know it; that of its entry point.
-        summary: one line for lists and ``--help``.
+        name: Name of the task in commands; the name of its entry point.
+        summary: One line for lists and ``--help``.
         task: ``package.module:function`` that returns a `megatron_train.Task`. It is called with
             the run, this rank's stages of the model, and the name of the model's family or None.
         data: ``package.module:function`` that returns a `TaskData`. It is called with the run and
             its tokenizer or None.
-        kinds: names of the kinds of models that it can train, beside those that name it as their
-            default. Defaults to None, which is every kind.
-        sections: settings of its own. They are flags of ``pretrain KIND`` and sections of files;
-            the task finds its own by ``run.section(Config)``.
-        reads: keys of the settings that it reads of those that not every task does, such as
-            ``data.reset_position_ids``. The others are refused.
-        checks: functions of the run that raise a `TrainError` in one line, with the flags named,
-            where settings do not go together. They are called before any rank meets another.
+        model_kinds: Names of the kinds of models that the task can train, in addition to those
+            whose default task it is. Defaults to None, which means every kind.
+        sections: Settings that the task defines. They become flags of ``pretrain KIND`` and
+            sections of configuration files; ``run.section(Config)`` returns their values.
+        supported_settings: Keys of the optional settings that the task reads, such as
+            ``data.reset_position_ids``. Optional settings that are not listed are refused.
+        checks: Functions of the run that raise a `TrainError` if settings contradict each other.
+            The message is one line and names the flags. They run before any communication.
     """
 
     name: str
     summary: str
     task: str
     data: str
-    kinds: tuple[str, ...] | None = None
+    model_kinds: tuple[str, ...] | None = None
     sections: tuple[Section, ...] = ()
-    reads: tuple[str, ...] = ()
+    supported_settings: tuple[str, ...] = ()
     checks: tuple[Callable[[RunConfig], None], ...] = ()
 
     def build(self, run: RunConfig, stages: "Sequence[nn.Module]", family: str | None) -> "Task":
-        """Returns the task of a run, as this rank sees it."""
+        """Returns the task of a run on this rank."""
         make: Callable[..., Task] = look_up(self.task, f"the task {self.name!r}")
         return make(run, stages, family)
 
-    def open(self, run: RunConfig, tokenizer: Tokenizer | None) -> TaskData:
-        """Returns what the run reads its samples from."""
+    def open_data(self, run: RunConfig, tokenizer: Tokenizer | None) -> TaskData:
+        """Returns the source of the run's samples."""
         make: Callable[..., TaskData] = look_up(self.data, f"the data of the task {self.name!r}")
         return make(run, tokenizer)
 
 
 def task_kinds() -> dict[str, TaskKind]:
-    """Returns every installed kind by name, other distributions' too."""
-    return {name: find_task(name) for name in TASKS.entries()}
+    """Returns every installed kind of task by name, including those of other distributions."""
+    return {name: find_task_kind(name) for name in TASKS.entries()}
 
 
-def find_task(name: str) -> TaskKind:
-    """Returns an installed kind of tasks.
+def find_task_kind(name: str) -> TaskKind:
+    """Returns an installed kind of task by name.
 
     Raises:
-        TrainError: there is none of that name.
+        TrainError: No task of that name is installed.
     """
     return TASKS.described(name, TaskKind)

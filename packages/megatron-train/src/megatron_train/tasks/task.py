@@ -1,7 +1,7 @@
-"""The contract between the trainer and what it trains.
+"""The interface between the trainer and the model that it trains.
 
-The trainer never asks which model it trains, nor on how many ranks. It divides sums by
-denominators, and both come from here.
+Trainer and engine are independent of the kind of model and of the number of ranks. A task gives
+them sums over tokens and the denominators that these sums are divided by.
 """
 
 import dataclasses
@@ -18,80 +18,84 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """What this rank computes at a time.
+    """The input of one forward pass on this rank.
 
     Attributes:
-        fields: tensors by name, which only the task looks into.
-        samples: how many samples of the global batch are counted with it.
-        tokens: how many tokens of the global batch are counted with it, masked ones included.
-        split: which places of its sequences each rank has that it is cut over. None where no
-            context parallelism cuts it, and before `Task.cut` where the task decides.
-        divisors: what each loss is divided by for the mean of the whole micro-batch; empty where
-            every true token has the same weight.
+        fields: Tensors by name. Only the task reads them.
+        samples: Number of samples of the global batch that are counted with this micro-batch.
+        tokens: Number of tokens of the global batch that are counted with this micro-batch,
+            including masked ones.
+        context_split: Positions of the sequences that each context-parallel rank holds. None
+            without context parallelism, and before `Task.context_parallel_slice` if the task
+            chooses the split.
+        loss_denominators: Denominator of each loss for the mean over the whole micro-batch. Empty
+            if every unmasked token of the global batch has the same weight.
     """
 
     fields: Mapping[str, Tensor]
     samples: int
     tokens: int
-    split: ContextSplit | None = None
-    divisors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    context_split: ContextSplit | None = None
+    loss_denominators: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, fields: Mapping[str, Tensor], by: str) -> "MicroBatch":
-        """Returns a micro-batch whose samples and tokens are those of one of its fields.
+    def from_fields(cls, fields: Mapping[str, Tensor], token_field: str) -> "MicroBatch":
+        """Returns a micro-batch with the numbers of samples and tokens of one of its fields.
 
         Args:
-            fields: tensors by name.
-            by: name of a field ``[b, s]``.
+            fields: Tensors by name.
+            token_field: Name of a field ``[b, s]``; it has ``b`` samples and ``b * s`` tokens.
         """
-        return cls(fields, len(fields[by]), fields[by].numel())
+        return cls(fields, len(fields[token_field]), fields[token_field].numel())
 
-    def replaced(self, **fields: Tensor) -> "MicroBatch":
-        """Returns the same with other fields, or more."""
+    def with_fields(self, **fields: Tensor) -> "MicroBatch":
+        """Returns a copy with these fields replaced or added."""
         return dataclasses.replace(self, fields={**self.fields, **fields})
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Returns the same on a device; copies need not have ended."""
+        """Returns a copy on a device; the transfers may still be in progress."""
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
 
-        split = None if self.split is None else ContextSplit(moved(self.split.places))
+        split = (
+            None if self.context_split is None else ContextSplit(moved(self.context_split.places))
+        )
         fields = {name: moved(tensor) for name, tensor in self.fields.items()}
-        return dataclasses.replace(self, fields=fields, split=split)
+        return dataclasses.replace(self, fields=fields, context_split=split)
 
 
 class Task(Protocol):
-    """One way of training one kind of model, as one rank sees it."""
+    """What is trained and how: stages, inputs, losses and denominators, on one rank."""
 
     @property
     def model_record(self) -> ModelRecord:
-        """The model's kind, family and configuration, kept in checkpoints."""
+        """The model's kind, family and configuration, as checkpoints record them."""
 
-    def migrated(self, record: ModelRecord) -> Mapping[str, Any]:
-        """Returns the configuration of a checkpoint's record, as `model_record` would hold it now.
+    def migrated_config(self, record: ModelRecord) -> Mapping[str, Any]:
+        """Returns the configuration in a checkpoint's record, in the format of `model_record`.
 
         Raises:
-            ValueError: a model of another kind, or a version that is not known here.
+            ValueError: The record is of another kind of model, or its version is unknown.
         """
 
     @property
     def stages(self) -> Sequence[nn.Module]:
-        """The pipeline stages that this rank holds, in the order of the forward pass."""
+        """The stages that this rank holds, in the order of the forward pass."""
 
-    def units(self, stage: nn.Module) -> Sequence[nn.Module]:
-        """Returns the modules of a stage that are worth gathering one at a time: its blocks."""
+    def fsdp_units(self, stage: nn.Module) -> Sequence[nn.Module]:
+        """Returns the modules of a stage that FSDP gathers one at a time, usually its blocks."""
 
     @property
     def losses(self) -> Sequence[str]:
         """Names of the losses."""
 
     @property
-    def reported(self) -> Sequence[str]:
+    def metrics(self) -> Sequence[str]:
         """Names of sums that are reported beside the losses, such as an accuracy.
 
-        `denominators` and `loss` give them too. They have no gradient, and a value that is not
-        finite does not end or skip a step.
+        `denominators` and `loss` return them as well. They have no gradient, and a value that is
+        not finite neither ends the run nor skips a step.
         """
 
     @property
@@ -104,54 +108,59 @@ class Task(Protocol):
         """
 
     def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Returns what each loss and each reported sum is divided by, from labels and masks alone.
+        """Returns the denominators of all losses and metrics, computed from labels and masks alone.
 
-        Auxiliary losses are among them.
-
-        Called with the micro-batches of this rank before the first forward pass of a step, and
-        summed over the ranks, so that no gradient is ever an average of averages.
+        Auxiliary losses are included. The engine calls this method with the micro-batches of this
+        rank before the first forward pass of a step and sums the results over the ranks, so that
+        a gradient is never an average of averages.
         """
 
-    def cut(self, batch: MicroBatch) -> MicroBatch:
-        """Returns what this rank computes of a micro-batch of its data-parallel rank.
+    def context_parallel_slice(self, batch: MicroBatch) -> MicroBatch:
+        """Returns this context-parallel rank's slice of a micro-batch.
 
-        Asked for with context parallelism only, where it is a part of every sequence, and in a pool
-        (`megatron_train.document_pool`), where it is a part of a row. `inputs`,
-        `stage_output_spec` and `loss` are called with what is returned, whose ``split`` says which
-        places each rank has.
+        Called only with context parallelism, where the slice is a part of every sequence, and in a
+        pool (`megatron_train.document_pool`), where it is a part of a row. `stage_inputs`,
+        `stage_output_spec` and `loss` are called with the result, whose ``context_split`` must be set.
         """
 
-    def inputs(self, batch: MicroBatch, stage: int, iteration: int | None) -> Mapping[str, Any]:
+    def stage_inputs(
+        self, batch: MicroBatch, stage: int, iteration: int | None
+    ) -> Mapping[str, Any]:
         """Returns the keyword arguments of a stage for a micro-batch.
 
-        What the stage before passes on comes as its first positional argument. ``iteration`` is the
-        number of the step, or None in an evaluation.
+        The output of the previous stage is the stage's first positional argument and is not
+        included.
+
+        Args:
+            batch: The micro-batch.
+            stage: Index of the stage.
+            iteration: Number of the step, from 1; None in an evaluation.
         """
 
     def stage_output_spec(
         self, batch: MicroBatch, stage: int
     ) -> TensorSpec | tuple[TensorSpec, ...]:
-        """Return shape and dtype of what a stage passes on; asked of every rank for every stage."""
+        """Returns shape and dtype of a stage's output; every rank calls it for every stage."""
 
     def loss(self, output: Any, batch: MicroBatch) -> dict[str, Tensor]:
-        """Return each loss and each reported sum of a micro-batch, from the last stage's output."""
+        """Returns the sum of each loss and metric of a micro-batch from the last stage's output."""
 
     def flops(self, batches: Sequence[MicroBatch]) -> float:
-        """Returns the operations of a forward and backward pass of the whole model."""
+        """Returns the FLOPs of a forward and backward pass of the whole model."""
 
 
 @runtime_checkable
 class PreparingTask(Protocol):
-    """A task whose micro-batches need more than samples: a teacher, a reference, rollouts."""
+    """A task that computes further inputs of a step: teacher or reference outputs, rollouts."""
 
     def prepare(self, batches: Sequence[MicroBatch], iteration: int | None) -> Sequence[MicroBatch]:
-        """Returns the micro-batches of a step with what the task computes for them itself.
+        """Returns the micro-batches of a step with the inputs that the task computes.
 
         Called without gradients on every rank, with this rank's micro-batches, before
-        `Task.denominators`. All ranks of a step call it together, so it may communicate. It may
-        return other micro-batches, as many on every data-parallel rank.
+        `Task.denominators`. All ranks call it at the same point of a step, so it may communicate.
+        It may return other micro-batches, the same number on every data-parallel rank.
 
         Args:
-            batches: as they were read.
-            iteration: number of the step, or None in an evaluation.
+            batches: The micro-batches as they were read.
+            iteration: Number of the step, from 1; None in an evaluation.
         """

@@ -19,7 +19,7 @@ from .conftest import BigramTask
 class Accurate(BigramTask):
     """Reports the share of tokens whose likeliest successor is the true one."""
 
-    reported = ("accuracy",)
+    metrics = ("accuracy",)
     value = 1.0  # of a hit
 
     def denominators(self, batches):
@@ -88,7 +88,7 @@ class OneName(BigramTask):
     def denominators(self, batches):
         return {"text": float(sum(batch.tokens for batch in batches))}
 
-    def inputs(self, batch, stage, iteration):
+    def stage_inputs(self, batch, stage, iteration):
         return {"input": batch.fields["text"][:, :-1]}
 
     def loss(self, output, batch):

@@ -1,8 +1,8 @@
-"""The names of tasks. Nothing here imports torch."""
+"""The registry of tasks. Importing this module does not import torch."""
 
 from megatron_parallel import Extensions
 
 from megatron_train.errors import TrainError
 
 TASKS = Extensions("megatron.tasks", "kind of task", TrainError)
-"""Kinds of tasks by name, those of other distributions too."""
+"""Kinds of tasks by name, including those of other distributions."""
