@@ -120,7 +120,8 @@ class Task(Protocol):
 
         Called only with context parallelism, where the slice is a part of every sequence, and in a
         pool (`megatron_train.document_pool`), where it is a part of a row. `stage_inputs`,
-        `stage_output_spec` and `loss` are called with the result, whose ``context_split`` must be set.
+        `stage_output_spec` and `loss` are called with the result, which must have a
+        ``context_split``.
         """
 
     def stage_inputs(
