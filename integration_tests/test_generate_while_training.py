@@ -17,7 +17,7 @@ from megatron_train import (
     TrainingConfig,
 )
 from megatron_train.assembly import build_trainer
-from megatron_train.shared_batches import open_batches
+from megatron_train.broadcast_batches import open_batches
 from megatron_train.tasks.gpt_kind import TASK
 
 PROMPTS = [[5], [17, 3, 44, 9, 9, 20, 1], [2, 60], [11, 12, 13]]
@@ -98,7 +98,7 @@ def train(mesh: Mesh, config: RunConfig, generates: bool) -> tuple[list, list, l
     """Tokens between the steps; losses and norms of the steps; the last weights and state."""
     batches = open_batches(config, lambda: TASK.open(config, None), mesh)
     trainer = build_trainer(config, TASK, batches, mesh, torch.float64)
-    steps, tokens, reports = trainer.steps(0), [], []
+    steps, tokens, reports = trainer.micro_batches(0), [], []
     for _ in range(config.training.train_iters):
         report = trainer.step(steps)
         reports.append((report.sums, report.grad_norm))

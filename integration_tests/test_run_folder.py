@@ -12,7 +12,7 @@ from megatron_parallel.testing import WorkerPool
 from megatron_train import CheckpointConfig, read_records
 from megatron_train.checkpointing import coordinator_of
 from megatron_train.cli import main
-from megatron_train.starting import held_for_this_run
+from megatron_train.starting_point import lock_save_folder
 
 TRAIN = (
     "pretrain gpt --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 "
@@ -137,7 +137,7 @@ def test_paths_length_and_logging_may_differ_and_rates_with_a_warning(train):
 
 def hold(mesh: Mesh, folder: str) -> str:
     try:
-        with held_for_this_run(CheckpointConfig(save=folder), coordinator_of(mesh), "train"):
+        with lock_save_folder(CheckpointConfig(save=folder), coordinator_of(mesh), "train"):
             return "held"
     except ValueError as error:
         return f"{type(error).__name__}: {error}"

@@ -19,7 +19,7 @@ ONE = CASES[0].reference
 
 def save(mesh: Mesh, case: Case, folder: Path, dtype: torch.dtype) -> None:
     trainer = build_trainer(mesh, case, STEPS, dtype, LEARNING_RATE)
-    steps = trainer.steps(0)
+    steps = trainer.micro_batches(0)
     for _ in range(HALF):
         trainer.step(steps)
     state = {**views_of(trainer), "optimizer": trainer.optimizer.scalars()}
@@ -31,7 +31,7 @@ def carry_on(mesh: Mesh, case: Case, folder: Path, steps: int, dtype: torch.dtyp
     state = CheckpointStore(folder, coordinator_of(mesh)).load(None, views_of(trainer))
     trainer.optimizer.load_scalars(state["optimizer"])
     trainer.iteration, trainer.consumed_samples = HALF, HALF * 8
-    given = trainer.steps(trainer.consumed_samples)
+    given = trainer.micro_batches(trainer.consumed_samples)
     for _ in range(steps):
         trainer.step(given)
     return pieces(views_of(trainer))

@@ -22,7 +22,7 @@ from megatron_parallel import Mesh, ParallelLayout
 from megatron_parallel.testing import WorkerPool
 from megatron_train import DataConfig, EvaluationConfig, RunConfig, TrainingConfig
 from megatron_train.batches import RunBatches
-from megatron_train.shared_batches import Batches, open_batches
+from megatron_train.broadcast_batches import Batches, open_batches
 from megatron_train.tasks.gpt_kind import TASK
 
 LENGTH, SAMPLES, ACCUMULATION = 2048, 4, 8

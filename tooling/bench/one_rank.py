@@ -147,7 +147,7 @@ class Contest:
                 max_lr=LEARNING_RATE, decay_samples=samples, decay_style="constant"
             ),
             weight_decay=WeightDecaySchedule(start=WEIGHT_DECAY, end=WEIGHT_DECAY, samples=samples),
-            steps=self._turns,
+            micro_batches=self._turns,
             train_iters=len(batches),
             check_for_nan=True,
             callbacks=[

@@ -119,7 +119,7 @@ def build_trainer(
             max_lr=learning_rate, decay_samples=100 * steps, warmup_samples=2 * GLOBAL_BATCH
         ),
         weight_decay=WeightDecaySchedule(start=0.1, end=0.1, samples=steps),
-        steps=lambda consumed: batches(case, mesh, consumed, steps),
+        micro_batches=lambda consumed: batches(case, mesh, consumed, steps),
         train_iters=steps,
     )
 

@@ -97,7 +97,7 @@ def make_trainer():
             "optimizer": Optimizer(engine.stages, OptimizerConfig(lr=0.1)),
             "learning_rate": LearningRateSchedule(max_lr=0.1, decay_samples=1000),
             "weight_decay": WeightDecaySchedule(start=0.01, end=0.01, samples=1000),
-            "steps": steps(micro, accumulation),
+            "micro_batches": steps(micro, accumulation),
             "train_iters": 8,
         }
         return Trainer(**{**arguments, **changes})

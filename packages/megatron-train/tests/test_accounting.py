@@ -10,7 +10,7 @@ from megatron_optim import WeightDecaySchedule
 from megatron_parallel import Mesh, ParallelLayout
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import Recorder
-from megatron_train.engine import Extent, StepEngine
+from megatron_train.engine import BatchTotals, StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.peak import Peak
@@ -106,7 +106,7 @@ def test_an_evaluation_is_made_in_evaluation_mode_and_training_goes_on_in_its_ow
     (stage,) = trainer.task.stages
     stage.register_forward_pre_hook(lambda module, _: modes.append(module.training))
     trainer.evaluate([next(make_steps(2, 1)(0))])
-    trainer.step(trainer.steps(0))
+    trainer.step(trainer.micro_batches(0))
     assert modes == [False, True, True, True]
 
 
@@ -123,7 +123,7 @@ def test_a_loss_that_no_token_counts_in_is_left_out_of_an_evaluation(make_traine
 
 def test_a_skipped_step_has_consumed_its_samples(make_trainer):
     trainer = make_trainer(train_iters=3)
-    steps = spoil(trainer.steps, {1})(0)
+    steps = spoil(trainer.micro_batches, {1})(0)
     reports = [trainer.step(steps) for _ in range(3)]
     assert [r.updated for r in reports] == [True, False, True]
     assert [r.consumed_samples for r in reports] == [6, 12, 18]
@@ -131,7 +131,7 @@ def test_a_skipped_step_has_consumed_its_samples(make_trainer):
     assert (trainer.iteration, trainer.consumed_samples) == (3, 18)
     # The next step takes the samples behind those that were skipped.
     assert torch.equal(
-        next(steps)[0].fields["tokens"], next(make_trainer().steps(18))[0].fields["tokens"]
+        next(steps)[0].fields["tokens"], next(make_trainer().micro_batches(18))[0].fields["tokens"]
     )
 
 
@@ -144,7 +144,7 @@ def test_weight_decay_is_asked_for_the_samples_consumed_before_the_step(make_tra
         "step",
         lambda lr, decay, *rest, **more: decays.append(decay) or step(lr, decay, *rest, **more),
     )
-    steps = spoil(trainer.steps, {1})(0)  # a skipped step counts
+    steps = spoil(trainer.micro_batches, {1})(0)  # a skipped step counts
     for _ in range(4):
         trainer.step(steps)
     assert decays == pytest.approx([0.0, 0.1, 0.2, 0.3])
@@ -152,7 +152,7 @@ def test_weight_decay_is_asked_for_the_samples_consumed_before_the_step(make_tra
 
 def test_steps_that_are_not_finite_are_counted_over_a_resume(make_trainer):
     first = make_trainer(train_iters=100)
-    bad = spoil(first.steps, range(1, 100))(0)
+    bad = spoil(first.micro_batches, range(1, 100))(0)
     for _ in range(MAX_NAN_STEPS):
         first.step(bad)  # one good, nine bad
     state = json.loads(json.dumps(first.state()))
@@ -161,11 +161,11 @@ def test_steps_that_are_not_finite_are_counted_over_a_resume(make_trainer):
     second = make_trainer(train_iters=100)
     second.load_state(state)
     with pytest.raises(TrainError, match="no finite loss and gradient in 10 steps up to step 11"):
-        second.step(spoil(second.steps, {0})(60))
+        second.step(spoil(second.micro_batches, {0})(60))
     third = make_trainer(train_iters=100)
     third.load_state(state)
-    third.step(third.steps(60))  # a finite step begins the count anew
-    bad = spoil(third.steps, range(100))(66)
+    third.step(third.micro_batches(60))  # a finite step begins the count anew
+    bad = spoil(third.micro_batches, range(100))(66)
     for _ in range(MAX_NAN_STEPS - 1):
         third.step(bad)
     with pytest.raises(TrainError, match="up to step 21"):
@@ -189,8 +189,8 @@ def test_the_extent_of_a_step_is_that_of_the_global_batch(make_steps, layout, co
     """Ranks of an axis other than dp read the same whole samples."""
     layout = layout.resolve(layout.tp * layout.cp * layout.pp * (layout.dp or 1))
     engine = SimpleNamespace(mesh=Mesh(layout, 1), task=BigramTask())  # no group is used
-    extent = StepEngine.extent(engine, next(make_steps(2, 3)(0)))
-    assert extent == Extent(samples=6 * copies, tokens=36 * copies, flops=360.0 * copies)
+    extent = StepEngine.batch_totals(engine, next(make_steps(2, 3)(0)))
+    assert extent == BatchTotals(samples=6 * copies, tokens=36 * copies, flops=360.0 * copies)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -45,7 +45,7 @@ def test_defaults_are_megatrons():
     assert (run.optimizer.clip_grad, run.optimizer.weight_decay) == (1.0, 0.01)
     assert (run.evaluation.eval_interval, run.evaluation.eval_iters) == (1000, 100)
     assert run.logging.log_interval == 100
-    assert run.global_batch_size == run.samples_at_once == 2
+    assert run.global_batch_size == run.micro_batch_times_data_parallel_size == 2
 
 
 def test_positions_follow_the_sequence_unless_given():
@@ -209,9 +209,13 @@ TP2 = f"{MINIMAL} --tensor-model-parallel-size 2"
 
 def test_data_parallel_ranks_follow_from_the_number_of_ranks():
     run = parse(f"{TP2} --sequence-parallel", ranks=6)
-    assert (run.layout.dp, run.global_batch_size, run.samples_at_once) == (3, 6, 6)
+    assert (run.layout.dp, run.global_batch_size, run.micro_batch_times_data_parallel_size) == (
+        3,
+        6,
+        6,
+    )
     run = parse(f"{TP2} --global-batch-size 24", ranks=6)
-    assert (run.global_batch_size, run.samples_at_once) == (24, 6)
+    assert (run.global_batch_size, run.micro_batch_times_data_parallel_size) == (24, 6)
 
 
 IN_STEPS = f"{MINIMAL} --step-batch-size-schedule 0:2 160:8,320:4"
@@ -521,7 +525,7 @@ def test_stages_by_hand_set_the_number_of_chunks_and_the_schedule_their_place():
     flags = f"{PP4} --pipeline-schedule zb-v --pipeline-model-parallel-layout E|t||||||tL"
     run = parse(f"{MINIMAL} {flags}", ranks=4)
     assert (run.layout.vpp, run.layout.stage_mapping) == (2, "v")
-    assert [len(layers) for layers in run.split] == [0, 1, 0, 0, 0, 0, 0, 1]
+    assert [len(layers) for layers in run.layer_split] == [0, 1, 0, 0, 0, 0, 0, 1]
     with pytest.raises(TrainError, match="--pipeline-schedule gpipe needs a pipeline of at least"):
         parse(f"{MINIMAL} --pipeline-schedule gpipe")
 

@@ -182,7 +182,7 @@ def test_a_damaged_state_is_refused_in_one_line(make_trainer):
 
 def test_fuzzed_states_continue_or_are_refused(make_trainer, fuzz_count):
     trainer = make_trainer(callbacks=[LogLine(Console(silent=True), 100, peak=None)])
-    trainer.step(trainer.steps(0))
+    trainer.step(trainer.micro_batches(0))
 
     def read(content: bytes) -> None:
         try:

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 from megatron_ckpt import CheckpointStore, CorruptCheckpointError, SingleProcess
-from megatron_train import starting
+from megatron_train import starting_point
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
-from megatron_train.starting import Start
+from megatron_train.starting_point import StartingPoint
 
 
 @pytest.mark.parametrize(
@@ -30,13 +30,13 @@ def test_no_run_begins_anew_over_damaged_checkpoints(tmp_path, monkeypatch, sett
         manifest = folder / "MANIFEST.json"
         manifest.write_bytes(manifest.read_bytes()[:-9])
     with pytest.raises(CorruptCheckpointError, match="run has damaged checkpoints and no whole"):
-        Start.find(CheckpointConfig(**settings), SingleProcess())
+        StartingPoint.find(CheckpointConfig(**settings), SingleProcess())
 
 
 def test_what_was_never_completed_is_passed_over(tmp_path):
     (tmp_path / "iter_0000002.tmp-0a").mkdir()
     config = CheckpointConfig(save=str(tmp_path), load=str(tmp_path))
-    assert Start.find(config, SingleProcess()).folder == tmp_path
+    assert StartingPoint.find(config, SingleProcess()).folder == tmp_path
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,12 @@ def test_a_damaged_state_in_the_folder_is_refused_in_one_line(tmp_path, state):
     with pytest.raises(
         TrainError, match=r"iter_0000001: the saved state is damaged: .* is 5; give"
     ):
-        Start.find(config, SingleProcess())
+        StartingPoint.find(config, SingleProcess())
 
 
 def test_a_run_begun_with_weights_may_go_on_with_another_seed_and_data(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(starting, "restore", lambda *_, **more: seen.append(more))
+    monkeypatch.setattr(starting_point, "restore", lambda *_, **more: seen.append(more))
     checkpoint = CheckpointConfig(
         pretrained_checkpoint="other",
         save=str(tmp_path),
@@ -65,6 +65,6 @@ def test_a_run_begun_with_weights_may_go_on_with_another_seed_and_data(tmp_path,
         allow_changed_run=("data",),
     )
     config = SimpleNamespace(checkpoint=checkpoint)
-    start = Start(tmp_path, origin="other", note="is continued")
-    start.take(None, config, {}, Console(silent=True))
+    start = StartingPoint(tmp_path, origin="other", note="is continued")
+    start.load(None, config, {}, Console(silent=True))
     assert seen == [{"optimizer": True, "allowed": {"data", "seed"}}]

@@ -14,10 +14,10 @@ from megatron_train.config.run import RunConfig
 from megatron_train.config.sections import EvaluationConfig, TrainingConfig
 from megatron_train.errors import TrainError
 from megatron_train.memory_check import (
+    check_memory,
     device_memory,
-    least_memory,
-    least_scores,
-    refuse_what_cannot_fit,
+    minimum_memory,
+    minimum_score_memory,
 )
 
 CPU = torch.device("cpu")
@@ -47,45 +47,45 @@ def test_a_run_is_refused_from_the_byte_on_that_does_not_fit(monkeypatch):
     run = run_of()
     needed = training_memory(run.model, 64, 2)
     monkeypatch.setattr(memory_check, "device_memory", lambda device: needed.total)
-    refuse_what_cannot_fit(run, CPU)
+    check_memory(run, CPU)
     monkeypatch.setattr(memory_check, "device_memory", lambda device: needed.total - 1)
     with pytest.raises(TrainError, match=r"--seq-length 64 .*-size 2 needs at least"):
-        refuse_what_cannot_fit(run, CPU)
+        check_memory(run, CPU)
     monkeypatch.setattr(memory_check, "device_memory", lambda device: None)
-    refuse_what_cannot_fit(run, CPU)
+    check_memory(run, CPU)
 
 
 def test_a_sequence_longer_than_any_memory_is_refused_here():
     with pytest.raises(TrainError, match=r"--seq-length 400000000 .* this host has \d"):
-        refuse_what_cannot_fit(run_of(400_000_000), CPU)
+        check_memory(run_of(400_000_000), CPU)
 
 
 def test_scores_of_attention_count_where_dropout_needs_them_whole(monkeypatch):
-    assert least_scores(run_of(8)) == 0
+    assert minimum_score_memory(run_of(8)) == 0
     dropping = run_of(10_000, attention_dropout=0.1)
     scores = 4 * 2 * 4 * 10_000**2  # fp32, samples, heads, pairs
-    assert least_scores(dropping) == scores
-    assert least_scores(run_of(8, attention_dropout=0.1, compile=True)) == 0
+    assert minimum_score_memory(dropping) == scores
+    assert minimum_score_memory(run_of(8, attention_dropout=0.1, compile=True)) == 0
     half = ParallelLayout(tp=2, cp=2, dp=1)
-    assert least_scores(run_of(10_000, half, attention_dropout=0.1)) == scores // 2 // 4**2
-    limit = least_memory(dropping).total + scores
+    assert minimum_score_memory(run_of(10_000, half, attention_dropout=0.1)) == scores // 2 // 4**2
+    limit = minimum_memory(dropping).total + scores
     monkeypatch.setattr(memory_check, "device_memory", lambda device: limit)
-    refuse_what_cannot_fit(dropping, CPU)
+    check_memory(dropping, CPU)
     monkeypatch.setattr(memory_check, "device_memory", lambda device: limit - 1)
     with pytest.raises(
         TrainError, match=r"3\.0 GiB of the attention scores .* --attention-dropout"
     ):
-        refuse_what_cannot_fit(dropping, CPU)
+        check_memory(dropping, CPU)
 
 
 def test_what_a_compiler_keeps_is_not_counted_and_a_stage_has_its_layers_alone():
-    whole = least_memory(run_of())
-    compiled = least_memory(run_of(compile=True))
+    whole = minimum_memory(run_of())
+    compiled = minimum_memory(run_of(compile=True))
     assert compiled.activations < whole.activations / 8
     assert replace(compiled, activations=0) == replace(whole, activations=0)
-    stage = least_memory(run_of(layout=ParallelLayout(pp=2, dp=1)))
+    stage = minimum_memory(run_of(layout=ParallelLayout(pp=2, dp=1)))
     assert stage.parameters < whole.parameters and stage.activations < whole.activations
-    half = least_memory(run_of(bf16=True))
+    half = minimum_memory(run_of(bf16=True))
     assert half.activations < whole.activations
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_train.atomic_write import write_atomically
 from megatron_train.errors import TrainError
 from megatron_train.metrics.appended import AppendedFile
 from megatron_train.metrics.console import Console
@@ -18,7 +19,6 @@ from megatron_train.metrics.lines import TrainingLine, evaluation_lines
 from megatron_train.metrics.peak import Peak, device_peak, measured_peak, table_peak
 from megatron_train.metrics.plot import plot_losses, running_mean
 from megatron_train.metrics.records import Records, RecordWriter, read_records
-from megatron_train.replacing import replacing
 from tensorboard.backend.event_processing import event_accumulator
 
 NOW = datetime(2025, 1, 2, 3, 4, 5, 678)
@@ -231,12 +231,12 @@ def test_tensorboard_reads_every_scalar_and_drops_steps_that_are_made_again(tmp_
 
 def test_a_file_that_cannot_be_replaced_stays_and_is_named(tmp_path, monkeypatch):
     path = tmp_path / "page.html"
-    with replacing(path) as temporary:
+    with write_atomically(path) as temporary:
         temporary.write_text("old")
     monkeypatch.setattr(Path, "write_text", disk_full)
     with (
         pytest.raises(OSError, match="No space left on device") as caught,
-        replacing(path) as temporary,
+        write_atomically(path) as temporary,
     ):
         temporary.touch()
         temporary.write_text("new")

@@ -10,7 +10,7 @@ from megatron_optim import OptimizerConfig
 from megatron_train import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
 from megatron_train.assembly import choose_device
 from megatron_train.callbacks.stopping import StopAt
-from megatron_train.checkpointing import Kept, Saver, restore, tokenizer_files
+from megatron_train.checkpointing import SavedCheckpoint, Saver, restore, tokenizer_files
 from megatron_train.config.dump import write_config
 from megatron_train.config.files import read_file
 from megatron_train.config.run import build_run
@@ -19,8 +19,8 @@ from megatron_train.engine import _require_whole_compiler
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.pretrain import _deterministic
-from megatron_train.starting import Start, what_is_kept
-from megatron_train.stored import differing
+from megatron_train.saved_values import describe_differences
+from megatron_train.starting_point import StartingPoint, describe_saved_progress
 from megatron_train.trainer import Callback, Stop
 
 MODEL = GPTConfig(
@@ -53,28 +53,28 @@ def test_a_written_configuration_reads_back_as_the_same_run(tmp_path):
 def family_of(start, name=None, **changes):
     config = run_config(model=dataclasses.replace(MODEL, **changes))
     checkpoint = CheckpointConfig(model_family=name)
-    return start.family_of(dataclasses.replace(config, checkpoint=checkpoint))
+    return start.resolve_family(dataclasses.replace(config, checkpoint=checkpoint))
 
 
 def test_a_run_has_the_family_it_is_given_if_that_can_express_the_model():
-    assert family_of(Start()) is None
-    assert family_of(Start(), "gpt2") == "gpt2"
+    assert family_of(StartingPoint()) is None
+    assert family_of(StartingPoint(), "gpt2") == "gpt2"
     words = "--model-family gpt2: such a model has normalization = 'LayerNorm', this one has 'RMS"
     with pytest.raises(TrainError, match=words):
-        family_of(Start(), "gpt2", normalization="RMSNorm")
+        family_of(StartingPoint(), "gpt2", normalization="RMSNorm")
     with pytest.raises(CheckpointError, match=r"no family 'gtp2' .nearest: 'gpt2'.; installed are"):
-        family_of(Start(), "gtp2")
+        family_of(StartingPoint(), "gtp2")
 
 
 @pytest.mark.parametrize("flag", ["load", "pretrained_checkpoint"])
 def test_a_run_keeps_the_family_of_the_checkpoint_it_starts_from(tmp_path, flag):
     record = ModelRecord("gpt", "llama", 1, MODEL.to_dict())
     CheckpointStore(tmp_path).save(3, {"samples": 1}, model=record)
-    start = Start.find(CheckpointConfig(**{flag: str(tmp_path)}), SingleProcess())
+    start = StartingPoint.find(CheckpointConfig(**{flag: str(tmp_path)}), SingleProcess())
     assert start.family == family_of(start) == family_of(start, "llama") == "llama"
     with pytest.raises(TrainError, match="holds a model of family llama, which the run keeps"):
         family_of(start, "gpt2")
-    one = Start.find(CheckpointConfig(load=str(tmp_path / "iter_0000003")), SingleProcess())
+    one = StartingPoint.find(CheckpointConfig(load=str(tmp_path / "iter_0000003")), SingleProcess())
     assert one.family == "llama"
 
 
@@ -95,10 +95,10 @@ def test_deterministic_mode_lasts_as_long_as_the_run():
 
 
 def test_differences_are_named_with_both_values():
-    assert differing({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == (
+    assert describe_differences({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == (
         "b 2 there, 3 here, c None there, 4 here"
     )
-    assert differing({"a": 1}, {"a": 1}) == ""
+    assert describe_differences({"a": 1}, {"a": 1}) == ""
 
 
 def test_the_files_of_a_tokenizer_make_an_equal_one(tmp_path):
@@ -128,12 +128,14 @@ def interrupted(trainer, folder, interval, at, continued=None):
     if at > trainer.iteration:
         with pytest.raises(KeyboardInterrupt):
             trainer.run()
-    return what_is_kept(trainer, CheckpointConfig(save=str(folder)), Start(), continued)
+    return describe_saved_progress(
+        trainer, CheckpointConfig(save=str(folder)), StartingPoint(), continued
+    )
 
 
 def test_a_run_that_ends_early_says_what_is_kept_and_how_to_go_on(make_trainer, tmp_path):
     trainer, folder = make_trainer(), str(tmp_path)
-    assert what_is_kept(trainer, CheckpointConfig(), Start()) == (
+    assert describe_saved_progress(trainer, CheckpointConfig(), StartingPoint()) == (
         "nothing is saved, as there is no --save"
     )
     saver = Saver(CheckpointStore(tmp_path), {}, None, None, None, Console(silent=True))
@@ -141,17 +143,23 @@ def test_a_run_that_ends_early_says_what_is_kept_and_how_to_go_on(make_trainer, 
     assert trainer.run() == Stop("--exit-interval 1")
     kept = CheckpointConfig(save=folder)
     place = f"saved in {tmp_path}/iter_0000001; the same command"
-    assert what_is_kept(trainer, kept, Start()) == f"{place} with --load {folder} continues it"
+    assert (
+        describe_saved_progress(trainer, kept, StartingPoint())
+        == f"{place} with --load {folder} continues it"
+    )
     again = CheckpointConfig(save=folder, load=folder)
-    assert what_is_kept(trainer, again, Start()) == f"{place} continues it"
+    assert describe_saved_progress(trainer, again, StartingPoint()) == f"{place} continues it"
     tuned = CheckpointConfig(save=folder, load="base", finetune=True)
-    assert what_is_kept(trainer, tuned, Start(origin="base")) == f"{place} continues it"
+    assert (
+        describe_saved_progress(trainer, tuned, StartingPoint(origin="base"))
+        == f"{place} continues it"
+    )
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
 def test_an_interrupted_new_run_says_which_steps_are_lost(make_trainer, tmp_path, weights_only):
     """Weights of another run are no checkpoint to continue from."""
-    start = Start(tmp_path, weights_only, origin="base" if weights_only else "")
+    start = StartingPoint(tmp_path, weights_only, origin="base" if weights_only else "")
     again = "the same command" if weights_only else f"the same command with --load {tmp_path}"
     for interval, at, expected in (
         (None, 0, "nothing is saved, as no step was made"),
@@ -163,7 +171,7 @@ def test_an_interrupted_new_run_says_which_steps_are_lost(make_trainer, tmp_path
     ):
         trainer = make_trainer()
         interrupted(trainer, tmp_path, interval, at)
-        found = what_is_kept(trainer, CheckpointConfig(save=str(tmp_path)), start)
+        found = describe_saved_progress(trainer, CheckpointConfig(save=str(tmp_path)), start)
         assert found.startswith(expected), (interval, at)
 
 
@@ -181,7 +189,7 @@ def test_an_interrupted_continued_run_names_the_checkpoint_it_came_from(make_tra
     ):
         trainer = make_trainer()
         continued = restore(trainer, base, {}, Console(silent=True))
-        assert continued == Kept(place, 2)
+        assert continued == SavedCheckpoint(place, 2)
         found = interrupted(trainer, folder, interval, at, continued)
         assert found.startswith(expected), (interval, at)
 

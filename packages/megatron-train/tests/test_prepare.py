@@ -60,7 +60,7 @@ def by_hand(trainer, batches):
 
 
 def test_a_step_and_an_evaluation_see_what_was_prepared(distilled):
-    batches = next(distilled.steps(0))
+    batches = next(distilled.micro_batches(0))
     expected = by_hand(distilled, batches)
     assert distilled.evaluate([batches])["lm loss"] == pytest.approx(expected, rel=1e-12)
     report = distilled.step(iter([batches]))

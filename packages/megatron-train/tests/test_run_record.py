@@ -11,7 +11,7 @@ from megatron_optim import OptimizerConfig
 from megatron_train import CheckpointConfig, DataConfig, RunConfig, ScheduleConfig, TrainingConfig
 from megatron_train.config.sections import LoggingConfig
 from megatron_train.errors import TrainError
-from megatron_train.run_record import changes_since, run_record, upgraded
+from megatron_train.run_record import compare_records, run_record, upgrade_record
 from megatron_train.tasks.gpt_data import GPTData
 
 PATH = Path("iter_0000002")
@@ -90,15 +90,15 @@ def test_another_run_is_refused_unless_its_kind_is_allowed(key):
     others = {"data", "tokenizer", "seed", "objective"} - {kind}
     flag = "--no-load-rng" if kind == "seed" else f"--allow-changed-run {kind}"
     with pytest.raises(TrainError, match=f"^iter_0000002 comes from .*{flag} to go on"):
-        changes_since(there, here, PATH, 8, others)
-    assert list(changes_since(there, here, PATH, 8, [kind])) == [kind]
+        compare_records(there, here, PATH, 8, others)
+    assert list(compare_records(there, here, PATH, 8, [kind])) == [kind]
 
 
 def test_weights_of_corpora_and_the_tokenizer_are_compared():
     with pytest.raises(TrainError, match=r"weights \[2.0, 1.0\] there, \[3.0, 1.0\] here"):
-        changes_since(record(), record({"data.data_path": ("3", "a", "1", "b")}), PATH, 8, ())
+        compare_records(record(), record({"data.data_path": ("3", "a", "1", "b")}), PATH, 8, ())
     with pytest.raises(TrainError, match=r"another tokenizer: fingerprint .* there, .* here"):
-        changes_since(record(), record((), NullTokenizer(256)), PATH, 8, ())
+        compare_records(record(), record((), NullTokenizer(256)), PATH, 8, ())
 
 
 MAY_DIFFER = {
@@ -114,7 +114,7 @@ MAY_DIFFER = {
 
 @pytest.mark.parametrize("key", MAY_DIFFER)
 def test_layout_length_logging_and_paths_may_differ(key):
-    assert changes_since(record(), record({key: MAY_DIFFER[key]}), PATH, 8, ()) == {}
+    assert compare_records(record(), record({key: MAY_DIFFER[key]}), PATH, 8, ()) == {}
 
 
 def test_batch_sizes_by_tokens_may_differ_and_are_named():
@@ -124,17 +124,17 @@ def test_batch_sizes_by_tokens_may_differ_and_are_named():
         record(stepped | {"training.step_batch_size_schedule": ("0:4", f"{step}:8")})
         for step in (32, 64)
     )
-    found = changes_since(there, here, PATH, 8, ())
+    found = compare_records(there, here, PATH, 8, ())
     assert found == {"optimizer": "step_batch_size_schedule 0:4 32:8 there, 0:4 64:8 here"}
 
 
 def test_rates_may_differ_and_are_named():
     for key in ("optimizer.lr", "optimizer.weight_decay", "schedule.lr_decay_iters"):
-        found = changes_since(record(), record({key: 7}), PATH, 8, ())
+        found = compare_records(record(), record({key: 7}), PATH, 8, ())
         assert list(found) == ["optimizer"] and " there, 7 here" in found["optimizer"]
     compat = {"data.sample_order": "compat"}
     longer = record({**compat, "training.train_iters": 4})
-    assert changes_since(record(compat), longer, PATH, 8, ()) == {
+    assert compare_records(record(compat), longer, PATH, 8, ()) == {
         "length": "samples 12 there, 16 here"
     }
 
@@ -143,47 +143,47 @@ def test_a_corpus_of_the_same_name_with_other_content_is_other_data():
     there = record()
     Path("b.bin").write_bytes(b"abe")
     with pytest.raises(TrainError, match="other data: content "):
-        changes_since(there, record(), PATH, 8, ())
+        compare_records(there, record(), PATH, 8, ())
 
 
 def test_data_may_change_from_a_sample_on_that_lies_ahead():
     Path("changes").write_text('[{"from_sample": 8, "data_path": "b"}]')
     later = record({"data.data_path_changes": "changes"})
-    assert changes_since(record(), later, PATH, 8, ()) == {}
+    assert compare_records(record(), later, PATH, 8, ()) == {}
     with pytest.raises(TrainError, match=r"changes \[\] there, \[\[8, "):
-        changes_since(record(), later, PATH, 9, ())
+        compare_records(record(), later, PATH, 9, ())
 
 
 def test_a_record_that_is_none_is_refused_in_one_line():
     for damaged in (5, None, ["a"], "text"):
         with pytest.raises(TrainError, match="iter_0000002 is damaged: its record of the run has"):
-            changes_since({"data": damaged}, record(), PATH, 8, ())
+            compare_records({"data": damaged}, record(), PATH, 8, ())
 
 
 def test_of_a_flat_record_the_seed_alone_is_compared():
     flat = {"data": ["corpus"], "split": None, "seq_length": 9, "seed": 1234, "order": "packed"}
-    assert upgraded(record()) == record()
-    assert upgraded({**flat, "seed": "x"}) == {}
-    assert changes_since(upgraded(flat), record(), PATH, 8, ()) == {}
+    assert upgrade_record(record()) == record()
+    assert upgrade_record({**flat, "seed": "x"}) == {}
+    assert compare_records(upgrade_record(flat), record(), PATH, 8, ()) == {}
     with pytest.raises(TrainError, match="comes from --seed 1234, and this run has --seed 5"):
-        changes_since(upgraded(flat), record({"training.seed": 5}), PATH, 8, ())
+        compare_records(upgrade_record(flat), record({"training.seed": 5}), PATH, 8, ())
 
 
 @pytest.mark.parametrize("kind", ["data", "objective", "optimizer"])
 def test_keys_that_one_version_records_are_not_compared(kind):
     old, new = record(), record()
     new[kind]["added"] = 1
-    assert changes_since(old, new, PATH, 8, ()) == {}
-    assert changes_since(new, old, PATH, 8, ()) == {}
+    assert compare_records(old, new, PATH, 8, ()) == {}
+    assert compare_records(new, old, PATH, 8, ()) == {}
 
 
 def test_a_corpus_beside_one_at_a_url_may_be_moved():
     there = record({"data.data_path": ("2", "a", "1", "s3://bucket/c")})
     moved = record({"data.data_path": ("2", "moved/a", "1", "s3://bucket/c")})
-    assert changes_since(there, moved, PATH, 8, ()) == {}
+    assert compare_records(there, moved, PATH, 8, ()) == {}
     with pytest.raises(TrainError, match="other data: data "):
         other = record({"data.data_path": ("2", "moved/a", "1", "s3://bucket/d")})
-        changes_since(there, other, PATH, 8, ())
+        compare_records(there, other, PATH, 8, ())
 
 
 def test_data_that_takes_the_place_is_known_by_its_content():
@@ -192,16 +192,16 @@ def test_data_that_takes_the_place_is_known_by_its_content():
         return record({"data.data_path_changes": "changes"})
 
     there = changed("a")
-    assert changes_since(there, changed("moved/a"), PATH, 8, ()) == {}
+    assert compare_records(there, changed("moved/a"), PATH, 8, ()) == {}
     old = json.loads(json.dumps(there))
     del old["data"]["changes"][0][2]  # older records had the paths alone
-    assert changes_since(old, there, PATH, 8, ()) == {}
+    assert compare_records(old, there, PATH, 8, ()) == {}
     for words in ("b", ["2", "a"]):
         with pytest.raises(TrainError, match="other data: changes "):
-            changes_since(there, changed(words), PATH, 8, ())
+            compare_records(there, changed(words), PATH, 8, ())
     Path("a.bin").write_bytes(b"abe")
     with pytest.raises(TrainError, match="changes "):
-        changes_since({"data": there["data"]}, changed("a"), PATH, 8, ())
+        compare_records({"data": there["data"]}, changed("a"), PATH, 8, ())
 
 
 @pytest.mark.parametrize("damaged", [5, [5], [["4", [["a"], None]]], [[4, 5]], [[4, [5, None]]]])
@@ -209,4 +209,4 @@ def test_a_damaged_change_of_data_is_refused_in_one_line(damaged):
     there = record()
     there["data"]["changes"] = damaged
     with pytest.raises(TrainError, match=r"^iter_0000002 is damaged: its record .* change of data"):
-        changes_since(there, record(), PATH, 8, ())
+        compare_records(there, record(), PATH, 8, ())

@@ -14,7 +14,7 @@ from megatron_train.config.run import RunConfig
 from megatron_train.config.sections import EvaluationConfig, TrainingConfig
 from megatron_train.errors import TrainError
 from megatron_train.metrics.peak import Peak, cpu_rate
-from megatron_train.step_time import check_step_time, least_work
+from megatron_train.step_time import check_step_time, minimum_work
 
 # Elements of the matrices that a token is multiplied with: of 4 layers 4 x 32 x 32 around
 # attention and 2 x 32 x 128 behind it, and 32 x 128 of the output layer.
@@ -46,12 +46,12 @@ def operations(samples, length, attention=True):
 
 
 def test_the_work_of_a_step_is_that_of_its_batch_shared_by_all_ranks():
-    work = least_work(run_of())
+    work = minimum_work(run_of())
     assert work.flops == operations(8, 64)
     assert work.attention == pytest.approx(4 * 32 * 64 / (MATRICES + 4 * 32 * 64))
-    shared = least_work(run_of(layout=ParallelLayout(dp=2, tp=2)))
+    shared = minimum_work(run_of(layout=ParallelLayout(dp=2, tp=2)))
     assert shared == replace(work, flops=work.flops / 4)
-    packed = least_work(run_of(reset_attention_mask=True, tokenizer_model="tokenizer"))
+    packed = minimum_work(run_of(reset_attention_mask=True, tokenizer_model="tokenizer"))
     assert (packed.flops, packed.attention) == (operations(8, 64, attention=False), 0)
 
 
@@ -64,7 +64,7 @@ def test_the_work_of_a_step_is_that_of_its_batch_shared_by_all_ranks():
 )
 def test_a_run_of_several_sizes_is_measured_by_its_largest_step(sizes):
     training = TrainingConfig(micro_batch_size=2, train_samples=100, **sizes)
-    assert least_work(replace(run_of(), training=training)).flops == operations(8, 64)
+    assert minimum_work(replace(run_of(), training=training)).flops == operations(8, 64)
 
 
 def test_a_long_step_is_announced_and_one_of_more_than_a_day_refused():
@@ -115,7 +115,7 @@ def test_it_is_asked_before_any_data_is_opened(data, capsys, monkeypatch):
 
 
 def test_a_long_step_is_a_warning_beside_the_training(capsys, monkeypatch):
-    monkeypatch.setattr(step_time, "LONG", 0.0)
+    monkeypatch.setattr(step_time, "WARN_STEP_SECONDS", 0.0)
     assert main(f"{FLAGS} --seq-length 8 --mock-data".split()) == 0
     error = capsys.readouterr().err
     assert error.startswith("megatron-train: warning: a step of 1 sample with --seq-length 8 takes")

@@ -52,7 +52,7 @@ def hits_by_hand(weight, batches):
 def test_a_reported_sum_is_a_mean_over_all_true_tokens_and_has_no_gradient(make_trainer, per_token):
     plain = trainer_of(make_trainer, BigramTask(), per_token=per_token)
     trainer = trainer_of(make_trainer, Accurate(), per_token=per_token)
-    batches = next(trainer.steps(0))
+    batches = next(trainer.micro_batches(0))
     expected = hits_by_hand(trainer.task.stages[0].weight.detach().clone(), batches)
     report, other = trainer.step(iter([batches])), plain.step(iter([batches]))
     assert report.losses["accuracy"] == pytest.approx(expected, rel=1e-14) and 0 < expected < 1
@@ -64,7 +64,7 @@ def test_a_reported_sum_is_a_mean_over_all_true_tokens_and_has_no_gradient(make_
 def test_a_reported_sum_that_is_not_finite_skips_no_step(make_trainer):
     trainer = trainer_of(make_trainer, Accurate())
     trainer.task.value, trainer.check_for_nan = math.inf, True
-    report = trainer.step(trainer.steps(0))
+    report = trainer.step(trainer.micro_batches(0))
     assert report.updated and report.finite and not math.isfinite(report.losses["accuracy"])
 
 

@@ -55,7 +55,7 @@ def test_accumulation_equals_one_big_batch(make_trainer, micro, accumulation):
 
 def test_the_loss_is_the_sum_over_true_tokens_divided_by_their_number(make_trainer):
     trainer = make_trainer(2, 3)
-    batches = next(trainer.steps(0))
+    batches = next(trainer.micro_batches(0))
     logits = torch.cat([trainer.task.stages[0](b.fields["tokens"]) for b in batches]).flatten(0, 1)
     labels = torch.cat([b.fields["labels"] for b in batches]).flatten()
     mask = torch.cat([b.fields["loss_mask"] for b in batches]).flatten().bool()
@@ -103,12 +103,12 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(make_trainer):
     good.run()
 
     def spoiled(consumed):
-        for number, batches in enumerate(good.steps(consumed)):
+        for number, batches in enumerate(good.micro_batches(consumed)):
             if number == 1:
                 batches[1].fields["loss_mask"][0, 0] = math.inf
             yield batches
 
-    trainer.steps = spoiled
+    trainer.micro_batches = spoiled
     trainer.run()
     assert [(r.updated, r.finite) for r in listener.reports] == [(True, True), (False, False)]
     assert torch.equal(weights(trainer), weights(good))
@@ -119,7 +119,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(make_trainer):
 
 def test_an_infinite_loss_with_a_finite_gradient_changes_nothing(make_trainer):
     trainer = make_trainer()
-    batches = next(trainer.steps(0))
+    batches = next(trainer.micro_batches(0))
     first = batches[0].fields
     token, label = first["tokens"][0, 0], first["labels"][0, 0]
     with torch.no_grad():

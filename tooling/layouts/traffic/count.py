@@ -32,7 +32,7 @@ def count(mesh: Mesh, job: Job) -> Totals:
         optimizer=Optimizer(engine.stages, settings),
         learning_rate=LearningRateSchedule(max_lr=1e-4, decay_samples=1000),
         weight_decay=WeightDecaySchedule(start=0.1, end=0.1, samples=STEPS),
-        steps=lambda consumed: batches(mesh),
+        micro_batches=lambda consumed: batches(mesh),
         train_iters=STEPS,
     )
     with mesh.counting() as traffic:

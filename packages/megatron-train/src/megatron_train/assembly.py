@@ -9,11 +9,11 @@ from megatron_optim import Optimizer, needs_matrices
 from megatron_parallel import Mesh
 from megatron_parallel.tensor_parallel import train_adapters
 
+from megatron_train.broadcast_batches import Batches
 from megatron_train.config.run import RunConfig
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.products import products_of, vocabulary_loss_of
-from megatron_train.shared_batches import Batches
 from megatron_train.tasks.kinds import TaskKind
 from megatron_train.tokenizer import Tokenizers
 from megatron_train.trainer import Trainer
@@ -46,7 +46,7 @@ def build_trainer(
             products=products,
             vocabulary_loss=vocabulary_loss_of(config),
         ),
-        split=config.split,
+        split=config.layer_split,
         seed=training.seed,
     )
     if config.placement.cross_entropy_fusion_impl == "linear" and not any(
@@ -74,7 +74,7 @@ def build_trainer(
         learning_rate=config.learning_rate_schedule(),
         decoupled_learning_rate=config.learning_rate_schedule(decoupled=True),
         weight_decay=config.weight_decay_schedule(),
-        steps=batches.training,
+        micro_batches=batches.training,
         train_iters=config.train_iters,
         check_for_nan=config.data_parallel.check_for_nan_in_loss_and_grad,
     )

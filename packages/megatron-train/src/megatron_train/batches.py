@@ -35,7 +35,7 @@ class RunBatches:
         pool: shares out the documents of a step instead.
 
     Attributes:
-        untested: why the share of --split to test on gives nothing, if it does not.
+        no_test_reason: why the share of --split to test on gives nothing, if it does not.
 
     Raises:
         DataError: a corpus that is missing, damaged or too small for one sample.
@@ -56,13 +56,13 @@ class RunBatches:
         self._micro_batch_size = config.training.micro_batch_size
         self._sizes = config.batch_sizes
         self._evaluated = BatchSizeSchedule.constant(config.batch_sizes.last)
-        self._samples_at_once = config.samples_at_once
+        self._samples_at_once = config.micro_batch_times_data_parallel_size
         self._train_samples = config.train_samples
         self._valid_samples = config.evaluation.eval_iters * config.batch_sizes.last
         self._train = _require(data.datasets((self._train_samples, 0, 0)).train, "train")
         self._valid: Dataset | None = None
         self._test: Dataset | None = None
-        self.untested = ""
+        self.no_test_reason = ""
         try:
             self._valid = data.datasets((0, self._valid_samples, 0)).valid
             if self._valid_samples:
@@ -76,11 +76,11 @@ class RunBatches:
         except EmptySplitError as error:
             if config.data.test_data_path:
                 raise
-            self.untested = error.what
+            self.no_test_reason = error.what
         data.check()
 
     @property
-    def tests(self) -> bool:
+    def has_test(self) -> bool:
         """Whether there is text to test on."""
         return self._test is not None
 
@@ -95,7 +95,7 @@ class RunBatches:
         return self._steps(self._valid, self._valid_samples, 0, self._evaluated)
 
     def testing(self) -> Iterator[Sequence[MicroBatch]]:
-        """Yields the micro-batches of the test by global batch; none where nothing `tests`."""
+        """Yields the micro-batches of the test by global batch; none where nothing `has_test`."""
         if self._test is None:
             return iter(())
         return self._steps(self._test, self._valid_samples, 0, self._evaluated)

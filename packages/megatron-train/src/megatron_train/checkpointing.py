@@ -37,17 +37,17 @@ from megatron_train.config.products import PLAIN
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.product_record import (
-    product_of,
+    recorded_product,
     refuse_other_product,
     refuse_other_tensors,
 )
 from megatron_train.run_record import (
-    KINDS,
+    RECORD_PARTS,
     RunRecord,
-    changes_since,
-    upgraded,
+    compare_records,
+    upgrade_record,
 )
-from megatron_train.stored import differing, stored
+from megatron_train.saved_values import describe_differences, read_value
 from megatron_train.trainer import Callback, StepReport, Trainer
 
 _CHECKPOINT = re.compile(r"iter_\d{7,}")
@@ -77,7 +77,7 @@ def coordinator_of(mesh: Mesh) -> Coordinator:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedCheckpoint:
     """A checkpoint, and the steps that a run which continues from it need not make again."""
 
     path: Path
@@ -118,7 +118,7 @@ class Saver(Callback):
         self._retention = Retention(latest=keep_last)
         self._console = console
         self._saved = 0
-        self.newest: Kept | None = None
+        self.newest: SavedCheckpoint | None = None
         """The newest checkpoint that this process has saved."""
 
     def on_start(self, trainer: Trainer) -> None:
@@ -140,7 +140,7 @@ class Saver(Callback):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Takes back what the run began with."""
-        self._origin = stored(state, "origin", str)
+        self._origin = read_value(state, "origin", str)
 
     def _save(self, trainer: Trainer) -> None:
         if trainer.iteration == self._saved:
@@ -158,7 +158,7 @@ class Saver(Callback):
             retention=self._retention,
             replace=True,
         )
-        self._saved, self.newest = trainer.iteration, Kept(path, trainer.iteration)
+        self._saved, self.newest = trainer.iteration, SavedCheckpoint(path, trainer.iteration)
         self._console.line(f"saved checkpoint {path}")
 
 
@@ -195,7 +195,7 @@ def restore(
     *,
     optimizer: bool = True,
     allowed: Collection[str] = (),
-) -> Kept | None:
+) -> SavedCheckpoint | None:
     """Continues from the newest complete checkpoint in ``folder``; return it, or None without one.
 
     ``folder`` may also be one checkpoint itself. Torn checkpoints are named in one warning. The
@@ -207,7 +207,7 @@ def restore(
         run: the record of the run that continues; a warning names what has changed.
         console: where warnings go.
         optimizer: whether the optimizer's state is loaded; otherwise it starts fresh.
-        allowed: parts of the record (`megatron_train.run_record.KINDS`) that may have changed.
+        allowed: Parts of the record (`RECORD_PARTS` of `run_record`) that may have changed.
 
     Raises:
         TrainError: the checkpoint holds another model, or is of a run that differs in a part that
@@ -250,16 +250,18 @@ def restore(
     def take() -> None:
         try:
             if optimizer:
-                saved, names = stored(state, "optimizer", dict), trainer.optimizer.scalars()
-                trainer.optimizer.load_scalars({name: stored(saved, name, int) for name in names})
-            trainer.load_state(stored(state, "trainer", dict))
+                saved, names = read_value(state, "optimizer", dict), trainer.optimizer.scalars()
+                trainer.optimizer.load_scalars(
+                    {name: read_value(saved, name, int) for name in names}
+                )
+            trainer.load_state(read_value(state, "trainer", dict))
         except TrainError as error:
             raise TrainError(f"{path}: {error}; load another checkpoint") from None
 
     # Rank 0 has callbacks that the others lack, so it alone may find their state damaged.
     exchange(store.coordinator, take, lambda _: None)
     _compare(state.get("run"), run, trainer, path, allowed, console)
-    return Kept(path, trainer.iteration)
+    return SavedCheckpoint(path, trainer.iteration)
 
 
 def _compare(
@@ -273,9 +275,9 @@ def _compare(
     """Refuses another run than that of the checkpoint, and warn of what is allowed to differ."""
     if not isinstance(there, Mapping):
         raise TrainError(f"{path} is damaged: its record of the run is {there!r}")
-    there = upgraded(there)
-    changes = changes_since(there, here, path, trainer.consumed_samples, allowed)
-    if unknown := [kind for kind in KINDS if kind in here and kind not in there]:
+    there = upgrade_record(there)
+    changes = compare_records(there, here, path, trainer.consumed_samples, allowed)
+    if unknown := [kind for kind in RECORD_PARTS if kind in here and kind not in there]:
         console.warn(f"{path} does not say its {', '.join(unknown)}, which cannot be compared")
     step = trainer.iteration
     order = ", ".join(changes[kind] for kind in ("data", "seed", "length") if kind in changes)
@@ -369,7 +371,7 @@ def _found(checkpoint: Checkpoint) -> _Found:
     names = (name for name, record in checkpoint.tensors.items() if record.group == "optim")
     kept = sorted({name.rpartition(".")[2] for name in names})
     continues = bool(kept) or "trainer" in checkpoint.values()  # some rules keep nothing
-    product = product_of(checkpoint.values().get("run"))
+    product = recorded_product(checkpoint.values().get("run"))
     return _Found(checkpoint.iteration, checkpoint.path, checkpoint.model, continues, kept, product)
 
 
@@ -416,7 +418,7 @@ def refuse_other_model(
     for name in but:
         there.pop(name, None)
         here.pop(name, None)
-    changed = differing(there, here)
+    changed = describe_differences(there, here)
     if changed:
         raise TrainError(
             f"{path} holds another model: {changed}; give its sizes, or another --load folder"

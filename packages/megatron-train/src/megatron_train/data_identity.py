@@ -12,7 +12,7 @@ from megatron_data.datasets import parse_data_path
 
 from megatron_train.config.data import DataConfig
 from megatron_train.errors import TrainError
-from megatron_train.stored import shown
+from megatron_train.saved_values import short_repr
 
 Change = tuple[int, str | Sequence[str]]
 """A first sample, and the corpora and weights that it and later ones are from."""
@@ -66,7 +66,7 @@ def _fingerprint(prefix: str) -> str | None:
     return None if digest.digest() == hashlib.sha256().digest() else digest.hexdigest()[:16]
 
 
-def leave_out_what_may_differ(
+def drop_allowed_differences(
     before: dict[str, Any], now: dict[str, Any], path: Path, consumed_samples: int
 ) -> None:
     """Drops the paths of equal corpora, and the changes of data that lie ahead.
@@ -119,7 +119,7 @@ def _changes_before(consumed_samples: int, changes: Any, path: Path) -> list[Any
             case _:
                 raise TrainError(
                     f"{path} is damaged: its record of the run has the change of data "
-                    f"{shown(change)}"
+                    f"{short_repr(change)}"
                 )
     return found
 

@@ -37,7 +37,7 @@ from megatron_train.tasks.task import MicroBatch, PreparingTask, Task
 
 
 @dataclass(frozen=True)
-class Extent:
+class BatchTotals:
     """How large a global batch is.
 
     Attributes:
@@ -120,9 +120,7 @@ class StepEngine:
             around_backward=self.stages.around_backward,
         )
 
-    def prepared(
-        self, batches: Sequence[MicroBatch], iteration: int | None
-    ) -> Sequence[MicroBatch]:
+    def prepare(self, batches: Sequence[MicroBatch], iteration: int | None) -> Sequence[MicroBatch]:
         """Returns micro-batches with what the task computes for them (`PreparingTask`).
 
         Args:
@@ -137,13 +135,13 @@ class StepEngine:
     def denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Return what each sum of `run` is to be divided by, for the micro-batches of all ranks."""
         if self.mesh.layout.hybrid_cp:
-            return self.true_tokens(batches)
+            return self.evaluation_denominators(batches)
         counts = self.task.denominators(batches)
         if not self._per_token:
             counts |= dict.fromkeys(self.task.losses, float(len(batches)))
         return self._count(counts, "dp", "token counts")
 
-    def true_tokens(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def evaluation_denominators(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Returns what each sum of `evaluate` is to be divided by."""
         if self.mesh.layout.hybrid_cp:  # rows, of which each of their ranks has an equal share
             counts = dict.fromkeys(self._counted, 0.0)
@@ -155,17 +153,17 @@ class StepEngine:
         # Of whole sequences, which all ranks of the context axis read.
         return self._count(self.task.denominators(batches), "dp", "token counts")
 
-    def extent(self, batches: Sequence[MicroBatch]) -> Extent:
+    def batch_totals(self, batches: Sequence[MicroBatch]) -> BatchTotals:
         """Returns how large the global batch is that these are this rank's micro-batches of."""
         samples = sum(batch.samples for batch in batches)
         tokens = sum(batch.tokens for batch in batches)
         flops = self.task.flops(batches)
         if self.mesh.layout.hybrid_cp:
             own = {"samples": samples, "tokens": tokens, "flops": flops}
-            whole = self._count(own, self._data, "extent of the batch")
-            return Extent(int(whole["samples"]), int(whole["tokens"]), whole["flops"])
+            whole = self._count(own, self._data, "totals of the batch")
+            return BatchTotals(int(whole["samples"]), int(whole["tokens"]), whole["flops"])
         ranks = self.mesh.axis("dp").size  # each has as many samples as this one
-        return Extent(ranks * samples, ranks * tokens, ranks * flops)
+        return BatchTotals(ranks * samples, ranks * tokens, ranks * flops)
 
     def run(
         self, batches: Sequence[MicroBatch], denominators: Mapping[str, float], iteration: int

@@ -16,7 +16,7 @@ _MEMINFO = Path("/proc/meminfo")
 _GIB = 1 << 30
 
 
-def refuse_what_cannot_fit(config: RunConfig, device: torch.device) -> None:
+def check_memory(config: RunConfig, device: torch.device) -> None:
     """Compares what a run needs at least with all the memory there is, free or not.
 
     Raises:
@@ -25,7 +25,7 @@ def refuse_what_cannot_fit(config: RunConfig, device: torch.device) -> None:
     limit = device_memory(device)
     if limit is None:
         return
-    needed, scores = least_memory(config), least_scores(config)
+    needed, scores = minimum_memory(config), minimum_score_memory(config)
     if needed.total + scores <= limit:
         return
     states = needed.total - needed.activations
@@ -44,7 +44,7 @@ def refuse_what_cannot_fit(config: RunConfig, device: torch.device) -> None:
     )
 
 
-def least_memory(config: RunConfig) -> TrainingMemory:
+def minimum_memory(config: RunConfig) -> TrainingMemory:
     """Returns the bytes that a rank of the first stage needs at least.
 
     Activations are those of one micro-batch, though a pipeline keeps several. Of compiled code, and
@@ -61,7 +61,7 @@ def least_memory(config: RunConfig) -> TrainingMemory:
         layout=config.layout,
         data_parallel=config.data_parallel,
         sequence_parallel=config.placement.sequence_parallel and not unknown,
-        layers=None if whole else len(config.split[0]),
+        layers=None if whole else len(config.layer_split[0]),
         recompute=config.recompute,
         dispatcher=config.placement.moe_token_dispatcher_type,
         moments=min(len(rule.state) for rule in build_rules(config.optimizer)),
@@ -70,7 +70,7 @@ def least_memory(config: RunConfig) -> TrainingMemory:
     )
 
 
-def least_scores(config: RunConfig) -> int:
+def minimum_score_memory(config: RunConfig) -> int:
     """Returns the bytes of one layer's attention scores where all are needed at once, else 0.
 
     They are with --attention-dropout, which no backend applies in blocks: fp32 numbers

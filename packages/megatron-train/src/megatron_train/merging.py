@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_train.config.from_checkpoint import TOKENIZER_FOLDER
 from megatron_train.errors import TrainError
-from megatron_train.product_record import products_in
+from megatron_train.product_record import build_recorded_products
 
 
 def merge_checkpoint(load: str | Path, save: str | Path) -> Path:
@@ -36,7 +36,7 @@ def merge_checkpoint(load: str | Path, save: str | Path) -> Path:
         raise TrainError(f"{other.path} is there already; give --save a folder without checkpoints")
     if checkpoint.model is None:
         raise TrainError(f"{checkpoint.path} says nothing of its model; it cannot be merged")
-    products = products_in(checkpoint.values().get("run"), checkpoint.path)
+    products = build_recorded_products(checkpoint.values().get("run"), checkpoint.path)
     held = {n: checkpoint.read(n) for n, r in checkpoint.tensors.items() if r.group == "model"}
     found: dict[str, Tensor] = {}
     taken = set[str]()

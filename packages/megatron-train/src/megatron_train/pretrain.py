@@ -21,6 +21,7 @@ from megatron_train.assembly import (
     choose_dtype,
     load_run_tokenizer,
 )
+from megatron_train.broadcast_batches import Batches, open_batches
 from megatron_train.callbacks.evaluation import Evaluation, Test
 from megatron_train.callbacks.listener import Listener
 from megatron_train.callbacks.log_line import LogLine
@@ -31,19 +32,18 @@ from megatron_train.config.dump import write_config
 from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options
 from megatron_train.config.values import Values
-from megatron_train.description import description, layout_in_words
-from megatron_train.memory_check import refuse_what_cannot_fit
+from megatron_train.memory_check import check_memory
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.environment import environment
 from megatron_train.metrics.peak import Peak, cpu_rate, device_peak
-from megatron_train.products import adapts
+from megatron_train.products import trains_adapters_only
+from megatron_train.run_description import describe_layout, describe_run
 from megatron_train.run_record import RunRecord, run_record
-from megatron_train.shared_batches import Batches, open_batches
-from megatron_train.starting import (
-    Start,
-    held_for_this_run,
-    refuse_files_for_folders,
-    what_is_kept,
+from megatron_train.starting_point import (
+    StartingPoint,
+    check_output_folders,
+    describe_saved_progress,
+    lock_save_folder,
 )
 from megatron_train.step_time import check_step_time
 from megatron_train.tasks.kinds import find_task_kind
@@ -78,20 +78,20 @@ def train(
         TrainError: a run that cannot be made or continued, or whose folder another run holds; the
             packages' own exceptions for what each of them refuses.
     """
-    refuse_files_for_folders(config)
+    check_output_folders(config)
     device, dtype = choose_device(config.training.device), choose_dtype(config)
-    mesh = join(config, device)
+    mesh = build_mesh(config, device)
     console = Console(silent=mesh.rank != 0)
     coordinator = coordinator_of(mesh)
     with (
-        held_for_this_run(config.checkpoint, coordinator, command or shlex.join(sys.argv)),
+        lock_save_folder(config.checkpoint, coordinator, command or shlex.join(sys.argv)),
         console.warnings_of("megatron_ckpt"),
         console.warnings_of("megatron_data"),
         _deterministic(config.training.deterministic_mode),
     ):
-        start = Start.find(config.checkpoint, coordinator)
-        family = start.family_of(config)
-        refuse_what_cannot_fit(config, mesh.device)
+        start = StartingPoint.find(config.checkpoint, coordinator)
+        family = start.resolve_family(config)
+        check_memory(config, mesh.device)
         peak = device_peak(mesh.device, dtype) if mesh.rank == 0 else None
         rate = cpu_rate(dtype) if mesh.device.type == "cpu" else peak
         # One rank decides: each may measure another peak.
@@ -99,7 +99,7 @@ def train(
             console.warn(long)
         facts = environment(mesh.device)
         # Printed with the first line there is: what is refused before needs no environment.
-        console.preface = partial(description, config, values, facts, dtype)
+        console.preface = partial(describe_run, config, values, facts, dtype)
         tokenizer = load_run_tokenizer(config, tokenizers)
         task = find_task_kind(config.task)
         data = cache(partial(task.open_data, config, tokenizer))
@@ -113,19 +113,19 @@ def train(
         trainer = build_trainer(config, task, batches, mesh, dtype, family)
         run = _Run(config, console, mesh, peak, batches, tokenizer, facts, start, record)
         trainer.callbacks = run.callbacks()
-        continued = start.take(trainer, config, record, console)
-        if continued is None and not start.weights_only and adapts(config):
+        continued = start.load(trainer, config, record, console)
+        if continued is None and not start.weights_only and trains_adapters_only(config):
             console.warn(
                 f"--linear-product {config.product} freezes weights that are drawn from --seed; "
                 "begin with those of a checkpoint, by finetune or --finetune --load"
             )
         console.line(str(trainer.engine.fusion))
-        if batches.untested:
-            console.line(f"no test after the last step: {batches.untested}")
+        if batches.no_test_reason:
+            console.line(f"no test after the last step: {batches.no_test_reason}")
         if config.checkpoint.save is not None:
             path = Path(config.checkpoint.save) / CONFIG_FILE
             exchange(coordinator, lambda: None, lambda _: write_config(config, path))
-        kept = partial(what_is_kept, trainer, config.checkpoint, start, continued)
+        kept = partial(describe_saved_progress, trainer, config.checkpoint, start, continued)
         stop = _train(trainer, console, kept)
     mesh.close()  # only here: after an error, ranks that still wait would be waited for
     return 0 if stop is None else stop.status
@@ -151,7 +151,7 @@ def _train(trainer: Trainer, console: Console, kept: Callable[[], str]) -> Stop 
     return stop
 
 
-def join(config: RunConfig, device: torch.device) -> Mesh:
+def build_mesh(config: RunConfig, device: torch.device) -> Mesh:
     """Takes this rank's place in the layout of the run, or be its only rank.
 
     Raises:
@@ -180,7 +180,7 @@ class _Run:
     batches: Batches
     tokenizer: Tokenizer | None
     facts: dict[str, str]
-    start: Start
+    start: StartingPoint
     record: RunRecord
 
     def callbacks(self) -> list[Callback]:
@@ -195,7 +195,7 @@ class _Run:
             interval = config.evaluation.eval_interval
             source = self.batches.validation
             callbacks.append(Evaluation(self.console, source, interval, listeners))
-        if self.batches.tests:
+        if self.batches.has_test:
             callbacks.append(Test(self.console, self.batches.testing, testers))
         training = config.training
         callbacks.append(StopAt(training.exit_interval, training.exit_duration_in_mins))
@@ -224,7 +224,7 @@ class _Run:
             callbacks.append(Progress(self.console, samples, length))
         recorder = None
         if config.checkpoint.save is not None:
-            facts = {**self.facts, "layout": layout_in_words(config)}
+            facts = {**self.facts, "layout": describe_layout(config)}
             recorder = Recorder(Path(config.checkpoint.save), facts, self.console)
         callbacks.append(
             LogLine(

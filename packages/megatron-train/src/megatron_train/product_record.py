@@ -11,13 +11,13 @@ from megatron_parallel.tensor_parallel import Product, find_product
 from megatron_train.config.products import PLAIN
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
-from megatron_train.stored import differing
+from megatron_train.saved_values import describe_differences
 
 PRODUCT: Final = "linear_product"
 """The name of the product in the objective of a record; its settings are ``section.name``."""
 
 
-def recorded(config: RunConfig) -> dict[str, Any]:
+def record_product(config: RunConfig) -> dict[str, Any]:
     """Returns what the objective of a run's record has of its product."""
     found: dict[str, Any] = {PRODUCT: config.product}
     section = None if config.product == PLAIN else find_product(config.product).section
@@ -27,7 +27,7 @@ def recorded(config: RunConfig) -> dict[str, Any]:
     return found
 
 
-def product_of(run: Any) -> str:
+def recorded_product(run: Any) -> str:
     """Returns the name of the product of a record's run."""
     objective = run.get("objective") if isinstance(run, Mapping) else None
     return str(objective.get(PRODUCT, PLAIN)) if isinstance(objective, Mapping) else PLAIN
@@ -44,7 +44,7 @@ def refuse_other_product(there: str, run: Any, path: Path) -> None:
     Raises:
         TrainError: with what to do.
     """
-    here = product_of(run)
+    here = recorded_product(run)
     if there == here:
         return
     more = f"give --linear-product {there}"
@@ -77,16 +77,18 @@ def refuse_other_tensors(
     if held == {name: list(shape) for name, shape in further.items()}:
         return
     there, here = (_settings(each) for each in (checkpoint.values().get("run"), run))
-    if changed := differing(there, here):
+    if changed := describe_differences(there, here):
         raise TrainError(
-            f"{checkpoint.path} has other parameters of --linear-product {product_of(run)}: "
+            f"{checkpoint.path} has other parameters of --linear-product {recorded_product(run)}: "
             f"{changed}; give its settings"
         )
 
 
 def _settings(run: Any) -> dict[str, Any]:
     """Returns what the record of a run has of its product's settings, by flag."""
-    section = find_product(product_of(run)).section if product_of(run) != PLAIN else None
+    section = (
+        find_product(recorded_product(run)).section if recorded_product(run) != PLAIN else None
+    )
     if section is None:
         return {}
     flags = {f"{section.name}.{field.name}": field for field in fields(section.config)}
@@ -98,14 +100,14 @@ def _settings(run: Any) -> dict[str, Any]:
     }
 
 
-def products_in(run: Any, path: Path) -> Mapping[str, Product]:
+def build_recorded_products(run: Any, path: Path) -> Mapping[str, Product]:
     """Returns the products of a record's run, by role of the layers.
 
     Raises:
         TrainError: they are plain, or the record is damaged.
         LayoutError: the product is not installed.
     """
-    name = product_of(run)
+    name = recorded_product(run)
     if name == PLAIN:
         raise TrainError(f"{path} has plain linear layers: there is nothing to merge")
     kind, objective = find_product(name), run["objective"]

@@ -42,7 +42,7 @@ def products_of(config: RunConfig) -> Mapping[str, Product]:
     return found
 
 
-def adapts(config: RunConfig) -> bool:
+def trains_adapters_only(config: RunConfig) -> bool:
     """Returns whether only parameters of products are trained."""
     return any(product.adapts for product in products_of(config).values())
 

@@ -1,6 +1,6 @@
 """What a checkpoint keeps of the run it is from, and what of it may differ where the run continues.
 
-A record has a part for each of `KINDS`. A run that differs from the record in one of them is
+A record has a part for each of `RECORD_PARTS`. A run that differs from the record in one of them is
 another run, whose losses are not to be compared with those before: it is refused, unless a flag
 allows it. The layout, the length of the run, logging and paths are not in the record, since they
 may differ. The rates of the optimizer (`optimizer`) are, for a warning.
@@ -14,12 +14,12 @@ from typing import Any, Final
 from megatron_data import Tokenizer
 
 from megatron_train.config.run import RunConfig
-from megatron_train.data_identity import corpora_identity, leave_out_what_may_differ
+from megatron_train.data_identity import corpora_identity, drop_allowed_differences
 from megatron_train.errors import TrainError
-from megatron_train.product_record import recorded
-from megatron_train.stored import differing
+from megatron_train.product_record import record_product
+from megatron_train.saved_values import describe_differences
 
-KINDS: Final = ("data", "tokenizer", "seed", "objective")
+RECORD_PARTS: Final = ("data", "tokenizer", "seed", "objective")
 """What makes a run this run, beside its model, whose configuration a checkpoint has anyway."""
 
 RunRecord = Mapping[str, Any]
@@ -80,7 +80,7 @@ def _objective(config: RunConfig) -> dict[str, Any]:
         "hidden_dropout": training.hidden_dropout,
         "attention_dropout": training.attention_dropout,
         **_objective_fields(config.model),
-        **recorded(config),
+        **record_product(config),
     }
     for name, section in config.extension_settings.items():
         marked = _objective_fields(section)
@@ -88,7 +88,7 @@ def _objective(config: RunConfig) -> dict[str, Any]:
     return found
 
 
-def upgraded(record: RunRecord) -> RunRecord:
+def upgrade_record(record: RunRecord) -> RunRecord:
     """Returns a record in its present form.
 
     Records once were flat (`{"data": ["corpus"], "seed": 1, "seq_length": 8, …}`). Of such a one
@@ -100,7 +100,7 @@ def upgraded(record: RunRecord) -> RunRecord:
     return {"seed": {"seed": seed}} if type(seed) is int else {}
 
 
-def changes_since(
+def compare_records(
     there: RunRecord,
     here: RunRecord,
     path: Path,
@@ -112,7 +112,7 @@ def changes_since(
     Keys that only one of the records has are not compared: versions differ in what they record.
 
     Args:
-        there: the record of the checkpoint, as `upgraded` returns it.
+        there: the record of the checkpoint, as `upgrade_record` returns it.
         here: the record of the run that continues.
         path: of the checkpoint.
         consumed_samples: by the checkpoint; changes of the data from later samples on may differ.
@@ -122,17 +122,17 @@ def changes_since(
         TrainError: another kind differs, or the record is damaged.
     """
     found = {}
-    for kind in (*KINDS, "optimizer", "length"):
+    for kind in (*RECORD_PARTS, "optimizer", "length"):
         if kind not in there or kind not in here:
             continue
         before, now = _part(there, kind, path), dict(here[kind])
         if kind == "data":
-            leave_out_what_may_differ(before, now, path, consumed_samples)
+            drop_allowed_differences(before, now, path, consumed_samples)
         shared = before.keys() & now.keys()
         before = {key: value for key, value in before.items() if key in shared}
-        if changed := differing(before, {key: now[key] for key in before}):
+        if changed := describe_differences(before, {key: now[key] for key in before}):
             found[kind] = changed
-    for kind in KINDS:
+    for kind in RECORD_PARTS:
         if kind in found and kind not in allowed:
             raise TrainError(_refusal(kind, found[kind], there, here, path))
     return found

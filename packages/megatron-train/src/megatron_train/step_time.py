@@ -12,9 +12,9 @@ from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
 from megatron_train.metrics.peak import Peak
 
-LONGEST = 24 * 3600.0
+MAX_STEP_SECONDS = 24 * 3600.0
 """Seconds of a step, at the rate that the device reaches at best, above which a run is refused."""
-LONG = 60.0
+WARN_STEP_SECONDS = 60.0
 """Seconds above which a run says how long its steps take."""
 
 
@@ -31,7 +31,7 @@ class StepWork:
     attention: float
 
 
-def least_work(config: RunConfig) -> StepWork:
+def minimum_work(config: RunConfig) -> StepWork:
     """Returns what each rank computes at least in the largest step of a run.
 
     Of documents that do not attend to one another (--reset-attention-mask, or a pool of ranks) no
@@ -57,9 +57,9 @@ def check_step_time(config: RunConfig, rate: Peak | None) -> str | None:
     """
     if rate is None:
         return None
-    work = least_work(config)
+    work = minimum_work(config)
     seconds = work.flops / rate.flops_per_second
-    if seconds <= LONG:
+    if seconds <= WARN_STEP_SECONDS:
         return None
     samples = max(config.batch_sizes.sizes)
     text = (
@@ -68,12 +68,12 @@ def check_step_time(config: RunConfig, rate: Peak | None) -> str | None:
         f"floating-point operations on each rank, {100 * work.attention:.0f} % of them attention, "
         f"at {rate.flops_per_second:.4g} FLOP/s ({rate.source})"
     )
-    if seconds <= LONGEST:
+    if seconds <= MAX_STEP_SECONDS:
         return f"{text}; no line is printed and no checkpoint is saved before it ends"
     lower = "--seq-length" if work.attention > 0.5 else "--global-batch-size"
     raise TrainError(
-        f"{text}; a step may take {_duration(LONGEST)} at most: lower {lower} or the size of the "
-        "model, or start more ranks"
+        f"{text}; a step may take {_duration(MAX_STEP_SECONDS)} at most: lower {lower} or "
+        "the size of the model, or start more ranks"
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
-from megatron_train.stored import stored
+from megatron_train.saved_values import read_value
 from megatron_train.tasks.task import MicroBatch, Task
 
 MAX_NAN_STEPS = 10
@@ -107,8 +107,8 @@ class Trainer:
         weight_decay: weight decay by consumed samples.
         decoupled_learning_rate: learning rate of token embeddings and output matrices by consumed
             samples. Defaults to ``learning_rate``.
-        steps: gives, from a number of consumed samples, an iterator over this rank's micro-batches
-            of each following step.
+        micro_batches: Returns, for a number of consumed samples, an iterator over this rank's
+            micro-batches of each following step.
         train_iters: steps of the whole run.
         check_for_nan: whether a loss or gradient that is not finite ends the run; otherwise its
             step is skipped.
@@ -123,7 +123,7 @@ class Trainer:
         learning_rate: LearningRateSchedule,
         weight_decay: WeightDecaySchedule,
         decoupled_learning_rate: LearningRateSchedule | None = None,
-        steps: Callable[[int], Iterator[Sequence[MicroBatch]]],
+        micro_batches: Callable[[int], Iterator[Sequence[MicroBatch]]],
         train_iters: int,
         check_for_nan: bool = False,
         callbacks: Sequence[Callback] = (),
@@ -133,7 +133,7 @@ class Trainer:
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.decoupled_learning_rate = decoupled_learning_rate or learning_rate
-        self.steps = steps
+        self.micro_batches = micro_batches
         self.train_iters = train_iters
         self.check_for_nan = check_for_nan
         self.callbacks = list(callbacks)
@@ -158,7 +158,7 @@ class Trainer:
         """
         for callback in self.callbacks:
             callback.on_start(self)
-        steps = self.steps(self.consumed_samples)
+        steps = self.micro_batches(self.consumed_samples)
         while self.iteration < self.train_iters:
             report = self.step(steps)
             for callback in self.callbacks:
@@ -177,7 +177,7 @@ class Trainer:
     def step(self, steps: Iterator[Sequence[MicroBatch]]) -> StepReport:
         """Takes the next global batch from ``steps`` and makes one step with it."""
         start = time.perf_counter()
-        batches = self.engine.prepared(next(steps), self.iteration + 1)
+        batches = self.engine.prepare(next(steps), self.iteration + 1)
         # 1 where no token counts, so that the loss is 0.
         denominators = {n: c or 1.0 for n, c in self.engine.denominators(batches).items()}
         sums = self.engine.run(batches, denominators, self.iteration + 1)
@@ -192,9 +192,9 @@ class Trainer:
         if not result.skipped:
             self.engine.stages.update_states()
         self.engine.stages.zero()
-        extent = self.engine.extent(batches)
+        totals = self.engine.batch_totals(batches)
         self.iteration += 1
-        self.consumed_samples += extent.samples
+        self.consumed_samples += totals.samples
         self._count_nan(finite=not result.skipped)
         grad_norm, *values = torch.stack([result.grad_norm, *sums.values()]).tolist()
         return StepReport(
@@ -207,9 +207,9 @@ class Trainer:
             updated=not result.skipped,
             finite=not result.skipped,
             seconds=time.perf_counter() - start,
-            samples=extent.samples,
-            tokens=extent.tokens,
-            flops=extent.flops,
+            samples=totals.samples,
+            tokens=totals.tokens,
+            flops=totals.flops,
         )
 
     def evaluate(self, steps: Iterable[Sequence[MicroBatch]]) -> dict[str, float]:
@@ -219,10 +219,10 @@ class Trainer:
         for stage in self.task.stages:
             stage.eval()
         for read in steps:
-            batches = self.engine.prepared(read, None)
+            batches = self.engine.prepare(read, None)
             for name, value in self.engine.evaluate(batches).items():
                 totals[name] = totals.get(name, 0.0) + float(value)
-            for name, count in self.engine.true_tokens(batches).items():
+            for name, count in self.engine.evaluation_denominators(batches).items():
                 counts[name] = counts.get(name, 0.0) + count
         for stage in self.task.stages:
             stage.train()
@@ -245,10 +245,10 @@ class Trainer:
         Raises:
             TrainError: a value is missing or of another type.
         """
-        self.iteration = stored(state, "iteration", int)
-        self.consumed_samples = stored(state, "consumed_samples", int)
-        self._nan_steps = stored(state, "nan_steps", int)
-        kept = stored(state, "callbacks", Mapping)  # type: ignore[type-abstract]
+        self.iteration = read_value(state, "iteration", int)
+        self.consumed_samples = read_value(state, "consumed_samples", int)
+        self._nan_steps = read_value(state, "nan_steps", int)
+        kept = read_value(state, "callbacks", Mapping)  # type: ignore[type-abstract]
         for callback in self.callbacks:
             if callback.name in kept:
                 callback.load_state(kept[callback.name])

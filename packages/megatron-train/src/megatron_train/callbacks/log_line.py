@@ -11,7 +11,7 @@ from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.lines import TrainingLine
 from megatron_train.metrics.peak import Peak
-from megatron_train.stored import stored
+from megatron_train.saved_values import read_value
 from megatron_train.trainer import Callback
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ class LogLine(Callback):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continues an unfinished interval."""
         sums, denominators = (
-            {name: stored(kept, name, float) for name in kept}
-            for kept in (stored(state, "sums", dict), stored(state, "denominators", dict))
+            {name: read_value(kept, name, float) for name in kept}
+            for kept in (read_value(state, "sums", dict), read_value(state, "denominators", dict))
         )
         if sums.keys() != denominators.keys():
             raise TrainError(
@@ -133,8 +133,8 @@ class LogLine(Callback):
                 f"{sorted(denominators)}"
             )
         self._interval = Interval(
-            skipped=stored(state, "skipped", int),
-            nan=stored(state, "nan", int),
+            skipped=read_value(state, "skipped", int),
+            nan=read_value(state, "nan", int),
             sums=sums,
             denominators=denominators,
         )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_train.atomic_write import write_atomically
 from megatron_train.config.files import to_yaml
 from megatron_train.config.flags import Parser, add_options
 from megatron_train.config.resolve import with_flags
@@ -15,7 +16,6 @@ from megatron_train.errors import UsageError, raise_collected
 from megatron_train.megatron_lm.shell import LaunchCommand, read_script
 from megatron_train.megatron_lm.table import megatron_flags
 from megatron_train.megatron_lm.translate import Translation, as_there, translate
-from megatron_train.replacing import replacing
 
 _EXAMPLE = """\
 example:
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is None:
         sys.stdout.write(text)
         return 0
-    with replacing(arguments.output) as temporary:
+    with write_atomically(arguments.output) as temporary:
         temporary.write_text(text, encoding="utf-8")
     ranks = _ranks(command.launcher)
     start = f"megatron-train pretrain gpt --config {arguments.output}"

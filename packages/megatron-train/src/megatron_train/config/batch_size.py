@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Final
 
 from megatron_train.errors import TrainError
-from megatron_train.stored import LARGEST, shown
+from megatron_train.saved_values import MAX_INTEGER, short_repr
 
 GLOBAL: Final = "--global-batch-size"
 RAMP: Final = "--rampup-batch-size"
@@ -108,8 +108,9 @@ class BatchSizeSchedule:
             tokens, size = _number(threshold), _number(samples)
             if tokens is None or not size:
                 raise TrainError(
-                    f"{STEPPED}: {shown(pair)} is not TOKENS:SAMPLES, two whole numbers that may "
-                    'end in K, M, B or T, with at least 1 sample; give such as "0:768 250B:1536"'
+                    f"{STEPPED}: {short_repr(pair)} is not TOKENS:SAMPLES, two whole numbers that "
+                    "may end in K, M, B or T, with at least 1 sample; give such as "
+                    '"0:768 250B:1536"'
                 )
             found.append((tokens // sequence_length, size, pair))
         found.sort(key=itemgetter(0))
@@ -205,4 +206,4 @@ def _number(text: str) -> int | None:
         return None
     digits, exponent, unit = match.groups()
     value = Fraction(digits) * 10 ** int(exponent or 0) * _UNITS[unit.upper()]
-    return int(value) if value.denominator == 1 and value <= LARGEST else None
+    return int(value) if value.denominator == 1 and value <= MAX_INTEGER else None

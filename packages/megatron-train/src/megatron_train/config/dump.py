@@ -5,12 +5,12 @@ from typing import Any
 
 import yaml
 
+from megatron_train.atomic_write import write_atomically
 from megatron_train.config.files import to_yaml
 from megatron_train.config.options import Option, options_of
 from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options, sections
 from megatron_train.config.values import Values
-from megatron_train.replacing import replacing
 
 _COLUMN = 44
 
@@ -33,7 +33,7 @@ def settings_of(config: RunConfig) -> dict[str, dict[str, Any]]:
 def write_config(config: RunConfig, path: Path) -> None:
     """Writes every setting of a run to a YAML file that ``--config`` accepts."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary:
+    with write_atomically(path) as temporary:
         temporary.write_text(to_yaml(settings_of(config)), encoding="utf-8")
 
 

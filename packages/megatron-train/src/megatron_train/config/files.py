@@ -11,7 +11,7 @@ from megatron_train.config.options import Option
 from megatron_train.config.renamed_keys import RENAMED_KEYS
 from megatron_train.config.values import GivenValue, Values
 from megatron_train.errors import TrainError, collect_errors, raise_collected
-from megatron_train.stored import shown
+from megatron_train.saved_values import short_repr
 
 _ABOUT = "about"
 """Key of a file that is not a section: a text for its readers."""
@@ -40,7 +40,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 line = key.start_mark.line + 1
-                raise yaml.YAMLError(f"line {line}: the key {shown(key.value)} is given twice")
+                raise yaml.YAMLError(f"line {line}: the key {short_repr(key.value)} is given twice")
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
         return super().construct_mapping(node, deep)
 
@@ -115,13 +115,14 @@ def _read_section(
         home = [key for key in known if key.endswith("." + section)]
         near = f"; did you mean {home[0]}?" if home else nearest(section, sections)
         raise TrainError(
-            f"{path}: unknown section {shown(section)}{near} (known: {', '.join(sections)})"
+            f"{path}: unknown section {short_repr(section)}{near} (known: {', '.join(sections)})"
         )
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise TrainError(
-            f"{path}: section {shown(section)} must hold `key: value` lines, got {shown(content)}"
+            f"{path}: section {short_repr(section)} must hold `key: value` lines, "
+            f"got {short_repr(content)}"
         )
     given: dict[str, GivenValue] = {}
     wrong: list[str] = []
@@ -130,7 +131,7 @@ def _read_section(
         key = RENAMED_KEYS.get(written, written)
         if key not in known:
             near = _nearest_key(written, str(name), list(known))
-            wrong.append(f"{path}: unknown key {shown(written)[1:-1]}{near}")
+            wrong.append(f"{path}: unknown key {short_repr(written)[1:-1]}{near}")
             continue
         with collect_errors(wrong):
             origin = f"{path}: {written}"

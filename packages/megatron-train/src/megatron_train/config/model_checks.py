@@ -96,7 +96,7 @@ def check_expert_overlap(run: RunSections) -> None:
             "sends, so that nothing else can be computed meanwhile; change one of them"
         )
     for size in run.batch_sizes.sizes:
-        if size // run.samples_at_once == 1:
+        if size // run.micro_batch_times_data_parallel_size == 1:
             raise TrainError(
                 f"{flag} needs at least 2 micro-batches a step, one of which computes while the "
                 f"other's tokens travel, but {size} samples in micro-batches of "

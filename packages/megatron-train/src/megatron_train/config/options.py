@@ -16,7 +16,7 @@ from typing import Any, Literal, Union
 
 from megatron_train._command import nearest
 from megatron_train.errors import TrainError
-from megatron_train.stored import LARGEST, shown
+from megatron_train.saved_values import MAX_INTEGER, short_repr
 
 _SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "switch"}
 _DERIVED = {
@@ -105,12 +105,12 @@ class Option:
     def _coerce_one(self, value: Any, origin: str) -> Any:
         result = _read(self.kind, value)
         if result is None:
-            raise TrainError(f"{origin} needs {self._wanted()}, got {shown(value)}")
+            raise TrainError(f"{origin} needs {self._wanted()}, got {short_repr(value)}")
         if isinstance(result, float) and not math.isfinite(result):
-            raise TrainError(f"{origin} needs a finite number, got {shown(value)}")
+            raise TrainError(f"{origin} needs a finite number, got {short_repr(value)}")
         if self.choices and result not in self.choices:
             near = nearest(str(result), map(str, self.choices))
-            raise TrainError(f"{origin} needs {self._wanted()}, got {shown(value)}{near}")
+            raise TrainError(f"{origin} needs {self._wanted()}, got {short_repr(value)}{near}")
         return result
 
     def _wanted(self) -> str:
@@ -219,7 +219,7 @@ def _read(kind: str, value: Any) -> Any:
         if kind == "number":
             return number
         whole = int(value) if isinstance(value, str) or number == int(number) else None
-        return whole if whole is not None and abs(whole) <= LARGEST else None
+        return whole if whole is not None and abs(whole) <= MAX_INTEGER else None
     except (ValueError, OverflowError):
         return None
 

@@ -154,7 +154,7 @@ class RunConfig(RunSections):
             schedule = self.pipeline.schedule_of(layout)
             group = self.pipeline.group_size
             for size in self.batch_sizes.sizes:
-                count = size // self.samples_at_once
+                count = size // self.micro_batch_times_data_parallel_size
                 check_micro_batches(schedule, layout.pp, layout.vpp, count, group)
         if not schedule_kind(schedule).splits_backward:
             return

@@ -164,7 +164,7 @@ class RunSections:
         )
 
     @property
-    def split(self) -> tuple[range, ...]:
+    def layer_split(self) -> tuple[range, ...]:
         """Global layer numbers of every pipeline stage."""
         return self.pipeline.split(self.model.depth, self.layout)
 
@@ -174,7 +174,7 @@ class RunSections:
         return self.layout.dp or 1
 
     @property
-    def samples_at_once(self) -> int:
+    def micro_batch_times_data_parallel_size(self) -> int:
         """Samples in one micro-batch of every data-parallel rank."""
         return self.training.micro_batch_size * self.data_parallel_size
 
@@ -183,7 +183,7 @@ class RunSections:
         """Samples in one step as they are asked for, those of the last step if sizes differ."""
         if self.training.step_batch_size_schedule is not None:
             return self.batch_sizes.last
-        return self.training.global_batch_size or self.samples_at_once
+        return self.training.global_batch_size or self.micro_batch_times_data_parallel_size
 
     @property
     def batch_sizes(self) -> BatchSizeSchedule:
@@ -192,7 +192,11 @@ class RunSections:
         if training.step_batch_size_schedule is not None:
             words = training.step_batch_size_schedule
             return BatchSizeSchedule.stepped(words, self.data.seq_length)
-        multiple = self.samples_at_once if training.decrease_batch_size_if_needed else 1
+        multiple = (
+            self.micro_batch_times_data_parallel_size
+            if training.decrease_batch_size_if_needed
+            else 1
+        )
         if training.rampup_batch_size is not None:
             ramp = training.rampup_batch_size
             return BatchSizeSchedule.ramp(ramp, self.global_batch_size, multiple)

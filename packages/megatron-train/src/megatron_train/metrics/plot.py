@@ -4,8 +4,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from megatron_train.atomic_write import write_atomically
 from megatron_train.metrics.records import Records
-from megatron_train.replacing import replacing
 
 FILE_NAME = "loss.png"
 
@@ -37,7 +37,7 @@ def plot_losses(records: Records, loss: str, path: Path) -> None:
     axes.grid(alpha=0.3)
     if values or validation:
         axes.legend()
-    with replacing(path) as temporary:
+    with write_atomically(path) as temporary:
         figure.savefig(temporary, format="png")
 
 

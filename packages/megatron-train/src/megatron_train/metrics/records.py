@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from megatron_train.errors import TrainError
 from megatron_train.metrics.appended import AppendedFile
-from megatron_train.stored import LARGEST, shown
+from megatron_train.saved_values import MAX_INTEGER, short_repr
 
 FILE_NAME = "metrics.jsonl"
 _MOST = 1e100
@@ -91,18 +91,18 @@ def read_records(path: Path) -> Records:
 def _complaint_about(record: Any) -> str | None:
     """Returns what is wrong with a record, None if nothing is."""
     if not isinstance(record, dict) or record.get("kind") not in _KINDS:
-        return f"no object with a known 'kind' but {shown(record)}"
+        return f"no object with a known 'kind' but {short_repr(record)}"
     iteration = record.get("iteration")
-    if type(iteration) is not int or not 0 <= iteration <= LARGEST:
-        return f"'iteration' is {shown(iteration)}"
+    if type(iteration) is not int or not 0 <= iteration <= MAX_INTEGER:
+        return f"'iteration' is {short_repr(iteration)}"
     event = record["kind"] == "event"
     if event and not isinstance(record.get("event"), str):
-        return f"'event' is {shown(record.get('event'))}"
+        return f"'event' is {short_repr(record.get('event'))}"
     for name, value in record.items():
         if isinstance(value, str) and (event or name == "kind"):
             continue
         if value is not None and not _is_number(value):
-            return f"{shown(name)} is {shown(value)}"
+            return f"{short_repr(name)} is {short_repr(value)}"
     return None
 
 

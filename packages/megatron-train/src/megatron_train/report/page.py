@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron_train.atomic_write import write_atomically
 from megatron_train.errors import TrainError
 from megatron_train.metrics.plot import running_mean
 from megatron_train.metrics.records import FILE_NAME, Records, read_records
-from megatron_train.replacing import replacing
 from megatron_train.report.chart import Line, Point, draw, number
 
 CONFIG_FILE = "config.yaml"
@@ -41,7 +41,7 @@ def write_report(run: Path, output: Path) -> None:
     if configuration.is_file():
         text = configuration.read_text(encoding="utf-8", errors="replace")
     page = render(run.resolve().name, read_records(metrics), text)
-    with replacing(output) as temporary:
+    with write_atomically(output) as temporary:
         temporary.write_text(page, encoding="utf-8", errors="replace")
 
 

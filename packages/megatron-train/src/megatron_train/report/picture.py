@@ -4,8 +4,8 @@ from pathlib import Path
 
 from megatron_parallel.pipeline import Picture
 
+from megatron_train.atomic_write import write_atomically
 from megatron_train.errors import TrainError
-from megatron_train.replacing import replacing
 
 _FORMATS = (".svg", ".png")
 
@@ -20,7 +20,7 @@ def check_name(path: Path) -> None:
 
 def write_picture(picture: Picture, path: Path) -> None:
     """Writes ``picture`` to ``path``, in the format that its name ends in."""
-    with replacing(path) as temporary:
+    with write_atomically(path) as temporary:
         if path.suffix == ".svg":
             temporary.write_text(picture.svg(), encoding="utf-8")
         else:

@@ -1,11 +1,11 @@
 """How a run begins: at its checkpoint, with the weights of another run, or from the seed.
 
-    with held_for_this_run(config.checkpoint, coordinator, command):
-        start = Start.find(config.checkpoint, coordinator)  # looks into the folders, refuses
-        start.take(trainer, config, record, console)        # loads, and says so
+    with lock_save_folder(config.checkpoint, coordinator, command):
+        start = StartingPoint.find(config.checkpoint, coordinator)
+        start.load(trainer, config, record, console)
 
-A run that began with another's weights says so in its checkpoints (`Start.origin`), so that the
-same command line, given again after a stop, continues it instead of beginning anew.
+Checkpoints record whose weights a run began with (`StartingPoint.origin`). The same command line,
+given again after a stop, therefore continues the run instead of beginning a new one.
 """
 
 from collections.abc import Iterator
@@ -25,17 +25,23 @@ from megatron_ckpt import (
     run_lock,
 )
 
-from megatron_train.checkpointing import Kept, Saver, is_checkpoint, load_weights, restore
+from megatron_train.checkpointing import (
+    SavedCheckpoint,
+    Saver,
+    is_checkpoint,
+    load_weights,
+    restore,
+)
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.run import RunConfig
 from megatron_train.errors import TrainError
 from megatron_train.metrics.console import Console
 from megatron_train.run_record import RunRecord
-from megatron_train.stored import stored
+from megatron_train.saved_values import read_value
 from megatron_train.trainer import Trainer
 
 
-def refuse_files_for_folders(config: RunConfig) -> None:
+def check_output_folders(config: RunConfig) -> None:
     """Refuses folders to write to whose place a file has, or whose parent's.
 
     Raises:
@@ -57,7 +63,7 @@ def refuse_files_for_folders(config: RunConfig) -> None:
 
 
 @contextmanager
-def held_for_this_run(
+def lock_save_folder(
     config: CheckpointConfig, coordinator: Coordinator, command: str
 ) -> Iterator[None]:
     """Holds the folder of --save while entered, so that no other run saves into it.
@@ -88,7 +94,7 @@ def held_for_this_run(
 
 
 @dataclass(frozen=True)
-class Start:
+class StartingPoint:
     """Where a run starts from.
 
     Attributes:
@@ -106,14 +112,16 @@ class Start:
     family: str | None = None
 
     @classmethod
-    def find(cls, config: CheckpointConfig, coordinator: Coordinator) -> "Start":
+    def find(cls, config: CheckpointConfig, coordinator: Coordinator) -> "StartingPoint":
         """Decides where a run starts, on all ranks alike.
 
         Raises:
             TrainError: --save holds another run, or there is nothing to take weights from.
             CheckpointError: a checkpoint named is torn.
         """
-        plain = exchange(coordinator, lambda: None, lambda _: _find(config).named().to_plain())
+        plain = exchange(
+            coordinator, lambda: None, lambda _: _find(config).with_family().to_plain()
+        )
         folder = None if plain["folder"] is None else Path(plain["folder"])
         return cls(**{**plain, "folder": folder})
 
@@ -121,7 +129,7 @@ class Start:
         """Returns it as plain values, to be sent to other ranks."""
         return {**asdict(self), "folder": None if self.folder is None else str(self.folder)}
 
-    def named(self) -> "Start":
+    def with_family(self) -> "StartingPoint":
         """Returns this start with the family that its checkpoint names."""
         if self.folder is None:
             return self
@@ -129,7 +137,7 @@ class Start:
         model = None if held is None else held.model
         return self if model is None else replace(self, family=model.family)
 
-    def family_of(self, config: RunConfig) -> str | None:
+    def resolve_family(self, config: RunConfig) -> str | None:
         """Returns the family that the run keeps in its checkpoints: theirs, or --model-family.
 
         Raises:
@@ -158,9 +166,9 @@ class Start:
             )
         return wanted
 
-    def take(
+    def load(
         self, trainer: Trainer, config: RunConfig, record: RunRecord, console: Console
-    ) -> Kept | None:
+    ) -> SavedCheckpoint | None:
         """Loads what there is to load into ``trainer`` and says so.
 
         Returns:
@@ -210,8 +218,11 @@ class Start:
         return found
 
 
-def what_is_kept(
-    trainer: Trainer, config: CheckpointConfig, start: Start, continued: Kept | None = None
+def describe_saved_progress(
+    trainer: Trainer,
+    config: CheckpointConfig,
+    start: StartingPoint,
+    continued: SavedCheckpoint | None = None,
 ) -> str:
     """Returns, for a run that ends early, what of it is saved where and which flag continues it.
 
@@ -242,7 +253,7 @@ def what_is_kept(
     return f"saved in {kept.path}; {same} continues it"
 
 
-def _find(config: CheckpointConfig) -> Start:
+def _find(config: CheckpointConfig) -> StartingPoint:
     source = _source_of_weights(config)
     held = None if config.save is None else _newest(Path(config.save))
     if source is None:
@@ -251,10 +262,10 @@ def _find(config: CheckpointConfig) -> Start:
             raise TrainError(_held(config, held, f"add --load {config.save} to continue it"))
         if load is not None:
             _refuse_missing(load, config)
-        return Start(load)
+        return StartingPoint(load)
     origin = str(source.resolve())
     if held is None:
-        return Start(source, weights_only=True, origin=origin)
+        return StartingPoint(source, weights_only=True, origin=origin)
     if _origin_of(held) != origin:
         raise TrainError(
             f"--save {config.save} already holds a run, at step {held.iteration}, that did not "
@@ -264,7 +275,7 @@ def _find(config: CheckpointConfig) -> Start:
         f"--save {config.save} holds this run at step {held.iteration}: it is continued, not begun "
         f"again with the weights of {source}"
     )
-    return Start(Path(str(config.save)), origin=origin, note=note)
+    return StartingPoint(Path(str(config.save)), origin=origin, note=note)
 
 
 def _origin_of(held: Checkpoint) -> str | None:
@@ -278,8 +289,8 @@ def _origin_of(held: Checkpoint) -> str | None:
         for name in ("trainer", "callbacks", Saver.name):
             if name not in state:
                 return None
-            state = stored(state, name, dict)
-        return stored(state, "origin", str) if "origin" in state else None
+            state = read_value(state, name, dict)
+        return read_value(state, "origin", str) if "origin" in state else None
     except TrainError as error:
         raise TrainError(f"{held.path}: {error}; give another --save folder") from None
 

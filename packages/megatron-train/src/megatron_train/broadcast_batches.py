@@ -37,11 +37,11 @@ class Batches(Protocol):
     """Training, validation and test micro-batches of one rank of a run."""
 
     @property
-    def tests(self) -> bool:
+    def has_test(self) -> bool:
         """Whether there is text to test on."""
 
     @property
-    def untested(self) -> str:
+    def no_test_reason(self) -> str:
         """Why the share of --split to test on gives nothing, if it does not."""
 
     def training(self, consumed_samples: int) -> Iterator[Sequence[MicroBatch]]:
@@ -51,7 +51,7 @@ class Batches(Protocol):
         """Yields the micro-batches of one evaluation by global batch, the same ones every time."""
 
     def testing(self) -> Iterator[Sequence[MicroBatch]]:
-        """Yields the micro-batches of the test by global batch; none where nothing `tests`."""
+        """Yields the micro-batches of the test by global batch; none where nothing `has_test`."""
 
 
 def open_batches(
@@ -81,10 +81,10 @@ def open_batches(
     def read() -> Batches:
         return RunBatches(config, data(), mesh.axis("dp"), pool)
 
-    return SharedBatches(mesh, read) if config.data.broadcast_batches else read()
+    return BroadcastBatches(mesh, read) if config.data.broadcast_batches else read()
 
 
-class SharedBatches:
+class BroadcastBatches:
     """`Batches` that one rank reads for all that compute on them.
 
     All ranks ask for the same steps in the same order.
@@ -104,11 +104,11 @@ class SharedBatches:
         self._source: Batches | None = None
         if mesh.axis("tp_cp").index == mesh.axis("pp").index == 0:
             self._source = source = self._or_tell(read)
-            self.tests, self.untested = source.tests, source.untested
-            self._tell({"tests": self.tests, "untested": self.untested})
+            self.has_test, self.no_test_reason = source.has_test, source.no_test_reason
+            self._tell({"has_test": self.has_test, "no_test_reason": self.no_test_reason})
         else:
             words = self._heard(self._sent({}))
-            self.tests, self.untested = words["tests"], words["untested"]
+            self.has_test, self.no_test_reason = words["has_test"], words["no_test_reason"]
 
     def training(self, consumed_samples: int) -> Iterator[Sequence[MicroBatch]]:
         """Yields the micro-batches of each step after ``consumed_samples`` samples."""
@@ -119,7 +119,7 @@ class SharedBatches:
         return self._shared(lambda source: source.validation())
 
     def testing(self) -> Iterator[Sequence[MicroBatch]]:
-        """Yields the micro-batches of the test by global batch; none where nothing `tests`."""
+        """Yields the micro-batches of the test by global batch; none where nothing `has_test`."""
         return self._shared(lambda source: source.testing())
 
     def _shared(

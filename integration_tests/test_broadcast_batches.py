@@ -11,7 +11,7 @@ from megatron_optim import OptimizerConfig
 from megatron_parallel import Mesh, ParallelLayout
 from megatron_train import DataConfig, EvaluationConfig, RunConfig, TrainError, TrainingConfig
 from megatron_train.batches import RunBatches
-from megatron_train.shared_batches import Batches, open_batches
+from megatron_train.broadcast_batches import Batches, open_batches
 from megatron_train.tasks.gpt_kind import TASK
 
 
@@ -82,7 +82,11 @@ def test_one_rank_opens_the_corpus_and_all_have_it(worker_pool, text, layout):
         opened = text in Path("/proc/self/maps").read_text()
         alone = RunBatches(config, TASK.open(config, None), mesh.axis("dp"))
         expected = everything(alone)
-        assert (shared.tests, shared.untested) == (alone.tests, alone.untested) == (True, "")
+        assert (
+            (shared.has_test, shared.no_test_reason)
+            == (alone.has_test, alone.no_test_reason)
+            == (True, "")
+        )
         assert len(found) == len(expected) == 2 + 2 + 1
         same = all(
             list(a) == list(b) and all(equal(a[name], b[name]) for name in a)

@@ -9,7 +9,7 @@ from megatron_data.errors import add_path_to_errors
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def write_atomically(path: Path) -> Iterator[Path]:
     """Yields the name of a file beside ``path`` that takes its place when the block ends.
 
     After an error it is removed, and what was at ``path`` stays.

@@ -10,7 +10,7 @@ from megatron_train.config.run_sections import run_options
 from megatron_train.config.values import Values
 
 
-def description(
+def describe_run(
     config: RunConfig,
     values: Values | None,
     facts: dict[str, str],
@@ -31,7 +31,7 @@ def description(
     precision = str(dtype).removeprefix("torch.")
     layout = config.layout
     if layout.world_size > 1:
-        yield f"layout: {layout_in_words(config)}"
+        yield f"layout: {describe_layout(config)}"
     yield (
         f"model: {count:,} parameters (without padding of the vocabulary) in {precision}; "
         f"{_span(config.batch_sizes.sizes)} samples a step in {_micro_batches(config)}"
@@ -44,7 +44,9 @@ def _micro_batches(config: RunConfig) -> str:
     if layout.hybrid_cp:
         room = training.max_seqlen_per_dp_cp_rank
         return f"rows of at most {room} tokens a rank, in a pool of {layout.pool}"
-    counts = [size // config.samples_at_once for size in config.batch_sizes.sizes]
+    counts = [
+        size // config.micro_batch_times_data_parallel_size for size in config.batch_sizes.sizes
+    ]
     batches = "micro-batch" if max(counts) == 1 else "micro-batches"
     share = "" if layout.dp == 1 else f" on each of {layout.dp} data parallel ranks"
     return f"{_span(counts)} {batches} of {training.micro_batch_size}{share}"
@@ -55,7 +57,7 @@ def _span(numbers: Sequence[int]) -> str:
     return str(least) if least == most else f"{least} to {most}"
 
 
-def layout_in_words(config: RunConfig) -> str:
+def describe_layout(config: RunConfig) -> str:
     """Returns how many ranks a run has, and what each axis cuts where there are several."""
     layout = config.layout
     if layout.world_size == 1:

@@ -8,11 +8,11 @@ from megatron_train.errors import TrainError
 
 Value = TypeVar("Value")
 
-LARGEST: Final = 2**63 - 1
+MAX_INTEGER: Final = 2**63 - 1
 """Largest whole number that counters and settings may have, which tensors hold."""
 
 
-def stored(state: object, name: str, kind: type[Value]) -> Value:
+def read_value(state: object, name: str, kind: type[Value]) -> Value:
     """Returns the value ``name`` of a saved state.
 
     Args:
@@ -24,18 +24,18 @@ def stored(state: object, name: str, kind: type[Value]) -> Value:
         TrainError: there is no such value, or it is of another type.
     """
     if not isinstance(state, Mapping):
-        raise TrainError(f"the saved state is damaged: {shown(state)} holds no {name!r}")
+        raise TrainError(f"the saved state is damaged: {short_repr(state)} holds no {name!r}")
     if name not in state:
         raise TrainError(f"the saved state is damaged: it has no {name!r}")
     value: Any = state[name]
     whole = isinstance(value, int) and not isinstance(value, bool)
-    right = whole and 0 <= value <= LARGEST if kind is int else isinstance(value, kind)
+    right = whole and 0 <= value <= MAX_INTEGER if kind is int else isinstance(value, kind)
     if not right:
-        raise TrainError(f"the saved state is damaged: {name!r} is {shown(value)}")
+        raise TrainError(f"the saved state is damaged: {name!r} is {short_repr(value)}")
     return value  # type: ignore[no-any-return]
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Returns ``value`` as in Python, in one line and cut where it is long or deep."""
     short = reprlib.Repr()
     short.maxstring, short.maxlong, short.maxother = 80, 40, 80
@@ -46,7 +46,7 @@ def shown(value: object) -> str:
         return "a number of thousands of digits"
 
 
-def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def describe_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """Says in which keys two mappings differ, with both values; empty if in none."""
     keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     return ", ".join(f"{key} {there.get(key)} there, {here.get(key)} here" for key in keys)
