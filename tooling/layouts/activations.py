@@ -18,8 +18,9 @@ from megatron_models import (
     GPT,
     Dropout,
     GPTConfig,
-    Keeping,
+    LayerPass,
     Placement,
+    SavedBytes,
     layer_activations,
     stack_activations,
 )
@@ -68,16 +69,18 @@ class Run(NamedTuple):
     sequence_parallel: bool = False
 
     @property
-    def keeping(self) -> Keeping:
+    def saved_bytes(self) -> SavedBytes:
         """What its operations keep."""
         on = {"hidden_dropout": self.dropout, "attention_dropout": self.dropout}
-        return Keeping.cpu(self.dtype.itemsize, CONFIG.normalization, **on)
+        return SavedBytes.cpu(self.dtype.itemsize, CONFIG.normalization, **on)
 
-    def told(self, keeping: Keeping) -> int:
+    def formula(self, saved_bytes: SavedBytes) -> int:
         """Bytes by formula."""
         cut = {"tp": self.tp, "sequence_parallel": self.sequence_parallel}
         plan = PLANS[self.plan]
-        return stack_activations(CONFIG, LENGTH, SAMPLES, keeping, recompute=plan, **cut)
+        return stack_activations(
+            CONFIG, LayerPass(LENGTH, SAMPLES, saved_bytes, recompute=plan, **cut)
+        )
 
 
 def count(mesh: Mesh, run: Run) -> dict[str, int]:
@@ -121,14 +124,14 @@ def table(pool: WorkerPool, failed: list[str]) -> str:
     for pair in zip(runs(torch.float32), runs(torch.bfloat16), strict=True):
         cells = []
         for run in pair:
-            layout, told = ParallelLayout(tp=run.tp, dp=1), run.told(run.keeping)
+            layout, told = ParallelLayout(tp=run.tp, dp=1), run.formula(run.saved_bytes)
             counted = {sum(by.values()) for by in pool.run_mesh(layout, count, run)}
             if counted != {told}:
                 failed.append(f"{run}: {counted} bytes are kept, by formula {told}")
             cells += [f"{max(counted):,}", f"{told:,}"]
         run = pair[1]
         ranks = f"tp{run.tp}" + "·sp" * run.sequence_parallel if run.tp > 1 else "one"
-        paper = run.told(Keeping.paper()) / UNIT
+        paper = run.formula(SavedBytes.paper()) / UNIT
         words = [ranks, "on" if run.dropout else "off", run.plan, *cells]
         lines.append(f"| {' | '.join(words)} | {max(counted) / UNIT:.2f} | {paper:.2f} |")
     return "\n".join(lines) + "\n"
@@ -147,13 +150,12 @@ def terms(failed: list[str]) -> str:
         for name, nbytes in count(Mesh.single(), run).items()
         if name.startswith(prefix)
     }
-    sizes = (CONFIG, LENGTH, SAMPLES)
     found, told, paper = (
         added(each)
         for each in (
             counted,
-            layer_activations(*sizes, run.keeping),
-            layer_activations(*sizes, Keeping.paper()),
+            layer_activations(CONFIG, LayerPass(LENGTH, SAMPLES, run.saved_bytes)),
+            layer_activations(CONFIG, LayerPass(LENGTH, SAMPLES, SavedBytes.paper())),
         )
     )
     unit = LENGTH * SAMPLES * CONFIG.hidden_size

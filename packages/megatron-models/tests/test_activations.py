@@ -13,9 +13,9 @@ from megatron_models import (
     Dropout,
     ExpertRanks,
     GPTConfig,
-    Keeping,
     LayerPass,
     Placement,
+    SavedBytes,
     layer_activations,
     stack_activations,
 )
@@ -75,8 +75,8 @@ def counted(
     return kept.by_module
 
 
-def of_cpu(config: GPTConfig, dtype: torch.dtype, dropout: bool) -> Keeping:
-    return Keeping.cpu(
+def of_cpu(config: GPTConfig, dtype: torch.dtype, dropout: bool) -> SavedBytes:
+    return SavedBytes.cpu(
         dtype.itemsize,
         config.normalization,
         hidden_dropout=dropout,
@@ -92,8 +92,8 @@ def test_every_term_is_what_is_counted(config, dtype, dropout):
         found = counted(config, dtype, plan, dropout)
         last = {n.removeprefix("layers.1."): b for n, b in found.items() if "layers.1" in n}
         last["dropout"] = last.pop("layers.1", 0)
-        taken = LayerPass(S, B, of_cpu(config, dtype, dropout), recompute=plan)
-        terms = layer_activations(config, taken)
+        layer_pass = LayerPass(S, B, of_cpu(config, dtype, dropout), recompute=plan)
+        terms = layer_activations(config, layer_pass)
         for one in (last, terms):  # fused attention keeps its output, which `out` reads, itself
             one["attention"] = one.get("attention", 0) + one.pop("attention.out", 0)
             one["mlp"] = one.get("mlp", 0) + one.pop("mlp.down", 0)
@@ -117,8 +117,8 @@ def test_attention_that_is_not_fused_keeps_what_it_writes_out(small, knob, dropo
         found = counted(config, dtype, plan, dropout).items()
         parts = ("layers.1.attention", "layers.1.attention.out")
         kept = sum(size for name, size in found if name in parts)
-        taken = LayerPass(S, B, of_cpu(config, dtype, dropout), recompute=plan)
-        terms = layer_activations(config, taken)
+        layer_pass = LayerPass(S, B, of_cpu(config, dtype, dropout), recompute=plan)
+        terms = layer_activations(config, layer_pass)
         assert kept == terms["attention"] + terms["attention.out"], plan
 
 
@@ -127,8 +127,8 @@ def test_stacks_keep_what_the_formula_says(small, dropout):
     config = small(num_layers=8)
     for plan in (*SELECTIVE, *FULL):
         found = sum(counted(config, torch.float32, plan, dropout).values())
-        keeping = of_cpu(config, torch.float32, dropout)
-        said = stack_activations(config, LayerPass(S, B, keeping, recompute=plan))
+        saved_bytes = of_cpu(config, torch.float32, dropout)
+        said = stack_activations(config, LayerPass(S, B, saved_bytes, recompute=plan))
         assert found == said, plan
 
 
@@ -147,8 +147,8 @@ def test_the_constants_of_the_paper():
     full = Recompute(granularity="full", method="uniform", num_layers=1)
 
     def each(**options) -> float:
-        taken = LayerPass(s, b, Keeping.paper(), **options)
-        return stack_activations(config, taken, layers=[0]) / (s * b * h)
+        layer_pass = LayerPass(s, b, SavedBytes.paper(), **options)
+        return stack_activations(config, layer_pass, layers=[0]) / (s * b * h)
 
     assert square == 80
     assert each() == 34 + square
@@ -205,8 +205,8 @@ def on_a_rank(mesh: Mesh, runs: list[Any], sequence_parallel: bool) -> list[int]
 
 def test_a_layer_that_keeps_the_gathered_input_is_seen(worker_pool, small):
     run = (small(), torch.float32, Recompute(), False)
-    keeping = of_cpu(run[0], torch.float32, False)
-    said = stack_activations(run[0], LayerPass(S, B, keeping, 2, sequence_parallel=True))
+    saved_bytes = of_cpu(run[0], torch.float32, False)
+    said = stack_activations(run[0], LayerPass(S, B, saved_bytes, 2, sequence_parallel=True))
     for found in worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), keeping_too_much, run):
         # Of two inputs of each of two layers, the part that the rank does not have.
         assert found == said + 2 * 2 * S * B * run[0].hidden_size * 4 // 2
@@ -245,8 +245,8 @@ def test_experts_on_one_rank_keep_what_the_formula_says(small, dtype):
         for plan in EXPERT_PLANS:
             config = small(num_layers=1, **changes)
             found = sum(counted(config, dtype, plan, False).values())
-            taken = LayerPass(S, B, of_cpu(config, dtype, False), recompute=plan)
-            assert found == stack_activations(config, taken), (changes, plan)
+            layer_pass = LayerPass(S, B, of_cpu(config, dtype, False), recompute=plan)
+            assert found == stack_activations(config, layer_pass), (changes, plan)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_experts_on_ranks_keep_what_the_formula_says(worker_pool, small, layout)
     ranks = worker_pool.run_mesh(layout, experts_on_a_rank, runs)
     for run, found in zip(runs, zip(*ranks, strict=True), strict=True):
         config, dtype, plan, sequence_parallel, dispatcher = run
-        taken = LayerPass(
+        layer_pass = LayerPass(
             S,
             B,
             of_cpu(config, dtype, False),
@@ -281,7 +281,7 @@ def test_experts_on_ranks_keep_what_the_formula_says(worker_pool, small, layout)
             recompute=plan,
             experts=ExpertRanks(layout.ep, layout.expert_tp, dispatcher),
         )
-        terms = layer_activations(config, taken)
+        terms = layer_activations(config, layer_pass)
         kept = sum(sum(one.values()) for one in found)
         assert kept == len(found) * sum(terms.values()), run
         if layout.ep > 1 or plan is not EXPERT_PLANS[0]:

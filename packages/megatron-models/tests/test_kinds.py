@@ -51,5 +51,5 @@ def test_a_mixer_that_leaves_out_what_is_counted_cannot_be_made():
     class Uncounted(Mixer):
         pass
 
-    with pytest.raises(TypeError, match=r"activations.*keeps_input.*parameters"):
+    with pytest.raises(TypeError, match=r"activations.*input_saved_by.*parameters"):
         Uncounted()

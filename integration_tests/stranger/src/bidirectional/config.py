@@ -9,11 +9,11 @@ from megatron_models.components.layer import Sublayer, TrunkSpec
 from megatron_models.components.mlp.spec import MLPConfig, MLPSpec
 from megatron_models.components.norm.spec import NormConfig, NormSpec
 from megatron_models.components.parts import (
+    BytesByPart,
     LayerPass,
     Mixer,
     Parameters,
     ParameterSpec,
-    Terms,
     parameters_of,
     prefixed,
 )
@@ -86,13 +86,18 @@ class BidirectionalSpec(HeadsConfig, Mixer):
         """Return a multiply-add of each channel for the score, and one for the value."""
         return 2 * self.hidden_size
 
-    def activations(self, taken: LayerPass) -> Terms:
+    def activations(self, layer_pass: LayerPass) -> BytesByPart:
         """Return queries, keys, values and the output; scores of fused attention are not kept."""
-        width = taken.tokens * self.hidden_size // taken.tp * taken.keeping.element
-        heads = taken.tokens * self.num_attention_heads // taken.tp
-        return {"": 3 * width + heads * taken.keeping.row, "out": width}
+        width = (
+            layer_pass.tokens
+            * self.hidden_size
+            // layer_pass.tp
+            * layer_pass.saved_bytes.activation
+        )
+        heads = layer_pass.tokens * self.num_attention_heads // layer_pass.tp
+        return {"": 3 * width + heads * layer_pass.saved_bytes.logsumexp, "out": width}
 
-    def keeps_input(self, taken: LayerPass) -> str | None:
+    def input_saved_by(self, layer_pass: LayerPass) -> str | None:
         """Return the projection to queries."""
         return "q"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_parallel import Extensions
 
 from megatron_models.errors import ConfigError
-from megatron_models.lookup import look_up
+from megatron_models.lookup import import_object
 from megatron_models.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class ModelKind:
             placement: a `megatron_models.Placement`, or a mesh.
             **options: ``split``, the layers of every stage of the pipeline, and ``seed``.
         """
-        build: Callable[..., list[nn.Module]] = look_up(
+        build: Callable[..., list[nn.Module]] = import_object(
             self.stages, f"stages of the kind {self.name!r}"
         )
         return build(config, placement, **options)

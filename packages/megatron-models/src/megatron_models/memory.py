@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Literal
 from megatron_parallel import AbstractMesh, DataParallelConfig, ParallelLayout, Recompute
 
 from megatron_models.activations import stack_activations
-from megatron_models.components.keeping import Keeping
 from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.parts import ExpertRanks, LayerPass
+from megatron_models.components.saved_bytes import SavedBytes
 from megatron_models.errors import ConfigError
 from megatron_models.models.model_config import ModelConfig
 
@@ -102,31 +102,32 @@ def training_memory(
     size = _FP32 if precision == "float32" else 2
     sharing = data_parallel or DataParallelConfig()
     held = _model_states(config, layout, sharing, size, layers, moments, products or {})
-    taken = LayerPass(
+    layer_pass = LayerPass(
         -(-sequence_length // layout.cp),
         micro_batch_size,
-        Keeping(element=size),
+        SavedBytes(activation=size),
         layout.tp,
         sequence_parallel,
         recompute or Recompute(),
         ExpertRanks(layout.ep, layout.expert_tp, dispatcher),
     )
-    stack = stack_activations(config, taken, layers=None if layers is None else range(layers))
-    ends = 8 * taken.tokens  # the tokens of the embedding
+    stack = stack_activations(config, layer_pass, layers=None if layers is None else range(layers))
+    ends = 8 * layer_pass.tokens  # the tokens of the embedding
     if layers is None:
-        ends += _end(trunk, taken, keeps_logits)
+        ends += _end(trunk, layer_pass, keeps_logits)
     return dataclasses.replace(held, activations=in_flight * (stack + ends))
 
 
-def _end(trunk: TrunkSpec, taken: LayerPass, keeps_logits: bool) -> int:
+def _end(trunk: TrunkSpec, layer_pass: LayerPass, keeps_logits: bool) -> int:
     """Bytes that the final norm, the output layer and the loss keep."""
-    kept = taken.stream_tokens * trunk.width * taken.keeping.element  # what the output layer reads
+    # The input of the output layer.
+    kept = layer_pass.stream_tokens * trunk.width * layer_pass.saved_bytes.activation
     if trunk.final_norm is not None:
-        kept += trunk.final_norm.kept(taken)
+        kept += trunk.final_norm.activation_bytes(layer_pass)
     if trunk.embedding is not None:
         # The label, two flags of it, and probabilities over the vocabulary; or the label.
-        part = trunk.embedding.padded_vocab_size // taken.tp
-        kept += taken.tokens * (8 + 2 + part * _FP32 if keeps_logits else 8)
+        part = trunk.embedding.padded_vocab_size // layer_pass.tp
+        kept += layer_pass.tokens * (8 + 2 + part * _FP32 if keeps_logits else 8)
     return kept
 
 

@@ -9,7 +9,7 @@ from megatron_models.components.context import Context
 from megatron_models.components.layer import Layer
 from megatron_models.components.norm.module import Norm
 from megatron_models.components.parts import Mixer
-from megatron_models.lookup import look_up
+from megatron_models.lookup import import_object
 from megatron_models.placement import Placement
 
 
@@ -72,6 +72,6 @@ def build_mixer(mixer: Mixer, number: int, placement: Placement) -> nn.Module:
     Raises:
         ConfigError: the class that the description names cannot be imported.
     """
-    build = look_up(mixer.module, f"{type(mixer).__name__}.module")
+    build = import_object(mixer.module, f"{type(mixer).__name__}.module")
     module: nn.Module = build(mixer, number, placement)
     return module

@@ -11,7 +11,14 @@ from megatron_parallel import Sharding
 
 from megatron_models.components.embedding.spec import EmbeddingSpec
 from megatron_models.components.norm.spec import NormSpec
-from megatron_models.components.parts import LayerPass, Mixer, Parameters, Terms, prefixed, summed
+from megatron_models.components.parts import (
+    BytesByPart,
+    LayerPass,
+    Mixer,
+    Parameters,
+    prefixed,
+    sum_by_part,
+)
 
 
 @dataclass(frozen=True)
@@ -66,22 +73,24 @@ class Sublayer:
         """Returns the state of the mixer that is not a parameter, by its names in the layer."""
         return {f"{self.name}.{name}": cut for name, cut in self.mixer.state().items()}
 
-    def activations(self, taken: LayerPass, width: int) -> Terms:
+    def activations(self, layer_pass: LayerPass, width: int) -> BytesByPart:
         """Returns the bytes that norms, mixer and dropout keep, by part.
 
         Args:
-            taken: the micro-batch on its way.
+            layer_pass: the micro-batch on its way.
             width: of the residual stream.
         """
-        keeping, stream = taken.keeping, taken.stream_tokens * width
-        terms = {name: norm.kept(taken) for name, norm in self.norms.items()}
-        reader = self.mixer.keeps_input(taken)
+        saved_bytes, stream = layer_pass.saved_bytes, layer_pass.stream_tokens * width
+        terms = {name: norm.activation_bytes(layer_pass) for name, norm in self.norms.items()}
+        reader = self.mixer.input_saved_by(layer_pass)
         if reader is not None:
-            again = self.norm is not None and taken.recompute.does("layernorm")
-            terms[f"{self.name}.{reader}"] = 0 if again else stream * keeping.element
-        for part, size in self.mixer.activations(taken).items():
+            again = self.norm is not None and layer_pass.recompute.does("layernorm")
+            terms[f"{self.name}.{reader}"] = 0 if again else stream * saved_bytes.activation
+        for part, size in self.mixer.activations(layer_pass).items():
             terms[f"{self.name}.{part}" if part else self.name] = size
-        terms["dropout"] = stream * keeping.mask + width * keeping.number
+        terms["dropout"] = (
+            stream * saved_bytes.dropout_mask + width * saved_bytes.dropout_channel_index
+        )
         return terms
 
 
@@ -156,10 +165,10 @@ class TrunkSpec:
             for mixer in self.mixers
         )
 
-    def layer_activations(self, number: int, taken: LayerPass) -> Terms:
+    def layer_activations(self, number: int, layer_pass: LayerPass) -> BytesByPart:
         """Returns the bytes that one layer keeps of one micro-batch, by part."""
         layer = self.layers[number]
-        return summed(sublayer.activations(taken, self.width) for sublayer in layer)
+        return sum_by_part(sublayer.activations(layer_pass, self.width) for sublayer in layer)
 
     def auxiliary_losses(self) -> tuple[str, ...]:
         """Returns the names of the losses that mixers have of their own, each once."""

@@ -12,9 +12,9 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from megatron_parallel import ParallelLayout, Recompute, Sharding
 
-from megatron_models.components.keeping import Keeping
+from megatron_models.components.saved_bytes import SavedBytes
 
-Terms = dict[str, int]
+BytesByPart = dict[str, int]
 """Bytes by the part that keeps them."""
 
 
@@ -111,7 +111,7 @@ class LayerPass:
     Attributes:
         sequence_length: ``s``, all of it.
         micro_batch_size: ``b``.
-        keeping: what operations keep, in bytes.
+        saved_bytes: what operations keep, in bytes.
         tp: ``t``, ranks over which heads and feed-forward layer are cut.
         sequence_parallel: whether what lies between is cut along the sequence over them.
         recompute: of parts of a layer.
@@ -120,7 +120,7 @@ class LayerPass:
 
     sequence_length: int
     micro_batch_size: int
-    keeping: Keeping
+    saved_bytes: SavedBytes
     tp: int = 1
     sequence_parallel: bool = False
     recompute: Recompute = field(default_factory=Recompute)
@@ -196,14 +196,14 @@ class Mixer(ABC):
         return 0
 
     @abstractmethod
-    def activations(self, taken: LayerPass) -> Terms:
+    def activations(self, layer_pass: LayerPass) -> BytesByPart:
         """Returns the bytes that it keeps for its backward pass, by part of it, without its input.
 
         The empty name is the mixer itself.
         """
 
     @abstractmethod
-    def keeps_input(self, taken: LayerPass) -> str | None:
+    def input_saved_by(self, layer_pass: LayerPass) -> str | None:
         """Returns the part that keeps the mixer's input, None if none does."""
 
     def check_layout(self, layout: ParallelLayout) -> None:  # noqa: B027 - most need no check
@@ -222,9 +222,9 @@ class Mixer(ABC):
         return ()
 
 
-def summed(terms: Iterable[Terms]) -> Terms:
+def sum_by_part(terms: Iterable[BytesByPart]) -> BytesByPart:
     """Returns the sum of terms by name."""
-    found: Terms = {}
+    found: BytesByPart = {}
     for each in terms:
         for name, size in each.items():
             found[name] = found.get(name, 0) + size

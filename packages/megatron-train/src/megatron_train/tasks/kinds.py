@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_data import Datasets, Tokenizer
 from megatron_data.datasets import Dataset
-from megatron_models.lookup import look_up
+from megatron_models.lookup import import_object
 from megatron_parallel import Section
 
 from megatron_train.config.run import RunConfig
@@ -88,12 +88,14 @@ class TaskKind:
 
     def build(self, run: RunConfig, stages: "Sequence[nn.Module]", family: str | None) -> "Task":
         """Returns the task of a run on this rank."""
-        make: Callable[..., Task] = look_up(self.task, f"the task {self.name!r}")
+        make: Callable[..., Task] = import_object(self.task, f"the task {self.name!r}")
         return make(run, stages, family)
 
     def open_data(self, run: RunConfig, tokenizer: Tokenizer | None) -> TaskData:
         """Returns the source of the run's samples."""
-        make: Callable[..., TaskData] = look_up(self.data, f"the data of the task {self.name!r}")
+        make: Callable[..., TaskData] = import_object(
+            self.data, f"the data of the task {self.name!r}"
+        )
         return make(run, tokenizer)
 
 

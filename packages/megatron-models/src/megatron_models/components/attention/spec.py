@@ -8,18 +8,18 @@ from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec
 
 from megatron_models.components.attention.config import AttentionConfig
 from megatron_models.components.fields import check_cut
-from megatron_models.components.keeping import Keeping
 from megatron_models.components.parts import (
+    BytesByPart,
     Feature,
     LayerPass,
     Mixer,
     Parameters,
     ParameterSpec,
     Refusal,
-    Terms,
     parameters_of,
     prefixed,
 )
+from megatron_models.components.saved_bytes import SavedBytes
 from megatron_models.errors import ConfigError
 
 
@@ -77,23 +77,30 @@ class AttentionSpec(AttentionConfig, Mixer):
         """Returns a multiply-add of each channel for the score, and one for the weighted value."""
         return 2 * self.query_size
 
-    def activations(self, taken: LayerPass) -> Terms:
+    def activations(self, layer_pass: LayerPass) -> BytesByPart:
         """Returns what attention keeps; recomputed attention keeps queries, keys and values."""
-        keeping, tp = self._keeping(taken.keeping), taken.tp
-        written = not taken.recompute.does("core_attn")
+        saved_bytes, tp = self._saved_bytes(layer_pass.saved_bytes), layer_pass.tp
+        written = not layer_pass.recompute.does("core_attn")
         core = 0
         if written:
-            heads = taken.tokens * self.num_attention_heads // tp
-            core = heads * (keeping.row + keeping.square * taken.sequence_length)
-            core += taken.sequence_length**2 * keeping.pair
-            core += self.num_attention_heads // tp * taken.sequence_length * keeping.key_number
-            core += self._sinks_kept(keeping) // tp
+            heads = layer_pass.tokens * self.num_attention_heads // tp
+            core = heads * (
+                saved_bytes.logsumexp + saved_bytes.per_score * layer_pass.sequence_length
+            )
+            core += layer_pass.sequence_length**2 * saved_bytes.attention_mask
+            core += (
+                self.num_attention_heads
+                // tp
+                * layer_pass.sequence_length
+                * saved_bytes.dropout_key_index
+            )
+            core += self._saved_sinks(saved_bytes) // tp
         return {
-            "": core + self._query_key_value(taken.tokens, tp, keeping, written),
-            "out": taken.tokens * self.query_size // tp * keeping.element,
+            "": core + self._query_key_value(layer_pass.tokens, tp, saved_bytes, written),
+            "out": layer_pass.tokens * self.query_size // tp * saved_bytes.activation,
         }
 
-    def keeps_input(self, taken: LayerPass) -> str | None:
+    def input_saved_by(self, layer_pass: LayerPass) -> str | None:
         """Returns the fused projection."""
         return "qkv"
 
@@ -107,33 +114,35 @@ class AttentionSpec(AttentionConfig, Mixer):
             return Refusal("{softmax_type}", "blocks of attention have no sinks yet")
         return None
 
-    def _keeping(self, keeping: Keeping) -> Keeping:
+    def _saved_bytes(self, saved_bytes: SavedBytes) -> SavedBytes:
         """Sinks and bounded scores are not fused; a bound keeps the hyperbolic tangents too."""
         if self.attn_logit_softcapping:
-            return keeping.written_out(max(keeping.element, 4))
-        return keeping if self.softmax_type == "vanilla" else keeping.written_out()
+            return saved_bytes.with_unfused_attention(max(saved_bytes.activation, 4))
+        return (
+            saved_bytes if self.softmax_type == "vanilla" else saved_bytes.with_unfused_attention()
+        )
 
-    def _sinks_kept(self, keeping: Keeping) -> int:
+    def _saved_sinks(self, saved_bytes: SavedBytes) -> int:
         """Bytes of the sinks of all heads; learned ones of enough precision are parameters."""
-        wide = max(keeping.element, 4)
-        learned = self.softmax_type == "learnable" and keeping.element == wide
+        wide = max(saved_bytes.activation, 4)
+        learned = self.softmax_type == "learnable" and saved_bytes.activation == wide
         return 0 if self.softmax_type == "vanilla" or learned else self.num_attention_heads * wide
 
-    def _query_key_value(self, tokens: int, tp: int, keep: Keeping, written: bool) -> int:
+    def _query_key_value(self, tokens: int, tp: int, saved_bytes: SavedBytes, written: bool) -> int:
         """Bytes of the fused projection of one rank, and copies of what is rotated or reordered.
 
         Ranks that share a group keep all of its projection, other ranks' queries too.
         """
         heads, groups = self.num_attention_heads // tp, self.groups_on_rank(tp)
-        if keep.attended and written:
-            return tokens * (heads + 2 * groups) * self.kv_channels * keep.attended
+        if saved_bytes.qkv_copy and written:
+            return tokens * (heads + 2 * groups) * self.kv_channels * saved_bytes.qkv_copy
         copies = 0
         if self.rotary_dim:
             copies = heads + groups
-        elif heads > groups and (groups > 1 or (written and keep.square)):
+        elif heads > groups and (groups > 1 or (written and saved_bytes.per_score)):
             copies = heads
         fused = groups * (self.heads_per_group + 2)
-        return tokens * (fused + copies) * self.kv_channels * keep.element
+        return tokens * (fused + copies) * self.kv_channels * saved_bytes.activation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +189,7 @@ class CrossAttentionSpec(AttentionConfig, Mixer):
             **prefixed("out", parameters_of(self.out, sequence_parallel)),
         }
 
-    def activations(self, taken: LayerPass) -> Terms:
+    def activations(self, layer_pass: LayerPass) -> BytesByPart:
         """Refuses: what it keeps depends on the length of the encoder's text too.
 
         Raises:
@@ -191,7 +200,7 @@ class CrossAttentionSpec(AttentionConfig, Mixer):
             "encoder's text; measure it with megatron_parallel.recompute.counting_kept"
         )
 
-    def keeps_input(self, taken: LayerPass) -> str | None:
+    def input_saved_by(self, layer_pass: LayerPass) -> str | None:
         """Returns the projection to queries."""
         return "q"
 

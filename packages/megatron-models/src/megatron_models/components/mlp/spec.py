@@ -8,10 +8,10 @@ from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec
 
 from megatron_models.components.fields import check_cut, flag
 from megatron_models.components.parts import (
+    BytesByPart,
     LayerPass,
     Mixer,
     Parameters,
-    Terms,
     parameters_of,
     prefixed,
 )
@@ -107,14 +107,19 @@ class MLPSpec(MLPConfig, Mixer):
             **prefixed("down", parameters_of(self.down, sequence_parallel)),
         }
 
-    def activations(self, taken: LayerPass) -> Terms:
+    def activations(self, layer_pass: LayerPass) -> BytesByPart:
         """Returns input and output of the activation; SwiGLU also keeps the activated gate."""
-        if taken.recompute.does("mlp"):
+        if layer_pass.recompute.does("mlp"):
             return {}
-        width = taken.tokens // taken.tp * self.ffn_hidden_size * taken.keeping.element
+        width = (
+            layer_pass.tokens
+            // layer_pass.tp
+            * self.ffn_hidden_size
+            * layer_pass.saved_bytes.activation
+        )
         return {"": width * (3 if self.gated else 1), "down": width}
 
-    def keeps_input(self, taken: LayerPass) -> str | None:
+    def input_saved_by(self, layer_pass: LayerPass) -> str | None:
         """Returns the first projection."""
         return "up"
 

@@ -10,18 +10,23 @@ a token; with ``ep = 1`` that is exact, otherwise it is the mean over the ranks 
 from typing import Final
 
 from megatron_models.components.moe.config import MoEConfig
-from megatron_models.components.parts import LayerPass, Terms
+from megatron_models.components.parts import BytesByPart, LayerPass
 
 _INDEX: Final = 8
 _FP32: Final = 4
 
 
-def expert_activations(config: MoEConfig, taken: LayerPass) -> Terms:
+def expert_activations(config: MoEConfig, layer_pass: LayerPass) -> BytesByPart:
     """Returns the bytes that routing, dispatch and experts keep, by the part that keeps them.
 
     The input of the layer is left out, and so are losses of the router.
     """
-    tokens, size, tp, ranks = taken.tokens, taken.keeping.element, taken.tp, taken.experts
+    tokens, size, tp, ranks = (
+        layer_pass.tokens,
+        layer_pass.saved_bytes.activation,
+        layer_pass.tp,
+        layer_pass.experts,
+    )
     cut = tp if ranks.expert_tp is None else ranks.expert_tp
     parts = ranks.ep * cut
     hidden, choices = config.hidden_size, config.moe_router_topk

@@ -15,13 +15,13 @@ from megatron_models.components.mlp.spec import MLPSpec
 from megatron_models.components.moe.activations import expert_activations
 from megatron_models.components.moe.config import MoEConfig
 from megatron_models.components.parts import (
+    BytesByPart,
     Feature,
     LayerPass,
     Mixer,
     Parameters,
     ParameterSpec,
     Refusal,
-    Terms,
     of_experts,
     parameters_of,
     prefixed,
@@ -171,14 +171,14 @@ class MoESpec(MoEConfig, Mixer):
             found |= prefixed("shared", self.shared.parameters(sequence_parallel))
         return found
 
-    def activations(self, taken: LayerPass) -> Terms:
+    def activations(self, layer_pass: LayerPass) -> BytesByPart:
         """Returns what routing, dispatch and experts keep."""
-        return {} if taken.recompute.does("moe") else expert_activations(self, taken)
+        return {} if layer_pass.recompute.does("moe") else expert_activations(self, layer_pass)
 
-    def keeps_input(self, taken: LayerPass) -> str | None:
+    def input_saved_by(self, layer_pass: LayerPass) -> str | None:
         """Returns the part that keeps the input itself, not a copy in higher precision."""
-        wide = taken.keeping.element >= 4
-        if taken.recompute.does("moe") or wide or self.moe_shared_expert_intermediate_size:
+        wide = layer_pass.saved_bytes.activation >= 4
+        if layer_pass.recompute.does("moe") or wide or self.moe_shared_expert_intermediate_size:
             return "up"
         return None
 

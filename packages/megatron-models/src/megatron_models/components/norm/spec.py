@@ -51,10 +51,13 @@ class NormSpec(NormConfig):
         cuts = self.shardings(sequence_parallel)
         return {name: ParameterSpec(sharding) for name, sharding in cuts.items()}
 
-    def kept(self, taken: LayerPass) -> int:
+    def activation_bytes(self, layer_pass: LayerPass) -> int:
         """Returns the bytes that it keeps for its backward pass."""
-        keeping = taken.keeping
-        stream = taken.stream_tokens * self.hidden_size
+        saved_bytes = layer_pass.saved_bytes
+        stream = layer_pass.stream_tokens * self.hidden_size
         statistics = 2 if self.normalization == "LayerNorm" else 1
-        kept = stream * (keeping.norm_input or keeping.element) + stream * keeping.normalised
-        return kept + taken.stream_tokens * keeping.statistic * statistics
+        kept = (
+            stream * (saved_bytes.norm_input or saved_bytes.activation)
+            + stream * saved_bytes.normalized_input
+        )
+        return kept + layer_pass.stream_tokens * saved_bytes.norm_statistic * statistics

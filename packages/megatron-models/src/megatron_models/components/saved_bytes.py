@@ -1,0 +1,106 @@
+"""Bytes that operations save for the backward pass.
+
+Importing this module does not import torch.
+"""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes that operations save for the backward pass, for each element of what they save.
+
+    Attributes:
+        activation: Bytes of an element of an activation.
+        dropout_mask: Bytes of an element of a dropout mask; 0 for a mask that is recomputed from
+            a hash.
+        per_score: Bytes for each query, key and head: scores, probabilities, and the output of
+            attention dropout. 0 for fused attention.
+        attention_mask: Bytes for each query and key, shared by all heads and samples: whether the
+            query may attend to the key. With documents there is a mask for each sample, which is
+            not counted here.
+        logsumexp: Bytes for each query and head: the log-sum-exp of the scores.
+        qkv_copy: Bytes of an element of the copies of queries, keys and values that attention saves
+            in a higher precision. 0 if it saves the originals.
+        norm_statistic: Bytes of a statistic that a norm saves for each token.
+        normalized_input: Bytes of an element of the normalized input, if a norm saves it too.
+        norm_input: Bytes of an element of a norm's input, if it is saved in another precision.
+        dropout_channel_index: Bytes of a channel index that hidden dropout saves.
+        dropout_key_index: Bytes of a key index that attention dropout saves, for each head.
+    """
+
+    activation: int
+    dropout_mask: int = 0
+    per_score: int = 0
+    attention_mask: int = 0
+    logsumexp: int = 4
+    qkv_copy: int = 0
+    norm_statistic: int = 4
+    normalized_input: int = 0
+    norm_input: int = 0
+    dropout_channel_index: int = 0
+    dropout_key_index: int = 0
+
+    @classmethod
+    def paper(cls) -> "SavedBytes":
+        """Returns the assumptions of Korthikanti et al. 2022.
+
+        Activations are bfloat16. Each score takes 2 + 1 + 2 bytes: the probability, its dropout
+        mask and the output of dropout.
+        """
+        return cls(activation=2, dropout_mask=1, per_score=5, logsumexp=0, norm_statistic=0)
+
+    @classmethod
+    def cpu(
+        cls,
+        activation: int,
+        normalization: str,
+        *,
+        hidden_dropout: bool = False,
+        attention_dropout: bool = False,
+    ) -> "SavedBytes":
+        """Returns what this package's operations save on a CPU.
+
+        Attention dropout needs unfused attention, which then saves the output of dropout too.
+        RMSNorm is not fused and computes in at least float32.
+
+        Args:
+            activation: Bytes of an element of an activation.
+            normalization: ``LayerNorm`` or ``RMSNorm``.
+            hidden_dropout: Whether there is dropout on the residual stream.
+            attention_dropout: Whether there is dropout on attention probabilities.
+        """
+        wide = max(activation, 4)
+        rms = normalization == "RMSNorm"
+        saved_bytes = cls(
+            activation=activation,
+            logsumexp=wide,
+            norm_statistic=wide if rms else activation,
+            normalized_input=wide if rms else 0,
+            norm_input=wide if rms else 0,
+            dropout_channel_index=4 if hidden_dropout else 0,
+            dropout_key_index=4 if attention_dropout else 0,
+        )
+        return saved_bytes.with_unfused_attention(wide) if attention_dropout else saved_bytes
+
+    def with_unfused_attention(self, extra: int = 0) -> "SavedBytes":
+        """Returns the same operations with unfused attention.
+
+        Unfused attention computes in at least float32. It saves scores and probabilities, for each
+        row the log-sum-exp and whether it is finite, and in each layer the mask.
+
+        Args:
+            extra: Bytes for each query, key and head beside scores and probabilities.
+        """
+        wide = max(self.activation, 4)
+        if self.per_score:
+            return replace(self, per_score=self.per_score + extra)
+        qkv_copy = wide if self.activation < wide else 0
+        per_score = 2 * wide + extra
+        return replace(
+            self,
+            per_score=per_score,
+            attention_mask=1,
+            logsumexp=wide + 1,
+            qkv_copy=qkv_copy,
+        )
