@@ -61,7 +61,8 @@ GIVEN = {
     "docs/recipes.md": "tokenizer book_text_document",
     "docs/serving.md": "runs/book",
     "docs/packages/megatron-ckpt.md": "runs/book gpt2",
-    "docs/packages/megatron-data.md": "texts more talks tales captions whale titles "
+    "docs/packages/megatron-data.md": "texts more",
+    "docs/packages/megatron-data/preprocessing.md": "tokenizer talks tales captions whale titles "
     "pictures my-corpus bert-vocab gpt2-vocab gpt2-merges",
     "docs/packages/megatron-infer.md": "runs/book gpt2",
     "docs/packages/megatron-train.md": "tokenizer book_text_document talks "
@@ -441,6 +442,7 @@ FIRST = {
     "docs/getting-started.md",
     "docs/serving.md",
     "docs/packages/megatron-data.md",
+    "docs/packages/megatron-data/preprocessing.md",
 }
 
 
