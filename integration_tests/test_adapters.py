@@ -45,7 +45,9 @@ def base(train):
 def weights(folder: str) -> dict[str, torch.Tensor]:
     checkpoint: Checkpoint = find_checkpoint(folder)
     records = checkpoint.tensors.items()
-    return {name: checkpoint.read(name) for name, record in records if record.group == "model"}
+    return {
+        name: checkpoint.read_tensor(name) for name, record in records if record.group == "model"
+    }
 
 
 def losses(folder: str) -> list[float]:

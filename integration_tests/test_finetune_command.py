@@ -56,7 +56,7 @@ def stepped(checkpoint: Checkpoint, corpus: Path, rate: float) -> tuple[float, d
     (model,) = find_kind(config.kind).build(config, placement)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            held = checkpoint.read(name)
+            held = checkpoint.read_tensor(name)
             parameter[: len(held)] = held
     samples = build_gpt_datasets(
         {"train": ["train_text_document"], "valid": None, "test": None},
@@ -85,7 +85,7 @@ def test_its_first_step_is_that_of_a_fresh_optimizer_from_the_weights(corpus, st
     loss, expected = stepped(find_checkpoint(base), corpus, 0.1)
     assert losses(corpus / "tuned") == pytest.approx([loss], rel=1e-12)
     for name, weight in expected.items():
-        found = tuned.read(name)
+        found = tuned.read_tensor(name)
         torch.testing.assert_close(found, weight[: len(found)], rtol=0, atol=1e-12)
     assert tuned.values()["optimizer"]["steps"] == 1
     assert (tuned.model.kind, tuned.model.family) == ("gpt", "gpt2")
@@ -101,7 +101,9 @@ def test_it_equals_pretraining_with_its_weights_and_continues_itself(corpus, sta
     assert "continuing from again after step 2" in start(again)
     assert losses(corpus / "again") == losses(corpus / "by-pretrain")
     one, other = find_checkpoint("again"), find_checkpoint("by-pretrain")
-    assert all(torch.equal(one.read(name), other.read(name)) for name in other.tensors)
+    assert all(
+        torch.equal(one.read_tensor(name), other.read_tensor(name)) for name in other.tensors
+    )
 
 
 def test_ranks_finetune_as_one(corpus, start, base, run_command):

@@ -57,19 +57,19 @@ def test_config_json(store, tmp_path, fuzz_count):
     def read(content):
         path.write_bytes(content)
         with contextlib.suppress(PlannedError):
-            import_hf(folder, tmp_path / "again", announce=stop)
+            import_hf(folder, tmp_path / "again", on_start=stop)
 
     fuzz(read, [path.read_bytes()], CheckpointError, count=fuzz_count, mutate=mutate_json)
 
 
 def test_the_record_of_the_model(store, tmp_path, fuzz_count):
     """A forged record with its digest made good; `Checkpoint` reads what the test hands it."""
-    checkpoint = store.newest()
+    checkpoint = store.latest_checkpoint()
     seed = json.dumps({"family": "llama", "config": CONFIG.to_dict()}).encode()
 
     def read(content):
         with contextlib.suppress(PlannedError):
-            export_hf(forged(checkpoint, content), tmp_path / "back", announce=stop)
+            export_hf(forged(checkpoint, content), tmp_path / "back", on_start=stop)
 
     fuzz(read, [seed], CheckpointError, count=fuzz_count, mutate=mutate_json)
 

@@ -94,7 +94,7 @@ def test_a_run_holds_the_lock_until_its_last_checkpoint_is_written(train, monkey
     def saved(store, *arguments, **more):
         with (
             pytest.raises(DirectoryInUseError, match="megatron-train pretrain gpt") as refused,
-            run_lock("new", patience=0),
+            run_lock("new", timeout=0),
         ):
             pass
         seen.append(refused.value.holder)
@@ -103,7 +103,7 @@ def test_a_run_holds_the_lock_until_its_last_checkpoint_is_written(train, monkey
     monkeypatch.setattr(CheckpointStore, "save", saved)
     train(f"{TRAIN} --save new")
     assert len(seen) == 1
-    with run_lock("new", patience=0):
+    with run_lock("new", timeout=0):
         pass
 
 

@@ -73,7 +73,7 @@ def test_it_trains_and_moves_between_layouts_as_on_one_rank(sentences, run_comma
     for step, values in one.items():
         assert moved[step] == pytest.approx(values, abs=1e-9), step
     assert len({accuracy for _, accuracy, _ in one.values()}) > 1
-    kept = CheckpointStore(tmp_path / "moved").newest().tensors
+    kept = CheckpointStore(tmp_path / "moved").latest_checkpoint().tensors
     assert ("layers.1.attention.center.mean" in kept) == (more == OWN)
     assert "layers.1.attention.center.mean.square_avg" not in kept
     assert ("layers.1.mlp.up.weight.square_avg" in kept) == (more == OWN)
@@ -87,23 +87,27 @@ def test_its_rule_that_needs_matrices_has_them_whole_under_a_distributed_optimiz
     for name, more in (("one", ""), ("two", ranks)):
         words = f"--train-iters 4 --optimizer normalised {more} --save {tmp_path}/{name}"
         run_command(sentences, f"{RUN} {words}")
-    one, two = (CheckpointStore(tmp_path / name).newest() for name in ("one", "two"))
+    one, two = (CheckpointStore(tmp_path / name).latest_checkpoint() for name in ("one", "two"))
     assert one.tensors.keys() == two.tensors.keys()
     assert "layers.0.mlp.up.weight.momentum" in one.tensors
     assert "embedding.word.weight.exp_avg" in one.tensors
     for name in one.tensors:
-        torch.testing.assert_close(two.read(name), one.read(name), rtol=0, atol=1e-9, msg=name)
+        torch.testing.assert_close(
+            two.read_tensor(name), one.read_tensor(name), rtol=0, atol=1e-9, msg=name
+        )
 
 
 def test_its_product_is_merged_into_the_weights(sentences, run_command, tmp_path):
     words = f"--linear-product scaled --scaled-start 0.8 --save {tmp_path}/scaled"
     run_command(sentences, f"{RUN} --train-iters 2 {words}")
     run_command(sentences, f"megatron-train merge --load {tmp_path}/scaled --save {tmp_path}/plain")
-    held, merged = (CheckpointStore(tmp_path / name).newest() for name in ("scaled", "plain"))
-    weight, scale = (held.read(f"layers.1.mlp.down.{name}") for name in ("weight", "scale"))
+    held, merged = (
+        CheckpointStore(tmp_path / name).latest_checkpoint() for name in ("scaled", "plain")
+    )
+    weight, scale = (held.read_tensor(f"layers.1.mlp.down.{name}") for name in ("weight", "scale"))
     assert (scale != 0.8).all()
     torch.testing.assert_close(
-        merged.read("layers.1.mlp.down.weight"), weight * scale[:, None], rtol=0, atol=1e-15
+        merged.read_tensor("layers.1.mlp.down.weight"), weight * scale[:, None], rtol=0, atol=1e-15
     )
     assert not any(name.endswith(".scale") for name in merged.tensors)
 

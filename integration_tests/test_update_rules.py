@@ -45,6 +45,6 @@ def test_a_stopped_run_continues_bit_for_bit_with_its_rule_and_no_other(train, r
     one, other = find_checkpoint("whole"), find_checkpoint("stopped")
     assert one.tensors.keys() == other.tensors.keys()
     for name in one.tensors:
-        assert torch.equal(one.read(name), other.read(name)), name
+        assert torch.equal(one.read_tensor(name), other.read_tensor(name)), name
     train("--save stopped --load stopped --train-iters 5 --no-load-optim")
     assert len(losses("stopped")) == 5

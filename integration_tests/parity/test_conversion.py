@@ -119,7 +119,7 @@ def test_query_key_and_value_rows_of_a_group_stand_together(tmp_path):
     write_model("Llama", LLAMA, tmp_path / "theirs")
     theirs = tensors(tmp_path / "theirs")
     ours = Checkpoint(import_hf(tmp_path / "theirs", tmp_path / "run"))
-    qkv = ours.read("layers.1.attention.qkv.weight")
+    qkv = ours.read_tensor("layers.1.attention.qkv.weight")
     part = {x: theirs[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"}
     for group in range(2):  # of 2 query heads of 12 channels each
         assert torch.equal(qkv[group, :24], part["q"][24 * group : 24 * group + 24])
@@ -138,10 +138,10 @@ def test_a_part_of_a_tensor_is_filled_from_the_parts_that_it_needs(tmp_path, mon
 
     monkeypatch.setattr(SafetensorsFolder, "box", counted)
     names = ("layers.1.attention.qkv.weight", "layers.1.mlp.up.weight")
-    qkv, up = (model.read(name) for name in names)
+    qkv, up = (model.read_tensor(name) for name in names)
     parts = [View(torch.empty(1, 48, 32), (2, 48, 32), (1, 0, 0), (1, 48, 32))]
     halves = [View(torch.empty(2, 20, 32), (2, 40, 32), (0, 20, 0), (2, 20, 32))]
-    model.fill(dict(zip(names, (parts, halves), strict=True)))
+    model.load_tensors(dict(zip(names, (parts, halves), strict=True)))
     assert torch.equal(parts[0].tensor, qkv[1:]) and torch.equal(halves[0].tensor, up[:, 20:])
     assert sorted(read) == [
         ("mlp.gate_proj.weight", (20, 32)),

@@ -143,7 +143,7 @@ def our_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     """Logits ``[b, s, v]`` of the model in a folder; CheckpointError where it is refused."""
     source = ForeignModel(folder)
     model = GPT(GPTConfig.from_dict(source.model.config), Mesh.single())
-    source.fill(parameter_views(model, collect_shardings(model), model.mesh))
+    source.load_tensors(parameter_views(model, collect_shardings(model), model.mesh))
     with torch.no_grad():
         found: torch.Tensor = model(tokens)[..., : model.config.vocab_size]
     return found.transpose(0, 1)

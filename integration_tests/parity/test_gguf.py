@@ -143,7 +143,7 @@ def test_a_file_gives_the_checkpoint_that_the_folder_gives(tmp_path: Path, case:
     assert file.model == folder.model
     assert sorted(file.tensors) == sorted(folder.tensors)
     for name in folder.tensors:
-        assert torch.equal(file.read(name), folder.read(name)), name
+        assert torch.equal(file.read_tensor(name), folder.read_tensor(name)), name
 
 
 @pytest.mark.parametrize("pre", SPLITS)

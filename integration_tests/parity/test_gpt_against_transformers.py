@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_ckpt import Checkpoint, CheckpointStore, ModelRecord, apply, export_hf, import_hf
+from megatron_ckpt import Checkpoint, CheckpointStore, ModelRecord, apply_rows, export_hf, import_hf
 from megatron_models import GPT, Family, GPTConfig, record_of
 from megatron_models.models.gpt.families import gpt2, llama
 from megatron_parallel import Mesh, collect_shardings, parameter_views
@@ -68,7 +68,7 @@ class Pair:
     def from_theirs(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Map tensors shaped like their weights to ours, with zeros for the padded vocabulary."""
         rows = self.family.active_rows(self.ours.config)
-        mapped = dict(apply(rows, self.ours.config, tensors, ignored=self.family.ignored))
+        mapped = dict(apply_rows(rows, self.ours.config, tensors, ignored=self.family.ignored))
         table = collect_shardings(self.ours)
         padded = {}
         for name, tensor in mapped.items():

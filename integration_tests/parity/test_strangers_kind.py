@@ -28,7 +28,7 @@ def loaded(folder):
     foreign = ForeignModel(folder)
     config = config_of(foreign.model)
     (model,) = find_kind(foreign.model.kind).build(config, Placement(Mesh.single()))
-    foreign.fill(parameter_views(model, collect_shardings(model), model.mesh))
+    foreign.load_tensors(parameter_views(model, collect_shardings(model), model.mesh))
     return model
 
 

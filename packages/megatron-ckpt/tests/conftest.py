@@ -147,7 +147,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
     """Blocks, slabs and rows of bytes instead of megabytes, so small tensors cross all borders."""
     for module in (blocks, manifest):
         monkeypatch.setattr(module, "BLOCK_SIZE", 256)
-    monkeypatch.setattr(reader, "_SLAB", 96)
+    monkeypatch.setattr(reader, "_READ_BYTES", 96)
     monkeypatch.setattr(reader, "_SEEK", 24)
     return 256
 

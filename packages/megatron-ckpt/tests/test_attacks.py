@@ -105,7 +105,7 @@ def test_a_link_that_takes_the_place_of_a_checked_file_is_not_followed(tmp_path,
 
     monkeypatch.setattr(paths, "locate", swapped)
     with pytest.raises(OSError, match="symbolic links"):
-        paths.read_whole(tmp_path / "folder", "file")
+        paths.read_bytes(tmp_path / "folder", "file")
 
 
 def test_links_inside_a_checkpoint_and_to_it_are_followed(run, tmp_path):
@@ -138,8 +138,8 @@ def test_a_pipe_that_takes_the_place_of_a_file_after_opening_is_named_by_verify(
 def test_an_export_takes_no_weights_or_settings_from_the_tokenizer(folder, tmp_path, file):
     import_hf(folder, tmp_path / "run")
     checkpoint = Checkpoint(tmp_path / "run" / "iter_0000000")
-    values = {"word": [View.whole(checkpoint.read("word"))]}
-    values |= {n: [View.whole(checkpoint.read(n))] for n in ("layers.0.w", "layers.1.w")}
+    values = {"word": [View.whole(checkpoint.read_tensor("word"))]}
+    values |= {n: [View.whole(checkpoint.read_tensor(n))] for n in ("layers.0.w", "layers.1.w")}
     CheckpointStore(tmp_path / "other").save(
         1, values, model=checkpoint.model, files={f"tokenizer/{file}": b"{}"}
     )

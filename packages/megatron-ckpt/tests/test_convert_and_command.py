@@ -93,13 +93,13 @@ def test_a_folder_that_another_export_removes_before_it_is_locked_is_made_again(
         return held
 
     monkeypatch.setattr(durable, "_lock_folder", late)
-    with durable.new_folder(tmp_path / "back") as folder:
+    with durable.create_folder(tmp_path / "back") as folder:
         (folder / "file").touch()
         assert folder not in losses and lock(folder) is None
     assert [path.name for path in tmp_path.iterdir()] == ["back"]
 
     monkeypatch.setattr(durable, "_lock_folder", lambda folder: None)  # no locks on this disk
-    with durable.new_folder(tmp_path / "more"):
+    with durable.create_folder(tmp_path / "more"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "more"]
 

@@ -20,7 +20,7 @@ from megatron_ckpt import (
     View,
     run_lock,
 )
-from megatron_ckpt.store.durable import new_file, sync_directory, write_all
+from megatron_ckpt.store.durable import create_file, sync_directory, write_all
 
 NAMES = ("a", "a.exp_avg", "b.c")
 
@@ -81,7 +81,7 @@ def test_death_at_every_call_leaves_one_whole_checkpoint(
             act(folder)
         if power_lost:
             failing.lose_power(folder)
-        if before or CheckpointStore(folder).latest() is not None:
+        if before or CheckpointStore(folder).latest_iteration() is not None:
             seen.add(loaded(folder))
         with disk().installed():
             save(folder, 8)
@@ -212,9 +212,9 @@ def test_an_unfinished_save_is_not_reported_while_its_writer_lives(tmp_path, cap
     save(tmp_path, 1)
     (tmp_path / "iter_0000002.tmp-0a").mkdir()
     with writer_lock(tmp_path):
-        assert CheckpointStore(tmp_path).latest() == 1
+        assert CheckpointStore(tmp_path).latest_iteration() == 1
     assert not caplog.messages
-    assert CheckpointStore(tmp_path).latest() == 1
+    assert CheckpointStore(tmp_path).latest_iteration() == 1
     assert "unfinished" in caplog.text
 
 
@@ -222,7 +222,7 @@ SAVER = """
     import itertools, sys, torch
     from megatron_ckpt import CheckpointStore, Retention, View
     store = CheckpointStore(sys.argv[1])
-    for i in itertools.count((store.latest() or 0) + 1):
+    for i in itertools.count((store.latest_iteration() or 0) + 1):
         w = torch.full((300, 1000), float(i))
         state = {n: [View.whole(w)] for n in ("a", "a.exp_avg", "b.c")}
         files = {"tokenizer/t.json": str(i).encode()}
@@ -256,28 +256,28 @@ def damage_manifest(folder):
 
 def test_damaged_checkpoints_are_not_none_at_all(tmp_path):
     store = CheckpointStore(tmp_path)
-    assert store.newest() is None
+    assert store.latest_checkpoint() is None
     (tmp_path / "iter_0000003.tmp-0a").mkdir()  # never completed: there is no checkpoint yet
-    assert store.newest() is None and store.latest() is None
+    assert store.latest_checkpoint() is None and store.latest_iteration() is None
     save(tmp_path, 1)
     save(tmp_path, 2)
     damage_manifest(store.path(2))
-    assert store.newest().iteration == 1
+    assert store.latest_checkpoint().iteration == 1
     damage_manifest(store.path(1))
     words = r"damaged checkpoints and no whole one: .*digest differs.* .and 1 more"
-    for choose in (store.newest, store.latest):
+    for choose in (store.latest_checkpoint, store.latest_iteration):
         with pytest.raises(CorruptCheckpointError, match=words):
             choose()
     for path in (store.path(1), store.path(2)):
         (path / "MANIFEST.json").unlink()
     with pytest.raises(CorruptCheckpointError, match="no whole one"):
-        store.newest()
+        store.latest_checkpoint()
 
 
 def test_a_checkpoint_of_another_program_is_called_so_and_not_damaged(tmp_path):
     (tmp_path / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="holds checkpoints of Megatron-LM"):
-        CheckpointStore(tmp_path).newest()
+        CheckpointStore(tmp_path).latest_checkpoint()
 
 
 def test_a_write_that_finds_the_disk_full_names_the_file(tmp_path, monkeypatch):
@@ -287,7 +287,7 @@ def test_a_write_that_finds_the_disk_full_names_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", full)
     with (
         pytest.raises(OSError, match="No space left on device") as caught,
-        new_file(tmp_path / "weights") as descriptor,
+        create_file(tmp_path / "weights") as descriptor,
     ):
         write_all(descriptor, b"123")
     assert caught.value.filename == str(tmp_path / "weights")
@@ -305,7 +305,7 @@ def test_a_lock_that_finds_the_disk_full_names_its_file_and_is_released(
         with pytest.raises(OSError, match="No space left") as caught, run_lock(tmp_path):
             pass
     assert caught.value.filename == str(tmp_path / ".run.lock")
-    with run_lock(tmp_path, patience=0.0), pytest.raises(OSError, match="mine") as caught:
+    with run_lock(tmp_path, timeout=0.0), pytest.raises(OSError, match="mine") as caught:
         raise OSError(errno.EIO, "mine")  # what the run itself does is not the lock's
     assert caught.value.filename is None
 

@@ -1,7 +1,12 @@
 """What is given in place of a checkpoint is told from what is none."""
 
 import pytest
-from megatron_ckpt import CheckpointError, CheckpointStore, find_checkpoint, foreign_checkpoint
+from megatron_ckpt import (
+    CheckpointError,
+    CheckpointStore,
+    describe_foreign_checkpoint,
+    find_checkpoint,
+)
 
 
 @pytest.fixture
@@ -28,7 +33,7 @@ def place(tmp_path):
     ],
 )
 def test_what_it_is_comes_with_what_to_do(place, name, what):
-    assert foreign_checkpoint(place / name).startswith(what)
+    assert describe_foreign_checkpoint(place / name).startswith(what)
     with pytest.raises(CheckpointError, match=f"{name} {what}"):
         find_checkpoint(place / name)
 
@@ -37,7 +42,7 @@ def test_what_is_empty_torn_or_ours_is_not_foreign(place):
     (place / "torn" / "iter_0000010").mkdir(parents=True)
     CheckpointStore(place / "ours").save(3, {"samples": 1})
     for name in ("empty", "nowhere", "torn", "ours"):
-        assert foreign_checkpoint(place / name) is None
+        assert describe_foreign_checkpoint(place / name) is None
 
 
 def test_files_beside_a_complete_checkpoint_do_not_matter(place):

@@ -32,7 +32,7 @@ def saved(tmp_path):
 def read_all(path):
     checkpoint = Checkpoint(path)
     for name in checkpoint.tensors:
-        checkpoint.read(name)
+        checkpoint.read_tensor(name)
     checkpoint.values()
     checkpoint.verified_folder("tokenizer")
 

@@ -162,7 +162,7 @@ def test_names_and_rotary_rows_become_hugging_faces(tmp_path):
         "model.layers.1.mlp.down_proj.weight": "blk.1.ffn_down.weight",
     }
     for ours, name in expected.items():
-        assert torch.equal(made.read(ours), torch.from_numpy(theirs[name])), ours
+        assert torch.equal(made.read_tensor(ours), torch.from_numpy(theirs[name])), ours
     assert len(made.tensors) == 2 + LAYERS * 9
 
 
@@ -180,15 +180,15 @@ def test_quantised_tensors_become_float32_and_plain_ones_keep_their_type(tmp_pat
     }
     path = write(tmp_path / "m.gguf", weights=weights, kinds=kinds)
     made = imported(path, tmp_path)
-    word = made.read("model.embed_tokens.weight")
+    word = made.read_tensor("model.embed_tokens.weight")
     assert word.dtype == torch.float32 and torch.equal(word, torch.from_numpy(steps * 0.25))
-    norm = made.read("model.norm.weight")
+    norm = made.read_tensor("model.norm.weight")
     assert norm.dtype == torch.float16
     assert torch.equal(norm, torch.from_numpy(weights["output_norm.weight"]))
-    up = made.read("model.layers.0.mlp.up_proj.weight")
+    up = made.read_tensor("model.layers.0.mlp.up_proj.weight")
     original = torch.from_numpy(weights["blk.0.ffn_up.weight"])
     assert up.dtype == torch.bfloat16 and torch.equal(up, original.bfloat16())
-    query = made.read("model.layers.1.self_attn.q_proj.weight")
+    query = made.read_tensor("model.layers.1.self_attn.q_proj.weight")
     original = torch.from_numpy(weights["blk.1.attn_q.weight"])
     step = (original.amax(1) - original.amin(1)) / 15  # a row of 32 is one block of 16 levels
     error = (query - original).abs()
@@ -241,7 +241,7 @@ def test_the_configuration_is_that_of_a_hugging_face_folder(tmp_path):
     untied = write(tmp_path / "u.gguf", weights=tensors() | {"output.weight": np.ones((40, 32))})
     made = Checkpoint(import_hf(untied, tmp_path / "untied"))
     assert not made.model.config["values"]["tie_word_embeddings"]
-    assert made.read("lm_head.weight").shape == (40, 32)
+    assert made.read_tensor("lm_head.weight").shape == (40, 32)
 
 
 def test_an_added_architecture_is_read_without_a_change_to_the_reader(tmp_path):
@@ -440,6 +440,6 @@ def test_damaged_headers_are_read_or_refused(tmp_path, fuzz_count):
         path.unlink()  # the former file may still be mapped
         path.write_bytes(content)
         with contextlib.suppress(PlannedError):
-            import_hf(path, tmp_path / "run", announce=stop)
+            import_hf(path, tmp_path / "run", on_start=stop)
 
     fuzz(read, [whole], CheckpointError, count=fuzz_count, mutate=mutate)

@@ -57,7 +57,7 @@ def test_any_layout_loads_from_any_layout(on_ranks, monkeypatch, tiny_blocks):
     if tiny_blocks:
         for module in (blocks, manifest):
             monkeypatch.setattr(module, "BLOCK_SIZE", 256)
-        monkeypatch.setattr(reader, "_SLAB", 96)
+        monkeypatch.setattr(reader, "_READ_BYTES", 96)
         monkeypatch.setattr(reader, "_SEEK", 24)
 
     @settings(max_examples=60, deadline=None)
@@ -70,7 +70,7 @@ def test_any_layout_loads_from_any_layout(on_ranks, monkeypatch, tiny_blocks):
         with tempfile.TemporaryDirectory() as folder:
 
             def save(ranks):
-                held = views(old, ranks.rank, shape, lambda box: whole[box.within(origin)])
+                held = views(old, ranks.rank, shape, lambda box: whole[box.slices_in(origin)])
                 return CheckpointStore(folder, ranks).save(1, {"w": held} if held else {})
 
             def load(ranks):
@@ -83,7 +83,7 @@ def test_any_layout_loads_from_any_layout(on_ranks, monkeypatch, tiny_blocks):
             for held in on_ranks(new_size, load):
                 assert not isinstance(held, Exception), held
                 for view in held:
-                    part = Box(view.offsets, view.lengths).within(origin)
+                    part = Box(view.offsets, view.lengths).slices_in(origin)
                     assert torch.equal(view.tensor, whole[part])
 
     check()

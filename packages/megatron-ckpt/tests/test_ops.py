@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron_ckpt import Box, CheckpointError, apply
+from megatron_ckpt import Box, CheckpointError, apply_rows
 from megatron_ckpt.ops.definitions import OPS
 from megatron_ckpt.ops.ignored import CHECKS
 from megatron_ckpt.ops.rows import Row, expand
@@ -156,11 +156,11 @@ def test_a_box_read_by_the_shard_rule_is_that_box_of_the_whole(case, data):
     def get(i, part):
         inside = zip(part.offsets, part.ends, tensors[i].shape, strict=True)
         assert all(0 <= o <= e <= extent for o, e, extent in inside)
-        read[i] += part.volume
-        return tensors[i][part.within(Box((0,) * tensors[i].ndim, tuple(tensors[i].shape)))]
+        read[i] += part.numel
+        return tensors[i][part.slices_in(Box((0,) * tensors[i].ndim, tuple(tensors[i].shape)))]
 
-    found = row.read(row.ours[at], box, [tensor.to("meta") for tensor in tensors], get)
-    assert torch.equal(found, whole[box.within(Box((0,) * whole.ndim, tuple(whole.shape)))])
+    found = row.read_box(row.ours[at], box, [tensor.to("meta") for tensor in tensors], get)
+    assert torch.equal(found, whole[box.slices_in(Box((0,) * whole.ndim, tuple(whole.shape)))])
     assert all(count <= tensors[i].numel() for i, count in read.items())
 
 
@@ -237,7 +237,7 @@ def test_a_whole_model_goes_there_and_back_one_row_at_a_time():
             asked.append(name)
             return super().__getitem__(name)
 
-    stream = apply(ROWS, CONFIG, Recorded(theirs()))
+    stream = apply_rows(ROWS, CONFIG, Recorded(theirs()))
     name, first = next(stream)
     assert (name, asked) == ("embedding", ["wte"])
     ours = {name: first, **dict(stream)}
@@ -250,7 +250,7 @@ def test_a_whole_model_goes_there_and_back_one_row_at_a_time():
     ]
     assert ours["layers.1.up"].shape == (2, 4, 3)
     assert torch.equal(ours["layers.1.up"][0], theirs()["h.1.gate"])
-    back = dict(apply(ROWS, vars(CONFIG), ours, inverse=True))  # fields may be keys
+    back = dict(apply_rows(ROWS, vars(CONFIG), ours, inverse=True))  # fields may be keys
     assert sorted(back) == sorted(theirs())
     assert all(torch.equal(back[name], tensor) for name, tensor in theirs().items())
 
@@ -259,17 +259,17 @@ def test_missing_and_unused_tensors_are_named_with_the_nearest_before_anything_i
     source = theirs()
     source["h.0.porj"] = source.pop("h.0.proj")
     with pytest.raises(CheckpointError, match=r"no tensor 'h.0.proj' \(nearest: 'h.0.porj'\)"):
-        next(apply(ROWS, CONFIG, source))
+        next(apply_rows(ROWS, CONFIG, source))
     source = theirs() | {"h.1.proj_bias": torch.ones(1), "x": torch.ones(1)}
     with pytest.raises(CheckpointError, match=r"uses tensor 'h.1.proj_bias' and 1 more .*'h.1.pr"):
-        next(apply(ROWS, CONFIG, source))
+        next(apply_rows(ROWS, CONFIG, source))
     ignored = [(name, "at_most", {"value": 1.0}) for name in ("h.{i}.proj_bias", "x")]
-    assert next(apply(ROWS, CONFIG, source, ignored=ignored))
+    assert next(apply_rows(ROWS, CONFIG, source, ignored=ignored))
     source["x"] += 1
     with pytest.raises(CheckpointError, match="tensor 'x' is not one number of 1 or less"):
-        next(apply(ROWS, CONFIG, source, ignored=ignored))
+        next(apply_rows(ROWS, CONFIG, source, ignored=ignored))
     with pytest.raises(CheckpointError, match="no tensor 'embedding' and 4 more"):
-        next(apply(ROWS, CONFIG, {}, inverse=True))
+        next(apply_rows(ROWS, CONFIG, {}, inverse=True))
 
 
 def test_rotary_frequencies_below_the_normal_numbers_of_float16_are_equal():
@@ -286,7 +286,7 @@ def test_rotary_frequencies_below_the_normal_numbers_of_float16_are_equal():
 def test_a_tensor_of_another_shape_is_named_with_the_row_and_the_operation():
     source = theirs() | {"h.1.up": numbered(7, 3)}
     with pytest.raises(CheckpointError, match=r"h.1.gate \+ h.1.up <-> layers.1.up: Stack.*\(7, 3"):
-        list(apply(ROWS, CONFIG, source))
+        list(apply_rows(ROWS, CONFIG, source))
 
 
 BAD = {
@@ -419,10 +419,10 @@ def test_one_expert_of_all_needs_its_own_rows_alone():
 
     def get(i, box):
         asked.append((i, box))
-        return numbered(4, 5)[box.within(Box((0, 0), (4, 5)))] + 100 * i
+        return numbered(4, 5)[box.slices_in(Box((0, 0), (4, 5)))] + 100 * i
 
     box = Box((1, 0, 2, 0), (1, 2, 2, 5))
-    made = row.read("ours.0", box, [torch.empty(4, 5, device="meta")] * 6, get)
+    made = row.read_box("ours.0", box, [torch.empty(4, 5, device="meta")] * 6, get)
     assert asked == [(2, Box((2, 0), (2, 5))), (3, Box((2, 0), (2, 5)))]
     assert made[0, :, 0, 0].tolist() == [210, 310]
 

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 import torch
 from megatron_ckpt import CheckpointError, CheckpointStore, CorruptCheckpointError, View
-from megatron_ckpt.coordinator import exchange
+from megatron_ckpt.coordinator import map_reduce
 from safetensors.torch import load_file
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
@@ -104,10 +104,10 @@ def test_a_failing_rank_fails_the_save_everywhere_with_its_message(on_ranks, tmp
     said = f"rank {failing}: [Errno 28] No space left on device: "
     file = f"model-0000{failing}-of-00002.safetensors'"
     assert str(errors[1 - failing]).startswith(said) and str(errors[1 - failing]).endswith(file)
-    assert CheckpointStore(tmp_path).latest() == 1
+    assert CheckpointStore(tmp_path).latest_iteration() == 1
     assert not list(tmp_path.glob("*.tmp-*"))
     on_ranks(2, lambda ranks: save(ranks, tmp_path, 3))
-    assert CheckpointStore(tmp_path).latest() == 3
+    assert CheckpointStore(tmp_path).latest_iteration() == 3
 
 
 def test_views_that_do_not_make_a_whole_are_refused_on_all_ranks_before_writing(on_ranks, tmp_path):
@@ -164,7 +164,7 @@ def test_a_text_that_rank_0_cannot_read_fails_on_all_ranks_alike(on_ranks):
     def garbled(coordinator):
         gather = coordinator.gather
         coordinator.gather = lambda text: gather(text if coordinator.rank != 1 else "{")
-        return exchange(coordinator, lambda: None, lambda values: values)
+        return map_reduce(coordinator, lambda: None, lambda values: values)
 
     outcomes = on_ranks(3, garbled)
     assert all(isinstance(outcome, CheckpointError) for outcome in outcomes)
@@ -208,7 +208,7 @@ RANK = """
         store.save(2, {"w": [View(part, (4, 3), (0, 0), (2, 3))]})
     except ValueError as error:
         print(error)
-    assert store.latest() == 1
+    assert store.latest_iteration() == 1
     dist.destroy_process_group()
 """
 

@@ -11,7 +11,7 @@ RULES = st.builds(Retention, st.none() | st.integers(1, 5), st.none() | st.integ
 
 @given(RULES, st.sets(st.integers(0, 40)))
 def test_the_newest_and_every_nth_stay(rule, iterations):
-    gone = set(rule.superfluous(iterations))
+    gone = set(rule.to_delete(iterations))
     kept = iterations - gone
     assert gone <= iterations
     if iterations:
@@ -49,7 +49,7 @@ def test_the_checkpoint_just_saved_stays_although_newer_ones_exist(tmp_path):
 
 def test_a_rule_that_keeps_all_reads_no_checkpoint(tmp_path, monkeypatch):
     read = []
-    monkeypatch.setattr(transaction, "scan", lambda folder: read.append(folder) or [])
+    monkeypatch.setattr(transaction, "scan_directories", lambda folder: read.append(folder) or [])
     for number, rule in enumerate((None, Retention(), Retention(every=2), Retention(latest=2))):
         CheckpointStore(tmp_path).save(number, STATE, retention=rule)
         assert read == ([tmp_path] if number == 3 else [])

@@ -79,7 +79,7 @@ def test_a_run_holds_its_folder_until_it_ends(tmp_path):
     folder = tmp_path / "runs" / "first"
     for _ in range(2):  # the folder is made, and taken again
         with run_lock(folder, "train  --lr 1"):
-            second = run_lock(str(folder), patience=0.0)
+            second = run_lock(str(folder), timeout=0.0)
             with (
                 pytest.raises(DirectoryInUseError, match="in use by another run") as refused,
                 second,
@@ -113,7 +113,7 @@ def test_scalars_empty_transposed_and_device_views_are_stored_as_they_look(tmp_p
     for name, tensor in tensors.items():
         assert torch.equal(by_library[name], tensor), name
         assert torch.equal(back[name], tensor), name
-        assert torch.equal(Checkpoint(store.path(1)).read(name), tensor), name
+        assert torch.equal(Checkpoint(store.path(1)).read_tensor(name), tensor), name
 
 
 def test_loading_writes_into_parameters_and_strided_tensors_in_place(tmp_path):
@@ -187,9 +187,9 @@ def test_files_may_not_take_names_that_matter(tmp_path, name):
 
 def test_a_checkpoint_may_be_moved_and_read_alone(tmp_path):
     CheckpointStore(tmp_path / "run").save(5, {**whole(simple()), "n": 1})
-    elsewhere = (tmp_path / "run" / "iter_0000005").rename(tmp_path / "copy")
+    copied = (tmp_path / "run" / "iter_0000005").rename(tmp_path / "copy")
     back = {name: torch.zeros(4, 3) for name in simple()}
-    assert find_checkpoint(elsewhere).load(whole(back)) == {"n": 1}
+    assert find_checkpoint(copied).load(whole(back)) == {"n": 1}
     assert torch.equal(back["w"], simple()["w"])
 
 
@@ -246,7 +246,7 @@ def test_the_newest_complete_checkpoint_is_taken_and_torn_ones_named_once(tmp_pa
     (tmp_path / "iter_0000040.tmp-0123abcd").mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("30\n")
     with caplog.at_level(logging.WARNING):
-        assert store.latest() == 20
+        assert store.latest_iteration() == 20
     (warning,) = caplog.messages
     assert "iter_0000040.tmp-0123abcd is an unfinished save" in warning
     assert "iter_0000030 is torn: it has no MANIFEST.json" in warning
@@ -272,7 +272,7 @@ def test_naming_a_torn_or_absent_checkpoint_is_an_error(tmp_path):
         find_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         CheckpointStore(tmp_path / "nowhere").load(None, back)
-    assert CheckpointStore(tmp_path / "nowhere").latest() is None
+    assert CheckpointStore(tmp_path / "nowhere").latest_iteration() is None
     renamed = store.path(10).rename(store.path(99))
     with pytest.raises(CorruptCheckpointError, match="holds iteration 10: it was renamed"):
         store.load(99, back)
@@ -304,7 +304,7 @@ def test_the_pointer_is_written_for_others_and_never_believed(tmp_path):
     assert pointer.read_text() == "20\n"
     for text in ("", "release", "999"):
         pointer.write_text(text)
-        assert store.latest() == 20
+        assert store.latest_iteration() == 20
 
 
 def test_a_file_of_a_newer_format_is_refused_with_what_to_do(tmp_path, monkeypatch):
@@ -351,6 +351,6 @@ def test_a_part_of_long_rows_reads_only_its_own_bytes(tmp_path, small_blocks, mo
     monkeypatch.setattr(blocks, "read_into", counting)
     part = torch.zeros(10, 1, 10)
     into = {"w": [View(part, (10, 2, 10), (0, 1, 0), (10, 1, 10))]}
-    Checkpoint(store.path(1)).fill(into, verify=False)
+    Checkpoint(store.path(1)).load_tensors(into, verify=False)
     assert torch.equal(part, tensor[:, 1:])
     assert sum(read) == part.nbytes

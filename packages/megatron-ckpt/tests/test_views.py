@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_ckpt import CheckpointError, View
-from megatron_ckpt.views import Box, box_of, check_tiling, find_hole, find_overlap, intersect
+from megatron_ckpt.views import Box, box_of, check_tiling, find_overlap, find_uncovered, intersect
 
 
 @st.composite
@@ -39,7 +39,7 @@ def test_a_hole_is_found_exactly_where_elements_are_left(case):
     ndim, held = case
     region = Box((0,) * ndim, (6,) * ndim)
     left = cells(region).difference(*map(cells, held))
-    hole = find_hole(region, held)
+    hole = find_uncovered(region, held)
     assert (cells(hole) <= left and cells(hole)) if left else hole is None
 
 
@@ -93,5 +93,5 @@ def test_views_that_do_not_fit_are_refused_by_name(view, words):
 def test_a_box_cuts_itself_out_of_what_holds_it():
     whole = np.arange(24).reshape(4, 6)
     held, inner = Box((1, 2), (3, 4)), Box((2, 3), (2, 2))
-    part = whole[1:4, 2:6][inner.within(held)]
+    part = whole[1:4, 2:6][inner.slices_in(held)]
     assert part.tolist() == whole[2:4, 3:5].tolist()

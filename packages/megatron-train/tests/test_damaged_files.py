@@ -4,7 +4,7 @@ import json
 
 import pytest
 from fuzzing import fuzz, mutate_bytes, mutate_json
-from megatron_ckpt import CheckpointStore, SingleProcess
+from megatron_ckpt import CheckpointStore, SingleProcessCoordinator
 from megatron_train import checkpointing
 from megatron_train.callbacks.log_line import LogLine
 from megatron_train.callbacks.recording import Recorder
@@ -233,7 +233,7 @@ def test_a_run_with_damaged_metrics_ends_with_its_checkpoint(make_trainer, tmp_p
 def test_all_ranks_hear_of_a_state_that_one_refuses(make_trainer, tmp_path, monkeypatch):
     heard = []
 
-    class Heard(SingleProcess):
+    class Heard(SingleProcessCoordinator):
         def broadcast(self, text):
             heard.append(text)
             return text

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from megatron_ckpt import CheckpointStore, CorruptCheckpointError, SingleProcess
+from megatron_ckpt import CheckpointStore, CorruptCheckpointError, SingleProcessCoordinator
 from megatron_train import starting_point
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.errors import TrainError
@@ -30,13 +30,13 @@ def test_no_run_begins_anew_over_damaged_checkpoints(tmp_path, monkeypatch, sett
         manifest = folder / "MANIFEST.json"
         manifest.write_bytes(manifest.read_bytes()[:-9])
     with pytest.raises(CorruptCheckpointError, match="run has damaged checkpoints and no whole"):
-        StartingPoint.find(CheckpointConfig(**settings), SingleProcess())
+        StartingPoint.find(CheckpointConfig(**settings), SingleProcessCoordinator())
 
 
 def test_what_was_never_completed_is_passed_over(tmp_path):
     (tmp_path / "iter_0000002.tmp-0a").mkdir()
     config = CheckpointConfig(save=str(tmp_path), load=str(tmp_path))
-    assert StartingPoint.find(config, SingleProcess()).folder == tmp_path
+    assert StartingPoint.find(config, SingleProcessCoordinator()).folder == tmp_path
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_damaged_state_in_the_folder_is_refused_in_one_line(tmp_path, state):
     with pytest.raises(
         TrainError, match=r"iter_0000001: the saved state is damaged: .* is 5; give"
     ):
-        StartingPoint.find(config, SingleProcess())
+        StartingPoint.find(config, SingleProcessCoordinator())
 
 
 def test_a_run_begun_with_weights_may_go_on_with_another_seed_and_data(tmp_path, monkeypatch):

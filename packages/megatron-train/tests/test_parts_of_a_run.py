@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron_ckpt import CheckpointError, CheckpointStore, ModelRecord, SingleProcess
+from megatron_ckpt import CheckpointError, CheckpointStore, ModelRecord, SingleProcessCoordinator
 from megatron_data import ByteTokenizer, load_tokenizer
 from megatron_models import GPTConfig
 from megatron_optim import OptimizerConfig
@@ -70,11 +70,15 @@ def test_a_run_has_the_family_it_is_given_if_that_can_express_the_model():
 def test_a_run_keeps_the_family_of_the_checkpoint_it_starts_from(tmp_path, flag):
     record = ModelRecord("gpt", "llama", 1, MODEL.to_dict())
     CheckpointStore(tmp_path).save(3, {"samples": 1}, model=record)
-    start = StartingPoint.find(CheckpointConfig(**{flag: str(tmp_path)}), SingleProcess())
+    start = StartingPoint.find(
+        CheckpointConfig(**{flag: str(tmp_path)}), SingleProcessCoordinator()
+    )
     assert start.family == family_of(start) == family_of(start, "llama") == "llama"
     with pytest.raises(TrainError, match="holds a model of family llama, which the run keeps"):
         family_of(start, "gpt2")
-    one = StartingPoint.find(CheckpointConfig(load=str(tmp_path / "iter_0000003")), SingleProcess())
+    one = StartingPoint.find(
+        CheckpointConfig(load=str(tmp_path / "iter_0000003")), SingleProcessCoordinator()
+    )
     assert one.family == "llama"
 
 

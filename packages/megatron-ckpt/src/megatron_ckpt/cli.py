@@ -14,7 +14,7 @@ from megatron_ckpt.errors import CheckpointError
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from megatron_ckpt.convert import Total
+    from megatron_ckpt.convert import ConversionSize
     from megatron_ckpt.store.checkpoint import Checkpoint
     from megatron_ckpt.store.manifest import TensorRecord
 
@@ -156,8 +156,8 @@ def _convert(arguments: argparse.Namespace) -> int:
     source, target = arguments.source, arguments.destination
     with _bar(0, "convert") as bar:
 
-        def announce(total: "Total") -> None:
-            bar.reset(total.nbytes)
+        def on_start(size: "ConversionSize") -> None:
+            bar.reset(size.nbytes)
 
         if arguments.from_hf:
             made = import_hf(
@@ -166,7 +166,7 @@ def _convert(arguments: argparse.Namespace) -> int:
                 family=arguments.family,
                 dtype=dtype,
                 iteration=arguments.iteration or 0,
-                announce=announce,
+                on_start=on_start,
                 progress=bar.update,
             )
         else:
@@ -181,7 +181,7 @@ def _convert(arguments: argparse.Namespace) -> int:
                 family=family,
                 dtype=dtype,
                 max_shard_bytes=int(arguments.max_shard_gb * 1e9),
-                announce=announce,
+                on_start=on_start,
                 progress=bar.update,
             )
     print(made)

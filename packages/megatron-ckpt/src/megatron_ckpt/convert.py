@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_ckpt.coordinator import SingleProcess
+from megatron_ckpt.coordinator import SingleProcessCoordinator
 from megatron_ckpt.dtypes import DTYPES, dtype_name, is_floating, item_size
-from megatron_ckpt.errors import CheckpointError, brief
-from megatron_ckpt.families import Family, find_family, fitting_family
-from megatron_ckpt.foreign_model import ForeignModel, architectures, checked
+from megatron_ckpt.errors import CheckpointError, shorten
+from megatron_ckpt.families import Family, find_compatible_family, find_family
+from megatron_ckpt.foreign_model import ForeignModel, architectures, call_with_path
 from megatron_ckpt.formats.huggingface import CONFIG, GENERATION, INDEX, WEIGHTS
 from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER
 from megatron_ckpt.formats.special_tokens import (
@@ -24,11 +24,11 @@ from megatron_ckpt.ops.rows import Row, expand
 from megatron_ckpt.paths import check_name
 from megatron_ckpt.store.blocks import write_file
 from megatron_ckpt.store.checkpoint import Checkpoint, CheckpointTensors
-from megatron_ckpt.store.durable import new_folder
-from megatron_ckpt.store.store import find_checkpoint, save_slabs
+from megatron_ckpt.store.durable import create_folder
+from megatron_ckpt.store.store import find_checkpoint, save_shards
 from megatron_ckpt.store.tensorfile import TensorEntry, write_tensor_file
 from megatron_ckpt.store.transaction import Transaction
-from megatron_ckpt.store.writer import MODEL, Slab
+from megatron_ckpt.store.writer import MODEL, Shard
 from megatron_ckpt.views import Box
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
-class Total(NamedTuple):
+class ConversionSize(NamedTuple):
     """How much a conversion will write, told before it begins."""
 
     tensors: int
@@ -58,7 +58,7 @@ def import_hf(
     family: str | None = None,
     dtype: "torch.dtype | None" = None,
     iteration: int = 0,
-    announce: Callable[[Total], object] = _ignore,
+    on_start: Callable[[ConversionSize], object] = _ignore,
     progress: Callable[[int], object] = _ignore,
 ) -> Path:
     """Makes a checkpoint of a Hugging Face model, or of the same model as a GGUF file.
@@ -75,7 +75,7 @@ def import_hf(
         family: name of the family; found by ``architectures`` if not given.
         dtype: of floating point tensors; None keeps theirs.
         iteration: to save as.
-        announce: told the total before writing.
+        on_start: Called with the number of tensors and bytes before writing.
         progress: called with the bytes of each tensor written.
 
     Returns:
@@ -86,19 +86,19 @@ def import_hf(
             is left behind.
     """
     model = ForeignModel(source, family=family)
-    slabs, sizes = [], 0
+    shards, sizes = [], 0
     for name, tensor in model.tensors.items():
         stored, shape = tensor.dtype, tensor.shape
         if dtype is not None and is_floating(stored):
             stored = dtype_name(dtype)
         box = Box((0,) * len(shape), shape)
-        sizes += box.volume * item_size(stored)
+        sizes += box.numel * item_size(stored)
 
         def produce(name: str = name) -> "Tensor":
-            return _cast(model.read(name), dtype)
+            return _cast(model.read_tensor(name), dtype)
 
-        slabs.append(Slab(name, MODEL, stored, shape, box, 0, produce))
-    announce(Total(len(slabs), sizes))
+        shards.append(Shard(name, MODEL, stored, shape, box, 0, produce))
+    on_start(ConversionSize(len(shards), sizes))
     transaction = Transaction(
         Path(directory),
         iteration,
@@ -107,7 +107,7 @@ def import_hf(
         retention=None,
         replace=False,
     )
-    return save_slabs(SingleProcess(), transaction, lambda: (slabs, {}), progress)
+    return save_shards(SingleProcessCoordinator(), transaction, lambda: (shards, {}), progress)
 
 
 def export_hf(
@@ -117,7 +117,7 @@ def export_hf(
     family: str | None = None,
     dtype: "torch.dtype | None" = None,
     max_shard_bytes: int = 5_000_000_000,
-    announce: Callable[[Total], object] = _ignore,
+    on_start: Callable[[ConversionSize], object] = _ignore,
     progress: Callable[[int], object] = _ignore,
 ) -> Path:
     """Writes the model of a checkpoint as a folder that ``transformers`` loads.
@@ -132,7 +132,7 @@ def export_hf(
             one that can express its model.
         dtype: of floating point tensors; None keeps ours.
         max_shard_bytes: tensors are spread over files of about this size.
-        announce: told the total before writing.
+        on_start: Called with the number of tensors and bytes before writing.
         progress: called with the bytes of each tensor written.
 
     Returns:
@@ -147,7 +147,7 @@ def export_hf(
         raise CheckpointError(f"{target} exists and is not empty: give another folder")
     kind = family_of(opened, family)
     config = _config_of(opened, kind)
-    settings = checked(opened.path, kind.config_to_hf, config)
+    settings = call_with_path(opened.path, kind.config_to_hf, config)
     tensors = CheckpointTensors(opened)
     rows = expand(kind.active_rows(config), config, len(tensors))
     check_source(rows, tensors, inverse=True)
@@ -157,8 +157,8 @@ def export_hf(
     # Larger elements first, so that each tensor is aligned in its file.
     planned.sort(key=lambda entries: -item_size(entries[0].dtype))
     every = [entry for entries in planned for entry in entries]
-    announce(Total(len(every), sum(entry.nbytes for entry in every)))
-    with new_folder(target) as temporary:
+    on_start(ConversionSize(len(every), sum(entry.nbytes for entry in every)))
+    with create_folder(target) as temporary:
         _write_weights(temporary, planned, max_shard_bytes, progress)
         _write_settings(temporary, opened, kind, settings, planned)
     return target
@@ -275,12 +275,13 @@ def family_of(checkpoint: Checkpoint, name: str | None = None) -> Family:
         )
     name = name or record.family
     if name is None:
-        return checked(checkpoint.path, fitting_family, record)  # type: ignore[no-any-return]
+        return call_with_path(checkpoint.path, find_compatible_family, record)  # type: ignore[no-any-return]
     family = find_family(name)
     if family.kind != record.kind:
         raise CheckpointError(
-            f"{checkpoint.path} holds a model of kind {brief(repr(record.kind))}, family {name!r} "
-            f"describes models of kind {family.kind!r}: it cannot be exported to that family"
+            f"{checkpoint.path} holds a model of kind {shorten(repr(record.kind))}, "
+            f"family {name!r} describes models of kind {family.kind!r}: it cannot be exported to "
+            "that family"
         )
     return family
 
@@ -289,7 +290,7 @@ def _config_of(checkpoint: Checkpoint, family: Family) -> Any:
     record = checkpoint.model
     if record is None:
         raise CheckpointError(f"{checkpoint.path} does not say what model it holds")
-    return checked(
+    return call_with_path(
         checkpoint.path,
         lambda fields: family.config_from_record(fields, record.version),
         record.config,

@@ -34,7 +34,7 @@ class Coordinator(Protocol):
         """Returns rank 0's text on every rank."""
 
 
-class SingleProcess:
+class SingleProcessCoordinator:
     """The coordinator of a run with one process."""
 
     rank = 0
@@ -116,24 +116,32 @@ def _text(data: "torch.Tensor") -> str:
 _WHAT = "what ranks exchange"
 
 
-def exchange(
+def map_reduce(
     coordinator: Coordinator,
-    local: Callable[[], object],
-    lead: Callable[[list[Any]], object],
+    map_fn: Callable[[], object],
+    reduce_fn: Callable[[list[Any]], object],
 ) -> Any:
-    """Runs ``local`` on every rank, then ``lead`` on rank 0 with all results, by rank.
+    """Runs ``map_fn`` on every rank and ``reduce_fn`` on rank 0, and returns its result everywhere.
 
-    What ``local`` and ``lead`` return crosses ranks as JSON: plain values (None, bool, int, float,
-    str, bytes, list, tuple, dict), which come back as they were.
+    The results of both functions are sent between ranks as JSON: plain values (None, bool, int,
+    float, str, bytes, list, tuple, dict), which arrive unchanged.
 
-    Every rank returns what ``lead`` returned, or, if ``local`` failed on any rank or ``lead``
-    failed, every rank raises: the first failing rank its own exception, all others a
-    `CheckpointError` with that rank and its message. So all ranks raise the same kind of error and
-    can go on alike.
+    Args:
+        coordinator: The ranks that call this function.
+        map_fn: Called without arguments on every rank.
+        reduce_fn: Called on rank 0 with the results of ``map_fn``, in the order of the ranks.
+
+    Returns:
+        The result of ``reduce_fn``.
+
+    Raises:
+        CheckpointError: Another rank failed; the message names the rank and its error. If several
+            ranks fail, the error of the lowest is reported.
+        Exception: The exception of ``map_fn`` or ``reduce_fn``, on the rank that failed.
     """
     failure: Exception | None = None
     try:
-        outcome = dumps((local(), None), _WHAT)
+        outcome = dumps((map_fn(), None), _WHAT)
     except Exception as error:  # noqa: BLE001 - raised below, after the other ranks were told
         failure = error
         outcome = dumps((None, _describe(error)), _WHAT)
@@ -143,7 +151,7 @@ def exchange(
         try:  # whatever fails here, the other ranks wait for the verdict
             outcomes: list[Any] = [loads(text) for text in gathered]
             failed = [(rank, *problem) for rank, (_, problem) in enumerate(outcomes) if problem]
-            agreed = None if failed else lead([value for value, _ in outcomes])
+            agreed = None if failed else reduce_fn([value for value, _ in outcomes])
             verdict = dumps((agreed, failed[0] if failed else None), _WHAT)
         except Exception as error:  # noqa: BLE001 - as above
             failure = error

@@ -21,7 +21,7 @@ class CorruptCheckpointError(CheckpointError):
     """A checkpoint is torn or its bytes changed: files missing, short, or of another digest."""
 
 
-def brief(message: object) -> str:
+def shorten(message: object) -> str:
     """Returns what comes from a file or another library as one line of at most 300 characters."""
     text = " ".join(str(message).split())
     return text if len(text) <= 300 else f"{text[:297]}..."
@@ -33,7 +33,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (nearest: {close[0]!r})" if close else ""
 
 
-def of_a_product(name: str, known: Container[str]) -> str:
+def adapter_hint(name: str, known: Container[str]) -> str:
     """Returns what to do about a tensor that stands beside a known weight, or an empty string.
 
     Layers that multiply by a product, such as a low-rank adapter, have more than weight and bias.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_ckpt.errors import CheckpointError, brief, did_you_mean
+from megatron_ckpt.errors import CheckpointError, did_you_mean, shorten
 
 if TYPE_CHECKING:  # the operations take torch, and a family's configuration does not
     from megatron_ckpt.ops.ignored import Ignored
@@ -67,7 +67,7 @@ def find_family(name: str) -> Family:
     known = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in known:
         raise CheckpointError(
-            f"no family {brief(repr(name))}{did_you_mean(name, known)}; {_installed(known)}"
+            f"no family {shorten(repr(name))}{did_you_mean(name, known)}; {_installed(known)}"
         )
     family: Family = known[name].load()
     return family
@@ -84,7 +84,7 @@ def detect_family(architectures: Sequence[str]) -> Family:
     found = [name for name, each in loaded.items() if {*architectures} & {*each.architectures}]
     if len(found) == 1:
         return loaded[found[0]]
-    wanted = brief(" or ".join(architectures)) or "a config.json without architectures"
+    wanted = shorten(" or ".join(architectures)) or "a config.json without architectures"
     if found:
         raise CheckpointError(
             f"the families {', '.join(found)} all read {wanted}: choose one by --family"
@@ -92,7 +92,7 @@ def detect_family(architectures: Sequence[str]) -> Family:
     raise CheckpointError(f"no family reads {wanted}; {_installed(known)}")
 
 
-def fitting_family(record: "ModelRecord") -> Family:
+def find_compatible_family(record: "ModelRecord") -> Family:
     """Returns the one family of the record's kind that can express its model.
 
     Raises:
@@ -104,7 +104,7 @@ def fitting_family(record: "ModelRecord") -> Family:
     families = {name: each for name, each in loaded.items() if each.kind == record.kind}
     if not families:
         raise CheckpointError(
-            f"no installed family describes models of kind {brief(repr(record.kind))}; "
+            f"no installed family describes models of kind {shorten(repr(record.kind))}; "
             f"{_installed(known)}"
         )
     found: dict[str, Sequence[str]] = {}
@@ -125,7 +125,7 @@ def fitting_family(record: "ModelRecord") -> Family:
 
 def _reason(name: str, differences: Sequence[str]) -> str:
     more = f" and {len(differences) - 1} more" if len(differences) > 1 else ""
-    return f"{name} has {brief(differences[0])}{more}"
+    return f"{name} has {shorten(differences[0])}{more}"
 
 
 def _installed(known: Mapping[str, object]) -> str:

@@ -15,7 +15,7 @@ from megatron_ckpt.json_input import Fields
 from megatron_ckpt.ops.ignored import check_ignored
 from megatron_ckpt.ops.interpreter import check_source
 from megatron_ckpt.ops.rows import Row, expand
-from megatron_ckpt.paths import read_whole
+from megatron_ckpt.paths import read_bytes
 from megatron_ckpt.store.blocks import digest
 from megatron_ckpt.store.manifest import MANIFEST, ModelRecord
 from megatron_ckpt.store.reader import Cast, check_names, check_views
@@ -73,7 +73,7 @@ class ForeignModel:
         source = open_source(path)
         names = architectures(source.config, source.where)
         kind = find_family(family) if family else detect_family(names)
-        config = checked(source.where, kind.config_from_hf, source.config)
+        config = call_with_path(source.where, kind.config_from_hf, source.config)
         self._tensors = source.open_tensors(kind.prefix)
         meta = self._meta = self._tensors.meta()
         rows = expand(kind.active_rows(config), config, len(meta))
@@ -94,7 +94,7 @@ class ForeignModel:
         content = json.dumps([kind.name, self.model.config, shapes], sort_keys=True)
         self.digest = digest(content.encode())
 
-    def read(self, name: str) -> "Tensor":
+    def read_tensor(self, name: str) -> "Tensor":
         """Reads and convert a whole tensor of ours, in the dtype that is stored."""
         if name not in self._rows:
             raise CheckpointError(
@@ -111,16 +111,16 @@ class ForeignModel:
                 f"{self.path} has no file {name!r}{did_you_mean(name, self.files)}"
             )
         held = self.files[name]
-        return held if isinstance(held, bytes) else read_whole(held.parent, held.name)
+        return held if isinstance(held, bytes) else read_bytes(held.parent, held.name)
 
-    def expect(
+    def check_shapes(
         self, shapes: Mapping[str, Sequence[int]], groups: Sequence[str] | None = None
     ) -> None:
-        """Checks names and global shapes before memory is taken; see `Checkpoint.expect`."""
+        """Checks names and global shapes before memory is taken; see `Checkpoint.check_shapes`."""
         wanted = {name: tuple(shape) for name, shape in shapes.items()}
         check_names(self.tensors, wanted, groups)
 
-    def fill(
+    def load_tensors(
         self,
         into: Mapping[str, Sequence[ViewLike]],
         *,
@@ -146,8 +146,8 @@ class ForeignModel:
 
             for view in views:
                 box = Box(tuple(view.offsets), tuple(view.lengths))
-                view.tensor.detach().copy_(row.read(name, box, meta, get))
-                progress(box.volume * self.tensors[name].item_size)
+                view.tensor.detach().copy_(row.read_box(name, box, meta, get))
+                progress(box.numel * self.tensors[name].item_size)
 
 
 def architectures(config: Mapping[str, Any], where: Path) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ def architectures(config: Mapping[str, Any], where: Path) -> tuple[str, ...]:
     return Fields(content, str(where)).texts("architectures")
 
 
-def checked(where: Path, read: Callable[[Any], Any], values: Any) -> Any:
+def call_with_path(where: Path, read: Callable[[Any], Any], values: Any) -> Any:
     """Return ``read(values)``; what it refuses becomes a `CheckpointError` that names ``where``."""
     try:
         return read(values)

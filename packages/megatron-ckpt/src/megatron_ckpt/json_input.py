@@ -5,7 +5,7 @@ import reprlib
 from typing import Any
 
 from megatron_ckpt.dtypes import DTYPES
-from megatron_ckpt.errors import CheckpointError, brief
+from megatron_ckpt.errors import CheckpointError, shorten
 
 _INT64 = 1 << 63
 
@@ -28,7 +28,7 @@ def parse_object(
     except RecursionError:
         raise error(f"{where} is nested too deeply to be read") from None
     except ValueError as problem:
-        raise error(f"{where} is not JSON: {brief(problem)}") from None
+        raise error(f"{where} is not JSON: {shorten(problem)}") from None
     if not isinstance(content, dict):
         raise error(f"{where} holds no JSON object")
     return content

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_ckpt.errors import CheckpointError
 
 #: Bytes of a file that is read into memory as a whole: manifests, configurations, tokenizers.
-LARGEST_WHOLE = 1 << 30
+MAX_FILE_BYTES = 1 << 30
 _LONGEST_PART = 255  # bytes, the limit of the usual file systems
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a directory", stat.S_IFSOCK: "a socket"}
 
@@ -105,7 +105,7 @@ def open_regular(path: Path, *, follow: bool = True) -> int:
     return descriptor
 
 
-def read_whole(folder: Path, name: str, largest: int = LARGEST_WHOLE) -> bytes:
+def read_bytes(folder: Path, name: str, largest: int = MAX_FILE_BYTES) -> bytes:
     """Returns the content of a file of ``folder``; raises as `locate` does.
 
     Raises:

@@ -10,7 +10,7 @@ import json
 import math
 from typing import TypeAlias
 
-from megatron_ckpt.errors import CheckpointError, brief
+from megatron_ckpt.errors import CheckpointError, shorten
 
 Plain: TypeAlias = (
     "bool | int | float | str | bytes | list[Plain] | tuple[Plain, ...] | dict[Plain, Plain] | None"
@@ -80,4 +80,4 @@ def loads(text: str | bytes) -> Plain:
     except RecursionError:
         raise CheckpointError("stored values are nested too deeply to be read") from None
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"stored values are not readable: {brief(error)}") from error
+        raise CheckpointError(f"stored values are not readable: {shorten(error)}") from error

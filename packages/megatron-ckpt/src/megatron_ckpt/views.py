@@ -27,11 +27,11 @@ class Box(NamedTuple):
         return tuple(o + n for o, n in zip(self.offsets, self.lengths, strict=True))
 
     @property
-    def volume(self) -> int:
+    def numel(self) -> int:
         """Number of elements; 1 for the box of a scalar."""
         return math.prod(self.lengths)
 
-    def within(self, outer: "Box") -> tuple[slice, ...]:
+    def slices_in(self, outer: "Box") -> tuple[slice, ...]:
         """Slices that cut this box out of a tensor that holds ``outer``."""
         return tuple(
             slice(o - base, o - base + n)
@@ -116,7 +116,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     Sweeps along the dimension with most distinct offsets, so a tensor cut along one dimension
     costs ``n log n`` however many ranks it is cut over.
     """
-    filled = [i for i, box in enumerate(boxes) if box.volume]
+    filled = [i for i, box in enumerate(boxes) if box.numel]
     if len(filled) < 2:
         return None
     if not boxes[filled[0]].offsets:
@@ -134,9 +134,9 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     return None
 
 
-def find_hole(region: Box, boxes: Iterable[Box]) -> Box | None:
+def find_uncovered(region: Box, boxes: Iterable[Box]) -> Box | None:
     """Returns a part of ``region`` that none of ``boxes`` covers, or None."""
-    if not region.volume:
+    if not region.numel:
         return None
     inside = [common for box in boxes if (common := intersect(region, box))]
     if not inside:
@@ -148,7 +148,7 @@ def find_hole(region: Box, boxes: Iterable[Box]) -> Box | None:
         for start, stop in ((offsets[dim], low), (high, offsets[dim] + lengths[dim])):
             o, n = [*offsets], [*lengths]
             o[dim], n[dim] = start, stop - start
-            if stop > start and (hole := find_hole(Box(tuple(o), tuple(n)), rest)):
+            if stop > start and (hole := find_uncovered(Box(tuple(o), tuple(n)), rest)):
                 return hole
         offsets[dim], lengths[dim] = low, high - low
     return None
@@ -171,8 +171,8 @@ def check_tiling(name: str, shape: tuple[int, ...], owners: Sequence[tuple[int, 
                 f"replica {replica}: give equal copies different replica numbers"
             )
     written = [box for _, replica, box in owners if replica == 0]
-    if sum(box.volume for box in written) != math.prod(shape):
-        hole = find_hole(Box((0,) * len(shape), shape), written)
+    if sum(box.numel for box in written) != math.prod(shape):
+        hole = find_uncovered(Box((0,) * len(shape), shape), written)
         raise CheckpointError(
             f"tensor {name!r} of shape {shape}: no rank holds {hole} as replica 0"
         )

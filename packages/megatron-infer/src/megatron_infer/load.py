@@ -150,7 +150,7 @@ def load_model(
             f"the tokenizer of {source.path} has {tokenizer.vocab_size} tokens, the model "
             f"{vocabulary}: they do not belong together"
         )
-    source.expect(
+    source.check_shapes(
         stored_shapes(config), groups=["model"]
     )  # before memory is taken for what it says
     stages = _empty_stages(kind, config, mesh, dtype)
@@ -164,7 +164,7 @@ def load_model(
         done += read
         progress(done, total)
 
-    source.fill(views, cast="floating", progress=count)
+    source.load_tensors(views, cast="floating", progress=count)
     return LoadedModel(tuple(stage.eval() for stage in stages), tokenizer, source)
 
 

@@ -22,10 +22,10 @@ from megatron_ckpt import (
     DistributedCoordinator,
     ModelRecord,
     Retention,
-    SingleProcess,
+    SingleProcessCoordinator,
     View,
-    exchange,
     find_checkpoint,
+    map_reduce,
 )
 from megatron_data import Tokenizer
 from megatron_optim import MAIN
@@ -73,7 +73,7 @@ class MeshCoordinator(DistributedCoordinator):
 
 def coordinator_of(mesh: Mesh) -> Coordinator:
     """Returns how the ranks of ``mesh`` agree on saves and loads."""
-    return SingleProcess() if mesh.world_size == 1 else MeshCoordinator(mesh)
+    return SingleProcessCoordinator() if mesh.world_size == 1 else MeshCoordinator(mesh)
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def restore(
             )
         return None if newest is None else newest.to_plain()
 
-    plain = exchange(store.coordinator, lambda: _further(trainer), find)
+    plain = map_reduce(store.coordinator, lambda: _further(trainer), find)
     if plain is None:
         return None
     found = _Found.from_plain(plain)
@@ -259,7 +259,7 @@ def restore(
             raise TrainError(f"{path}: {error}; load another checkpoint") from None
 
     # Rank 0 has callbacks that the others lack, so it alone may find their state damaged.
-    exchange(store.coordinator, take, lambda _: None)
+    map_reduce(store.coordinator, take, lambda _: None)
     _compare(state.get("run"), run, trainer, path, allowed, console)
     return SavedCheckpoint(path, trainer.iteration)
 
@@ -329,7 +329,7 @@ def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> int:
             refuse_other_product(newest.product, run, newest.path)
         return newest.to_plain(), sorted({*chain(*further)} - {*checkpoint.tensors})
 
-    plain, absent = exchange(store.coordinator, lambda: _further(trainer), find)
+    plain, absent = map_reduce(store.coordinator, lambda: _further(trainer), find)
     found = _Found.from_plain(plain)
     refuse_other_model(
         trainer, found.model, found.path, but=("init_method_std", *run.get("objective", ()))
@@ -359,10 +359,10 @@ def _find(store: CheckpointStore, folder: Path, itself: bool, console: Console) 
     if itself:
         checkpoint = Checkpoint(folder)
         return _found(checkpoint)
-    newest = store.newest()
+    newest = store.latest_checkpoint()
     if newest is None:
-        if unfinished := store.survey()[1]:
-            console.warn("; ".join(str(candidate.problem) for candidate in unfinished))
+        if unfinished := store.find_latest()[1]:
+            console.warn("; ".join(str(candidate.error) for candidate in unfinished))
         return None
     return _found(newest)
 

@@ -32,12 +32,14 @@ def merge_checkpoint(load: str | Path, save: str | Path) -> Path:
     """
     checkpoint = find_checkpoint(load)
     store = CheckpointStore(Path(save))
-    if (other := store.newest()) is not None:
+    if (other := store.latest_checkpoint()) is not None:
         raise TrainError(f"{other.path} is there already; give --save a folder without checkpoints")
     if checkpoint.model is None:
         raise TrainError(f"{checkpoint.path} says nothing of its model; it cannot be merged")
     products = build_recorded_products(checkpoint.values().get("run"), checkpoint.path)
-    held = {n: checkpoint.read(n) for n, r in checkpoint.tensors.items() if r.group == "model"}
+    held = {
+        n: checkpoint.read_tensor(n) for n, r in checkpoint.tensors.items() if r.group == "model"
+    }
     found: dict[str, Tensor] = {}
     taken = set[str]()
     for name, spec in config_of(checkpoint.model).parameters().items():

@@ -11,7 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-from megatron_ckpt import CheckpointStore, exchange
+from megatron_ckpt import CheckpointStore, map_reduce
 from megatron_data import Tokenizer
 from megatron_parallel import Mesh
 
@@ -95,7 +95,7 @@ def train(
         peak = device_peak(mesh.device, dtype) if mesh.rank == 0 else None
         rate = cpu_rate(dtype) if mesh.device.type == "cpu" else peak
         # One rank decides: each may measure another peak.
-        if long := exchange(coordinator, lambda: None, lambda _: check_step_time(config, rate)):
+        if long := map_reduce(coordinator, lambda: None, lambda _: check_step_time(config, rate)):
             console.warn(long)
         facts = environment(mesh.device)
         # Printed with the first line there is: what is refused before needs no environment.
@@ -105,7 +105,7 @@ def train(
         data = cache(partial(task.open_data, config, tokenizer))
         batches = open_batches(config, data, mesh, console.line)
         # One rank looks at the corpora, since others need not have them (--broadcast-batches).
-        record = exchange(
+        record = map_reduce(
             coordinator,
             lambda: None,
             lambda _: run_record(config, tokenizer, data().identity()),
@@ -124,7 +124,7 @@ def train(
             console.line(f"no test after the last step: {batches.no_test_reason}")
         if config.checkpoint.save is not None:
             path = Path(config.checkpoint.save) / CONFIG_FILE
-            exchange(coordinator, lambda: None, lambda _: write_config(config, path))
+            map_reduce(coordinator, lambda: None, lambda _: write_config(config, path))
         kept = partial(describe_saved_progress, trainer, config.checkpoint, start, continued)
         stop = _train(trainer, console, kept)
     mesh.close()  # only here: after an error, ranks that still wait would be waited for

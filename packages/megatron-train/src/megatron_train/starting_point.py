@@ -19,9 +19,9 @@ from megatron_ckpt import (
     CheckpointStore,
     Coordinator,
     DirectoryInUseError,
-    exchange,
+    describe_foreign_checkpoint,
     find_family,
-    foreign_checkpoint,
+    map_reduce,
     run_lock,
 )
 
@@ -89,7 +89,7 @@ def lock_save_folder(
                     "it ends, or give another folder"
                 ) from None
 
-        exchange(coordinator, lambda: None, take)
+        map_reduce(coordinator, lambda: None, take)
         yield
 
 
@@ -119,7 +119,7 @@ class StartingPoint:
             TrainError: --save holds another run, or there is nothing to take weights from.
             CheckpointError: a checkpoint named is torn.
         """
-        plain = exchange(
+        plain = map_reduce(
             coordinator, lambda: None, lambda _: _find(config).with_family().to_plain()
         )
         folder = None if plain["folder"] is None else Path(plain["folder"])
@@ -303,7 +303,7 @@ def _refuse_missing(load: Path, config: CheckpointConfig) -> None:
     """
     if is_checkpoint(load) or _newest(load) is not None:
         return
-    if what := foreign_checkpoint(load):
+    if what := describe_foreign_checkpoint(load):
         raise TrainError(f"--load {load} {what}")
     if config.exit_on_missing_checkpoint:
         raise TrainError(f"--load {load} has no complete checkpoint; give a folder that has one")
@@ -333,7 +333,8 @@ def _source_of_weights(config: CheckpointConfig) -> Path | None:
         flag, source = "--load", load
     if source is not None and not _holds_one(source):
         what = (
-            foreign_checkpoint(source) or "has no complete checkpoint whose weights to begin with"
+            describe_foreign_checkpoint(source)
+            or "has no complete checkpoint whose weights to begin with"
         )
         raise TrainError(f"{flag} {source} {what}")
     return source
@@ -350,4 +351,4 @@ def _newest(folder: Path) -> Checkpoint | None:
     Raises:
         CheckpointError: all checkpoints in it are damaged, or another program's.
     """
-    return CheckpointStore(folder).newest()
+    return CheckpointStore(folder).latest_checkpoint()

@@ -79,7 +79,7 @@ class GGUFTensors:
 
         layered = {**config, "num_layers": config["num_hidden_layers"]}
         try:
-            rows = expand(architecture.rows(config), layered, most=len(file.tensor_names))
+            rows = expand(architecture.rows(config), layered, max_tensors=len(file.tensor_names))
             check_source(rows, file.tensor_names, ignored=architecture.ignored)
         except CheckpointError as error:
             raise CheckpointError(f"{file.path}: {error}") from None
@@ -97,7 +97,7 @@ class GGUFTensors:
     def box(self, name: str, box: Box) -> "Tensor":
         """Returns a box of a tensor, which is dequantised as a whole."""
         whole = self[name]
-        return whole[box.within(Box((0,) * whole.ndim, tuple(whole.shape)))]
+        return whole[box.slices_in(Box((0,) * whole.ndim, tuple(whole.shape)))]
 
     def meta(self) -> "dict[str, Tensor]":
         """Returns tensors of the same shapes and dtypes without content."""

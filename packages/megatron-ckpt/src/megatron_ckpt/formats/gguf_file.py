@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_ckpt.errors import CheckpointError, brief
+from megatron_ckpt.errors import CheckpointError, shorten
 from megatron_ckpt.formats.gguf_header import check_header
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class GGUFFile:
             return read()
         except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
             raise CheckpointError(
-                f"{self.path} is damaged, or no GGUF file of version 2 or 3: {brief(error)}"
+                f"{self.path} is damaged, or no GGUF file of version 2 or 3: {shorten(error)}"
             ) from error
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ckpt.dtypes import torch_dtype
-from megatron_ckpt.errors import CheckpointError, brief
+from megatron_ckpt.errors import CheckpointError, shorten
 from megatron_ckpt.formats.source import HUGGINGFACE, TOKENIZER, ModelSource
 from megatron_ckpt.json_input import Fields, parse_object
-from megatron_ckpt.paths import check_name, locate, read_whole
+from megatron_ckpt.paths import check_name, locate, read_bytes
 from megatron_ckpt.views import Box
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def open_folder(folder: Path) -> ModelSource:
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     """Returns the JSON object in a file of a folder."""
     try:
-        return parse_object(read_whole(folder, name, _LARGEST_JSON), folder / name)
+        return parse_object(read_bytes(folder, name, _LARGEST_JSON), folder / name)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"{folder / name} is missing: give a folder of a Hugging Face model"
@@ -88,7 +88,9 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
             try:
                 handle: Any = safe_open(locate(folder, file), framework="pt")
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{folder / file} cannot be read: {brief(error)}") from error
+                raise CheckpointError(
+                    f"{folder / file} cannot be read: {shorten(error)}"
+                ) from error
             for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
                 self._handles[name] = (handle, name)
         if prefix and not any(name.startswith(prefix) for name in self._handles):

@@ -1,9 +1,9 @@
 """The closed list of operations. Each works from their tensors to ours and back.
 
-An operation takes the tensors that stand at its place in a row and gives those for the next place.
-Its inverse is given how many there were, and its shard rule (`Op.read`) says which boxes of theirs
-a box of ours needs. Here are those that move whole rows and dimensions; others are in `parts` and
-`numbers`.
+An operation maps the tensors at its index in a row to those at the next index. Its inverse takes
+the number of tensors to return. Its shard rule (`Op.read_box`) says which boxes of their tensors a
+box of ours needs. This module has the operations that move whole rows and dims; the others are in
+`interleaving` and `arithmetic`.
 """
 
 import math
@@ -14,20 +14,20 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megatron_ckpt.ops.numbers import AddConstant, BlockScale, Tie
+from megatron_ckpt.ops.arithmetic import AddConstant, BlockScale, Tie
+from megatron_ckpt.ops.interleaving import Deinterleave, Interleave, Segments
 from megatron_ckpt.ops.op import (
-    Get,
     ManyToOne,
     OneToOne,
     Op,
+    ReadBox,
     Shape,
-    cut,
-    reshaped_box,
-    span,
+    covering_blocks,
+    read_reshaped_box,
     span_of,
-    whole_blocks,
+    split_dim,
+    with_span,
 )
-from megatron_ckpt.ops.parts import Deinterleave, Interleave, Segments
 from megatron_ckpt.views import Box
 
 
@@ -51,7 +51,7 @@ class Transpose(OneToOne):
         back = [self.dims.index(dim) for dim in range(len(self.dims))]
         return [_of_rank(tensor, len(self.dims)).permute(back) for tensor in tensors]
 
-    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the box with its dimensions in their order."""
         self._check()
         back = [self.dims.index(dim) for dim in range(len(self.dims))]
@@ -91,7 +91,7 @@ class Concat(ManyToOne):
             raise ValueError(f"sizes {sizes} do not split {extent} into {count} parts")
         return list(torch.split(tensors[0], sizes, self.dim))
 
-    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads what of the box lies in each tensor."""
         start, stop = span_of(box, self.dim)
         parts, begin = [], 0
@@ -99,8 +99,8 @@ class Concat(ManyToOne):
             low, high = max(start - begin, 0), min(stop - begin, shape[self.dim])
             begin += shape[self.dim]
             if low < high:
-                parts.append(get(i, span(box, self.dim, low, high)))
-        return torch.cat(parts, self.dim) if parts else get(0, span(box, self.dim, 0, 0))
+                parts.append(get(i, with_span(box, self.dim, low, high)))
+        return torch.cat(parts, self.dim) if parts else get(0, with_span(box, self.dim, 0, 0))
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,12 @@ class Reshape(OneToOne):
         """Reshapes each to ``source``."""
         return [_reshape(tensor, self.shape, self.source) for tensor in tensors]
 
-    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the rows that hold the box."""
         count = math.prod(shapes[at])
         known = math.prod(extent for extent in self.shape if extent != -1)
         new = tuple(count // known if extent == -1 else extent for extent in self.shape)
-        return reshaped_box(box, tuple(shapes[at]), new, lambda part: get(at, part))
+        return read_reshaped_box(box, tuple(shapes[at]), new, lambda part: get(at, part))
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Stack(ManyToOne):
             raise ValueError(f"extent along dim {self.dim} is not {count}")
         return list(tensors[0].unbind(self.dim))
 
-    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the box of each tensor that is in it."""
         inner = Box(*(tuple(each[: self.dim]) + tuple(each[self.dim + 1 :]) for each in box))
         return torch.stack([get(i, inner) for i in range(*span_of(box, self.dim))], self.dim)
@@ -183,7 +183,7 @@ class InterleaveQKV(ManyToOne):
         parts = [part.flatten(0, 1) for part in torch.split(tensor, each, 1)]
         return [torch.cat(parts)] if count == 1 else parts
 
-    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Read queries, keys and values of the groups in the box, as far as it has rows of them."""
         (first, last), (start, stop) = span_of(box, 0), span_of(box, 1)
         rest = Box(box.offsets[1:], box.lengths[1:])
@@ -196,8 +196,8 @@ class InterleaveQKV(ManyToOne):
             if low >= high:
                 continue
             source, skip = (i, 0) if len(shapes) > 1 else (0, before[i])
-            held = get(source, span(rest, 0, skip + first * each, skip + last * each))
-            parts.append(cut(held, 0, last - first)[:, low:high])
+            held = get(source, with_span(rest, 0, skip + first * each, skip + last * each))
+            parts.append(split_dim(held, 0, last - first)[:, low:high])
         return torch.cat(parts, 1)
 
 
@@ -221,13 +221,13 @@ class RopePermute(OneToOne):
         """Halves to pairs."""
         return self._permute(tensors, (self.heads, 2, self.head_dim // 2))
 
-    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the whole heads that the box touches."""
         if self.only not in (None, at):
             return get(at, box)
         start, stop = span_of(box, 0)
-        first, last = whole_blocks(start, stop, self.head_dim)
-        held = get(at, span(box, 0, first * self.head_dim, last * self.head_dim))
+        first, last = covering_blocks(start, stop, self.head_dim)
+        held = get(at, with_span(box, 0, first * self.head_dim, last * self.head_dim))
         turned = RopePermute(last - first, self.head_dim).forward([held])[0]
         return turned.narrow(0, start - first * self.head_dim, stop - start)
 
@@ -266,7 +266,7 @@ class SliceRows(OneToOne):
         """Gives back as they are."""
         return self.forward(tensors)
 
-    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the same box."""
         return get(at, box)
 

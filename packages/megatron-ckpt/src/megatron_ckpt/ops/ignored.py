@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ckpt.errors import CheckpointError, did_you_mean
+from megatron_ckpt.ops.layers import LAYER, resolve_field
 from megatron_ckpt.ops.rows import Row
-from megatron_ckpt.ops.where import LAYER, field_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +48,7 @@ def check_ignored(
                         f"ignored {pattern!r}: unknown check {kind!r}{did_you_mean(kind, CHECKS)}"
                     )
                 filled = {
-                    key: field_of(value, config, pattern) if _is_field(value) else value
+                    key: resolve_field(value, config, pattern) if _is_field(value) else value
                     for key, value in arguments.items()
                 }
                 CHECKS[kind](name, source, **filled)

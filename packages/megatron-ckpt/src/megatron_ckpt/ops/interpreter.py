@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_ckpt.errors import CheckpointError, did_you_mean, of_a_product
+from megatron_ckpt.errors import CheckpointError, adapter_hint, did_you_mean
 from megatron_ckpt.ops.ignored import Ignored, check_ignored, matches
 from megatron_ckpt.ops.rows import Row, RowData, expand
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def apply(
+def apply_rows(
     rows: Sequence[RowData],
     config: object,
     source: Mapping[str, "Tensor"],
@@ -71,6 +71,6 @@ def check_source(
         raise CheckpointError(f"the source has no tensor {missing[0]!r}{more}{hint}")
     if unused:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-        ours = of_a_product(unused[0], needed) if inverse else ""
+        ours = adapter_hint(unused[0], needed) if inverse else ""
         hint = ours or did_you_mean(unused[0], needed)
         raise CheckpointError(f"no row uses tensor {unused[0]!r}{more} of the source{hint}")

@@ -11,14 +11,14 @@ from megatron_ckpt.views import Box
 
 Shape: TypeAlias = tuple[int, ...]
 
-Get: TypeAlias = Callable[[int, Box], Tensor]
+ReadBox: TypeAlias = Callable[[int, Box], Tensor]
 """Returns a box of the input with a number."""
 
 
 class Op(Protocol):
     """An operation with its arguments, from the tensors of theirs at its place in a row to ours."""
 
-    def outputs(self, count: int) -> int:
+    def num_outputs(self, count: int) -> int:
         """Returns how many tensors ``count`` become."""
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -31,7 +31,7 @@ class Op(Protocol):
             ValueError: shapes that do not fit, or an operation that cannot be undone.
         """
 
-    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Returns a box of what `forward` gives, from the boxes of theirs that it needs.
 
         Args:
@@ -45,7 +45,7 @@ class Op(Protocol):
 class OneToOne:
     """Mixed into an operation that gives as many tensors as it takes."""
 
-    def outputs(self, count: int) -> int:
+    def num_outputs(self, count: int) -> int:
         """Returns ``count``."""
         return count
 
@@ -53,12 +53,12 @@ class OneToOne:
 class ManyToOne:
     """Mixed into an operation that makes one tensor."""
 
-    def outputs(self, count: int) -> int:
+    def num_outputs(self, count: int) -> int:
         """Returns 1."""
         return 1
 
 
-def span(box: Box, dim: int, start: int, stop: int) -> Box:
+def with_span(box: Box, dim: int, start: int, stop: int) -> Box:
     """Returns ``box`` with ``start`` to ``stop`` along ``dim``."""
     offsets, lengths = list(box.offsets), list(box.lengths)
     offsets[dim], lengths[dim] = start, stop - start
@@ -70,24 +70,24 @@ def span_of(box: Box, dim: int) -> tuple[int, int]:
     return box.offsets[dim], box.ends[dim]
 
 
-def cut(tensor: Tensor, dim: int, blocks: int) -> Tensor:
+def split_dim(tensor: Tensor, dim: int, blocks: int) -> Tensor:
     """Returns a tensor with ``dim`` as two: ``blocks`` and what is in each."""
     shape = tuple(tensor.shape)
     return tensor.reshape(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])
 
 
-def whole_blocks(start: int, stop: int, size: int) -> tuple[int, int]:
+def covering_blocks(start: int, stop: int, size: int) -> tuple[int, int]:
     """Returns the first block of ``size`` that a span touches, and the first behind it."""
     return start // size, -(-stop // size)
 
 
-def reshaped_box(box: Box, old: Shape, new: Shape, get: Callable[[Box], Tensor]) -> Tensor:
+def read_reshaped_box(box: Box, old: Shape, new: Shape, get: Callable[[Box], Tensor]) -> Tensor:
     """Returns a box of a tensor of shape ``old`` that was given the shape ``new``.
 
     Of dimensions that both shapes end with, only the box is read; of those before, the rows of the
     first one that hold an element of the box.
     """
-    if not box.volume:
+    if not box.numel:
         return get(Box((0,) * len(old), (0,) * len(old))).reshape(box.lengths)
     tail = 0
     while tail < min(len(old), len(new)) - 1 and old[-1 - tail] == new[-1 - tail]:
@@ -97,7 +97,7 @@ def reshaped_box(box: Box, old: Shape, new: Shape, get: Callable[[Box], Tensor])
     for offset, length, extent in zip(box.offsets[:ours], box.lengths[:ours], new, strict=False):
         flat = flat.unsqueeze(-1) * extent + torch.arange(offset, offset + length)
     inner = math.prod(old[1:front])
-    rows = whole_blocks(int(flat.min()), int(flat.max()) + 1, inner) if front else (0, 0)
+    rows = covering_blocks(int(flat.min()), int(flat.max()) + 1, inner) if front else (0, 0)
     wanted = Box(
         (rows[0], *(0,) * (front - 1), *box.offsets[ours:]) if front else box.offsets[ours:],
         (rows[1] - rows[0], *old[1:front], *box.lengths[ours:]) if front else box.lengths[ours:],

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ckpt.errors import CheckpointError, did_you_mean
 from megatron_ckpt.ops.definitions import OPS
-from megatron_ckpt.ops.op import Get, Op
-from megatron_ckpt.ops.where import LAYER, layers_of, number_of
+from megatron_ckpt.ops.layers import LAYER, resolve_int, select_layers
+from megatron_ckpt.ops.op import Op, ReadBox
 from megatron_ckpt.views import Box
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ class Row:
         """Makes their tensors from ours."""
         counts = [len(self.theirs)]
         for op in self.ops:
-            counts.append(op.outputs(counts[-1]))
+            counts.append(op.num_outputs(counts[-1]))
         held = list(tensors)
         for op, count in zip(reversed(self.ops), reversed(counts[:-1]), strict=True):
             held = self._run(op, lambda op=op, n=count, held=held: op.inverse(held, n), held)
         return held
 
-    def read(self, name: str, box: Box, meta: Sequence["Tensor"], get: Get) -> "Tensor":
+    def read_box(self, name: str, box: Box, meta: Sequence["Tensor"], get: ReadBox) -> "Tensor":
         """Returns a box of a tensor of ours from the boxes of theirs that it needs.
 
         Args:
@@ -80,18 +80,18 @@ class Row:
         return result
 
 
-def _reader(op: Op, shapes: Sequence[tuple[int, ...]], get: Get) -> Get:
-    return lambda at, box: op.read(at, box, shapes, get)
+def _reader(op: Op, shapes: Sequence[tuple[int, ...]], get: ReadBox) -> ReadBox:
+    return lambda at, box: op.read_box(at, box, shapes, get)
 
 
-def expand(rows: Sequence[RowData], config: object, most: int | None = None) -> list[Row]:
+def expand(rows: Sequence[RowData], config: object, max_tensors: int | None = None) -> list[Row]:
     """Checks rows and writes them out for a model.
 
     Args:
         rows: of a family; ``{i}`` stands for each layer number below the field ``num_layers``.
         config: of the model: fields as attributes or keys.
-        most: tensors that the source has. Each layer has one at least, so a configuration of many
-            more layers is refused before any row is written out.
+        max_tensors: The number of tensors in the source. Each layer has at least one, so a
+            configuration with many more layers is refused before any row is expanded.
 
     Raises:
         CheckpointError: more layers than tensors, or names without end; or names the row and what
@@ -100,7 +100,7 @@ def expand(rows: Sequence[RowData], config: object, most: int | None = None) -> 
     expanded, count = [], 0
     for data in rows:
         row, where = _row(data, config)
-        layers = layers_of(row.ours[0], where, config, most)
+        layers = select_layers(row.ours[0], where, config, max_tensors)
         count += len(layers) * len(row.theirs)
         if count > _MOST_NAMES:
             raise CheckpointError(
@@ -145,7 +145,7 @@ def _row(data: RowData, config: object) -> tuple[Row, Mapping[str, Any]]:
     ops = tuple(_op(first, name, arguments, config) for name, arguments in pairs)
     count = len(theirs)
     for op in ops:
-        count = op.outputs(count)
+        count = op.num_outputs(count)
     if count != len(ours):
         one = "one" if len(ours) == 1 else f"{len(ours)} of ours"
         raise CheckpointError(
@@ -178,7 +178,7 @@ def _op(ours: str, name: str, arguments: Mapping[str, Any], config: object) -> O
             word = "a list" if many else "one number"
             raise CheckpointError(f"row {ours!r}: {name} takes {word} for {argument!r}: {value!r}")
         lowest = {"dim": 0, "dims": 0, "only": 0, "shape": -1, "source": -1}.get(argument, 1)
-        numbers = [number_of(each, config, ours, lowest) for each in (value if many else [value])]
+        numbers = [resolve_int(each, config, ours, lowest) for each in (value if many else [value])]
         values[argument] = tuple(numbers) if many else numbers[0]
     op: Op = kind(**values)
     return op

@@ -11,7 +11,7 @@ import xxhash
 
 from megatron_ckpt.errors import CorruptCheckpointError
 from megatron_ckpt.paths import open_file, open_regular
-from megatron_ckpt.store.durable import new_file, read_into, write_all
+from megatron_ckpt.store.durable import create_file, read_into, write_all
 
 #: Bytes of a file that share one digest (the last block is shorter).
 BLOCK_SIZE = 64 << 20
@@ -62,7 +62,7 @@ class BlockWriter:
 
 def write_file(path: Path, data: bytes) -> FileRecord:
     """Writes a new file, synced, and returns its record."""
-    with new_file(path) as descriptor:
+    with create_file(path) as descriptor:
         writer = BlockWriter(descriptor)
         writer.write(data)
     return writer.record()
@@ -70,7 +70,7 @@ def write_file(path: Path, data: bytes) -> FileRecord:
 
 def copy_file(source: Path, path: Path) -> FileRecord:
     """Copies a file to a new one, synced, and returns its record."""
-    with os.fdopen(open_regular(source), "rb") as stream, new_file(path) as descriptor:
+    with os.fdopen(open_regular(source), "rb") as stream, create_file(path) as descriptor:
         writer = BlockWriter(descriptor)
         while part := stream.read(BLOCK_SIZE):
             writer.write(part)
@@ -119,9 +119,9 @@ class BlockReader:
     def view(self, start: int, length: int) -> memoryview:
         """Returns ``length`` bytes from ``start``, to be used before the next call.
 
-        Within a block nothing is copied; `room` tells how far that reaches.
+        Within a block nothing is copied; `bytes_left_in_block` tells how far that reaches.
         """
-        if self.verify and length <= self.room(start):
+        if self.verify and length <= self.bytes_left_in_block(start):
             within = start % BLOCK_SIZE
             return self.block(start // BLOCK_SIZE)[within : within + length]
         if len(self._scratch) < length:
@@ -130,7 +130,7 @@ class BlockReader:
         self.read_into(part, start)
         return part
 
-    def room(self, start: int) -> int:
+    def bytes_left_in_block(self, start: int) -> int:
         """Bytes from ``start`` to the end of its block."""
         return BLOCK_SIZE - start % BLOCK_SIZE
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError, did_you_mean
-from megatron_ckpt.paths import LARGEST_WHOLE
+from megatron_ckpt.paths import MAX_FILE_BYTES
 from megatron_ckpt.store.blocks import BlockReader
 from megatron_ckpt.store.directory import read_manifest
 from megatron_ckpt.store.manifest import Manifest, ModelRecord, TensorRecord
-from megatron_ckpt.store.reader import Cast, check_names, check_views, fill_views
+from megatron_ckpt.store.reader import Cast, check_names, check_views, load_views
 from megatron_ckpt.values import loads
 from megatron_ckpt.views import View, ViewLike
 
@@ -84,9 +84,9 @@ class Checkpoint:
                 f"{self.path} has no file {name!r}{did_you_mean(name, self.manifest.files)}"
             )
         record = self.manifest.files[name]
-        if record.size > LARGEST_WHOLE:
+        if record.size > MAX_FILE_BYTES:
             raise CheckpointError(
-                f"{self.path / name} has {record.size} bytes; at most {LARGEST_WHOLE} are read "
+                f"{self.path / name} has {record.size} bytes; at most {MAX_FILE_BYTES} are read "
                 "as a whole"
             )
         with BlockReader(self.path, name, record) as reader:
@@ -121,7 +121,7 @@ class Checkpoint:
                 reader.check()
         return folder
 
-    def read(self, name: str) -> "Tensor":
+    def read_tensor(self, name: str) -> "Tensor":
         """Returns a whole tensor in its stored dtype, on the CPU, checked."""
         import torch
 
@@ -133,10 +133,10 @@ class Checkpoint:
             )
         record = self.tensors[name]
         view = View.whole(torch.empty(record.shape, dtype=torch_dtype(record.dtype)))
-        fill_views(self.path, self.manifest, {name: [view]})
+        load_views(self.path, self.manifest, {name: [view]})
         return view.tensor
 
-    def expect(
+    def check_shapes(
         self, shapes: Mapping[str, Sequence[int]], groups: Sequence[str] | None = None
     ) -> None:
         """Checks names and global shapes of tensors before memory is taken for them.
@@ -154,7 +154,7 @@ class Checkpoint:
         self,
         into: Mapping[str, Sequence[ViewLike]],
         *,
-        elsewhere: Mapping[str, Sequence[int]] | None = None,
+        remote_shapes: Mapping[str, Sequence[int]] | None = None,
         groups: Sequence[str] | None = None,
         cast: Cast = "refuse",
         verify: bool = True,
@@ -162,16 +162,16 @@ class Checkpoint:
     ) -> LoadedState:
         """Fills the views in place and returns the plain values; see `CheckpointStore.load`.
 
-        Names are compared without the other ranks. ``elsewhere`` has global shapes by name of
+        Names are compared without the other ranks. ``remote_shapes`` has global shapes by name of
         tensors that need no place here, because other ranks load them.
         """
-        wanted = {name: tuple(shape) for name, shape in (elsewhere or {}).items()}
+        wanted = {name: tuple(shape) for name, shape in (remote_shapes or {}).items()}
         wanted |= {name: tuple(views[0].global_shape) for name, views in into.items() if views}
         check_names(self.tensors, wanted, groups)
-        self.fill(into, cast=cast, verify=verify, progress=progress)
+        self.load_tensors(into, cast=cast, verify=verify, progress=progress)
         return self.values()
 
-    def fill(
+    def load_tensors(
         self,
         into: Mapping[str, Sequence[ViewLike]],
         *,
@@ -181,7 +181,7 @@ class Checkpoint:
     ) -> None:
         """Fills the views in place; tensors of the checkpoint that are not named stay unread."""
         check_views(self.tensors, into, cast)
-        fill_views(self.path, self.manifest, into, verify=verify, progress=progress)
+        load_views(self.path, self.manifest, into, verify=verify, progress=progress)
 
     def verify(self, progress: Callable[[int], object] = lambda count: None) -> list[str]:
         """Checks every digest of every file; return one line for each damaged file."""
@@ -205,7 +205,7 @@ class CheckpointTensors(Mapping[str, "Tensor"]):
     def __getitem__(self, name: str) -> "Tensor":
         if name not in self._records:
             raise KeyError(name)
-        return self._checkpoint.read(name)
+        return self._checkpoint.read_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._records)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError
-from megatron_ckpt.paths import file_size, read_whole
+from megatron_ckpt.paths import file_size, read_bytes
 from megatron_ckpt.store.durable import rename
 from megatron_ckpt.store.lock import is_being_written
 from megatron_ckpt.store.manifest import MANIFEST, Manifest
@@ -25,15 +25,15 @@ _NAME = re.compile(r"iter_(\d{7,})(?:\.(tmp|replaced|trash)-[0-9a-f]+)?")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A directory that is or was to become a checkpoint; ``problem`` says what it lacks."""
+    """A directory that is or was to become a checkpoint; ``error`` says what it lacks."""
 
     iteration: int
     path: Path
     manifest: Manifest | None
-    problem: str | None
+    error: str | None
 
     @property
-    def named(self) -> bool:
+    def was_complete(self) -> bool:
         """Whether it has, or had, the final name of a checkpoint, which only complete ones get."""
         match = _NAME.fullmatch(self.path.name)
         return match is not None and match[2] != "tmp"
@@ -44,7 +44,7 @@ def iteration_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-def beside(path: Path, kind: str) -> Path:
+def sibling_path(path: Path, kind: str) -> Path:
     """Returns a new name beside ``path`` for a directory of ``kind`` (tmp, replaced, trash)."""
     plain = path.name.partition(".")[0]
     return path.with_name(f"{plain}.{kind}-{uuid.uuid4().hex[:12]}")
@@ -70,7 +70,7 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: a name or a link in it leads out of the folder, or to no regular file.
     """
     try:
-        manifest = Manifest.from_bytes(read_whole(path, MANIFEST), path / MANIFEST)
+        manifest = Manifest.from_bytes(read_bytes(path, MANIFEST), path / MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
         raise CorruptCheckpointError(f"{path} is torn: it has no {MANIFEST}") from None
     for name, record in manifest.files.items():
@@ -85,19 +85,19 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def inspect(iteration: int, path: Path) -> Candidate:
+def inspect_directory(iteration: int, path: Path) -> Candidate:
     """Looks whether ``path`` is a complete checkpoint of ``iteration``."""
     try:
         manifest = read_manifest(path)
     except (CheckpointError, OSError) as error:
         return Candidate(iteration, path, None, str(error))
     if manifest.iteration != iteration:
-        problem = f"{path} holds iteration {manifest.iteration}: it was renamed"
-        return Candidate(iteration, path, None, problem)
+        reason = f"{path} holds iteration {manifest.iteration}: it was renamed"
+        return Candidate(iteration, path, None, reason)
     return Candidate(iteration, path, manifest, None)
 
 
-def scan(directory: Path) -> Iterator[Candidate]:
+def scan_directories(directory: Path) -> Iterator[Candidate]:
     """Look at what is in a checkpoint directory, newest first, as far as the caller goes.
 
     Unfinished saves are left out while a writer is at work: they may be about to be finished.
@@ -107,21 +107,21 @@ def scan(directory: Path) -> Iterator[Candidate]:
         if kind == "tmp" and not is_being_written(directory):
             yield Candidate(iteration, path, None, f"{path} is an unfinished save")
         elif kind == "" or (kind == "replaced" and iteration not in complete):
-            candidate = inspect(iteration, path)
+            candidate = inspect_directory(iteration, path)
             if candidate.manifest:
                 complete.add(iteration)
             yield candidate
 
 
-def discard(path: Path) -> None:
+def delete_checkpoint(path: Path) -> None:
     """Removes a checkpoint: under its name it is there whole or not at all."""
-    trash = path if ".trash-" in path.name else beside(path, "trash")
+    trash = path if ".trash-" in path.name else sibling_path(path, "trash")
     if trash != path:
         rename(path, trash)
     shutil.rmtree(trash)
 
 
-def tidy(directory: Path) -> None:
+def remove_leftovers(directory: Path) -> None:
     """Clears what killed saves left. The caller holds the writer lock."""
     for path in directory.glob(f"{POINTER}.tmp-[0-9]*"):  # written under the lock alone
         path.unlink()
@@ -132,5 +132,5 @@ def tidy(directory: Path) -> None:
             final = directory / iteration_name(iteration)
             if not final.exists():
                 rename(path, final)
-            elif inspect(iteration, final).manifest:
-                discard(path)
+            elif inspect_directory(iteration, final).manifest:
+                delete_checkpoint(path)

@@ -13,7 +13,7 @@ _ATTEMPTS = 8  # to make a folder that no other process takes for a leftover
 
 
 @contextmanager
-def named_errors(path: Path) -> Iterator[None]:
+def add_path_to_errors(path: Path) -> Iterator[None]:
     """Names ``path`` in a failed system call that names no file, as a write to a full disk."""
     try:
         yield
@@ -24,7 +24,7 @@ def named_errors(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[int]:
+def create_file(path: Path) -> Iterator[int]:
     """Creates ``path``, which may not exist, yield its descriptor, and sync it at the end.
 
     Raises:
@@ -33,7 +33,7 @@ def new_file(path: Path) -> Iterator[int]:
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        with named_errors(path):
+        with add_path_to_errors(path):
             yield descriptor
             os.fsync(descriptor)
     finally:
@@ -51,7 +51,7 @@ def sync_directory(path: Path) -> None:
     """Makes the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with named_errors(path):
+        with add_path_to_errors(path):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -67,14 +67,14 @@ def replace_file(path: Path, data: bytes) -> None:
     """Gives ``path`` new content at once: readers see all of the old or all of the new."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     temporary.unlink(missing_ok=True)
-    with new_file(temporary) as descriptor:
+    with create_file(temporary) as descriptor:
         write_all(descriptor, data)
     temporary.replace(path)
     sync_directory(path.parent)
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
+def create_folder(target: Path) -> Iterator[Path]:
     """Yields a temporary folder beside ``target`` that gets its name at the end, all synced.
 
     After an error it is removed. One that a killed process left is removed by the next call for the
@@ -85,8 +85,8 @@ def new_folder(target: Path) -> Iterator[Path]:
         target: may be missing, or an empty folder.
     """
     ours = re.compile(re.escape(target.name) + r"\.tmp-[0-9a-f]{12}")
-    beside = target.parent.iterdir() if target.parent.is_dir() else ()
-    for leftover in [path for path in beside if ours.fullmatch(path.name)]:
+    siblings = target.parent.iterdir() if target.parent.is_dir() else ()
+    for leftover in [path for path in siblings if ours.fullmatch(path.name)]:
         descriptor = _lock_folder(leftover)
         if descriptor is not None:
             shutil.rmtree(leftover, ignore_errors=True)

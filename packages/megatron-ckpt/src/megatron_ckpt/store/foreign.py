@@ -3,7 +3,7 @@
 from pathlib import Path
 
 
-def foreign_checkpoint(path: str | Path) -> str | None:
+def describe_foreign_checkpoint(path: str | Path) -> str | None:
     """Says what another program's checkpoint at ``path`` is; None where it looks like none.
 
     The answer goes on where a message has named ``path``: "is a Hugging Face folder; ...".

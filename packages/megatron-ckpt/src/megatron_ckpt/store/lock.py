@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megatron_ckpt.errors import CheckpointError
-from megatron_ckpt.store.durable import named_errors
+from megatron_ckpt.store.durable import add_path_to_errors
 
 LOCK = ".lock"
 RUN_LOCK = ".run.lock"
@@ -36,11 +36,11 @@ class DirectoryInUseError(CheckpointError):
 
 
 @contextmanager
-def writer_lock(directory: Path, patience: float = 2.0) -> Iterator[None]:
+def writer_lock(directory: Path, timeout: float = 2.0) -> Iterator[None]:
     """Holds the directory for a save.
 
     Raises:
-        DirectoryInUseError: another process still holds it after ``patience`` seconds (so long that
+        DirectoryInUseError: another process still holds it after ``timeout`` seconds (so long that
             neither a reader's `is_being_written` nor a process that is just dying stops a save).
     """
     with _held(
@@ -48,13 +48,13 @@ def writer_lock(directory: Path, patience: float = 2.0) -> Iterator[None]:
         LOCK,
         "{directory} is being written by another process ({holder}): give each run its own "
         "directory",
-        patience,
+        timeout,
     ):
         yield
 
 
 @contextmanager
-def run_lock(directory: str | Path, command: str = "", patience: float = 2.0) -> Iterator[None]:
+def run_lock(directory: str | Path, command: str = "", timeout: float = 2.0) -> Iterator[None]:
     """Holds the directory for a run that saves into it; one process of the run does so.
 
     It has to be held while the run looks for the checkpoint to continue from, too. Saves and loads
@@ -63,10 +63,10 @@ def run_lock(directory: str | Path, command: str = "", patience: float = 2.0) ->
     Args:
         directory: made if it is not there.
         command: of the run, for the message to others.
-        patience: seconds to wait for another holder to end.
+        timeout: Seconds to wait for another process to release the lock. Defaults to 2.
 
     Raises:
-        DirectoryInUseError: another process still holds it after ``patience`` seconds.
+        DirectoryInUseError: another process still holds it after ``timeout`` seconds.
         OSError: the directory cannot be made or written to.
     """
     directory = Path(directory)
@@ -76,7 +76,7 @@ def run_lock(directory: str | Path, command: str = "", patience: float = 2.0) ->
         RUN_LOCK,
         "{directory} is in use by another run ({holder}): wait until it ends, or give each run its "
         "own directory",
-        patience,
+        timeout,
         command,
     ):
         yield
@@ -96,13 +96,13 @@ def is_being_written(directory: Path) -> bool:
 
 @contextmanager
 def _held(
-    directory: Path, name: str, refusal: str, patience: float, command: str = ""
+    directory: Path, name: str, refusal: str, timeout: float, command: str = ""
 ) -> Iterator[None]:
     """Holds a lock file; ``refusal`` is a format of ``directory`` and ``holder``."""
     descriptor = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        with named_errors(directory / name):
-            deadline = time.monotonic() + patience
+        with add_path_to_errors(directory / name):
+            deadline = time.monotonic() + timeout
             while not _try_lock(descriptor, fcntl.LOCK_EX):
                 if time.monotonic() > deadline:
                     holder = _holder(descriptor)

@@ -188,7 +188,7 @@ def _tensor(record: Fields, files: Mapping[str, FileRecord]) -> TensorRecord:
     if math.prod(max(1, extent) for extent in shape) * item_size(dtype) > _MOST_BYTES:
         raise record.refuse("shape", "larger than any tensor")
     pieces = tuple(_piece(part, dtype, shape, files) for part in record.elements("pieces"))
-    covered = sum(piece.box.volume for piece in pieces)
+    covered = sum(piece.box.numel for piece in pieces)
     if covered != math.prod(shape):
         raise record.refuse("shape", f"but its pieces have {covered} elements")
     return TensorRecord(dtype, shape, record.text("group"), pieces)
@@ -217,7 +217,7 @@ def _check_room(
     used: dict[str, int] = defaultdict(int)
     for record in tensors.values():
         for piece in record.pieces:
-            used[piece.file] += piece.box.volume * record.item_size
+            used[piece.file] += piece.box.numel * record.item_size
     for file, count in used.items():
         if count > files[file].size:
             raise CorruptCheckpointError(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from megatron_ckpt.dtypes import dtype_name, is_floating, item_size, torch_dtype
-from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError, did_you_mean, of_a_product
+from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError, adapter_hint, did_you_mean
 from megatron_ckpt.store.blocks import BlockReader
 from megatron_ckpt.store.manifest import Manifest, Piece, TensorRecord
 from megatron_ckpt.views import Box, ViewLike, box_of, intersect
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: ``refuse``: a view has to have the stored dtype. ``floating``: floating point is converted.
 Cast = Literal["refuse", "floating"]
 
-_SLAB = 16 << 20  # bytes read at once
+_READ_BYTES = 16 << 20  # bytes read at once
 _SEEK = 1 << 20  # rows at least this long are read one by one where only a part of each is needed
 
 
@@ -29,7 +29,7 @@ class _Copy(NamedTuple):
     target: "Tensor"
 
 
-class Stored(Protocol):
+class TensorInfo(Protocol):
     """What is known of a tensor before it is read."""
 
     @property
@@ -46,7 +46,7 @@ class Stored(Protocol):
 
 
 def check_names(
-    stored: Mapping[str, Stored],
+    stored: Mapping[str, TensorInfo],
     wanted: Mapping[str, Sequence[int]],
     groups: Sequence[str] | None,
 ) -> None:
@@ -66,11 +66,11 @@ def check_names(
             )
             raise CheckpointError(
                 f"tensor {name!r} of the checkpoint ({record.group}) has no place to go"
-                f"{of_a_product(name, wanted) or why}"
+                f"{adapter_hint(name, wanted) or why}"
             )
 
 
-def _check_shape(stored: Mapping[str, Stored], name: str, shape: Sequence[int]) -> None:
+def _check_shape(stored: Mapping[str, TensorInfo], name: str, shape: Sequence[int]) -> None:
     if name not in stored:
         raise CheckpointError(
             f"the checkpoint has no tensor {name!r}{did_you_mean(name, stored)}: it "
@@ -84,7 +84,7 @@ def _check_shape(stored: Mapping[str, Stored], name: str, shape: Sequence[int]) 
 
 
 def check_views(
-    stored: Mapping[str, Stored], into: Mapping[str, Sequence[ViewLike]], cast: Cast
+    stored: Mapping[str, TensorInfo], into: Mapping[str, Sequence[ViewLike]], cast: Cast
 ) -> None:
     """Checks boxes and dtypes of all views before the first of them is written to."""
     for name, views in into.items():
@@ -100,7 +100,7 @@ def check_views(
                 )
 
 
-def fill_views(
+def load_views(
     path: Path,
     manifest: Manifest,
     into: Mapping[str, Sequence[ViewLike]],
@@ -123,7 +123,7 @@ def fill_views(
         with BlockReader(path, file, manifest.files[file], verify=verify) as reader:
             for copy in copies:
                 read_region(reader, copy.piece, copy.dtype, copy.region, copy.target)
-                progress(copy.region.volume * item_size(copy.dtype))
+                progress(copy.region.numel * item_size(copy.dtype))
 
 
 def _plan(name: str, record: TensorRecord, view: ViewLike) -> list[_Copy]:
@@ -136,9 +136,9 @@ def _plan(name: str, record: TensorRecord, view: ViewLike) -> list[_Copy]:
             continue
         origin = tuple(o - p for o, p in zip(common.offsets, piece.offsets, strict=True))
         region = Box(origin, common.lengths)
-        copies.append(_Copy(piece, record.dtype, region, target[common.within(box)]))
-        found += common.volume
-    if found != box.volume:
+        copies.append(_Copy(piece, record.dtype, region, target[common.slices_in(box)]))
+        found += common.numel
+    if found != box.numel:
         raise CorruptCheckpointError(f"the manifest has no piece for part of {name!r} {box}")
     return copies
 
@@ -166,18 +166,20 @@ def _read(
     inner = Box(region.offsets[1:], region.lengths[1:])
     first, count = region.offsets[0], region.lengths[0]
     partly = inner.lengths != shape[1:]
-    if len(shape) > 1 and (row > _SLAB or (partly and row >= _SEEK)):
+    if len(shape) > 1 and (row > _READ_BYTES or (partly and row >= _SEEK)):
         for i in range(count):
             _read(reader, start + (first + i) * row, dtype, shape[1:], inner, target[i])
         return
     at = 0
     while at < count:
         begin = start + (first + at) * row
-        rows = min(max(1, min(_SLAB, reader.room(begin)) // row), count - at)
+        rows = min(max(1, min(_READ_BYTES, reader.bytes_left_in_block(begin)) // row), count - at)
         data = reader.view(begin, rows * row)
-        slab = torch.frombuffer(data, dtype=torch.uint8).view(torch_dtype(dtype))
-        slab = slab.view(rows, *shape[1:])[(slice(None), *inner.within(_origin(shape[1:])))]
-        target[at : at + rows].copy_(slab)
+        data_rows = torch.frombuffer(data, dtype=torch.uint8).view(torch_dtype(dtype))
+        data_rows = data_rows.view(rows, *shape[1:])[
+            (slice(None), *inner.slices_in(_origin(shape[1:])))
+        ]
+        target[at : at + rows].copy_(data_rows)
         at += rows
 
 

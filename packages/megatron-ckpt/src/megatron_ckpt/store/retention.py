@@ -22,7 +22,7 @@ class Retention:
             if value is not None and value < 1:
                 raise CheckpointError(f"Retention({name}={value}): give 1 or more, or None")
 
-    def superfluous(self, iterations: Iterable[int]) -> list[int]:
+    def to_delete(self, iterations: Iterable[int]) -> list[int]:
         """Returns those of the complete ``iterations`` that the rule lets go, oldest first."""
         if self.latest is None:
             return []

@@ -6,22 +6,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ckpt.coordinator import Coordinator, SingleProcess, exchange
+from megatron_ckpt.coordinator import Coordinator, SingleProcessCoordinator, map_reduce
 from megatron_ckpt.errors import CheckpointError, CorruptCheckpointError
 from megatron_ckpt.store.checkpoint import Checkpoint, LoadedState
-from megatron_ckpt.store.directory import Candidate, inspect, iteration_name, scan
-from megatron_ckpt.store.foreign import foreign_checkpoint
+from megatron_ckpt.store.directory import (
+    Candidate,
+    inspect_directory,
+    iteration_name,
+    scan_directories,
+)
+from megatron_ckpt.store.foreign import describe_foreign_checkpoint
 from megatron_ckpt.store.manifest import MANIFEST, Manifest, ModelRecord
 from megatron_ckpt.store.reader import Cast, check_names
 from megatron_ckpt.store.retention import Retention
 from megatron_ckpt.store.transaction import Transaction
 from megatron_ckpt.store.writer import (
     Contribution,
-    Slab,
-    Written,
-    contribute,
+    RankFiles,
+    Shard,
+    describe_shards,
     split_state,
-    write_rank,
+    write_shards,
 )
 from megatron_ckpt.views import ViewLike
 
@@ -46,7 +51,7 @@ class CheckpointStore:
 
     def __init__(self, directory: str | Path, coordinator: Coordinator | None = None) -> None:
         self.directory = Path(directory)
-        self.coordinator: Coordinator = coordinator or SingleProcess()
+        self.coordinator: Coordinator = coordinator or SingleProcessCoordinator()
 
     def path(self, iteration: int) -> Path:
         """Returns the directory of an iteration."""
@@ -96,7 +101,7 @@ class CheckpointStore:
             retention=retention,
             replace=replace,
         )
-        return save_slabs(self.coordinator, transaction, lambda: split_state(state), progress)
+        return save_shards(self.coordinator, transaction, lambda: split_state(state), progress)
 
     def load(
         self,
@@ -142,7 +147,7 @@ class CheckpointStore:
             return str(path), manifest.to_bytes()
 
         while True:
-            chosen, content = exchange(self.coordinator, lambda: shapes, choose)
+            chosen, content = map_reduce(self.coordinator, lambda: shapes, choose)
             path = Path(chosen)
             checkpoint = Checkpoint(path, Manifest.from_bytes(content, path / MANIFEST))
             try:
@@ -153,7 +158,7 @@ class CheckpointStore:
                 self._warn(f"{path} is damaged and passed over: {error}")
                 damaged.append(path)
 
-    def latest(self) -> int | None:
+    def latest_iteration(self) -> int | None:
         """Returns the newest complete iteration, or None; torn ones are named in one warning.
 
         Raises:
@@ -161,16 +166,16 @@ class CheckpointStore:
         """
 
         def choose(_: list[None]) -> int | None:
-            newest, torn = self._newest()
+            newest, torn = self._open_latest()
             if torn:
                 then = f"iteration {newest.iteration} is used" if newest else "there is no other"
-                log.warning("%s; %s", "; ".join(str(c.problem) for c in torn), then)
+                log.warning("%s; %s", "; ".join(str(c.error) for c in torn), then)
             return newest.iteration if newest else None
 
-        newest: int | None = exchange(self.coordinator, lambda: None, choose)
+        newest: int | None = map_reduce(self.coordinator, lambda: None, choose)
         return newest
 
-    def newest(self) -> Checkpoint | None:
+    def latest_checkpoint(self) -> Checkpoint | None:
         """Returns the newest complete checkpoint, or None where none was ever completed.
 
         This rank looks for itself. Saves that were not completed count as none.
@@ -181,31 +186,31 @@ class CheckpointStore:
                 that began anew here would write over what can perhaps be mended.
             CheckpointError: the checkpoints are another program's.
         """
-        return self._newest()[0]
+        return self._open_latest()[0]
 
-    def _newest(self) -> tuple[Checkpoint | None, list[Candidate]]:
-        newest, torn = self.survey()
+    def _open_latest(self) -> tuple[Checkpoint | None, list[Candidate]]:
+        newest, torn = self.find_latest()
         if newest is not None:
             return Checkpoint(newest.path, newest.manifest), torn
-        if damaged := [candidate for candidate in torn if candidate.named]:
-            if what := foreign_checkpoint(self.directory):
+        if damaged := [candidate for candidate in torn if candidate.was_complete]:
+            if what := describe_foreign_checkpoint(self.directory):
                 raise CheckpointError(f"{self.directory} {what}")
             more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
             raise CorruptCheckpointError(
                 f"{self.directory} has damaged checkpoints and no whole one: "
-                f"{damaged[0].problem}{more}; restore them, move them away, or give another folder"
+                f"{damaged[0].error}{more}; restore them, move them away, or give another folder"
             )
         return None, torn
 
-    def survey(self, without: Iterable[Path] = ()) -> tuple[Candidate | None, list[Candidate]]:
+    def find_latest(self, exclude: Iterable[Path] = ()) -> tuple[Candidate | None, list[Candidate]]:
         """Returns the newest complete checkpoint and what is torn before it.
 
         This rank looks for itself. "Complete" means a valid manifest and every file at its size;
         digests are checked by reading.
         """
         torn: list[Candidate] = []
-        for candidate in scan(self.directory):
-            if candidate.manifest and candidate.path not in without:
+        for candidate in scan_directories(self.directory):
+            if candidate.manifest and candidate.path not in exclude:
                 return candidate, torn
             if not candidate.manifest:
                 torn.append(candidate)
@@ -221,20 +226,20 @@ class CheckpointStore:
     ) -> LoadedState:
         loaded: list[LoadedState] = []
 
-        def fill() -> None:
-            checkpoint.fill(into, cast=cast, verify=verify, progress=progress)
+        def load() -> None:
+            checkpoint.load_tensors(into, cast=cast, verify=verify, progress=progress)
             loaded.append(checkpoint.values())
 
-        exchange(self.coordinator, fill, lambda _: None)
+        map_reduce(self.coordinator, load, lambda _: None)
         return loaded[0]
 
     def _choose(self, iteration: int | None, damaged: Sequence[Path]) -> tuple[Path, Manifest]:
         if iteration is not None:
-            return self._named(iteration)
-        newest, torn = self.survey(without=damaged)
-        reasons = "; ".join(str(candidate.problem) for candidate in torn)
+            return self._find_iteration(iteration)
+        newest, torn = self.find_latest(exclude=damaged)
+        reasons = "; ".join(str(candidate.error) for candidate in torn)
         if newest is None or newest.manifest is None:
-            if what := foreign_checkpoint(self.directory):
+            if what := describe_foreign_checkpoint(self.directory):
                 raise CheckpointError(f"{self.directory} {what}")
             raise CheckpointError(
                 f"{self.directory} has no complete checkpoint" + (f": {reasons}" if torn else "")
@@ -243,14 +248,14 @@ class CheckpointStore:
             log.warning("%s; iteration %d is used", reasons, newest.iteration)
         return newest.path, newest.manifest
 
-    def _named(self, iteration: int) -> tuple[Path, Manifest]:
-        for candidate in scan(self.directory):
+    def _find_iteration(self, iteration: int) -> tuple[Path, Manifest]:
+        for candidate in scan_directories(self.directory):
             if candidate.iteration == iteration and candidate.manifest:
                 return candidate.path, candidate.manifest
         path = self.path(iteration)
         if path.exists():
-            raise CorruptCheckpointError(str(inspect(iteration, path).problem))
-        known = ", ".join(str(c.iteration) for c in scan(self.directory) if c.manifest)
+            raise CorruptCheckpointError(str(inspect_directory(iteration, path).error))
+        known = ", ".join(str(c.iteration) for c in scan_directories(self.directory) if c.manifest)
         raise CheckpointError(
             f"{self.directory} has no checkpoint of iteration {iteration}; it has "
             + (known or "none")
@@ -261,32 +266,32 @@ class CheckpointStore:
             log.warning(message)
 
 
-def save_slabs(
+def save_shards(
     coordinator: Coordinator,
     transaction: Transaction,
-    make: Callable[[], tuple[list[Slab], dict[str, str]]],
+    make: Callable[[], tuple[list[Shard], dict[str, str]]],
     progress: Callable[[int], object] = _quiet,
 ) -> Path:
     """Saves the slabs and values that ``make`` gives; elements are made when they are written."""
-    slabs: list[Slab] = []
+    shards: list[Shard] = []
 
     def describe() -> dict[str, Any]:
         held, values = make()
-        slabs.extend(held)
-        return contribute(held, values).to_plain()
+        shards.extend(held)
+        return describe_shards(held, values).to_plain()
 
     def begin(ranks: list[dict[str, Any]]) -> str:
         return str(transaction.begin([Contribution.from_plain(rank) for rank in ranks]))
 
     def commit(ranks: list[dict[str, Any]]) -> None:
-        transaction.commit([Written.from_plain(rank) for rank in ranks])
+        transaction.commit([RankFiles.from_plain(rank) for rank in ranks])
 
     with transaction:
-        path = Path(exchange(coordinator, describe, begin))
+        path = Path(map_reduce(coordinator, describe, begin))
         rank, world_size = coordinator.rank, coordinator.world_size
-        exchange(
+        map_reduce(
             coordinator,
-            lambda: write_rank(path, slabs, rank, world_size, progress).to_plain(),
+            lambda: write_shards(path, shards, rank, world_size, progress).to_plain(),
             commit,
         )
     return transaction.final
@@ -304,7 +309,8 @@ def find_checkpoint(path: str | Path, iteration: int | None = None) -> Checkpoin
     path = Path(path)
     if not path.is_dir():
         what = (
-            foreign_checkpoint(path) or "is not a directory; give a checkpoint or a run's directory"
+            describe_foreign_checkpoint(path)
+            or "is not a directory; give a checkpoint or a run's directory"
         )
         raise CheckpointError(f"{path} {what}")
     itself = re.match(r"iter_\d{7}", path.name) or (path / MANIFEST).exists()

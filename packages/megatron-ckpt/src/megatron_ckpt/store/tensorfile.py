@@ -10,7 +10,7 @@ import numpy as np
 from megatron_ckpt.dtypes import dtype_name, item_size
 from megatron_ckpt.errors import CheckpointError
 from megatron_ckpt.store.blocks import BlockWriter, FileRecord
-from megatron_ckpt.store.durable import new_file
+from megatron_ckpt.store.durable import create_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +76,7 @@ def write_tensor_file(
         Size and digests, and where each tensor begins.
     """
     head, starts = header(entries, metadata or {"format": "pt"})
-    with new_file(path) as descriptor:
+    with create_file(path) as descriptor:
         writer = BlockWriter(descriptor)
         writer.write(head)
         for entry in entries:

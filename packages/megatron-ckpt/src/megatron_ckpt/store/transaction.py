@@ -10,12 +10,12 @@ from typing import Self
 from megatron_ckpt.errors import CheckpointError
 from megatron_ckpt.store.directory import (
     POINTER,
-    beside,
-    discard,
-    inspect,
+    delete_checkpoint,
+    inspect_directory,
     iteration_name,
-    scan,
-    tidy,
+    remove_leftovers,
+    scan_directories,
+    sibling_path,
 )
 from megatron_ckpt.store.durable import rename, replace_file, sync_directory
 from megatron_ckpt.store.lock import writer_lock
@@ -23,7 +23,7 @@ from megatron_ckpt.store.manifest import ModelRecord
 from megatron_ckpt.store.retention import Retention
 from megatron_ckpt.store.writer import (
     Contribution,
-    Written,
+    RankFiles,
     check_contributions,
     commit,
     expand_attachments,
@@ -57,7 +57,7 @@ class Transaction:
         self.directory, self.iteration = directory, iteration
         self.final = directory / iteration_name(iteration)
         self.model, self.files, self.retention, self.replace = model, files, retention, replace
-        self._temporary = beside(self.final, "tmp")
+        self._temporary = sibling_path(self.final, "tmp")
         self._contributions: Sequence[Contribution] = ()
         self._values: dict[str, str] = {}
         self._cleanup = ExitStack()
@@ -75,7 +75,7 @@ class Transaction:
         expand_attachments(self.files)
         self.directory.mkdir(parents=True, exist_ok=True)
         self._cleanup.enter_context(writer_lock(self.directory))
-        tidy(self.directory)
+        remove_leftovers(self.directory)
         if self.final.exists() and not self.replace and not self._is_torn():
             raise CheckpointError(
                 f"{self.final} exists and is complete: save with replace=True to replace it, or "
@@ -85,7 +85,7 @@ class Transaction:
         self._cleanup.callback(shutil.rmtree, self._temporary, ignore_errors=True)
         return self._temporary
 
-    def commit(self, written: Sequence[Written]) -> None:
+    def commit(self, written: Sequence[RankFiles]) -> None:
         """Completes the directory and gives it its name; from then on it is the checkpoint."""
         commit(
             self._temporary,
@@ -98,25 +98,25 @@ class Transaction:
         )
         former = None
         if self.final.exists():
-            former = beside(self.final, "replaced")
+            former = sibling_path(self.final, "replaced")
             rename(self.final, former)
         rename(self._temporary, self.final)
         sync_directory(self.directory.parent)
         try:
             if former:
-                discard(former)
+                delete_checkpoint(former)
             replace_file(self.directory / POINTER, f"{self.iteration}\n".encode())
             self._retain()
         except OSError as error:
             log.warning("%s is saved, but clearing up after it failed: %s", self.final, error)
 
     def _is_torn(self) -> bool:
-        return inspect(self.iteration, self.final).manifest is None
+        return inspect_directory(self.iteration, self.final).manifest is None
 
     def _retain(self) -> None:
         if self.retention is None or self.retention.latest is None:
             return  # all are kept: no manifest needs to be read
-        complete = {c.iteration: c.path for c in scan(self.directory) if c.manifest}
-        for iteration in self.retention.superfluous(complete):
+        complete = {c.iteration: c.path for c in scan_directories(self.directory) if c.manifest}
+        for iteration in self.retention.to_delete(complete):
             if iteration != self.iteration:
-                discard(complete[iteration])
+                delete_checkpoint(complete[iteration])

@@ -1,6 +1,6 @@
 """The four steps of a save: say what each rank holds, check and prepare, write, commit.
 
-`contribute` and `write_rank` run on every rank, `prepare` and `commit` on rank 0.
+`describe_shards` and `write_shards` run on every rank, `prepare` and `commit` on rank 0.
 """
 
 import math
@@ -31,7 +31,7 @@ _RESERVED = (MANIFEST, STATE)
 
 
 @dataclass(frozen=True)
-class Slab:
+class Shard:
     """A box of a global tensor that this rank holds, and how to get its elements."""
 
     name: str
@@ -76,7 +76,7 @@ class Contribution:
 
 
 @dataclass(frozen=True)
-class Written:
+class RankFiles:
     """What one rank wrote: its files, and where the boxes of each tensor lie."""
 
     files: dict[str, FileRecord]
@@ -94,7 +94,7 @@ class Written:
         return cls(files, [(name, Piece(*piece)) for name, piece in plain["pieces"]])
 
 
-def split_state(state: Mapping[str, object]) -> tuple[list[Slab], dict[str, str]]:
+def split_state(state: Mapping[str, object]) -> tuple[list[Shard], dict[str, str]]:
     """Splits a state into the slabs of its views and its plain values as JSON text.
 
     Tensors go to the group ``model``, those whose name is another tensor's name and a suffix
@@ -107,35 +107,35 @@ def split_state(state: Mapping[str, object]) -> tuple[list[Slab], dict[str, str]
             views[name] = value
         else:
             values[name] = dumps(value, name)
-    slabs = []
+    shards = []
     for name, held in views.items():
         group = OPTIM if _extends_another(name, views) else MODEL
         for view in held:
-            slabs.append(_slab(name, group, view))
-    return slabs, values
+            shards.append(_shard(name, group, view))
+    return shards, values
 
 
-def _slab(name: str, group: str, view: ViewLike) -> Slab:
+def _shard(name: str, group: str, view: ViewLike) -> Shard:
     box, tensor = box_of(name, view), view.tensor
     dtype = dtype_name(tensor.dtype)
-    return Slab(name, group, dtype, tuple(view.global_shape), box, view.replica, lambda: tensor)
+    return Shard(name, group, dtype, tuple(view.global_shape), box, view.replica, lambda: tensor)
 
 
 def _extends_another(name: str, names: Mapping[str, object]) -> bool:
     return any(name[:at] in names for at, mark in enumerate(name) if mark in ".:/@#")
 
 
-def contribute(slabs: Iterable[Slab], values: dict[str, str]) -> Contribution:
+def describe_shards(shards: Iterable[Shard], values: dict[str, str]) -> Contribution:
     """Describes what this rank holds."""
     tensors: dict[str, tuple[str, str, tuple[int, ...], list[tuple[int, Box]]]] = {}
-    for slab in slabs:
-        record = tensors.setdefault(slab.name, (slab.group, slab.dtype, slab.shape, []))
-        if record[:3] != (slab.group, slab.dtype, slab.shape):
+    for shard in shards:
+        record = tensors.setdefault(shard.name, (shard.group, shard.dtype, shard.shape, []))
+        if record[:3] != (shard.group, shard.dtype, shard.shape):
             raise CheckpointError(
-                f"tensor {slab.name!r}: views of {record[1]} {record[2]} and of "
-                f"{slab.dtype} {slab.shape} on one rank"
+                f"tensor {shard.name!r}: views of {record[1]} {record[2]} and of "
+                f"{shard.dtype} {shard.shape} on one rank"
             )
-        record[3].append((slab.replica, slab.box))
+        record[3].append((shard.replica, shard.box))
     return Contribution(tensors, values)
 
 
@@ -174,23 +174,23 @@ def check_contributions(ranks: Sequence[Contribution]) -> dict[str, str]:
     return {name: text for name, (_, text) in values.items()}
 
 
-def write_rank(
+def write_shards(
     directory: Path,
-    slabs: Iterable[Slab],
+    shards: Iterable[Shard],
     rank: int,
     world_size: int,
     progress: Callable[[int], object] = lambda count: None,
-) -> Written:
+) -> RankFiles:
     """Writes this rank's slabs of replica 0, one file per group, synced."""
-    by_group: dict[str, list[Slab]] = defaultdict(list)
-    for slab in slabs:
+    by_group: dict[str, list[Shard]] = defaultdict(list)
+    for shard in shards:
         # An empty box covers nothing; an empty tensor is recorded by whoever has all of it.
-        if slab.replica == 0 and (slab.box.volume or not math.prod(slab.shape)):
-            by_group[slab.group].append(slab)
+        if shard.replica == 0 and (shard.box.numel or not math.prod(shard.shape)):
+            by_group[shard.group].append(shard)
     files, pieces = {}, []
     for group, held in sorted(by_group.items()):
         file = f"{group}-{rank:05d}-of-{world_size:05d}.safetensors"
-        held.sort(key=lambda slab: (-item_size(slab.dtype), slab.name, slab.box))
+        held.sort(key=lambda shard: (-item_size(shard.dtype), shard.name, shard.box))
         entries = [TensorEntry(s.key, s.dtype, s.box.lengths, s.produce) for s in held]
         try:
             files[file], starts = write_tensor_file(directory / file, entries, progress=progress)
@@ -199,17 +199,17 @@ def write_rank(
                 f"{directory} is not there on rank {rank}: checkpoints need a directory that all "
                 "ranks share"
             ) from error
-        for slab, start in zip(held, starts, strict=True):
-            pieces.append((slab.name, Piece(file, start, slab.box.offsets, slab.box.lengths)))
+        for shard, start in zip(held, starts, strict=True):
+            pieces.append((shard.name, Piece(file, start, shard.box.offsets, shard.box.lengths)))
     sync_directory(directory)
-    return Written(files, pieces)
+    return RankFiles(files, pieces)
 
 
 def commit(
     directory: Path,
     iteration: int,
     contributions: Sequence[Contribution],
-    written: Sequence[Written],
+    written: Sequence[RankFiles],
     values: Mapping[str, str],
     model: ModelRecord | None,
     attachments: Mapping[str, bytes | Path],

@@ -120,9 +120,9 @@ def _checkpoint(folder: Path) -> "Checkpoint":
         TrainError: there is none.
         CheckpointError: it is torn.
     """
-    from megatron_ckpt import CheckpointError, find_checkpoint, foreign_checkpoint
+    from megatron_ckpt import CheckpointError, describe_foreign_checkpoint, find_checkpoint
 
-    if what := foreign_checkpoint(folder):
+    if what := describe_foreign_checkpoint(folder):
         raise TrainError(f"{FLAG} {folder} {what}")
     try:
         return find_checkpoint(folder)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ckpt.ops.op import Get, ManyToOne, OneToOne, Shape, whole_blocks
+from megatron_ckpt.ops.op import ManyToOne, OneToOne, ReadBox, Shape, covering_blocks
 from megatron_ckpt.views import Box
 
 
@@ -28,7 +28,7 @@ class AddConstant(OneToOne):
         """Subtracts."""
         return [(tensor.double() - self.value).to(tensor.dtype) for tensor in tensors]
 
-    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the same box."""
         return self.forward([get(at, box)])[0]
 
@@ -54,11 +54,11 @@ class BlockScale(ManyToOne):
         """Refuses."""
         raise ValueError("block_scale cannot be undone: export in another format")
 
-    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the box, and the scales of the blocks that it touches."""
         self._check(shapes)
         spans = [
-            whole_blocks(offset, end, size)
+            covering_blocks(offset, end, size)
             for offset, end, size in zip(
                 box.offsets, box.ends, (self.rows, self.columns), strict=True
             )
@@ -93,7 +93,7 @@ class Tie:
 
     copies: int | None = None
 
-    def outputs(self, count: int) -> int:
+    def num_outputs(self, count: int) -> int:
         """Returns the number of ours."""
         return self.copies or 1
 
@@ -105,7 +105,7 @@ class Tie:
         """Takes the one that all are, or copy."""
         return [_one(tensors)] * count
 
-    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the box of each copy."""
         return _one([get(i, box) for i in range(len(shapes))])
 

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ckpt.ops.op import Get, ManyToOne, Shape, cut, span, span_of, whole_blocks
+from megatron_ckpt.ops.op import (
+    ManyToOne,
+    ReadBox,
+    Shape,
+    covering_blocks,
+    span_of,
+    split_dim,
+    with_span,
+)
 from megatron_ckpt.views import Box
 
 
@@ -17,7 +25,7 @@ class Segments:
     dim: int
     sizes: tuple[int, ...]
 
-    def outputs(self, count: int) -> int:
+    def num_outputs(self, count: int) -> int:
         """Returns the number of segments."""
         return len(self.sizes)
 
@@ -35,11 +43,11 @@ class Segments:
             raise ValueError(f"extents along dim {self.dim} are {extents}, sizes say {self.sizes}")
         return [torch.cat(list(tensors), self.dim)]
 
-    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the box behind the segments before."""
         start, stop = span_of(box, self.dim)
         before = sum(self.sizes[:at])
-        return get(0, span(box, self.dim, before + start, before + stop))
+        return get(0, with_span(box, self.dim, before + start, before + stop))
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ class Interleave(ManyToOne):
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Joins."""
         self._sizes([tuple(tensor.shape) for tensor in tensors])
-        parts = [cut(tensor, self.dim, self.blocks) for tensor in tensors]
+        parts = [split_dim(tensor, self.dim, self.blocks) for tensor in tensors]
         return [torch.cat(parts, self.dim + 1).flatten(self.dim, self.dim + 1)]
 
     def inverse(self, tensors: Sequence[Tensor], count: int) -> list[Tensor]:
@@ -69,16 +77,17 @@ class Interleave(ManyToOne):
             raise ValueError(
                 f"extent {extent} along dim {self.dim} is not {self.blocks} blocks of {sizes}"
             )
-        parts = torch.split(cut(tensor, self.dim, self.blocks), sizes, self.dim + 1)
+        parts = torch.split(split_dim(tensor, self.dim, self.blocks), sizes, self.dim + 1)
         return [part.flatten(self.dim, self.dim + 1) for part in parts]
 
-    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the blocks that the box touches of each tensor."""
         sizes = self._sizes(shapes)
         start, stop = span_of(box, self.dim)
-        first, last = whole_blocks(start, stop, sum(sizes))
+        first, last = covering_blocks(start, stop, sum(sizes))
         held = [
-            get(i, span(box, self.dim, first * size, last * size)) for i, size in enumerate(sizes)
+            get(i, with_span(box, self.dim, first * size, last * size))
+            for i, size in enumerate(sizes)
         ]
         joined = Interleave(self.dim, last - first, tuple(sizes)).forward(held)[0]
         return joined.narrow(self.dim, start - first * sum(sizes), stop - start)
@@ -105,7 +114,7 @@ class Deinterleave:
     def _back(self) -> Interleave:
         return Interleave(self.dim, self.blocks, self.sizes)
 
-    def outputs(self, count: int) -> int:
+    def num_outputs(self, count: int) -> int:
         """Returns the number of parts."""
         return len(self.sizes)
 
@@ -117,11 +126,11 @@ class Deinterleave:
         """Joins."""
         return self._back.forward(tensors)
 
-    def read(self, at: int, box: Box, shapes: Sequence[Shape], get: Get) -> Tensor:
+    def read_box(self, at: int, box: Box, shapes: Sequence[Shape], get: ReadBox) -> Tensor:
         """Reads the blocks that the box touches."""
         start, stop = span_of(box, self.dim)
-        first, last = whole_blocks(start, stop, self.sizes[at])
+        first, last = covering_blocks(start, stop, self.sizes[at])
         each = sum(self.sizes)
-        held = get(0, span(box, self.dim, first * each, last * each))
+        held = get(0, with_span(box, self.dim, first * each, last * each))
         part = Deinterleave(self.dim, last - first, self.sizes).forward([held])[at]
         return part.narrow(self.dim, start - first * self.sizes[at], stop - start)

@@ -10,8 +10,8 @@ _FEW_LAYERS = 1000  # so many may be written out, to say which tensor is missing
 _KEYS = ("count", "from", "to", "every", "only", "if", "unless")
 
 
-def layers_of(
-    ours: str, where: Mapping[str, Any], config: object, most: int | None
+def select_layers(
+    ours: str, where: Mapping[str, Any], config: object, max_tensors: int | None
 ) -> Sequence[int]:
     """Returns the numbers of the layers that a row is for; one number if its names have none.
 
@@ -22,7 +22,7 @@ def layers_of(
             and, of these, for those of which a property of the configuration says so (``if``) or
             does not (``unless``): one boolean for the model, or one for each layer.
         config: of the model.
-        most: tensors that the source has.
+        max_tensors: The number of tensors in the source.
 
     Raises:
         CheckpointError: an unknown word or value, or more layers than the source has tensors.
@@ -35,25 +35,25 @@ def layers_of(
         if more := sorted(where.keys() - {"if", "unless"}):
             raise CheckpointError(f"row {ours!r}: {more[0]!r} needs {LAYER} in its names")
         return [0] if _holds(ours, where, config, None, 0) else []
-    count = number_of(where.get("count", "$num_layers"), config, ours, 0)
-    if most is not None and count > max(most, _FEW_LAYERS):
+    count = resolve_int(where.get("count", "$num_layers"), config, ours, 0)
+    if max_tensors is not None and count > max(max_tensors, _FEW_LAYERS):
         raise CheckpointError(
-            f"the configuration says {count} layers, but the source has only {most} tensors"
+            f"the configuration says {count} layers, but the source has only {max_tensors} tensors"
         )
     return [i for i in _chosen(ours, where, config, count) if _holds(ours, where, config, count, i)]
 
 
 def _chosen(ours: str, where: Mapping[str, Any], config: object, count: int) -> Sequence[int]:
     if "only" not in where:
-        first = number_of(where.get("from", 0), config, ours, 0)
-        last = number_of(where.get("to", count), config, ours, 0)
-        return range(first, min(last, count), number_of(where.get("every", 1), config, ours, 1))
+        first = resolve_int(where.get("from", 0), config, ours, 0)
+        last = resolve_int(where.get("to", count), config, ours, 0)
+        return range(first, min(last, count), resolve_int(where.get("every", 1), config, ours, 1))
     if where.keys() & {"from", "to", "every"}:
         raise CheckpointError(f"row {ours!r}: 'only' stands without 'from', 'to' and 'every'")
     given = where["only"]
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise CheckpointError(f"row {ours!r}: 'only' takes a list: {given!r}")
-    numbers = [number_of(each, config, ours, 0) for each in given]
+    numbers = [resolve_int(each, config, ours, 0) for each in given]
     if outside := [i for i in numbers if i >= count]:
         raise CheckpointError(f"row {ours!r}: there is no layer {outside[0]} of {count}")
     return numbers
@@ -65,7 +65,7 @@ def _holds(
     for key, wanted in (("if", True), ("unless", False)):
         if key not in where:
             continue
-        found = field_of(where[key], config, ours) if isinstance(where[key], str) else None
+        found = resolve_field(where[key], config, ours) if isinstance(where[key], str) else None
         each = not isinstance(found, bool) and count is not None
         if each and isinstance(found, Sequence) and len(found) == count:
             found = found[layer]
@@ -79,9 +79,9 @@ def _holds(
     return True
 
 
-def number_of(value: object, config: object, ours: str, lowest: int) -> int:
+def resolve_int(value: object, config: object, ours: str, lowest: int) -> int:
     """Returns a number, or the field that ``"$field"`` names; ``ours`` is for messages."""
-    number = field_of(value, config, ours) if isinstance(value, str) else value
+    number = resolve_field(value, config, ours) if isinstance(value, str) else value
     if (
         isinstance(number, bool)
         or not isinstance(number, int)
@@ -92,7 +92,7 @@ def number_of(value: object, config: object, ours: str, lowest: int) -> int:
     return number
 
 
-def field_of(value: str, config: object, ours: str) -> Any:
+def resolve_field(value: str, config: object, ours: str) -> Any:
     """Returns the field of a configuration that ``"$field"`` names; ``ours`` is for messages."""
     name = value.removeprefix("$")
     known = list(config) if isinstance(config, Mapping) else dir(config)
