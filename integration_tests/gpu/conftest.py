@@ -95,7 +95,7 @@ class Job:
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of all parameters on the CPU."""
-        self.engine.stages.settle()
+        self.engine.stages.wait_for_parameters()
         return {name: p.detach().cpu().clone() for name, p in self.engine.stages.parameters.items()}
 
     def state(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from megatron_parallel import (
     Sharding,
 )
 from megatron_parallel.data_parallel.bucket import Bucket
-from megatron_parallel.data_parallel.fully_sharded import _further
+from megatron_parallel.data_parallel.fully_sharded import _extra_axes
 from megatron_parallel.testing import WorkerError, WorkerPool
 from torch import Tensor, nn
 from torch.nn import functional
@@ -106,7 +106,7 @@ def train_step(
                 buffers.begin(last=number + 1 == len(parts))
             ((model(some) * kept).sum() / total).backward()
         if signal == "complete":
-            buffers.complete()
+            buffers.start_reductions()
         buffers.finish()
         gradients = {name: g.clone() for name, g in buffers.gradients().items()}
         if step + 1 < steps:
@@ -184,7 +184,7 @@ def averaged(stack: ExitStack) -> None:
 
     def divide(bucket: Bucket) -> None:
         wait(bucket)
-        bucket.flat /= bucket.route.inner.size
+        bucket.flat /= bucket.axes.inner.size
 
     stack.enter_context(patch.object(Bucket, "wait", divide))
 
@@ -204,7 +204,7 @@ def last_micro_batch_left_out(stack: ExitStack) -> None:
 
     def too_early(buffers: GradientBuffers, *, last: bool = False) -> None:
         if last:
-            buffers.complete()
+            buffers.start_reductions()
             for bucket in buffers.buckets:
                 bucket.wait()
         else:
@@ -284,7 +284,7 @@ def test_a_tied_weight_is_summed_over_both_stages(
 
 def test_a_tied_weight_summed_twice_shows(worker_pool: WorkerPool) -> None:
     def twice(mesh: Mesh) -> Tensor:
-        with patch.object(Bucket, "sum_further", _twice(Bucket.sum_further)):
+        with patch.object(Bucket, "reduce_extra_axes", _twice(Bucket.reduce_extra_axes)):
             return tied_step(mesh)[0]
 
     right = worker_pool.run_mesh(ParallelLayout(pp=2, dp=1), tied_step)[0][0]
@@ -371,8 +371,8 @@ def test_split_backward_passes_of_bf16_parameters_are_absorbed(single: Mesh) -> 
     for value in (1.0, 2.0**-9, 2.0**-9):
         gradient = torch.full((3,), value, dtype=torch.bfloat16)
         weight.grad = gradient if weight.grad is None else weight.grad + gradient
-        buffers.absorb()
-    buffers.complete()
+        buffers.collect_gradients()
+    buffers.start_reductions()
     buffers.finish()
     assert torch.equal(buffers.gradients()["w"], torch.full((3,), 1 + 2.0**-8))
 
@@ -430,7 +430,7 @@ def test_the_shard_of_one_rank_is_what_autograd_has_made(single: Mesh) -> None:
     model(tokens[:1]).sum().backward()
     buffers.finish()
     gradients = buffers.gradients()
-    assert {name: part.shape for name, part in shards.parts().items()} == {
+    assert {name: part.shape for name, part in shards.local_shards().items()} == {
         name: gradient.shape for name, gradient in gradients.items()
     }
     assert gradients["up.weight"].data_ptr() == model.up.weight.grad.data_ptr()
@@ -495,8 +495,8 @@ class _Watch(torch.autograd.Function):
 def test_fully_sharded_gradients_of_tied_weights_are_summed_over_their_stages() -> None:
     for partial in (None, "tp"):
         one = () if partial is None else (partial,)
-        assert _further(Sharding((4, 2), partial=partial)) == one
-        assert _further(Sharding((4, 2), partial=partial, tied=True)) == (*one, "embedding")
+        assert _extra_axes(Sharding((4, 2), partial=partial)) == one
+        assert _extra_axes(Sharding((4, 2), partial=partial, tied=True)) == (*one, "embedding")
 
 
 def test_gradients_of_experts_are_summed_over_ranks_with_the_same_experts() -> None:
@@ -504,7 +504,7 @@ def test_gradients_of_experts_are_summed_over_ranks_with_the_same_experts() -> N
     shardings = {"dense": Sharding((2, 4)), "experts": Sharding((2, 4), experts=True)}
     mesh = Mesh(ParallelLayout(dp=4, ep=2), 0, groups={(0, 1, 2, 3): object(), (0, 2): object()})
     buffers = GradientBuffers(weights, shardings, mesh)
-    ranks = {name: b.route.inner.ranks for b in buffers.buckets for name in b.parameters}
+    ranks = {name: b.axes.inner.ranks for b in buffers.buckets for name in b.parameters}
     assert ranks == {"dense": (0, 1, 2, 3), "experts": (0, 2)}
 
 

@@ -77,7 +77,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
     with pytest.raises(LayoutError, match="int64"):
         plan({"a": torch.empty(1, dtype=torch.int64, device="meta")}, 10)
     with pytest.raises(LayoutError, match="shard 2 does not exist: the bucket has 2"):
-        plan(tensors(a=1), 10, parts=2)[0].shard(2)
+        plan(tensors(a=1), 10, parts=2)[0].shard_range(2)
 
 
 @hypothesis.settings(deadline=None)
@@ -100,7 +100,7 @@ def test_boundaries_do_not_depend_on_how_many_ranks_share_a_bucket(
             assert slot.start % ALIGNMENT == 0
             assert end <= slot.start < end + ALIGNMENT
             assert slot.stop - slot.start == math.prod(slot.shape)
-        shards = [bucket.shard(index) for index in range(parts)]
+        shards = [bucket.shard_range(index) for index in range(parts)]
         assert shards[0][0] == 0 and shards[-1][1] == bucket.numel
         assert all(a[1] == b[0] for a, b in itertools.pairwise(shards))
         assert len({stop - start for start, stop in shards}) == 1
@@ -125,10 +125,10 @@ def test_whole_matrices_have_buckets_of_their_own_and_the_rest_is_cut() -> None:
         (True, ["a", "b", "c"]),
         (False, ["gain", "word"]),
     ]
-    assert [[part.name for part in plans[0].shard_parts(i)] for i in (0, 1)] == [["b"], ["c", "a"]]
+    assert [[part.name for part in plans[0].shard_ranges(i)] for i in (0, 1)] == [["b"], ["c", "a"]]
     assert plans[0].numel == 2 * 384  # of 256 + 128 elements with padding, and 320
-    assert plans[0].parts_in(torch.empty(384), 0)["b"].shape == (3, 100)
-    assert plans[1].parts_in(torch.empty(192), 1)["word"].shape == (142,)  # 64 + 270 - 192
+    assert plans[0].split_shard(torch.empty(384), 0)["b"].shape == (3, 100)
+    assert plans[1].split_shard(torch.empty(192), 1)["word"].shape == (142,)  # 64 + 270 - 192
     assert not any(bucket.whole for bucket in plan(tensors(a=10), 10))
 
 
@@ -138,7 +138,7 @@ def test_buckets_of_whole_matrices_fill_all_shards() -> None:
     assert [len(n) for n in names(plans)] == [4, 4]
     for bucket in plans:
         assert bucket.numel == 4 * 128  # nothing but matrices
-        assert [len(bucket.shard_parts(index)) for index in range(4)] == [1, 1, 1, 1]
+        assert [len(bucket.shard_ranges(index)) for index in range(4)] == [1, 1, 1, 1]
     assert [len(n) for n in names(plan_whole(layers, 256, 2))] == [4, 4]
 
 
@@ -153,7 +153,7 @@ def test_no_whole_matrix_is_cut_and_none_overlap(rows: list[int], parts: int, si
     plans = plan_whole(shapes, size, parts)
     assert sorted(name for n in names(plans) for name in n) == sorted(shapes)
     for bucket in plans:
-        held = [part for index in range(parts) for part in bucket.shard_parts(index)]
+        held = [part for index in range(parts) for part in bucket.shard_ranges(index)]
         assert sorted(part.name for part in held) == sorted(slot.name for slot in bucket.slots)
         ends = 0
         for slot in sorted(bucket.slots, key=lambda slot: slot.start):

@@ -10,8 +10,8 @@ import torch
 from megatron_parallel import (
     ColumnParallelLinear,
     DataParallelConfig,
-    Fusion,
     GradientBuffers,
+    GradientFusion,
     LayoutError,
     Mesh,
     ParallelLayout,
@@ -174,13 +174,13 @@ def test_the_weight_half_of_a_split_pass_makes_no_matrix_either(single: Mesh) ->
     counts = []
     for number in range(3):
         loss = model(tokens(number))
-        with buffers.split_pass(), Made(sizes) as made:
+        with buffers.weight_backward(), Made(sizes) as made:
             for parameter, found in zip(
                 parameters, torch.autograd.grad(loss, parameters), strict=True
             ):
                 parameter.grad = found if parameter.grad is None else parameter.grad + found
         counts.append(made.count)
-    buffers.complete()
+    buffers.start_reductions()
     buffers.finish()
     assert counts == [2, 0, 0]
     for name, gradient in buffers.gradients().items():
@@ -231,11 +231,11 @@ def test_what_cannot_be_fused_says_why(single: Mesh) -> None:
     model, buffers = built(single, torch.bfloat16)
     fusion = fuse_gradient_accumulation([model], [buffers])
     reason = f"torch {torch.__version__} has no products of bfloat16 added up in float32 on cpu"
-    assert set(fusion.refused.values()) == {reason} and not fusion.fused
+    assert set(fusion.not_fused.values()) == {reason} and not fusion.fused
     assert str(fusion) == (
         f"gradient accumulation is fused for 0 of 3 weight matrices; not for 3: {reason}"
     )
-    assert str(Fusion(off="so")) == "gradient accumulation is not fused: so"
+    assert str(GradientFusion(disabled_reason="so")) == "gradient accumulation is not fused: so"
     assert model.up.product is PLAIN
 
 
@@ -321,6 +321,8 @@ def test_a_product_that_does_not_add_up_is_refused(
             into.add_(made)
 
     monkeypatch.setattr(fusion_module, "add_product", product)
-    found = fusion_module.product_refusal(torch.bfloat16, torch.float32, torch.device("cpu"))
+    found = fusion_module.why_product_unsupported(
+        torch.bfloat16, torch.float32, torch.device("cpu")
+    )
     assert calls == [True, False]
     assert found is None if refusal is None else found is not None and refusal in found

@@ -14,7 +14,7 @@ from megatron_parallel import (
     Mesh,
     ParallelLayout,
     Sharding,
-    describe_not_finite,
+    describe_nonfinite_gradients,
 )
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ class InBf16:
     traffic: dict[tuple[str, str], int]
 
 
-def sum_in_bf16(mesh: Mesh, built: bool, **settings: bool) -> InBf16:
+def reduce_in_bf16(mesh: Mesh, built: bool, **settings: bool) -> InBf16:
     """Sum over all ranks what is random, or 256 on one rank and 1 on the others."""
     config = DataParallelConfig(
         accumulate_allreduce_grads_in_fp32=False, ddp_bucket_size=1, **settings
@@ -91,7 +91,7 @@ def sum_in_bf16(mesh: Mesh, built: bool, **settings: bool) -> InBf16:
     with mesh.counting() as traffic:
         buffers = summed(mesh, config, {"w": every[mesh.rank]})
     (bucket,) = buffers.buckets
-    begin = next(part.start for part in bucket.plan.shard_parts(bucket.route.inner.index))
+    begin = next(part.start for part in bucket.plan.shard_ranges(bucket.axes.inner.index))
     found = buffers.gradients()["w"]
     own = every.double()[:, begin : begin + len(found)] if bucket.sharded else every.double()
     return InBf16(
@@ -119,7 +119,7 @@ def test_bf16_gradients_added_up_in_fp32_are_nearer_to_the_float64_sum(
             "ddp_reduce_scatter_with_fp32_accumulation": fp32,
         }
         layout = ParallelLayout(dp=ranks)
-        return worker_pool.run_mesh(layout, partial(sum_in_bf16, built=built, **settings))
+        return worker_pool.run_mesh(layout, partial(reduce_in_bf16, built=built, **settings))
 
     for built in (False, True):
         exact, rough = found(built, True), found(built, False)
@@ -149,7 +149,7 @@ def test_bf16_on_the_wire_inside_an_instance_fp32_between_them(
     worker_pool: WorkerPool, sharded: bool
 ) -> None:
     step = partial(
-        sum_in_bf16,
+        reduce_in_bf16,
         built=True,
         use_distributed_optimizer=sharded,
         ddp_reduce_scatter_with_fp32_accumulation=True,
@@ -190,8 +190,8 @@ def told(mesh: Mesh, value: float, *, sharded: bool, one_bucket: bool = False) -
     buffers = summed(mesh, config, own)
     if one_bucket:
         with patch.object(buffers, "buckets", buffers.buckets[:1]):
-            return describe_not_finite(buffers.not_finite(), mesh)
-    return describe_not_finite(buffers.not_finite(), mesh)
+            return describe_nonfinite_gradients(buffers.nonfinite_gradients(), mesh)
+    return describe_nonfinite_gradients(buffers.nonfinite_gradients(), mesh)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -114,9 +114,9 @@ def two_steps(model: nn.Module, buffers: Any, shards: Any) -> list[float]:
         loss.backward()
         buffers.finish()
         for name, gradient in buffers.gradients().items():
-            shards.parts()[name].sub_(0.1 * gradient)
+            shards.local_shards()[name].sub_(0.1 * gradient)
         buffers.zero()
-        shards.gather()
+        shards.start_gather()
         losses.append(loss.item())
     return losses
 
@@ -142,7 +142,7 @@ def test_sums_start_in_the_backward_pass_and_weights_arrive_just_before_they_are
     gathers = shards.gathers()
     assert [gather.parameters for gather in gathers] == []  # of the second step: nobody waited yet
     with slow_collectives(model, events):
-        shards.settle()
+        shards.wait_for_parameters()
     assert [gather.parameters for gather in shards.gathers()] == [(name,) for name in weights]
 
 
@@ -153,7 +153,7 @@ def test_weights_keep_their_values_when_they_move_into_buffers() -> None:
     mesh = Mesh(ParallelLayout(dp=2), 0, groups={(0, 1): object()})
     table = {"weight": Sharding((WIDTH, WIDTH))}
     buffers = GradientBuffers(model.named_parameters(), table, mesh, SHARDED)
-    (part,) = ParameterBuffers(model, buffers, table).parts().values()
+    (part,) = ParameterBuffers(model, buffers, table).local_shards().values()
     assert torch.equal(model.weight, before)
     assert torch.equal(part, before.flatten()[: len(part)]) and 0 < len(part) < before.numel()
 
@@ -194,7 +194,7 @@ def test_a_stage_waits_for_tied_weights_before_anything_runs() -> None:
     buffers = GradientBuffers(model.named_parameters(), tied, mesh, OVERLAPPED)
     shards = ParameterBuffers(model, buffers, tied)
     with slow_collectives(model, events):
-        shards.gather()
+        shards.start_gather()
         assert model(torch.ones(1, WIDTH, dtype=torch.float64)).isfinite().all()
     assert events[2:5] == [
         "has weights embedding.weight",
@@ -214,7 +214,7 @@ def test_parts_of_all_ranks_cover_every_parameter_once() -> None:
         config = DataParallelConfig(use_distributed_optimizer=True)
         buffers = GradientBuffers(stage.named_parameters(), table, mesh, config)
         shards = ParameterBuffers(stage, buffers, table)
-        parts = shards.parts()
+        parts = shards.local_shards()
         for name, views in shards.views(parts, mesh).items():
             assert len(views) <= max(1, 2 * len(shapes[name]) - 1)
             for view in views:
@@ -250,14 +250,14 @@ def test_shards_of_gradients_are_those_of_the_whole_sums(
             buffers.finish()
             found.append((model, buffers, table))
         whole = found[0][1].gradients()
-        parts = ParameterBuffers(*found[1]).parts()
+        parts = ParameterBuffers(*found[1]).local_shards()
         shards = found[1][1].gradients()
         assert parts.keys() == shards.keys()
         for name, gradient in shards.items():
             (start,) = (
                 part.start
                 for bucket in found[1][1].buckets
-                for part in bucket.plan.shard_parts(mesh.rank)
+                for part in bucket.plan.shard_ranges(mesh.rank)
                 if part.name == name
             )
             wanted = whole[name].flatten()[start : start + gradient.numel()]

@@ -167,7 +167,7 @@ def test_a_tied_weight_may_be_partial_too(
 
 
 def not_summed(stack: contextlib.ExitStack) -> None:
-    stack.enter_context(patch.object(Bucket, "sum_further", lambda *_: None))
+    stack.enter_context(patch.object(Bucket, "reduce_extra_axes", lambda *_: None))
 
 
 def not_marked(stack: contextlib.ExitStack) -> None:
@@ -181,13 +181,13 @@ def not_marked(stack: contextlib.ExitStack) -> None:
 
 
 def summed_twice(stack: contextlib.ExitStack) -> None:
-    once = Bucket.sum_further
+    once = Bucket.reduce_extra_axes
 
     def twice(bucket: Bucket) -> None:
         once(bucket)
         once(bucket)
 
-    stack.enter_context(patch.object(Bucket, "sum_further", twice))
+    stack.enter_context(patch.object(Bucket, "reduce_extra_axes", twice))
 
 
 @pytest.mark.parametrize("defect", [not_summed, not_marked, summed_twice])

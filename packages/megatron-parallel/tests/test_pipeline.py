@@ -425,7 +425,7 @@ class ToldTooEarly(StageGradients):
     def around_backward(self, backward: Backward) -> contextlib.AbstractContextManager[None]:
         if backward.split and backward.last and backward.stage > 0:  # stage 0 has hooks that notice
             early = self._of_stage[backward.stage]
-            early.complete()
+            early.start_reductions()
             for bucket in early.buckets:  # or a slow sum might still see what comes
                 bucket.wait()
             return contextlib.nullcontext()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from megatron_parallel import CollectiveError, Mesh, ParallelLayout, all_reduce, broadcast, receive
-from megatron_parallel.data_parallel.reduction import Messages
+from megatron_parallel.data_parallel.reduction import AsyncCollectives
 from megatron_parallel.pipeline import PipelineEngine, TensorSpec
 from megatron_parallel.testing import Rank, WorkerError, WorkerPool
 from megatron_parallel.testing import pool as pool_module
@@ -32,7 +32,7 @@ def ones(*shape: int) -> torch.Tensor:
 
 
 def started(mesh: Mesh) -> None:
-    Messages("gradients", "bucket 1").all_reduce(ones(2), mesh.axis("tp")).wait()
+    AsyncCollectives("gradients", "bucket 1").all_reduce(ones(2), mesh.axis("tp")).wait()
 
 
 CASES: dict[str, tuple[Act, str]] = {

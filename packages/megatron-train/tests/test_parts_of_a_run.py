@@ -201,7 +201,9 @@ def test_an_interrupted_continued_run_names_the_checkpoint_it_came_from(make_tra
 def test_a_signal_while_ranks_agree_stops_them_all_after_the_next_step(make_trainer, monkeypatch):
     trainer, wishes = make_trainer(), []
     mesh = SimpleNamespace(axis=lambda name: SimpleNamespace(size=2), device="cpu")
-    trainer.engine = SimpleNamespace(mesh=mesh, stages=SimpleNamespace(settle=lambda: None))
+    trainer.engine = SimpleNamespace(
+        mesh=mesh, stages=SimpleNamespace(wait_for_parameters=lambda: None)
+    )
     trainer.step = lambda steps: setattr(trainer, "iteration", trainer.iteration + 1)
     trainer.train_iters, trainer.callbacks = 10, []
 

@@ -12,7 +12,7 @@ from megatron_models.components.attention.rotary import RotaryTable
 from megatron_models.components.dropout import StageDropout
 from megatron_parallel import DropoutKey, Mesh
 from megatron_parallel.context_parallel import ContextSplit, RingPlan, SequenceMask
-from megatron_parallel.data_parallel.buffers import Route
+from megatron_parallel.data_parallel.buffers import ReductionAxes
 from megatron_train import GPTTask, MicroBatch
 from megatron_train.engine import StepEngine
 from torch import Tensor
@@ -86,7 +86,7 @@ def _keys_not_sent_home(mesh: Mesh, replace: Replace) -> None:
 
 @defect("gradients are not summed over context-parallel ranks", "cp2·dp2-tied-dropout")
 def _not_summed_over_cp(mesh: Mesh, replace: Replace) -> None:
-    replace(buffers, "data_route", lambda mesh: Route(mesh.axis("dp")))
+    replace(buffers, "data_reduction_axes", lambda mesh: ReductionAxes(mesh.axis("dp")))
 
 
 @defect("the loss mask is cut into contiguous parts", "cp2·a2a-untied-dropout")

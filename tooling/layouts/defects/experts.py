@@ -1,4 +1,4 @@
-"""Defects of mixtures of experts: gradients, routes, losses."""
+"""Defects of mixtures of experts: gradients, axes_of, losses."""
 
 from typing import Any
 
@@ -52,13 +52,13 @@ def _copies_apart(mesh: Mesh, replace: Replace) -> None:
 
 @defect("the router's gradient is not summed over tensor-parallel ranks", "tp2-moe")
 def _router_not_summed(mesh: Mesh, replace: Replace) -> None:
-    true = Bucket.sum_further
+    true = Bucket.reduce_extra_axes
 
     def wrong(self: Bucket) -> None:
-        self.further = tuple(other for other in self.further if other.name != "tp")
+        self.extra_axes = tuple(other for other in self.extra_axes if other.name != "tp")
         true(self)
 
-    replace(Bucket, "sum_further", wrong)
+    replace(Bucket, "reduce_extra_axes", wrong)
 
 
 @defect("the weights of the answers get no gradient", "dp2·ep2·a2a-moe")

@@ -9,34 +9,34 @@ from layouts.defects.catalogue import Replace, defect
 
 @defect("the gradients of norms are not summed over tensor-parallel ranks", "tp2·sp-untied")
 def _norms_not_summed(mesh: Mesh, replace: Replace) -> None:
-    _without_further_sum(replace, "tp")
+    _without_extra_axis(replace, "tp")
 
 
 @defect("a tied gradient is not summed over its two stages", "pp2-tied")
 def _tied_not_summed(mesh: Mesh, replace: Replace) -> None:
-    _without_further_sum(replace, "embedding")
+    _without_extra_axis(replace, "embedding")
 
 
-def _without_further_sum(replace: Replace, axis: str) -> None:
-    true = Bucket.sum_further
+def _without_extra_axis(replace: Replace, axis: str) -> None:
+    true = Bucket.reduce_extra_axes
 
     def wrong(self: Bucket) -> None:
-        self.further = tuple(other for other in self.further if other.name != axis)
+        self.extra_axes = tuple(other for other in self.extra_axes if other.name != axis)
         true(self)
 
-    replace(Bucket, "sum_further", wrong)
+    replace(Bucket, "reduce_extra_axes", wrong)
 
 
 @defect("a tied gradient is counted twice", "pp2-tied")
 def _tied_summed_twice(mesh: Mesh, replace: Replace) -> None:
-    true = Bucket.sum_further
+    true = Bucket.reduce_extra_axes
 
     def wrong(self: Bucket) -> None:
         true(self)
         if self.plan.tied and self.flat is not None:
             self.flat.mul_(2.0)
 
-    replace(Bucket, "sum_further", wrong)
+    replace(Bucket, "reduce_extra_axes", wrong)
 
 
 @defect("a bucket of gradients is not summed over data-parallel ranks", "dp2-tied-dropout")
@@ -59,7 +59,7 @@ def _averaged(mesh: Mesh, replace: Replace) -> None:
     def wrong(self: Bucket) -> None:
         true(self)
         if self.flat is not None:
-            self.flat.div_(self.route.size)
+            self.flat.div_(self.axes.size)
 
     replace(Bucket, "wait", wrong)
 
@@ -81,7 +81,7 @@ def _summed_before_products(mesh: Mesh, replace: Replace) -> None:
     def begin_without(self: GradientBuffers, *, last: bool = False) -> None:
         begin(self, last=last)
         for bucket in self.buckets:
-            bucket.awaited -= bucket._fused
+            bucket.pending -= bucket._fused
 
     def late_place(self: Bucket, name: str) -> tuple[Tensor, bool]:
         launched, self.launched = self.launched, False

@@ -24,7 +24,7 @@ def _sum_before_weights(mesh: Mesh, replace: Replace) -> None:
     def wrong(self: StageGradients, backward: Backward) -> AbstractContextManager[None]:
         if not (backward.split and backward.last and backward.stage > 0):  # there hooks notice
             return true(self, backward)
-        self._of_stage[backward.stage].complete()
+        self._of_stage[backward.stage].start_reductions()
         return nullcontext()
 
     replace(StageGradients, "around_backward", wrong)

@@ -4,7 +4,7 @@ from megatron_parallel import Mesh
 from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.data_parallel.fully_sharded import FullySharded
 from megatron_parallel.data_parallel.parameters import ParameterBuffers
-from megatron_parallel.data_parallel.plan import BucketPlan, SlotPart
+from megatron_parallel.data_parallel.plan import BucketPlan, SlotRange
 from torch import Tensor
 
 from layouts.defects.catalogue import Replace, defect
@@ -12,7 +12,7 @@ from layouts.defects.catalogue import Replace, defect
 
 @defect("weights are read before they are gathered", "dp2·gathered-untied")
 def _read_before_gathered(mesh: Mesh, replace: Replace) -> None:
-    true = ParameterBuffers.settle
+    true = ParameterBuffers.wait_for_parameters
 
     def late(self: ParameterBuffers) -> None:
         if vars(self).pop("put_off", False):
@@ -21,18 +21,18 @@ def _read_before_gathered(mesh: Mesh, replace: Replace) -> None:
 
     gather = ParameterBuffers.gather
     replace(ParameterBuffers, "gather", lambda self: vars(self).update(put_off=True))
-    replace(ParameterBuffers, "settle", late)
+    replace(ParameterBuffers, "wait_for_parameters", late)
 
 
 @defect("every shard begins one element late", "dp2·sharded-tied-dropout")
 def _shard_off_by_one(mesh: Mesh, replace: Replace) -> None:
-    true = BucketPlan.shard_parts
+    true = BucketPlan.shard_ranges
 
-    def wrong(self: BucketPlan, index: int) -> tuple[SlotPart, ...]:
+    def wrong(self: BucketPlan, index: int) -> tuple[SlotRange, ...]:
         first, *rest = true(self, index)
-        return (first._replace(start=first.start + 1, at=first.at + 1), *rest)
+        return (first._replace(start=first.start + 1, offset=first.offset + 1), *rest)
 
-    replace(BucketPlan, "shard_parts", wrong)
+    replace(BucketPlan, "shard_ranges", wrong)
 
 
 @defect("every shard holds what lies one element further on", "tp2·sp·dp4·sharded-untied")

@@ -26,12 +26,12 @@ class ShardedMainParameters(MainParameters):
         """Round the fp32 copies into the parameters, then start gathering those of other ranks."""
         super().publish()
         for shard in self._trainable.shards:
-            shard.gather()
+            shard.start_gather()
 
     def refresh(self) -> None:
         """Takes the fp32 copies anew from the model's parameters, after weights were loaded."""
         for shard in self._trainable.shards:
-            shard.settle()
+            shard.wait_for_parameters()
         super().refresh()
 
     def views(self, tensors: Mapping[str, Tensor]) -> dict[str, list[View]]:
@@ -41,4 +41,6 @@ class ShardedMainParameters(MainParameters):
 
     def _updated(self) -> dict[str, Tensor]:
         """Returns the parts that this rank updates, by name."""
-        return {n: part for each in self._trainable.shards for n, part in each.parts().items()}
+        return {
+            n: part for each in self._trainable.shards for n, part in each.local_shards().items()
+        }

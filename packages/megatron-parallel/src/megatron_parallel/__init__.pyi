@@ -17,12 +17,12 @@ from .collectives import scatter_to_axis as scatter_to_axis
 from .collectives import send as send
 from .data_parallel.buffers import GradientBuffers as GradientBuffers
 from .data_parallel.config import DataParallelConfig as DataParallelConfig
-from .data_parallel.finite import describe_not_finite as describe_not_finite
+from .data_parallel.finite import describe_nonfinite_gradients as describe_nonfinite_gradients
 from .data_parallel.fully_sharded import FullySharded as FullySharded
-from .data_parallel.fusion import Fusion as Fusion
+from .data_parallel.fusion import GradientFusion as GradientFusion
 from .data_parallel.fusion import fuse_gradient_accumulation as fuse_gradient_accumulation
 from .data_parallel.parameters import ParameterBuffers as ParameterBuffers
-from .data_parallel.shards import Shards as Shards
+from .data_parallel.shards import ParameterShards as ParameterShards
 from .data_parallel.trainable import Trainable as Trainable
 from .data_parallel.trainable import TrainableParameters as TrainableParameters
 from .drawing import draw_layout as draw_layout

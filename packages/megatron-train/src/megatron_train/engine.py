@@ -21,7 +21,7 @@ from jaxtyping import Float64
 from megatron_parallel import (
     AuxiliaryLosses,
     DataParallelConfig,
-    Fusion,
+    GradientFusion,
     Mesh,
     PipelineEngine,
     TensorSpec,
@@ -198,14 +198,18 @@ class StepEngine:
         sums = self._pipeline.evaluate([self._own(batch) for batch in batches])
         return self._summed(sums, self._data, "loss sums")
 
-    def _fuse(self, data_parallel: DataParallelConfig, compiled: bool) -> Fusion:
+    def _fuse(self, data_parallel: DataParallelConfig, compiled: bool) -> GradientFusion:
         """Lets products add up the gradients of their weights, where nothing stands against it."""
         if not data_parallel.gradient_accumulation_fusion:
-            return Fusion(off="--no-gradient-accumulation-fusion")
+            return GradientFusion(disabled_reason="--no-gradient-accumulation-fusion")
         if data_parallel.use_torch_fsdp2:
-            return Fusion(off="torch's fully_shard (--use-torch-fsdp2) adds gradients up itself")
+            return GradientFusion(
+                disabled_reason="torch's fully_shard (--use-torch-fsdp2) adds gradients up itself"
+            )
         if compiled:
-            return Fusion(off="code that torch.compile makes (--compile) has no buffers to add to")
+            return GradientFusion(
+                disabled_reason="code that torch.compile makes (--compile) has no buffers to add to"
+            )
         return fuse_gradient_accumulation(self.task.stages, self.stages.buffers)
 
     def _units(self, stage: nn.Module) -> Sequence[nn.Module]:

@@ -165,7 +165,7 @@ class Trainer:
                 callback.on_step(self, report)
             if self._all_stop():
                 break
-        self.engine.stages.settle()
+        self.engine.stages.wait_for_parameters()
         for callback in self.callbacks:
             callback.on_end(self)
         return self.stopped if self.iteration < self.train_iters else None
@@ -276,7 +276,7 @@ class Trainer:
         """Says what of the step about to end is not finite, the same on all ranks."""
         losses = {name: float(sums[name]) for name in sums if name not in self.task.metrics}
         wrong = [f"{name} is {value}" for name, value in losses.items() if not math.isfinite(value)]
-        if gradient := self.engine.stages.not_finite():
+        if gradient := self.engine.stages.describe_nonfinite_gradients():
             wrong.append(gradient)
         if not wrong:
             wrong.append(f"the gradient is finite, but its norm is {grad_norm}")

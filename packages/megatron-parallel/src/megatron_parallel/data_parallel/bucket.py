@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_parallel.axes import Axis
-from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
-from megatron_parallel.data_parallel.finite import NotFinite
+from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelConfig
+from megatron_parallel.data_parallel.finite import NonFiniteGradient
 from megatron_parallel.data_parallel.plan import BucketPlan
 from megatron_parallel.data_parallel.reduction import (
-    Messages,
-    Route,
+    AsyncCollectives,
+    ReductionAxes,
     Sum,
-    sum_in_bf16,
-    sum_shard,
-    sum_whole,
+    all_reduce_bucket,
+    reduce_in_bf16,
+    reduce_scatter_bucket,
 )
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.stall import Stall
@@ -83,16 +83,18 @@ class Bucket:
         label: str,
         plan: BucketPlan,
         parameters: Mapping[str, Parameter],
-        route: Route,
-        further: Sequence[Axis],
-        config: DataParallelConfig = DEFAULTS,
+        axes: ReductionAxes,
+        extra_axes: Sequence[Axis],
+        config: DataParallelConfig = DEFAULT_CONFIG,
     ) -> None:
         sharded = config.use_distributed_optimizer
         self.label = label
         self.plan = plan
-        self.messages = Messages(PURPOSE, f"gradient bucket {label} ({plan.slots[0].name!r} ...)")
-        self.route = route
-        self.further = tuple(other for other in further if other.size > 1)
+        self.collectives = AsyncCollectives(
+            PURPOSE, f"gradient bucket {label} ({plan.slots[0].name!r} ...)"
+        )
+        self.axes = axes
+        self.extra_axes = tuple(other for other in extra_axes if other.size > 1)
         self.sharded = sharded
         self.checked = config.check_for_nan_in_loss_and_grad
         self.bf16_wire = (
@@ -100,7 +102,7 @@ class Bucket:
             and plan.parameter_dtype == torch.bfloat16
         )
         self.parameters = {slot.name: parameters[slot.name] for slot in plan.slots}
-        self.awaited: set[str] = set()
+        self.pending: set[str] = set()
         self.launched = False
         self._own_total: Tensor | None = None  # not finite if a gradient of this rank is not
         self.reductions: list[Reduction] = []
@@ -109,22 +111,22 @@ class Bucket:
         self._widened = {n for n, p in self.parameters.items() if p.dtype != plan.dtype}
         self._empty = set(self._widened)  # of those, whose views hold nothing of this step yet
         self.closed = False
-        self.nothing = torch.zeros((), dtype=plan.parameter_dtype, device=plan.device)
+        self.dummy_gradient = torch.zeros((), dtype=plan.parameter_dtype, device=plan.device)
         """A gradient that a fused product has added up already is this number, expanded."""
         self._fused: set[str] = set()
         self._aside: dict[str, Tensor | None] | None = None  # `.grad` of those in a split pass
         self.flat: Tensor | None = None
         self.shard: Tensor | None = None
         self.views: dict[str, Tensor] = {}
-        if route.size > 1 or self.further or self._widened:
+        if axes.size > 1 or self.extra_axes or self._widened:
             self.flat = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
-            self.shard = self.flat[slice(*plan.shard(route.inner.index))]
+            self.shard = self.flat[slice(*plan.shard_range(axes.inner.index))]
             self.views = {
                 slot.name: self.flat[slot.start : slot.stop].view(slot.shape) for slot in plan.slots
             }
 
     @torch.no_grad()
-    def absorb(self, name: str) -> None:
+    def collect_gradient(self, name: str) -> None:
         """Brings what autograd left on `.grad` into the bucket."""
         parameter, view = self.parameters[name], self.views[name]
         gradient = parameter.grad
@@ -141,24 +143,24 @@ class Bucket:
             view.add_(gradient)
         parameter.grad = None
 
-    def fuse(self, name: str) -> None:
+    def mark_fused(self, name: str) -> None:
         """Says that products add up the gradient of this weight, at its `place`."""
         self._fused.add(name)
 
-    def place(self, name: str) -> tuple[Tensor, bool]:
+    def accumulation_target(self, name: str) -> tuple[Tensor, bool]:
         """Where a product adds up the gradient of a weight, and whether it is the first one there.
 
         Raises `LayoutError` if the bucket has been handed to the other ranks.
         """
         if self.launched:
-            raise too_late(name)
+            raise late_gradient_error(name)
         if name in self._widened:
             first = name in self._empty
             self._empty.discard(name)
             return self.views[name], first
         parameter = self.parameters[name]
         if self._aside is None and self.views:
-            self.absorb(name)
+            self.collect_gradient(name)
         held = parameter.grad if self._aside is None else self._aside[name]
         if held is not None:
             return held, False
@@ -170,11 +172,11 @@ class Bucket:
         return held, True
 
     @property
-    def split(self) -> bool:
+    def in_weight_backward(self) -> bool:
         """Whether the weight half of a split backward pass is under way."""
         return self._aside is not None
 
-    def set_aside(self) -> None:
+    def begin_weight_backward(self) -> None:
         """Before the weight half of a split pass, which adds what it is returned to `.grad`.
 
         Of fused gradients that is `nothing`: their `.grad` must not be in the way, or adding it
@@ -185,20 +187,20 @@ class Bucket:
             self.parameters[name].grad = None
 
     @torch.no_grad()
-    def bring_back(self) -> None:
+    def end_weight_backward(self) -> None:
         """After it."""
         aside, self._aside = self._aside or {}, None
         for name, held in aside.items():
             parameter = self.parameters[name]
             left, parameter.grad = parameter.grad, held
-            if left is None or left.data_ptr() == self.nothing.data_ptr():
+            if left is None or left.data_ptr() == self.dummy_gradient.data_ptr():
                 continue
             if held is None:  # another use of the weight
                 parameter.grad = left
             else:
                 held.add_(left)
         for name in self.views:
-            self.absorb(name)
+            self.collect_gradient(name)
 
     def launch(self) -> None:
         """Starts the sum; nothing may be added from now on."""
@@ -206,16 +208,18 @@ class Bucket:
         if self.flat is None or self.shard is None:
             return
         for name, view in self.views.items():
-            self.absorb(name)
+            self.collect_gradient(name)
             self._fill_if_empty(name, view)
         if self.checked:
             # Looked at only if something turns out wrong; of all tests the cheapest.
             self._own_total = self.flat.sum()
-        message = (self.flat, self.shard, self.route, self.messages)
+        operands = (self.flat, self.shard, self.axes, self.collectives)
         if self.bf16_wire:
-            self._sum = sum_in_bf16(*message, whole=not self.sharded)
+            self._sum = reduce_in_bf16(*operands, whole=not self.sharded)
         else:
-            self._sum = sum_shard(*message) if self.sharded else sum_whole(*message)
+            self._sum = (
+                reduce_scatter_bucket(*operands) if self.sharded else all_reduce_bucket(*operands)
+            )
         self._proceed()
 
     def _fill_if_empty(self, name: str, view: Tensor) -> None:
@@ -234,9 +238,9 @@ class Bucket:
             self._sum = None
 
     @property
-    def in_stages(self) -> bool:
+    def needs_several_collectives(self) -> bool:
         """Whether its sum is several collectives, one after another."""
-        return self.route.outer is not None or (self.bf16_wire and not self.sharded)
+        return self.axes.outer is not None or (self.bf16_wire and not self.sharded)
 
     @property
     def done(self) -> bool:
@@ -254,7 +258,7 @@ class Bucket:
         while self._started is not None:
             self.advance()
 
-    def sum_further(self) -> None:
+    def reduce_extra_axes(self) -> None:
         """Sums over the further axes, after `wait`: partial gradients, then twins of a tied weight.
 
         The ranks of such an axis have summed over their own data-parallel ranks by then, in buckets
@@ -263,16 +267,16 @@ class Bucket:
         kept = self.shard if self.sharded else self.flat
         if kept is None:
             return
-        for axis in self.further:
-            self._wait(self.messages.all_reduce(kept, axis))
+        for axis in self.extra_axes:
+            self._wait(self.collectives.all_reduce(kept, axis))
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
         """By name, in main precision; zero where the backward pass came to nothing.
 
-        Of a sharded bucket, what lies in this rank's shard (`BucketPlan.parts_in`).
+        Of a sharded bucket, what lies in this rank's shard (`BucketPlan.split_shard`).
         """
         if self.sharded and self.shard is not None:
-            return self.plan.parts_in(self.shard, self.route.inner.index)
+            return self.plan.split_shard(self.shard, self.axes.inner.index)
         if self.flat is not None:
             return dict(self.views)
         where_autograd_puts_them = {
@@ -283,12 +287,12 @@ class Bucket:
             return {name: gradient.view(-1) for name, gradient in where_autograd_puts_them.items()}
         return where_autograd_puts_them
 
-    def not_finite(self) -> list[NotFinite]:
+    def nonfinite_gradients(self) -> list[NonFiniteGradient]:
         """Summed gradients that are NaN or infinite, and whether this rank's own share was."""
         total = self._own_total
         own = None if total is None else not bool(total.isfinite())
         return [
-            NotFinite(f"bucket {self.label}", name, bool(gradient.isnan().any()), own)
+            NonFiniteGradient(f"bucket {self.label}", name, bool(gradient.isnan().any()), own)
             for name, gradient in self.gradients().items()
             if not bool(gradient.isfinite().all())
         ]
@@ -298,7 +302,7 @@ class Bucket:
         for parameter in self.parameters.values():
             parameter.grad = None
         self._empty = set(self._widened)
-        self.awaited = set()
+        self.pending = set()
         self.launched = False
         self.reductions = []
 
@@ -311,7 +315,7 @@ class Bucket:
         self.reductions.append(Reduction.of(started, self.parameters))
 
 
-def too_late(name: str) -> LayoutError:
+def late_gradient_error(name: str) -> LayoutError:
     """Returns a gradient came when the sum of its bucket had started."""
     return LayoutError(
         f"a gradient of {name!r} came after its bucket had been handed to the other ranks: "

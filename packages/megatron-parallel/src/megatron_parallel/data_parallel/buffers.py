@@ -17,9 +17,9 @@ In the last micro-batch the sum of a bucket starts as soon as its gradients are 
 backward pass goes on. There are two ways of telling that they are:
 
 - `begin(last=True)` before a plain backward pass: hooks on the parameters report each gradient.
-- `complete()` from a pipeline schedule, once it knows that no backward pass of this stage is left.
+- `start_reductions()` from a pipeline schedule, once this stage has no backward pass left.
   Under schedules that split the backward pass, weight gradients appear without any hook being
-  called, so nothing is counted there; `split_pass()` is around its weight half.
+  called, so nothing is counted there; `weight_backward()` is around its weight half.
 
 Buckets start in one fixed order on all ranks, also where a rank does not use a parameter. Without
 either signal, `finish()` starts all of them: later, but just as right.
@@ -35,11 +35,11 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from megatron_parallel.axes import Axis
-from megatron_parallel.data_parallel.bucket import Bucket, Reduction, too_late
-from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
-from megatron_parallel.data_parallel.finite import NotFinite
+from megatron_parallel.data_parallel.bucket import Bucket, Reduction, late_gradient_error
+from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelConfig
+from megatron_parallel.data_parallel.finite import NonFiniteGradient
 from megatron_parallel.data_parallel.plan import BucketPlan, plan_buckets
-from megatron_parallel.data_parallel.reduction import Route
+from megatron_parallel.data_parallel.reduction import ReductionAxes
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import Sharding
@@ -72,14 +72,14 @@ class GradientBuffers:
         named_parameters: Mapping[str, Parameter] | Iterable[tuple[str, Parameter]],
         table: Mapping[str, Sharding],
         mesh: Mesh,
-        config: DataParallelConfig = DEFAULTS,
+        config: DataParallelConfig = DEFAULT_CONFIG,
     ) -> None:
         parameters = {n: p for n, p in dict(named_parameters).items() if p.requires_grad}
         _require_distinct(parameters)
-        routes = {"dp_cp": data_route(mesh)}
+        axes_of = {"dp_cp": data_reduction_axes(mesh)}
         if mesh.has_axis("expert_dp"):
-            routes["expert_dp"] = Route(mesh.axis("expert_dp"))
-        sizes = {name: route.inner.size for name, route in routes.items()}
+            axes_of["expert_dp"] = ReductionAxes(mesh.axis("expert_dp"))
+        sizes = {name: axes.inner.size for name, axes in axes_of.items()}
         plans = plan_buckets(
             parameters,
             table,
@@ -94,8 +94,8 @@ class GradientBuffers:
                 label=f"{number + 1} of {len(plans)}",
                 plan=plan,
                 parameters=parameters,
-                route=routes[plan.axis],
-                further=_further_axes(plan, routes[plan.axis], mesh),
+                axes=axes_of[plan.axis],
+                extra_axes=_extra_axes(plan, axes_of[plan.axis], mesh),
                 config=config,
             )
             for number, plan in enumerate(plans)
@@ -120,38 +120,38 @@ class GradientBuffers:
         self._last = last
         if last and self.config.overlap_grad_reduce:
             for bucket in self.buckets:
-                bucket.awaited = set(bucket.parameters)
+                bucket.pending = set(bucket.parameters)
 
-    def absorb(self) -> None:
+    def collect_gradients(self) -> None:
         """Brings gradients that were put on `.grad` without hooks into the buckets.
 
-        Lest those of low-precision parameters be added up in low precision. Hooks and `split_pass`
-        do it by themselves.
+        So gradients of low-precision parameters are accumulated in main precision. Hooks and
+        `weight_backward` call it themselves.
         """
-        self._require_open("absorb()")
+        self._require_open("collect_gradients()")
         for bucket in self.buckets:
             for name in bucket.views:
-                bucket.absorb(name)
+                bucket.collect_gradient(name)
 
     @contextmanager
-    def split_pass(self) -> Iterator[None]:
+    def weight_backward(self) -> Iterator[None]:
         """Around the weight half of a split backward pass, which adds to `.grad` without hooks.
 
         In the end everything it came to is in the buckets.
         """
-        self._require_open("split_pass()")
+        self._require_open("weight_backward()")
         for bucket in self.buckets:
-            bucket.set_aside()
+            bucket.begin_weight_backward()
         yield
         for bucket in self.buckets:
-            bucket.bring_back()
+            bucket.end_weight_backward()
 
-    def complete(self) -> None:
+    def start_reductions(self) -> None:
         """Says that all gradients are there: every sum that has not started starts now."""
-        self._require_open("complete()")
+        self._require_open("start_reductions()")
         self._last = False
         for bucket in self.buckets:
-            bucket.awaited = set()
+            bucket.pending = set()
         self._launch()
 
     def finish(self) -> None:
@@ -160,12 +160,12 @@ class GradientBuffers:
             raise LayoutError("finish() was called twice: call zero() after the optimizer's step")
         if self._next < len(self.buckets):
             for bucket in self.buckets:
-                bucket.awaited = set()
+                bucket.pending = set()
             self._launch()
         for bucket in self.buckets:
             bucket.wait()
         for bucket in self.buckets:
-            bucket.sum_further()
+            bucket.reduce_extra_axes()
         self._finished = True
         self._last = False
 
@@ -173,7 +173,7 @@ class GradientBuffers:
         """This rank's summed main gradients by global name, as views of the buckets.
 
         They may be scaled in place. A parameter that no backward pass reached has gradient zero.
-        Of sharded buckets they are the parts in this rank's shard (`BucketPlan.parts_in`), and
+        Of sharded buckets they are the parts in this rank's shard (`BucketPlan.split_shard`), and
         parameters that do not reach into it are absent.
         """
         if not self._finished:
@@ -181,9 +181,9 @@ class GradientBuffers:
         found = {name: g for bucket in self.buckets for name, g in bucket.gradients().items()}
         return {name: found[name] for name in self._names if name in found}
 
-    def not_finite(self) -> list[NotFinite]:
+    def nonfinite_gradients(self) -> list[NonFiniteGradient]:
         """Returns which gradients are NaN or infinite after `finish`, bucket by bucket."""
-        return [found for bucket in self.buckets for found in bucket.not_finite()]
+        return [found for bucket in self.buckets for found in bucket.nonfinite_gradients()]
 
     def zero(self) -> None:
         """Drops all gradients and starts the next step."""
@@ -209,11 +209,11 @@ class GradientBuffers:
     def _arrived(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
         """Returns a gradient was added to `.grad` by autograd."""
         if self._finished or bucket.launched:
-            raise too_late(name)
-        bucket.absorb(name)
+            raise late_gradient_error(name)
+        bucket.collect_gradient(name)
         if self._last and self.config.overlap_grad_reduce:
-            bucket.awaited.discard(name)
-            if not bucket.awaited:
+            bucket.pending.discard(name)
+            if not bucket.pending:
                 self._launch()
 
     def _launch(self) -> None:
@@ -222,9 +222,9 @@ class GradientBuffers:
         What has started before goes on first, always in the same order: ranks fill their buckets
         at different times, and must all the same do the same one after another.
         """
-        while self._next < len(self.buckets) and not self.buckets[self._next].awaited:
+        while self._next < len(self.buckets) and not self.buckets[self._next].pending:
             for bucket in self.buckets[: self._next]:
-                if bucket.in_stages:
+                if bucket.needs_several_collectives:
                     bucket.advance()
             self.buckets[self._next].launch()
             self._next += 1
@@ -238,29 +238,29 @@ class GradientBuffers:
             )
 
 
-def data_route(mesh: Mesh) -> Route:
+def data_reduction_axes(mesh: Mesh) -> ReductionAxes:
     """Returns the ranks that see other samples, or other parts of them."""
     if mesh.layout.dp_outer > 1:
-        return Route(mesh.axis("dp_cp_inner"), mesh.axis("dp_cp_outer"))
-    return Route(mesh.axis("dp" if mesh.layout.cp == 1 else "dp_cp"))
+        return ReductionAxes(mesh.axis("dp_cp_inner"), mesh.axis("dp_cp_outer"))
+    return ReductionAxes(mesh.axis("dp" if mesh.layout.cp == 1 else "dp_cp"))
 
 
-def _further_axes(plan: BucketPlan, route: Route, mesh: Mesh) -> list[Axis]:
+def _extra_axes(plan: BucketPlan, axes: ReductionAxes, mesh: Mesh) -> list[Axis]:
     """Returns what a bucket is summed over after the data axis, the same order on all ranks."""
-    further = []
+    extra_axes = []
     if plan.partial is not None:
         partial = mesh.axis(plan.partial)
-        for data in (route.inner, route.outer):
+        for data in (axes.inner, axes.outer):
             if data is not None and set(partial.ranks) & set(data.ranks) != {mesh.rank}:
                 raise LayoutError(
                     f"the gradient of {plan.slots[0].name!r} is partial over axis "
                     f"{plan.partial!r}, whose ranks are among those of axis {data.name!r}: it "
                     "would be summed twice"
                 )
-        further.append(partial)
+        extra_axes.append(partial)
     if plan.tied and mesh.has_axis("embedding"):
-        further.append(mesh.axis("embedding"))
-    return further
+        extra_axes.append(mesh.axis("embedding"))
+    return extra_axes
 
 
 def _require_distinct(parameters: Mapping[str, Parameter]) -> None:

@@ -146,5 +146,5 @@ class DataParallelConfig:
         )
 
 
-DEFAULTS: Final = DataParallelConfig()
+DEFAULT_CONFIG: Final = DataParallelConfig()
 """What holds where nobody says otherwise."""

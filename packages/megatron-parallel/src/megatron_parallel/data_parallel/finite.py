@@ -11,7 +11,7 @@ from megatron_parallel.packed import all_gather_texts
 _PURPOSE: Final = "where a gradient is not finite"
 
 
-class NotFinite(NamedTuple):
+class NonFiniteGradient(NamedTuple):
     """A gradient, summed over ranks, that is not finite.
 
     Attributes:
@@ -27,7 +27,7 @@ class NotFinite(NamedTuple):
     own: bool | None
 
 
-def describe_not_finite(found: Sequence[NotFinite], mesh: Mesh) -> str:
+def describe_nonfinite_gradients(found: Sequence[NonFiniteGradient], mesh: Mesh) -> str:
     """Says which gradient is not finite, and by which ranks; empty if none is.
 
     Every rank of the mesh calls this and gets the same line, whatever it found itself.
@@ -35,7 +35,7 @@ def describe_not_finite(found: Sequence[NotFinite], mesh: Mesh) -> str:
     world = mesh.axis("world")
     texts = all_gather_texts(json.dumps(found), world, device=mesh.device, purpose=_PURPOSE)
     by_rank = zip(world.ranks, map(json.loads, texts), strict=True)
-    items = [(NotFinite(*item), rank) for rank, each in by_rank for item in each]
+    items = [(NonFiniteGradient(*item), rank) for rank, each in by_rank for item in each]
     if not items:
         return ""
     first = items[0][0]

@@ -5,7 +5,7 @@
         sharded.begin(last=number == len(micro_batches) - 1)
         (losses(sharded.module, batch).sum() / true_tokens_of_all_ranks).backward()
     sharded.finish()
-    ...update sharded.parts() by sharded.gradients()...
+    ...update sharded.local_shards() by sharded.gradients()...
     sharded.zero()
 
 A rank holds a box of every parameter, its gradient and its optimizer state. Each unit (a block) is
@@ -30,11 +30,11 @@ from torch.nn import Parameter
 from megatron_parallel import _compat
 from megatron_parallel.collective_failure import naming_failures
 from megatron_parallel.data_parallel.bucket import PURPOSE, Reduction
-from megatron_parallel.data_parallel.buffers import data_route
-from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
-from megatron_parallel.data_parallel.finite import NotFinite
+from megatron_parallel.data_parallel.buffers import data_reduction_axes
+from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelConfig
+from megatron_parallel.data_parallel.finite import NonFiniteGradient
 from megatron_parallel.data_parallel.plan import main_dtype
-from megatron_parallel.data_parallel.reduction import Messages, Route
+from megatron_parallel.data_parallel.reduction import AsyncCollectives, ReductionAxes
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import Sharding
@@ -68,9 +68,9 @@ class FullySharded:
         units: Sequence[nn.Module],
         table: Mapping[str, Sharding],
         mesh: Mesh,
-        config: DataParallelConfig = DEFAULTS,
+        config: DataParallelConfig = DEFAULT_CONFIG,
     ) -> None:
-        self._route = data_route(mesh)
+        self._route = data_reduction_axes(mesh)
         self._table = table
         self._mesh = mesh
         parts = self._route.inner.size
@@ -120,7 +120,7 @@ class FullySharded:
         if self._finished:
             raise LayoutError("finish() was called twice: call zero() after the optimizer's step")
         for axis in ("tp", "embedding"):
-            names = [name for name in self._parameters if axis in _further(self._table[name])]
+            names = [name for name in self._parameters if axis in _extra_axes(self._table[name])]
             if names and self._mesh.has_axis(axis) and self._mesh.axis(axis).size > 1:
                 self._sum(names, axis)
         self._finished = True
@@ -129,12 +129,12 @@ class FullySharded:
         """This rank's boxes of the summed gradients by global name; zero where there is none."""
         if not self._finished:
             raise LayoutError("the gradients are not summed yet: call finish() first")
-        return {name: self._gradient(name) for name in self.parts()}
+        return {name: self._gradient(name) for name in self.local_shards()}
 
-    def not_finite(self) -> list[NotFinite]:
+    def nonfinite_gradients(self) -> list[NonFiniteGradient]:
         """Returns which gradients are NaN or infinite after `finish`, on this rank's boxes."""
         return [
-            NotFinite("fully sharded", name, bool(gradient.isnan().any()), None)
+            NonFiniteGradient("fully sharded", name, bool(gradient.isnan().any()), None)
             for name, gradient in self.gradients().items()
             if not bool(gradient.isfinite().all())
         ]
@@ -152,7 +152,7 @@ class FullySharded:
 
     # -- parameters ----------------------------------------------------------------------------
 
-    def parts(self) -> dict[str, Shaped[Tensor, "..."]]:
+    def local_shards(self) -> dict[str, Shaped[Tensor, "..."]]:
         """This rank's boxes of the parameters that have a gradient; empty ones are left out."""
         boxes = {
             name: _compat.local_part(parameter)
@@ -172,13 +172,13 @@ class FullySharded:
 
     def weights(self) -> dict[str, Shaped[Tensor, "..."]]:
         """This rank's boxes of all parameters, those without a gradient too."""
-        self.settle()
+        self.wait_for_parameters()
         return {name: _compat.local_part(p) for name, p in self._parameters.items()}
 
-    def gather(self) -> None:
+    def start_gather(self) -> None:
         """Nothing: every forward pass gathers what it needs."""
 
-    def settle(self) -> None:
+    def wait_for_parameters(self) -> None:
         """Drops what an evaluation has left gathered, so that boxes are all there is."""
         self._stage.reshard()
 
@@ -189,8 +189,8 @@ class FullySharded:
         """Sums this rank's boxes of several gradients over an axis, in one message."""
         boxes = [self._gradient(name) for name in names]
         flat = torch.cat([box.flatten() for box in boxes])
-        messages = Messages(PURPOSE, f"fully sharded gradients ({names[0]!r} ...)")
-        started = messages.all_reduce(flat, self._mesh.axis(axis))
+        collectives = AsyncCollectives(PURPOSE, f"fully sharded gradients ({names[0]!r} ...)")
+        started = collectives.all_reduce(flat, self._mesh.axis(axis))
         started.wait()
         totals = torch.split(flat, [box.numel() for box in boxes])
         for box, total in zip(boxes, totals, strict=True):
@@ -271,12 +271,12 @@ def _require_known(
                 f"{name!r} belongs to experts, which are not copied on every data parallel rank "
                 f"({mesh.layout}): fully sharded training cannot cut them"
             )
-        unknown = set(_further(table[name])) - {"tp", "embedding"}
+        unknown = set(_extra_axes(table[name])) - {"tp", "embedding"}
         if unknown:
             raise LayoutError(f"the gradient of {name!r} is partial over axis {unknown.pop()!r}")
 
 
-def _further(sharding: Sharding) -> tuple[str, ...]:
+def _extra_axes(sharding: Sharding) -> tuple[str, ...]:
     """Axes over which a gradient is summed after the data axis."""
     partial = () if sharding.partial is None else (sharding.partial,)
     return (*partial, "embedding") if sharding.tied else partial
@@ -288,8 +288,8 @@ def _reduce_dtype(named: Mapping[str, Parameter]) -> torch.dtype | None:
     return next(wider, None)
 
 
-def _grid(route: Route, mesh: Mesh) -> list[list[int]]:
+def _grid(axes: ReductionAxes, mesh: Mesh) -> list[list[int]]:
     """Global ranks of this rank's data-parallel group: a row for each instance."""
     ranks = mesh.axis("dp_cp").ranks
-    size = route.inner.size
+    size = axes.inner.size
     return [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]

@@ -38,10 +38,13 @@ class AddProduct(Protocol):
 
 
 class ProductOp(NamedTuple):
-    """The operation that is fused, and `refusal(dtype, main dtype, device)`: why it cannot be."""
+    """The fused operation.
+
+    `why_unsupported(dtype, main_dtype, device)` returns why it does not run there, or None.
+    """
 
     add: AddProduct
-    refusal: Callable[[torch.dtype, torch.dtype, torch.device], str | None]
+    why_unsupported: Callable[[torch.dtype, torch.dtype, torch.device], str | None]
 
 
 def add_product(
@@ -63,7 +66,9 @@ def add_product(
         torch.addmm(into, dy.t(), x, out_dtype=into.dtype, out=into)
 
 
-def product_refusal(dtype: torch.dtype, main: torch.dtype, device: torch.device) -> str | None:
+def why_product_unsupported(
+    dtype: torch.dtype, main: torch.dtype, device: torch.device
+) -> str | None:
     """Why torch cannot add products of `dtype` up in `main`; tried on the device, with 16 x 16."""
     if dtype == main:
         return None
@@ -78,29 +83,29 @@ def product_refusal(dtype: torch.dtype, main: torch.dtype, device: torch.device)
     return None if bool((into == 32).all()) else f"torch {torch.__version__} has wrong {pair}"
 
 
-TORCH: Final = ProductOp(add_product, product_refusal)
+TORCH: Final = ProductOp(add_product, why_product_unsupported)
 """What torch itself offers."""
 
 
-class Fusion(NamedTuple):
+class GradientFusion(NamedTuple):
     """For which weights gradient accumulation is fused, by global name, and why not for others.
 
     Attributes:
         fused: weights whose gradients are added up by products.
-        refused: weights of layers that could, with the reason.
-        off: why it was not even looked at; empty if it was.
+        not_fused: weights of layers that could, with the reason.
+        disabled_reason: why it was not even looked at; empty if it was.
     """
 
     fused: tuple[str, ...] = ()
-    refused: Mapping[str, str] = {}
-    off: str = ""
+    not_fused: Mapping[str, str] = {}
+    disabled_reason: str = ""
 
     def __str__(self) -> str:
-        if self.off:
-            return f"gradient accumulation is not fused: {self.off}"
-        count = len(self.fused) + len(self.refused)
+        if self.disabled_reason:
+            return f"gradient accumulation is not fused: {self.disabled_reason}"
+        count = len(self.fused) + len(self.not_fused)
         line = f"gradient accumulation is fused for {len(self.fused)} of {count} weight matrices"
-        reasons = Counter(self.refused.values())
+        reasons = Counter(self.not_fused.values())
         return line + "".join(f"; not for {n}: {reason}" for reason, n in reasons.items())
 
 
@@ -108,7 +113,7 @@ def fuse_gradient_accumulation(
     modules: Iterable[nn.Module],
     buffers: Iterable[GradientBuffers],
     op: ProductOp = TORCH,
-) -> Fusion:
+) -> GradientFusion:
     """Lets the layers of `modules` add the gradients of their weights to main gradients themselves.
 
     The product of every `Multiplies` in the modules adds up gradients that are in `buffers` (those
@@ -140,7 +145,7 @@ def fuse_gradient_accumulation(
             bucket, name = owners[id(weight)]
             kind = weight.dtype, bucket.plan.dtype, bucket.plan.device
             if kind not in reasons:
-                reasons[kind] = op.refusal(*kind)
+                reasons[kind] = op.why_unsupported(*kind)
             reason = reasons[kind]
             if reason is None:
                 added[number] = Accumulator(bucket, name, op.add)
@@ -149,7 +154,7 @@ def fuse_gradient_accumulation(
                 refused[name] = reason
         if added:
             layer.product = Accumulating(_alone(layer.product), added)
-    return Fusion(tuple(dict.fromkeys(fused)), refused)
+    return GradientFusion(tuple(dict.fromkeys(fused)), refused)
 
 
 def _alone(product: Product) -> Product:
@@ -162,18 +167,18 @@ class Accumulator:
 
     def __init__(self, bucket: Bucket, name: str, add: AddProduct) -> None:
         self._bucket, self._name, self._add = bucket, name, add
-        bucket.fuse(name)
+        bucket.mark_fused(name)
 
     def __call__(
         self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], *, returned: bool
     ) -> Tensor | None:
         """Adds `dy^T x`; the result is what autograd is given for it."""
         bucket, shape = self._bucket, self._bucket.parameters[self._name].shape
-        if bucket.closed or (returned and not bucket.split):
+        if bucket.closed or (returned and not bucket.in_weight_backward):
             return (dy.t() @ x).view(shape)  # whoever asks for it is not the buffers' user
-        into, first = bucket.place(self._name)
+        into, first = bucket.accumulation_target(self._name)
         self._add(into.view(-1, shape[-1]), dy, x, first=first)
-        return bucket.nothing.expand(shape) if returned else None
+        return bucket.dummy_gradient.expand(shape) if returned else None
 
 
 def _name(dtype: torch.dtype) -> str:

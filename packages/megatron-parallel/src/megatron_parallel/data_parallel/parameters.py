@@ -1,15 +1,15 @@
 """Parameters in the buckets of their gradients: a rank updates its shard, the others gather it.
 
     shards = ParameterBuffers(module, buffers, table)
-    optimizer updates shards.parts()         # flat parts, in place
-    shards.gather()                          # starts; the next forward pass waits where it must
+    optimizer updates shards.local_shards()  # flat ranges, in place
+    shards.start_gather()                    # the next forward pass waits where it must
 
 This is the second half of ZeRO-1 (Rajbhandari et al. 2020): gradients are reduce-scattered in
 `GradientBuffers`, each rank updates a flat shard of every bucket, and weights are all-gathered.
 With overlap, gathers start in forward order all at once, and a module waits, before its forward
 pass, for exactly the buckets that hold parameters of its own. Parameters that are tied over
 pipeline stages are read by a module that does not own them, so the whole stage waits for those.
-Whoever reads parameters otherwise (a checkpoint) calls `settle` first.
+Whoever reads parameters otherwise (a checkpoint) calls `wait_for_parameters` first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_parallel.data_parallel.bucket import Bucket, Reduction
 from megatron_parallel.data_parallel.buffers import GradientBuffers
-from megatron_parallel.data_parallel.reduction import Messages
+from megatron_parallel.data_parallel.reduction import AsyncCollectives
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import Sharding
@@ -68,12 +68,14 @@ class ParameterBuffers:
             for each in [module] if isinstance(module, nn.Module) else module:
                 self._watch(each)
 
-    def parts(self) -> dict[str, Shaped[Tensor, "..."]]:
+    def local_shards(self) -> dict[str, Shaped[Tensor, "..."]]:
         """Returns what this rank updates, by global name; it shares memory with the parameters.
 
         Flat parts; of buckets of whole matrices, tensors of the parameters' shape.
         """
-        return {name: part for bucket in self.buckets for name, part in bucket.parts().items()}
+        return {
+            name: part for bucket in self.buckets for name, part in bucket.local_shards().items()
+        }
 
     def views(self, tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, list[View]]:
         """Views, for a checkpoint, of tensors shaped like the parts (moments, main weights)."""
@@ -87,14 +89,14 @@ class ParameterBuffers:
         return found
 
     @torch.no_grad()
-    def gather(self) -> None:
+    def start_gather(self) -> None:
         """Starts giving every rank all parts, in forward order; without overlap, wait for them."""
         for bucket in reversed(self.buckets):
             self._flying += bucket.start()
         if not self.overlap:
-            self.settle()
+            self.wait_for_parameters()
 
-    def settle(self) -> None:
+    def wait_for_parameters(self) -> None:
         """Returns when all parameters may be read."""
         for bucket in self.buckets if self._flying else ():
             self._flying -= bucket.wait()
@@ -106,7 +108,7 @@ class ParameterBuffers:
 
     def close(self) -> None:
         """Waits for what is under way and removes the hooks."""
-        self.settle()
+        self.wait_for_parameters()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -139,26 +141,26 @@ class _ParameterBucket:
         self.tied = plan.tied
         self.gathered: Reduction | None = None
         self._plan = plan
-        self._axis = gradients.route.inner
-        self._messages = Messages(
+        self._axis = gradients.axes.inner
+        self._collectives = AsyncCollectives(
             PURPOSE, f"parameter bucket {gradients.label} ({plan.slots[0].name!r} ...)"
         )
         self._started: Started | None = None
         self._flat = torch.zeros(plan.numel, dtype=plan.parameter_dtype, device=plan.device)
-        self._shard = self._flat[slice(*plan.shard(self._axis.index))]
+        self._shard = self._flat[slice(*plan.shard_range(self._axis.index))]
         for slot in plan.slots:
             parameter = self.parameters[slot.name]
             view = self._flat[slot.start : slot.stop].view(slot.shape)
             view.copy_(parameter.detach())
             parameter.data = view
 
-    def parts(self) -> dict[str, Tensor]:
+    def local_shards(self) -> dict[str, Tensor]:
         """Of each parameter that reaches into this rank's shard, the part in it."""
-        return self._plan.parts_in(self._shard, self._axis.index)
+        return self._plan.split_shard(self._shard, self._axis.index)
 
     def starts(self) -> dict[str, int]:
         """Returns where each of those parts begins in its flattened parameter."""
-        return {part.name: part.start for part in self._plan.shard_parts(self._axis.index)}
+        return {part.name: part.start for part in self._plan.shard_ranges(self._axis.index)}
 
     def start(self) -> int:
         """Starts gathering; returns how many gathers there are to wait for."""
@@ -166,7 +168,7 @@ class _ParameterBucket:
         self.gathered = None
         if self._axis.size == 1:
             return 0
-        self._started = self._messages.all_gather(self._flat, self._shard, self._axis)
+        self._started = self._collectives.all_gather(self._flat, self._shard, self._axis)
         return 1
 
     def wait(self) -> int:

@@ -60,20 +60,20 @@ class Slot:
         return prod(self.shape)
 
 
-class SlotPart(NamedTuple):
+class SlotRange(NamedTuple):
     """The part of a parameter that lies in one shard of its bucket.
 
     Attributes:
         name: Of the parameter.
         start: First element of the flattened parameter.
         stop: End of the part there.
-        at: Where the part begins in the shard.
+        offset: Where the part begins in the shard.
     """
 
     name: str
     start: int
     stop: int
-    at: int
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class BucketPlan:
 
     Attributes:
         slots: Parameters in backward order.
-        numel: Elements with padding, a multiple of `ALIGNMENT * parts`.
-        parts: Number of shards the bucket can be cut into: the size of the axis.
+        numel: Elements with padding, a multiple of `ALIGNMENT * num_shards`.
+        num_shards: Number of shards the bucket can be cut into: the size of the axis.
         axis: Mesh axis over which the gradients are summed.
         partial: Axis over which they are summed after that, if they are partial (`Sharding`).
         tied: Holds a weight that the first and the last pipeline stage share.
@@ -95,7 +95,7 @@ class BucketPlan:
 
     slots: tuple[Slot, ...]
     numel: int
-    parts: int
+    num_shards: int
     axis: str
     partial: str | None
     tied: bool
@@ -104,33 +104,35 @@ class BucketPlan:
     device: torch.device
     whole: bool = False
 
-    def shard(self, index: int) -> tuple[int, int]:
+    def shard_range(self, index: int) -> tuple[int, int]:
         """Starts and stop of the shard of the rank whose index on the axis is `index`."""
-        if not 0 <= index < self.parts:
-            raise LayoutError(f"shard {index} does not exist: the bucket has {self.parts}")
-        length = self.numel // self.parts
+        if not 0 <= index < self.num_shards:
+            raise LayoutError(f"shard {index} does not exist: the bucket has {self.num_shards}")
+        length = self.numel // self.num_shards
         return index * length, (index + 1) * length
 
-    def shard_parts(self, index: int) -> tuple[SlotPart, ...]:
+    def shard_ranges(self, index: int) -> tuple[SlotRange, ...]:
         """What the shard of that rank holds: a part of each parameter that reaches into it."""
-        begin, end = self.shard(index)
-        parts = []
+        begin, end = self.shard_range(index)
+        ranges = []
         for slot in self.slots:
             start, stop = max(slot.start, begin), min(slot.stop, end)
             if start < stop:
-                parts.append(
-                    SlotPart(slot.name, start - slot.start, stop - slot.start, start - begin)
+                ranges.append(
+                    SlotRange(slot.name, start - slot.start, stop - slot.start, start - begin)
                 )
-        return tuple(parts)
+        return tuple(ranges)
 
-    def parts_in(self, shard: Shaped[Tensor, " n"], index: int) -> dict[str, Shaped[Tensor, "..."]]:
+    def split_shard(
+        self, shard: Shaped[Tensor, " n"], index: int
+    ) -> dict[str, Shaped[Tensor, "..."]]:
         """Returns what lies in the storage of that rank's shard, by name.
 
         Flat parts of parameters or, in a bucket of whole ones, tensors of their shape.
         """
         found = {
-            part.name: shard[part.at : part.at + part.stop - part.start]
-            for part in self.shard_parts(index)
+            part.name: shard[part.offset : part.offset + part.stop - part.start]
+            for part in self.shard_ranges(index)
         }
         if not self.whole:
             return found
@@ -159,7 +161,7 @@ def reduction_axis(sharding: Sharding) -> str:
 def plan_buckets(
     parameters: Mapping[str, Tensor],
     table: Mapping[str, Sharding],
-    parts: Mapping[str, int],
+    num_shards: Mapping[str, int],
     bucket_size: int = BUCKET_SIZE,
     *,
     low_precision: bool = False,
@@ -174,7 +176,7 @@ def plan_buckets(
     Args:
         parameters: In forward order; only their shapes, dtypes and devices are read.
         table: Their sharding.
-        parts: Sizes of the axes `dp_cp` and `expert_dp`.
+        num_shards: Sizes of the axes `dp_cp` and `expert_dp`.
         bucket_size: Elements of a bucket, at most, unless it holds a single parameter.
         low_precision: Whether gradients of bf16 parameters are added up in bf16 (`main_dtype`).
         whole_matrices: Whether matrices (`Sharding.hidden_matrix`) have buckets of their own, of
@@ -189,7 +191,7 @@ def plan_buckets(
     filling: dict[_Kind, _Filling] = {}
 
     def close(bucket: "_Filling") -> None:
-        closed.append((bucket.place, bucket.plan(parts[bucket.kind.axis])))
+        closed.append((bucket.place, bucket.plan(num_shards[bucket.kind.axis])))
 
     for place, (name, parameter) in enumerate(reversed(list(parameters.items()))):
         if name not in table:
@@ -208,7 +210,9 @@ def plan_buckets(
             close(_Filling(kind).add(name, parameter, place))
             continue
         bucket = filling.get(kind)
-        if bucket is not None and bucket.would_overflow(parameter, bucket_size, parts[kind.axis]):
+        if bucket is not None and bucket.would_overflow(
+            parameter, bucket_size, num_shards[kind.axis]
+        ):
             close(bucket)
             bucket = None
         if bucket is None:
@@ -246,23 +250,23 @@ class _Filling:
         self.place = place
         return self
 
-    def would_overflow(self, parameter: Tensor, bucket_size: int, parts: int) -> bool:
+    def would_overflow(self, parameter: Tensor, bucket_size: int, num_shards: int) -> bool:
         """Returns whether the bucket is full without the parameter."""
         if self.kind.whole:
             largest = max(parameter.numel(), *(slot.numel for slot in self.slots))
-            bucket_size = parts * max(bucket_size, largest)
+            bucket_size = num_shards * max(bucket_size, largest)
         return self.end + parameter.numel() > bucket_size
 
-    def plan(self, parts: int) -> BucketPlan:
-        slots, numel = tuple(self.slots), _aligned(self.end, ALIGNMENT * parts)
+    def plan(self, num_shards: int) -> BucketPlan:
+        slots, numel = tuple(self.slots), _aligned(self.end, ALIGNMENT * num_shards)
         if self.kind.whole:
-            slots, numel = _dealt_out(slots, parts)
-        return BucketPlan(slots, numel, parts, *self.kind)
+            slots, numel = _dealt_out(slots, num_shards)
+        return BucketPlan(slots, numel, num_shards, *self.kind)
 
 
-def _dealt_out(slots: tuple[Slot, ...], parts: int) -> tuple[tuple[Slot, ...], int]:
+def _dealt_out(slots: tuple[Slot, ...], num_shards: int) -> tuple[tuple[Slot, ...], int]:
     """Slots that each lie in one of so many equal shards, and the elements of all shards."""
-    ends = [0] * parts
+    ends = [0] * num_shards
     places: dict[str, tuple[int, int]] = {}  # shard, and start in it
     for slot in sorted(slots, key=lambda slot: -slot.numel):
         shard = ends.index(min(ends))
@@ -270,7 +274,7 @@ def _dealt_out(slots: tuple[Slot, ...], parts: int) -> tuple[tuple[Slot, ...], i
         ends[shard] = _aligned(ends[shard] + slot.numel, ALIGNMENT)
     length = max(ends)
     moved = (replace(s, start=places[s.name][0] * length + places[s.name][1]) for s in slots)
-    return tuple(moved), length * parts
+    return tuple(moved), length * num_shards
 
 
 def _aligned(number: int, step: int) -> int:

@@ -26,7 +26,7 @@ from megatron_parallel.axes import Axis
 from megatron_parallel.started import Started, Work
 
 
-class Route(NamedTuple):
+class ReductionAxes(NamedTuple):
     """The ranks a bucket is summed over: `inner` ones, then their counterparts, if any."""
 
     inner: Axis
@@ -41,7 +41,7 @@ class Route(NamedTuple):
 Sum = Iterator[Started]
 
 
-class Messages(NamedTuple):
+class AsyncCollectives(NamedTuple):
     """What collectives are for: in `Traffic`, and in the line that tells of a failure."""
 
     purpose: str
@@ -96,36 +96,40 @@ class Messages(NamedTuple):
         return Started(axis, operation, payload, result, collective, told=told)
 
 
-def sum_whole(flat: Tensor, shard: Tensor, route: Route, messages: Messages) -> Sum:
+def all_reduce_bucket(
+    flat: Tensor, shard: Tensor, axes: ReductionAxes, collectives: AsyncCollectives
+) -> Sum:
     """Sums `flat` in place; `shard` is this rank's part of it among the inner ranks."""
-    if route.outer is None:
-        if route.inner.size > 1:
-            yield messages.all_reduce(flat, route.inner)
+    if axes.outer is None:
+        if axes.inner.size > 1:
+            yield collectives.all_reduce(flat, axes.inner)
         return
-    yield from sum_shard(flat, shard, route, messages)
-    if route.inner.size > 1:
-        yield messages.all_gather(flat, shard, route.inner)
+    yield from reduce_scatter_bucket(flat, shard, axes, collectives)
+    if axes.inner.size > 1:
+        yield collectives.all_gather(flat, shard, axes.inner)
 
 
-def sum_shard(flat: Tensor, shard: Tensor, route: Route, messages: Messages) -> Sum:
+def reduce_scatter_bucket(
+    flat: Tensor, shard: Tensor, axes: ReductionAxes, collectives: AsyncCollectives
+) -> Sum:
     """Sums this rank's part of `flat` into `shard`, which is that part; the rest is destroyed."""
-    if route.inner.size > 1:
-        yield messages.reduce_scatter(shard, flat, route.inner)
-    if route.outer is not None:
-        yield messages.all_reduce(shard, route.outer)
+    if axes.inner.size > 1:
+        yield collectives.reduce_scatter(shard, flat, axes.inner)
+    if axes.outer is not None:
+        yield collectives.all_reduce(shard, axes.outer)
 
 
-def sum_in_bf16(
-    flat: Tensor, shard: Tensor, route: Route, messages: Messages, *, whole: bool
+def reduce_in_bf16(
+    flat: Tensor, shard: Tensor, axes: ReductionAxes, collectives: AsyncCollectives, *, whole: bool
 ) -> Sum:
     """Sums what ranks send in bf16, in the dtype of `flat`: into `shard`, and `flat` if `whole`."""
-    axis, wire = route.inner, flat.to(torch.bfloat16)
+    axis, wire = axes.inner, flat.to(torch.bfloat16)
     if axis.size > 1:
         received = torch.empty_like(wire)
-        yield messages.all_to_all(received, wire, axis)
+        yield collectives.all_to_all(received, wire, axis)
         torch.sum(received.view(axis.size, -1), dim=0, dtype=flat.dtype, out=shard)
-    if route.outer is not None:
-        yield messages.all_reduce(shard, route.outer)
+    if axes.outer is not None:
+        yield collectives.all_reduce(shard, axes.outer)
     if whole and axis.size > 1:
-        yield messages.all_gather(wire, shard.to(torch.bfloat16), axis)
+        yield collectives.all_gather(wire, shard.to(torch.bfloat16), axis)
         flat.copy_(wire)

@@ -11,13 +11,13 @@ from megatron_parallel.views import View
 
 
 @runtime_checkable
-class Shards(Protocol):
+class ParameterShards(Protocol):
     """The parts of one stage's parameters that this rank updates.
 
     `ParameterBuffers` (flat parts of buckets) and `FullySharded` (boxes) are of this kind.
     """
 
-    def parts(self) -> dict[str, Shaped[Tensor, "..."]]:
+    def local_shards(self) -> dict[str, Shaped[Tensor, "..."]]:
         """By global name, in the parameters' own dtype; updated in place."""
 
     def views(self, tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, list[View]]:
@@ -26,8 +26,8 @@ class Shards(Protocol):
         Those of other stages are left to them.
         """
 
-    def gather(self) -> None:
+    def start_gather(self) -> None:
         """Says that the parts were updated: other ranks may have them now."""
 
-    def settle(self) -> None:
+    def wait_for_parameters(self) -> None:
         """Returns when parameters may be read, or written to, from outside of the model."""

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_parallel.data_parallel.shards import Shards
+from megatron_parallel.data_parallel.shards import ParameterShards
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import Sharding
@@ -35,7 +35,7 @@ class Trainable(Protocol):
         """How each parameter is cut."""
 
     @property
-    def shards(self) -> Sequence[Shards]:
+    def shards(self) -> Sequence[ParameterShards]:
         """The parts of them that this rank updates; empty if it updates all of them."""
 
     def gradients(self) -> Mapping[str, Float[Tensor, "..."] | None]:
@@ -77,7 +77,7 @@ class TrainableParameters:
         mesh: Mesh,
         *,
         gradients: Callable[[], Mapping[str, Tensor]] | None = None,
-        shards: Sequence[Shards] = (),
+        shards: Sequence[ParameterShards] = (),
     ) -> None:
         if shards and gradients is None:
             raise LayoutError(

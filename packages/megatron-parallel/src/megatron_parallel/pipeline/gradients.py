@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_parallel.data_parallel.buffers import GradientBuffers
-from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
+from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelConfig
 from megatron_parallel.data_parallel.fully_sharded import FullySharded
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
@@ -53,7 +53,7 @@ class StageGradients:
         mesh: Mesh,
         chunks: Sequence[nn.Module],
         table: Mapping[str, Sharding],
-        config: DataParallelConfig = DEFAULTS,
+        config: DataParallelConfig = DEFAULT_CONFIG,
     ) -> None:
         stages = mesh.layout.stages(mesh.axis("pp").index)
         if len(stages) != len(chunks):
@@ -89,10 +89,13 @@ class StageGradients:
     def _split(self, backward: Backward) -> Iterator[None]:
         buffers = self._of_stage[backward.stage]
         shared = self._of_several if backward.stage in self._sharing else None
-        with buffers.split_pass(), nullcontext() if shared is None else shared.split_pass():
+        with (
+            buffers.weight_backward(),
+            nullcontext() if shared is None else shared.weight_backward(),
+        ):
             yield
         if backward.last:
-            buffers.complete()
+            buffers.start_reductions()
         self._tell_shared(backward)
 
     def _tell_shared(self, backward: Backward) -> None:
@@ -101,9 +104,9 @@ class StageGradients:
         if backward.last:
             self._open.discard(backward.stage)
         if self._open:
-            self._of_several.absorb()
+            self._of_several.collect_gradients()
         else:
-            self._of_several.complete()
+            self._of_several.start_reductions()
 
     def finish(self) -> None:
         """Waits until all sums are there."""
@@ -152,7 +155,7 @@ class FullyShardedStages:
         chunks: Sequence[nn.Module],
         units: Sequence[Sequence[nn.Module]],
         table: Mapping[str, Sharding],
-        config: DataParallelConfig = DEFAULTS,
+        config: DataParallelConfig = DEFAULT_CONFIG,
     ) -> None:
         names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
         twice = {name for name in names if names.count(name) > 1}

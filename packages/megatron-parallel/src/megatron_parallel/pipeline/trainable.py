@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_parallel.data_parallel.buffers import GradientBuffers
-from megatron_parallel.data_parallel.config import DEFAULTS, DataParallelConfig
-from megatron_parallel.data_parallel.finite import describe_not_finite
+from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelConfig
+from megatron_parallel.data_parallel.finite import describe_nonfinite_gradients
 from megatron_parallel.data_parallel.parameters import ParameterBuffers
-from megatron_parallel.data_parallel.shards import Shards
+from megatron_parallel.data_parallel.shards import ParameterShards
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.pipeline.contract import Backward
 from megatron_parallel.pipeline.gradients import FullyShardedStages, StageGradients
@@ -46,8 +46,8 @@ class TrainableStages:
         mesh: Where this rank stands.
         config: How gradients are summed.
         modules: What runs the stages.
-        parameters: This rank's parameters by global name, each of them once. Call `settle` before
-            reading them outside of the stages.
+        parameters: This rank's parameters by global name, each of them once. Call
+            `wait_for_parameters` before reading them outside of the stages.
         table: How each is cut, states too.
         states: State of these stages that is not a parameter, by global name.
         buffers: Main gradients, one set for each stage, and one for what stages share; empty with
@@ -62,7 +62,7 @@ class TrainableStages:
         self,
         stages: Sequence[nn.Module],
         mesh: Mesh,
-        config: DataParallelConfig = DEFAULTS,
+        config: DataParallelConfig = DEFAULT_CONFIG,
         units: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
     ) -> None:
         self.mesh = mesh
@@ -72,7 +72,7 @@ class TrainableStages:
             self.table.update(collect_shardings(stage))
         self.states = collect_states(stages)
         self.modules: list[nn.Module] = list(stages)
-        self.shards: list[Shards] = []
+        self.shards: list[ParameterShards] = []
         self.buffers: list[GradientBuffers] = []
         self._gradients: StageGradients | FullyShardedStages
         if config.use_torch_fsdp2:
@@ -102,10 +102,10 @@ class TrainableStages:
         """Returns the main gradients by global name, after `finish`."""
         return self._gradients.gradients()
 
-    def not_finite(self) -> str:
+    def describe_nonfinite_gradients(self) -> str:
         """Return which gradient is not finite, in the same line on every rank; empty if none is."""
-        found = [item for each in self._gradients.buffers for item in each.not_finite()]
-        return describe_not_finite(found, self.mesh)
+        found = [item for each in self._gradients.buffers for item in each.nonfinite_gradients()]
+        return describe_nonfinite_gradients(found, self.mesh)
 
     def zero(self) -> None:
         """Drops all gradients and observations, and starts the next step."""
@@ -118,14 +118,14 @@ class TrainableStages:
         for state in self.states.values():
             state.step()
 
-    def settle(self) -> None:
+    def wait_for_parameters(self) -> None:
         """Returns when all weights of the latest step are on this rank."""
         for shards in self.shards:
-            shards.settle()
+            shards.wait_for_parameters()
 
     def views(self) -> dict[str, list[View]]:
         """Returns views of all parameters and states, to save or to load into."""
-        self.settle()
+        self.wait_for_parameters()
         states = {name: state.value for name, state in self.states.items()}
         if isinstance(self._gradients, FullyShardedStages):
             cut = self._gradients.buffers
