@@ -162,4 +162,4 @@ def opposites(command: str) -> set[str]:
 def test_what_is_planned_or_refused_is_taken_by_no_command():
     for command in COMMANDS:
         for name in accepted_by(command) & FLAGS.keys():
-            assert FLAGS[name].kind in ("works", "alias"), f"{command} takes {FLAGS[name]}"
+            assert FLAGS[name].status in ("works", "alias"), f"{command} takes {FLAGS[name]}"

@@ -10,7 +10,7 @@ import yaml
 from fuzzing import fuzz, mutate_bytes
 from megatron_train.cli import main
 from megatron_train.errors import TrainError
-from megatron_train.megatron_lm.shell import read_script
+from megatron_train.megatron_lm.launch_script import read_script
 from megatron_train.megatron_lm.table import megatron_flags
 from megatron_train.megatron_lm.translate import translate
 
@@ -75,7 +75,7 @@ def test_a_script_is_read_as_bash_runs_it(arguments, tmp_path):
     subprocess.run(run, cwd=tmp_path, check=True, env={"PATH": "/usr/bin:/bin"}, timeout=60)
     words = (tmp_path / "words").read_text().split("\0")[:-1]
     found = read_script(path, arguments)
-    assert [*found.launcher[1:], "path/" + found.program, *found.words] == words
+    assert [*found.launcher[1:], "path/" + found.program, *found.arguments] == words
     assert found.unset == {"NOTHING": 33}
 
 
@@ -90,11 +90,11 @@ python3 train_it.py --save $E --load $F --seed 1
 python3 pretrain_gpt.py --second
 """
     found = read_script(write(tmp_path, text))
-    assert found.words == ("--save", "$(date)", "--load", "$((1/0))", "--seed", "1")
+    assert found.arguments == ("--save", "$(date)", "--load", "$((1/0))", "--seed", "1")
     lines = [note.split(": ")[0] for note in found.notes]
     assert lines == [f"line {n}" for n in (1, 2, 3, 4, 5, 6, 6, 6, 8)]
     assert "'for' is not followed" in found.notes[0] and "left out" in found.notes[1]
-    errors = translate(found.words, TABLE).errors
+    errors = translate(found.arguments, TABLE).errors
     assert errors[0] == "--save $(date): the value is only known when the script is run; set it"
 
 
@@ -122,7 +122,7 @@ def test_fuzzed_scripts_are_read_or_refused(tmp_path, fuzz_count):
     def read(content: bytes) -> None:
         path = tmp_path / "train.sh"
         path.write_bytes(content)
-        translate(read_script(path, ["out"]).words, TABLE)
+        translate(read_script(path, ["out"]).arguments, TABLE)
 
     fuzz(read, [SCRIPT.encode()], TrainError, count=fuzz_count, mutate=mutate_bytes)
 
@@ -138,8 +138,8 @@ def test_flags_are_sorted_by_what_becomes_of_them():
         "refused": 1,
         "unknown": 1,
     }
-    assert result.words == ["--num-layers", "2", "--lr", "1e-3"]
-    assert result.errors[0] == TABLE["--fp16"].answer() and len(result.errors) == 3
+    assert result.arguments == ["--num-layers", "2", "--lr", "1e-3"]
+    assert result.errors[0] == TABLE["--fp16"].message() and len(result.errors) == 3
     dropped = translate(words.split(), TABLE, ["--fp16", "--new-thing", "--padded-vocab-size"])
     assert not dropped.errors and dropped.counts()["dropped"] == 3
 
@@ -161,7 +161,7 @@ def test_a_command_line_that_does_not_fit_is_refused(words, error):
 
 def test_groups_of_queries_need_their_switch_as_in_megatron():
     result = translate(["--num-query-groups", "2", "--seed", "1"], TABLE)
-    assert result.words == ["--seed", "1"] and "no effect in Megatron-LM" in result.notes[0]
+    assert result.arguments == ["--seed", "1"] and "no effect in Megatron-LM" in result.notes[0]
 
 
 def test_the_command_writes_settings_and_says_what_became_of_flags(tmp_path, capsys):
@@ -223,8 +223,8 @@ def flags_of_scripts():
 def test_the_page_has_the_counts_of_the_example_scripts():
     page = Path(__file__).parents[3] / "docs" / "from-megatron.md"
     for script, flags in flags_of_scripts().items():
-        kinds = Counter("accepted" if TABLE[f].accepted else TABLE[f].kind for f in flags)
-        kinds["no effect"] = sum(TABLE[f].kind == "no effect" for f in flags)
+        kinds = Counter("accepted" if TABLE[f].accepted else TABLE[f].status for f in flags)
+        kinds["no effect"] = sum(TABLE[f].status == "no effect" for f in flags)
         kinds["accepted"] -= kinds["no effect"]
         columns = [kinds[name] for name in ("accepted", "no effect", "planned", "refused")]
         row = f"| `{script}` | {len(flags)} | {' | '.join(map(str, columns))} | 0 |"

@@ -9,7 +9,7 @@ from megatron_train.cli.main import build_parser
 from megatron_train.config.flags import ALIASES, LAYERS_PER_VIRTUAL_STAGE
 from megatron_train.config.run_sections import run_options
 from megatron_train.megatron_lm.page import render_flags
-from megatron_train.megatron_lm.table import KINDS, megatron_flags
+from megatron_train.megatron_lm.table import STATUSES, megatron_flags
 
 ROOT = Path(__file__).parents[3]
 LISTS = Path(__file__).parent / "megatron_flags"
@@ -43,8 +43,8 @@ def test_every_flag_of_the_parser_has_one_answer():
     assert len(names) == len(set(names)) == 878
     assert {name for name, flag in FLAGS.items() if flag.in_parser} == set(names)
     for flag in FLAGS.values():
-        assert flag.kind in KINDS and bool(flag.text) != bool(flag.commands), flag
-        assert "issue" not in flag.text
+        assert flag.status in STATUSES and bool(flag.reason) != bool(flag.commands), flag
+        assert "issue" not in flag.reason
 
 
 @pytest.mark.parametrize(("name", "count"), [("readme", 81), ("bridge", 230)])
@@ -55,10 +55,10 @@ def test_flags_that_others_name_are_known(name, count):
 
 def test_what_the_table_accepts_is_what_the_parser_takes():
     kinds = ("works", "alias")
-    said = {name for name, flag in FLAGS.items() if flag.accepted and flag.kind in kinds}
+    said = {name for name, flag in FLAGS.items() if flag.accepted and flag.status in kinds}
     assert said <= ACCEPTED | OPPOSITES
     assert FLAGS.keys() & (ACCEPTED | OPPOSITES) == said
-    assert {name for name in said if FLAGS[name].kind == "alias"} == {
+    assert {name for name in said if FLAGS[name].status == "alias"} == {
         *ALIASES,
         LAYERS_PER_VIRTUAL_STAGE,
     }
@@ -75,11 +75,11 @@ def test_the_parser_accepts_what_the_options_say_and_no_more():
 
 @pytest.mark.parametrize("form", ["{} 3", "{}", "{}=3"])
 def test_all_that_is_planned_or_refused_is_answered_at_once(form, capsys):
-    refused = [flag for flag in FLAGS.values() if flag.kind in ("planned", "refused")]
+    refused = [flag for flag in FLAGS.values() if flag.status in ("planned", "refused")]
     words = " ".join(form.format(flag.flag) for flag in refused).split()
     error = printed(["pretrain", "gpt", "--seed", "2", *words, "--lr", "1"], capsys, 2).err
     *lines, last = error.splitlines()
-    assert lines == [f"megatron-train: error: {flag.answer()}" for flag in refused]
+    assert lines == [f"megatron-train: error: {flag.message()}" for flag in refused]
     assert last == (
         f"megatron-train: error: {len(refused)} arguments cannot be used; see "
         "megatron-train pretrain gpt --help"
@@ -87,12 +87,12 @@ def test_all_that_is_planned_or_refused_is_answered_at_once(form, capsys):
 
 
 def test_all_without_effect_is_accepted_and_named_once(capsys):
-    harmless = [flag for flag in FLAGS.values() if flag.kind == "no effect"]
+    harmless = [flag for flag in FLAGS.values() if flag.status == "no effect"]
     words = [word for flag in harmless for word in (flag.flag, *values(flag))]
     shown = printed(["pretrain", "gpt", *RUN.split(), *words, "--print-config"], capsys, 0)
     lines = shown.err.splitlines()
     assert all(line.startswith("megatron-train: note: ") for line in lines)
-    assert len(lines) == len({flag.text for flag in harmless}) < len(harmless) / 3
+    assert len(lines) == len({flag.reason for flag in harmless}) < len(harmless) / 3
     named = [word.rstrip(",") for word in shown.err.split() if word.startswith("--")]
     assert all(named.count(flag.flag) >= 1 for flag in harmless)
     assert "seed: 1234" in shown.out
@@ -117,7 +117,7 @@ def test_an_update_rule_that_is_not_installed_is_named_with_those_that_are(capsy
 def test_a_flag_of_the_table_is_never_taken_for_another(word, capsys):
     words = ["layout", "--world-size", "2", word, "3"]
     error = printed(words, capsys, 2).err
-    assert FLAGS[word].answer() in error and "did you mean" not in error
+    assert FLAGS[word].message() in error and "did you mean" not in error
 
 
 @pytest.mark.parametrize("word", ["--min-lrs-of-all", "--xyz", "--compiler-cache-folder"])

@@ -71,7 +71,7 @@ def _find(arguments: argparse.Namespace) -> int:
     own = {option.flag for option in options}
     others = [f for f in megatron_flags().values() if f.flag not in own and _has(f.flag, words)]
     for flag in others:
-        sys.stdout.write(flag.answer() + "\n")
+        sys.stdout.write(flag.message() + "\n")
     if not options and not others:
         raise TrainError(f"no setting has {' '.join(arguments.word)!r} in it")
     return 0

@@ -13,9 +13,9 @@ from megatron_train.config.resolve import with_flags
 from megatron_train.config.run_sections import run_options, sections
 from megatron_train.config.values import Values
 from megatron_train.errors import UsageError, raise_collected
-from megatron_train.megatron_lm.shell import LaunchCommand, read_script
+from megatron_train.megatron_lm.launch_script import LaunchCommand, read_script
 from megatron_train.megatron_lm.table import megatron_flags
-from megatron_train.megatron_lm.translate import Translation, as_there, translate
+from megatron_train.megatron_lm.translate import TranslatedFlags, apply_megatron_defaults, translate
 
 _EXAMPLE = """\
 example:
@@ -84,11 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
     command = read_script(arguments.script, arguments.script_words, _variables(arguments.set))
     table = megatron_flags()
     dropped = [flag if flag.startswith("--") else f"--{flag}" for flag in arguments.drop]
-    translation = translate(command.words, table, dropped)
+    translation = translate(command.arguments, table, dropped)
     values = _values(command, translation)
     report = sys.stderr if arguments.output is None else sys.stdout
     report.write(_report(arguments.script.name, command, translation))
-    if any(translation.flags[kind] for kind in ("planned", "refused")):
+    if any(translation.flags_by_outcome[outcome] for outcome in ("planned", "refused")):
         report.write("note: --drop FLAG leaves a flag out, and makes the run another one\n")
     raise_collected(translation.errors)
     text = f"about: from {arguments.script.name}\n" + to_yaml(_sections(values))
@@ -114,7 +114,7 @@ def _variables(texts: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def _values(command: LaunchCommand, translation: Translation) -> Values:
+def _values(command: LaunchCommand, translation: TranslatedFlags) -> Values:
     """Returns settings made from the flags that are accepted; mistakes go to the translation."""
     if command.program not in _PROGRAMS:
         translation.errors.append(
@@ -123,8 +123,8 @@ def _values(command: LaunchCommand, translation: Translation) -> Values:
     parser = Parser(prog="from-megatron", add_help=False)
     add_options(parser, run_options(), {name: title for name, (title, _) in sections().items()})
     try:
-        namespace = parser.parse_args(translation.words)
-        return as_there(translation, with_flags(Values(), namespace))
+        namespace = parser.parse_args(translation.arguments)
+        return apply_megatron_defaults(translation, with_flags(Values(), namespace))
     except UsageError as error:
         translation.errors += [line for line in error.lines if " flags cannot be used" not in line]
     return Values()
@@ -135,12 +135,16 @@ def _sections(values: Values) -> dict[str, dict[str, Any]]:
     return {name: content for name, content in filled.items() if content}
 
 
-def _report(name: str, command: LaunchCommand, translation: Translation) -> str:
+def _report(name: str, command: LaunchCommand, translation: TranslatedFlags) -> str:
     counts = translation.counts()
     lines = [f"{name}: {sum(counts.values())} flags of {command.program}, line {command.line}"]
-    for kind, count in counts.items():
-        shown = "" if kind in ("accepted", "no effect") else _listed(translation.flags[kind])
-        lines.append(f"  {kind:<10} {count:>4}  {shown}".rstrip())
+    for outcome, count in counts.items():
+        shown = (
+            ""
+            if outcome in ("accepted", "no effect")
+            else _listed(translation.flags_by_outcome[outcome])
+        )
+        lines.append(f"  {outcome:<10} {count:>4}  {shown}".rstrip())
     lines += [f"note: {note}" for note in translation.notes]
     lines += [f"note: {note}" for note in command.notes]
     if command.unset:

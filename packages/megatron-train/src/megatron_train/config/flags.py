@@ -122,10 +122,12 @@ class Parser(_command.Parser):
             flag = table.get(name)
             if flag is None:
                 lines.append(f"unknown argument {name}{_command.nearest(name, known)}")
-            elif not (self._megatron and flag.kind == "no effect"):
-                lines.append(flag.answer())
-            elif complaint := flag.complaint([value] if equals else words[place + 1 :][:1]):
-                lines.append(complaint)
+            elif not (self._megatron and flag.status == "no effect"):
+                lines.append(flag.message())
+            elif message := flag.invalid_value_message(
+                [value] if equals else words[place + 1 :][:1]
+            ):
+                lines.append(message)
             elif name not in self._option_string_actions:
                 self._accept(flag)
         return lines
@@ -161,7 +163,7 @@ def notes_on_ignored_flags(namespace: argparse.Namespace) -> list[str]:
     """Returns a line for each reason why flags in ``namespace`` have no effect."""
     by_reason: dict[str, list[str]] = {}
     for flag in getattr(namespace, _WITHOUT_EFFECT, ()):
-        by_reason.setdefault(flag.text, []).append(flag.flag)
+        by_reason.setdefault(flag.reason, []).append(flag.flag)
     return [
         f"{', '.join(dict.fromkeys(flags))} {'has' if len(set(flags)) == 1 else 'have'} no effect "
         f"here: {reason}"

@@ -31,7 +31,7 @@ class Variables:
     Args:
         name: of the script, for errors.
         positional: ``$1``, ``$2`` and so on.
-        given: further variables.
+        initial: further variables.
 
     Attributes:
         values: strings, and lists of strings for arrays.
@@ -39,10 +39,10 @@ class Variables:
         unset: names that were used without a value, with the line of their first use.
     """
 
-    def __init__(self, name: str, positional: Sequence[str], given: Mapping[str, str]) -> None:
+    def __init__(self, name: str, positional: Sequence[str], initial: Mapping[str, str]) -> None:
         self._name = name
         self.positional = list(positional)
-        self.values: dict[str, str | list[str]] = dict(given)
+        self.values: dict[str, str | list[str]] = dict(initial)
         self.notes: list[str] = []
         self.unset: dict[str, int] = {}
         self._depth = 0
@@ -180,7 +180,7 @@ class Variables:
         if not colon and action in ("%", "%%", "#", "##"):
             if text is None:
                 self.unset.setdefault(name, line)
-            return [_without(text or "", action, self._operand(operand, line))]
+            return [_strip_pattern(text or "", action, self._operand(operand, line))]
         self.note(line, f"${{{name}{rest}}} is not understood, and stands as it is")
         return [f"${{{name}{rest}}}"]
 
@@ -232,7 +232,7 @@ def _calculate(node: ast.expr, names: Mapping[str, int]) -> int:
     return value
 
 
-def _without(text: str, action: str, pattern: str) -> str:
+def _strip_pattern(text: str, action: str, pattern: str) -> str:
     """Returns ``text`` without the shortest or longest end that ``pattern`` matches."""
     places = range(min(len(text), 4096) + 1)
     if action[0] == "#":

@@ -38,7 +38,7 @@ class Word:
     elements: tuple["Word", ...] | None = None
 
     @property
-    def plain(self) -> str:
+    def literal(self) -> str:
         """Its text if nothing in it is quoted or expanded, else nothing."""
         if any(part.kind != "text" or part.quoted for part in self.parts):
             return ""
@@ -96,7 +96,7 @@ class Lexer:
 
     def parts(self) -> tuple[Part, ...]:
         """Returns all of the text as pieces of one word, spaces included."""
-        return tuple(self._pieces(""))
+        return tuple(self._parts(""))
 
     def _advance(self, count: int) -> None:
         self._line += self._text.count("\n", self._at, self._at + count)
@@ -122,9 +122,9 @@ class Lexer:
 
     def _word(self) -> Word:
         line = self._line
-        parts = list(self._pieces(" \t\r\n;&|()<>"))
+        parts = list(self._parts(" \t\r\n;&|()<>"))
         word = Word(tuple(parts), line)
-        if self._text.startswith("(", self._at) and _ARRAY.fullmatch(word.plain):
+        if self._text.startswith("(", self._at) and _ARRAY.fullmatch(word.literal):
             self._at += 1
             inner = Lexer(self._text, self._name, line=self._line, depth=self._depth + 1)
             inner._at = self._at
@@ -133,7 +133,7 @@ class Lexer:
             return Word(tuple(parts), line, tuple(words))
         return word
 
-    def _pieces(self, stops: str) -> Iterator[Part]:
+    def _parts(self, stops: str) -> Iterator[Part]:
         plain = ""
         while self._at < len(self._text) and self._text[self._at] not in stops:
             letter = self._text[self._at]

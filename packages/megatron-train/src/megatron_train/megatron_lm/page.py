@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_train.megatron_lm.table import KINDS, MegatronFlag, megatron_flags
+from megatron_train.megatron_lm.table import STATUSES, MegatronFlag, megatron_flags
 
 COMMIT = "d98e8a64"
 """Commit of Megatron-LM's repository whose argument parser the table was compared with."""
@@ -45,11 +45,11 @@ def render_flags() -> str:
 
 
 def _counts(flags: Sequence[MegatronFlag]) -> str:
-    counts = Counter(flag.kind for flag in flags)
-    return ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
+    counts = Counter(flag.status for flag in flags)
+    return ", ".join(f"{counts[kind]} {kind}" for kind in STATUSES if counts[kind])
 
 
 def _row(flag: MegatronFlag) -> str:
-    where = ", ".join(f"`{command}`" for command in flag.commands) or flag.text
-    takes = f" {flag.takes}" if flag.takes else ""
-    return f"| `{flag.flag}{takes}` | {flag.kind} | {where} |"
+    where = ", ".join(f"`{command}`" for command in flag.commands) or flag.reason
+    takes = f" {flag.metavar}" if flag.metavar else ""
+    return f"| `{flag.flag}{takes}` | {flag.status} | {where} |"

@@ -15,7 +15,7 @@ import yaml
 
 from megatron_train.errors import TrainError
 
-KINDS = ("works", "alias", "no effect", "planned", "refused")
+STATUSES = ("works", "alias", "no effect", "planned", "refused")
 """What can have become of a flag."""
 
 
@@ -25,9 +25,9 @@ class MegatronFlag:
 
     Attributes:
         flag: its spelling there.
-        takes: the values behind it, as in a usage line; empty for a switch.
-        kind: one of `KINDS`.
-        text: what it sets, why it has no effect or is refused, or what will bring it.
+        metavar: the values behind it, as in a usage line; empty for a switch.
+        status: one of `STATUSES`.
+        reason: what it sets, why it has no effect or is refused, or what will bring it.
         commands: the commands that take it, where it works.
         subject: title of the group that it belongs to.
         in_parser: whether it is in the argument parser of Megatron-LM's training, at the commit
@@ -35,9 +35,9 @@ class MegatronFlag:
     """
 
     flag: str
-    takes: str
-    kind: str
-    text: str
+    metavar: str
+    status: str
+    reason: str
     commands: tuple[str, ...]
     subject: str
     in_parser: bool
@@ -45,43 +45,43 @@ class MegatronFlag:
     @property
     def accepted(self) -> bool:
         """Whether `megatron-train pretrain gpt` takes it."""
-        if self.kind == "works":
+        if self.status == "works":
             return "megatron-train pretrain gpt" in self.commands
-        return self.kind in ("alias", "no effect")
+        return self.status in ("alias", "no effect")
 
     @property
     def arity(self) -> int | str:
         """Values that it takes: a number, ``+`` or ``*``."""
-        if self.takes.startswith("["):
+        if self.metavar.startswith("["):
             return "*"
-        return "+" if self.takes.endswith("...") else len(self.takes.split())
+        return "+" if self.metavar.endswith("...") else len(self.metavar.split())
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The only values that are accepted, empty where all are."""
-        if not self.takes.startswith("{"):
+        if not self.metavar.startswith("{"):
             return ()
-        return tuple(self.takes.strip("{}").split(","))
+        return tuple(self.metavar.strip("{}").split(","))
 
-    def answer(self) -> str:
+    def message(self) -> str:
         """Returns one line for a user who gave this flag to a command that does not take it."""
-        if self.kind == "works":
+        if self.status == "works":
             return f"{self.flag} is a flag of {' and '.join(self.commands)}"
-        if self.kind == "alias":
-            return f"{self.flag} is a flag of megatron-train pretrain gpt: it {self.text}"
-        if self.kind == "no effect":
-            return f"{self.flag} has no effect here: {self.text}"
-        if self.kind == "planned":
-            return f"{self.flag} is not supported yet, it is planned: {self.text}"
-        return f"{self.flag} is a flag of Megatron-LM that is refused here: {self.text}"
+        if self.status == "alias":
+            return f"{self.flag} is a flag of megatron-train pretrain gpt: it {self.reason}"
+        if self.status == "no effect":
+            return f"{self.flag} has no effect here: {self.reason}"
+        if self.status == "planned":
+            return f"{self.flag} is not supported yet, it is planned: {self.reason}"
+        return f"{self.flag} is a flag of Megatron-LM that is refused here: {self.reason}"
 
-    def complaint(self, values: Sequence[str]) -> str:
+    def invalid_value_message(self, values: Sequence[str]) -> str:
         """Returns one line if ``values`` are not among the choices of this flag, else nothing."""
         wrong = [value for value in values if self.choices and value not in self.choices]
         if not wrong:
             return ""
         return (
-            f"{self.flag} {wrong[0]} is not supported: {self.text}; give "
+            f"{self.flag} {wrong[0]} is not supported: {self.reason}; give "
             f"{' or '.join(self.choices)}, or leave it out"
         )
 
@@ -107,7 +107,7 @@ def _read(document: dict[str, Any]) -> list[MegatronFlag]:
     flags = []
     for kind, reasons in document.items():
         name = kind.replace("_", " ")
-        if name not in KINDS:
+        if name not in STATUSES:
             raise TrainError(f"table of flags, {subject}: unknown kind {kind!r}")
         for reason, entries in reasons.items():
             for entry in entries:

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from megatron_train.config.values import GivenValue, Values
 from megatron_train.megatron_lm.table import MegatronFlag
 
-COUNTED = ("accepted", "no effect", "dropped", "planned", "refused", "unknown")
+OUTCOMES = ("accepted", "no effect", "dropped", "planned", "refused", "unknown")
 """What can become of a flag of a command line, in the order of tables."""
 
 _COMMAND = "megatron-train pretrain gpt"
 
 
 @dataclass(frozen=True)
-class Group:
+class FlagArguments:
     """A flag with the values behind it."""
 
     flag: str
@@ -26,29 +26,31 @@ class Group:
 
 
 @dataclass
-class Translation:
+class TranslatedFlags:
     """What became of the flags of a command line.
 
     Attributes:
-        words: flags that `pretrain gpt` takes, with their values.
-        flags: spelling of the flags by what became of them, see `COUNTED`.
+        arguments: flags that `pretrain gpt` takes, with their values.
+        flags_by_outcome: spelling of the flags by what became of them, see `OUTCOMES`.
         notes: a line for each reason of a flag without effect.
         errors: a line for each flag that cannot be used, or whose values cannot.
     """
 
-    words: list[str] = field(default_factory=list)
-    flags: dict[str, list[str]] = field(default_factory=lambda: {kind: [] for kind in COUNTED})
+    arguments: list[str] = field(default_factory=list)
+    flags_by_outcome: dict[str, list[str]] = field(
+        default_factory=lambda: {outcome: [] for outcome in OUTCOMES}
+    )
     notes: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     def counts(self) -> dict[str, int]:
         """Returns how many different flags there are of each kind."""
-        return {kind: len(set(flags)) for kind, flags in self.flags.items()}
+        return {kind: len(set(flags)) for kind, flags in self.flags_by_outcome.items()}
 
 
 def translate(
     words: Sequence[str], table: Mapping[str, MegatronFlag], drop: Sequence[str] = ()
-) -> Translation:
+) -> TranslatedFlags:
     """Sorts the flags of a Megatron-LM command line by what becomes of them.
 
     Args:
@@ -57,7 +59,7 @@ def translate(
         drop: flags to leave out.
     """
     groups, stray = _groups(words)
-    result = Translation()
+    result = TranslatedFlags()
     reasons: dict[str, list[str]] = {}
     result.errors += [f"{word!r} stands behind no flag" for word in stray]
     given = {group.flag for group in groups}
@@ -66,21 +68,21 @@ def translate(
     ]
     for group in groups:
         flag = table.get(group.flag)
-        kind = _kind(group, flag)
+        outcome = _outcome(group, flag)
         if group.flag in drop:
-            result.flags["dropped"].append(group.flag)
+            result.flags_by_outcome["dropped"].append(group.flag)
             continue
-        result.flags[kind].append(group.flag)
+        result.flags_by_outcome[outcome].append(group.flag)
         if flag is None:
             result.errors.append(f"unknown argument {group.flag}")
-        elif kind in ("planned", "refused"):
-            result.errors.append(flag.complaint(group.values) or flag.answer())
-        elif kind == "no effect":
-            reasons.setdefault(flag.text, []).append(group.flag)
-        elif complaint := _values_complaint(group, flag):
-            result.errors.append(complaint)
+        elif outcome in ("planned", "refused"):
+            result.errors.append(flag.invalid_value_message(group.values) or flag.message())
+        elif outcome == "no effect":
+            reasons.setdefault(flag.reason, []).append(group.flag)
+        elif message := _values_message(group, flag):
+            result.errors.append(message)
         else:
-            result.words += [group.flag, *map(_unquoted, group.values)]
+            result.arguments += [group.flag, *map(_unquoted, group.values)]
     result.errors = list(dict.fromkeys(result.errors))
     _as_in_megatron(result)
     result.notes += [
@@ -90,7 +92,7 @@ def translate(
     return result
 
 
-def as_there(translation: Translation, values: Values) -> Values:
+def apply_megatron_defaults(translation: TranslatedFlags, values: Values) -> Values:
     """Returns settings that mean here what the flags mean in Megatron-LM.
 
     Where a default of Megatron-LM is another than ours it is set, and options of tokenizers that
@@ -107,7 +109,7 @@ def as_there(translation: Translation, values: Values) -> Values:
             "calculate_per_token_loss is set to false, as Megatron-LM's default is: every "
             "micro-batch has the same weight in the loss"
         )
-    fused = "--no-bias-gelu-fusion" not in translation.flags["no effect"]
+    fused = "--no-bias-gelu-fusion" not in translation.flags_by_outcome["no effect"]
     biased = values.get("model.add_bias_linear") is not False
     if "model.activation" not in values.given and fused and biased:
         given["model.activation"] = GivenValue("gelu_tanh", "default of Megatron-LM")
@@ -120,13 +122,13 @@ def as_there(translation: Translation, values: Values) -> Values:
     for key in ("data.tiktoken_pattern", "data.tiktoken_num_special_tokens"):
         if key in kept and kind not in (None, "TikTokenizer"):
             flag = kept.pop(key).origin
-            translation.flags["accepted"].remove(flag)
-            translation.flags["no effect"].append(flag)
+            translation.flags_by_outcome["accepted"].remove(flag)
+            translation.flags_by_outcome["no effect"].append(flag)
             translation.notes.append(f"{flag}: no effect with --tokenizer-type {kind}")
     return Values({**given, **kept})
 
 
-def _groups(words: Sequence[str]) -> tuple[list[Group], list[str]]:
+def _groups(words: Sequence[str]) -> tuple[list[FlagArguments], list[str]]:
     """Cuts a command line at its flags; words before the first one are returned, too."""
     cut: list[list[str]] = []
     stray: list[str] = []
@@ -138,20 +140,20 @@ def _groups(words: Sequence[str]) -> tuple[list[Group], list[str]]:
             cut[-1].append(word)
         else:
             stray.append(word)
-    return [Group(flag, tuple(values)) for flag, *values in cut], stray
+    return [FlagArguments(flag, tuple(values)) for flag, *values in cut], stray
 
 
-def _kind(group: Group, flag: MegatronFlag | None) -> str:
+def _outcome(group: FlagArguments, flag: MegatronFlag | None) -> str:
     if flag is None:
         return "unknown"
-    if flag.complaint(group.values):
+    if flag.invalid_value_message(group.values):
         return "refused"
-    if flag.kind in ("works", "alias"):
+    if flag.status in ("works", "alias"):
         return "accepted" if flag.accepted else "refused"
-    return flag.kind
+    return flag.status
 
 
-def _values_complaint(group: Group, flag: MegatronFlag) -> str:
+def _values_message(group: FlagArguments, flag: MegatronFlag) -> str:
     """Returns one line if a flag has too few or too many values, or one that is not known."""
     open_ = [value for value in group.values if "$(" in value or "${" in value]
     if open_:
@@ -172,14 +174,14 @@ def _unquoted(value: str) -> str:
     return value
 
 
-def _as_in_megatron(result: Translation) -> None:
+def _as_in_megatron(result: TranslatedFlags) -> None:
     """Leaves out settings that Megatron-LM ignores because another flag is missing."""
     queries = "--num-query-groups"
-    if queries in result.words and "--group-query-attention" not in result.words:
-        place = result.words.index(queries)
-        del result.words[place : place + 2]
-        result.flags["accepted"].remove(queries)
-        result.flags["no effect"].append(queries)
+    if queries in result.arguments and "--group-query-attention" not in result.arguments:
+        place = result.arguments.index(queries)
+        del result.arguments[place : place + 2]
+        result.flags_by_outcome["accepted"].remove(queries)
+        result.flags_by_outcome["no effect"].append(queries)
         result.notes.append(
             f"{queries}: no effect in Megatron-LM without --group-query-attention, which is missing"
         )

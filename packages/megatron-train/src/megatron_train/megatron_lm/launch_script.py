@@ -14,7 +14,14 @@ from pathlib import Path
 from megatron_train.errors import TrainError
 from megatron_train.megatron_lm.expand import Variables
 from megatron_train.megatron_lm.lexer import Lexer, Word
-from megatron_train.megatron_lm.syntax import Block, Command, If, Simple, Skipped, Syntax
+from megatron_train.megatron_lm.script_parser import (
+    Block,
+    Command,
+    IfCommand,
+    ScriptParser,
+    SimpleCommand,
+    SkippedCommand,
+)
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.S)
 _PROGRAM = re.compile(r"(?:\S*/)?(?:pretrain|train|finetune)_?\w*\.py")
@@ -37,7 +44,7 @@ class LaunchCommand:
     Attributes:
         program: the Python program, such as ``pretrain_gpt.py``.
         launcher: words before it, such as those of torchrun.
-        words: words behind it, which are its flags.
+        arguments: words behind it, which are its flags.
         line: of the script.
         notes: what in the script could not be decided, line by line.
         unset: names of variables that had no value where they were used, with the line.
@@ -45,7 +52,7 @@ class LaunchCommand:
 
     program: str
     launcher: tuple[str, ...]
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     line: int
     notes: tuple[str, ...]
     unset: Mapping[str, int]
@@ -77,8 +84,8 @@ def read_script(
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise TrainError(f"{path} is not a script: {error}") from error
-    commands = Syntax(Lexer(text, str(path)).tokens(), str(path)).script()
-    run = _Reading(str(path), positional, variables or {})
+    commands = ScriptParser(Lexer(text, str(path)).tokens(), str(path)).script()
+    run = _Interpreter(str(path), positional, variables or {})
     with contextlib.suppress(_Exit):
         run.block(commands)
     if run.found is None:
@@ -91,7 +98,7 @@ def read_script(
     return LaunchCommand(program, launcher, words, line, notes, run.variables.unset)
 
 
-class _Reading:
+class _Interpreter:
     """Follows the commands of a script."""
 
     def __init__(self, name: str, positional: Sequence[str], given: Mapping[str, str]) -> None:
@@ -101,21 +108,23 @@ class _Reading:
     def block(self, commands: Block) -> bool | None:
         """Follows commands; returns whether the last one succeeds, None where that is open."""
         state: bool | None = True
-        joint = ""
+        list_operator = ""
         for command in commands:
-            if joint and state is None and isinstance(command, If | Skipped):
+            if list_operator and state is None and isinstance(command, IfCommand | SkippedCommand):
                 self._undecided(command)
-            elif (joint == "&&" and state is False) or (joint == "||" and state is not False):
+            elif (list_operator == "&&" and state is False) or (
+                list_operator == "||" and state is not False
+            ):
                 pass
             else:
                 state = self._command(command)
-            joint = command.joint
+            list_operator = command.list_operator
         return state
 
     def _command(self, command: Command) -> bool | None:
-        if isinstance(command, Simple):
+        if isinstance(command, SimpleCommand):
             return self._simple(command)
-        if isinstance(command, Skipped):
+        if isinstance(command, SkippedCommand):
             self.variables.note(command.line, f"{command.kind} is not followed")
             return None
         for condition, body in command.branches:
@@ -125,22 +134,22 @@ class _Reading:
                 return None
             if state:
                 return self.block(body)
-        return self.block(command.otherwise)
+        return self.block(command.else_body)
 
     def _undecided(self, command: Command) -> None:
         text = "a condition cannot be decided without running it; its commands are left out"
         self.variables.note(command.line, text)
 
-    def _simple(self, command: Simple) -> bool | None:
+    def _simple(self, command: SimpleCommand) -> bool | None:
         words = list(command.words)
-        while words and _ASSIGNMENT.match(_beginning(words[0])):
+        while words and _ASSIGNMENT.match(_unquoted_prefix(words[0])):
             self._assign(words.pop(0))
         if not words:
             return True
         name = self.variables.words(words[0])[:1]
         if name and name[0] in _DECLARATIONS:
             for word in words[1:]:
-                if _ASSIGNMENT.match(_beginning(word)):
+                if _ASSIGNMENT.match(_unquoted_prefix(word)):
                     self._assign(word)
             return True
         if name in (["["], ["[["], ["test"]):
@@ -188,7 +197,7 @@ class _Reading:
             return
 
     def _assign(self, word: Word) -> None:
-        found = _ASSIGNMENT.match(_beginning(word))
+        found = _ASSIGNMENT.match(_unquoted_prefix(word))
         if found is None:
             return
         name, more = found.groups()
@@ -217,9 +226,9 @@ class _Reading:
 
 def _either(words: Sequence[str]) -> bool | None:
     """Returns the value of a condition; of ``||`` and ``&&``, the first binds least."""
-    for joint, decisive in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
-        if joint in words:
-            place = words.index(joint)
+    for operator, decisive in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
+        if operator in words:
+            place = words.index(operator)
             sides = (_either(words[:place]), _either(words[place + 1 :]))
             if decisive in sides:
                 return decisive
@@ -249,7 +258,7 @@ def _compare(one: str, sign: str, other: str) -> bool | None:
     return None
 
 
-def _beginning(word: Word) -> str:
+def _unquoted_prefix(word: Word) -> str:
     """Returns the unquoted text that a word begins with."""
     first = word.parts[0] if word.parts else None
     return first.text if first and first.kind == "text" and not first.quoted else ""

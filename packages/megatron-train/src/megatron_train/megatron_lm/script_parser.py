@@ -12,38 +12,38 @@ _DEEPEST = 40
 
 
 @dataclass(frozen=True)
-class Simple:
+class SimpleCommand:
     """A command of words, and how it is joined to the next one (``&&``, ``||`` or nothing)."""
 
     words: tuple[Word, ...]
     line: int
-    joint: str = ""
+    list_operator: str = ""
 
 
 @dataclass(frozen=True)
-class If:
+class IfCommand:
     """Conditions with the commands that follow them; a branch without a condition is `else`."""
 
     branches: tuple[tuple["Block", "Block"], ...]
-    otherwise: "Block"
+    else_body: "Block"
     line: int
-    joint: str = ""
+    list_operator: str = ""
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedCommand:
     """A construct that is not followed, such as a loop."""
 
     kind: str
     line: int
-    joint: str = ""
+    list_operator: str = ""
 
 
-Command = Simple | If | Skipped
+Command = SimpleCommand | IfCommand | SkippedCommand
 Block = tuple[Command, ...]
 
 
-class Syntax:
+class ScriptParser:
     """Reads commands from tokens; errors call the script ``name``."""
 
     def __init__(self, tokens: Iterable[Token], name: str) -> None:
@@ -55,7 +55,7 @@ class Syntax:
         commands = self._block(())
         if self._at < len(self._tokens):
             token = self._tokens[self._at]
-            text = token.text if isinstance(token, Operator) else token.plain
+            text = token.text if isinstance(token, Operator) else token.literal
             raise TrainError(f"{self._name}: line {token.line}: {text!r} is not expected here")
         return commands
 
@@ -72,7 +72,7 @@ class Syntax:
                 if token.text != "(":
                     self._at += 1
                     continue
-            elif token.plain in ends:
+            elif token.literal in ends:
                 break
             commands.append(self._joined(self._command()))
         self._depth -= 1
@@ -83,13 +83,13 @@ class Syntax:
         while self._operator() == "|":
             self._at += 1
             self._command()
-        joint = self._operator()
-        if joint in ("&&", "||"):
-            if isinstance(command, Simple):
-                return Simple(command.words, command.line, joint)
-            if isinstance(command, If):
-                return If(command.branches, command.otherwise, command.line, joint)
-            return Skipped(command.kind, command.line, joint)
+        list_operator = self._operator()
+        if list_operator in ("&&", "||"):
+            if isinstance(command, SimpleCommand):
+                return SimpleCommand(command.words, command.line, list_operator)
+            if isinstance(command, IfCommand):
+                return IfCommand(command.branches, command.else_body, command.line, list_operator)
+            return SkippedCommand(command.kind, command.line, list_operator)
         return command
 
     def _operator(self) -> str:
@@ -102,36 +102,36 @@ class Syntax:
         while self._operator() == "\n":
             self._at += 1
         if self._at >= len(self._tokens):
-            return Simple((), 0)
+            return SimpleCommand((), 0)
         token = self._tokens[self._at]
-        word = token.plain if isinstance(token, Word) else ""
+        word = token.literal if isinstance(token, Word) else ""
         if word == "if":
             return self._if(token.line)
         if word in _LOOPS:
-            self._to("do")
-            self._inside(("done",))
-            return Skipped(f"the loop {word!r}", token.line)
+            self._skip_past("do")
+            self._skip_block(("done",))
+            return SkippedCommand(f"the loop {word!r}", token.line)
         if word == "case":
             self._at += 1
-            self._over("case", "esac")
-            return Skipped("'case'", token.line)
+            self._skip_nested("case", "esac")
+            return SkippedCommand("'case'", token.line)
         if word == "{" or self._operator() == "(":
             self._at += 1
-            self._inside(("}",) if word else (")",))
-            return Skipped("a group of commands", token.line)
+            self._skip_block(("}",) if word else (")",))
+            return SkippedCommand("a group of commands", token.line)
         if word == "function" or self._is_function():
-            self._to("{")
-            self._inside(("}",))
-            return Skipped("a function", token.line)
+            self._skip_past("{")
+            self._skip_block(("}",))
+            return SkippedCommand("a function", token.line)
         return self._simple(token.line)
 
     def _is_function(self) -> bool:
         following = self._tokens[self._at + 1 : self._at + 3]
         return [token.text for token in following if isinstance(token, Operator)] == ["(", ")"]
 
-    def _if(self, line: int) -> If:
+    def _if(self, line: int) -> IfCommand:
         branches: list[tuple[Block, Block]] = []
-        otherwise: Block = ()
+        else_body: Block = ()
         keyword = "if"
         while keyword in ("if", "elif"):
             self._at += 1
@@ -141,37 +141,37 @@ class Syntax:
             keyword = self._word()
         if keyword == "else":
             self._at += 1
-            otherwise = self._block(("fi",))
+            else_body = self._block(("fi",))
         self._expect("fi", line)
-        return If(tuple(branches), otherwise, line)
+        return IfCommand(tuple(branches), else_body, line)
 
     def _word(self) -> str:
         token = self._tokens[self._at] if self._at < len(self._tokens) else None
-        return token.plain if isinstance(token, Word) else ""
+        return token.literal if isinstance(token, Word) else ""
 
     def _expect(self, word: str, line: int) -> None:
         if self._word() != word:
             raise TrainError(f"{self._name}: line {line}: {word!r} is missing behind 'if'")
         self._at += 1
 
-    def _to(self, word: str) -> None:
+    def _skip_past(self, word: str) -> None:
         """Goes on behind the next ``word``."""
         while self._at < len(self._tokens) and self._word() != word:
             self._at += 1
         self._at += 1
 
-    def _inside(self, ends: tuple[str, ...]) -> None:
+    def _skip_block(self, ends: tuple[str, ...]) -> None:
         """Goes on behind a block that is left out."""
         self._block(ends)
         self._at += 1
 
-    def _over(self, opening: str, closing: str) -> None:
+    def _skip_nested(self, opening: str, closing: str) -> None:
         depth = 1
         while self._at < len(self._tokens) and depth:
             depth += (self._word() == opening) - (self._word() == closing)
             self._at += 1
 
-    def _simple(self, line: int) -> Simple:
+    def _simple(self, line: int) -> SimpleCommand:
         words: list[Word] = []
         test = self._word() == "[["
         while self._at < len(self._tokens):
@@ -179,7 +179,7 @@ class Syntax:
             if isinstance(token, Word):
                 words.append(token)
                 self._at += 1
-                if test and token.plain == "]]":
+                if test and token.literal == "]]":
                     test = False
             elif test and token.text != "\n":
                 words.append(Word((Part("text", token.text, False),), token.line))
@@ -190,4 +190,4 @@ class Syntax:
                 raise TrainError(f"{self._name}: line {token.line}: '(' is not expected here")
             else:
                 self._at += 1 if token.text[-1] in "-0123456789" else 2  # a redirection
-        return Simple(tuple(words), line)
+        return SimpleCommand(tuple(words), line)
