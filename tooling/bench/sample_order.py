@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 from megatron_data.order import (
-    BlendHistory,
-    Change,
+    BlendSchedule,
     Packing,
     StatelessOrder,
+    WeightChange,
     build_gpt_indices,
     sentence_map,
 )
@@ -142,7 +142,8 @@ def packing(documents: int) -> None:
     seconds = time.perf_counter() - start
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    what = f"packing {documents:.0e} documents, {report.share:.4%} padding, {peak / 1e9:.2f} GB"
+    padding = f"{report.padding_fraction:.4%} padding"
+    what = f"packing {documents:.0e} documents, {padding}, {peak / 1e9:.2f} GB"
     show(what, [[seconds], []])
 
 
@@ -162,7 +163,7 @@ def stateless(sources: int = 100, tokens: int = 10**12) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     weights = {str(source): 1 / (source + 1) for source in range(sources)}
-    history = BlendHistory([Change(0, weights)], samples)
+    schedule = BlendSchedule([WeightChange(0, weights)], samples)
     orders = [
         StatelessOrder(
             Computed(documents, 1000),
@@ -171,13 +172,13 @@ def stateless(sources: int = 100, tokens: int = 10**12) -> None:
             seed=source,
             num_samples=count,
         )
-        for source, count in enumerate(history.counts())
+        for source, count in enumerate(schedule.counts())
     ]
     opened = time.perf_counter() - start
     times = []
     for sample in np.random.default_rng(0).integers(0, samples, 2000).tolist():
         start = time.perf_counter()
-        source, number = history[sample]
+        source, number = schedule[sample]
         orders[source].spans(number)
         times.append(time.perf_counter() - start)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

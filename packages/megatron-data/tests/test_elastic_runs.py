@@ -18,7 +18,7 @@ from megatron_data import (
     ShuffledSampler,
     read_batch,
 )
-from megatron_data.order import BlendHistory, Change, CountedLengths, StatelessOrder
+from megatron_data.order import BlendSchedule, InMemorySequenceTable, StatelessOrder, WeightChange
 
 LENGTH, DOCUMENT, DOCUMENTS = 4, 8, 6
 ROWS = DOCUMENT * DOCUMENTS // LENGTH  # of an epoch of one source
@@ -57,18 +57,18 @@ weights = st.dictionaries(st.sampled_from(NAMES), st.integers(1, 9), min_size=1)
 changes = st.lists(st.tuples(st.integers(1, 60), weights), max_size=3)
 
 
-def row(first: dict[str, int], later: Sequence[tuple[int, dict[str, int]]]) -> list[Change]:
+def row(first: dict[str, int], later: Sequence[tuple[int, dict[str, int]]]) -> list[WeightChange]:
     """Weights from the first sample on, and those that follow after some samples each."""
-    found = [Change(0, first)]
+    found = [WeightChange(0, first)]
     for distance, shares in later:
-        found.append(Change(found[-1].first_sample + distance, shares))
+        found.append(WeightChange(found[-1].first_sample + distance, shares))
     return found
 
 
-def history(
+def schedule(
     first: dict[str, int], later: Sequence[tuple[int, dict[str, int]]], samples: int
-) -> BlendHistory:
-    return BlendHistory(row(first, later), samples)
+) -> BlendSchedule:
+    return BlendSchedule(row(first, later), samples)
 
 
 class Numbered:
@@ -88,7 +88,7 @@ class Numbered:
 def source(name: str, samples: int) -> GPTDataset:
     numbered = Numbered(name)
     order = StatelessOrder(
-        CountedLengths(numbered.sequence_lengths),
+        InMemorySequenceTable(numbered.sequence_lengths),
         (0, DOCUMENTS),
         sequence_length=LENGTH,
         seed=NAMES.index(name),
@@ -97,7 +97,7 @@ def source(name: str, samples: int) -> GPTDataset:
     return GPTDataset(numbered, order, GPTDatasetConfig(LENGTH))
 
 
-def mixture(blend: BlendHistory) -> BlendedDataset:
+def mixture(blend: BlendSchedule) -> BlendedDataset:
     drawn = zip(blend.sources, blend.counts(), strict=True)
     return BlendedDataset([source(name, count) for name, count in drawn], blend)
 
@@ -141,17 +141,21 @@ def test_a_run_changed_in_every_way_sees_every_sample_once(
         assert sorted(step) == list(range(consumed, consumed + len(step)))
         consumed += len(step)
     assert consumed == samples
-    blend = history(first, later, samples)
+    blend = schedule(first, later, samples)
     draws = [blend[number] for step in steps for number in sorted(step)]
     for place, count in enumerate(blend.counts()):
-        assert [draw.number for draw in draws if draw.source == place] == list(range(count))
+        assert [draw.sample_index for draw in draws if draw.source_index == place] == list(
+            range(count)
+        )
     # Longer, the run begins with the same samples, also if its data change at its end.
     kept = [change for change in row(first, later) if change.first_sample < samples]
-    changed = BlendHistory([*kept, Change(samples, {"c": 1})], samples + more + 1)
-    for other in (history(first, later, samples + more), changed):
-        names = [other.sources[other[number].source] for number in range(samples)]
-        assert names == [blend.sources[draw.source] for draw in draws]
-        assert [other[number].number for number in range(samples)] == [d.number for d in draws]
+    changed = BlendSchedule([*kept, WeightChange(samples, {"c": 1})], samples + more + 1)
+    for other in (schedule(first, later, samples + more), changed):
+        names = [other.sources[other[number].source_index] for number in range(samples)]
+        assert names == [blend.sources[draw.source_index] for draw in draws]
+        assert [other[number].sample_index for number in range(samples)] == [
+            d.sample_index for d in draws
+        ]
 
 
 @settings(max_examples=40, deadline=None)
@@ -160,7 +164,7 @@ def test_every_document_comes_once_in_every_epoch_of_a_changed_run(
     plan: list[Phase], first: dict[str, int], later: list
 ) -> None:
     samples = sum(phase.batch * phase.steps for phase in plan)
-    blend = history(first, later, samples)
+    blend = schedule(first, later, samples)
     dataset = mixture(blend)
     inputs: Counter[int] = Counter()
     for step in run(samples, plan):
@@ -210,7 +214,7 @@ def test_a_loader_with_other_workers_goes_on_with_what_is_left() -> None:
     pytest.importorskip("torch", reason="torch is an extra of this package")
     from megatron_data.torch import data_loader
 
-    dataset = mixture(history({"a": 2, "b": 1}, [(9, {"c": 1, "a": 1})], 48))
+    dataset = mixture(schedule({"a": 2, "b": 1}, [(9, {"c": 1, "a": 1})], 48))
     seen, consumed = [], 0
     for workers, micro, ranks, batches in ((2, 2, 2, 3), (0, 3, 1, 4), (1, 4, 3, 2)):
         loaders = [

@@ -44,16 +44,16 @@ def test_packing_is_best_fit_decreasing(sizes: list[int], capacity: int) -> None
     cut = [document for document, where in enumerate(samples) if len(where) > 1]
     assert cut == [document for document, size in enumerate(sizes) if size > capacity]
     report = packing.report()
-    assert report.cut == len(cut)
-    assert report.padding == len(packing) * capacity - sum(sizes)
-    assert report.documents == sum(size > 0 for size in sizes)
+    assert report.split_documents == len(cut)
+    assert report.padding_tokens == len(packing) * capacity - sum(sizes)
+    assert report.num_documents == sum(size > 0 for size in sizes)
 
 
 def test_a_web_corpus_wastes_next_to_nothing() -> None:
     sizes = np.random.default_rng(0).lognormal(6.3, 1.1, 200_000).astype(np.int32) + 1
     report = Packing(sizes, 4096).report()
-    assert report.share < 1e-4
-    assert report.cut == (sizes > 4096).sum()
+    assert report.padding_fraction < 1e-4
+    assert report.split_documents == (sizes > 4096).sum()
 
 
 @settings(max_examples=40, deadline=None)

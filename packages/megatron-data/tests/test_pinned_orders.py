@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from megatron_data import SequentialSampler, ShuffledSampler
 from megatron_data.order import (
-    BlendHistory,
-    Change,
-    CountedLengths,
+    BlendSchedule,
+    InMemorySequenceTable,
     PackedOrder,
     Permutation,
     StatelessOrder,
+    WeightChange,
 )
-from megatron_data.order.permutation import mixed, shuffled
+from megatron_data.order.permutation import hash_integers, shuffled
 
 WORD = 2**64
 
@@ -95,7 +95,7 @@ def stretches_of(
 @pytest.mark.parametrize("count", [1, 2, 7, 4096, 4097, 100_003, 3 * 10**9, 1 << 40])
 def test_permutations_equal_the_second_implementation(count: int) -> None:
     key = key_of(5, count)
-    assert mixed(5, count) == key
+    assert hash_integers(5, count) == key
     permutation = Permutation(count, key)
     for number in {0, count // 2, count - 1}:
         assert permutation[number] == permuted(number, count, key)
@@ -105,7 +105,11 @@ def test_permutations_equal_the_second_implementation(count: int) -> None:
 def test_samples_equal_the_second_implementation(first: int, last: int, length: int) -> None:
     lengths = np.random.default_rng(0).integers(0, 30, 9000).astype(np.int32)
     order = StatelessOrder(
-        CountedLengths(lengths), (first, last), sequence_length=length, seed=11, num_samples=10**6
+        InMemorySequenceTable(lengths),
+        (first, last),
+        sequence_length=length,
+        seed=11,
+        num_samples=10**6,
     )
     for sample in (0, 1, 777, 54_321):
         wanted = stretches_of(sample, lengths.tolist(), first, last, 11, length)
@@ -113,8 +117,8 @@ def test_samples_equal_the_second_implementation(first: int, last: int, length: 
 
 
 def test_recorded_values() -> None:
-    assert mixed(1, 2, 3) == 5858941973532095891
-    assert mixed(-1, 1 << 80) == 1474740317014155925
+    assert hash_integers(1, 2, 3) == 5858941973532095891
+    assert hash_integers(-1, 1 << 80) == 1474740317014155925
     assert shuffled(10, 77).tolist() == [0, 4, 1, 9, 6, 8, 2, 3, 5, 7]
     network = Permutation(10_000, 77)
     assert [network[number] for number in range(6)] == [3721, 800, 4933, 9801, 1226, 8580]
@@ -131,14 +135,14 @@ def digest(samples: Iterable[Iterable[tuple[int | None, ...]]]) -> str:
 def test_recorded_orders() -> None:
     """Digests of whole orders: stateless, packed, and the sources of a blend."""
     lengths = (np.arange(9000) * 7919 % 41).astype(np.int32)
-    table = CountedLengths(lengths)
+    table = InMemorySequenceTable(lengths)
     options = {"sequence_length": 64, "seed": 1234, "num_samples": 4000}
     whole = StatelessOrder(table, (0, 9000), **options)
     assert digest(whole.spans(i) for i in range(4000)) == "75bcc1f8572c4138"
     packed = PackedOrder(lengths, (0, 9000), **options)
     assert digest(packed.spans(i) for i in range(4000)) == "bd81a6e66a6b1b31"
-    changes = [Change(0, {"a": 0.5, "b": 0.3, "c": 0.2}), Change(500, {"c": 1, "d": 2})]
-    blend = BlendHistory(changes, 1000)
+    changes = [WeightChange(0, {"a": 0.5, "b": 0.3, "c": 0.2}), WeightChange(500, {"c": 1, "d": 2})]
+    blend = BlendSchedule(changes, 1000)
     assert digest([[blend[i] for i in range(1000)]]) == "742bbc33aeb3c034"
 
 

@@ -254,7 +254,7 @@ def test_samples_hold_conversations_that_do_not_see_each_other(
     if order != "stateless":
         assert sorted(seen) == sorted(wholes)
         if order == "packed":
-            assert train.order.packing.report().cut == 0
+            assert train.order.packing.report().split_documents == 0
     else:
         assert len(seen) > len(wholes) // 2
 

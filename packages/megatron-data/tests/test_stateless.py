@@ -17,8 +17,8 @@ from megatron_data import (
     build_gpt_datasets,
     build_sft_datasets,
 )
-from megatron_data.order import CountedLengths, Permutation, StatelessOrder, stateless
-from megatron_data.order.permutation import ENUMERATED, shuffled
+from megatron_data.order import InMemorySequenceTable, Permutation, StatelessOrder, stateless
+from megatron_data.order.permutation import MAX_STORED, shuffled
 
 Write = Callable[..., str]
 
@@ -28,7 +28,7 @@ lengths = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any)
 def order_of(
     sizes: Sequence[int], samples: int | None, length: int = 8, **options
 ) -> StatelessOrder:
-    table = CountedLengths(np.array(sizes, np.int32))
+    table = InMemorySequenceTable(np.array(sizes, np.int32))
     options = {"sequences": (0, len(sizes)), "seed": 1} | options
     return StatelessOrder(table, sequence_length=length, num_samples=samples, **options)
 
@@ -62,7 +62,7 @@ def test_a_permutation_takes_every_number_once(count: int) -> None:
         permutation[count]
 
 
-@pytest.mark.parametrize("count", [1000, ENUMERATED + 1000], ids=["sorted", "network"])
+@pytest.mark.parametrize("count", [1000, MAX_STORED + 1000], ids=["sorted", "network"])
 def test_permutations_of_different_keys_look_independent(count: int) -> None:
     """Chi-squared of where a number goes, and the correlation of neighbours, over many keys."""
     places = np.stack([Permutation(count, key * 7919).all() for key in range(200)])
@@ -147,7 +147,9 @@ def test_an_index_on_disk_gives_the_same_samples(write_dataset: Write, length: i
     with IndexedDataset(prefix) as dataset:
         options = {"sequence_length": length, "seed": 3, "num_samples": 100}
         ours = StatelessOrder(dataset, (5, 45), **options)
-        counted = StatelessOrder(CountedLengths(dataset.sequence_lengths), (5, 45), **options)
+        counted = StatelessOrder(
+            InMemorySequenceTable(dataset.sequence_lengths), (5, 45), **options
+        )
         assert all(ours.spans(i) == counted.spans(i) for i in range(100))
         bounds = np.arange(51)
         ends = np.concatenate([[0], np.cumsum(dataset.sequence_lengths)])

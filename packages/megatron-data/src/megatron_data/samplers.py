@@ -9,7 +9,7 @@ consumed.
 from collections.abc import Iterator
 
 from megatron_data.errors import DataError
-from megatron_data.order.permutation import Permutation, mixed
+from megatron_data.order.permutation import Permutation, hash_integers
 
 
 class SequentialSampler:
@@ -129,7 +129,10 @@ class ShuffledSampler(SequentialSampler):
             for place in places:
                 epoch, number = divmod(place, self.dataset_samples)
                 if drawn is None or drawn[0] != epoch:
-                    drawn = epoch, Permutation(self.dataset_samples, mixed(self.seed, epoch))
+                    drawn = (
+                        epoch,
+                        Permutation(self.dataset_samples, hash_integers(self.seed, epoch)),
+                    )
                 samples.append(drawn[1][number])
             yield samples
 

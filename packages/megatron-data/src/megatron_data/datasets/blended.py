@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_data.datasets.batches import Dataset, Sample, join, read_batch, rows
 from megatron_data.errors import DataError
-from megatron_data.order.spans import BlendOrder
+from megatron_data.order.protocol import BlendOrder
 
 
 class BlendedDataset:
@@ -56,7 +56,7 @@ class BlendedDataset:
         for place, (source, _) in enumerate(draws):
             places.setdefault(source, []).append(place)
         parts = [
-            (own, read_batch(self.datasets[source], [draws[place].number for place in own]))
+            (own, read_batch(self.datasets[source], [draws[place].sample_index for place in own]))
             for source, own in places.items()
         ]
         return join(parts) | {

@@ -24,8 +24,8 @@ from megatron_data.datasets.split import DEFAULT_SPLIT, sequences_of
 from megatron_data.errors import DataError, EmptySplitError
 from megatron_data.indexed.reader import IndexedDataset
 from megatron_data.order.packing import PackedOrder
+from megatron_data.order.protocol import SampleOrder
 from megatron_data.order.rows import RowOrder
-from megatron_data.order.spans import SampleOrder
 from megatron_data.preprocessing.manifest import LOSS, check_mask
 from megatron_data.sources.block_cache import StorageCache
 from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
@@ -78,7 +78,7 @@ class _SFTBuilder(GPTBuilder):
         if isinstance(order, RowOrder) and order.truncated:
             what = counted(order.truncated, "row")
             _log.warning("%s: %s longer than a sample, cut", which, what)
-        if isinstance(order, PackedOrder) and (cut := order.packing.report().cut):
+        if isinstance(order, PackedOrder) and (cut := order.packing.report().split_documents):
             what = counted(cut, "conversation")
             _log.warning("%s: %s longer than a sample, cut", which, what)
         return dataset

@@ -23,11 +23,11 @@ from megatron_data.indexed.reader import IndexedDataset
 from megatron_data.order.blend import GreedyBlend, normalize
 from megatron_data.order.cache import cache_key, load_or_build
 from megatron_data.order.compat import CompatOrder, GPTIndices, build_gpt_indices
-from megatron_data.order.history import BlendHistory, Change
 from megatron_data.order.packing import PackedOrder
-from megatron_data.order.permutation import mixed
-from megatron_data.order.spans import SampleOrder
-from megatron_data.order.stateless import CountedLengths, SequenceTable, StatelessOrder
+from megatron_data.order.permutation import hash_integers
+from megatron_data.order.protocol import SampleOrder
+from megatron_data.order.schedule import BlendSchedule, WeightChange
+from megatron_data.order.stateless import InMemorySequenceTable, SequenceTable, StatelessOrder
 from megatron_data.sources.block_cache import StorageCache
 
 OrderName: TypeAlias = Literal["stateless", "packed", "compat"]
@@ -106,7 +106,7 @@ class Builder(ABC):
         return self.dataset(self.source(prefix), prefix, wanted, number)
 
     def split(self, blend: Blend, wanted: Wanted) -> Dataset:
-        """Returns one split of one or more sources, mixed.
+        """Returns one split of one or more sources, hash_integers.
 
         Raises:
             DataError: a dataset that is missing or damaged, a split without tokens, or weights
@@ -186,7 +186,7 @@ class GPTBuilder(Builder):
 
     def _along(self, source: TokenSource, name: str, order: SampleOrder, number: int) -> Dataset:
         """Returns the dataset of one source along its order."""
-        infill = self.infill and self.infill.with_seed(mixed(self.infill.seed, number))
+        infill = self.infill and self.infill.with_seed(hash_integers(self.infill.seed, number))
         return GPTDataset(source, order, self.config, infill)
 
     @abstractmethod
@@ -241,14 +241,14 @@ class StatelessBuilder(GPTBuilder):
             _table(source),
             sequences,
             sequence_length=self.config.sequence_length,
-            seed=mixed(self.seed, number),
+            seed=hash_integers(self.seed, number),
             num_samples=wanted.size,
             extra=self.config.extra,
             drop_last_partial=self._drops_last_partial(wanted.split),
         )
 
     def split(self, blend: Blend, wanted: Wanted) -> Dataset:
-        """Returns one split of one or more sources, mixed.
+        """Returns one split of one or more sources, hash_integers.
 
         Raises:
             DataError: a dataset that is missing or damaged, a split without tokens, or weights
@@ -268,18 +268,20 @@ class StatelessBuilder(GPTBuilder):
             ]
             lengths = {str(number): len(dataset) for number, dataset in enumerate(datasets)}
             return BlendedDataset(
-                datasets, BlendHistory([Change(0, lengths)], sum(lengths.values()))
+                datasets, BlendSchedule([WeightChange(0, lengths)], sum(lengths.values()))
             )
         blends = [(0, blend), *(self.changes if wanted.split == "train" else ())]
-        changes = [Change(first, self._weights(each, wanted.interval)) for first, each in blends]
-        history = BlendHistory(changes, wanted.size)
-        drawn = zip(history.sources, history.counts(), strict=True)
+        changes = [
+            WeightChange(first, self._weights(each, wanted.interval)) for first, each in blends
+        ]
+        schedule = BlendSchedule(changes, wanted.size)
+        drawn = zip(schedule.sources, schedule.counts(), strict=True)
         return BlendedDataset(
             [
                 self.dataset(self.source(prefix), prefix, wanted._replace(size=count), number)
                 for number, (prefix, count) in enumerate(drawn)
             ],
-            history,
+            schedule,
         )
 
     def _weights(self, blend: Blend, interval: Interval) -> dict[str, float]:
@@ -304,7 +306,7 @@ class PackedBuilder(StatelessBuilder):
             source.sequence_lengths,
             sequences,
             sequence_length=self.config.sequence_length,
-            seed=mixed(self.seed, number),
+            seed=hash_integers(self.seed, number),
             num_samples=wanted.size,
             extra=self.config.extra,
         )
@@ -323,4 +325,8 @@ def named(which: str) -> Iterator[None]:
 
 def _table(source: TokenSource) -> SequenceTable:
     """Returns the source itself where its index holds the sums of the lengths."""
-    return source if isinstance(source, IndexedDataset) else CountedLengths(source.sequence_lengths)
+    return (
+        source
+        if isinstance(source, IndexedDataset)
+        else InMemorySequenceTable(source.sequence_lengths)
+    )

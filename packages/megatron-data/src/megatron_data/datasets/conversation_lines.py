@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from megatron_data.datasets.batches import Sample
 from megatron_data.datasets.sft import sample_of
 from megatron_data.errors import DataError
-from megatron_data.order.rows import kept_lengths
-from megatron_data.order.spans import check_order
-from megatron_data.recent import Recent
+from megatron_data.lru_cache import LRUCache
+from megatron_data.order.protocol import check_order_arguments
+from megatron_data.order.rows import truncated_lengths
 from megatron_data.sources.conversations import read_row
 from megatron_data.sources.json_lines import NEWLINE
 from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES, too_long
@@ -91,7 +91,7 @@ class ConversationLines:
         if not len(self):
             raise DataError(f"{self.path} holds nothing; every line is to hold a conversation")
         self._check_sizes(max_document_bytes)
-        self._rows: Recent[list[CountedTokens]] = Recent(_KEPT)
+        self._rows: LRUCache[list[CountedTokens]] = LRUCache(_KEPT)
 
     def __len__(self) -> int:
         """Returns the number of lines that are not white space."""
@@ -159,7 +159,7 @@ class ConversationLinesDataset:
         sequence_length: int,
         num_samples: int | None = None,
     ) -> None:
-        check_order(sequence_length, 1, num_samples)
+        check_order_arguments(sequence_length, 1, num_samples)
         self.lines = lines
         self.sequence_length = sequence_length
         self._first, self._count = rows[0], rows[1] - rows[0]
@@ -176,7 +176,7 @@ class ConversationLinesDataset:
         number = self._first + sample % self._count
         row = self.lines.row(number)
         lengths = np.array([len(each.ids) for each in row], np.int64)
-        kept = kept_lengths(lengths, self.sequence_length)
+        kept = truncated_lengths(lengths, self.sequence_length)
         if not row:
             self._tell("empty", number, "no word of the role assistant; such samples teach nothing")
         if sum(kept) < lengths.sum():

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_data.errors import DataError
-from megatron_data.order.permutation import mixed
+from megatron_data.order.permutation import hash_integers
 from megatron_data.tokenizers.protocol import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -116,7 +116,7 @@ class FillInTheMiddle:
         Returns:
             Tokens, int64, at most `[room]`.
         """
-        random = np.random.RandomState(mixed(self.seed, sample) % (1 << 32))
+        random = np.random.RandomState(hash_integers(self.seed, sample) % (1 << 32))
         parts: list[NDArray[np.int64]] = []
         for document, end in _cut(text, self.tokenizer.eod_id):
             parts += [*self._document(document, random), end]

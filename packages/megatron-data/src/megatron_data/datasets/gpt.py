@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from megatron_data.datasets.batches import Sample, rows
 from megatron_data.datasets.masks import DocumentMasks, cumulative_lengths, document_masks, unmasked
 from megatron_data.errors import DataError
-from megatron_data.order.spans import SampleOrder
+from megatron_data.order.protocol import SampleOrder
 
 # Fills samples up while masks are made: it is no vocabulary's, so no end of a document.
 _NO_TOKEN = -1

@@ -7,7 +7,7 @@ from megatron_data.datasets.paths import Blend
 from megatron_data.datasets.split import Interval, parse_split, tokens_in
 from megatron_data.errors import DataError
 from megatron_data.indexed.reader import IndexedDataset
-from megatron_data.order.history import BlendHistory, Change
+from megatron_data.order.schedule import BlendSchedule, WeightChange
 from megatron_data.preprocessing.fingerprints import compare_fingerprints, recorded_fingerprints
 from megatron_data.sources.block_cache import StorageCache
 
@@ -109,10 +109,10 @@ def mix(
     given = blend.weights or [sizes[prefix][1] for prefix in blend.prefixes]
     for prefix, weight in zip(blend.prefixes, given, strict=True):
         weights[prefix] = weights.get(prefix, 0) + weight
-    history = BlendHistory([Change(0, weights)], num_samples)
+    schedule = BlendSchedule([WeightChange(0, weights)], num_samples)
     return [
         MixedSource(prefix, *sizes[prefix], weights[prefix], count, count * sequence_length)
-        for prefix, count in zip(history.sources, history.counts(), strict=True)
+        for prefix, count in zip(schedule.sources, schedule.counts(), strict=True)
     ]
 
 

@@ -10,7 +10,7 @@ from megatron_data.datasets.batches import Sample
 from megatron_data.datasets.gpt import TokenSource
 from megatron_data.datasets.masks import cumulative_lengths
 from megatron_data.errors import DataError
-from megatron_data.order.spans import SampleOrder
+from megatron_data.order.protocol import SampleOrder
 
 
 class SFTDataset:

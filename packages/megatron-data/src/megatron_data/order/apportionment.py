@@ -8,7 +8,7 @@ all of it is integer arithmetic: nothing drifts, however large n is, and nothing
 A rounding at a node is wrong by at most half a sample, and a child inherits its share of what its
 parent is wrong by. Huffman's tree puts large weights near the root and makes every ancestor's
 weight grow at least like Fibonacci's numbers, so a source is never wrong by more than 1.68 samples;
-what occurs is less (see `Apportionment.worst_error`, and the tests). Megatron's greedy rule stays
+what occurs is less (see `Apportionment.max_error`, and the tests). Megatron's greedy rule stays
 near 1 too, but has to be run from the first sample on.
 
 Source: the rounding is that of Adams' and Webster's apportionment between two parties; Huffman, "A
@@ -22,7 +22,7 @@ from math import isfinite, lcm
 from typing import NamedTuple, TypeAlias
 
 from megatron_data.errors import DataError
-from megatron_data.order.spans import Draw
+from megatron_data.order.protocol import BlendEntry
 
 
 class _Node(NamedTuple):
@@ -52,7 +52,7 @@ class Apportionment:
         self.weights = tuple(_integers(weights))
         self._tree = _huffman(self.weights)
 
-    def __getitem__(self, sample: int) -> Draw:
+    def __getitem__(self, sample: int) -> BlendEntry:
         """Returns where a sample comes from.
 
         Raises:
@@ -68,7 +68,7 @@ class Apportionment:
                 tree, sample = left, before
             else:
                 tree, sample = right, sample - before
-        return Draw(tree, sample)
+        return BlendEntry(tree, sample)
 
     def counts(self, samples: int) -> list[int]:
         """Returns how many of the first `samples` samples come from each source."""
@@ -83,7 +83,7 @@ class Apportionment:
                 counts[tree] = number
         return counts
 
-    def worst_error(self) -> float:
+    def max_error(self) -> float:
         """Returns a bound of the samples by which a source is ever off its share."""
         worst = 0.0
         reached: list[tuple[_Tree, float]] = [(self._tree, 0.0)]

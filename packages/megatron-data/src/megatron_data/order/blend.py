@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_data.errors import DataError
 from megatron_data.order.cache import cache_key, load_or_build
-from megatron_data.order.spans import Draw
+from megatron_data.order.protocol import BlendEntry
 
 _MOST_DATASETS = 32_767
 
@@ -118,7 +118,7 @@ class GreedyBlend:
     def __len__(self) -> int:
         return len(self.indices.dataset_index)
 
-    def __getitem__(self, sample: int) -> Draw:
+    def __getitem__(self, sample: int) -> BlendEntry:
         """Returns where a sample comes from.
 
         Raises:
@@ -127,7 +127,7 @@ class GreedyBlend:
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
         number = int(self.indices.dataset_sample_index[sample])
-        return Draw(int(self.indices.dataset_index[sample]), number)
+        return BlendEntry(int(self.indices.dataset_index[sample]), number)
 
     def counts(self) -> list[int]:
         """Returns how many samples come from each dataset."""

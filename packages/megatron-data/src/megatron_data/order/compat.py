@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_data.errors import DataError, EmptySplitError
-from megatron_data.order.spans import Span, check_order
+from megatron_data.order.protocol import Span, check_order_arguments
 
 _SEPARATE_BELOW = 0.80
 _BLOCK = 1 << 15  # sequences at a time: their ends stay in the cache of a core
@@ -67,7 +67,7 @@ def build_gpt_indices(
     Raises:
         DataError: the split has no token, or too few for one sample.
     """
-    check_order(sequence_length, extra, num_samples)
+    check_order_arguments(sequence_length, extra, num_samples)
     epoch_tokens = _tokens(lengths, sequences)
     epochs = epochs_needed(epoch_tokens, sequence_length, num_samples, extra)
     whole_epochs_samples = None

@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_data.errors import DataError, EmptySplitError
-from megatron_data.order.permutation import Permutation, mixed
-from megatron_data.order.spans import Span, check_order
-from megatron_data.recent import Recent
+from megatron_data.lru_cache import LRUCache
+from megatron_data.order.permutation import Permutation, hash_integers
+from megatron_data.order.protocol import Span, check_order_arguments
 
-_MOST_CAPACITY = 1 << 16
-_EPOCHS_KEPT = 4
+_MAX_CAPACITY = 1 << 16
+_CACHED_EPOCHS = 4
 
 
 class PackingReport(NamedTuple):
@@ -38,11 +38,11 @@ class PackingReport(NamedTuple):
         share: `padding` of all tokens.
     """
 
-    samples: int
-    documents: int
-    cut: int
-    padding: int
-    share: float
+    num_samples: int
+    num_documents: int
+    split_documents: int
+    padding_tokens: int
+    padding_fraction: float
 
 
 class Packing:
@@ -61,19 +61,19 @@ class Packing:
     """
 
     def __init__(self, lengths: NDArray[np.integer], capacity: int) -> None:
-        if not 1 <= capacity <= _MOST_CAPACITY:
-            raise DataError(f"samples of {capacity} tokens; give 1 to {_MOST_CAPACITY:,}")
+        if not 1 <= capacity <= _MAX_CAPACITY:
+            raise DataError(f"samples of {capacity} tokens; give 1 to {_MAX_CAPACITY:,}")
         self.capacity = capacity
         (self._long,) = np.nonzero(lengths >= capacity)
         self._full_ends = np.cumsum(lengths[self._long] // capacity, dtype=np.int64)
-        rests = (lengths % capacity).astype(np.uint16)
+        remainders = (lengths % capacity).astype(np.uint16)
         self._tokens = int(lengths.sum(dtype=np.int64))
         if not self._tokens:
             raise EmptySplitError("the split holds no token")
         self._documents = int(np.count_nonzero(lengths))
-        self._cut = int(np.count_nonzero(lengths[self._long] > capacity))
-        self._rests = rests
-        self._packed, self._starts = _pack(rests, capacity)
+        self._num_split = int(np.count_nonzero(lengths[self._long] > capacity))
+        self._remainders = remainders
+        self._packed, self._starts = _pack(remainders, capacity)
         self.full: int = self._full_ends.item(-1) if len(self._full_ends) else 0
 
     def __len__(self) -> int:
@@ -96,13 +96,15 @@ class Packing:
         begin, end = self._starts[number - self.full : number - self.full + 2].tolist()
         documents = self._packed[begin:end]
         places = self._long.searchsorted(documents).tolist()
-        rests = self._rests[documents].tolist()
+        remainders = self._remainders[documents].tolist()
         return [
-            Span(first + document, self._cut_off(place, document), rest)
-            for document, place, rest in zip(documents.tolist(), places, rests, strict=True)
+            Span(first + document, self._tokens_in_full_samples(place, document), remainder)
+            for document, place, remainder in zip(
+                documents.tolist(), places, remainders, strict=True
+            )
         ]
 
-    def _cut_off(self, place: int, document: int) -> int:
+    def _tokens_in_full_samples(self, place: int, document: int) -> int:
         """Tokens in the full samples of a document that stands at `place` if it is long."""
         if place == len(self._long) or self._long.item(place) != document:
             return 0
@@ -113,36 +115,36 @@ class Packing:
         """Returns what the packing cost."""
         room = len(self) * self.capacity
         padding = room - self._tokens
-        return PackingReport(len(self), self._documents, self._cut, padding, padding / room)
+        return PackingReport(len(self), self._documents, self._num_split, padding, padding / room)
 
 
 def _pack(
-    rests: NDArray[np.uint16], capacity: int
+    remainders: NDArray[np.uint16], capacity: int
 ) -> tuple[NDArray[np.signedinteger], NDArray[np.int64]]:
     """Documents in the order of the samples that hold them, and where each sample begins."""
-    counts = np.bincount(rests, minlength=capacity)
+    counts = np.bincount(remainders, minlength=capacity)
     counts[0] = 0
     bins: NDArray[np.signedinteger] = np.empty(
-        int(counts.sum()), np.int32 if len(rests) < 1 << 31 else np.int64
+        int(counts.sum()), np.int32 if len(remainders) < 1 << 31 else np.int64
     )
     done = used = 0
-    rooms = _Rooms()
+    free = _FreeSpace()
     for length in range(capacity - 1, 0, -1):
         left = int(counts[length])
         while left:
-            room, first, last = rooms.tightest(length) or (capacity, used, used + left)
+            room, first, last = free.tightest(length) or (capacity, used, used + left)
             each = min(room // length, left)
             taken = min(last - first, left // each)
             if room == capacity:
                 used = first + taken
             else:
-                rooms.give_back(room, first + taken, last)
+                free.restore(room, first + taken, last)
             for _ in range(each):
                 bins[done : done + taken] = np.arange(first, first + taken, dtype=bins.dtype)
                 done += taken
             left -= each * taken
-            rooms.add(room - each * length, first, first + taken)
-    by_length = _sorted_descending(rests, counts)
+            free.add(room - each * length, first, first + taken)
+    by_length = _sorted_descending(remainders, counts)
     order = _argsort(bins, used)
     starts = np.zeros(used + 1, np.int64)
     np.cumsum(np.bincount(bins, minlength=used), out=starts[1:])
@@ -150,7 +152,7 @@ def _pack(
     return by_length[order], starts
 
 
-class _Rooms:
+class _FreeSpace:
     """Ranges of samples by the room that is left in them."""
 
     def __init__(self) -> None:
@@ -168,7 +170,7 @@ class _Rooms:
             del self._ranges[room], self._present[place]
         return room, first, last
 
-    def give_back(self, room: int, first: int, last: int) -> None:
+    def restore(self, room: int, first: int, last: int) -> None:
         """Returns what was not used of a range."""
         if first < last:
             self.add(room, first, last)
@@ -184,11 +186,11 @@ class _Rooms:
 
 
 def _sorted_descending(
-    rests: NDArray[np.uint16], counts: NDArray[np.integer]
+    remainders: NDArray[np.uint16], counts: NDArray[np.integer]
 ) -> NDArray[np.signedinteger]:
     """Documents with a rest from the longest to the shortest, equal ones in their order."""
-    order = _radix(np.uint16(0) - rests)  # 0 stays first, and is left out
-    return order[len(rests) - int(counts.sum()) :]
+    order = _radix(np.uint16(0) - remainders)  # 0 stays first, and is left out
+    return order[len(remainders) - int(counts.sum()) :]
 
 
 def _argsort(bins: NDArray[np.signedinteger], used: int) -> NDArray[np.signedinteger]:
@@ -234,13 +236,13 @@ class PackedOrder:
         num_samples: int | None = None,
         extra: int = 1,
     ) -> None:
-        check_order(sequence_length, extra, num_samples)
+        check_order_arguments(sequence_length, extra, num_samples)
         self.sample_length = sequence_length + extra
         self.packing = Packing(lengths[slice(*sequences)], self.sample_length)
         self.seed = seed
         self._first = sequences[0]
         self._samples = len(self.packing) if num_samples is None else num_samples
-        self._permutations: Recent[Permutation] = Recent(_EPOCHS_KEPT)
+        self._permutations: LRUCache[Permutation] = LRUCache(_CACHED_EPOCHS)
 
     def __len__(self) -> int:
         return self._samples
@@ -258,4 +260,4 @@ class PackedOrder:
         return self.packing.spans(permutation[number], self._first)
 
     def _permute(self, epoch: int) -> Permutation:
-        return Permutation(len(self.packing), mixed(self.seed, epoch))
+        return Permutation(len(self.packing), hash_integers(self.seed, epoch))

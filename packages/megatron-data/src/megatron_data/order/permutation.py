@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_data.errors import DataError
 
-ENUMERATED = 4096
+MAX_STORED = 4096
 """Up to so many things a permutation is written out, beyond it every place is computed alone."""
 
 _MASK = (1 << 64) - 1
@@ -24,7 +24,7 @@ _NEIGHBOURS = 1024  # numbers that are computed together,
 _ENOUGH = 64  # once so many of them were asked for: alone they take about as long as all at once
 
 
-def mixed(*words: int) -> int:
+def hash_integers(*words: int) -> int:
     """Returns 64 bits that depend on all of the words, which may have any size and sign."""
     state = len(words)
     for word in words:
@@ -52,13 +52,13 @@ def shuffled(count: int, key: int) -> NDArray[np.int64]:
 class Permutation:
     """A one-to-one map of the numbers below `count` onto themselves.
 
-    Up to `ENUMERATED` it is `shuffled`; beyond it a Feistel network of six rounds on as many bits
+    Up to `MAX_STORED` it is `shuffled`; beyond it a Feistel network of six rounds on as many bits
     as `count` needs, walked until it comes back below `count` (Black and Rogaway, "Ciphers with
     arbitrary finite domains", CT-RSA 2002), so that nothing is stored however large it is.
 
     Args:
         count: how many numbers there are.
-        key: 64 bits; see `mixed`.
+        key: 64 bits; see `hash_integers`.
 
     Raises:
         DataError: a negative count, or one of more than 2^62.
@@ -72,7 +72,7 @@ class Permutation:
         bits = max(count - 1, 1).bit_length()
         self._right = bits - bits // 2
         self._left = bits // 2
-        self._keys = tuple(mixed(key, number) for number in range(_ROUNDS))
+        self._keys = tuple(hash_integers(key, number) for number in range(_ROUNDS))
         # The neighbourhood of the last number, how many of it were asked for, and where they go
         # once these were enough. One tuple, so that threads never see one without the others.
         self._last: tuple[int, int, list[int]] = (-1, 0, [])
@@ -88,7 +88,7 @@ class Permutation:
         """
         if not 0 <= number < self.count:
             raise IndexError(f"number {number} of a permutation of {self.count}")
-        if self.count <= ENUMERATED:
+        if self.count <= MAX_STORED:
             return int(_written_out(self.count, self.key)[number])
         neighbourhood, place = divmod(number, _NEIGHBOURS)
         last, asked, places = self._last
@@ -124,7 +124,7 @@ class Permutation:
 
     def all(self) -> NDArray[np.int64]:
         """Returns where every number goes, int64 `[count]`: the same as asking one by one."""
-        if self.count <= ENUMERATED:
+        if self.count <= MAX_STORED:
             return _written_out(self.count, self.key).copy()
         return self._walk_all(np.arange(self.count, dtype=np.uint64))
 

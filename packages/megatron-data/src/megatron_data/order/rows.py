@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_data.errors import EmptySplitError
-from megatron_data.order.spans import Span, check_order
+from megatron_data.order.protocol import Span, check_order_arguments
 
 
 class RowOrder:
@@ -36,7 +36,7 @@ class RowOrder:
         sequence_length: int,
         num_samples: int | None = None,
     ) -> None:
-        check_order(sequence_length, 1, num_samples)
+        check_order_arguments(sequence_length, 1, num_samples)
         first, last = documents
         if first >= last:
             raise EmptySplitError("the split holds no document")
@@ -62,11 +62,11 @@ class RowOrder:
             raise IndexError(f"sample {sample} of {self._samples}")
         row = self._first + sample % self._count
         begin, end = self._bounds[row : row + 2].tolist()
-        kept = kept_lengths(self._lengths[begin:end], self.sample_length - 1)
+        kept = truncated_lengths(self._lengths[begin:end], self.sample_length - 1)
         return [Span(begin + number, 0, length) for number, length in enumerate(kept) if length]
 
 
-def kept_lengths(lengths: NDArray[np.integer], sequence_length: int) -> list[int]:
+def truncated_lengths(lengths: NDArray[np.integer], sequence_length: int) -> list[int]:
     """Returns how many tokens of each of a row's sequences a sample has room for.
 
     A row that does not end in a sample loses its end, to one token less than there is room for.

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from megatron_data.errors import EmptySplitError
 from megatron_data.order.mersenne import mt19937, mt19937_64
 
-LONGEST_SENTENCE = 512
+MAX_SENTENCE_LENGTH = 512
 """Documents with a longer sentence, in tokens, are passed over."""
 
 _AFTER_CLOSED = 2  # sentences that have to follow a sample that is closed early
@@ -130,13 +130,13 @@ def _usable(
     Sentences of documents with no more than `checked_above` of them may have any length.
     """
     counts = np.diff(bounds)
-    long = np.concatenate([[0], np.cumsum(lengths > LONGEST_SENTENCE)])
+    long = np.concatenate([[0], np.cumsum(lengths > MAX_SENTENCE_LENGTH)])
     too_long = (long[bounds[1:]] > long[bounds[:-1]]) & (counts > checked_above)
     (numbers,) = np.nonzero((counts >= max(min_sentences, 1)) & ~too_long)
     if not len(numbers):
         raise EmptySplitError(
             f"none of {len(counts)} documents has {min_sentences} sentences and none of more than "
-            f"{LONGEST_SENTENCE} tokens; preprocess with --split-sentences"
+            f"{MAX_SENTENCE_LENGTH} tokens; preprocess with --split-sentences"
         )
     return list(
         zip(numbers.tolist(), bounds[numbers].tolist(), bounds[numbers + 1].tolist(), strict=True)

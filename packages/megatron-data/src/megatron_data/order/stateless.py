@@ -20,16 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_data.errors import DataError, EmptySplitError
-from megatron_data.order.permutation import Permutation, mixed, shuffled
-from megatron_data.order.spans import Span, check_order
-from megatron_data.recent import Recent
+from megatron_data.lru_cache import LRUCache
+from megatron_data.order.permutation import Permutation, hash_integers, shuffled
+from megatron_data.order.protocol import Span, check_order_arguments
 
 BLOCK = 4096
 """Sequences that are laid out together."""
 
 
 class SequenceTable(Protocol):
-    """What the order has to know of a dataset: an `IndexedDataset`, or a `CountedLengths`."""
+    """Sequence lengths of a dataset: an `IndexedDataset` or an `InMemorySequenceTable`."""
 
     @property
     def sequence_lengths(self) -> NDArray[np.int32]:
@@ -39,7 +39,7 @@ class SequenceTable(Protocol):
         """Tokens of all sequences with a smaller number, for numbers up to S itself."""
 
 
-class CountedLengths:
+class InMemorySequenceTable:
     """A `SequenceTable` of lengths in memory, for sources whose index holds no sums.
 
     Args:
@@ -55,8 +55,8 @@ class CountedLengths:
         return self._ends[sequences]
 
 
-_EPOCHS_KEPT = 4
-_BLOCKS_KEPT = 512
+_CACHED_EPOCHS = 4
+_CACHED_BLOCKS = 512
 _BEGIN, _BLOCKS, _WITHIN, _SAMPLES = range(4)  # what a key is for
 
 
@@ -126,7 +126,7 @@ class StatelessOrder:
         extra: int = 1,
         drop_last_partial: bool = True,
     ) -> None:
-        check_order(sequence_length, extra, num_samples)
+        check_order_arguments(sequence_length, extra, num_samples)
         self.sequence_length = sequence_length
         self.extra = extra
         self.seed = seed
@@ -147,9 +147,9 @@ class StatelessOrder:
                     f"{extra}; shorten the sequence length or widen the split"
                 )
         self._samples = int(num_samples)
-        self._epochs: Recent[_Epoch] = Recent(_EPOCHS_KEPT)
-        self._blocks: Recent[_Block] = Recent(_BLOCKS_KEPT)
-        self._permutations: Recent[Permutation] = Recent(_EPOCHS_KEPT)
+        self._epochs: LRUCache[_Epoch] = LRUCache(_CACHED_EPOCHS)
+        self._blocks: LRUCache[_Block] = LRUCache(_CACHED_BLOCKS)
+        self._permutations: LRUCache[Permutation] = LRUCache(_CACHED_EPOCHS)
 
     @property
     def sample_length(self) -> int:
@@ -206,17 +206,17 @@ class StatelessOrder:
         count = self._samples
         if not self._closed:
             count = self._first_sample(epoch + 1) - self._first_sample(epoch)
-        return Permutation(count, mixed(self.seed, _SAMPLES, epoch))
+        return Permutation(count, hash_integers(self.seed, _SAMPLES, epoch))
 
     def _epoch(self, epoch: int) -> _Epoch:
         return self._epochs.get(epoch, lambda: self._lay_epoch(epoch))
 
     def _lay_epoch(self, epoch: int) -> _Epoch:
-        begin = self._first + (mixed(self.seed, _BEGIN, epoch) % BLOCK or BLOCK)
+        begin = self._first + (hash_integers(self.seed, _BEGIN, epoch) % BLOCK or BLOCK)
         inner = np.arange(begin, self._last, BLOCK, dtype=np.int64)
         bounds = np.concatenate([[self._first], inner, [self._last]])
         tokens = np.diff(self._table.tokens_before(bounds))
-        order = shuffled(len(tokens), mixed(self.seed, _BLOCKS, epoch))
+        order = shuffled(len(tokens), hash_integers(self.seed, _BLOCKS, epoch))
         return _Epoch(bounds, order, np.cumsum(tokens[order]))
 
     def _block(self, epoch: int, block: int) -> _Block:
@@ -224,6 +224,6 @@ class StatelessOrder:
 
     def _lay_block(self, epoch: int, block: int) -> _Block:
         first, last = self._epoch(epoch).bounds[block : block + 2].tolist()
-        order = shuffled(last - first, mixed(self.seed, _WITHIN, epoch, block))
+        order = shuffled(last - first, hash_integers(self.seed, _WITHIN, epoch, block))
         lengths = self._table.sequence_lengths[first:last][order]
         return _Block(first + order, np.cumsum(lengths, dtype=np.int64))

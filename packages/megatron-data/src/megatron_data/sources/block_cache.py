@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_data.errors import DataError
 from megatron_data.files import local_folder
-from megatron_data.recent import Recent
+from megatron_data.lru_cache import LRUCache
 from megatron_data.sources.block_folder import (
     LOCK,
     WHOLE,
@@ -105,7 +105,7 @@ class Blocks:
         self._block_bytes = cache.block_bytes
         self._folder = BlockFolder(Path(cache.folder), cache.limit_bytes)
         self._file = file
-        self._mapped: Recent[mmap.mmap] = Recent(_MAPPED)
+        self._mapped: LRUCache[mmap.mmap] = LRUCache(_MAPPED)
 
     def read(self, begin: int, end: int) -> bytes:
         """Returns the bytes from `begin` to `end`, fewer where the file ends, through the cache.

@@ -7,25 +7,25 @@ from typing import Generic, TypeVar
 _T = TypeVar("_T")
 
 
-class Recent(Generic[_T]):
-    """The `most` values asked for last; loader processes begin with none.
+class LRUCache(Generic[_T]):
+    """The `maxsize` values asked for last; loader processes begin with none.
 
     Not `lru_cache`: on methods it holds its owner in a circle, and with it the files it maps.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, maxsize: int) -> None:
+        self._maxsize = maxsize
         self._values: OrderedDict[Hashable, _T] = OrderedDict()
 
-    def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
+    def get(self, key: Hashable, compute: Callable[[], _T]) -> _T:
         """Returns the value of a key, made if it is not there."""
         if key in self._values:
             self._values.move_to_end(key)
         else:
-            self._values[key] = make()
-            if len(self._values) > self._most:
+            self._values[key] = compute()
+            if len(self._values) > self._maxsize:
                 self._values.popitem(last=False)
         return self._values[key]
 
-    def __reduce__(self) -> tuple[type["Recent[_T]"], tuple[int]]:
-        return type(self), (self._most,)
+    def __reduce__(self) -> tuple[type["LRUCache[_T]"], tuple[int]]:
+        return type(self), (self._maxsize,)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from megatron_data import DataError
-from megatron_data.order import Apportionment, BlendHistory, Change, Draw
+from megatron_data.order import Apportionment, BlendEntry, BlendSchedule, WeightChange
 
 LARGE_AND_TINY = [0.5] + [0.005] * 100
 ZIPF = [1 / (rank + 1) for rank in range(100)]
@@ -28,8 +28,8 @@ def worst(shares: list[float], samples: int) -> float:
     largest = 0
     for sample in range(samples):
         draw = order[sample]
-        assert draw.number == counts[draw.source]  # none left out, none twice
-        counts[draw.source] += 1
+        assert draw.sample_index == counts[draw.source_index]  # none left out, none twice
+        counts[draw.source_index] += 1
         off = (
             abs(n * total - (sample + 1) * w) for n, w in zip(counts, order.weights, strict=True)
         )
@@ -52,7 +52,7 @@ def test_no_source_is_ever_far_from_its_share(shares: list[float]) -> None:
 @example([0.0342, 1.3218, 1.4349, 1.2125, 7.3])
 def test_nor_with_any_weights(shares: list[float]) -> None:
     assert worst(shares, 400) < 1.5
-    assert Apportionment(shares).worst_error() < 1.69
+    assert Apportionment(shares).max_error() < 1.69
 
 
 def test_shares_do_not_drift() -> None:
@@ -83,26 +83,26 @@ def test_as_many_samples_as_the_weights_sum_to_draw_every_weight() -> None:
 def test_changes_leave_the_past_alone_and_lose_nothing(reigns: list) -> None:
     first, changes = 0, []
     for length, shares in reigns:
-        changes.append(Change(first, shares))
+        changes.append(WeightChange(first, shares))
         first += length
-    history = BlendHistory(changes, first)
-    drawn = [history[sample] for sample in range(first)]
+    schedule = BlendSchedule(changes, first)
+    drawn = [schedule[sample] for sample in range(first)]
     seen: Counter[int] = Counter()
     for draw in drawn:
-        assert draw.number == seen[draw.source]
-        seen[draw.source] += 1
-    assert history.counts() == [seen[source] for source in range(len(history.sources))]
+        assert draw.sample_index == seen[draw.source_index]
+        seen[draw.source_index] += 1
+    assert schedule.counts() == [seen[source] for source in range(len(schedule.sources))]
     for number in range(1, len(changes)):
-        earlier = BlendHistory(changes[:number], first)
+        earlier = BlendSchedule(changes[:number], first)
         for sample in range(changes[number].first_sample):
             then = earlier[sample]
-            assert (history.sources[drawn[sample].source], drawn[sample].number) == (
-                earlier.sources[then.source],
-                then.number,
+            assert (schedule.sources[drawn[sample].source_index], drawn[sample].sample_index) == (
+                earlier.sources[then.source_index],
+                then.sample_index,
             )
     for (length, shares), change in zip(reigns, changes, strict=True):
         part = drawn[change.first_sample : change.first_sample + length]
-        counts = Counter(history.sources[draw.source] for draw in part)
+        counts = Counter(schedule.sources[draw.source_index] for draw in part)
         for name, weight in shares.items():
             assert abs(counts[name] - length * weight / sum(shares.values())) < 1.5
 
@@ -112,11 +112,13 @@ def test_refusals() -> None:
         with pytest.raises(DataError, match="each must be a positive number"):
             Apportionment(bad)
     with pytest.raises(DataError, match="begin at sample 5, not at 0"):
-        BlendHistory([Change(5, {"a": 1.0})], 10)
+        BlendSchedule([WeightChange(5, {"a": 1.0})], 10)
     with pytest.raises(DataError, match="begin at sample 3 follow weights that begin at sample 3"):
-        BlendHistory([Change(0, {"a": 1}), Change(3, {"a": 1}), Change(3, {"b": 1})], 10)
+        BlendSchedule(
+            [WeightChange(0, {"a": 1}), WeightChange(3, {"a": 1}), WeightChange(3, {"b": 1})], 10
+        )
     with pytest.raises(DataError, match="a blend without weights"):
-        BlendHistory([], 10)
+        BlendSchedule([], 10)
     with pytest.raises(IndexError, match="sample 10 of 10"):
-        BlendHistory([Change(0, {"a": 1})], 10)[10]
-    assert BlendHistory([Change(0, {"a": 1})], 10)[9] == Draw(0, 9)
+        BlendSchedule([WeightChange(0, {"a": 1})], 10)[10]
+    assert BlendSchedule([WeightChange(0, {"a": 1})], 10)[9] == BlendEntry(0, 9)

@@ -13,11 +13,11 @@ class Span(NamedTuple):
     length: int | None
 
 
-class Draw(NamedTuple):
+class BlendEntry(NamedTuple):
     """One sample of a blend: its source, and how many samples of that source come before it."""
 
-    source: int
-    number: int
+    source_index: int
+    sample_index: int
 
 
 class SampleOrder(Protocol):
@@ -44,7 +44,7 @@ class BlendOrder(Protocol):
     def __len__(self) -> int:
         """Returns the number of samples."""
 
-    def __getitem__(self, sample: int, /) -> Draw:
+    def __getitem__(self, sample: int, /) -> BlendEntry:
         """Returns where a sample comes from.
 
         Raises:
@@ -55,7 +55,7 @@ class BlendOrder(Protocol):
         """Returns how many samples come from each source."""
 
 
-def check_order(sequence_length: int, extra: int, num_samples: int | None) -> None:
+def check_order_arguments(sequence_length: int, extra: int, num_samples: int | None) -> None:
     """Refuses numbers that no order can be made of.
 
     Raises:

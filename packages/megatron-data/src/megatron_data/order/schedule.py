@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from megatron_data.errors import DataError
 from megatron_data.order.apportionment import Apportionment
-from megatron_data.order.spans import Draw
+from megatron_data.order.protocol import BlendEntry
 
 
-class Change(NamedTuple):
+class WeightChange(NamedTuple):
     """Weights from one sample on.
 
     Attributes:
@@ -21,7 +21,7 @@ class Change(NamedTuple):
     weights: Mapping[str, float]
 
 
-class _Reign(NamedTuple):
+class _Segment(NamedTuple):
     """What holds from one change to the next: the sources' numbers and what was drawn before."""
 
     first_sample: int
@@ -30,7 +30,7 @@ class _Reign(NamedTuple):
     drawn: tuple[int, ...]
 
 
-class BlendHistory:
+class BlendSchedule:
     """A `BlendOrder` computed from the weights and all their changes.
 
     A change takes effect at its first sample and leaves what came before as it was. Sources go on
@@ -41,59 +41,59 @@ class BlendHistory:
         num_samples: how many samples are drawn.
 
     Attributes:
-        sources: names of all sources in the order of their first appearance; `Draw.source` is a
-            place among them.
+        sources: Names of all sources in the order of their first appearance.
+            `BlendEntry.source_index` is an index into it.
 
     Raises:
         DataError: no change, one that does not begin after the one before it, or unusable weights.
     """
 
-    def __init__(self, changes: Sequence[Change], num_samples: int) -> None:
+    def __init__(self, changes: Sequence[WeightChange], num_samples: int) -> None:
         if num_samples < 0:
             raise DataError(f"a blend of {num_samples} samples; give at least 0")
         self.num_samples = num_samples
-        self._reigns: list[_Reign] = []
+        self._segments: list[_Segment] = []
         numbers: dict[str, int] = {}
         for change in changes:
-            drawn = self._drawn_before(change)
+            drawn = self._counts_before(change)
             for name in change.weights:
                 numbers.setdefault(name, len(numbers))
             drawn += [0] * (len(numbers) - len(drawn))
             sources = tuple(numbers[name] for name in change.weights)
             shares = Apportionment(list(change.weights.values()))
-            self._reigns.append(_Reign(change.first_sample, sources, shares, tuple(drawn)))
-        if not self._reigns:
+            self._segments.append(_Segment(change.first_sample, sources, shares, tuple(drawn)))
+        if not self._segments:
             raise DataError("a blend without weights; name at least one source")
-        self._firsts = [reign.first_sample for reign in self._reigns]
+        self._firsts = [segment.first_sample for segment in self._segments]
         self.sources = tuple(numbers)
 
-    def _drawn_before(self, change: Change) -> list[int]:
+    def _counts_before(self, change: WeightChange) -> list[int]:
         """Samples of every source so far known that come before a change."""
-        if not self._reigns:
+        if not self._segments:
             if change.first_sample:
                 raise DataError(
                     f"the first weights of a blend begin at sample {change.first_sample}, not at 0"
                 )
             return []
-        last = self._reigns[-1]
+        last = self._segments[-1]
         if change.first_sample <= last.first_sample:
             raise DataError(
                 f"weights that begin at sample {change.first_sample} follow weights that begin at "
                 f"sample {last.first_sample}; put them in order"
             )
-        return self._counted(last, change.first_sample)
+        return self._counts_up_to(last, change.first_sample)
 
-    def _counted(self, reign: _Reign, samples: int) -> list[int]:
-        counts = list(reign.drawn)
-        own = reign.shares.counts(samples - reign.first_sample)
-        for source, count in zip(reign.sources, own, strict=True):
+    def _counts_up_to(self, segment: _Segment, samples: int) -> list[int]:
+        counts = list(segment.drawn)
+        own = segment.shares.counts(samples - segment.first_sample)
+        for source, count in zip(segment.sources, own, strict=True):
             counts[source] += count
         return counts
 
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, sample: int) -> Draw:
+    def __getitem__(self, sample: int) -> BlendEntry:
         """Returns where a sample comes from.
 
         Raises:
@@ -101,17 +101,17 @@ class BlendHistory:
         """
         if not 0 <= sample < self.num_samples:
             raise IndexError(f"sample {sample} of {self.num_samples}")
-        reign = self._reign(sample)
-        place, number = reign.shares[sample - reign.first_sample]
-        source = reign.sources[place]
-        return Draw(source, reign.drawn[source] + number)
+        segment = self._segment_of(sample)
+        own_index, sample_index = segment.shares[sample - segment.first_sample]
+        source = segment.sources[own_index]
+        return BlendEntry(source, segment.drawn[source] + sample_index)
 
     def counts(self) -> list[int]:
         """Returns how many samples come from each of `sources`."""
         if not self.num_samples:
             return [0] * len(self.sources)
-        counts = self._counted(self._reign(self.num_samples - 1), self.num_samples)
+        counts = self._counts_up_to(self._segment_of(self.num_samples - 1), self.num_samples)
         return counts + [0] * (len(self.sources) - len(counts))
 
-    def _reign(self, sample: int) -> _Reign:
-        return self._reigns[bisect_right(self._firsts, sample) - 1]
+    def _segment_of(self, sample: int) -> _Segment:
+        return self._segments[bisect_right(self._firsts, sample) - 1]
