@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 @dataclass
-class SavedActivations:
+class Kept:
     """Storages that are kept, each of them once; parameters and buffers are not among them.
 
     Attributes:
@@ -29,13 +29,13 @@ class SavedActivations:
 
 
 @contextmanager
-def count_saved_activations(module: nn.Module) -> Iterator[SavedActivations]:
+def counting_kept(module: nn.Module) -> Iterator[Kept]:
     """Counts what autograd keeps of forward passes of `module` in the `with` block.
 
     What other hooks have taken out of the device's memory is not counted, nor is what a function
     that runs again keeps while it does. The storages live on as long as the block.
     """
-    kept, running = SavedActivations(), [""]
+    kept, running = Kept(), [""]
     known = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     held: list[Any] = []
 
