@@ -24,7 +24,7 @@ from megatron_parallel import (
     Mesh,
     ParallelLayout,
     PipelineEngine,
-    Recompute,
+    RecomputeConfig,
     collect_shardings,
     parameter_views,
 )
@@ -63,7 +63,7 @@ class Case:
     sequence_parallel: bool = False
     encoder_stages: int | None = None
     schedule: str = "1f1b"
-    recompute: Recompute | None = None
+    recompute: RecomputeConfig | None = None
 
 
 CASES = {
@@ -121,7 +121,7 @@ def step(mesh, config, case, defect=None):
                 Placement(
                     mesh,
                     sequence_parallel=case.sequence_parallel,
-                    recompute=case.recompute or Recompute(),
+                    recompute=case.recompute or RecomputeConfig(),
                     dtype=torch.float64,
                 ),
                 chunk=chunk,
@@ -213,8 +213,8 @@ def test_rotary_positions_without_biases_equal_one_rank_too(worker_pool, one_ran
 @pytest.mark.parametrize(
     "recompute",
     [
-        Recompute("selective", modules=("core_attn", "mlp", "layernorm")),
-        Recompute("full", "uniform", 1),
+        RecomputeConfig("selective", modules=("core_attn", "mlp", "layernorm")),
+        RecomputeConfig("full", "uniform", 1),
     ],
     ids=["selective", "full"],
 )

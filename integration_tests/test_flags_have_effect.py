@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import megatron_parallel.recompute.again as again
+import megatron_parallel.recompute.checkpointing as checkpointing
 import pytest
 import torch
 from flags_on_ranks import LAYERS_PER_VIRTUAL_STAGE, ON_RANKS, Words, command
@@ -27,7 +27,7 @@ from megatron_data import ByteTokenizer, IndexedDatasetBuilder, preprocess, trai
 from megatron_data.indexed.pair import FileTokens
 from megatron_data.tokenizers import NullTokenizer
 from megatron_parallel import GradientBuffers, Mesh
-from megatron_parallel.recompute import HostMemory
+from megatron_parallel.recompute import OffloadSavedTensors
 from megatron_train import StepEngine, Trainer, tokenizer
 from megatron_train.cli import main
 from megatron_train.config.flags import ALIASES
@@ -450,13 +450,13 @@ class Probes:
 
         finish = GradientBuffers.finish
         patch.setattr(GradientBuffers, "finish", finished)
-        function, pack = again.checkpoint, HostMemory._pack
+        function, pack = checkpointing.checkpoint, OffloadSavedTensors._pack
 
         def recomputed(*args: Any, **given: Any) -> Any:
             self.seen["runs"] += 1
             return function(*args, **given)
 
-        def packed(memory: HostMemory, tensor: Any) -> Any:
+        def packed(memory: OffloadSavedTensors, tensor: Any) -> Any:
             self.seen["moved"] += 1
             return pack(memory, tensor)
 
@@ -467,8 +467,8 @@ class Probes:
             return stretch(tokens, part)
 
         patch.setattr(FileTokens, "__getitem__", stretched)
-        patch.setattr(again, "checkpoint", recomputed)
-        patch.setattr(HostMemory, "_pack", packed)
+        patch.setattr(checkpointing, "checkpoint", recomputed)
+        patch.setattr(OffloadSavedTensors, "_pack", packed)
         patch.setattr(tokenizer, "open_tokenizer", made)
         patch.setattr(Mesh, "bind", bound)
         patch.setattr(StepEngine, "run", ran)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron_models import GPTConfig, Placement, gpt_chunks
 from megatron_optim import Optimizer, OptimizerConfig
-from megatron_parallel import DataParallelConfig, Mesh, Recompute
+from megatron_parallel import DataParallelConfig, Mesh, RecomputeConfig
 from megatron_train.engine import StepEngine
 from megatron_train.tasks.gpt import GPTTask
 from megatron_train.tasks.task import MicroBatch
@@ -45,7 +45,7 @@ class Job:
             Placement(
                 mesh,
                 dtype=self.dtype,
-                recompute=self.recompute or Recompute(),
+                recompute=self.recompute or RecomputeConfig(),
                 dispatcher=self.dispatcher,
             ),
             seed=3,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_parallel import DataParallelConfig, Recompute
+from megatron_parallel import DataParallelConfig, RecomputeConfig
 from megatron_train.engine import StepEngine
 
 pytestmark = pytest.mark.gpu
@@ -25,8 +25,8 @@ EXPERTS = {
     "moe_z_loss_coeff": 0.001,
 }
 SHARED = {**EXPERTS, "moe_shared_expert_intermediate_size": 32}
-SELECTIVE = Recompute(granularity="selective", modules=("core_attn", "mlp", "layernorm"))
-WHOLE = Recompute(granularity="full", method="uniform", num_layers=1)
+SELECTIVE = RecomputeConfig(granularity="selective", modules=("core_attn", "mlp", "layernorm"))
+WHOLE = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
 CASES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "dropout": {"dropout": 0.1},

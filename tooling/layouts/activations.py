@@ -27,8 +27,8 @@ from megatron_models import (
 from megatron_models.components.context import Context
 from megatron_models.components.dropout import StageDropout
 from megatron_models.components.stack import run_layers
-from megatron_parallel import DropoutKey, Mesh, ParallelLayout, Recompute
-from megatron_parallel.recompute import counting_kept
+from megatron_parallel import DropoutKey, Mesh, ParallelLayout, RecomputeConfig
+from megatron_parallel.recompute import count_saved_activations
 from megatron_parallel.testing import WorkerPool
 
 from layouts.output import publish
@@ -43,17 +43,17 @@ CONFIG = GPTConfig(
 )
 UNIT = CONFIG.num_layers * LENGTH * SAMPLES * CONFIG.hidden_size
 MODULES = ("core_attn", "mlp", "layernorm")
-UNIFORM = Recompute(granularity="full", method="uniform", num_layers=4)
+UNIFORM = RecomputeConfig(granularity="full", method="uniform", num_layers=4)
 PLANS = {
-    "nothing": Recompute(),
+    "nothing": RecomputeConfig(),
     **{
-        f"selective: {module}": Recompute(granularity="selective", modules=(module,))
+        f"selective: {module}": RecomputeConfig(granularity="selective", modules=(module,))
         for module in MODULES
     },
-    "selective: all three": Recompute(granularity="selective", modules=MODULES),
+    "selective: all three": RecomputeConfig(granularity="selective", modules=MODULES),
     "full, uniform, groups of 4": UNIFORM,
     "full, uniform, groups of 1": replace(UNIFORM, num_layers=1),
-    "full, block, 5 of 8": Recompute(granularity="full", method="block", num_layers=5),
+    "full, block, 5 of 8": RecomputeConfig(granularity="full", method="block", num_layers=5),
     "full, uniform, groups of 4, cut": replace(UNIFORM, distribute_saved_activations=True),
 }
 ON_RANKS = ("nothing", "selective: core_attn", "selective: all three", "full, uniform, groups of 4")
@@ -95,7 +95,7 @@ def count(mesh: Mesh, run: Run) -> dict[str, int]:
     length = LENGTH // model.tp.size if cut else LENGTH
     x = torch.randn(length, SAMPLES, CONFIG.hidden_size, dtype=run.dtype, requires_grad=True) * 1.0
     context = Context(Mask(), dropout=dropout, recompute=plan)
-    with counting_kept(model) as kept:
+    with count_saved_activations(model) as kept:
         run_layers(model.layers, x, context, model.tp)
     if dropout is not None and plan.method != "uniform":
         kept.by_module["key of dropout"] = -8 * LENGTH * SAMPLES

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Literal
 
 from megatron_models import GPTConfig
-from megatron_parallel import DataParallelConfig, ParallelLayout, Recompute
+from megatron_parallel import DataParallelConfig, ParallelLayout, RecomputeConfig
 from megatron_parallel.pipeline import SCHEDULES, schedule_kind
 
 SEQUENCE = 16
@@ -98,16 +98,16 @@ GATHERED = DataParallelConfig(
     use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=3000
 )
 RECOMPUTE = {
-    "": Recompute(),
-    "selective": Recompute(
+    "": RecomputeConfig(),
+    "selective": RecomputeConfig(
         granularity="selective", modules=("core_attn", "mlp", "moe", "layernorm")
     ),
-    "uniform": Recompute(granularity="full", method="uniform", num_layers=2),
-    "block": Recompute(granularity="full", method="block", num_layers=1),
-    "cut": Recompute(
+    "uniform": RecomputeConfig(granularity="full", method="uniform", num_layers=2),
+    "block": RecomputeConfig(granularity="full", method="block", num_layers=1),
+    "cut": RecomputeConfig(
         granularity="full", method="uniform", num_layers=2, distribute_saved_activations=True
     ),
-    "host": Recompute(cpu_offloading_num_layers=2),
+    "host": RecomputeConfig(cpu_offloading_num_layers=2),
 }
 """What is computed again or kept elsewhere; one rank keeps everything."""
 FULLY_SHARDED = DataParallelConfig(use_torch_fsdp2=True)

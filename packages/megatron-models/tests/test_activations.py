@@ -22,29 +22,29 @@ from megatron_models import (
 from megatron_models.components.context import Context
 from megatron_models.components.dropout import StageDropout
 from megatron_models.components.stack import run_layers
-from megatron_parallel import DropoutKey, Mesh, ParallelLayout, Recompute, gather_sequence
-from megatron_parallel.recompute import counting_kept
+from megatron_parallel import DropoutKey, Mesh, ParallelLayout, RecomputeConfig, gather_sequence
+from megatron_parallel.recompute import count_saved_activations
 from torch.nn import functional
 
 S, B = 12, 3
 MODULES = ("core_attn", "mlp", "layernorm")
 SELECTIVE = [
-    Recompute(),
-    *(Recompute(granularity="selective", modules=(module,)) for module in MODULES),
-    Recompute(granularity="selective", modules=MODULES),
+    RecomputeConfig(),
+    *(RecomputeConfig(granularity="selective", modules=(module,)) for module in MODULES),
+    RecomputeConfig(granularity="selective", modules=MODULES),
 ]
 FULL = [
-    Recompute(granularity="full", method="uniform", num_layers=4),
-    Recompute(granularity="full", method="uniform", num_layers=1),
-    Recompute(granularity="full", method="block", num_layers=5),
-    Recompute(cpu_offloading_num_layers=3),
+    RecomputeConfig(granularity="full", method="uniform", num_layers=4),
+    RecomputeConfig(granularity="full", method="uniform", num_layers=1),
+    RecomputeConfig(granularity="full", method="block", num_layers=5),
+    RecomputeConfig(cpu_offloading_num_layers=3),
 ]
 
 
 def counted(
     config: GPTConfig,
     dtype: torch.dtype,
-    plan: Recompute,
+    plan: RecomputeConfig,
     dropout: bool,
     mesh: Mesh | None = None,
     sequence_parallel: bool = False,
@@ -67,9 +67,9 @@ def counted(
     context = Context(Mask(), angles, dropout=drop, recompute=plan)
     length = S // model.tp.size if sequence_parallel else S
     x = torch.randn(length, B, config.hidden_size, dtype=dtype, requires_grad=True) * 1.0
-    with counting_kept(model) as kept:
+    with count_saved_activations(model) as kept:
         run_layers(model.layers, x, context, model.tp)
-    if dropout and not all(group.again for group in plan.groups(range(config.num_layers))):
+    if dropout and not all(group.checkpointed for group in plan.groups(range(config.num_layers))):
         # The dropout key, which all layers share.
         kept.by_module["shared"] = -8 * S * B
     return kept.by_module
@@ -143,8 +143,8 @@ def test_the_constants_of_the_paper():
         max_position_embeddings=s,
     )
     square = 5 * a * s / h
-    selective = Recompute(granularity="selective")
-    full = Recompute(granularity="full", method="uniform", num_layers=1)
+    selective = RecomputeConfig(granularity="selective")
+    full = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
 
     def each(**options) -> float:
         layer_pass = LayerPass(s, b, SavedBytes.paper(), **options)
@@ -204,7 +204,7 @@ def on_a_rank(mesh: Mesh, runs: list[Any], sequence_parallel: bool) -> list[int]
 
 
 def test_a_layer_that_keeps_the_gathered_input_is_seen(worker_pool, small):
-    run = (small(), torch.float32, Recompute(), False)
+    run = (small(), torch.float32, RecomputeConfig(), False)
     saved_bytes = of_cpu(run[0], torch.float32, False)
     said = stack_activations(run[0], LayerPass(S, B, saved_bytes, 2, sequence_parallel=True))
     for found in worker_pool.run_mesh(ParallelLayout(tp=2, dp=1), keeping_too_much, run):
@@ -225,7 +225,7 @@ def keeping_too_much(mesh: Mesh, run: Any) -> int:
 MOE = {"num_experts": 4, "moe_ffn_hidden_size": 20, "moe_router_topk": 2}
 GATED = {"activation": "swiglu", "add_bias_linear": False}
 EXPERTS = [MOE, {**MOE, **GATED, "moe_shared_expert_intermediate_size": 8}, {**MOE, **GATED}]
-EXPERT_PLANS = [Recompute(), Recompute(granularity="selective", modules=("moe",))]
+EXPERT_PLANS = [RecomputeConfig(), RecomputeConfig(granularity="selective", modules=("moe",))]
 
 
 def by_part(found: dict[str, int]) -> dict[str, int]:

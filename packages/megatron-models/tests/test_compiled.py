@@ -11,15 +11,17 @@ COMPILE = """
 import json, sys
 import torch
 from megatron_models import GPT, Dropout, GPTConfig, Placement
-from megatron_parallel import DropoutKey, Mesh, Recompute
+from megatron_parallel import DropoutKey, Mesh, RecomputeConfig
 
 key = DropoutKey.for_batch(seed=1, iteration=1, samples=torch.arange(2), positions=8)
 dropout = Dropout(key, hidden=0.1, attention=0.1)
 plans = (
-    Recompute(),
-    Recompute(granularity="selective", modules=("core_attn", "mlp")),
-    Recompute(granularity="full", method="uniform", num_layers=1),
-    Recompute(granularity="full", method="block", num_layers=1, distribute_saved_activations=False),
+    RecomputeConfig(),
+    RecomputeConfig(granularity="selective", modules=("core_attn", "mlp")),
+    RecomputeConfig(granularity="full", method="uniform", num_layers=1),
+    RecomputeConfig(
+        granularity="full", method="block", num_layers=1, distribute_saved_activations=False
+    ),
 )
 for number, text in enumerate(json.load(sys.stdin)):
     plan = plans[number % len(plans)]

@@ -5,7 +5,7 @@ from megatron_models.memory import training_memory
 from megatron_models.models.gpt.model import GPT
 from megatron_models.parameters import parameter_count
 from megatron_models.placement import Placement
-from megatron_parallel import Mesh, ParallelLayout, Recompute
+from megatron_parallel import Mesh, ParallelLayout, RecomputeConfig
 from megatron_parallel.tensor_parallel import ChunkedLoss, LoRA, train_adapters
 
 
@@ -74,7 +74,7 @@ def test_a_rank_of_several_holds_its_part(small):
     stage = training_memory(config, 8, 1, layers=2, in_flight=2)
     first = GPT(config, Mesh(ParallelLayout(pp=2, dp=1), 0))
     assert stage.parameters == 4 * sum(p.numel() for p in first.parameters())
-    again = Recompute(granularity="full", method="uniform", num_layers=2)
+    again = RecomputeConfig(granularity="full", method="uniform", num_layers=2)
     kept = training_memory(config, 8, 1, layers=2, in_flight=2, recompute=again).activations
     assert kept == 2 * (8 * 64 * 4 + 8 * 8)
 

@@ -6,18 +6,20 @@ from megatron_kernels import Mask
 from megatron_models import GPT, Dropout, Placement
 from megatron_models.components.context import Context
 from megatron_models.components.stack import run_layers
-from megatron_parallel import DropoutKey, LayoutError, Mesh, Recompute
-from megatron_parallel.recompute import counting_kept
+from megatron_parallel import DropoutKey, LayoutError, Mesh, RecomputeConfig
+from megatron_parallel.recompute import count_saved_activations
 
 PLANS = {
-    "core attention": Recompute(granularity="selective"),
-    "feed-forward": Recompute(granularity="selective", modules=("mlp",)),
-    "norms": Recompute(granularity="selective", modules=("layernorm",)),
-    "all modules": Recompute(granularity="selective", modules=("core_attn", "mlp", "layernorm")),
-    "uniform": Recompute(granularity="full", method="uniform", num_layers=2),
-    "block": Recompute(granularity="full", method="block", num_layers=1),
-    "host": Recompute(cpu_offloading_num_layers=2),
-    "uniform in host": Recompute(
+    "core attention": RecomputeConfig(granularity="selective"),
+    "feed-forward": RecomputeConfig(granularity="selective", modules=("mlp",)),
+    "norms": RecomputeConfig(granularity="selective", modules=("layernorm",)),
+    "all modules": RecomputeConfig(
+        granularity="selective", modules=("core_attn", "mlp", "layernorm")
+    ),
+    "uniform": RecomputeConfig(granularity="full", method="uniform", num_layers=2),
+    "block": RecomputeConfig(granularity="full", method="block", num_layers=1),
+    "host": RecomputeConfig(cpu_offloading_num_layers=2),
+    "uniform in host": RecomputeConfig(
         granularity="full", method="uniform", num_layers=2, cpu_offloading_num_layers=9
     ),
 }
@@ -29,7 +31,7 @@ def trained(config, plan, backward=True):
     generator = torch.Generator().manual_seed(3)
     tokens, labels = torch.randint(config.vocab_size, (2, 2, 12), generator=generator)
     key = DropoutKey.for_batch(seed=1, iteration=5, samples=torch.arange(2), positions=12)
-    with counting_kept(model) as kept:
+    with count_saved_activations(model) as kept:
         loss = model.loss(tokens, labels, dropout=Dropout(key, hidden=0.1, attention=0.2)).sum()
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters())], kept
@@ -41,7 +43,7 @@ def test_what_is_computed_again_is_the_same_to_the_last_bit_with_dropout(small, 
         small(num_layers=3),
         small(num_layers=3, normalization="RMSNorm", activation="swiglu", num_query_groups=2),
     ):
-        kept_all, everything = trained(config, Recompute())
+        kept_all, everything = trained(config, RecomputeConfig())
         again, kept = trained(config, plan)
         for ours, truth in zip(again, kept_all, strict=True):
             assert torch.equal(ours, truth)
@@ -52,23 +54,23 @@ def of_layers(config, plan):
     """What the layers of a model keep, without embedding and loss."""
     model = GPT(config, Placement(Mesh.single(), recompute=plan))
     x = torch.randn(12, 2, config.hidden_size, requires_grad=True) * 1.0
-    with counting_kept(model) as kept:
+    with count_saved_activations(model) as kept:
         run_layers(model.layers, x, Context(Mask(), recompute=plan), model.tp)
     return kept
 
 
 def test_uniform_keeps_one_input_of_each_group(small):
-    plan = Recompute(granularity="full", method="uniform", num_layers=4)
+    plan = RecomputeConfig(granularity="full", method="uniform", num_layers=4)
     assert of_layers(small(num_layers=8), plan).shapes == [(12, 2, 24)] * 2
     assert len(of_layers(small(num_layers=9), plan).shapes) == 3
 
 
 def test_block_computes_the_first_layers_again_and_keeps_the_last(small):
-    plan = Recompute(granularity="full", method="block", num_layers=5)
+    plan = RecomputeConfig(granularity="full", method="block", num_layers=5)
     config = small(num_layers=8)
     kept = of_layers(config, plan)
     assert kept.shapes[:5] == [(12, 2, 24)] * 5
-    last = of_layers(replace(config, num_layers=3), Recompute())
+    last = of_layers(replace(config, num_layers=3), RecomputeConfig())
     assert kept.shapes[5:] == last.shapes
     assert {name: n for name, n in kept.by_module.items() if name} == {
         f"layers.{int(number) + 5}{rest}": nbytes
@@ -78,17 +80,17 @@ def test_block_computes_the_first_layers_again_and_keeps_the_last(small):
 
 
 def test_a_pass_without_gradients_keeps_nothing_and_runs_once(small):
-    plan = Recompute(granularity="full", method="uniform", num_layers=1)
+    plan = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
     config = small()
     model = GPT(config, Placement(Mesh.single(), recompute=plan))
     tokens = torch.randint(config.vocab_size, (2, 12))
-    with torch.no_grad(), counting_kept(model) as kept:
+    with torch.no_grad(), count_saved_activations(model) as kept:
         model.loss(tokens, tokens)
     assert kept.nbytes == 0
 
 
 def test_distributed_activations_need_ranks_that_hold_the_same(small):
-    plan = Recompute(
+    plan = RecomputeConfig(
         granularity="full", method="uniform", num_layers=1, distribute_saved_activations=True
     )
     with pytest.raises(LayoutError, match="needs tensor parallel ranks"):

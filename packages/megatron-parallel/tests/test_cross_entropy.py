@@ -6,7 +6,7 @@ import megatron_parallel.tensor_parallel.cross_entropy as cross_entropy
 import pytest
 import torch
 from megatron_parallel import LayoutError, Mesh, ParallelLayout, vocab_parallel_cross_entropy
-from megatron_parallel.recompute import counting_kept
+from megatron_parallel.recompute import count_saved_activations
 from megatron_parallel.tensor_parallel import IGNORED_TARGET
 from megatron_parallel.testing import WorkerPool
 from torch.nn import functional
@@ -116,7 +116,7 @@ def test_label_smoothing_out_of_range_is_refused(single: Mesh) -> None:
 def test_no_more_is_kept_than_one_buffer_of_the_logits(single: Mesh, smoothing: float) -> None:
     logits = torch.randn(64, 512, requires_grad=True)
     targets = torch.randint(0, 500, (64,))
-    with counting_kept(torch.nn.Module()) as kept:
+    with count_saved_activations(torch.nn.Module()) as kept:
         vocab_parallel_cross_entropy(
             logits, targets, single.axis("tp"), 500, label_smoothing=smoothing
         )

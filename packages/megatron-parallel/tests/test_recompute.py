@@ -2,21 +2,21 @@
 
 import pytest
 import torch
-from megatron_parallel import LayoutError, Mesh, ParallelLayout, Recompute
+from megatron_parallel import LayoutError, Mesh, ParallelLayout, RecomputeConfig
 from megatron_parallel.recompute import (
-    HostMemory,
     LayerGroup,
-    counting_kept,
-    kept_in_parts,
-    not_keeping,
-    recomputed,
+    OffloadSavedTensors,
+    ShardSavedTensors,
+    activation_checkpoint,
+    count_saved_activations,
+    discard_output,
 )
 from torch import nn
 
 
 def test_groups_of_layers():
     def full(method, count):
-        return Recompute(granularity="full", method=method, num_layers=count)
+        return RecomputeConfig(granularity="full", method=method, num_layers=count)
 
     assert full("uniform", 4).groups(range(10, 19)) == (
         LayerGroup((10, 11, 12, 13), True),
@@ -24,9 +24,11 @@ def test_groups_of_layers():
         LayerGroup((18,), True),
     )
     blocks = full("block", 5).groups(range(8))
-    assert [group.again for group in blocks] == [True] * 5 + [False] * 3
+    assert [group.checkpointed for group in blocks] == [True] * 5 + [False] * 3
     assert [group.layers for group in blocks] == [(i,) for i in range(8)]
-    assert not any(group.again for group in Recompute(granularity="selective").groups(range(3)))
+    assert not any(
+        group.checkpointed for group in RecomputeConfig(granularity="selective").groups(range(3))
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,11 +52,11 @@ def test_groups_of_layers():
 )
 def test_contradictions_are_refused(given, message):
     with pytest.raises(LayoutError, match=message):
-        Recompute(**given)
+        RecomputeConfig(**given)
 
 
 def test_kept_parts_are_of_no_use_where_every_rank_has_its_part_anyway():
-    plan = Recompute(
+    plan = RecomputeConfig(
         granularity="full", method="uniform", num_layers=1, distribute_saved_activations=True
     )
     plan.check(ParallelLayout(tp=2, dp=1), sequence_parallel=False)
@@ -71,8 +73,8 @@ def test_a_function_runs_again_once_and_only_its_input_is_kept():
         return layer(x)
 
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
-    with counting_kept(layer) as kept:
-        y = recomputed(run, x)
+    with count_saved_activations(layer) as kept:
+        y = activation_checkpoint(run, x)
     assert (kept.shapes, len(runs)) == ([(3, 8)], 1)
     y.sum().backward()
     assert len(runs) == 2
@@ -80,7 +82,7 @@ def test_a_function_runs_again_once_and_only_its_input_is_kept():
     layer(x).sum().backward()
     assert torch.equal(again, x.grad)
     with torch.no_grad():
-        recomputed(run, x)
+        activation_checkpoint(run, x)
     assert len(runs) == 3
 
 
@@ -91,10 +93,10 @@ def test_an_output_is_made_again_for_its_reader_alone():
 
     def run(forget):
         y = norm(x)
-        with not_keeping(y, lambda: norm(x)) if forget else counting_kept(both):
+        with discard_output(y, lambda: norm(x)) if forget else count_saved_activations(both):
             return (reader(y) ** 2).sum()
 
-    with counting_kept(both) as kept:
+    with count_saved_activations(both) as kept:
         run(forget=True).backward()
     # The norm's input and its two statistics, and what is squared; not the norm's output.
     assert kept.shapes == [(3, 2, 8), (3, 2, 1), (3, 2, 1), (3, 2, 4)]
@@ -104,29 +106,29 @@ def test_an_output_is_made_again_for_its_reader_alone():
 
 
 def test_every_activation_moves_to_the_host_once_and_back_when_it_is_used():
-    host = HostMemory()
+    host = OffloadSavedTensors()
     x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(3, 7, dtype=torch.float64))
-    with host.packing():
+    with host.enabled():
         h = x.sin()
         y = (h * h).exp() @ weight.t()
     # sin keeps x, the product h twice, exp its output, which the matrix product keeps too.
-    assert (host.moved, host.nbytes, host.returned) == (3, 3 * 5 * 7 * 8, 0)
+    assert (host.offloaded, host.nbytes, host.reloaded) == (3, 3 * 5 * 7 * 8, 0)
     y.sum().backward()
-    assert host.returned == 4  # h once for both factors
+    assert host.reloaded == 4  # h once for both factors
     gradient, x.grad = x.grad, None
     (x.sin() ** 2).exp().matmul(weight.t()).sum().backward()
     torch.testing.assert_close(gradient, x.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_host_memory_is_freed_with_the_graph_and_storage_used_again_is_another_tensor():
-    host = HostMemory()
+    host = OffloadSavedTensors()
     x = torch.randn(1000, requires_grad=True)
-    with host.packing():
+    with host.enabled():
         for _ in range(5):
             y = (x * 2).sin().sum()  # its input is freed at once; the next may lie in its place
             del y
-    assert host.moved == 5
+    assert host.offloaded == 5
     assert len(host._there) == 0
 
 
@@ -137,9 +139,11 @@ def test_kept_parts_come_back_whole(worker_pool):
 
 def _cut_in_two(mesh: Mesh) -> tuple[int, int]:
     x = torch.arange(15.0, dtype=torch.float64).view(5, 3).requires_grad_()
-    with counting_kept(nn.Module()) as kept, mesh.counting() as traffic:
-        y = recomputed(lambda t: (t * t).sin().sum(), x, kept=kept_in_parts(mesh.axis("tp")))
+    with count_saved_activations(nn.Module()) as kept, mesh.counting() as traffic:
+        y = activation_checkpoint(
+            lambda t: (t * t).sin().sum(), x, hooks=ShardSavedTensors(mesh.axis("tp"))
+        )
         y.backward()
-    assert traffic.of("tp", "all_gather of kept activations").calls == 1
+    assert traffic.of("tp", "all_gather of saved activations").calls == 1
     torch.testing.assert_close(x.grad, 2 * x.detach() * (x.detach() ** 2).cos())
     return x.numel(), kept.shapes[0][0]

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron_parallel import ColumnParallelLinear, Mesh, ParallelLayout, RowParallelLinear, _compat
-from megatron_parallel.recompute import counting_kept
+from megatron_parallel.recompute import count_saved_activations
 from megatron_parallel.tensor_parallel import overlap_forward
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -144,6 +144,6 @@ def test_only_the_own_part_of_the_input_is_kept(worker_pool):
 
 def _kept(mesh: Mesh) -> list[tuple[int, ...]]:
     layer = ColumnParallelLinear(6, 10, mesh, sequence_parallel=True)
-    with counting_kept(layer) as kept:
+    with count_saved_activations(layer) as kept:
         layer(torch.randn(4, 1, 6, requires_grad=True))
     return kept.shapes

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-import megatron_parallel.recompute.kept as kept
+import megatron_parallel.recompute.saved_tensors as saved_tensors
 import torch
 from megatron_models.components.attention.module import Attention
 from megatron_models.components.dropout import StageDropout
@@ -68,11 +68,11 @@ def _mask_of_second_run(mesh: Mesh, replace: Replace) -> None:
     replace(StageDropout, "probabilities", wrong)
 
 
-@defect("kept activations that are cut come back in another order", "tp2·cut-tied-dropout")
+@defect("saved activations that are sharded come back in another order", "tp2·cut-tied-dropout")
 def _parts_in_another_order(mesh: Mesh, replace: Replace) -> None:
-    true = kept.all_gather
+    true = saved_tensors.all_gather
 
     def wrong(part: Tensor, axis: Any, *, purpose: str) -> Tensor:
         return true(part, axis, purpose=purpose).unflatten(0, (axis.size, -1)).flip(0).flatten()
 
-    replace(kept, "all_gather", wrong)
+    replace(saved_tensors, "all_gather", wrong)

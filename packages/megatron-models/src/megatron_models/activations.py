@@ -54,6 +54,6 @@ def stack_activations(
     total = done = 0
     for group in plan.groups(numbers):
         if done >= plan.cpu_offloading_num_layers:
-            total += kept_input if group.again else sum(map(each, group.layers))
+            total += kept_input if group.checkpointed else sum(map(each, group.layers))
         done += len(group.layers)
     return total

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
-from megatron_parallel import AbstractMesh, DataParallelConfig, ParallelLayout, Recompute
+from megatron_parallel import AbstractMesh, DataParallelConfig, ParallelLayout, RecomputeConfig
 
 from megatron_models.activations import stack_activations
 from megatron_models.components.layer import TrunkSpec
@@ -55,7 +55,7 @@ def training_memory(
     sequence_parallel: bool = False,
     layers: int | None = None,
     in_flight: int = 1,
-    recompute: Recompute | None = None,
+    recompute: RecomputeConfig | None = None,
     dispatcher: str = "allgather",
     moments: int = _ADAM_MOMENTS,
     products: "Mapping[str, Product] | None" = None,
@@ -108,7 +108,7 @@ def training_memory(
         SavedBytes(activation=size),
         layout.tp,
         sequence_parallel,
-        recompute or Recompute(),
+        recompute or RecomputeConfig(),
         ExpertRanks(layout.ep, layout.expert_tp, dispatcher),
     )
     stack = stack_activations(config, layer_pass, layers=None if layers is None else range(layers))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Union
 
 import torch
-from megatron_parallel import Mesh, Recompute, Sharding, StepState
+from megatron_parallel import Mesh, RecomputeConfig, Sharding, StepState
 from megatron_parallel.state import Update
 from megatron_parallel.tensor_parallel import (
     PLAIN,
@@ -56,7 +56,7 @@ class Placement:
     device: torch.device | str | None = None
     sequence_parallel: bool = False
     tp_comm_overlap: bool = False
-    recompute: Recompute = field(default_factory=Recompute)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     dispatcher: str = "allgather"
     cp_comm_type: str | Sequence[str] = "p2p"
     products: Mapping[str, Product] = field(default_factory=dict)

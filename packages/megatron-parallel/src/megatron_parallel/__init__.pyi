@@ -56,7 +56,7 @@ from .pipeline.engine import PipelineEngine as PipelineEngine
 from .pipeline.failure import PeerError as PeerError
 from .pipeline.split import split_layers as split_layers
 from .pipeline.trainable import TrainableStages as TrainableStages
-from .recompute.plan import Recompute as Recompute
+from .recompute.config import RecomputeConfig as RecomputeConfig
 from .sharding import DEFAULT_INIT as DEFAULT_INIT
 from .sharding import ONES as ONES
 from .sharding import ZEROS as ZEROS

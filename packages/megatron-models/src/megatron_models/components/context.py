@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from jaxtyping import Bool, Float
 from megatron_kernels import Mask
-from megatron_parallel import AuxiliaryLosses, Recompute, Turns
-from megatron_parallel.recompute import not_keeping, recomputed
+from megatron_parallel import AuxiliaryLosses, RecomputeConfig, Turns
+from megatron_parallel.recompute import activation_checkpoint, discard_output
 from torch import Tensor
 
 from megatron_models.cache import KVCache
@@ -48,7 +48,7 @@ class Context:
     offset: int = 0
     dropout: StageDropout | None = None
     parallel: ContextParallel | None = None
-    recompute: Recompute = field(default_factory=Recompute)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     padding: Bool[Tensor, "s b"] | None = None
     auxiliary_losses: AuxiliaryLosses | None = None
     turns: Turns | None = None
@@ -73,8 +73,8 @@ class Context:
         self, module: str, function: Callable[..., Tensor], *inputs: Float[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
         """``function(*inputs)``; run again in the backward pass if ``module`` is to be."""
-        if self.recompute.does(module):
-            return recomputed(function, *inputs)
+        if self.recompute.selects(module):
+            return activation_checkpoint(function, *inputs)
         return function(*inputs)
 
     def normalised(
@@ -85,9 +85,9 @@ class Context:
     ) -> Float[Tensor, "s b h"]:
         """``reader(norm(x))``; the norm's output is not kept if norms are computed again."""
         y = norm(x)
-        if not self.recompute.does("layernorm"):
+        if not self.recompute.selects("layernorm"):
             return reader(y)
-        with not_keeping(y, partial(norm, x)):
+        with discard_output(y, partial(norm, x)):
             return reader(y)
 
     def shared_tensors(self) -> list[Tensor]:

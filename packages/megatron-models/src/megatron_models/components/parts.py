@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
-from megatron_parallel import ParallelLayout, Recompute, Sharding
+from megatron_parallel import ParallelLayout, RecomputeConfig, Sharding
 
 from megatron_models.components.saved_bytes import SavedBytes
 
@@ -123,7 +123,7 @@ class LayerPass:
     saved_bytes: SavedBytes
     tp: int = 1
     sequence_parallel: bool = False
-    recompute: Recompute = field(default_factory=Recompute)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     experts: ExpertRanks = field(default_factory=ExpertRanks)
 
     @property
@@ -167,7 +167,7 @@ class Mixer(ABC):
     and a `megatron_models.Placement`. It is imported when a model is built."""
 
     recomputed_as: ClassVar[str | None] = None
-    """Its name in `megatron_parallel.Recompute.modules`, if the whole of it can be recomputed."""
+    """Its name in `RecomputeConfig.modules`, if the whole of it can be recomputed."""
 
     reads_padding: ClassVar[bool] = False
     """Whether it has to know which tokens are padding."""

@@ -6,7 +6,11 @@ from functools import partial
 
 from jaxtyping import Float
 from megatron_parallel import Axis
-from megatron_parallel.recompute import HostMemory, kept_in_parts, recomputed
+from megatron_parallel.recompute import (
+    OffloadSavedTensors,
+    ShardSavedTensors,
+    activation_checkpoint,
+)
 from torch import Tensor, nn
 
 from megatron_models.components.context import Context
@@ -25,14 +29,14 @@ def run_layers(
         for layer in layers.values():
             x = layer(x, context)
         return x
-    parts = kept_in_parts(tp) if plan.distribute_saved_activations else None
+    parts = ShardSavedTensors(tp) if plan.distribute_saved_activations else None
     away = plan.cpu_offloading_num_layers
-    host = HostMemory(except_for=context.shared_tensors()) if away else None
+    host = OffloadSavedTensors(except_for=context.shared_tensors()) if away else None
     done = 0
     for group in plan.groups([int(number) for number in layers]):
         run = partial(_run, [layers[str(number)] for number in group.layers], context)
-        with host.packing() if host is not None and done < away else nullcontext():
-            x = recomputed(run, x, kept=parts) if group.again else run(x)
+        with host.enabled() if host is not None and done < away else nullcontext():
+            x = activation_checkpoint(run, x, hooks=parts) if group.checkpointed else run(x)
         done += len(group.layers)
     return x
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megatron_optim import OptimError, find_rule
-from megatron_parallel import FieldError, ParallelLayout, Recompute
+from megatron_parallel import FieldError, ParallelLayout, RecomputeConfig
 from megatron_parallel.pipeline import check_micro_batches, schedule_kind
 
 from megatron_train.config.context_parallel_checks import check_context_parallel
@@ -169,11 +169,11 @@ class RunConfig(RunSections):
         with _named_by_flags("recompute"):
             cut = self.placement.sequence_parallel
             self.recompute.check(self.layout, sequence_parallel=cut)
-        packing = self.recompute.packing
+        packing = self.recompute.hooks_field
         if self.training.compile and packing is not None:
             raise TrainError(
-                f"{flags_of(Recompute)[packing]} does not reach code that --compile compiles, "
-                "which decides itself how activations are kept; leave out one of them"
+                f"{flags_of(RecomputeConfig)[packing]} does not reach code that --compile "
+                "compiles, which decides itself how activations are kept; leave out one of them"
             )
 
     def _check_data_parallel(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from megatron_models import ModelConfig, find_kind
 from megatron_optim import LearningRateSchedule, OptimizerConfig, WeightDecaySchedule
-from megatron_parallel import DataParallelConfig, ParallelLayout, Recompute
+from megatron_parallel import DataParallelConfig, ParallelLayout, RecomputeConfig
 from megatron_parallel.pipeline import PipelineConfig
 
 from megatron_train.config.batch_size import BatchSizeSchedule
@@ -42,7 +42,7 @@ _SECTIONS: dict[str, tuple[str, type[Any]]] = {
     "placement": ("placement on the ranks", PlacementConfig),
     "pipeline": ("pipeline", PipelineConfig),
     "data_parallel": ("data parallelism", DataParallelConfig),
-    "recompute": ("recomputation and offloading of activations", Recompute),
+    "recompute": ("recomputation and offloading of activations", RecomputeConfig),
     "evaluation": ("evaluation", EvaluationConfig),
     "checkpoint": ("checkpoints", CheckpointConfig),
     "logging": ("logging", LoggingConfig),
@@ -118,7 +118,7 @@ class RunSections:
     placement: PlacementConfig = dataclasses.field(default_factory=PlacementConfig)
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     data_parallel: DataParallelConfig = dataclasses.field(default_factory=DataParallelConfig)
-    recompute: Recompute = dataclasses.field(default_factory=Recompute)
+    recompute: RecomputeConfig = dataclasses.field(default_factory=RecomputeConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)

@@ -80,7 +80,7 @@ class AttentionSpec(AttentionConfig, Mixer):
     def activations(self, layer_pass: LayerPass) -> BytesByPart:
         """Returns what attention keeps; recomputed attention keeps queries, keys and values."""
         saved_bytes, tp = self._saved_bytes(layer_pass.saved_bytes), layer_pass.tp
-        written = not layer_pass.recompute.does("core_attn")
+        written = not layer_pass.recompute.selects("core_attn")
         core = 0
         if written:
             heads = layer_pass.tokens * self.num_attention_heads // tp
@@ -197,7 +197,7 @@ class CrossAttentionSpec(AttentionConfig, Mixer):
         """
         raise ConfigError(
             "there is no formula for what cross-attention keeps: it depends on the length of the "
-            "encoder's text; measure it with megatron_parallel.recompute.counting_kept"
+            "encoder's text; measure it with megatron_parallel.recompute.count_saved_activations"
         )
 
     def input_saved_by(self, layer_pass: LayerPass) -> str | None:

@@ -109,7 +109,7 @@ class MLPSpec(MLPConfig, Mixer):
 
     def activations(self, layer_pass: LayerPass) -> BytesByPart:
         """Returns input and output of the activation; SwiGLU also keeps the activated gate."""
-        if layer_pass.recompute.does("mlp"):
+        if layer_pass.recompute.selects("mlp"):
             return {}
         width = (
             layer_pass.tokens

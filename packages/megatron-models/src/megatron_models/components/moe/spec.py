@@ -173,12 +173,12 @@ class MoESpec(MoEConfig, Mixer):
 
     def activations(self, layer_pass: LayerPass) -> BytesByPart:
         """Returns what routing, dispatch and experts keep."""
-        return {} if layer_pass.recompute.does("moe") else expert_activations(self, layer_pass)
+        return {} if layer_pass.recompute.selects("moe") else expert_activations(self, layer_pass)
 
     def input_saved_by(self, layer_pass: LayerPass) -> str | None:
         """Returns the part that keeps the input itself, not a copy in higher precision."""
         wide = layer_pass.saved_bytes.activation >= 4
-        if layer_pass.recompute.does("moe") or wide or self.moe_shared_expert_intermediate_size:
+        if layer_pass.recompute.selects("moe") or wide or self.moe_shared_expert_intermediate_size:
             return "up"
         return None
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import megatron_parallel
 from jaxtyping import Bool, Float, Int
 from megatron_kernels import Mask
-from megatron_parallel import Mesh, Recompute, initialize_parameters
+from megatron_parallel import Mesh, RecomputeConfig, initialize_parameters
 from megatron_parallel.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
@@ -345,7 +345,7 @@ class EncoderDecoder(DecodingModel):
             cache,
             offset,
             self._dropout(dropout, length),
-            recompute=Recompute() if whole else self.recompute,
+            recompute=RecomputeConfig() if whole else self.recompute,
             sequence_parallel=False if whole else None,
         )
 

@@ -8,7 +8,14 @@ from typing import Any
 import megatron_parallel
 from jaxtyping import Bool, Float, Int
 from megatron_kernels import Mask
-from megatron_parallel import AuxiliaryLosses, Axis, Mesh, Recompute, Turns, initialize_parameters
+from megatron_parallel import (
+    AuxiliaryLosses,
+    Axis,
+    Mesh,
+    RecomputeConfig,
+    Turns,
+    initialize_parameters,
+)
 from megatron_parallel.context_parallel import ContextSplit, check_length
 from megatron_parallel.tensor_parallel import CHUNKS, ColumnParallelLinear, overlap_forward
 from torch import Tensor, device
@@ -231,7 +238,7 @@ class GPT(Trunk, CausalModel):
             offset,
             dropped,
             parallel,
-            Recompute() if whole else self.recompute,  # a second run would add keys once more
+            RecomputeConfig() if whole else self.recompute,  # a second run would add keys once more
             padding,
             auxiliary_losses,
             turns,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 @dataclass
-class Kept:
+class SavedActivations:
     """Storages that are kept, each of them once; parameters and buffers are not among them.
 
     Attributes:
@@ -29,13 +29,13 @@ class Kept:
 
 
 @contextmanager
-def counting_kept(module: nn.Module) -> Iterator[Kept]:
+def count_saved_activations(module: nn.Module) -> Iterator[SavedActivations]:
     """Counts what autograd keeps of forward passes of `module` in the `with` block.
 
     What other hooks have taken out of the device's memory is not counted, nor is what a function
     that runs again keeps while it does. The storages live on as long as the block.
     """
-    kept, running = Kept(), [""]
+    kept, running = SavedActivations(), [""]
     known = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     held: list[Any] = []
 

@@ -13,18 +13,18 @@ from megatron_parallel._compat import living_storage, weak_storage
 from megatron_parallel.axes import Axis
 from megatron_parallel.collectives import all_gather
 
-PURPOSE: Final = "kept activations"
+PURPOSE: Final = "saved activations"
 """What its messages are for, in `Traffic` and in errors."""
 
 
-class Hooks(Protocol):
+class SavedTensorsHooks(Protocol):
     """A way of keeping tensors."""
 
-    def packing(self) -> AbstractContextManager[object]:
+    def enabled(self) -> AbstractContextManager[object]:
         """In the `with` block, what autograd keeps is packed, and unpacked when it is used."""
 
 
-class kept_in_parts:  # noqa: N801 - a way of keeping, named like `torch.autograd.graph.save_on_cpu`
+class ShardSavedTensors:
     """Each rank of an axis keeps its part of a tensor that all of them have (ZeRO-R's P_a).
 
     Rajbhandari et al. 2020, section 6.1; Megatron's `--distribute-saved-activations`. The backward
@@ -34,8 +34,8 @@ class kept_in_parts:  # noqa: N801 - a way of keeping, named like `torch.autogra
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
-    def packing(self) -> AbstractContextManager[object]:
-        """Sees `Hooks`; hooks in force get the parts."""
+    def enabled(self) -> AbstractContextManager[object]:
+        """Sees `SavedTensorsHooks`; hooks in force get the parts."""
         outer = _compat.saved_tensors_hooks_in_force()
         if outer is None:
             return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -68,7 +68,7 @@ class kept_in_parts:  # noqa: N801 - a way of keeping, named like `torch.autogra
         return whole[: shape.numel()].view(shape)
 
 
-class HostMemory:
+class OffloadSavedTensors:
     """Activations wait in host memory, pinned where the device is a GPU.
 
     Parameters and the tensors in `except_for` stay where they are. What moves are whole storages,
@@ -79,18 +79,18 @@ class HostMemory:
         except_for: Tensors that many layers share, such as tables and masks.
 
     Attributes:
-        moved: Number of storages moved to host memory so far.
-        returned: Number of times one was moved back so far.
+        offloaded: Number of storages moved to host memory so far.
+        reloaded: Number of times one was moved back so far.
         nbytes: Bytes moved to host memory so far.
     """
 
     def __init__(self, except_for: Iterable[Tensor] = ()) -> None:
         self._stays = {t.untyped_storage().data_ptr() for t in except_for}
-        self._there: WeakValueDictionary[tuple[int, int], _Waiting] = WeakValueDictionary()
-        self.moved = self.returned = self.nbytes = 0
+        self._by_storage: WeakValueDictionary[tuple[int, int], _Offloaded] = WeakValueDictionary()
+        self.offloaded = self.reloaded = self.nbytes = 0
 
-    def packing(self) -> AbstractContextManager[object]:
-        """Sees `Hooks`."""
+    def enabled(self) -> AbstractContextManager[object]:
+        """Sees `SavedTensorsHooks`."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, t: Tensor) -> Any:
@@ -99,10 +99,10 @@ class HostMemory:
         if isinstance(owner, nn.Parameter) or storage.data_ptr() in self._stays or not t.numel():
             return t.detach()
         place = storage._cdata, t._version
-        waiting = self._there.get(place)
+        waiting = self._by_storage.get(place)
         if waiting is None or not waiting.in_use():
-            waiting = self._there[place] = _Waiting(storage)
-            self.moved += 1
+            waiting = self._by_storage[place] = _Offloaded(storage)
+            self.offloaded += 1
             self.nbytes += waiting.host.nbytes
         return waiting, t.dtype, (t.shape, t.stride(), t.storage_offset())
 
@@ -111,12 +111,12 @@ class HostMemory:
             return packed
         waiting, dtype, view = packed
         whole, moved = waiting.back()
-        self.returned += moved
+        self.reloaded += moved
         result: Tensor = whole.view(dtype).as_strided(*view)
         return result
 
 
-class _Waiting:
+class _Offloaded:
     """A storage in host memory; views of it come back together, in the strides they had."""
 
     __slots__ = ("__weakref__", "_back", "_device", "_source", "host")

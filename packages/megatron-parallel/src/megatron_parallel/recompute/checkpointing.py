@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_parallel import _compat
-from megatron_parallel.recompute.kept import Hooks
+from megatron_parallel.recompute.saved_tensors import SavedTensorsHooks
 
 
-def recomputed(
+def activation_checkpoint(
     function: Callable[..., Tensor],
     *inputs: Float[Tensor, "..."],
-    kept: Hooks | None = None,
+    hooks: SavedTensorsHooks | None = None,
 ) -> Float[Tensor, "..."]:
-    """`function(*inputs)`, of which only `inputs` are kept; `kept` says how.
+    """`function(*inputs)`, of which only `inputs` are kept; `hooks` says how.
 
     The function may use other tensors, which it keeps alive but which are not packed; it must give
     the same result when it is called again. Without gradients nothing is kept and nothing runs
@@ -36,12 +36,12 @@ def recomputed(
     Args:
         function: Gives one tensor.
         *inputs: What it is called with.
-        kept: How the inputs are packed, e.g. `kept_in_parts(axis)`; by default as they are.
+        hooks: How the inputs are packed, e.g. `ShardSavedTensors(axis)`; by default as they are.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
-    with nullcontext() if kept is None else kept.packing():
-        # Inner hooks replace outer ones: `kept` sees the inputs only.
+    with nullcontext() if hooks is None else hooks.enabled():
+        # Inner hooks replace outer ones: `hooks` see the inputs only.
         result: Tensor = checkpoint(
             function, *inputs, use_reentrant=False, preserve_rng_state=False
         )
@@ -49,15 +49,15 @@ def recomputed(
 
 
 @contextmanager
-def not_keeping(y: Float[Tensor, "..."], again: Callable[[], Tensor]) -> Iterator[None]:
-    """In the `with` block, whoever keeps `y` for its backward pass gets `again()` instead.
+def discard_output(y: Float[Tensor, "..."], recompute: Callable[[], Tensor]) -> Iterator[None]:
+    """In the `with` block, whoever keeps `y` for its backward pass gets `recompute()` instead.
 
     For an output that is large, cheap to make, and needed by the next layer only (a norm's). Frees
     its memory once nobody else holds it.
 
     Args:
         y: What is not kept, nor any view of it: contiguous, in memory of its own.
-        again: Makes it again, without gradients; the inputs it uses stay alive.
+        recompute: Makes it again, without gradients; the inputs it uses stay alive.
     """
     if not torch.is_grad_enabled():
         yield
@@ -77,7 +77,7 @@ def not_keeping(y: Float[Tensor, "..."], again: Callable[[], Tensor]) -> Iterato
             kept: Tensor = take(other)
             return kept
         with torch.no_grad():
-            return again().as_strided(*view)
+            return recompute().as_strided(*view)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

@@ -33,14 +33,14 @@ def _flag(flag: str, text: str, **more: Any) -> dict[str, Any]:
 
 
 class LayerGroup(NamedTuple):
-    """Neighbouring layers that are run together; `again`: only their input is kept."""
+    """Neighbouring layers that are run together; `checkpointed`: only their input is kept."""
 
     layers: tuple[int, ...]
-    again: bool
+    checkpointed: bool
 
 
 @dataclass(frozen=True)
-class Recompute:
+class RecomputeConfig:
     """What is kept of a forward pass, and where.
 
     Raises:
@@ -109,7 +109,7 @@ class Recompute:
                 raise self._error(f"{{modules:name}} {module} is none of {known}")
         if self.cpu_offloading_num_layers < 0:
             raise self._error("{cpu_offloading_num_layers} is negative")
-        if self.cpu_offloading_num_layers and self.does("layernorm"):
+        if self.cpu_offloading_num_layers and self.selects("layernorm"):
             raise self._error(
                 "{cpu_offloading_num_layers:name} cannot move what {modules:name} layernorm keeps: "
                 "leave out one of them"
@@ -131,16 +131,16 @@ class Recompute:
         return LayoutError(message, vars(self))
 
     @property
-    def packing(self) -> str | None:
+    def hooks_field(self) -> str | None:
         """The field that hooks into what autograd keeps, which compiled code never asks."""
         hooks = {
-            "modules": self.does("layernorm"),
+            "modules": self.selects("layernorm"),
             "distribute_saved_activations": self.distribute_saved_activations,
             "cpu_offloading_num_layers": self.cpu_offloading_num_layers > 0,
         }
         return next((field for field, given in hooks.items() if given), None)
 
-    def does(self, module: str) -> bool:
+    def selects(self, module: str) -> bool:
         """Returns whether a part of a layer is computed again by itself."""
         return self.granularity == "selective" and module in self.modules
 
@@ -152,14 +152,15 @@ class Recompute:
         what autograd asks for of the others.
         """
         if self.granularity != "full":
-            return tuple(LayerGroup((layer,), again=False) for layer in layers)
+            return tuple(LayerGroup((layer,), checkpointed=False) for layer in layers)
         count = self.num_layers or 1
         if self.method == "block":
             return tuple(
-                LayerGroup((layer,), again=place < count) for place, layer in enumerate(layers)
+                LayerGroup((layer,), checkpointed=place < count)
+                for place, layer in enumerate(layers)
             )
         starts = range(0, len(layers), count)
-        return tuple(LayerGroup(tuple(layers[i : i + count]), again=True) for i in starts)
+        return tuple(LayerGroup(tuple(layers[i : i + count]), checkpointed=True) for i in starts)
 
     def check(self, layout: ParallelLayout, *, sequence_parallel: bool) -> None:
         """Raises `LayoutError` for what a layout has no use for."""
