@@ -11,7 +11,7 @@ from megatron_kernels import Mask
 from megatron_models import (
     GPT,
     Dropout,
-    ExpertRanks,
+    ExpertParallelism,
     GPTConfig,
     LayerPass,
     Placement,
@@ -279,7 +279,7 @@ def test_experts_on_ranks_keep_what_the_formula_says(worker_pool, small, layout)
             layout.tp,
             sequence_parallel=sequence_parallel,
             recompute=plan,
-            experts=ExpertRanks(layout.ep, layout.expert_tp, dispatcher),
+            experts=ExpertParallelism(layout.ep, layout.expert_tp, dispatcher),
         )
         terms = layer_activations(config, layer_pass)
         kept = sum(sum(one.values()) for one in found)

@@ -7,7 +7,7 @@ import pytest
 from megatron_models import ConfigError, Placement, find_kind, model_kinds
 from megatron_models.components.attention.spec import AttentionSpec
 from megatron_models.components.block import build_mixer
-from megatron_models.components.parts import Mixer
+from megatron_models.components.mixer import Mixer
 from megatron_parallel import Mesh
 
 

@@ -3,12 +3,11 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from megatron_models.components.dropout_sites import ATTENTION_OUTPUT, MLP_OUTPUT
 from megatron_models.components.embedding.spec import EmbeddingConfig, EmbeddingSpec
-from megatron_models.components.fields import check_cut, flag
+from megatron_models.components.fields import check_divisible, flag
 from megatron_models.components.layer import Sublayer, TrunkSpec
-from megatron_models.components.mlp.spec import MLPConfig, MLPSpec
-from megatron_models.components.norm.spec import NormConfig, NormSpec
-from megatron_models.components.parts import (
+from megatron_models.components.mixer import (
     BytesByPart,
     LayerPass,
     Mixer,
@@ -17,7 +16,8 @@ from megatron_models.components.parts import (
     parameters_of,
     prefixed,
 )
-from megatron_models.components.sites import ATTENTION_OUTPUT, MLP_OUTPUT
+from megatron_models.components.mlp.spec import MLPConfig, MLPSpec
+from megatron_models.components.norm.spec import NormConfig, NormSpec
 from megatron_models.components.stream import StreamConfig
 from megatron_models.errors import ConfigError
 from megatron_models.models.model_config import ModelConfig
@@ -56,7 +56,7 @@ class BidirectionalSpec(HeadsConfig, Mixer):
     """Attention of every token to every other, with a projection each for q, k and v."""
 
     module: ClassVar[str] = "bidirectional.mixer:Bidirectional"
-    both_directions: ClassVar[bool] = True
+    bidirectional: ClassVar[bool] = True
 
     @property
     def read(self) -> ColumnSpec:
@@ -82,7 +82,7 @@ class BidirectionalSpec(HeadsConfig, Mixer):
             return {}
         return {"center.mean": Sharding((self.hidden_size,), reduce="sum", init=ZEROS)}
 
-    def products_per_pair(self) -> int:
+    def multiply_adds_per_pair(self) -> int:
         """Return a multiply-add of each channel for the score, and one for the value."""
         return 2 * self.hidden_size
 
@@ -103,7 +103,7 @@ class BidirectionalSpec(HeadsConfig, Mixer):
 
     def check_layout(self, layout: ParallelLayout) -> None:
         """Refuse tensor-parallel ranks that cannot share out the heads."""
-        check_cut(self, "num_attention_heads", "tp", layout.tp)
+        check_divisible(self, "num_attention_heads", "tp", layout.tp)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from .cache import KVCache as KVCache
 from .cache import KVHandle as KVHandle
 from .cache import StaticKVCache as StaticKVCache
 from .components.dropout import Dropout as Dropout
-from .components.parts import ExpertRanks as ExpertRanks
-from .components.parts import Feature as Feature
-from .components.parts import LayerPass as LayerPass
+from .components.mixer import ExpertParallelism as ExpertParallelism
+from .components.mixer import Feature as Feature
+from .components.mixer import LayerPass as LayerPass
 from .components.saved_bytes import SavedBytes as SavedBytes
 from .errors import ConfigError as ConfigError
 from .families.family import Family as Family

@@ -11,7 +11,7 @@ selective and `2 s b h` with full recomputation.
 
 from collections.abc import Sequence
 
-from megatron_models.components.parts import BytesByPart, LayerPass
+from megatron_models.components.mixer import BytesByPart, LayerPass
 from megatron_models.models.model_config import ModelConfig
 
 

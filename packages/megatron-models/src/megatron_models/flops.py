@@ -32,8 +32,12 @@ def training_flops(
         tokens = sequence_length
     if squared_lengths is None:
         squared_lengths = tokens * sequence_length
-    work = config.work
-    return _PASSES * _MULTIPLY_ADD * (tokens * work.per_token + work.per_square * squared_lengths)
+    multiply_adds = config.multiply_adds
+    return (
+        _PASSES
+        * _MULTIPLY_ADD
+        * (tokens * multiply_adds.per_token + multiply_adds.per_squared_length * squared_lengths)
+    )
 
 
 def tokens_per_pair(config: ModelConfig) -> float:
@@ -42,4 +46,4 @@ def tokens_per_pair(config: ModelConfig) -> float:
     So much attention makes a long document dearer than as many tokens in short ones; with ``h``
     hidden channels and usual widths about ``1 / 6h``.
     """
-    return config.work.per_pair / config.work.per_token
+    return config.multiply_adds.per_pair / config.multiply_adds.per_token

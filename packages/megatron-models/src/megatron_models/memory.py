@@ -15,7 +15,7 @@ from megatron_parallel import AbstractMesh, DataParallelConfig, ParallelLayout, 
 
 from megatron_models.activations import stack_activations
 from megatron_models.components.layer import TrunkSpec
-from megatron_models.components.parts import ExpertRanks, LayerPass
+from megatron_models.components.mixer import ExpertParallelism, LayerPass
 from megatron_models.components.saved_bytes import SavedBytes
 from megatron_models.errors import ConfigError
 from megatron_models.models.model_config import ModelConfig
@@ -109,7 +109,7 @@ def training_memory(
         layout.tp,
         sequence_parallel,
         recompute or RecomputeConfig(),
-        ExpertRanks(layout.ep, layout.expert_tp, dispatcher),
+        ExpertParallelism(layout.ep, layout.expert_tp, dispatcher),
     )
     stack = stack_activations(config, layer_pass, layers=None if layers is None else range(layers))
     ends = 8 * layer_pass.tokens  # the tokens of the embedding

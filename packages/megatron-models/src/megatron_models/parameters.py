@@ -2,7 +2,7 @@
 
 Shapes are global and unpadded, as checkpoints store them, so sizes and conversions can be planned
 without building a model or importing torch. Every component says what it has
-(`megatron_models.components.parts`).
+(`megatron_models.components.mixer`).
 """
 
 from math import prod
@@ -33,7 +33,7 @@ def parameter_count(config: ModelConfig, *, padded: bool = False, active: bool =
     """
     count = 0
     for spec in config.parameters().values():
-        count += spec.active if active else spec.numel
+        count += spec.active_numel if active else spec.numel
         cut = spec.sharding
         if padded and cut.padded is not None and cut.dim is not None:
             row = prod(cut.shape) // cut.shape[cut.dim]

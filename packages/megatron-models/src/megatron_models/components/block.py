@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from megatron_models.components.context import Context
 from megatron_models.components.layer import Layer
+from megatron_models.components.mixer import Mixer
 from megatron_models.components.norm.module import Norm
-from megatron_models.components.parts import Mixer
 from megatron_models.lookup import import_object
 from megatron_models.placement import Placement
 
@@ -41,7 +41,7 @@ class Block(nn.Module):
         """Transforms the residual stream."""
         for sublayer in self.sublayers:
             mixer = getattr(self, sublayer.name)
-            read = partial(self._read, mixer, sublayer.mixer.recomputed_as, context)
+            read = partial(self._read, mixer, sublayer.mixer.recompute_name, context)
             if sublayer.norm is None:
                 y = read(x)
             else:

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from megatron_parallel import Axis, DropoutKey, keyed_dropout
 from torch import Tensor
 
-from megatron_models.components.sites import ATTENTION_PROBABILITIES
+from megatron_models.components.dropout_sites import ATTENTION_PROBABILITIES
 from megatron_models.errors import ConfigError
 
 

@@ -101,7 +101,9 @@ class ComponentConfig:
         return kind(**{name: getattr(self, name) for name in names} | changes)
 
 
-def check_cut(config: ComponentConfig, field: str, axis: str, parts: int, what: str = "") -> None:
+def check_divisible(
+    config: ComponentConfig, field: str, axis: str, parts: int, what: str = ""
+) -> None:
     """Refuses a size that an axis of the layout cannot cut into equal parts.
 
     Args:

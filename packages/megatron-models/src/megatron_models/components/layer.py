@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from megatron_parallel import Sharding
 
 from megatron_models.components.embedding.spec import EmbeddingSpec
-from megatron_models.components.norm.spec import NormSpec
-from megatron_models.components.parts import (
+from megatron_models.components.mixer import (
     BytesByPart,
     LayerPass,
     Mixer,
@@ -19,6 +18,7 @@ from megatron_models.components.parts import (
     prefixed,
     sum_by_part,
 )
+from megatron_models.components.norm.spec import NormSpec
 
 
 @dataclass(frozen=True)
@@ -151,17 +151,17 @@ class TrunkSpec:
         """The mixers of all layers."""
         return tuple(sublayer.mixer for layer in self.layers.values() for sublayer in layer)
 
-    def products_per_pair(self) -> int:
+    def multiply_adds_per_pair(self) -> int:
         """Returns the multiply-adds of one query and one key, in all layers together."""
-        return sum(mixer.products_per_pair() for mixer in self.mixers)
+        return sum(mixer.multiply_adds_per_pair() for mixer in self.mixers)
 
-    def products_per_square(self) -> int:
+    def multiply_adds_per_squared_length(self) -> int:
         """Returns the multiply-adds of a sequence of length 1, which grow with its square.
 
         Causality keeps half of the pairs of query and key.
         """
         return sum(
-            mixer.products_per_pair() // (1 if mixer.both_directions else 2)
+            mixer.multiply_adds_per_pair() // (1 if mixer.bidirectional else 2)
             for mixer in self.mixers
         )
 

@@ -5,10 +5,10 @@ from torch import Tensor, nn
 
 from megatron_models.components.block import Block
 from megatron_models.components.context import Context
+from megatron_models.components.dropout_sites import EMBEDDING_LAYER
 from megatron_models.components.embedding.module import Embedding
 from megatron_models.components.layer import TrunkSpec
 from megatron_models.components.norm.module import Norm
-from megatron_models.components.sites import EMBEDDING_LAYER
 from megatron_models.components.stack import run_layers
 from megatron_models.placement import Placement
 

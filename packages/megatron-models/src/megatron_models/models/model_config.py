@@ -23,22 +23,28 @@ from megatron_models.components.embedding.spec import (
 )
 from megatron_models.components.fields import ComponentConfig
 from megatron_models.components.layer import TrunkSpec
-from megatron_models.components.parts import Feature, Mixer, Parameters, Refusal, prefixed
+from megatron_models.components.mixer import (
+    Feature,
+    Mixer,
+    Parameters,
+    UnsupportedFeature,
+    prefixed,
+)
 from megatron_models.errors import ConfigError
 
 
-class Work(NamedTuple):
+class MultiplyAdds(NamedTuple):
     """Multiply-adds of a forward pass.
 
     Attributes:
         per_token: elements of matrices that one token is multiplied with.
         per_pair: of one query and one key that it may attend to, in all layers together.
-        per_square: of all pairs in a sequence, divided by the square of its length.
+        per_squared_length: of all pairs in a sequence, divided by the square of its length.
     """
 
     per_token: int
     per_pair: int
-    per_square: int
+    per_squared_length: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,14 +98,14 @@ class ModelConfig(ComponentConfig, ABC):
         }
 
     @cached_property
-    def work(self) -> Work:
+    def multiply_adds(self) -> MultiplyAdds:
         """Multiply-adds of a forward pass, by token and by pair of query and key."""
-        per_token = sum(spec.multiplied for spec in self.parameters().values())
+        per_token = sum(spec.multiply_adds for spec in self.parameters().values())
         trunks = self.trunks().values()
-        return Work(
+        return MultiplyAdds(
             per_token,
-            sum(trunk.products_per_pair() for trunk in trunks),
-            sum(trunk.products_per_square() for trunk in trunks),
+            sum(trunk.multiply_adds_per_pair() for trunk in trunks),
+            sum(trunk.multiply_adds_per_squared_length() for trunk in trunks),
         )
 
     @cached_property
@@ -150,9 +156,9 @@ class ModelConfig(ComponentConfig, ABC):
         for mixer in self.mixers:
             mixer.check_layout(layout)
 
-    def refusal(self, feature: Feature) -> Refusal | None:
+    def unsupported_reason(self, feature: Feature) -> UnsupportedFeature | None:
         """Returns why the model cannot be trained with a feature, None if it can."""
-        reasons = (mixer.refuses(feature) for mixer in self.mixers)
+        reasons = (mixer.unsupported_reason(feature) for mixer in self.mixers)
         return next((reason for reason in reasons if reason is not None), None)
 
     def to_dict(self) -> dict[str, Any]:

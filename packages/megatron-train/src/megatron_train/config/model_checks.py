@@ -68,9 +68,9 @@ def _features(run: RunSections) -> Iterator[tuple[Feature, str]]:
 
 
 def _refuse(model: ModelConfig, feature: Feature, form: str) -> None:
-    refusal = model.refusal(feature)
+    refusal = model.unsupported_reason(feature)
     if refusal is not None:
-        line = form.format(setting=refusal.setting, why=refusal.why)
+        line = form.format(setting=refusal.setting, why=refusal.reason)
         raise TrainError(ConfigError(line, vars(model)).told(flags_of(type(model))))
 
 

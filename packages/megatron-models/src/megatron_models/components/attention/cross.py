@@ -7,10 +7,10 @@ from megatron_kernels import Mask, attention
 from torch import Tensor, nn
 
 from megatron_models.cache import CrossKVCache, KeysValues
-from megatron_models.components.attention.module import own_group
-from megatron_models.components.attention.spec import CrossAttentionSpec, group_sharers
+from megatron_models.components.attention.module import gather_query_group
+from megatron_models.components.attention.spec import CrossAttentionSpec, query_group_ranks
 from megatron_models.components.context import Context
-from megatron_models.components.sites import CROSS_ATTENTION_PROBABILITIES
+from megatron_models.components.dropout_sites import CROSS_ATTENTION_PROBABILITIES
 from megatron_models.errors import ConfigError
 from megatron_models.placement import Placement
 
@@ -29,7 +29,7 @@ class CrossAttention(nn.Module):
         self.tp = placement.mesh.axis("tp")
         self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
         self.head_size = spec.kv_channels
-        self.sharers = group_sharers(spec, self.tp.size)
+        self.ranks_per_group = query_group_ranks(spec, self.tp.size)
         self.softcap = spec.attn_logit_softcapping
         self.q = placement.column_parallel_linear(spec.q)
         self.kv = placement.column_parallel_linear(spec.kv)
@@ -77,8 +77,8 @@ class CrossAttention(nn.Module):
     def _project(self, encoded: Float[Tensor, "part b h"], cut: bool | None) -> KeysValues:
         """Keys and values of the encoder's whole text."""
         fused = self.kv(encoded, sequence_parallel=cut)
-        if self.sharers > 1:
-            fused = own_group(fused, self.tp, self.sharers)
+        if self.ranks_per_group > 1:
+            fused = gather_query_group(fused, self.tp, self.ranks_per_group)
         k, v = fused.split(self.head_size, dim=-1)
         return k, v
 

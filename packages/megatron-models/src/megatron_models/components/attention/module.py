@@ -8,9 +8,9 @@ from megatron_parallel import Axis, gather_sequence
 from torch import Tensor, nn
 
 from megatron_models.components.attention.sinks import Sinks
-from megatron_models.components.attention.spec import AttentionSpec, group_sharers
+from megatron_models.components.attention.spec import AttentionSpec, query_group_ranks
 from megatron_models.components.context import Context
-from megatron_models.components.sites import ATTENTION_PROBABILITIES
+from megatron_models.components.dropout_sites import ATTENTION_PROBABILITIES
 from megatron_models.placement import Placement
 
 
@@ -30,7 +30,7 @@ class Attention(nn.Module):
         self.first_head = spec.num_attention_heads // self.tp.size * self.tp.index
         self.interleaved = spec.rotary_interleaved
         self.head_size, self.slots = spec.kv_channels, spec.slots
-        self.sharers = group_sharers(spec, self.tp.size)
+        self.ranks_per_group = query_group_ranks(spec, self.tp.size)
         self.softcap = spec.attn_logit_softcapping
         self.qkv = placement.column_parallel_linear(spec.qkv)
         self.sinks = None if spec.softmax_type == "vanilla" else Sinks(spec, placement)
@@ -84,21 +84,21 @@ class Attention(nn.Module):
         self, x: Float[Tensor, "part b h"], cut: bool | None
     ) -> tuple[Float[Tensor, "s b n d"], Float[Tensor, "s b g d"], Float[Tensor, "s b g d"]]:
         fused = self.qkv(x, sequence_parallel=cut)
-        if self.sharers > 1:
-            fused = own_group(fused, self.tp, self.sharers)
+        if self.ranks_per_group > 1:
+            fused = gather_query_group(fused, self.tp, self.ranks_per_group)
         fused = fused.unflatten(-1, (-1, self.head_size))
         q, k, v = fused.split(self.slots, dim=3)
-        if self.sharers > 1:
-            q = q.chunk(self.sharers, dim=3)[self.tp.index % self.sharers]
+        if self.ranks_per_group > 1:
+            q = q.chunk(self.ranks_per_group, dim=3)[self.tp.index % self.ranks_per_group]
         return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
 
-def own_group(
-    part: Float[Tensor, "s b 1 rows_part"], tp: Axis, sharers: int
+def gather_query_group(
+    part: Float[Tensor, "s b 1 rows_part"], tp: Axis, ranks_per_group: int
 ) -> Float[Tensor, "s b 1 rows"]:
     """Gathers the fused projection of all groups from parts of their rows; keep one group."""
     rows = gather_sequence(part.squeeze(2).movedim(-1, 0), tp)
-    width = rows.shape[0] * sharers // tp.size
-    own = rows.narrow(0, tp.index // sharers * width, width)
+    width = rows.shape[0] * ranks_per_group // tp.size
+    own = rows.narrow(0, tp.index // ranks_per_group * width, width)
     # Copied: a view would keep the groups of all ranks, and no fused kernel reads its strides.
     return own.movedim(0, -1).contiguous().unsqueeze(2)

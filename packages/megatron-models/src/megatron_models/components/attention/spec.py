@@ -7,15 +7,15 @@ from megatron_parallel import Init, LayoutError, ParallelLayout, Sharding
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec
 
 from megatron_models.components.attention.config import AttentionConfig
-from megatron_models.components.fields import check_cut
-from megatron_models.components.parts import (
+from megatron_models.components.fields import check_divisible
+from megatron_models.components.mixer import (
     BytesByPart,
     Feature,
     LayerPass,
     Mixer,
     Parameters,
     ParameterSpec,
-    Refusal,
+    UnsupportedFeature,
     parameters_of,
     prefixed,
 )
@@ -73,7 +73,7 @@ class AttentionSpec(AttentionConfig, Mixer):
             **prefixed("out", parameters_of(self.out, sequence_parallel)),
         }
 
-    def products_per_pair(self) -> int:
+    def multiply_adds_per_pair(self) -> int:
         """Returns a multiply-add of each channel for the score, and one for the weighted value."""
         return 2 * self.query_size
 
@@ -108,10 +108,10 @@ class AttentionSpec(AttentionConfig, Mixer):
         """Refuses tensor-parallel ranks that cannot share out heads and query groups."""
         check_heads(self, layout.tp)
 
-    def refuses(self, feature: Feature) -> Refusal | None:
+    def unsupported_reason(self, feature: Feature) -> UnsupportedFeature | None:
         """Returns that sinks are not there where keys go round over ranks."""
         if feature == "document_pool" and self.softmax_type != "vanilla":
-            return Refusal("{softmax_type}", "blocks of attention have no sinks yet")
+            return UnsupportedFeature("{softmax_type}", "blocks of attention have no sinks yet")
         return None
 
     def _saved_bytes(self, saved_bytes: SavedBytes) -> SavedBytes:
@@ -221,7 +221,7 @@ def check_heads(config: AttentionConfig, tp: int) -> None:
     Raises:
         ConfigError: naming the fields.
     """
-    check_cut(config, "num_attention_heads", "tp", tp)
+    check_divisible(config, "num_attention_heads", "tp", tp)
     if config.num_query_groups % tp and tp % config.num_query_groups:
         raise ConfigError(
             "{tp} and {num_query_groups}: one must be a multiple of the other; change one of them",
@@ -229,17 +229,17 @@ def check_heads(config: AttentionConfig, tp: int) -> None:
         )
 
 
-def group_sharers(config: AttentionConfig, tp: int) -> int:
+def query_group_ranks(config: AttentionConfig, tp: int) -> int:
     """Returns how many of ``tp`` ranks share a query group.
 
     Raises:
         LayoutError: its heads do not divide over them.
     """
-    sharers = tp // min(tp, config.num_query_groups)
-    if config.heads_per_group % sharers:
+    ranks_per_group = tp // min(tp, config.num_query_groups)
+    if config.heads_per_group % ranks_per_group:
         raise LayoutError(
-            f"{sharers} of {tp} tensor-parallel ranks share a query group and cannot "
+            f"{ranks_per_group} of {tp} tensor-parallel ranks share a query group and cannot "
             f"share its {config.heads_per_group} heads equally: heads ("
             f"{config.num_attention_heads}) must be a multiple of the ranks"
         )
-    return sharers
+    return ranks_per_group

@@ -20,7 +20,7 @@ class Embedding(nn.Module):
         self.sequence_axis = placement.mesh.axis("tp") if placement.sequence_parallel else None
         self.word = placement.vocab_parallel_embedding(spec.word)
         self.word.sharding["weight"] = spec.word_sharding()
-        self.word.product = PLAIN if spec.multiplies else None
+        self.word.product = PLAIN if spec.is_output_weight else None
         self.position: PositionEmbedding | None = None
         if spec.position() is not None:
             self.position = PositionEmbedding(spec, placement)

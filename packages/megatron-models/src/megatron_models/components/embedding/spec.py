@@ -10,7 +10,7 @@ from megatron_parallel import Init, Sharding
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, VocabSpec
 
 from megatron_models.components.fields import flag
-from megatron_models.components.parts import Parameters, ParameterSpec, parameters_of
+from megatron_models.components.mixer import Parameters, ParameterSpec, parameters_of
 from megatron_models.components.stream import StreamConfig
 from megatron_models.errors import ConfigError
 
@@ -82,12 +82,12 @@ class EmbeddingSpec(EmbeddingConfig):
     """Token embeddings, plus learned position embeddings unless positions are rotary.
 
     Attributes:
-        multiplies: whether the token embeddings are the output matrix too.
+        is_output_weight: whether the token embeddings are the output matrix too.
         tied_over_stages: whether another pipeline stage holds them too.
         output_only: on the last stage, whose output layer needs the token embeddings and no more.
     """
 
-    multiplies: bool = False
+    is_output_weight: bool = False
     tied_over_stages: bool = False
     output_only: bool = False
 
@@ -111,8 +111,8 @@ class EmbeddingSpec(EmbeddingConfig):
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
         """Returns the embeddings' parameters; a token is multiplied with those of a tied output."""
-        multiplied = self.hidden_size * self.padded_vocab_size if self.multiplies else 0
-        found = {"word.weight": ParameterSpec(self.word_sharding(), multiplied)}
+        multiply_adds = self.hidden_size * self.padded_vocab_size if self.is_output_weight else 0
+        found = {"word.weight": ParameterSpec(self.word_sharding(), multiply_adds)}
         position = self.position(sequence_parallel)
         if position is not None:
             found["position.weight"] = ParameterSpec(position)
@@ -134,5 +134,5 @@ def output_spec(config: EmbeddingConfig) -> ColumnSpec:
 def output_parameters(config: EmbeddingConfig) -> Parameters:
     """Returns the parameters of an output matrix; its padding is multiplied, too."""
     found = parameters_of(output_spec(config), False)
-    multiplied = config.hidden_size * config.padded_vocab_size
-    return {name: replace(spec, multiplied=multiplied) for name, spec in found.items()}
+    multiply_adds = config.hidden_size * config.padded_vocab_size
+    return {name: replace(spec, multiply_adds=multiply_adds) for name, spec in found.items()}

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal, get_args
 from megatron_parallel import Init, ParallelLayout
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec
 
-from megatron_models.components.fields import check_cut, flag
-from megatron_models.components.parts import (
+from megatron_models.components.fields import check_divisible, flag
+from megatron_models.components.mixer import (
     BytesByPart,
     LayerPass,
     Mixer,
@@ -77,7 +77,7 @@ class MLPSpec(MLPConfig, Mixer):
     """``down(activation(up(x)))``; gated, ``up`` is gate and up together, ``(2, f, h)``."""
 
     module: ClassVar[str] = "megatron_models.components.mlp.module:MLP"
-    recomputed_as: ClassVar[str | None] = "mlp"
+    recompute_name: ClassVar[str | None] = "mlp"
 
     @property
     def up(self) -> ColumnSpec:
@@ -125,4 +125,4 @@ class MLPSpec(MLPConfig, Mixer):
 
     def check_layout(self, layout: ParallelLayout) -> None:
         """Refuses tensor-parallel ranks that cannot share out the width."""
-        check_cut(self, "ffn_hidden_size", "tp", layout.tp)
+        check_divisible(self, "ffn_hidden_size", "tp", layout.tp)

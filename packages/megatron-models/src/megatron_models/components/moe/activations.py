@@ -9,8 +9,8 @@ a token; with ``ep = 1`` that is exact, otherwise it is the mean over the ranks 
 
 from typing import Final
 
+from megatron_models.components.mixer import BytesByPart, LayerPass
 from megatron_models.components.moe.config import MoEConfig
-from megatron_models.components.parts import BytesByPart, LayerPass
 
 _INDEX: Final = 8
 _FP32: Final = 4

@@ -10,22 +10,22 @@ from typing import ClassVar, Final, Literal
 
 from megatron_parallel import ZEROS, Init, ParallelLayout, Sharding
 
-from megatron_models.components.fields import check_cut
-from megatron_models.components.mlp.spec import MLPSpec
-from megatron_models.components.moe.activations import expert_activations
-from megatron_models.components.moe.config import MoEConfig
-from megatron_models.components.parts import (
+from megatron_models.components.fields import check_divisible
+from megatron_models.components.mixer import (
     BytesByPart,
     Feature,
     LayerPass,
     Mixer,
     Parameters,
     ParameterSpec,
-    Refusal,
-    of_experts,
+    UnsupportedFeature,
     parameters_of,
     prefixed,
+    routed_parameters,
 )
+from megatron_models.components.mlp.spec import MLPSpec
+from megatron_models.components.moe.activations import expert_activations
+from megatron_models.components.moe.config import MoEConfig
 
 LOAD_BALANCING: Final = "load_balancing_loss"
 Z_LOSS: Final = "z_loss"
@@ -97,7 +97,7 @@ class MoESpec(MoEConfig, Mixer):
     """Every token goes to a few of many feed-forward layers, and to a shared one if there is."""
 
     module: ClassVar[str] = "megatron_models.components.moe.module:MoE"
-    recomputed_as: ClassVar[str | None] = "moe"
+    recompute_name: ClassVar[str | None] = "moe"
     reads_padding: ClassVar[bool] = True
     expert_parallel: ClassVar[bool] = True
 
@@ -165,7 +165,7 @@ class MoESpec(MoEConfig, Mixer):
             **prefixed("up", parameters_of(self.experts_up, sequence_parallel)),
             **prefixed("down", parameters_of(self.experts_down, sequence_parallel)),
         }
-        experts = of_experts(experts, self.num_experts, self.moe_router_topk)
+        experts = routed_parameters(experts, self.num_experts, self.moe_router_topk)
         found = {**prefixed("router", router), **prefixed("experts", experts)}
         if self.shared is not None:
             found |= prefixed("shared", self.shared.parameters(sequence_parallel))
@@ -184,21 +184,21 @@ class MoESpec(MoEConfig, Mixer):
 
     def check_layout(self, layout: ParallelLayout) -> None:
         """Refuses ranks that cannot share out experts, or the channels of each."""
-        check_cut(self, "num_experts", "ep", layout.ep)
+        check_divisible(self, "num_experts", "ep", layout.ep)
         axis = "tp" if layout.etp is None else "etp"
-        check_cut(self, "moe_ffn_hidden_size", axis, layout.expert_tp, "the experts' ")
+        check_divisible(self, "moe_ffn_hidden_size", axis, layout.expert_tp, "the experts' ")
         if self.has_mlp_bias:  # that of the second matrix is cut, too
-            check_cut(self, "hidden_size", axis, layout.expert_tp, "the experts' ")
-        check_cut(self, "moe_shared_expert_intermediate_size", "tp", layout.tp)
+            check_divisible(self, "hidden_size", axis, layout.expert_tp, "the experts' ")
+        check_divisible(self, "moe_shared_expert_intermediate_size", "tp", layout.tp)
 
-    def refuses(self, feature: Feature) -> Refusal | None:
+    def unsupported_reason(self, feature: Feature) -> UnsupportedFeature | None:
         """Returns what is not proven for experts, and a router that learns nothing."""
         if feature == "from_scratch":
             if self.moe_router_topk > 1 or self.moe_router_pre_softmax:
                 return None
-            return Refusal("{moe_router_topk}", _UNTAUGHT)
+            return UnsupportedFeature("{moe_router_topk}", _UNTAUGHT)
         why = _REFUSED.get(feature)
-        return None if why is None else Refusal("{num_experts:name}", why)
+        return None if why is None else UnsupportedFeature("{num_experts:name}", why)
 
     def auxiliary_losses(self) -> tuple[str, ...]:
         """Returns the names of the router's losses."""

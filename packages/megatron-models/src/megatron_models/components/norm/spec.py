@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from megatron_parallel import ONES, ZEROS, Sharding
 
 from megatron_models.components.fields import flag
-from megatron_models.components.parts import LayerPass, Parameters, ParameterSpec
+from megatron_models.components.mixer import LayerPass, Parameters, ParameterSpec
 from megatron_models.components.stream import StreamConfig
 
 Normalization = Literal["LayerNorm", "RMSNorm"]

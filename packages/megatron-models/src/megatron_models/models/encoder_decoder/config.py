@@ -8,18 +8,18 @@ from typing import ClassVar
 
 from megatron_models.components.attention.config import AttentionConfig
 from megatron_models.components.attention.spec import AttentionSpec, CrossAttentionSpec
-from megatron_models.components.embedding.spec import EmbeddingConfig, EmbeddingSpec
-from megatron_models.components.fields import flag
-from megatron_models.components.layer import Layer, Sublayer, TrunkSpec
-from megatron_models.components.mlp.spec import MLPConfig, MLPSpec
-from megatron_models.components.norm.spec import NormConfig, NormSpec
-from megatron_models.components.sites import (
+from megatron_models.components.dropout_sites import (
     ATTENTION_OUTPUT,
     CROSS_ATTENTION_OUTPUT,
     DECODER_EMBEDDING,
     EMBEDDING,
     MLP_OUTPUT,
 )
+from megatron_models.components.embedding.spec import EmbeddingConfig, EmbeddingSpec
+from megatron_models.components.fields import flag
+from megatron_models.components.layer import Layer, Sublayer, TrunkSpec
+from megatron_models.components.mlp.spec import MLPConfig, MLPSpec
+from megatron_models.components.norm.spec import NormConfig, NormSpec
 from megatron_models.errors import ConfigError
 from megatron_models.models.model_config import ModelConfig
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from megatron_models.components.attention.spec import AttentionSpec
+from megatron_models.components.dropout_sites import ATTENTION_OUTPUT, MLP_OUTPUT
 from megatron_models.components.embedding.spec import EmbeddingConfig, EmbeddingSpec
 from megatron_models.components.fields import flag
 from megatron_models.components.layer import Sublayer, TrunkSpec
 from megatron_models.components.moe.config import MoEConfig
 from megatron_models.components.moe.spec import feed_forward
 from megatron_models.components.norm.spec import NormConfig, NormSpec
-from megatron_models.components.sites import ATTENTION_OUTPUT, MLP_OUTPUT
 from megatron_models.models.causal_config import CausalConfig
 
 
@@ -50,7 +50,7 @@ class GPTConfig(MoEConfig, NormConfig, CausalConfig):
             for experts in dict.fromkeys(self.moe_layers)
         }
         layers = {number: (attention, mlp[has]) for number, has in enumerate(self.moe_layers)}
-        embedding = self.component(EmbeddingSpec, multiplies=tied)
+        embedding = self.component(EmbeddingSpec, is_output_weight=tied)
         return {"": TrunkSpec(embedding, layers, norm, self.hidden_size)}
 
     def output(self) -> EmbeddingConfig | None:

@@ -372,7 +372,7 @@ def _of_stage(config: GPTConfig, plan: StagePlan) -> TrunkSpec:
         return stage
     embedding = replace(
         trunk.embedding,
-        multiplies=plan.last and tied,
+        is_output_weight=plan.last and tied,
         tied_over_stages=tied and plan.count > 1,
         output_only=not plan.first,
     )

@@ -1,0 +1,237 @@
+"""Mixers and parameters as plain data.
+
+A mixer's description is the only source of its parameters, multiply-adds and saved activations.
+Parameter counts, FLOPs, memory estimates and the activation report are sums over descriptions.
+Importing this module does not import torch.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import ClassVar, Literal, NamedTuple, Protocol
+
+from megatron_parallel import ParallelLayout, RecomputeConfig, Sharding
+
+from megatron_models.components.saved_bytes import SavedBytes
+
+BytesByPart = dict[str, int]
+"""Saved bytes by the name of the submodule that saves them."""
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A parameter that is not built: its sharding, and the work that a token does with it.
+
+    Attributes:
+        sharding: Global shape and how it is cut.
+        multiply_adds: Multiply-adds of one token with the parameter, on all ranks together. 0 for
+            a parameter that is added or looked up.
+        active_fraction: Fraction of the parameter that one token uses, as ``(numerator,
+            denominator)``: for experts, the top-k over the number of experts.
+        role: Role of a linear layer's weight, which selects its product. Empty otherwise.
+    """
+
+    sharding: Sharding
+    multiply_adds: int = 0
+    active_fraction: tuple[int, int] = (1, 1)
+    role: str = ""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, without padding."""
+        return prod(self.sharding.shape)
+
+    @property
+    def active_numel(self) -> int:
+        """Number of elements that one token uses."""
+        part, whole = self.active_fraction
+        return self.numel * part // whole
+
+
+Parameters = dict[str, ParameterSpec]
+"""Parameters by name, in the order of the module."""
+
+
+class ParallelLinearSpec(Protocol):
+    """A parallel layer as plain data, such as `megatron_parallel.tensor_parallel.ColumnSpec`."""
+
+    @property
+    def role(self) -> str:
+        """The role that selects the layer's product."""
+
+    def shardings(self, sequence_parallel: bool = False) -> dict[str, Sharding]:
+        """Returns the sharding of each parameter."""
+
+
+def parameters_of(spec: ParallelLinearSpec, sequence_parallel: bool) -> Parameters:
+    """Returns a linear layer's parameters. A token does one multiply-add per weight element."""
+    found = {}
+    for name, sharding in spec.shardings(sequence_parallel).items():
+        if name == "weight":
+            found[name] = ParameterSpec(sharding, prod(sharding.shape), role=spec.role)
+        else:
+            found[name] = ParameterSpec(sharding)
+    return found
+
+
+def prefixed(prefix: str, parameters: Mapping[str, ParameterSpec]) -> Parameters:
+    """Returns the parameters with ``prefix`` and a dot before each name."""
+    return {f"{prefix}.{name}": spec for name, spec in parameters.items()}
+
+
+def routed_parameters(
+    parameters: Mapping[str, ParameterSpec], num_experts: int, top_k: int
+) -> Parameters:
+    """Returns the parameters of experts of which a token uses ``top_k`` of ``num_experts``."""
+    return {
+        name: replace(
+            spec,
+            multiply_adds=spec.multiply_adds // num_experts * top_k,
+            active_fraction=(top_k, num_experts),
+        )
+        for name, spec in parameters.items()
+    }
+
+
+@dataclass(frozen=True)
+class ExpertParallelism:
+    """How the experts of a layer are cut, and how tokens are sent to them.
+
+    Attributes:
+        ep: Number of ranks that the experts are divided over.
+        expert_tp: Number of ranks that each expert is cut over. None means the tensor-parallel
+            size.
+        dispatcher: ``allgather`` or ``alltoall``.
+    """
+
+    ep: int = 1
+    expert_tp: int | None = None
+    dispatcher: str = "allgather"
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """One micro-batch in a layer, on one rank.
+
+    Attributes:
+        sequence_length: Length of the whole sequence ``s``, in tokens.
+        micro_batch_size: Sequences of the micro-batch ``b``.
+        saved_bytes: Bytes that operations save.
+        tp: Tensor-parallel size ``t``.
+        sequence_parallel: Whether the activations between tensor-parallel layers are cut along the
+            sequence.
+        recompute: What activation checkpointing recomputes.
+        experts: How experts are cut.
+    """
+
+    sequence_length: int
+    micro_batch_size: int
+    saved_bytes: SavedBytes
+    tp: int = 1
+    sequence_parallel: bool = False
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    experts: ExpertParallelism = field(default_factory=ExpertParallelism)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the micro-batch, ``s b``."""
+        return self.sequence_length * self.micro_batch_size
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens of the residual stream on this rank."""
+        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+
+
+Feature = Literal["compile", "split_backward", "fully_shard", "document_pool", "from_scratch"]
+"""A training feature that a component may not support: compilation, split backward passes, fully
+sharded parameters, a pool of ranks that share documents, or training from random weights."""
+
+
+class UnsupportedFeature(NamedTuple):
+    """Why a component does not support a training feature.
+
+    Attributes:
+        setting: The configuration field that causes it, in braces.
+        reason: One clause with the reason and the remedy.
+    """
+
+    setting: str
+    reason: str
+
+
+class Mixer(ABC):
+    """A sublayer between a norm and the residual stream, as plain data.
+
+    A subclass is a frozen dataclass that derives from the configuration whose fields it reads. It
+    alone defines the sublayer's parameters. The class named by `module` is built from it.
+    """
+
+    module: ClassVar[str]
+    """``package.module:Class`` of the `torch.nn.Module`, called with the mixer, the layer number
+    and a `megatron_models.Placement`. It is imported when a model is built."""
+
+    recompute_name: ClassVar[str | None] = None
+    """Its name in `RecomputeConfig.modules`; None if the mixer cannot be recomputed as a whole."""
+
+    reads_padding: ClassVar[bool] = False
+    """Whether its module needs to know which tokens are padding."""
+
+    bidirectional: ClassVar[bool] = False
+    """Whether tokens attend to later tokens too, so that all query-key pairs count."""
+
+    expert_parallel: ClassVar[bool] = False
+    """Whether the axes ``ep`` and ``expert_tp`` cut its parameters."""
+
+    @abstractmethod
+    def parameters(self, sequence_parallel: bool = False) -> Parameters:
+        """Returns the parameters, in the order of the module."""
+
+    def state(self) -> Mapping[str, Sharding]:
+        """Returns the sharding of state that is not a parameter (`StepState`). Defaults to none."""
+        return {}
+
+    @property
+    def heads(self) -> int:
+        """Number of attention heads. Defaults to 0."""
+        return 0
+
+    def multiply_adds_per_pair(self) -> int:
+        """Returns the multiply-adds of one query-key pair. Defaults to 0."""
+        return 0
+
+    @abstractmethod
+    def activations(self, layer_pass: LayerPass) -> BytesByPart:
+        """Returns the bytes that each submodule saves for the backward pass.
+
+        The mixer's input is left out. The empty name stands for the mixer itself.
+        """
+
+    @abstractmethod
+    def input_saved_by(self, layer_pass: LayerPass) -> str | None:
+        """Returns the name of the submodule that saves the mixer's input, or None."""
+
+    def check_layout(self, layout: ParallelLayout) -> None:  # noqa: B027 - most need no check
+        """Refuses a layout that cannot cut the mixer. Accepts every layout by default.
+
+        Raises:
+            ConfigError: A layout does not fit; the message names the fields and the sizes.
+        """
+
+    def unsupported_reason(self, feature: Feature) -> UnsupportedFeature | None:
+        """Returns why the mixer does not support a training feature. Defaults to None."""
+        return None
+
+    def auxiliary_losses(self) -> tuple[str, ...]:
+        """Returns the names of the mixer's auxiliary losses. Defaults to none."""
+        return ()
+
+
+def sum_by_part(terms: Iterable[BytesByPart]) -> BytesByPart:
+    """Returns the sum of several mappings, name by name."""
+    found: BytesByPart = {}
+    for each in terms:
+        for name, size in each.items():
+            found[name] = found.get(name, 0) + size
+    return found
