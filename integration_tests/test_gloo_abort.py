@@ -9,10 +9,10 @@ RANK = """
 import os, sys
 from datetime import timedelta
 from megatron_train.cli.failure import report_of
-from megatron_train.launch.link import Link
+from megatron_train.launch.link import ParentLink
 
-link = Link(int(sys.argv[1]))
-link.watch()
+link = ParentLink(int(sys.argv[1]))
+link.exit_with_parent()
 try:
     import torch
     from megatron_parallel import Mesh, ParallelLayout, all_reduce
@@ -22,7 +22,7 @@ try:
     all_reduce(gradient, mesh.axis("tp"), purpose="unequal sizes")
 except BaseException as error:
     report = report_of(error)
-    link.tell(report)
+    link.send(report)
     os._exit(report.status)
 """
 
@@ -30,8 +30,8 @@ except BaseException as error:
 def test_an_abort_inside_gloo_names_rank_axis_and_operation(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     (tmp_path / "rank.py").write_text(RANK)
-    verdict = launch([sys.executable, os.fspath(tmp_path / "rank.py")], [], 2, grace=60)
-    assert verdict.status == 134, verdict
-    assert verdict.line.startswith("rank 0 was killed by SIGABRT (")
-    assert "rank 1: " in verdict.line and "\n" not in verdict.line
-    assert "all_reduce of unequal sizes [4000000] float32 on axis 'tp'" in verdict.line
+    outcome = launch([sys.executable, os.fspath(tmp_path / "rank.py")], [], 2, grace=60)
+    assert outcome.status == 134, outcome
+    assert outcome.message.startswith("rank 0 was killed by SIGABRT (")
+    assert "rank 1: " in outcome.message and "\n" not in outcome.message
+    assert "all_reduce of unequal sizes [4000000] float32 on axis 'tp'" in outcome.message

@@ -189,7 +189,7 @@ def test_a_rank_that_is_lost_while_training_is_named_with_axis_and_operation(tri
     os.kill(ranks[victim], number)
     errors, status = job.end()
     assert errors.startswith("megatron-train: error: ") and errors.count("\n") == 1, errors
-    fate = "was killed by SIGKILL" if trial.how == "dies" else "is frozen (SIGSTOP)"
+    fate = "was killed by SIGKILL" if trial.how == "dies" else "is suspended (SIGSTOP)"
     assert f"error: rank {victim} {fate}" in errors
     assert status == (128 + number if trial.how == "dies" else 1)
     assert re.search(rf"; rank \d: .*\brank {victim}\b", errors), errors

@@ -25,7 +25,7 @@ class Lines(Console):
         super().__init__()
         self.lines = []
 
-    def line(self, text):
+    def print_line(self, text):
         self.lines.append(text)
 
 
@@ -275,9 +275,9 @@ def test_records_of_a_run_hold_its_numbers_exactly(tmp_path):
     recorder.on_step(trainer, report(3, sums={"lm loss": 1.0, "z loss": 3.0}, updated=False))
     recorder.on_step(trainer, skipped(4))
     recorder.on_step(trainer, report(5))
-    recorder.logged(4, {"lm loss": 0.1 + 0.2})
-    recorder.evaluated(4, {"lm loss": 2.5, "z loss": math.inf})
-    recorder.tested(4, {"lm loss": 3.5})
+    recorder.record_log_line(4, {"lm loss": 0.1 + 0.2})
+    recorder.record_validation(4, {"lm loss": 2.5, "z loss": math.inf})
+    recorder.record_test(4, {"lm loss": 3.5})
     trainer.iteration = 4
     recorder.on_end(trainer)
     records = read_records(tmp_path / "metrics.jsonl")

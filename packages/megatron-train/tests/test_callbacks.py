@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron_train.callbacks import evaluation
-from megatron_train.callbacks.log_line import Interval, LogLine
-from megatron_train.callbacks.recording import Progress, Recorder, TensorBoard
+from megatron_train.callbacks.log_line import IntervalSums, LogLine
+from megatron_train.callbacks.recording import ProgressBar, Recorder, TensorBoard
 from megatron_train.callbacks.stopping import StopAt, StopOnSignal
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.environment import environment
@@ -47,13 +47,13 @@ class Screen(Console):
         super().__init__()
         self.lines, self.bar = [], []
 
-    def line(self, text):
+    def print_line(self, text):
         self.lines.append(text)
 
     def start_bar(self, total_tokens, done_tokens):
         self.bar.append((total_tokens, done_tokens))
 
-    def advance(self, tokens, postfix):
+    def advance_bar(self, tokens, postfix):
         self.bar.append((tokens, postfix))
 
     def stop_bar(self):
@@ -75,7 +75,7 @@ def at(iteration, train_iters=4, **more):
 
 
 def test_an_interval_starts_at_nothing_and_adds_every_step():
-    interval = Interval()
+    interval = IntervalSums()
     assert vars(interval) == {
         **dict.fromkeys(("steps", "skipped", "nan", "tokens"), 0),
         **dict.fromkeys(("seconds", "flops"), 0.0),
@@ -87,7 +87,7 @@ def test_an_interval_starts_at_nothing_and_adds_every_step():
     assert (interval.steps, interval.skipped, interval.nan) == (3, 1, 1)
     assert (interval.seconds, interval.tokens, interval.flops) == (2.5, 144, 12e12)
     assert interval.losses() == {"lm loss": 3.0}
-    alone = Interval()
+    alone = IntervalSums()
     alone.add(NAN)
     assert math.isnan(alone.losses()["lm loss"])
 
@@ -122,9 +122,9 @@ def test_the_recorder_writes_steps_evaluations_and_events(tmp_path):
     recorder.on_start(at(1))
     recorder.on_step(at(2), REPORT)
     recorder.on_step(at(3), replace(NAN, iteration=3))
-    recorder.logged(3, {"lm loss": math.inf})
-    recorder.evaluated(3, {"lm loss": 2.0})
-    recorder.tested(3, {"lm loss": 2.5})
+    recorder.record_log_line(3, {"lm loss": math.inf})
+    recorder.record_validation(3, {"lm loss": 2.0})
+    recorder.record_test(3, {"lm loss": 2.5})
     trainer = at(3)
     trainer.stopped = Stop("SIGTERM", 143)
     recorder.on_end(trainer)
@@ -181,7 +181,7 @@ def test_tensorboard_drops_what_the_run_does_again(tmp_path, monkeypatch):
     board.on_start(at(1))
     board.on_step(at(2), REPORT)
     board.on_step(at(3), replace(REPORT, iteration=3))
-    board.evaluated(3, {"lm loss": 100.0})
+    board.write_validation(3, {"lm loss": 100.0})
     board.on_end(at(3))
     assert made == [(tmp_path, 2), "closed"]
     assert scalars == {
@@ -197,7 +197,7 @@ def test_tensorboard_drops_what_the_run_does_again(tmp_path, monkeypatch):
 
 def test_progress_counts_tokens_of_all_samples():
     console = Screen()
-    progress = Progress(console, samples=24, tokens_per_sample=8)
+    progress = ProgressBar(console, samples=24, tokens_per_sample=8)
     progress.on_start(at(1))
     progress.on_step(at(2), REPORT)
     progress.on_end(at(2))
@@ -208,14 +208,14 @@ def test_a_bar_and_lines_are_for_one_rank_and_a_terminal(capsys):
     out = io.StringIO()
     console = Console(out)
     console.start_bar(100, 10)
-    console.advance(5, "step 1")
+    console.advance_bar(5, "step 1")
     assert console._bar.n == 10  # disabled, as stderr is not a terminal
     console.stop_bar()
     assert console._bar is None
-    console.line("one")
+    console.print_line("one")
     console.warn("two")
     silent = Console(out, silent=True)
-    silent.line("three")
+    silent.print_line("three")
     silent.warn("four")
     assert out.getvalue() == "one\n"
     assert capsys.readouterr().err == "megatron-train: warning: two\n"
@@ -227,7 +227,7 @@ def test_the_bar_counts_thousands_of_tokens(monkeypatch):
     monkeypatch.setattr("sys.stderr", terminal)
     console = Console()
     console.start_bar(100_000, 10_000)
-    console.advance(5_000, "step 1")
+    console.advance_bar(5_000, "step 1")
     console._bar.refresh()
     console.stop_bar()
     last = terminal.getvalue().split("\r")[-2]
@@ -238,7 +238,7 @@ def test_the_bar_counts_thousands_of_tokens(monkeypatch):
 def test_evaluations_come_at_intervals_and_at_the_end_and_the_test_at_the_end(iteration, due):
     console, told = Screen(), []
     report = replace(REPORT, iteration=iteration)
-    for kind, more in ((evaluation.Evaluation, (3,)), (evaluation.Test, ())):
+    for kind, more in ((evaluation.Evaluation, (3,)), (evaluation.TestSetEvaluation, ())):
         callback = kind(console, lambda: ["batches"] * 5, *more, [lambda *a: told.append(a)])
         callback.on_step(at(iteration), report)
     count = due + (iteration == 4)

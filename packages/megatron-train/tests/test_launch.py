@@ -16,12 +16,12 @@ GRACE = 2.0
 """Seconds that the others have in tests that wait for the end of them."""
 START = """
 import os, signal, sys, time
-from megatron_train.launch.link import Link, Report
-link = Link(int(sys.argv[1]))
-link.watch()
+from megatron_train.launch.link import ParentLink, FailureReport
+link = ParentLink(int(sys.argv[1]))
+link.exit_with_parent()
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 def fail(kind, message, status=1, traceback=""):
-    link.tell(Report(kind, message, status, traceback))
+    link.send(FailureReport(kind, message, status, traceback))
     os._exit(status)
 """
 OTHERS_MISS_RANK_1 = """
@@ -33,20 +33,20 @@ if rank != 1:
 
 @pytest.fixture
 def run(capfd):
-    """Run a script as ranks; returns the verdict and what reached the terminal."""
+    """Run a script as ranks; returns the outcome and what reached the terminal."""
 
     def start(script, ranks=3, grace=10 * HANG, **options):
         began = time.monotonic()
         code = START + textwrap.dedent(script)
-        verdict = launch([sys.executable, "-c", code], [], ranks, grace=grace, **options)
-        return verdict, capfd.readouterr(), time.monotonic() - began
+        outcome = launch([sys.executable, "-c", code], [], ranks, grace=grace, **options)
+        return outcome, capfd.readouterr(), time.monotonic() - began
 
     return start
 
 
 def test_ranks_know_who_they_are_and_rank_0_owns_the_terminal(run, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    verdict, printed, _ = run("""
+    outcome, printed, _ = run("""
         names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR OMP_NUM_THREADS".split()
         print(*(os.environ[name] for name in names), int(os.environ["MASTER_PORT"]) > 0)
         print("noise", file=sys.stderr)
@@ -57,7 +57,7 @@ def test_ranks_know_who_they_are_and_rank_0_owns_the_terminal(run, monkeypatch):
             assert sys.argv[2] == "-"
     """)
     threads = max(1, len(os.sched_getaffinity(0)) // 3)
-    assert verdict.status == 0 and not verdict.line and not verdict.detail
+    assert outcome.status == 0 and not outcome.message and not outcome.details
     lines = [f"{rank} {rank} 3 3 127.0.0.1 {threads} True" for rank in range(3)]
     lines = [lines[0], f"[rank 1] {lines[1]}", f"[rank 2] {lines[2]}"]
     plural = "thread" if threads == 1 else "threads"
@@ -68,25 +68,25 @@ def test_ranks_know_who_they_are_and_rank_0_owns_the_terminal(run, monkeypatch):
 
 def test_a_choice_of_threads_is_kept_without_a_word(run, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    verdict, printed, _ = run("print(os.environ['OMP_NUM_THREADS'])", ranks=2)
-    assert verdict.status == 0
+    outcome, printed, _ = run("print(os.environ['OMP_NUM_THREADS'])", ranks=2)
+    assert outcome.status == 0
     assert sorted(printed.out.splitlines()) == ["7", "[rank 1] 7"]
 
 
 def test_the_error_of_one_rank_is_the_line(run):
-    verdict, printed, _ = run("""
+    outcome, printed, _ = run("""
         if rank == 1: fail("own", "good.bin is torn", 1)
         time.sleep(0.3)
         fail("peer", "rank 1 did not join all_reduce on axis 'dp' (ranks 0-2)")
     """)
-    assert (verdict.status, verdict.line) == (1, "rank 1: good.bin is torn")
-    assert not verdict.detail and not printed.err
+    assert (outcome.status, outcome.message) == (1, "rank 1: good.bin is torn")
+    assert not outcome.details and not printed.err
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGABRT", "SIGSEGV"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_a_signal_ends_is_named_with_axis_and_operation(run, name, victim):
-    verdict, printed, seconds = run(f"""
+    outcome, printed, seconds = run(f"""
         if rank == {victim}:
             os.write(2, b"terminate called\\n  what():  the pair is closed\\n")
             signal.signal(signal.SIGABRT, signal.SIG_DFL)
@@ -94,54 +94,54 @@ def test_a_rank_that_a_signal_ends_is_named_with_axis_and_operation(run, name, v
         time.sleep(0.3)
         fail("peer", "rank {victim} did not join all_reduce on axis 'dp' (ranks 0-2)")
     """)
-    assert verdict.status == 128 + getattr(signal, name)
-    assert verdict.line.startswith(f"rank {victim} was killed by {name} (")
-    assert ("(the pair is closed)" in verdict.line) == (name != "SIGKILL")
-    assert f"rank {victim} did not join all_reduce on axis 'dp'" in verdict.line
+    assert outcome.status == 128 + getattr(signal, name)
+    assert outcome.message.startswith(f"rank {victim} was killed by {name} (")
+    assert ("(the pair is closed)" in outcome.message) == (name != "SIGKILL")
+    assert f"rank {victim} did not join all_reduce on axis 'dp'" in outcome.message
     assert printed.err == "" and seconds < HANG
 
 
-def test_a_frozen_rank_is_ended_when_the_others_have_missed_it(run, tmp_path):
-    verdict, _, seconds = run(f"""
+def test_a_suspended_rank_is_killed_when_the_others_have_missed_it(run, tmp_path):
+    outcome, _, seconds = run(f"""
         open(f"{tmp_path}/{{rank}}", "w").write(str(os.getpid()))
         if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)
         {OTHERS_MISS_RANK_1.strip().replace(chr(10), chr(10) + " " * 8)}
     """)
-    assert verdict.status == 1
-    assert verdict.line.startswith("rank 1 is frozen (SIGSTOP); rank ")
-    assert ": rank 1 did not join all_reduce on axis 'dp'" in verdict.line
+    assert outcome.status == 1
+    assert outcome.message.startswith("rank 1 is suspended (SIGSTOP); rank ")
+    assert ": rank 1 did not join all_reduce on axis 'dp'" in outcome.message
     assert seconds < HANG, "the others had ended: nothing to wait for"
     assert not _alive(int((tmp_path / "1").read_text()))
 
 
 def test_ranks_that_do_not_notice_have_the_grace_and_no_more(run):
-    verdict, _, seconds = run("""
+    outcome, _, seconds = run("""
         if rank == 1: fail("own", "disk full")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
     """, grace=GRACE)  # fmt: skip
-    assert verdict.line == "rank 1: disk full"
+    assert outcome.message == "rank 1: disk full"
     assert GRACE <= seconds < HANG
 
 
 def test_a_rank_that_reports_and_then_hangs_is_ended_too(run):
-    verdict, _, seconds = run("""
+    outcome, _, seconds = run("""
         if rank == 1:
-            link.tell(Report("own", "disk full"))
+            link.send(FailureReport("own", "disk full"))
             time.sleep(600)
     """, grace=GRACE)  # fmt: skip
-    assert (verdict.status, verdict.line) == (1, "rank 1: disk full")
+    assert (outcome.status, outcome.message) == (1, "rank 1: disk full")
     assert seconds < HANG
 
 
 def test_a_rank_that_outlives_the_others_is_ended_where_there_is_a_limit(run):
-    verdict, _, seconds = run("if rank == 1: time.sleep(600)", timeout=0.0, grace=GRACE)
-    assert verdict.status == 1 and "rank 1 did not end" in verdict.line
+    outcome, _, seconds = run("if rank == 1: time.sleep(600)", timeout=0.0, grace=GRACE)
+    assert outcome.status == 1 and "rank 1 did not end" in outcome.message
     assert GRACE <= seconds < HANG
 
 
-def test_a_frozen_rank_that_others_cannot_miss_is_ended_for_them_to_notice(run, tmp_path):
-    verdict, _, seconds = run(f"""
+def test_a_suspended_rank_that_others_cannot_miss_is_killed_so_that_they_notice(run, tmp_path):
+    outcome, _, seconds = run(f"""
         file = "{tmp_path}/pid"
         if rank == 0:
             open(file, "w").write(str(os.getpid()))
@@ -150,12 +150,12 @@ def test_a_frozen_rank_that_others_cannot_miss_is_ended_for_them_to_notice(run, 
         while os.path.exists("/proc/" + open(file).read()): time.sleep(0.01)
         fail("peer", "rank 0, which keeps the job's store, is gone: all_reduce on axis 'tp'")
     """, timeout=0.5, grace=2 * GRACE)  # fmt: skip
-    assert verdict.line.startswith("rank 0 is frozen (SIGSTOP); rank ")
-    assert ": rank 0, which keeps the job's store, is gone: all_reduce" in verdict.line
+    assert outcome.message.startswith("rank 0 is suspended (SIGSTOP); rank ")
+    assert ": rank 0, which keeps the job's store, is gone: all_reduce" in outcome.message
     assert 0.5 + GRACE <= seconds < HANG
 
 
-def test_a_job_that_is_frozen_as_a_whole_may_go_on(parent):
+def test_a_job_that_is_suspended_as_a_whole_may_continue(parent):
     process, ranks = parent("""
         READY
         time.sleep(0.5)
@@ -167,54 +167,54 @@ def test_a_job_that_is_frozen_as_a_whole_may_go_on(parent):
     for rank in ranks:
         os.kill(rank, signal.SIGCONT)
     out, _ = process.communicate(timeout=HANG)
-    assert process.returncode == 0 and "verdict False ''" in out
+    assert process.returncode == 0 and "outcome False ''" in out
 
 
 def test_the_traceback_of_a_bug_is_shown_whole_and_once(run):
-    verdict, printed, _ = run("""
+    outcome, printed, _ = run("""
         import traceback
         try:
             {}["x"]
         except KeyError as error:
             fail("bug", "KeyError: 'x'", 1, traceback.format_exc())
     """)
-    assert (verdict.status, verdict.detail.count("Traceback")) == (1, 1)
-    assert verdict.line == "KeyError: 'x' (a bug; its traceback is above)"
+    assert (outcome.status, outcome.details.count("Traceback")) == (1, 1)
+    assert outcome.message == "KeyError: 'x' (a bug; its traceback is above)"
     assert not printed.err
 
 
 def test_a_rank_that_cannot_start_is_quoted(run):
-    verdict, printed, _ = run("import no_such_module\n")
-    assert verdict.status == 1
-    assert verdict.line.startswith("rank ")
-    assert verdict.line.endswith("No module named 'no_such_module'")
-    assert verdict.detail.count("Traceback") == 1 and not printed.err
+    outcome, printed, _ = run("import no_such_module\n")
+    assert outcome.status == 1
+    assert outcome.message.startswith("rank ")
+    assert outcome.message.endswith("No module named 'no_such_module'")
+    assert outcome.details.count("Traceback") == 1 and not printed.err
 
 
 def test_output_is_passed_on_while_ranks_run_and_to_the_last_byte(run):
-    verdict, printed, _ = run("""
+    outcome, printed, _ = run("""
         if rank == 1:
             sys.stdout.write("x" * 300_000 + "\\nlast")
             sys.stderr.write("y" * 300_000)
     """)
-    assert verdict.status == 0
+    assert outcome.status == 0
     assert f"[rank 1] {'x' * 300_000}\n[rank 1] last\n" in printed.out
 
 
 def test_what_a_rank_has_started_ends_with_it(run, tmp_path):
-    verdict, _, _ = run(f"""
+    outcome, _, _ = run(f"""
         import subprocess
         if rank == 1:
             child = subprocess.Popen(["sleep", "60"])
             open("{tmp_path}/child", "w").write(str(child.pid))
             os.kill(os.getpid(), signal.SIGKILL)
     """)
-    assert verdict.status == 137
+    assert outcome.status == 137
     assert _gone(int((tmp_path / "child").read_text()))
 
 
 def test_a_port_that_was_taken_meanwhile_is_tried_again(run, tmp_path):
-    verdict, printed, _ = run(f"""
+    outcome, printed, _ = run(f"""
         seen = "{tmp_path}/seen"
         if rank == 0 and not os.path.exists(seen):
             open(seen, "w").write(os.environ["MASTER_PORT"])
@@ -223,15 +223,15 @@ def test_a_port_that_was_taken_meanwhile_is_tried_again(run, tmp_path):
         if rank == 0: print(open(seen).read() != os.environ["MASTER_PORT"])
         if not os.path.exists(seen): time.sleep(600)
     """, ranks=2)  # fmt: skip
-    assert verdict.status == 0 and printed.out.endswith("True\n")
+    assert outcome.status == 0 and printed.out.endswith("True\n")
 
 
 PARENT = """
 import sys
 from megatron_train.launch.launch import launch
-verdict = launch([sys.executable, "-c", sys.argv[1]], [], 2, grace=3, timeout=0.1)
-print("verdict", verdict.interrupted, repr(verdict.line), flush=True)
-sys.exit(verdict.status)
+outcome = launch([sys.executable, "-c", sys.argv[1]], [], 2, grace=3, timeout=0.1)
+print("outcome", outcome.interrupted, repr(outcome.message), flush=True)
+sys.exit(outcome.status)
 """
 
 
@@ -280,7 +280,7 @@ def test_a_signal_is_passed_on_once_and_ranks_stop_in_order(parent, number):
     out, _ = process.communicate(timeout=HANG)
     assert process.returncode == 128 + number
     assert out.count("stops 1") == 2 and "stops 2" not in out
-    assert "verdict False ''" in out
+    assert "outcome False ''" in out
     assert not any(map(_alive, ranks))
 
 
@@ -297,15 +297,15 @@ def test_a_second_signal_ends_ranks_that_do_not_stop(parent):
     assert all(map(_alive, ranks))
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=HANG)
-    assert process.returncode == 130 and "verdict True ''" in out
+    assert process.returncode == 130 and "outcome True ''" in out
     assert not any(map(_alive, ranks))
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_no_rank_survives_a_killed_parent(parent, frozen):
+@pytest.mark.parametrize("suspended", [False, True])
+def test_no_rank_survives_a_killed_parent(parent, suspended):
     process, ranks = parent(f"""
         READY
-        if rank == 1 and {frozen}: os.kill(os.getpid(), signal.SIGSTOP)
+        if rank == 1 and {suspended}: os.kill(os.getpid(), signal.SIGSTOP)
         while True: time.sleep(1)
     """)
     time.sleep(0.3)

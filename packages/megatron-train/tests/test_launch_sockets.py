@@ -48,8 +48,8 @@ def address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 def test_the_ranks_of_a_local_launch_listen_on_loopback_alone(tmp_path, monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    verdict = launch([sys.executable, "-c", RANK], [str(tmp_path)], 2)
-    assert verdict.status == 0, verdict
+    outcome = launch([sys.executable, "-c", RANK], [str(tmp_path)], 2)
+    assert outcome.status == 0, outcome
     by_rank = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
     sockets = [found["listening"] for found in by_rank]
     assert min(map(len, sockets)) > 0 and len(sockets[0]) > len(sockets[1])  # 0 has the store

@@ -12,11 +12,11 @@ import pytest
 import torch
 from megatron_train.atomic_write import write_atomically
 from megatron_train.errors import TrainError
-from megatron_train.metrics.appended import AppendedFile
+from megatron_train.metrics.append_only_file import AppendOnlyFile
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.event_file import EventFile
 from megatron_train.metrics.lines import TrainingLine, evaluation_lines
-from megatron_train.metrics.peak import Peak, device_peak, measured_peak, table_peak
+from megatron_train.metrics.peak import Peak, data_sheet_peak, device_peak, measured_peak
 from megatron_train.metrics.plot import plot_losses, running_mean
 from megatron_train.metrics.records import Records, RecordWriter, read_records
 from tensorboard.backend.event_processing import event_accumulator
@@ -89,7 +89,7 @@ def test_evaluation_lines_are_ruled():
 )
 def test_known_devices_have_their_data_sheet_peak(name, dtype, teraflops):
     expected = None if teraflops is None else teraflops * 1e12
-    assert table_peak(name, dtype) == expected
+    assert data_sheet_peak(name, dtype) == expected
 
 
 def test_a_peak_is_measured_of_devices_that_are_not_listed_but_not_of_a_cpu():
@@ -155,10 +155,10 @@ def test_the_running_mean_looks_to_both_sides():
 def test_a_preface_comes_before_the_first_line_and_never_alone():
     out = io.StringIO()
     console = Console(out)
-    console.preface = lambda: ["one", "two"]
+    console.header = lambda: ["one", "two"]
     assert out.getvalue() == ""
-    console.line("three")
-    console.line("four")
+    console.print_line("three")
+    console.print_line("four")
     assert out.getvalue() == "one\ntwo\nthree\nfour\n"
 
 
@@ -194,7 +194,7 @@ def test_what_is_appended_is_whole_or_an_error_that_names_the_file(tmp_path):
 
 
 def test_a_file_that_was_closed_takes_nothing_more(tmp_path):
-    appended = AppendedFile(tmp_path / "metrics.jsonl")
+    appended = AppendOnlyFile(tmp_path / "metrics.jsonl")
     appended.write(b"whole\n")
     appended.close()
     with pytest.raises(ValueError, match="closed"):

@@ -5,8 +5,8 @@ import re
 import pytest
 from megatron_train.cli import main
 from megatron_train.metrics.records import Records
-from megatron_train.report.chart import Line, draw, number, thinned, ticks
-from megatron_train.report.page import curve, render, state
+from megatron_train.report.chart import Curve, downsampled, format_number, line_chart, ticks
+from megatron_train.report.page import finite_points, render_page, run_status
 
 START = {
     "kind": "event",
@@ -55,7 +55,7 @@ def tile(page, label):
 
 
 def test_the_page_tells_what_was_recorded():
-    page = render("run", RECORDS, "model: {num_layers: 2}")
+    page = render_page("run", RECORDS, "model: {num_layers: 2}")
     assert "Done after step 4." in page
     assert tile(page, "steps") == "4" and tile(page, "tokens") == "400"
     assert tile(page, "lm loss of the log line of step 2, over its interval") == "4.5000"
@@ -76,7 +76,7 @@ def test_the_page_tells_what_was_recorded():
 def test_the_page_loads_nothing_and_runs_nothing_that_was_recorded():
     evil = "<script>alert('x')</script>"
     events = [{**START, "commit": evil}, {**RECORDS.events[-1], "reason": evil}]
-    page = render(evil, Records(RECORDS.train, RECORDS.validation, events), evil)
+    page = render_page(evil, Records(RECORDS.train, RECORDS.validation, events), evil)
     assert evil not in page and page.count("<script>") == 1
     addresses = re.findall(r"https?://[^\"'\s)]+", page)
     assert set(addresses) == {"http://www.w3.org/2000/svg"}
@@ -85,22 +85,22 @@ def test_the_page_loads_nothing_and_runs_nothing_that_was_recorded():
 
 def test_how_a_run_stands():
     def ending(**event):
-        return state(Records(RECORDS.train, [], [START, {"iteration": 4, **event}]))
+        return run_status(Records(RECORDS.train, [], [START, {"iteration": 4, **event}]))
 
     assert ending(event="end", reason="SIGTERM") == "Stopped after step 4: SIGTERM."
     assert ending(event="start") == "Running or killed; the last recorded step is 4."
-    assert state(Records([], [], [])) == "Running or killed; the last recorded step is 0."
+    assert run_status(Records([], [], [])) == "Running or killed; the last recorded step is 0."
 
 
 def test_curves_leave_out_what_is_not_finite():
-    assert curve(RECORDS.train, "lm loss") == [(1.0, 5.0), (2.0, 4.0), (4.0, 3.5)]
-    assert curve(RECORDS.train, "grad_norm")[-1] == (4.0, 1.0)
-    assert draw("nothing", [Line("a", [])]) == ""
-    assert render("empty", Records([], [], []), "").count("<svg") == 0
+    assert finite_points(RECORDS.train, "lm loss") == [(1.0, 5.0), (2.0, 4.0), (4.0, 3.5)]
+    assert finite_points(RECORDS.train, "grad_norm")[-1] == (4.0, 1.0)
+    assert line_chart("nothing", [Curve("a", [])]) == ""
+    assert render_page("empty", Records([], [], []), "").count("<svg") == 0
 
 
 def test_points_lie_where_their_values_are():
-    figure = draw("t", [Line("a", [(0.0, 0.0), (10.0, 10.0)])])
+    figure = line_chart("t", [Curve("a", [(0.0, 0.0), (10.0, 10.0)])])
     first, last = re.search(r'points="([\d.]+,[\d.]+) ([\d.]+,[\d.]+)"', figure).groups()
     assert [float(v) for v in first.split(",")] == [58.0, 230.0]
     x, y = (float(v) for v in last.split(","))
@@ -112,10 +112,10 @@ def test_points_lie_where_their_values_are():
 def test_thinning_keeps_spikes_and_order():
     points = [(float(i), math.sin(i / 500)) for i in range(20_000)]
     points[12_345] = (12_345.0, 99.0)
-    kept = thinned(points)
+    kept = downsampled(points)
     assert len(kept) <= 520 and (12_345.0, 99.0) in kept
     assert kept == sorted(kept) and set(kept) <= set(points)
-    assert thinned(points[:10]) == points[:10]
+    assert downsampled(points[:10]) == points[:10]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,15 @@ def test_ticks_are_round(low, high, expected):
 
 def test_numbers_are_short():
     values = (0, 0.003, 9999, 12_345, 1_500_000, 2e9, 3e12)
-    assert [number(v) for v in values] == ["0", "0.003", "9999", "12.35k", "1.5M", "2G", "3T"]
+    assert [format_number(v) for v in values] == [
+        "0",
+        "0.003",
+        "9999",
+        "12.35k",
+        "1.5M",
+        "2G",
+        "3T",
+    ]
 
 
 def test_the_command_writes_the_page_whole_or_not(tmp_path, capsys):

@@ -13,7 +13,7 @@ from megatron_train.config.data import DataConfig
 from megatron_train.config.run import RunConfig
 from megatron_train.config.sections import EvaluationConfig, TrainingConfig
 from megatron_train.errors import TrainError
-from megatron_train.metrics.peak import Peak, cpu_rate
+from megatron_train.metrics.peak import Peak, assumed_cpu_peak
 from megatron_train.step_time import check_step_time, minimum_work
 
 # Elements of the matrices that a token is multiplied with: of 4 layers 4 x 32 x 32 around
@@ -94,8 +94,8 @@ def test_a_length_that_fits_into_memory_but_never_ends_is_refused_for_its_attent
 
 def test_a_cpu_is_assumed_to_reach_as_much_as_its_threads():
     threads = torch.get_num_threads()
-    assert cpu_rate(torch.float32).flops_per_second == threads * 1e11
-    assert cpu_rate(torch.bfloat16).flops_per_second == threads * 1e12
+    assert assumed_cpu_peak(torch.float32).flops_per_second == threads * 1e11
+    assert assumed_cpu_peak(torch.bfloat16).flops_per_second == threads * 1e12
 
 
 FLAGS = (

@@ -32,7 +32,7 @@ class Lines(Console):
         super().__init__()
         self.lines = []
 
-    def line(self, text):
+    def print_line(self, text):
         self.lines.append(text)
 
 

@@ -159,7 +159,7 @@ class Saver(Callback):
             replace=True,
         )
         self._saved, self.newest = trainer.iteration, SavedCheckpoint(path, trainer.iteration)
-        self._console.line(f"saved checkpoint {path}")
+        self._console.print_line(f"saved checkpoint {path}")
 
 
 @dataclass(frozen=True)

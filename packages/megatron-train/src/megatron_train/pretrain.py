@@ -22,10 +22,10 @@ from megatron_train.assembly import (
     load_run_tokenizer,
 )
 from megatron_train.broadcast_batches import Batches, open_batches
-from megatron_train.callbacks.evaluation import Evaluation, Test
+from megatron_train.callbacks.evaluation import Evaluation, TestSetEvaluation
 from megatron_train.callbacks.listener import Listener
 from megatron_train.callbacks.log_line import LogLine
-from megatron_train.callbacks.recording import Progress, Recorder, TensorBoard
+from megatron_train.callbacks.recording import ProgressBar, Recorder, TensorBoard
 from megatron_train.callbacks.stopping import StopAt, StopOnSignal
 from megatron_train.checkpointing import Saver, coordinator_of
 from megatron_train.config.dump import write_config
@@ -35,7 +35,7 @@ from megatron_train.config.values import Values
 from megatron_train.memory_check import check_memory
 from megatron_train.metrics.console import Console
 from megatron_train.metrics.environment import environment
-from megatron_train.metrics.peak import Peak, cpu_rate, device_peak
+from megatron_train.metrics.peak import Peak, assumed_cpu_peak, device_peak
 from megatron_train.products import trains_adapters_only
 from megatron_train.run_description import describe_layout, describe_run
 from megatron_train.run_record import RunRecord, run_record
@@ -85,25 +85,25 @@ def train(
     coordinator = coordinator_of(mesh)
     with (
         lock_save_folder(config.checkpoint, coordinator, command or shlex.join(sys.argv)),
-        console.warnings_of("megatron_ckpt"),
-        console.warnings_of("megatron_data"),
+        console.forward_warnings("megatron_ckpt"),
+        console.forward_warnings("megatron_data"),
         _deterministic(config.training.deterministic_mode),
     ):
         start = StartingPoint.find(config.checkpoint, coordinator)
         family = start.resolve_family(config)
         check_memory(config, mesh.device)
         peak = device_peak(mesh.device, dtype) if mesh.rank == 0 else None
-        rate = cpu_rate(dtype) if mesh.device.type == "cpu" else peak
+        rate = assumed_cpu_peak(dtype) if mesh.device.type == "cpu" else peak
         # One rank decides: each may measure another peak.
         if long := map_reduce(coordinator, lambda: None, lambda _: check_step_time(config, rate)):
             console.warn(long)
         facts = environment(mesh.device)
         # Printed with the first line there is: what is refused before needs no environment.
-        console.preface = partial(describe_run, config, values, facts, dtype)
+        console.header = partial(describe_run, config, values, facts, dtype)
         tokenizer = load_run_tokenizer(config, tokenizers)
         task = find_task_kind(config.task)
         data = cache(partial(task.open_data, config, tokenizer))
-        batches = open_batches(config, data, mesh, console.line)
+        batches = open_batches(config, data, mesh, console.print_line)
         # One rank looks at the corpora, since others need not have them (--broadcast-batches).
         record = map_reduce(
             coordinator,
@@ -119,9 +119,9 @@ def train(
                 f"--linear-product {config.product} freezes weights that are drawn from --seed; "
                 "begin with those of a checkpoint, by finetune or --finetune --load"
             )
-        console.line(str(trainer.engine.fusion))
+        console.print_line(str(trainer.engine.fusion))
         if batches.no_test_reason:
-            console.line(f"no test after the last step: {batches.no_test_reason}")
+            console.print_line(f"no test after the last step: {batches.no_test_reason}")
         if config.checkpoint.save is not None:
             path = Path(config.checkpoint.save) / CONFIG_FILE
             map_reduce(coordinator, lambda: None, lambda _: write_config(config, path))
@@ -137,14 +137,14 @@ def _train(trainer: Trainer, console: Console, kept: Callable[[], str]) -> Stop 
         with StopOnSignal(trainer):
             stop = trainer.run()
     except KeyboardInterrupt:
-        console.line(
+        console.print_line(
             f"interrupted after step {trainer.iteration} of {trainer.train_iters}; {kept()}"
         )
         raise
     finally:
         console.stop_bar()
     if stop is not None:
-        console.line(
+        console.print_line(
             f"stopped after step {trainer.iteration} of {trainer.train_iters}: {stop.reason}; "
             f"{kept()}"
         )
@@ -196,7 +196,7 @@ class _Run:
             source = self.batches.validation
             callbacks.append(Evaluation(self.console, source, interval, listeners))
         if self.batches.has_test:
-            callbacks.append(Test(self.console, self.batches.testing, testers))
+            callbacks.append(TestSetEvaluation(self.console, self.batches.testing, testers))
         training = config.training
         callbacks.append(StopAt(training.exit_interval, training.exit_duration_in_mins))
         if config.checkpoint.save is not None:
@@ -221,7 +221,7 @@ class _Run:
         testers: list[Listener] = []
         if logging.progress:
             samples, length = config.consumed_samples, config.data.seq_length
-            callbacks.append(Progress(self.console, samples, length))
+            callbacks.append(ProgressBar(self.console, samples, length))
         recorder = None
         if config.checkpoint.save is not None:
             facts = {**self.facts, "layout": describe_layout(config)}
@@ -232,17 +232,17 @@ class _Run:
                 logging.log_interval,
                 peak=self.peak,
                 throughput=logging.log_throughput,
-                listeners=() if recorder is None else (recorder.logged,),
+                listeners=() if recorder is None else (recorder.record_log_line,),
             )
         )
         if recorder is not None:
             callbacks.append(recorder)
-            listeners.append(recorder.evaluated)
-            testers.append(recorder.tested)
+            listeners.append(recorder.record_validation)
+            testers.append(recorder.record_test)
         if logging.tensorboard_dir is not None:
             board = TensorBoard(Path(logging.tensorboard_dir), logging.log_interval)
             callbacks.append(board)
-            listeners.append(board.evaluated)
+            listeners.append(board.write_validation)
         return callbacks, listeners, testers
 
 

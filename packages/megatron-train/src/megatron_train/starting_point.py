@@ -178,12 +178,12 @@ class StartingPoint:
             TrainError: the checkpoint does not fit the run; the message says in what.
         """
         if self.note:
-            console.line(self.note)
+            console.print_line(self.note)
         if self.folder is None:
             return None
         if self.weights_only:
             iteration = load_weights(trainer, self.folder, record)
-            console.line(
+            console.print_line(
                 f"beginning at step 0 with the weights of {self.folder}, step {iteration}; "
                 "optimizer and order of samples are new"
             )
@@ -207,14 +207,16 @@ class StartingPoint:
                 checkpoint.save is not None
                 and Path(checkpoint.save).resolve() == self.folder.resolve()
             ):
-                console.line(absent)  # the first start of a command that is given again and again
+                console.print_line(
+                    absent
+                )  # the first start of a command that is given again and again
             else:
                 console.warn(f"{absent}; --exit-on-missing-checkpoint refuses to")
             return None
         trainer.train_iters = config.train_iters_after(trainer.iteration, trainer.consumed_samples)
-        console.line(f"continuing from {self.folder} after step {trainer.iteration}")
+        console.print_line(f"continuing from {self.folder} after step {trainer.iteration}")
         if trainer.iteration >= trainer.train_iters:
-            console.line(f"nothing left to do: the run is {trainer.train_iters} steps long")
+            console.print_line(f"nothing left to do: the run is {trainer.train_iters} steps long")
         return found
 
 

@@ -41,14 +41,14 @@ class Evaluation(Callback):
         if report.iteration % self._every and not last:
             return
         losses = trainer.evaluate(self._batches())
-        place = f"iteration {report.iteration}"
-        for line in evaluation_lines(place, losses, trainer.task.metrics):
-            self._console.line(line)
+        label = f"iteration {report.iteration}"
+        for line in evaluation_lines(label, losses, trainer.task.metrics):
+            self._console.print_line(line)
         for listener in self._listeners:
             listener(report.iteration, losses)
 
 
-class Test(Callback):
+class TestSetEvaluation(Callback):
     """Measure the loss on held-out text once, after the last step of the run.
 
     Args:
@@ -72,8 +72,8 @@ class Test(Callback):
         if report.iteration < trainer.train_iters:
             return
         losses = trainer.evaluate(self._batches())
-        place = f"iteration {report.iteration} on test set"
-        for line in evaluation_lines(place, losses, trainer.task.metrics):
-            self._console.line(line)
+        label = f"iteration {report.iteration} on test set"
+        for line in evaluation_lines(label, losses, trainer.task.metrics):
+            self._console.print_line(line)
         for listener in self._listeners:
             listener(report.iteration, losses)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Interval:
+class IntervalSums:
     """Sums over the steps since the last line."""
 
     steps: int = 0
@@ -77,12 +77,12 @@ class LogLine(Callback):
         self._peak = peak
         self._throughput = throughput
         self._listeners = list(listeners)
-        self._interval = Interval()
+        self._interval = IntervalSums()
 
     def on_start(self, trainer: "Trainer") -> None:
         """Says what MFU is measured against."""
         if self._peak is not None:
-            self._console.line(
+            self._console.print_line(
                 f"MFU is measured against {self._peak.flops_per_second:.4g} FLOP/s: "
                 f"{self._peak.source}"
             )
@@ -92,10 +92,10 @@ class LogLine(Callback):
         self._interval.add(report)
         if report.iteration % self._every == 0:
             line = self._line(trainer, report)
-            self._console.line(line.render(datetime.now()))
+            self._console.print_line(line.render(datetime.now()))
             for listener in self._listeners:
                 listener(report.iteration, dict(line.losses))
-            self._interval = Interval()
+            self._interval = IntervalSums()
 
     def _line(self, trainer: "Trainer", report: "StepReport") -> TrainingLine:
         done = self._interval
@@ -132,7 +132,7 @@ class LogLine(Callback):
                 f"the saved state is damaged: sums of {sorted(sums)}, but denominators of "
                 f"{sorted(denominators)}"
             )
-        self._interval = Interval(
+        self._interval = IntervalSums(
             skipped=read_value(state, "skipped", int),
             nan=read_value(state, "nan", int),
             sums=sums,

@@ -53,15 +53,15 @@ class Recorder(Callback):
             }
         )
 
-    def logged(self, iteration: int, losses: dict[str, float]) -> None:
+    def record_log_line(self, iteration: int, losses: dict[str, float]) -> None:
         """Records the losses of a log line, which are those of all its steps."""
         self._writer.write({"kind": "log", "iteration": iteration, **_finite(losses)})
 
-    def evaluated(self, iteration: int, losses: dict[str, float]) -> None:
+    def record_validation(self, iteration: int, losses: dict[str, float]) -> None:
         """Records an evaluation."""
         self._writer.write({"kind": "validation", "iteration": iteration, **_finite(losses)})
 
-    def tested(self, iteration: int, losses: dict[str, float]) -> None:
+    def record_test(self, iteration: int, losses: dict[str, float]) -> None:
         """Records the losses on the test set, an event."""
         record = {"kind": "event", "event": "test", "iteration": iteration, **_finite(losses)}
         self._writer.write(record)
@@ -108,7 +108,7 @@ class TensorBoard(Callback):
         }
         self._write(report.iteration, scalars)
 
-    def evaluated(self, iteration: int, losses: dict[str, float]) -> None:
+    def write_validation(self, iteration: int, losses: dict[str, float]) -> None:
         """Writes an evaluation."""
         for name, value in losses.items():
             ppl = math.exp(min(20.0, value))
@@ -125,7 +125,7 @@ class TensorBoard(Callback):
                 self._writer.add_scalar(name, value, iteration)
 
 
-class Progress(Callback):
+class ProgressBar(Callback):
     """Show a progress bar with tokens/s and the time left."""
 
     def __init__(self, console: Console, samples: int, tokens_per_sample: int) -> None:
@@ -141,7 +141,7 @@ class Progress(Callback):
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
         """Moves the bar."""
         loss = ", ".join(f"{name} {value:.3f}" for name, value in report.losses.items())
-        self._console.advance(report.tokens, f"step {report.iteration}, {loss}")
+        self._console.advance_bar(report.tokens, f"step {report.iteration}, {loss}")
 
     def on_end(self, trainer: "Trainer") -> None:
         """Removes the bar."""

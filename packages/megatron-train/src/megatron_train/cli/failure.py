@@ -9,30 +9,34 @@ from collections.abc import Sequence
 
 from megatron_train._command import EXIT_INTERRUPTED, EXIT_USAGE, CommandError, one_line
 from megatron_train.errors import SettingsError
-from megatron_train.launch.link import Report
+from megatron_train.launch.link import FailureReport
 
 _GLOO = re.compile(r"^\[\S*gloo/\S+:\d+\]")
 _ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 _PLACE = re.compile(r"^\[[^\]]*\]\s*")
 
 
-def report_of(error: BaseException) -> Report:
+def report_of(error: BaseException) -> FailureReport:
     """Returns what ``error`` comes to; called only when one was raised."""
     if isinstance(error, SettingsError):
-        return Report("own", _text([*error.lines, f"{len(error.lines)} settings cannot be used"]))
+        return FailureReport(
+            "own", _text([*error.lines, f"{len(error.lines)} settings cannot be used"])
+        )
     if isinstance(error, CommandError):
-        return Report("own", _text(error.lines), EXIT_USAGE)
+        return FailureReport("own", _text(error.lines), EXIT_USAGE)
     if isinstance(error, KeyboardInterrupt):
-        return Report("interrupted", "interrupted", EXIT_INTERRUPTED)
+        return FailureReport("interrupted", "interrupted", EXIT_INTERRUPTED)
     if isinstance(error, _mistakes()):
-        return Report("own", one_line(error))
+        return FailureReport("own", one_line(error))
     if (full := _out_of_memory(error)) is not None:
         return full
     lost = _lost_peer(error)
     if lost is not None:
         return lost
     last = traceback.format_exception_only(error)[-1]
-    return Report("bug", " ".join(last.split()), 1, "".join(traceback.format_exception(error)))
+    return FailureReport(
+        "bug", " ".join(last.split()), 1, "".join(traceback.format_exception(error))
+    )
 
 
 def _text(lines: Sequence[str]) -> str:
@@ -54,7 +58,7 @@ def _mistakes() -> tuple[type[Exception], ...]:
     return (TrainError, *ours, OSError)
 
 
-def _out_of_memory(error: BaseException) -> Report | None:
+def _out_of_memory(error: BaseException) -> FailureReport | None:
     """Returns the report of memory that ran out; None where it is something else."""
     if "torch" not in sys.modules and not isinstance(error, MemoryError):
         return None
@@ -64,14 +68,14 @@ def _out_of_memory(error: BaseException) -> Report | None:
         return None
     found = _ASKED.search(str(error))
     asked = f", {found[1]} asked for" if found else ""
-    return Report(
+    return FailureReport(
         "own",
         f"out of memory{asked}: lower --micro-batch-size, --seq-length or the size of the model, "
         "recompute activations (--recompute-granularity full), or cut the model over more ranks",
     )
 
 
-def _lost_peer(error: BaseException) -> Report | None:
+def _lost_peer(error: BaseException) -> FailureReport | None:
     """Returns the report of a failure between ranks; None where it is something else."""
     if "torch" not in sys.modules:  # then nothing has communicated
         return None
@@ -84,10 +88,12 @@ def _lost_peer(error: BaseException) -> Report | None:
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     taken = getattr(error.__cause__, "errno", None) == errno.EADDRINUSE
     if taken or "EADDRINUSE" in f"{error} {error.__cause__}":
-        return Report("port", f"{address} (MASTER_ADDR:MASTER_PORT) is taken; choose another port")
+        return FailureReport(
+            "port", f"{address} (MASTER_ADDR:MASTER_PORT) is taken; choose another port"
+        )
     message = one_line(error)
     if not isinstance(error, CollectiveError):
         message = "communication failed: " + _PLACE.sub("", str(error).strip().split("\n")[0])
     if not dist.is_initialized():
         message = f"start-up of axis 'world' at {address}: {message}"
-    return Report("peer", message)
+    return FailureReport("peer", message)

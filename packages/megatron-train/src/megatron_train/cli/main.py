@@ -22,7 +22,7 @@ from megatron_train.cli import report as report_page
 from megatron_train.cli.failure import report_of
 from megatron_train.config.flags import Parser
 from megatron_train.launch.error_file import write_error_file
-from megatron_train.launch.link import Report
+from megatron_train.launch.link import FailureReport
 
 PROG = "megatron-train"
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _tell(report: Report, several: bool) -> int:
+def _tell(report: FailureReport, several: bool) -> int:
     """Writes what went wrong to standard error; returns the exit status."""
     if report.kind == "interrupted":
         return report_interrupt(PROG)

@@ -129,12 +129,12 @@ def _run_ranks(words: list[str], ranks: int, timeout: float) -> int:
     from megatron_train.launch.launch import launch
 
     program = [sys.executable, "-P", "-m", "megatron_train.cli.rank"]
-    verdict = launch(program, words, ranks, timeout=timeout)
+    outcome = launch(program, words, ranks, timeout=timeout)
     if sys.stderr.isatty():
         sys.stderr.write("\r\033[K")  # what a killed progress bar has left of itself
-    sys.stderr.write(verdict.detail)
-    if verdict.interrupted:
+    sys.stderr.write(outcome.details)
+    if outcome.interrupted:
         sys.stderr.write("megatron-train: interrupted\n")
-    elif verdict.line:
-        sys.stderr.write(f"megatron-train: error: {verdict.line}\n")
-    return verdict.status
+    elif outcome.message:
+        sys.stderr.write(f"megatron-train: error: {outcome.message}\n")
+    return outcome.status

@@ -11,13 +11,13 @@ from typing import NoReturn
 
 from megatron_train.cli.failure import report_of
 from megatron_train.cli.main import build_parser, leave
-from megatron_train.launch.link import Link
+from megatron_train.launch.link import ParentLink
 
 
 def main() -> NoReturn:
     """Runs the command, report how it failed, and ends at once."""
-    link = Link(int(sys.argv[1]))
-    link.watch()
+    link = ParentLink(int(sys.argv[1]))
+    link.exit_with_parent()
     screen, words = sys.argv[2], sys.argv[3:]
     if screen != "-":
         sys.stderr = open(int(screen), "w", buffering=1, errors="backslashreplace")  # noqa: SIM115, PTH123
@@ -31,7 +31,7 @@ def main() -> NoReturn:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException as error:  # noqa: BLE001 - also interrupts are told to the parent
         report = report_of(error)
-        link.tell(report)
+        link.send(report)
         status = report.status
     logging.shutdown()
     leave(status)

@@ -15,7 +15,7 @@ from megatron_parallel.pipeline import (
 )
 
 from megatron_train.config.flags import Parser
-from megatron_train.report.picture import check_name, write_picture
+from megatron_train.report.picture import check_picture_path, write_picture
 
 _EXAMPLE = """\
 example:
@@ -84,7 +84,7 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the drawing, and writes the picture."""
     if arguments.output is not None:
-        check_name(arguments.output)
+        check_picture_path(arguments.output)
     schedule, ranks = arguments.pipeline_schedule, arguments.pipeline_model_parallel_size
     chunks = arguments.num_virtual_stages_per_pipeline_rank
     if chunks is None:

@@ -13,12 +13,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_train.launch.link import Report
+from megatron_train.launch.link import FailureReport
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
-def write_error_file(report: Report, environment: Mapping[str, str] = os.environ) -> None:
+def write_error_file(report: FailureReport, environment: Mapping[str, str] = os.environ) -> None:
     """Writes ``report`` where torchrun looks for it; nothing happens outside of torchrun.
 
     An interrupt is no failure, and leaves no file.

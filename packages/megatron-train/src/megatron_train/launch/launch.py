@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 
 from megatron_train.launch.environment import free_port, rank_environment, usable_cores
+from megatron_train.launch.outcome import LaunchOutcome, launch_outcome
 from megatron_train.launch.process import RankProcess
 from megatron_train.launch.supervisor import GRACE, Supervisor
-from megatron_train.launch.verdict import Verdict, judge
 
 _ATTEMPTS = 5
 """A free port is asked for before a rank listens on it, so another process can take it."""
@@ -15,16 +15,24 @@ _ATTEMPTS = 5
 
 def launch(
     program: Sequence[str],
-    words: Sequence[str],
+    arguments: Sequence[str],
     ranks: int,
     *,
     grace: float = GRACE,
     timeout: float | None = None,
-) -> Verdict:
-    """Run ``program LINK SCREEN words...`` as ``ranks`` ranks on this machine until all have ended.
+) -> LaunchOutcome:
+    """Runs a program as several ranks on this machine and waits until all of them have ended.
 
-    LINK is the descriptor of the rank's `Link`, SCREEN that of the parent's standard error, or
-    ``-`` for all ranks but 0. `grace` and `timeout` are those of `Supervisor`, in seconds.
+    The command line of a rank is ``program LINK SCREEN arguments...``. LINK is the file descriptor
+    of the rank's `ParentLink`. SCREEN is the file descriptor of this process's standard error for
+    rank 0 and ``-`` for the other ranks.
+
+    Args:
+        program: First words of the command line.
+        arguments: Last words of the command line.
+        ranks: Number of ranks.
+        grace: Seconds, see `Supervisor`.
+        timeout: Seconds, see `Supervisor`.
     """
     threads = max(1, usable_cores() // ranks)
     if "OMP_NUM_THREADS" not in os.environ:
@@ -33,7 +41,7 @@ def launch(
     sys.stdout.flush()
 
     def command(link: int, screen: int | None) -> list[str]:
-        return [*program, str(link), "-" if screen is None else str(screen), *words]
+        return [*program, str(link), "-" if screen is None else str(screen), *arguments]
 
     for _ in range(_ATTEMPTS):
         port = free_port()
@@ -43,10 +51,10 @@ def launch(
                 environment = rank_environment(os.environ, rank, ranks, port, threads)
                 started.append(RankProcess(rank, command, environment))
             supervisor = Supervisor(started, grace=grace, timeout=timeout)
-            verdict = judge(supervisor.run(), supervisor.signals)
+            outcome = launch_outcome(supervisor.run(), supervisor.signals)
         finally:
             for process in started:
                 process.kill()
-        if not verdict.port_taken:
+        if not outcome.port_taken:
             break
-    return verdict
+    return outcome

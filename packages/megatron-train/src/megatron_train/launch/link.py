@@ -13,11 +13,11 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-Kind = Literal["own", "peer", "bug", "interrupted", "port"]
+FailureKind = Literal["own", "peer", "bug", "interrupted", "port"]
 
 
 @dataclass(frozen=True)
-class Report:
+class FailureReport:
     """Why a rank ends early.
 
     Attributes:
@@ -29,38 +29,38 @@ class Report:
         traceback: Of a bug, whole.
     """
 
-    kind: Kind
+    kind: FailureKind
     message: str
     status: int = 1
     traceback: str = ""
 
 
-def encode(report: Report) -> bytes:
+def encode_report(report: FailureReport) -> bytes:
     """Returns the line that a rank sends."""
     return json.dumps(asdict(report)).encode() + b"\n"
 
 
-def decode(received: bytes) -> Report | None:
+def decode_report(received: bytes) -> FailureReport | None:
     """Returns the report in what was ``received``; None where there is none, or half of one."""
     line, end, _ = received.partition(b"\n")
-    return Report(**json.loads(line)) if end else None
+    return FailureReport(**json.loads(line)) if end else None
 
 
-class Link:
+class ParentLink:
     """A rank's end of the wire, made from the descriptor it inherited."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._socket.set_inheritable(False)  # not for the processes that this rank starts
 
-    def watch(self) -> None:
+    def exit_with_parent(self) -> None:
         """From now on, end this process and those of its group when the parent is gone."""
         threading.Thread(target=self._wait, name="parent", daemon=True).start()
 
-    def tell(self, report: Report) -> None:
+    def send(self, report: FailureReport) -> None:
         """Sends ``report``; nothing happens if the parent is gone."""
         with contextlib.suppress(OSError):
-            self._socket.sendall(encode(report))
+            self._socket.sendall(encode_report(report))
 
     def _wait(self) -> None:
         with contextlib.suppress(OSError):

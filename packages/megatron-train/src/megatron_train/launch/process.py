@@ -10,13 +10,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-from megatron_train.launch.link import Report, decode
+from megatron_train.launch.link import FailureReport, decode_report
 
 _CHUNK = 1 << 16
-KEPT = 1 << 16
+MAX_ERROR_BYTES = 1 << 16
 """Bytes of standard error that are kept of each rank, the newest."""
 
-Command = Callable[[int, int | None], Sequence[str]]
+CommandBuilder = Callable[[int, int | None], Sequence[str]]
 """From a rank's descriptors (its link; where people read, or None) to its command line."""
 
 
@@ -29,10 +29,10 @@ class RankProcess:
     on line by line, behind ``[rank N]``.
     """
 
-    def __init__(self, rank: int, command: Command, environment: Mapping[str, str]) -> None:
+    def __init__(self, rank: int, command: CommandBuilder, environment: Mapping[str, str]) -> None:
         self.rank = rank
         self.errors = b""
-        """The newest `KEPT` bytes of standard error."""
+        """The newest `MAX_ERROR_BYTES` bytes of standard error."""
         self._received = b""
         self._line = b""
         self._link, theirs = socket.socketpair()
@@ -56,9 +56,9 @@ class RankProcess:
             os.set_blocking(pipe.fileno(), False)
 
     @property
-    def report(self) -> Report | None:
+    def report(self) -> FailureReport | None:
         """What the rank said about its failure, so far."""
-        return decode(self._received)
+        return decode_report(self._received)
 
     def poll(self) -> int | None:
         """Returns the exit status, or minus the signal that ended the rank; None while it runs.
@@ -71,7 +71,7 @@ class RankProcess:
         return self.process.returncode
 
     @property
-    def frozen(self) -> bool:
+    def suspended(self) -> bool:
         """Whether a signal (SIGSTOP) has stopped the rank, where the system can tell."""
         return self._state() == _STOPPED
 
@@ -81,13 +81,13 @@ class RankProcess:
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Ends the rank, frozen or not, and whatever it has started; returns when it is reaped."""
+        """Kills the rank and its process group, even if suspended, and waits until it is reaped."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # all of them ended
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
-    def watch(self, selector: selectors.BaseSelector) -> None:
+    def register(self, selector: selectors.BaseSelector) -> None:
         """Have ``selector`` hold this rank's readers; one that returns b"" is at its end."""
         selector.register(self._link, selectors.EVENT_READ, self._read_link)
         for pipe in self._pipes():
@@ -135,7 +135,7 @@ class RankProcess:
 
     def _read_errors(self) -> bytes | None:
         data = _read(self.process.stderr)
-        self.errors = (self.errors + (data or b""))[-KEPT:]
+        self.errors = (self.errors + (data or b""))[-MAX_ERROR_BYTES:]
         return data
 
     def _read_output(self) -> bytes | None:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from megatron_train.launch.outcome import RankExit
 from megatron_train.launch.process import RankProcess
-from megatron_train.launch.verdict import Ending
 
 GRACE = 10.0
 """Seconds. A rank that notices a failure itself looks for up to 4 s for others' reports of it."""
@@ -29,7 +29,7 @@ class Supervisor:
         grace: Seconds that the others have after a rank has failed.
         timeout: Seconds that a rank waits for another before it fails. So long and `grace` the
             others have after a rank has ended as it should; so long and half of `grace` a rank may
-            be frozen, and is killed then: the others may be unable to notice before, as when it
+            be suspended, and is killed then: the others may be unable to notice before, as when it
             keeps the job's store. None is no limit.
 
     The first SIGINT or SIGTERM is passed on to every rank; a second one kills them. Outside the
@@ -44,18 +44,18 @@ class Supervisor:
         self._ranks = ranks
         self._grace = grace
         self._timeout = timeout
-        self._frozen: dict[int, float] = {}
-        self._endings: dict[int, Ending] = {}
+        self._suspended: dict[int, float] = {}
+        self._exits: dict[int, RankExit] = {}
         self._deadline: float | None = None
         self._failed = False
 
-    def run(self) -> list[Ending]:
+    def run(self) -> list[RankExit]:
         """Returns how each rank ended, first the first that did; all of them are reaped."""
         try:
             with selectors.DefaultSelector() as selector, self._signals():
                 for rank in self._ranks:
-                    rank.watch(selector)
-                while len(self._endings) < len(self._ranks):
+                    rank.register(selector)
+                while len(self._exits) < len(self._ranks):
                     for key, _ in selector.select(_TICK):
                         if key.data() == b"":
                             selector.unregister(key.fileobj)
@@ -63,15 +63,15 @@ class Supervisor:
                     if self._is_over():
                         self._end(self._running, selector)
                     elif self._timeout is not None:
-                        self._end(self._frozen_for(self._timeout + self._grace / 2), selector)
+                        self._end(self._suspended_for(self._timeout + self._grace / 2), selector)
         finally:
             for rank in self._ranks:
                 rank.kill()
-        return list(self._endings.values())
+        return list(self._exits.values())
 
     @property
     def _running(self) -> list[RankProcess]:
-        return [rank for rank in self._ranks if rank.rank not in self._endings]
+        return [rank for rank in self._ranks if rank.rank not in self._exits]
 
     def _look(self, selector: selectors.BaseSelector) -> None:
         """Notes which ranks have ended or said that they will, and how long the others have."""
@@ -80,8 +80,8 @@ class Supervisor:
             if status is not None:
                 self._note(rank, selector)
             if status or rank.report is not None:
-                ending = self._endings.get(rank.rank)
-                if ending is None or not ending.orderly:
+                rank_exit = self._exits.get(rank.rank)
+                if rank_exit is None or not rank_exit.clean:
                     self._failed = True
                     self._limit(self._grace)
             if status is not None and self._timeout is not None:
@@ -96,22 +96,22 @@ class Supervisor:
             return True
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return True
-        return self._failed and all(rank.frozen for rank in self._running)
+        return self._failed and all(rank.suspended for rank in self._running)
 
-    def _frozen_for(self, seconds: float) -> list[RankProcess]:
-        """Ranks that have been frozen so long while others run; a job that is frozen may be so."""
+    def _suspended_for(self, seconds: float) -> list[RankProcess]:
+        """Returns ranks that have been suspended for `seconds`; none if all ranks are suspended."""
         now = time.monotonic()
-        frozen = [rank for rank in self._running if rank.frozen]
-        if len(frozen) == len(self._running):
-            frozen = []
-        self._frozen = {rank.rank: self._frozen.get(rank.rank, now) for rank in frozen}
-        return [rank for rank in frozen if now - self._frozen[rank.rank] >= seconds]
+        suspended = [rank for rank in self._running if rank.suspended]
+        if len(suspended) == len(self._running):
+            suspended = []
+        self._suspended = {rank.rank: self._suspended.get(rank.rank, now) for rank in suspended}
+        return [rank for rank in suspended if now - self._suspended[rank.rank] >= seconds]
 
     def _end(self, ranks: Sequence[RankProcess], selector: selectors.BaseSelector) -> None:
         for rank in ranks:
-            frozen = rank.frozen
+            suspended = rank.suspended
             rank.kill()
-            self._note(rank, selector, killed=True, frozen=frozen)
+            self._note(rank, selector, killed=True, suspended=suspended)
             self._failed = True
             self._limit(self._grace)
 
@@ -121,16 +121,16 @@ class Supervisor:
         selector: selectors.BaseSelector,
         *,
         killed: bool = False,
-        frozen: bool = False,
+        suspended: bool = False,
     ) -> None:
         rank.close(selector)
-        self._endings[rank.rank] = Ending(
+        self._exits[rank.rank] = RankExit(
             rank=rank.rank,
             status=rank.process.returncode,
             report=rank.report,
             errors=rank.errors.decode(errors="replace"),
             killed=killed,
-            frozen=frozen,
+            suspended=suspended,
         )
 
     @contextmanager

@@ -20,16 +20,16 @@ class Console:
     def __init__(self, out: TextIO | None = None, *, silent: bool = False) -> None:
         self._out = out
         self.silent = silent
-        self.preface: Callable[[], Iterable[str]] | None = None
+        self.header: Callable[[], Iterable[str]] | None = None
         """What comes before the first line, which may never be printed."""
         self._bar: tqdm[Any] | None = None
 
-    def line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Prints one line and flush it."""
         if self.silent:
             return
-        preface, self.preface = self.preface, None
-        lines = [*(preface() if preface is not None else ()), text]
+        header, self.header = self.header, None
+        lines = [*(header() if header is not None else ()), text]
         out = self._out or sys.stdout
         with tqdm.external_write_mode(file=out):
             out.write("".join(f"{line}\n" for line in lines))
@@ -44,7 +44,7 @@ class Console:
             sys.stderr.flush()
 
     @contextmanager
-    def warnings_of(self, logger: str) -> Iterator[None]:
+    def forward_warnings(self, logger: str) -> Iterator[None]:
         """Shows what ``logger`` warns of, as `warn` does."""
         handler = _Warnings(self)
         logging.getLogger(logger).addHandler(handler)
@@ -66,7 +66,7 @@ class Console:
             file=sys.stderr,
         )
 
-    def advance(self, tokens: int, postfix: str) -> None:
+    def advance_bar(self, tokens: int, postfix: str) -> None:
         """Moves the bar by ``tokens`` and show ``postfix`` behind it."""
         if self._bar is not None:
             self._bar.set_postfix_str(postfix, refresh=False)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_train.metrics.appended import AppendedFile
+from megatron_train.metrics.append_only_file import AppendOnlyFile
 
 
 class EventFile:
@@ -33,7 +33,7 @@ class EventFile:
         self._summaries: Any = summary_pb2
         now = time.time_ns()
         name = f"{now // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{now % 10**9:09d}"
-        self._file = AppendedFile(folder / f"events.out.tfevents.{name}")
+        self._file = AppendOnlyFile(folder / f"events.out.tfevents.{name}")
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)

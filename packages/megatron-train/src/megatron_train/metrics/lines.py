@@ -59,16 +59,16 @@ class TrainingLine:
 
 
 def evaluation_lines(
-    place: str, losses: Mapping[str, float], metrics: Collection[str] = ()
+    label: str, losses: Mapping[str, float], metrics: Collection[str] = ()
 ) -> list[str]:
     """Returns the lines of an evaluation: a rule, losses with their perplexities, a rule.
 
     Args:
-        place: where in the run.
+        label: Position in the run, such as "iteration 100".
         losses: means by name.
         metrics: Names of values that are not losses and have no perplexity.
     """
-    text = f" validation loss at {place} | "
+    text = f" validation loss at {label} | "
     for name, value in losses.items():
         text += f"{name} value: {value:.6E} | "
         if name not in metrics:

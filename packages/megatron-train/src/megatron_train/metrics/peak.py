@@ -62,13 +62,13 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
         return None
     name = torch.cuda.get_device_name(device)
     tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    listed = None if tf32 else table_peak(name, dtype)
+    listed = None if tf32 else data_sheet_peak(name, dtype)
     if listed is not None:
         return Peak(listed, f"data sheet of {name}, dense {_short(dtype)}")
     return measured_peak(device, dtype)
 
 
-def cpu_rate(dtype: torch.dtype) -> Peak:
+def assumed_cpu_peak(dtype: torch.dtype) -> Peak:
     """Returns what this process is assumed to compute on a CPU at best, to estimate a step by.
 
     100 GFLOP/s for each of torch's threads, ten times as many in bf16, for which some CPUs have
@@ -79,7 +79,7 @@ def cpu_rate(dtype: torch.dtype) -> Peak:
     return Peak(each * threads, f"{each / 1e9:g} GFLOP/s assumed of each thread of a CPU")
 
 
-def table_peak(device_name: str, dtype: torch.dtype) -> float | None:
+def data_sheet_peak(device_name: str, dtype: torch.dtype) -> float | None:
     """Returns the data-sheet peak in FLOP/s of a device by name, or None if it is not listed."""
     for name, bf16, fp32 in _KNOWN:
         if re.search(rf"(?<![A-Za-z0-9]){name}(?![A-Za-z0-9])", device_name):

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from megatron_train.errors import TrainError
-from megatron_train.metrics.appended import AppendedFile
+from megatron_train.metrics.append_only_file import AppendOnlyFile
 from megatron_train.saved_values import MAX_INTEGER, short_repr
 
 FILE_NAME = "metrics.jsonl"
@@ -30,7 +30,7 @@ class RecordWriter:
 
     def __init__(self, path: Path) -> None:
         _drop_torn_line(path)
-        self._file = AppendedFile(path)
+        self._file = AppendOnlyFile(path)
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends one record.

@@ -14,14 +14,14 @@ from typing import Final, NamedTuple
 WIDTH: Final = 560
 HEIGHT: Final = 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 20, 12, 30
-MOST_POINTS: Final = 500
+MAX_POINTS: Final = 500
 """Points of a line; longer ones keep the smallest and the largest value of each stretch."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """One curve.
 
     Attributes:
@@ -50,12 +50,12 @@ class Scale(NamedTuple):
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
-def draw(title: str, lines: Sequence[Line], marks: Sequence[float] = ()) -> str:
+def line_chart(title: str, lines: Sequence[Curve], marks: Sequence[float] = ()) -> str:
     """Returns a figure with legend: ``lines`` over steps, and a vertical mark at each of ``marks``.
 
     Empty if no line has a point.
     """
-    shown = [Line(x.name, thinned(x.points), x.style, x.dots) for x in lines if x.points]
+    shown = [Curve(x.name, downsampled(x.points), x.style, x.dots) for x in lines if x.points]
     if not shown:
         return ""
     steps = [x for line in shown for x, _ in line.points]
@@ -82,7 +82,7 @@ def draw(title: str, lines: Sequence[Line], marks: Sequence[float] = ()) -> str:
     )
 
 
-def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+def downsampled(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     """Returns at most about ``most`` points that look the same: of each stretch its extremes."""
     if len(points) <= most:
         return list(points)
@@ -104,7 +104,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Returns a number as a label: short, with an SI prefix where it is large."""
     for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
@@ -125,17 +125,17 @@ def _grid(x: Scale, y: Scale) -> str:
         at = f"{y(value):.1f}"
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>')
         parts.append(
-            f'<text x="{LEFT - 6}" y="{at}" dy="4" text-anchor="end">{number(value)}</text>'
+            f'<text x="{LEFT - 6}" y="{at}" dy="4" text-anchor="end">{format_number(value)}</text>'
         )
     for value in ticks(x.low, x.high, 6):
         at = f"{x(value):.1f}"
         parts.append(
-            f'<text x="{at}" y="{HEIGHT - 10}" text-anchor="middle">{number(value)}</text>'
+            f'<text x="{at}" y="{HEIGHT - 10}" text-anchor="middle">{format_number(value)}</text>'
         )
     return "".join(parts)
 
 
-def _curve(line: Line, x: Scale, y: Scale) -> str:
+def _curve(line: Curve, x: Scale, y: Scale) -> str:
     places = [(f"{x(step):.1f}", f"{y(value):.1f}") for step, value in line.points]
     path = " ".join(f"{a},{b}" for a, b in places)
     drawn = f'<polyline class="{line.style}" points="{path}"/>'

@@ -16,7 +16,7 @@ from megatron_train.atomic_write import write_atomically
 from megatron_train.errors import TrainError
 from megatron_train.metrics.plot import running_mean
 from megatron_train.metrics.records import FILE_NAME, Records, read_records
-from megatron_train.report.chart import Line, Point, draw, number
+from megatron_train.report.chart import Curve, Point, format_number, line_chart
 
 CONFIG_FILE = "config.yaml"
 _NOT_LOSSES = frozenset(
@@ -40,18 +40,20 @@ def write_report(run: Path, output: Path) -> None:
     text = ""
     if configuration.is_file():
         text = configuration.read_text(encoding="utf-8", errors="replace")
-    page = render(run.resolve().name, read_records(metrics), text)
+    page = render_page(run.resolve().name, read_records(metrics), text)
     with write_atomically(output) as temporary:
         temporary.write_text(page, encoding="utf-8", errors="replace")
 
 
-def render(name: str, records: Records, configuration: str) -> str:
+def render_page(name: str, records: Records, configuration: str) -> str:
     """Returns the page as HTML."""
     marks = [e["iteration"] for e in records.events if e["event"] == "start" and e["iteration"]]
     losses = [key for key in (records.train or [{}])[-1] if key not in _NOT_LOSSES]
     charts = [_loss_chart(records, loss, marks) for loss in losses]
     for title, key in (("Learning rate", "learning_rate"), ("Gradient norm", "grad_norm")):
-        charts.append(draw(title, [Line(title.lower(), curve(records.train, key))], marks))
+        charts.append(
+            line_chart(title, [Curve(title.lower(), finite_points(records.train, key))], marks)
+        )
     charts.append(_throughput_chart(records, marks))
     style = files("megatron_train.report").joinpath("page.css").read_text(encoding="utf-8")
     script = files("megatron_train.report").joinpath("page.js").read_text(encoding="utf-8")
@@ -60,7 +62,7 @@ def render(name: str, records: Records, configuration: str) -> str:
         '<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(name)}: training report</title><style>{style}</style></head><body>"
-        f"<header><h1>{escape(name)}</h1><p>{escape(state(records))}</p></header>"
+        f"<header><h1>{escape(name)}</h1><p>{escape(run_status(records))}</p></header>"
         f'<section class="tiles">{_tiles(records, losses)}</section>'
         f'<section class="charts">{"".join(charts) or "<p>No step is recorded yet.</p>"}</section>'
         f"<section><h2>Events</h2>{_events(records.events)}</section>"
@@ -70,7 +72,7 @@ def render(name: str, records: Records, configuration: str) -> str:
     )
 
 
-def state(records: Records) -> str:
+def run_status(records: Records) -> str:
     """Returns in one sentence how far the run has come and why it ended, if it did."""
     last = records.train[-1]["iteration"] if records.train else 0
     final = records.events[-1] if records.events else {}
@@ -82,31 +84,31 @@ def state(records: Records) -> str:
     return f"Stopped after step {last}: {reason}."
 
 
-def curve(records: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
+def finite_points(records: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
     """Returns step and value of the records whose value is a finite number."""
     found = [(float(r["iteration"]), r.get(key)) for r in records]
     return [(step, float(v)) for step, v in found if v is not None and math.isfinite(v)]
 
 
 def _loss_chart(records: Records, loss: str, marks: Sequence[float]) -> str:
-    points = curve(records.train, loss)
+    points = finite_points(records.train, loss)
     smooth = running_mean([value for _, value in points], len(points) // 100)
     lines = [
-        Line(loss, points, "faint"),
-        Line("training", [(step, v) for (step, _), v in zip(points, smooth, strict=True)]),
-        Line("validation", curve(records.validation, loss), "second", dots=True),
+        Curve(loss, points, "faint"),
+        Curve("training", [(step, v) for (step, _), v in zip(points, smooth, strict=True)]),
+        Curve("validation", finite_points(records.validation, loss), "second", dots=True),
     ]
-    return draw(f"{loss} (nats per token)", lines, marks)
+    return line_chart(f"{loss} (nats per token)", lines, marks)
 
 
 def _throughput_chart(records: Records, marks: Sequence[float]) -> str:
     points = [(float(r["iteration"]), rate) for r in records.train if (rate := _rate(r))]
     smooth = running_mean([value for _, value in points], len(points) // 50)
     lines = [
-        Line("tokens/s", points, "faint"),
-        Line("tokens/s", [(step, v) for (step, _), v in zip(points, smooth, strict=True)]),
+        Curve("tokens/s", points, "faint"),
+        Curve("tokens/s", [(step, v) for (step, _), v in zip(points, smooth, strict=True)]),
     ]
-    return draw("Throughput (tokens per second)", lines, marks)
+    return line_chart("Throughput (tokens per second)", lines, marks)
 
 
 def _tiles(records: Records, losses: Sequence[str]) -> str:
@@ -114,19 +116,19 @@ def _tiles(records: Records, losses: Sequence[str]) -> str:
     if not train:
         return ""
     facts.append(("steps", f"{train[-1]['iteration']:,}"))
-    facts.append(("tokens", number(_total(train, "tokens"))))
+    facts.append(("tokens", format_number(_total(train, "tokens"))))
     for loss in losses:
         if records.log:
             line = records.log[-1]
             over = f"{loss} of the log line of step {line['iteration']:,}, over its interval"
             facts.append((over, _value(line.get(loss))))
         facts.append((f"{loss} of step {train[-1]['iteration']:,} alone", _value(train[-1][loss])))
-        validation = curve(records.validation, loss)
+        validation = finite_points(records.validation, loss)
         if validation:
             step, best = min(validation, key=lambda point: point[1])
             facts.append((f"best validation {loss}, step {step:g}", f"{best:.4f}"))
     if rates := [rate for record in train if (rate := _rate(record))]:
-        facts.append(("tokens/s, median of steps", number(median(rates))))
+        facts.append(("tokens/s, median of steps", format_number(median(rates))))
     seconds = min(round(_total(train, "seconds")), timedelta.max // timedelta(seconds=1))
     facts.append(("in steps", str(timedelta(seconds=seconds))))
     skipped = sum(record.get("updated") is False for record in train)

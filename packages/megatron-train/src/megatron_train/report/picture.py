@@ -10,7 +10,7 @@ from megatron_train.errors import TrainError
 _FORMATS = (".svg", ".png")
 
 
-def check_name(path: Path) -> None:
+def check_picture_path(path: Path) -> None:
     """Raises `TrainError` unless a picture can be written under that name."""
     if path.suffix not in _FORMATS:
         raise TrainError(f"--output {path}: a picture is written as {' or '.join(_FORMATS)}")

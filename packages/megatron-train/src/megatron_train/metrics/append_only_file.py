@@ -5,7 +5,7 @@ from pathlib import Path
 from megatron_data.errors import add_path_to_errors
 
 
-class AppendedFile:
+class AppendOnlyFile:
     """Append to a file without a buffer, so that what was written outlives this process.
 
     Args:
