@@ -6,7 +6,7 @@ from typing import Literal
 
 from megatron_models import GPTConfig
 from megatron_parallel import DataParallelConfig, ParallelLayout, RecomputeConfig
-from megatron_parallel.pipeline import SCHEDULES, schedule_kind
+from megatron_parallel.pipeline import SCHEDULES, find_schedule_kind
 
 SEQUENCE = 16
 GLOBAL_BATCH = 8
@@ -229,7 +229,7 @@ def _case(
     comm = next((word for word in ("a2a", "allgather", "a2a+p2p") if word in options), "p2p")
     nested = (2, degrees["cp"] // 2) if comm == "a2a+p2p" else None
     schedule = next((option for option in options if option in SCHEDULES), None)
-    stage_mapping = schedule_kind(schedule).stage_mapping if schedule else "loop"
+    stage_mapping = find_schedule_kind(schedule).stage_mapping if schedule else "loop"
     layout = ParallelLayout(
         **{"dp": 1, **degrees},
         hierarchical_cp=nested,

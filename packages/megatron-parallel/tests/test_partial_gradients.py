@@ -20,7 +20,7 @@ from megatron_parallel import (
     collect_shardings,
     initialize_parameters,
 )
-from megatron_parallel.data_parallel import Bucket, Reduction
+from megatron_parallel.data_parallel import Bucket, BucketCollective
 from megatron_parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class Layer(nn.Module):
 class Outcome(NamedTuple):
     gradients: Gradients
     """The global tensors, but for the weights of cut layers, which are left out."""
-    reductions: list[Reduction]
+    reductions: list[BucketCollective]
     norm: float
     has_storage: list[bool]
 

@@ -18,9 +18,9 @@ from megatron_parallel import (
 )
 from megatron_parallel.pipeline import (
     Action,
-    Backward,
+    BackwardPass,
+    ChunkGradients,
     PipelineEngine,
-    StageGradients,
     TensorSpec,
     check_micro_batches,
     copy_tied_parameter,
@@ -261,16 +261,16 @@ def test_one_stage_is_a_plain_loop_with_the_same_results(
 
 
 def test_one_stage_announces_each_backward_pass_and_the_last_as_such(single: Mesh) -> None:
-    told: list[Backward] = []
+    told: list[BackwardPass] = []
 
-    def around(backward: Backward) -> contextlib.AbstractContextManager[None]:
+    def around(backward: BackwardPass) -> contextlib.AbstractContextManager[None]:
         told.append(backward)
         return contextlib.nullcontext()
 
     batches = make_batches(3)
     engine = build(single, (range(3),), False, schedule="1f1b", around_backward=around)
     engine.run(batches, denominators(batches))
-    assert told == [Backward(0, number, number == 2) for number in range(3)]
+    assert told == [BackwardPass(0, number, number == 2) for number in range(3)]
 
 
 def test_evaluation_is_forward_only_and_leaves_no_trace_in_training(
@@ -327,11 +327,11 @@ def test_a_new_shape_builds_new_stages_and_old_ones_are_kept(worker_pool: Worker
 
 def test_the_last_backward_pass_of_each_stage_is_announced(worker_pool: WorkerPool) -> None:
     def announced(mesh: Mesh, split: tuple[range, ...], schedule: str) -> Any:
-        seen: list[tuple[Backward, bool]] = []
+        seen: list[tuple[BackwardPass, bool]] = []
         tracked: dict[int, nn.Parameter] = {}
 
         @contextlib.contextmanager
-        def around(backward: Backward) -> Iterator[None]:
+        def around(backward: BackwardPass) -> Iterator[None]:
             def gradient() -> Tensor:
                 grad = tracked[backward.stage].grad
                 return torch.zeros(()) if grad is None else grad.clone()
@@ -371,10 +371,10 @@ def buffered(
     split: tuple[range, ...],
     schedule: str,
     tied: bool,
-    make: Callable[..., StageGradients] = StageGradients,
+    make: Callable[..., ChunkGradients] = ChunkGradients,
 ) -> Any:
     """Two steps through gradient buffers with small buckets; the first has other micro-batches."""
-    held: list[StageGradients] = []
+    held: list[ChunkGradients] = []
     engine = build(
         mesh,
         split,
@@ -419,10 +419,10 @@ def test_gradient_buffers_are_told_of_the_last_backward_pass(
     assert_equal(ranks, [4], layout, 4, True)
 
 
-class ToldTooEarly(StageGradients):
+class ToldTooEarly(ChunkGradients):
     """Buckets are summed when the last weight part begins, not when it is over."""
 
-    def around_backward(self, backward: Backward) -> contextlib.AbstractContextManager[None]:
+    def around_backward(self, backward: BackwardPass) -> contextlib.AbstractContextManager[None]:
         if backward.split and backward.last and backward.stage > 0:  # stage 0 has hooks that notice
             early = self._of_stage[backward.stage]
             early.start_reductions()
@@ -432,7 +432,7 @@ class ToldTooEarly(StageGradients):
         return super().around_backward(backward)
 
 
-class InBothStages(StageGradients):
+class InBothStages(ChunkGradients):
     """The shared weight is in the buffers of both its stages, and added up."""
 
     def gradients(self) -> dict[str, Tensor]:

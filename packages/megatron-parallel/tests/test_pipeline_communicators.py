@@ -24,7 +24,7 @@ from megatron_parallel.pipeline import (
     PipelineEngine,
     TensorSpec,
     check_micro_batches,
-    schedule_kind,
+    find_schedule_kind,
 )
 from megatron_parallel.pipeline.runner import StageRunner
 from torch import Tensor, nn
@@ -215,9 +215,9 @@ def run_all(
     recorder: Recorder, schedule: str, sizes: tuple[int, ...], counts: Callable[[int], list[int]]
 ) -> tuple[int, list[str]]:
     """How many steps a schedule was run in, and which of them hang."""
-    kind = schedule_kind(schedule)
+    kind = find_schedule_kind(schedule)
     checked, found = 0, []
-    for pp, vpp in product(sizes, filter(kind.takes, (1, 2))):
+    for pp, vpp in product(sizes, filter(kind.supports, (1, 2))):
         layout = ParallelLayout(pp=pp, vpp=vpp, dp=1, stage_mapping=kind.stage_mapping)
         for count, train in product(counts(pp), (True, False)):
             try:
@@ -264,7 +264,7 @@ def test_1f1b_of_fewer_micro_batches_than_stages_would_hang(
             super().__init__(stage, max(count, stage.num_stages), **options)
             self._n_microbatches = count
 
-    monkeypatch.setattr(schedules, "order_taken", lambda schedule, *_: schedule)
+    monkeypatch.setattr(schedules, "effective_schedule", lambda schedule, *_: schedule)
     monkeypatch.setitem(schedules._OF_ONE, "1f1b", Unchecked)
     monkeypatch.setattr("torch.distributed.pipelining.schedules._batch_p2p", as_torch_213)
     layout = ParallelLayout(pp=3, dp=1)

@@ -51,7 +51,7 @@ def test_a_text_that_cannot_be_is_refused_with_its_numbers(text: str, message: s
 def test_layers_that_do_not_divide_are_refused_or_laid_out_unevenly_but_never_dropped() -> None:
     """Megatron-Core has silently built a model with fewer layers than asked for."""
     with pytest.raises(LayoutError, match="5 layers cannot be split evenly over 2 stages"):
-        PipelineConfig().split(5, PP2)
+        PipelineConfig().stage_layers(5, PP2)
     for settings, wanted in (
         ({"first": 2}, [2, 3]),
         ({"last": 1}, [4, 1]),
@@ -59,14 +59,14 @@ def test_layers_that_do_not_divide_are_refused_or_laid_out_unevenly_but_never_dr
         ({"count_loss": True}, [3, 2]),
         ({"stages": "Ettt|ttL"}, [3, 2]),
     ):
-        split = PipelineConfig(**settings).split(5, PP2)
+        split = PipelineConfig(**settings).stage_layers(5, PP2)
         assert sizes(split) == wanted
         assert [i for stage in split for i in stage] == list(range(5))
     for layers in range(1, 40):
         for layout in (PP2, VPP2, ParallelLayout(pp=4), ParallelLayout(pp=4, vpp=3)):
             for config in (PipelineConfig(), PipelineConfig(count_embedding=True, count_loss=True)):
                 try:
-                    split = config.split(layers, layout)
+                    split = config.stage_layers(layers, layout)
                 except LayoutError:
                     continue
                 assert [i for stage in split for i in stage] == list(range(layers))
@@ -74,15 +74,15 @@ def test_layers_that_do_not_divide_are_refused_or_laid_out_unevenly_but_never_dr
 
 
 def test_a_schedule_puts_the_stages_where_it_wants_them() -> None:
-    assert PipelineConfig(schedule="zb-v").place(VPP2).stage_mapping == "v"
-    assert PipelineConfig(schedule="zero-bubble").place(VPP2) == VPP2
-    assert PipelineConfig().place(VPP2) == VPP2
-    assert PipelineConfig().schedule_of(VPP2) == "interleaved-1f1b"
+    assert PipelineConfig(schedule="zb-v").resolve_layout(VPP2).stage_mapping == "v"
+    assert PipelineConfig(schedule="zero-bubble").resolve_layout(VPP2) == VPP2
+    assert PipelineConfig().resolve_layout(VPP2) == VPP2
+    assert PipelineConfig().resolve_schedule(VPP2) == "interleaved-1f1b"
     overlapping = PipelineConfig(overlap_experts=True)
     for layout in (ParallelLayout(), PP2, VPP2):
-        assert overlapping.schedule_of(overlapping.place(layout)) == "combined-1f1b"
+        assert overlapping.resolve_schedule(overlapping.resolve_layout(layout)) == "combined-1f1b"
     v = PipelineConfig(schedule="zb-v", stages="Et|tt|t|L")
-    assert sizes(v.split(4, v.place(VPP2))) == [1, 2, 1, 0]
+    assert sizes(v.stage_layers(4, v.resolve_layout(VPP2))) == [1, 2, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_settings_that_do_not_go_together_are_refused(
 ) -> None:
     with pytest.raises(LayoutError) as refused:
         config = PipelineConfig(**settings)  # type: ignore[arg-type]
-        config.split(4, config.place(layout))
+        config.stage_layers(4, config.resolve_layout(layout))
     assert message in str(refused.value)
 
 

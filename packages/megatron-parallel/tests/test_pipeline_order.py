@@ -12,9 +12,9 @@ from megatron_parallel.pipeline import (
     check_micro_batches,
     check_schedule,
     default_schedule,
+    find_schedule_kind,
+    planned_action_groups,
     planned_actions,
-    planned_turns,
-    schedule_kind,
     simulate,
 )
 
@@ -42,7 +42,7 @@ def test_gpipe_runs_all_forward_passes_first() -> None:
 
 def test_combined_1f1b_is_further_ahead_and_then_runs_pairs() -> None:
     def turns(pp: int, rank: int, count: int, vpp: int = 1) -> str:
-        plan = planned_turns("combined-1f1b", pp, rank, count, vpp)
+        plan = planned_action_groups("combined-1f1b", pp, rank, count, vpp)
         return " ".join("+".join(map(str, turn)) for turn in plan)
 
     assert turns(1, 0, 3) == "F0 F1+B0 F2+B1 B2"
@@ -80,7 +80,7 @@ def test_interleaved_1f1b_runs_groups_of_a_given_size() -> None:
 
 def test_groups_are_simulated_and_cost_memory() -> None:
     short, long = (simulate("interleaved-1f1b", 2, 8, 2, group_size=size) for size in (2, 4))
-    assert short.end == long.end and max(long.alive) > max(short.alive)
+    assert short.end == long.end and max(long.peak_in_flight) > max(short.peak_in_flight)
 
 
 def test_zero_bubble_puts_weight_gradients_where_1f1b_waits() -> None:
@@ -164,7 +164,7 @@ def test_plans_and_refusals_are_torchs(name: str) -> None:
     """1F1B has no plan in torch that says what it does: see test_pipeline; combined is ours."""
     compared = refused = 0
     for pp in (2, 3, 4):
-        for vpp in filter(schedule_kind(name).takes, (1, 2, 3)):
+        for vpp in filter(find_schedule_kind(name).supports, (1, 2, 3)):
             for count in range(1, 11):
                 try:
                     check_micro_batches(name, pp, vpp, count)
@@ -176,7 +176,7 @@ def test_plans_and_refusals_are_torchs(name: str) -> None:
                 for rank, wanted in enumerate(torchs_plan(name, pp, vpp, count)):
                     assert planned_actions(name, pp, rank, count, vpp) == wanted
                     split = any(kind == "W" for kind, *_ in wanted)
-                    assert schedule_kind(name).splits_backward == split
+                    assert find_schedule_kind(name).splits_backward == split
                     compared += 1
     assert compared > 30
     assert (refused > 0) == (name in ("interleaved-1f1b", "zero-bubble", "dualpipe-v"))
@@ -184,8 +184,9 @@ def test_plans_and_refusals_are_torchs(name: str) -> None:
 
 def test_splits_plans_and_pictures_import_no_torch() -> None:
     code = (
-        "import sys; from megatron_parallel.pipeline import draw, picture, simulate, split_layers; "
-        "draw('zb-v', 2, 4, 2); picture(simulate('dualpipe-v', 2, 4, 2)).svg(); "
+        "import sys; from megatron_parallel.pipeline import draw_picture, draw_schedule; "
+        "from megatron_parallel.pipeline import simulate, split_layers; "
+        "draw_schedule('zb-v', 2, 4, 2); draw_picture(simulate('dualpipe-v', 2, 4, 2)).svg(); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

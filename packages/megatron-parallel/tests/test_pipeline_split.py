@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_parallel import LayoutError
-from megatron_parallel.pipeline import split_layers, stage_layers
+from megatron_parallel.pipeline import chunk_layers, split_layers
 
 
 def sizes(*args: int, **options: object) -> list[int]:
@@ -18,8 +18,8 @@ def test_equal_stages_by_default() -> None:
 
 def test_chunks_of_a_rank_are_pp_stages_apart() -> None:
     split = split_layers(8, 2, 2)
-    assert stage_layers(split, 2, 0) == (range(2), range(4, 6))
-    assert stage_layers(split, 2, 1) == (range(2, 4), range(6, 8))
+    assert chunk_layers(split, 2, 0) == (range(2), range(4, 6))
+    assert chunk_layers(split, 2, 1) == (range(2, 4), range(6, 8))
 
 
 def test_first_and_last_stage_of_given_size() -> None:
@@ -67,7 +67,7 @@ def test_a_split_that_cannot_be_is_refused_with_its_numbers(
 
 def test_a_rank_outside_the_pipeline_is_refused() -> None:
     with pytest.raises(LayoutError, match="pipeline rank 2 does not exist: pp=2"):
-        stage_layers(split_layers(4, 2), 2, 2)
+        chunk_layers(split_layers(4, 2), 2, 2)
 
 
 @given(
@@ -97,6 +97,6 @@ def test_every_layer_is_held_exactly_once(
         return
     assert len(split) == pp * vpp
     assert [layer for stage in split for layer in stage] == list(range(layers))
-    by_rank = [stage_layers(split, pp, rank) for rank in range(pp)]
+    by_rank = [chunk_layers(split, pp, rank) for rank in range(pp)]
     held = [layer for chunks in by_rank for chunk in chunks for layer in chunk]
     assert sorted(held) == list(range(layers))

@@ -129,7 +129,7 @@ def test_host_memory_is_freed_with_the_graph_and_storage_used_again_is_another_t
             y = (x * 2).sin().sum()  # its input is freed at once; the next may lie in its place
             del y
     assert host.offloaded == 5
-    assert len(host._there) == 0
+    assert len(host._by_storage) == 0
 
 
 def test_kept_parts_come_back_whole(worker_pool):

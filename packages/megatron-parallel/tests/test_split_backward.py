@@ -100,7 +100,7 @@ def test_two_halves_equal_a_whole_pass(stage: Stage) -> None:
             known = before[name]
             assert p.grad is None if known is None else torch.equal(p.grad, known)
         sent = [None if g is None else g.clone() for g in half.input_gradients]
-        half.weights()
+        half.accumulate_weight_gradients()
         for kept, found in zip(sent, half.input_gradients, strict=True):
             assert kept is None or found is None or torch.equal(kept, found)
         for name, p in split.items():
@@ -117,7 +117,7 @@ def test_a_loss_is_differentiated_by_one() -> None:
     weights, inputs = parts(3)
     loss = products(weights, inputs)[0].square().sum()
     half = SplitBackward([loss], [None], inputs, weights.values())
-    half.weights()
+    half.accumulate_weight_gradients()
     again, leaves = parts(3)
     products(again, leaves)[0].square().sum().backward()
     assert half.input_gradients[1] is None and leaves[0].grad is not None
@@ -131,7 +131,7 @@ def test_what_needs_no_gradient_gets_none() -> None:
     inputs[0].requires_grad_(False)
     half = SplitBackward(products(weights, inputs), [torch.ones(4, 4)], inputs, weights.values())
     assert half.input_gradients == (None, None)
-    half.weights()
+    half.accumulate_weight_gradients()
     assert weights["a"].grad is None and weights["gain"].grad is not None
 
 
@@ -146,7 +146,7 @@ def test_each_node_aside_runs_in_the_second_half_alone() -> None:
     out = (way @ made).sum()
     half = SplitBackward([out], [None], inputs[:1], weights.values())
     assert runs == ["way"]
-    half.weights()
+    half.accumulate_weight_gradients()
     assert runs == ["way", "aside"]
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(out, [made], allow_unused=True)

@@ -12,7 +12,7 @@ from megatron_parallel import (
     ParallelLayout,
     Sharding,
     StepState,
-    TrainableStages,
+    TrainableChunks,
     collect_shardings,
     collect_states,
     initialize_parameters,
@@ -53,7 +53,7 @@ class Watched(nn.Module):
 def train(mesh, partial=None, again=False):
     """Two steps with the samples of this rank, one by one, and what is known after them."""
     model = Watched(mesh, partial)
-    stages = TrainableStages([model], mesh)
+    stages = TrainableChunks([model], mesh)
     data = mesh.axis("dp")
     rank, ranks = data.index, data.size
     if partial is not None:
@@ -125,7 +125,7 @@ def test_behind_frozen_parameters_a_forward_pass_in_training_mode_observes():
 def test_a_step_that_is_dropped_is_forgotten():
     mesh = Mesh.single()
     model = Watched(mesh)
-    stages = TrainableStages([model], mesh)
+    stages = TrainableChunks([model], mesh)
     model(SAMPLES.double()).sum().backward()
     stages.zero()
     stages.update_states()
@@ -143,7 +143,7 @@ def test_state_is_in_table_and_views_and_starts_at_its_constant():
     views = parameter_views(model, table, mesh)
     assert list(views) == list(table)
     assert views["1.total"][0].tensor.data_ptr() == model[1].total.data_ptr()
-    assert list(TrainableStages([model], mesh).views()) == list(table)
+    assert list(TrainableChunks([model], mesh).views()) == list(table)
     initialize_parameters(model, seed=1, mesh=mesh)
     assert torch.equal(model[1].total, torch.zeros(3, dtype=torch.float64))
 

@@ -32,12 +32,12 @@ from megatron_parallel import (
     vocab_parallel_cross_entropy,
 )
 from megatron_parallel.pipeline import (
-    Backward,
+    BackwardPass,
     PipelineEngine,
     TensorSpec,
+    chunk_layers,
     copy_tied_parameter,
     split_layers,
-    stage_layers,
     sum_tied_gradient,
 )
 from megatron_parallel.testing import WorkerPool
@@ -279,7 +279,7 @@ class Layers(nn.Module):
 def pipeline(mesh: Mesh, schedule: str, m: int, train: bool) -> Records:
     pp, vpp = mesh.axis("pp"), mesh.layout.vpp
     split = split_layers(pp.size * vpp, pp.size, vpp)
-    chunks = [Layers(layers) for layers in stage_layers(split, pp.size, pp.index)]
+    chunks = [Layers(layers) for layers in chunk_layers(split, pp.size, pp.index)]
     engine = PipelineEngine(
         mesh,
         chunks,
@@ -333,7 +333,7 @@ def test_buffers_under_a_pipeline_sum_once_a_step(worker_pool: WorkerPool) -> No
         chunk = Layers(range(1))
 
         @contextmanager
-        def around(backward: Backward) -> Iterator[None]:
+        def around(backward: BackwardPass) -> Iterator[None]:
             buffers.begin(last=backward.last)
             yield
 

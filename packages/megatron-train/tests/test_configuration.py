@@ -492,7 +492,7 @@ def test_messages_of_experts_that_nothing_can_hide_are_refused(flags, message):
 def test_messages_of_experts_are_hidden_with_and_without_a_pipeline():
     for pipeline, ranks in (("", 2), ("--pipeline-model-parallel-size 2", 4)):
         run = parse(f"{MINIMAL} {OVERLAP} {ALLTOALL} --global-batch-size 8 {pipeline}", ranks=ranks)
-        assert run.pipeline.schedule_of(run.layout) == "combined-1f1b"
+        assert run.pipeline.resolve_schedule(run.layout) == "combined-1f1b"
 
 
 PP4 = "--pipeline-model-parallel-size 4"

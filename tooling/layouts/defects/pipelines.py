@@ -8,7 +8,7 @@ import megatron_models.models.gpt.model as gpt
 from megatron_models import GPTConfig
 from megatron_models.stages import StagePlan
 from megatron_parallel import Mesh, ParallelLayout
-from megatron_parallel.pipeline import Backward, StageGradients
+from megatron_parallel.pipeline import BackwardPass, ChunkGradients
 from megatron_train import GPTTask
 from torch import Tensor
 
@@ -19,26 +19,26 @@ ZBV = "pp2·vpp2·dp2·gathered·zb-v-tied"
 
 @defect("buckets are summed before the last weight gradients of a split backward pass", ZBV)
 def _sum_before_weights(mesh: Mesh, replace: Replace) -> None:
-    true = StageGradients.around_backward
+    true = ChunkGradients.around_backward
 
-    def wrong(self: StageGradients, backward: Backward) -> AbstractContextManager[None]:
+    def wrong(self: ChunkGradients, backward: BackwardPass) -> AbstractContextManager[None]:
         if not (backward.split and backward.last and backward.stage > 0):  # there hooks notice
             return true(self, backward)
         self._of_stage[backward.stage].start_reductions()
         return nullcontext()
 
-    replace(StageGradients, "around_backward", wrong)
+    replace(ChunkGradients, "around_backward", wrong)
 
 
 @defect("a weight that two stages of a rank share is counted twice", ZBV)
 def _shared_twice(mesh: Mesh, replace: Replace) -> None:
-    true = StageGradients.gradients
+    true = ChunkGradients.gradients
 
-    def wrong(self: StageGradients) -> dict[str, Tensor]:
+    def wrong(self: ChunkGradients) -> dict[str, Tensor]:
         found = true(self)
         return found | {name: 2 * found[name] for name in self._shared & found.keys()}
 
-    replace(StageGradients, "gradients", wrong)
+    replace(ChunkGradients, "gradients", wrong)
 
 
 @defect("the upper stages of a V have the layers of a loop", "pp2·vpp2·zb-v-untied-dropout")

@@ -42,7 +42,7 @@ class Optimizer:
 
     Args:
         trainable: this rank's parameters, how they are cut, and their gradients
-            (`megatron_parallel.TrainableParameters`, `megatron_parallel.TrainableStages`).
+            (`megatron_parallel.TrainableParameters`, `megatron_parallel.TrainableChunks`).
             Parameters that do not require a gradient are left out. If it has shards, only this
             rank's part of the parameters is updated and has state (`megatron_optim.distributed`).
         config: settings.

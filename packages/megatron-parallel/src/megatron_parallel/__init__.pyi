@@ -55,7 +55,7 @@ from .pipeline.contract import TensorSpec as TensorSpec
 from .pipeline.engine import PipelineEngine as PipelineEngine
 from .pipeline.failure import PeerError as PeerError
 from .pipeline.split import split_layers as split_layers
-from .pipeline.trainable import TrainableStages as TrainableStages
+from .pipeline.trainable import TrainableChunks as TrainableChunks
 from .recompute.config import RecomputeConfig as RecomputeConfig
 from .sharding import DEFAULT_INIT as DEFAULT_INIT
 from .sharding import ONES as ONES

@@ -104,7 +104,7 @@ class Ledger:
         Blocks may be nested: both count.
         """
         traffic = Traffic()
-        with _compat.no_compiled_code():
+        with _compat.force_eager():
             self.open.append(traffic)
             try:
                 yield traffic

@@ -25,7 +25,7 @@ from megatron_parallel import (
     Mesh,
     PipelineEngine,
     TensorSpec,
-    TrainableStages,
+    TrainableChunks,
     all_reduce,
     fuse_gradient_accumulation,
 )
@@ -100,7 +100,7 @@ class StepEngine:
         self.task = task
         self.mesh = mesh
         self._per_token = per_token
-        self.stages = TrainableStages(task.stages, mesh, data_parallel, self._units)
+        self.stages = TrainableChunks(task.stages, mesh, data_parallel, self._units)
         chunks = self.stages.modules
         self.fusion = self._fuse(data_parallel, compile)
         if compile:

@@ -4,12 +4,12 @@
 """
 
 from megatron_parallel._compat.autograd import (
+    active_saved_tensors_hooks,
+    force_eager,
     gradient_returned,
     gradient_wanted,
-    living_storage,
-    no_compiled_code,
-    saved_tensors_hooks_in_force,
-    weak_storage,
+    resolve_weak_storage,
+    weak_storage_ref,
 )
 from megatron_parallel._compat.collectives import (
     all_gather,
@@ -19,7 +19,7 @@ from megatron_parallel._compat.collectives import (
     start_all_to_all,
     start_reduce_scatter,
 )
-from megatron_parallel._compat.fully_sharded import ShardedStage, fully_shard, local_part
+from megatron_parallel._compat.fully_sharded import ShardedModule, fully_shard, local_part
 from megatron_parallel._compat.groups import (
     Store,
     abort_groups,
@@ -29,24 +29,24 @@ from megatron_parallel._compat.groups import (
 )
 
 __all__ = [
-    "ShardedStage",
+    "ShardedModule",
     "Store",
     "abort_groups",
+    "active_saved_tensors_hooks",
     "all_gather",
     "default_store",
+    "force_eager",
     "fully_shard",
     "gradient_returned",
     "gradient_wanted",
-    "living_storage",
     "local_part",
     "new_groups",
-    "no_compiled_code",
     "reduce_scatter",
-    "saved_tensors_hooks_in_force",
+    "resolve_weak_storage",
     "start_all_gather",
     "start_all_reduce",
     "start_all_to_all",
     "start_reduce_scatter",
     "tcp_store",
-    "weak_storage",
+    "weak_storage_ref",
 ]

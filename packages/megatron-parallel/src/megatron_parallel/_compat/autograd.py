@@ -34,7 +34,7 @@ def gradient_returned(ctx: Any, index: int) -> bool:
     return False
 
 
-def no_compiled_code() -> AbstractContextManager[object]:
+def force_eager() -> AbstractContextManager[object]:
     """In the `with` block, functions that torch.compile has compiled run as they were written."""
     from torch.compiler import set_stance
 
@@ -42,7 +42,7 @@ def no_compiled_code() -> AbstractContextManager[object]:
     return stance
 
 
-def saved_tensors_hooks_in_force() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+def active_saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The innermost `saved_tensors_hooks` in force, which hooks entered from now on replace."""
     from torch._C import _autograd
 
@@ -51,15 +51,15 @@ def saved_tensors_hooks_in_force() -> tuple[Callable[..., Any], Callable[..., An
     return found
 
 
-def weak_storage(storage: torch.UntypedStorage) -> Any:
+def weak_storage_ref(storage: torch.UntypedStorage) -> Any:
     """Returns a reference that does not keep a storage; its `expired()` says whether others do."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
-def living_storage(weak: Any) -> torch.UntypedStorage | None:
-    """Returns the storage that `weak_storage` refers to, unless it is gone."""
+def resolve_weak_storage(weak: Any) -> torch.UntypedStorage | None:
+    """Returns the storage that `weak_storage_ref` refers to, unless it is gone."""
     found: torch.UntypedStorage | None
     found = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
     return found

@@ -20,13 +20,13 @@ class Named(AbstractContextManager[None], Protocol):
         """Returns the same for a block that starts what a later block waits for."""
 
 
-class ShardedStage:
+class ShardedModule:
     """What torch's `fully_shard` has made of a stage and its units."""
 
     def __init__(self, units: Sequence[Any]) -> None:
         self._units = units  # the stage itself comes last
 
-    def sum_gradients(self, wanted: bool) -> None:
+    def set_gradient_sync(self, wanted: bool) -> None:
         """Whether the next backward pass sums gradients over the ranks, or only adds them up."""
         self._units[-1].set_requires_gradient_sync(wanted)
 
@@ -47,14 +47,14 @@ def fully_shard(
     dim_of: Callable[[Parameter], int],
     reduce_dtype: torch.dtype | None,
     keep_gathered: bool,
-    started: Callable[[str, Tensor], None],
-    naming: Callable[[str, Tensor], Named],
-) -> ShardedStage:
+    on_start: Callable[[str, Tensor], None],
+    name_failures: Callable[[str, Tensor], Named],
+) -> ShardedModule:
     """Cuts the parameters of `module` over `inner`; gradients are sums, over `outer` too.
 
-    `ranks` are the global ranks of both groups, a row for each inner one. `started` is called with
-    each all-gather and reduce-scatter; they start and are waited for in the context that `naming`
-    returns.
+    `ranks` are the global ranks of both groups, a row for each inner one. `on_start` is called with
+    each all-gather and reduce-scatter. They start and are waited for in the context that
+    `name_failures` returns.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -85,8 +85,8 @@ def fully_shard(
             group: dist.ProcessGroup,
             async_op: bool = False,
         ) -> dist.Work | None:
-            started("all_gather", input_tensor)
-            named = naming("all_gather", input_tensor)
+            on_start("all_gather", input_tensor)
+            named = name_failures("all_gather", input_tensor)
             with named.starting() if async_op else named:
                 work: dist.Work | None = _all_gather(
                     output_tensor, input_tensor, group=group, async_op=async_op
@@ -102,8 +102,8 @@ def fully_shard(
             op: Any,
             async_op: bool = False,
         ) -> dist.Work | None:
-            started("reduce_scatter", input_tensor)
-            named = naming("reduce_scatter", input_tensor)
+            on_start("reduce_scatter", input_tensor)
+            named = name_failures("reduce_scatter", input_tensor)
             with named.starting() if async_op else named:
                 work: dist.Work | None = _reduce_scatter(
                     output_tensor, input_tensor, op, group=group, async_op=async_op
@@ -129,7 +129,7 @@ def fully_shard(
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_custom_all_gather(Gather())
         unit.set_custom_reduce_scatter(Scatter())
-    return ShardedStage(sharded)
+    return ShardedModule(sharded)
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ class BareStage(PipelineStage):
         """Called after both, to drop the gradients of a hidden pass: there was none."""
 
 
-class PairedPass(NamedTuple):
+class OverlappedPass(NamedTuple):
     """One pass of a pair: what it is, what waits for its input, and what runs it then."""
 
     action: Action
@@ -58,12 +58,12 @@ class PairedPass(NamedTuple):
     run: Callable[[], None]
 
 
-def schedule_of_turns(
+def build_planned_schedule(
     stages: Sequence[PipelineStage],
     micro_batches: int,
     loss: Callable[..., Tensor],
     plans: Sequence[Sequence[tuple[Action, ...]]],
-    run_pair: Callable[[PairedPass, PairedPass], None] | None,
+    run_pair: Callable[[OverlappedPass, OverlappedPass], None] | None,
 ) -> Any:
     """Returns a schedule of our own: torch adds to the plan of each rank what is sent and received.
 
@@ -98,7 +98,7 @@ def schedule_of_turns(
             last_backward=schedule.backward_counter[stage.stage_index] == micro_batches,
         )
 
-    def one_of_pair(action: Any, context: Any) -> PairedPass:
+    def one_of_pair(action: Any, context: Any) -> OverlappedPass:
         stage, number = here[action.stage_index], action.microbatch_index
         ahead = action.computation_type == kinds.FORWARD
         there = schedule.fwd_recv_ops if ahead else schedule.bwd_recv_ops
@@ -108,7 +108,7 @@ def schedule_of_turns(
             for work in there.pop((action.stage_index, number), ()):
                 work.wait()
 
-        return PairedPass(ours[action], receive, run)
+        return OverlappedPass(ours[action], receive, run)
 
     def overlapped(action: Any, context: Any) -> None:
         cast(Any, run_pair)(*(one_of_pair(each, context) for each in action.sub_actions))

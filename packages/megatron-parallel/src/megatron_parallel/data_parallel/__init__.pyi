@@ -1,5 +1,5 @@
 from .bucket import Bucket as Bucket
-from .bucket import Reduction as Reduction
+from .bucket import BucketCollective as BucketCollective
 from .buffers import GradientBuffers as GradientBuffers
 from .config import BUCKET_SIZE as BUCKET_SIZE
 from .config import DataParallelConfig as DataParallelConfig

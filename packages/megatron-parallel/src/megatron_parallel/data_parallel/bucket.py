@@ -28,7 +28,7 @@ PURPOSE: Final = "gradients"
 """What the messages of a sum are for, in `Traffic`."""
 
 
-class Reduction(NamedTuple):
+class BucketCollective(NamedTuple):
     """What one collective of a bucket did in the last step.
 
     Attributes:
@@ -48,12 +48,12 @@ class Reduction(NamedTuple):
     stall: Stall
 
     @property
-    def waited(self) -> float:
+    def stall_seconds(self) -> float:
         """Seconds of `stall`; on CUDA devices reading them waits for the stream."""
         return self.stall.seconds
 
     @classmethod
-    def of(cls, started: Started, parameters: Iterable[str]) -> "Reduction":
+    def of(cls, started: Started, parameters: Iterable[str]) -> "BucketCollective":
         """Returns what a collective did that has been waited for."""
         return cls(
             started.axis.name,
@@ -105,7 +105,7 @@ class Bucket:
         self.pending: set[str] = set()
         self.launched = False
         self._own_total: Tensor | None = None  # not finite if a gradient of this rank is not
-        self.reductions: list[Reduction] = []
+        self.reductions: list[BucketCollective] = []
         self._sum: Sum | None = None
         self._started: Started | None = None  # what the sum waits for
         self._widened = {n for n, p in self.parameters.items() if p.dtype != plan.dtype}
@@ -312,7 +312,7 @@ class Bucket:
 
     def _wait(self, started: Started) -> None:
         started.wait()
-        self.reductions.append(Reduction.of(started, self.parameters))
+        self.reductions.append(BucketCollective.of(started, self.parameters))
 
 
 def late_gradient_error(name: str) -> LayoutError:

@@ -35,7 +35,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from megatron_parallel.axes import Axis
-from megatron_parallel.data_parallel.bucket import Bucket, Reduction, late_gradient_error
+from megatron_parallel.data_parallel.bucket import Bucket, BucketCollective, late_gradient_error
 from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelConfig
 from megatron_parallel.data_parallel.finite import NonFiniteGradient
 from megatron_parallel.data_parallel.plan import BucketPlan, plan_buckets
@@ -193,7 +193,7 @@ class GradientBuffers:
             bucket.clear()
         self._finished, self._last, self._next = False, False, 0
 
-    def reductions(self) -> list[Reduction]:
+    def reductions(self) -> list[BucketCollective]:
         """What this step has summed over several ranks, in the order in which it was started."""
         found = [reduction for bucket in self.buckets for reduction in bucket.reductions]
         return sorted(found, key=lambda reduction: reduction.launched)

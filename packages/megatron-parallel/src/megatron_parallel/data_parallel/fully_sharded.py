@@ -29,7 +29,7 @@ from torch.nn import Parameter
 
 from megatron_parallel import _compat
 from megatron_parallel.collective_failure import naming_failures
-from megatron_parallel.data_parallel.bucket import PURPOSE, Reduction
+from megatron_parallel.data_parallel.bucket import PURPOSE, BucketCollective
 from megatron_parallel.data_parallel.buffers import data_reduction_axes
 from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelConfig
 from megatron_parallel.data_parallel.finite import NonFiniteGradient
@@ -86,7 +86,7 @@ class FullySharded:
         dims = {id(parameter): self._dims[name] for name, parameter in named.items()}
         # torch hangs its hooks on what the stage returns, and warns if that is a view.
         module.register_forward_hook(lambda _, given, output: _own_memory(output))
-        self._stage = _compat.fully_shard(
+        self._sharded = _compat.fully_shard(
             module,
             units,
             inner=self._route.inner.bound,
@@ -96,15 +96,15 @@ class FullySharded:
             dim_of=lambda parameter: dims[id(parameter)],
             reduce_dtype=None if config.low_precision else _reduce_dtype(named),
             keep_gathered=config.torch_fsdp2_no_reshard_after_forward,
-            started=lambda operation, payload: self._route.inner.count(_what(operation), payload),
-            naming=lambda operation, payload: naming_failures(
+            on_start=lambda operation, payload: self._route.inner.count(_what(operation), payload),
+            name_failures=lambda operation, payload: naming_failures(
                 self._route.inner, _what(operation), payload
             ),
         )
-        self.module: nn.Module = _Outside(module)
+        self.module: nn.Module = _Wrapper(module)
         self._parameters: dict[str, Parameter] = dict(module.named_parameters())
         self._offsets = {name: self._offset(name, whole[name]) for name in named}
-        self._reductions: list[Reduction] = []
+        self._reductions: list[BucketCollective] = []
         self._finished = False
 
     # -- a step --------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class FullySharded:
         """Announces a backward pass; `last`: no other one follows, so gradients may be summed."""
         if self._finished:
             raise LayoutError("begin() after finish(): call zero() to start the next step")
-        self._stage.sum_gradients(last)
+        self._sharded.set_gradient_sync(last)
 
     def finish(self) -> None:
         """Sums what is partial over tensor ranks, and tied over stages; data ranks have summed."""
@@ -146,7 +146,7 @@ class FullySharded:
         self._finished = False
         self._reductions = []
 
-    def reductions(self) -> list[Reduction]:
+    def reductions(self) -> list[BucketCollective]:
         """Returns what `finish` has summed; torch's own sums are in `Traffic` alone."""
         return list(self._reductions)
 
@@ -170,7 +170,7 @@ class FullySharded:
             found[name] = box_views(tensors[name], self._offsets[name], sharding, mesh, replica)
         return found
 
-    def weights(self) -> dict[str, Shaped[Tensor, "..."]]:
+    def all_local_shards(self) -> dict[str, Shaped[Tensor, "..."]]:
         """This rank's boxes of all parameters, those without a gradient too."""
         self.wait_for_parameters()
         return {name: _compat.local_part(p) for name, p in self._parameters.items()}
@@ -180,7 +180,7 @@ class FullySharded:
 
     def wait_for_parameters(self) -> None:
         """Drops what an evaluation has left gathered, so that boxes are all there is."""
-        self._stage.reshard()
+        self._sharded.reshard()
 
     # -- parts of a step -----------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class FullySharded:
         totals = torch.split(flat, [box.numel() for box in boxes])
         for box, total in zip(boxes, totals, strict=True):
             box.copy_(total.view(box.shape))
-        self._reductions.append(Reduction.of(started, names))
+        self._reductions.append(BucketCollective.of(started, names))
 
     def _gradient(self, name: str) -> Tensor:
         parameter = self._parameters[name]
@@ -218,7 +218,7 @@ class FullySharded:
         return tuple(start if d == dim else 0 for d in range(len(whole)))
 
 
-class _Outside(nn.Module):
+class _Wrapper(nn.Module):
     """Around a sharded module, for whoever would treat it otherwise than a plain one."""
 
     def __init__(self, module: nn.Module) -> None:

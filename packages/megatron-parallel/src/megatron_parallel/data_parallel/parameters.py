@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from megatron_parallel.data_parallel.bucket import Bucket, Reduction
+from megatron_parallel.data_parallel.bucket import Bucket, BucketCollective
 from megatron_parallel.data_parallel.buffers import GradientBuffers
 from megatron_parallel.data_parallel.reduction import AsyncCollectives
 from megatron_parallel.errors import LayoutError
@@ -101,7 +101,7 @@ class ParameterBuffers:
         for bucket in self.buckets if self._flying else ():
             self._flying -= bucket.wait()
 
-    def gathers(self) -> list[Reduction]:
+    def gathers(self) -> list[BucketCollective]:
         """Returns what the latest `gather` did, in the order in which it was started."""
         found = [bucket.gathered for bucket in self.buckets if bucket.gathered is not None]
         return sorted(found, key=lambda gathered: gathered.launched)
@@ -139,7 +139,7 @@ class _ParameterBucket:
         plan = gradients.plan
         self.parameters: dict[str, Parameter] = gradients.parameters
         self.tied = plan.tied
-        self.gathered: Reduction | None = None
+        self.gathered: BucketCollective | None = None
         self._plan = plan
         self._axis = gradients.axes.inner
         self._collectives = AsyncCollectives(
@@ -178,5 +178,5 @@ class _ParameterBucket:
             return 0
         started.wait()
         self._started = None
-        self.gathered = Reduction.of(started, self.parameters)
+        self.gathered = BucketCollective.of(started, self.parameters)
         return 1

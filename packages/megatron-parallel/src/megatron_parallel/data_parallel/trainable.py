@@ -1,7 +1,7 @@
 """What an optimizer has to know about parameters: how they are cut, their gradients, its share.
 
 `TrainableParameters` describes the parameters of a plain module; its gradients are where autograd
-leaves them. `TrainableStages` holds the stages of a pipeline rank; its gradients are in buffers. An
+leaves them. `TrainableChunks` holds the stages of a pipeline rank; its gradients are in buffers. An
 optimizer takes either.
 """
 

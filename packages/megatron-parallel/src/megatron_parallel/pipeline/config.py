@@ -11,7 +11,7 @@ from megatron_parallel.pipeline.rules import (
     check_group_size,
     check_schedule,
     default_schedule,
-    schedule_kind,
+    find_schedule_kind,
 )
 from megatron_parallel.pipeline.split import split_layers
 
@@ -102,7 +102,7 @@ class PipelineConfig:
                 vars(self),
             )
 
-    def place(self, layout: ParallelLayout) -> ParallelLayout:
+    def resolve_layout(self, layout: ParallelLayout) -> ParallelLayout:
         """Returns the layout with its stages where the schedule wants them.
 
         Raises:
@@ -119,17 +119,17 @@ class PipelineConfig:
                     vars(self),
                 )
             return layout
-        schedule = self.schedule_of(layout)
+        schedule = self.resolve_schedule(layout)
         check_schedule(schedule, layout.vpp)
         if self.group_size is not None:
             check_group_size(schedule, layout.pp, layout.vpp, self.group_size)
-        return replace(layout, stage_mapping=schedule_kind(schedule).stage_mapping)
+        return replace(layout, stage_mapping=find_schedule_kind(schedule).stage_mapping)
 
-    def schedule_of(self, layout: ParallelLayout) -> str:
+    def resolve_schedule(self, layout: ParallelLayout) -> str:
         """Returns the schedule that is asked for, or the default one of the layout."""
         return COMBINED if self.overlap_experts else self.schedule or default_schedule(layout)
 
-    def split(self, num_layers: int, layout: ParallelLayout) -> tuple[range, ...]:
+    def stage_layers(self, num_layers: int, layout: ParallelLayout) -> tuple[range, ...]:
         """Global layer numbers of every stage.
 
         Raises:

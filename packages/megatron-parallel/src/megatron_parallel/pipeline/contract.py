@@ -17,7 +17,7 @@ class TensorSpec(NamedTuple):
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
 
-class Backward(NamedTuple):
+class BackwardPass(NamedTuple):
     """A pass that adds to the gradients of a stage's parameters.
 
     `last` says that no other one follows in this step. `split` says that it is the weight part of a
@@ -30,7 +30,7 @@ class Backward(NamedTuple):
     split: bool = False
 
 
-AroundBackward = Callable[[Backward], AbstractContextManager[object]]
+AroundBackward = Callable[[BackwardPass], AbstractContextManager[object]]
 """Gives a context that is entered around a backward pass."""
 
 Inputs = Callable[[Any, int], Mapping[str, Any]]
@@ -41,6 +41,6 @@ StageOutputSpec = Callable[[Any, int], TensorSpec | tuple[TensorSpec, ...]]
 """`stage_output_spec(micro_batch, stage)`: what a stage passes on to the next."""
 
 
-def no_context(backward: Backward) -> AbstractContextManager[object]:
+def no_context(backward: BackwardPass) -> AbstractContextManager[object]:
     """Returns an `AroundBackward` that does nothing."""
     return nullcontext()

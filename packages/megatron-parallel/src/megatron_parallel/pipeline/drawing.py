@@ -8,9 +8,9 @@ from math import gcd, lcm
 from typing import Final, Literal, NamedTuple
 
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.pipeline.simulator import Event, Timeline, Times, simulate
+from megatron_parallel.pipeline.simulator import Event, PassDurations, Timeline, simulate
 
-MOST_CELLS: Final = 4000
+MAX_CELLS: Final = 4000
 """Units of time a line of text may have."""
 
 _COLOURS: Final = {  # by kind of pass, first and last chunk
@@ -27,26 +27,26 @@ _NAMES: Final = {
 }
 
 
-def draw(
-    schedule: str, pp: int, micro_batches: int, vpp: int = 1, times: Times | None = None
+def draw_schedule(
+    schedule: str, pp: int, micro_batches: int, vpp: int = 1, times: PassDurations | None = None
 ) -> str:
     """Returns a schedule as text; `draw_timeline` of `simulate`."""
-    return draw_timeline(simulate(schedule, pp, micro_batches, vpp, times or Times()))
+    return draw_timeline(simulate(schedule, pp, micro_batches, vpp, times or PassDurations()))
 
 
 def draw_timeline(timeline: Timeline) -> str:
-    """One line per rank, time from left to right, idle time as dots; then what `summary` says.
+    """One line per rank, time from left to right, idle time as dots; then what `summarize` says.
 
     A cell is one unit of time, the largest that all times are multiples of. `F2` is the forward
     pass of micro-batch 2, `B2` its backward pass, `I2` and `W2` the parts of a split one; with
     several chunks a letter says which, `a` first. `F3+B1` take turns until both are done.
 
     Raises:
-        LayoutError: the picture would be wider than `MOST_CELLS` units.
+        LayoutError: the picture would be wider than `MAX_CELLS` units.
     """
     unit = _unit(timeline)
     cells = int(timeline.end / unit)
-    if cells > MOST_CELLS:
+    if cells > MAX_CELLS:
         raise LayoutError(
             f"{cells} units of {float(unit):g} are too many for a picture in text: round the times"
         )
@@ -58,18 +58,20 @@ def draw_timeline(timeline: Timeline) -> str:
         for event in events:
             line += idle * (int(event.start / unit) - len(line) // width)
             length = int((event.end - event.start) / unit)
-            line += f"{'+' if event.paired else ' '}{_name(event, timeline)}".ljust(
+            line += f"{'+' if event.overlapped else ' '}{_name(event, timeline)}".ljust(
                 width * length, " " if event.action.kind == "F" else "-"
             )
         line += idle * (cells - len(line) // width)
         lines.append(f"rank {str(rank).ljust(len(str(len(timeline.ranks) - 1)))} |{line} |")
-    return "\n".join([*lines, summary(timeline)])
+    return "\n".join([*lines, summarize(timeline)])
 
 
-def summary(timeline: Timeline) -> str:
+def summarize(timeline: Timeline) -> str:
     """Idle time and the most micro-batches alive, in one line."""
-    alive = ", ".join(f"{float(count):g}" for count in timeline.alive)
-    return f"idle {float(timeline.idle):.1%}; micro-batches alive at most, by rank: {alive}"
+    alive = ", ".join(f"{float(count):g}" for count in timeline.peak_in_flight)
+    return (
+        f"idle {float(timeline.bubble_fraction):.1%}; micro-batches alive at most, by rank: {alive}"
+    )
 
 
 class Box(NamedTuple):
@@ -121,11 +123,11 @@ class Picture:
         return "\n".join([*parts, "</svg>", ""])
 
 
-def picture(timeline: Timeline, width: float = 1000) -> Picture:
+def draw_picture(timeline: Timeline, width: float = 1000) -> Picture:
     """Ranks from top to bottom, time from left to right; light boxes are the first chunk's."""
     left, right, top, row, gap = 64.0, 14.0, 52.0, 30.0, 6.0
     scale = (width - left - right) / float(timeline.end)
-    boxes, texts = [], [Text(14, 20, _title(timeline), 15), Text(14, 39, summary(timeline), 12)]
+    boxes, texts = [], [Text(14, 20, _title(timeline), 15), Text(14, 39, summarize(timeline), 12)]
     for rank, events in enumerate(timeline.ranks):
         y = top + rank * (row + gap)
         texts.append(Text(14, y + row / 2, f"rank {rank}", 12))
@@ -189,6 +191,8 @@ def _shade(kind: str, chunk: int, chunks: int) -> str:
 
 def _unit(timeline: Timeline) -> Fraction:
     kinds = {event.action.kind for events in timeline.ranks for event in events}
-    lengths = [x for name, x in timeline.times.exact.items() if x and name in {*kinds, "send"}]
+    lengths = [
+        x for name, x in timeline.times.exact_durations.items() if x and name in {*kinds, "send"}
+    ]
     below = lcm(*(length.denominator for length in lengths))
     return Fraction(gcd(*(int(length * below) for length in lengths)), below)

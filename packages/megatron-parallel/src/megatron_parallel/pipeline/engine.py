@@ -26,7 +26,7 @@ from megatron_parallel.pipeline.rules import (
     check_group_size,
     check_micro_batches,
     check_schedule,
-    schedule_kind,
+    find_schedule_kind,
 )
 from megatron_parallel.turns import Turns
 
@@ -57,7 +57,7 @@ class PipelineEngine:
             as many groups of equal length as it can.
         around_backward: Gives a context for each pass that adds to gradients, with its stage and
             whether it is that stage's last: from then on a bucket may be reduced when it is full.
-            `StageGradients.around_backward` is one.
+            `ChunkGradients.around_backward` is one.
 
     Raises:
         LayoutError: Chunks, schedule and layout do not fit together.
@@ -80,7 +80,7 @@ class PipelineEngine:
         self.mesh = mesh
         self.chunks = [chunks] if isinstance(chunks, nn.Module) else list(chunks)
         self.schedule, self.group_size = schedule, group_size
-        self.turns = Turns(mesh.device) if schedule_kind(schedule).pairs else None
+        self.turns = Turns(mesh.device) if find_schedule_kind(schedule).overlaps_passes else None
         """Where passes of two micro-batches run together: what ends a turn in the middle of one."""
         self.trace: list[Action] = []
         """What this rank computed in the last step, in order."""

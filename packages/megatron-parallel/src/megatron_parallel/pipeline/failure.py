@@ -1,10 +1,10 @@
 """What a rank was doing when the pipeline broke, in one line that names the rank it missed.
 
-A backend knows only that a connection broke or that nobody answered within the time-out. `Watch`
-notes what the stages of this rank compute, send and wait for. When a wait fails, the rank says in
-the job's store whom it waited for; if that rank waited for another one, its line is passed on, so
-that the ranks of a long pipeline name the one that is at fault and not their neighbour. (Under a
-time-out that is best effort: a rank looks for others' reports for two seconds, no longer.)
+A backend reports only that a connection broke or that no answer came within the time-out.
+`PipelineMonitor` records what the stages of this rank compute, send and wait for. When a wait
+fails, the rank writes to the job's store which rank it waited for. If that rank waited for another
+one, its line is passed on, so the ranks of a long pipeline name the rank at fault and not their
+neighbour. After a time-out this is best effort: a rank looks for other reports for two seconds.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class PeerError(CollectiveError):
     """Another rank of the pipeline died, froze or failed; the job must end."""
 
 
-class Wait(NamedTuple):
+class PendingMessage(NamedTuple):
     """A message that this rank waits for: what it is, of which micro-batch, and whose."""
 
     what: str
@@ -47,12 +47,12 @@ class _Report(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Message:
+class _WatchedMessage:
     """A message from another stage, as a `Watchdog` knows it."""
 
-    watch: "Watch"
+    monitor: "PipelineMonitor"
     axis: Axis
-    wait: Wait
+    wait: PendingMessage
     rank: int
 
     @property
@@ -72,10 +72,10 @@ class _Message:
 
     def explain(self, cause: str) -> str:
         """Returns the line that names the rank at fault."""
-        return self.watch.explain_message(self.wait, cause)
+        return self.monitor.explain_message(self.wait, cause)
 
 
-class Watch:
+class PipelineMonitor:
     """What the stages of one rank have computed in this step, and what they wait for.
 
     `trace` holds the passes in the order in which they were completed.
@@ -88,9 +88,9 @@ class Watch:
         self._holder = mesh.layout.stage_holder
         self._stages = stages
         self._plan: Sequence[Action] = ()
-        self._wait: Wait | None = None
-        self._sent: Wait | None = None
-        self._computes = 0
+        self._wait: PendingMessage | None = None
+        self._sent: PendingMessage | None = None
+        self._depth = 0
         self._pair: list[Action] | None = None
         self._awaited: Action | None = None
         store = default_store()
@@ -98,30 +98,30 @@ class Watch:
         self._topic = f"pipeline/failures/{self._axis.ranks}/{turn}"
 
     @property
-    def computes(self) -> bool:
+    def in_user_code(self) -> bool:
         """Whether code of the model or the loss is running, so that an error is its own."""
-        return self._computes > 0
+        return self._depth > 0
 
     def begin(self, plan: Sequence[Action]) -> None:
         """Starts a step. `plan` is needed where a rank receives ahead of what it computes next."""
         self.trace = []
-        self._plan, self._wait, self._sent, self._computes = plan, None, None, 0
+        self._plan, self._wait, self._sent, self._depth = plan, None, None, 0
         self._pair = self._awaited = None
 
     @contextmanager
-    def computing(self, action: Action | None = None) -> Iterator[None]:
+    def running(self, action: Action | None = None) -> Iterator[None]:
         """Around code of the model (`action`) or the loss (None)."""
         if action is not None:
             self._mark(action)
-        self._computes += 1
+        self._depth += 1
         yield
-        self._computes -= 1  # not after an error: `computes` tells where it came from
+        self._depth -= 1  # not after an error: `in_user_code` tells where it came from
         if action is not None:
             (self.trace if self._pair is None else self._pair).append(action)
             self._wait = self._earlier_send(action)
 
     @contextmanager
-    def pairing(self) -> Iterator[None]:
+    def overlapping(self) -> Iterator[None]:
         """Around two passes that take turns: both are completed when the later one is."""
         self._pair = []
         yield
@@ -135,15 +135,15 @@ class Watch:
         yield
         self._awaited = None
 
-    def receives(self, what: str, micro_batch: int, peer: int) -> None:
+    def expect_receive(self, what: str, micro_batch: int, peer: int) -> None:
         """This rank is about to wait for a tensor of stage `peer`."""
-        self._wait = Wait(what, micro_batch, peer, receives=True)
+        self._wait = PendingMessage(what, micro_batch, peer, receives=True)
 
-    def sends(self, what: str, micro_batch: int, peer: int) -> None:
+    def expect_send(self, what: str, micro_batch: int, peer: int) -> None:
         """This rank is about to wait until stage `peer` has taken a tensor."""
-        self._wait = self._sent = Wait(what, micro_batch, peer, receives=False)
+        self._wait = self._sent = PendingMessage(what, micro_batch, peer, receives=False)
 
-    def publish(self, error: BaseException) -> None:
+    def report_error(self, error: BaseException) -> None:
         """Tells the others that this rank raised `error` in its own code."""
         text = " ".join(str(error).split())
         line = f"rank {self._mesh.rank} raised {type(error).__name__}: {text}"
@@ -156,11 +156,11 @@ class Watch:
         ahead = (self._next_of_plan() or self._sent) if self._plan else None
         return self._explained(ahead or self._wait, backend_text(error), grace)
 
-    def explain_message(self, wait: Wait, cause: str) -> str:
+    def explain_message(self, wait: PendingMessage, cause: str) -> str:
         """Returns the line for a message that has not come; from any thread."""
         return self._explained(wait, cause, GRACE)
 
-    def _explained(self, wait: Wait | None, cause: str, grace: float) -> str:
+    def _explained(self, wait: PendingMessage | None, cause: str, grace: float) -> str:
         own = self._report_of(wait, cause)
         try:
             store = default_store(GRACE)
@@ -177,9 +177,9 @@ class Watch:
             watchdog.check()
             if wait is not None:
                 peer = self._axis.ranks[self._holder(wait.peer)]
-                watchdog.queued(_Message(self, self._axis, wait, peer))
+                watchdog.queued(_WatchedMessage(self, self._axis, wait, peer))
 
-    def _report_of(self, wait: Wait | None, cause: str) -> _Report:
+    def _report_of(self, wait: PendingMessage | None, cause: str) -> _Report:
         me, where = self._mesh.rank, f"on axis {self._axis.name!r}"
         if wait is None:
             return _Report(f"the stages could not meet {where} ({cause})", None)
@@ -210,27 +210,27 @@ class Watch:
         cause = min(chain.values(), key=lambda r: r.number) if in_circle else [*chain.values()][-1]
         return own.line if cause is own else f"{cause.line}; rank {me} waited for rank {own.peer}"
 
-    def _earlier_send(self, action: Action) -> Wait | None:
+    def _earlier_send(self, action: Action) -> PendingMessage | None:
         """After a pass, its stage first waits until the previous pass's result has been taken."""
         what, peer = ("activations", action.stage + 1)
         if action.kind in ("B", "I"):
             what, peer = ("gradient", action.stage - 1)
         if not 0 <= peer < self._stages:
             return None
-        return Wait(what, max(0, action.micro_batch - 1), peer, receives=False)
+        return PendingMessage(what, max(0, action.micro_batch - 1), peer, receives=False)
 
-    def _next_of_plan(self) -> Wait | None:
+    def _next_of_plan(self) -> PendingMessage | None:
         if len(self.trace) >= len(self._plan):
             return None
         return self._input_of(self._awaited or self._plan[len(self.trace)])
 
-    def _input_of(self, action: Action) -> Wait | None:
+    def _input_of(self, action: Action) -> PendingMessage | None:
         """Returns the message of another rank that a pass begins with."""
         kind, stage, micro_batch = action
         what, peer = ("activations", stage - 1) if kind == "F" else ("gradient", stage + 1)
         if kind == "W" or not 0 <= peer < self._stages or self._holder(peer) == self._axis.index:
             return None
-        return Wait(what, micro_batch, peer, receives=True)
+        return PendingMessage(what, micro_batch, peer, receives=True)
 
     def _post(self, store: BoundedStore, report: _Report) -> _Report:
         report = report._replace(number=store.add(f"{self._topic}/count", 1))

@@ -1,6 +1,6 @@
 """Main gradients of a pipeline rank: buffers for each of its stages, told by the schedule.
 
-    gradients = StageGradients(mesh, chunks, table)
+    gradients = ChunkGradients(mesh, chunks, table)
     engine = PipelineEngine(mesh, chunks, ..., around_backward=gradients.around_backward)
     engine.run(micro_batches, denominators)
     gradients.finish()
@@ -25,12 +25,12 @@ from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelC
 from megatron_parallel.data_parallel.fully_sharded import FullySharded
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
-from megatron_parallel.pipeline.contract import Backward
+from megatron_parallel.pipeline.contract import BackwardPass
 from megatron_parallel.pipeline.shared import stage_parameters
 from megatron_parallel.sharding import Sharding
 
 
-class StageGradients:
+class ChunkGradients:
     """`GradientBuffers` of all stages of a rank.
 
     Args:
@@ -75,18 +75,18 @@ class StageGradients:
         sharing = [c for c, each in zip(chunks, names, strict=True) if each & self._shared]
         self.holders = list(zip([*([c] for c in chunks), sharing], self.buffers, strict=False))
 
-    def around_backward(self, backward: Backward) -> AbstractContextManager[None]:
+    def around_backward(self, backward: BackwardPass) -> AbstractContextManager[None]:
         """Returns the `around_backward` of a `PipelineEngine`."""
         return self._split(backward) if backward.split else self._whole(backward)
 
     @contextmanager
-    def _whole(self, backward: Backward) -> Iterator[None]:
+    def _whole(self, backward: BackwardPass) -> Iterator[None]:
         self._of_stage[backward.stage].begin(last=backward.last)
         yield
-        self._tell_shared(backward)
+        self._update_shared(backward)
 
     @contextmanager
-    def _split(self, backward: Backward) -> Iterator[None]:
+    def _split(self, backward: BackwardPass) -> Iterator[None]:
         buffers = self._of_stage[backward.stage]
         shared = self._of_several if backward.stage in self._sharing else None
         with (
@@ -96,9 +96,9 @@ class StageGradients:
             yield
         if backward.last:
             buffers.start_reductions()
-        self._tell_shared(backward)
+        self._update_shared(backward)
 
-    def _tell_shared(self, backward: Backward) -> None:
+    def _update_shared(self, backward: BackwardPass) -> None:
         if self._of_several is None or backward.stage not in self._sharing:
             return
         if backward.last:
@@ -130,8 +130,8 @@ class StageGradients:
             buffers.close()
 
 
-class FullyShardedStages:
-    """`FullySharded` for all stages of a rank, told by the schedule like `StageGradients`.
+class FullyShardedChunks:
+    """`FullySharded` for all stages of a rank, told by the schedule like `ChunkGradients`.
 
     Args:
         mesh: Where this rank stands.
@@ -173,7 +173,7 @@ class FullyShardedStages:
         stages = mesh.layout.stages(mesh.axis("pp").index)
         self._of_stage = dict(zip(stages, self.buffers, strict=True))
 
-    def around_backward(self, backward: Backward) -> AbstractContextManager[None]:
+    def around_backward(self, backward: BackwardPass) -> AbstractContextManager[None]:
         """The `around_backward` of a `PipelineEngine`; torch's hooks see whole passes only."""
         if backward.split:
             raise LayoutError(

@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from megatron_parallel.pipeline.contract import AroundBackward, Backward, Inputs
+from megatron_parallel.pipeline.contract import AroundBackward, BackwardPass, Inputs
 from megatron_parallel.pipeline.objective import Objective
-from megatron_parallel.pipeline.order import Action, planned_turns
+from megatron_parallel.pipeline.order import Action, planned_action_groups
 from megatron_parallel.turns import Turns
 
 
@@ -54,12 +54,12 @@ class LoopRunner:
 
         def back(number: int) -> None:
             last = number == len(micro_batches) - 1
-            with self._around_backward(Backward(0, number, last)):
+            with self._around_backward(BackwardPass(0, number, last)):
                 losses.pop(number).backward()  # type: ignore[no-untyped-call]
 
         of_kind = {"F": forward, "B": back}
         schedule = "1f1b" if self._turns is None else "combined-1f1b"
-        for turn in planned_turns(schedule, 1, 0, len(micro_batches)):
+        for turn in planned_action_groups(schedule, 1, 0, len(micro_batches)):
             passes = [partial(of_kind[action.kind], action.micro_batch) for action in turn]
             if self._turns is not None and len(passes) == 2:
                 self._turns.together(first=passes[1], second=passes[0])

@@ -11,7 +11,11 @@ from typing import Literal, NamedTuple
 
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.layout import stages_of
-from megatron_parallel.pipeline.rules import check_micro_batches, order_taken, schedule_kind
+from megatron_parallel.pipeline.rules import (
+    check_micro_batches,
+    effective_schedule,
+    find_schedule_kind,
+)
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -50,11 +54,11 @@ def planned_actions(
     Raises:
         LayoutError: no such rank, or the schedule cannot run these numbers.
     """
-    turns = planned_turns(schedule, pp, rank, micro_batches, vpp, group_size)
+    turns = planned_action_groups(schedule, pp, rank, micro_batches, vpp, group_size)
     return [action for together in turns for action in together]
 
 
-def planned_turns(
+def planned_action_groups(
     schedule: str,
     pp: int,
     rank: int,
@@ -86,9 +90,9 @@ def _alone(schedule: str, pp: int, rank: int, micro_batches: int, vpp: int) -> l
     """Returns the plans of other schedules whose passes run one by one."""
     if pp == 1:  # the engine runs a plain loop
         return [a for i in range(micro_batches) for a in (Action("F", 0, i), Action("B", 0, i))]
-    stages = stages_of(schedule_kind(schedule).stage_mapping, pp, vpp, rank)
+    stages = stages_of(find_schedule_kind(schedule).stage_mapping, pp, vpp, rank)
     if schedule in ("gpipe", "1f1b"):
-        gpipe = order_taken(schedule, pp, micro_batches) == "gpipe"
+        gpipe = effective_schedule(schedule, pp, micro_batches) == "gpipe"
         ahead = micro_batches if gpipe else pp - rank
         return _one_chunk(rank, micro_batches, ahead)
     if schedule == "looped-bfs":
@@ -100,7 +104,9 @@ def _alone(schedule: str, pp: int, rank: int, micro_batches: int, vpp: int) -> l
     return _dualpipe_v(stages, pp, rank, micro_batches)
 
 
-def evaluated_actions(pp: int, rank: int, micro_batches: int, vpp: int, v: bool) -> list[Action]:
+def planned_forward_actions(
+    pp: int, rank: int, micro_batches: int, vpp: int, v: bool
+) -> list[Action]:
     """Returns what one rank computes in an evaluation: forward passes only, of any number."""
     schedule = "zb-v" if v else "looped-bfs"
     plan = planned_actions(schedule, pp, rank, micro_batches, vpp)

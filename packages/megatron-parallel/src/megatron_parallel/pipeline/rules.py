@@ -16,11 +16,11 @@ class ScheduleKind:
         chunks: how many model chunks a rank holds: `one`, `several`, `two` or `any` number.
         stage_mapping: which rank holds which stage, `ParallelLayout.stage_mapping`.
         splits_backward: whether input and weight gradients are computed apart.
-        rounds: whether micro-batches have to come in rounds of equal length, with several chunks
-            if not with one.
-        grouped: whether the length of these rounds can be chosen.
-        pairs: whether a forward and a backward pass of two micro-batches run together, so that one
-            computes while messages of the other are under way (`Turns`).
+        needs_equal_rounds: whether micro-batches have to come in rounds of equal length, with
+            several chunks if not with one.
+        takes_group_size: whether the length of these rounds can be chosen.
+        overlaps_passes: whether a forward and a backward pass of two micro-batches run together, so
+            that one computes while messages of the other are under way (`Turns`).
         source: where it was described.
     """
 
@@ -29,11 +29,11 @@ class ScheduleKind:
     source: str
     stage_mapping: StageMapping = "loop"
     splits_backward: bool = False
-    rounds: bool = False
-    grouped: bool = False
-    pairs: bool = False
+    needs_equal_rounds: bool = False
+    takes_group_size: bool = False
+    overlaps_passes: bool = False
 
-    def takes(self, vpp: int) -> bool:
+    def supports(self, vpp: int) -> bool:
         """Returns whether a rank may hold that many chunks."""
         return {"one": vpp == 1, "several": vpp > 1, "two": vpp == 2, "any": True}[self.chunks]
 
@@ -41,17 +41,25 @@ class ScheduleKind:
 _KINDS: Final = (
     ScheduleKind("gpipe", "one", "Huang et al. 2019"),
     ScheduleKind("1f1b", "one", "Narayanan et al. 2019, with the flush of 2021"),
-    ScheduleKind("interleaved-1f1b", "several", "Narayanan et al. 2021", rounds=True, grouped=True),
+    ScheduleKind(
+        "interleaved-1f1b",
+        "several",
+        "Narayanan et al. 2021",
+        needs_equal_rounds=True,
+        takes_group_size=True,
+    ),
     ScheduleKind(
         "combined-1f1b",
         "any",
         "Megatron-LM's combined 1F1B, 2025",
-        rounds=True,
-        grouped=True,
-        pairs=True,
+        needs_equal_rounds=True,
+        takes_group_size=True,
+        overlaps_passes=True,
     ),
     ScheduleKind("looped-bfs", "any", "Lamy-Poirier 2022"),
-    ScheduleKind("zero-bubble", "any", "Qi et al. 2023", splits_backward=True, rounds=True),
+    ScheduleKind(
+        "zero-bubble", "any", "Qi et al. 2023", splits_backward=True, needs_equal_rounds=True
+    ),
     ScheduleKind("zb-v", "two", "Qi et al. 2023, section 6", "v", splits_backward=True),
     ScheduleKind("dualpipe-v", "two", "DeepSeek-AI 2025", "v", splits_backward=True),
 )
@@ -61,7 +69,7 @@ SCHEDULES: Final = tuple(kind.name for kind in _KINDS)
 _WORDS: Final = {"one": "1 chunk", "several": "at least 2 chunks", "two": "exactly 2 chunks"}
 
 
-def schedule_kind(schedule: str) -> ScheduleKind:
+def find_schedule_kind(schedule: str) -> ScheduleKind:
     """Returns what is known of a schedule; raises `LayoutError` if there is none of that name."""
     for kind in _KINDS:
         if kind.name == schedule:
@@ -81,9 +89,9 @@ def check_schedule(schedule: str, vpp: int, stage_mapping: StageMapping | None =
 
     Without `stage_mapping` only the number of chunks is looked at.
     """
-    kind = schedule_kind(schedule)
-    if not kind.takes(vpp):
-        fitting = ", ".join(repr(other.name) for other in _KINDS if other.takes(vpp))
+    kind = find_schedule_kind(schedule)
+    if not kind.supports(vpp):
+        fitting = ", ".join(repr(other.name) for other in _KINDS if other.supports(vpp))
         raise LayoutError(
             f"schedule {schedule!r} does not fit vpp={vpp}: it needs {_WORDS[kind.chunks]} per "
             f"rank; vpp={vpp} goes with {fitting}"
@@ -96,7 +104,7 @@ def check_schedule(schedule: str, vpp: int, stage_mapping: StageMapping | None =
         )
 
 
-def order_taken(schedule: str, pp: int, micro_batches: int) -> str:
+def effective_schedule(schedule: str, pp: int, micro_batches: int) -> str:
     """The schedule in whose order a step runs: 1F1B with fewer micro-batches than stages is GPipe.
 
     There 1F1B has no steady state. Its first ranks then send and receive apart what its last ranks
@@ -109,8 +117,8 @@ def order_taken(schedule: str, pp: int, micro_batches: int) -> str:
 def check_group_size(schedule: str, pp: int, vpp: int, group_size: int) -> None:
     """Raises `LayoutError` unless the schedule can run groups of that many micro-batches."""
     size = {"group_size": group_size}
-    if not schedule_kind(schedule).grouped or vpp == 1:
-        fitting = " or ".join(repr(kind.name) for kind in _KINDS if kind.grouped)
+    if not find_schedule_kind(schedule).takes_group_size or vpp == 1:
+        fitting = " or ".join(repr(kind.name) for kind in _KINDS if kind.takes_group_size)
         raise LayoutError(
             f"{{group_size:=}} needs schedule {fitting} with at least 2 chunks per rank, and there "
             f"is {schedule!r} with vpp={vpp}; leave it out",
@@ -148,8 +156,8 @@ def check_micro_batches(
             f"{schedule} over {pp} ranks cannot run {micro_batches} micro-batches: it needs at "
             f"least one for each of its 2 x {pp} = {2 * pp} stages"
         )
-    kind = schedule_kind(schedule)
-    if kind.pairs and micro_batches == 1:
+    kind = find_schedule_kind(schedule)
+    if kind.overlaps_passes and micro_batches == 1:
         raise LayoutError(
             f"{schedule} cannot run 1 micro-batch: while messages of one are under way another one "
             "computes; use at least 2"
@@ -159,7 +167,7 @@ def check_micro_batches(
         _check_last_group(schedule, pp, micro_batches, group_size)
         return
     rounds = max(1, micro_batches // pp)
-    if kind.rounds and (vpp > 1 or not kind.pairs) and micro_batches % rounds:
+    if kind.needs_equal_rounds and (vpp > 1 or not kind.overlaps_passes) and micro_batches % rounds:
         below = micro_batches - micro_batches % rounds
         above = micro_batches + 1
         while above % max(1, above // pp):

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from megatron_parallel._compat import pipelining
-from megatron_parallel._compat.pipelining import PairedPass
+from megatron_parallel._compat.pipelining import OverlappedPass
 from megatron_parallel.collectives import all_gather
 from megatron_parallel.errors import CollectiveError, LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.pipeline.contract import AroundBackward, Inputs, StageOutputSpec, TensorSpec
-from megatron_parallel.pipeline.failure import PeerError, Watch
+from megatron_parallel.pipeline.failure import PeerError, PipelineMonitor
 from megatron_parallel.pipeline.objective import Objective
-from megatron_parallel.pipeline.order import Action, evaluated_actions, planned_actions
+from megatron_parallel.pipeline.order import Action, planned_actions, planned_forward_actions
 from megatron_parallel.pipeline.schedules import (
     build_forward_schedule,
     build_schedule,
-    receives_ahead,
+    posts_receives_early,
 )
 from megatron_parallel.pipeline.shared import broadcast_from_last_stage
 from megatron_parallel.pipeline.stage import Stage, StageSpec
@@ -68,31 +68,31 @@ class StageRunner:
         self._stage_output_spec = stage_output_spec
         self._around_backward = around_backward
         self._count = self._pp.size * len(chunks)
-        self._watch = Watch(mesh, self._count)
+        self._monitor = PipelineMonitor(mesh, self._count)
         self._prepared: OrderedDict[object, _Prepared] = OrderedDict()
 
     def run(self, micro_batches: Sequence[Any], backward: bool) -> list[Action]:
         """One step; afterwards the totals of the objective are the same on all stages."""
-        watch = self._watch
-        watch.begin(())
+        monitor = self._monitor
+        monitor.begin(())
         try:
-            with watch.computing():
+            with monitor.running():
                 output_specs = self._collect_output_specs(micro_batches)
             self._agree(len(micro_batches), output_specs, backward)
             prepared = self._prepare(len(micro_batches), output_specs, backward)
-            watch.begin(prepared.plan if receives_ahead(prepared.schedule) else ())
+            monitor.begin(prepared.plan if posts_receives_early(prepared.schedule) else ())
             pipelining.run_schedule(
                 prepared.schedule, prepared.stages, micro_batches, backward=backward
             )
             broadcast_from_last_stage(self._objective.totals, self._mesh, purpose="loss sums")
         except Exception as error:
             self._prepared.clear()  # they are in the middle of a step
-            if watch.computes:
-                watch.publish(error)
+            if monitor.in_user_code:
+                monitor.report_error(error)
             elif isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
-                raise PeerError(watch.explain(error)) from error
+                raise PeerError(monitor.explain(error)) from error
             raise
-        return watch.trace
+        return monitor.trace
 
     def _collect_output_specs(self, micro_batches: Sequence[Any]) -> list[tuple[TensorSpec, ...]]:
         """What every stage but the last passes on; the same for all micro-batches of a step."""
@@ -150,7 +150,7 @@ class StageRunner:
         else:
             v = self._layout.stage_mapping == "v"
             schedule = build_forward_schedule(stages, count, self._add, v=v)
-            plan = evaluated_actions(pp, rank, count, vpp, v)
+            plan = planned_forward_actions(pp, rank, count, vpp, v)
         self._prepared[key] = _Prepared(schedule, stages, plan)
         if len(self._prepared) > CACHED_SHAPES:
             self._prepared.popitem(last=False)
@@ -170,19 +170,19 @@ class StageRunner:
             self._mesh,
             inputs=self._inputs,
             around_backward=self._around_backward,
-            watch=self._watch,
+            monitor=self._monitor,
         )
 
-    def _pair(self, forward: PairedPass, backward: PairedPass) -> None:
+    def _pair(self, forward: OverlappedPass, backward: OverlappedPass) -> None:
         """The backward pass has the first turn: it starts a message before it computes much."""
-        with self._watch.pairing():
+        with self._monitor.overlapping():
             for each in (forward, backward):
-                with self._watch.awaiting(each.action):
+                with self._monitor.awaiting(each.action):
                     each.receive()
             cast(Turns, self._turns).together(backward.run, forward.run)
 
     def _add(self, output: Any, micro_batch: Any) -> Tensor:
-        with self._watch.computing():
+        with self._monitor.running():
             return self._objective.add(output, micro_batch)
 
 

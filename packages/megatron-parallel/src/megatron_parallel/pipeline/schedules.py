@@ -15,9 +15,9 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from megatron_parallel._compat.pipelining import PairedPass, schedule_of_turns
-from megatron_parallel.pipeline.order import planned_turns
-from megatron_parallel.pipeline.rules import order_taken, schedule_kind
+from megatron_parallel._compat.pipelining import OverlappedPass, build_planned_schedule
+from megatron_parallel.pipeline.order import planned_action_groups
+from megatron_parallel.pipeline.rules import effective_schedule, find_schedule_kind
 from megatron_parallel.pipeline.stage import Stage
 
 _OF_ONE: Final[dict[str, Callable[..., Any]]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -30,7 +30,7 @@ _OF_CHUNKS: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
-RunPair = Callable[[PairedPass, PairedPass], None]
+RunPair = Callable[[OverlappedPass, OverlappedPass], None]
 """Runs a forward and a backward pass of two micro-batches that take turns."""
 
 
@@ -47,19 +47,23 @@ def build_schedule(
     `run_pair` is for schedules with pairs. torch's own interleaved schedule chooses its rounds
     itself, so with a `group_size` it runs our plan.
     """
-    if group_size is not None or (run_pair is not None and schedule_kind(name).pairs):
+    if group_size is not None or (
+        run_pair is not None and find_schedule_kind(name).overlaps_passes
+    ):
         pp, vpp = stages[0].group_size, len(stages)
         ranks = range(pp)
-        plans = [planned_turns(name, pp, rank, micro_batches, vpp, group_size) for rank in ranks]
-        return schedule_of_turns(stages, micro_batches, loss, plans, run_pair)
-    order = order_taken(name, stages[0].group_size, micro_batches)
+        plans = [
+            planned_action_groups(name, pp, rank, micro_batches, vpp, group_size) for rank in ranks
+        ]
+        return build_planned_schedule(stages, micro_batches, loss, plans, run_pair)
+    order = effective_schedule(name, stages[0].group_size, micro_batches)
     if (single := _OF_ONE.get(order)) is not None:
         (stage,) = stages
         return single(stage, micro_batches, loss_fn=loss, scale_grads=False)
     return _OF_CHUNKS[name](list(stages), micro_batches, loss_fn=loss, scale_grads=False)
 
 
-def receives_ahead(schedule: Any) -> bool:
+def posts_receives_early(schedule: Any) -> bool:
     """Whether a rank asks for tensors before it needs them, and not for what it needs next."""
     return isinstance(schedule, PipelineScheduleMulti)
 

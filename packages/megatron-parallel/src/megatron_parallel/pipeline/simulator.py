@@ -1,8 +1,8 @@
 """When each pass of a pipeline schedule would run, if passes took these times, in pure Python.
 
     timeline = simulate("1f1b", pp=4, micro_batches=8)
-    timeline.idle          # part of the ranks' time in which they compute nothing: 3/11
-    timeline.alive         # micro-batches kept at most, by rank: (4, 3, 2, 1)
+    timeline.bubble_fraction          # part of the ranks' time in which they compute nothing: 3/11
+    timeline.peak_in_flight         # micro-batches kept at most, by rank: (4, 3, 2, 1)
 
 A rank runs its plan in order. A pass starts when the one before it has ended and its input is
 there; sending takes time but occupies no rank. Ranks run `planned_actions`, which is what they do.
@@ -16,12 +16,12 @@ from typing import Final, NamedTuple
 
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.layout import stages_of
-from megatron_parallel.pipeline.order import Action, planned_turns
-from megatron_parallel.pipeline.rules import check_micro_batches, schedule_kind
+from megatron_parallel.pipeline.order import Action, planned_action_groups
+from megatron_parallel.pipeline.rules import check_micro_batches, find_schedule_kind
 
 
 @dataclass(frozen=True)
-class Times:
+class PassDurations:
     """How long things take, all in one unit; passes are those of one stage.
 
     Attributes:
@@ -50,12 +50,12 @@ class Times:
                 f"weight={self.weight} is not a part of a backward pass of {self.backward}"
             )
 
-    def of(self, action: Action) -> Fraction:
+    def duration(self, action: Action) -> Fraction:
         """Duration of a pass."""
-        return self.exact[action.kind]
+        return self.exact_durations[action.kind]
 
     @property
-    def exact(self) -> Mapping[str, Fraction]:
+    def exact_durations(self) -> Mapping[str, Fraction]:
         """Durations by kind of pass, and `send`, as typed: 0.1 is a tenth."""
         backward = _exact(self.backward)
         weight = backward / 2 if self.weight is None else _exact(self.weight)
@@ -71,14 +71,14 @@ class Times:
 class Event(NamedTuple):
     """A pass and when it ran.
 
-    Of two passes that take turns each has its share, `paired` with the one before: both really
+    Of two passes that take turns each has its share, `overlapped` with the one before: both really
     begin with the first and are done with the second.
     """
 
     action: Action
     start: Fraction
     end: Fraction
-    paired: bool = False
+    overlapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Timeline:
     schedule: str
     vpp: int
     micro_batches: int
-    times: Times
+    times: PassDurations
     ranks: tuple[tuple[Event, ...], ...]
 
     @property
@@ -105,13 +105,13 @@ class Timeline:
         return max(events[-1].end for events in self.ranks)
 
     @property
-    def idle(self) -> Fraction:
+    def bubble_fraction(self) -> Fraction:
         """The bubble: the part of the time between 0 and `end` in which ranks compute nothing."""
         busy = sum((e.end - e.start for events in self.ranks for e in events), Fraction())
         return 1 - busy / (self.end * len(self.ranks))
 
     @property
-    def waiting(self) -> tuple[Fraction, ...]:
+    def stall_times(self) -> tuple[Fraction, ...]:
         """Time that each rank waits between its own first and last pass."""
         return tuple(
             events[-1].end - events[0].start - sum((e.end - e.start for e in events), Fraction())
@@ -119,15 +119,15 @@ class Timeline:
         )
 
     @property
-    def alive(self) -> tuple[Fraction, ...]:
+    def peak_in_flight(self) -> tuple[Fraction, ...]:
         """Micro-batches whose activations a rank keeps at most; one stage of `vpp` is a part.
 
         A split backward pass frees nothing before its weight part.
         """
-        return tuple(_most_alive(events, self.vpp) for events in self.ranks)
+        return tuple(_peak_in_flight(events, self.vpp) for events in self.ranks)
 
 
-DEFAULT_TIMES: Final = Times()
+DEFAULT_TIMES: Final = PassDurations()
 
 
 def simulate(
@@ -135,7 +135,7 @@ def simulate(
     pp: int,
     micro_batches: int,
     vpp: int = 1,
-    times: Times = DEFAULT_TIMES,
+    times: PassDurations = DEFAULT_TIMES,
     group_size: int | None = None,
 ) -> Timeline:
     """Runs a schedule on paper; arguments as for `planned_actions`.
@@ -145,8 +145,8 @@ def simulate(
     """
     check_micro_batches(schedule, pp, vpp, micro_batches, group_size)
     ranks = range(pp)
-    plans = [planned_turns(schedule, pp, r, micro_batches, vpp, group_size) for r in ranks]
-    stage_mapping = schedule_kind(schedule).stage_mapping if pp > 1 else "loop"
+    plans = [planned_action_groups(schedule, pp, r, micro_batches, vpp, group_size) for r in ranks]
+    stage_mapping = find_schedule_kind(schedule).stage_mapping if pp > 1 else "loop"
     holder = {s: r for r in range(pp) for s in stages_of(stage_mapping, pp, vpp, r)}
     ends: dict[Action, Fraction] = {}
     done: list[list[Event]] = [[] for _ in plans]
@@ -162,7 +162,7 @@ def simulate(
                 start = max(*there, events[-1].end if events else Fraction())
                 together = queue.popleft()
                 for action in together:
-                    end = start + times.of(action)
+                    end = start + times.duration(action)
                     events.append(Event(action, start, end, action is not together[0]))
                     start = end
                 ends |= dict.fromkeys(together, start)
@@ -172,7 +172,7 @@ def simulate(
 
 
 def _ready(
-    action: Action, ends: Mapping[Action, Fraction], holder: Mapping[int, int], times: Times
+    action: Action, ends: Mapping[Action, Fraction], holder: Mapping[int, int], times: PassDurations
 ) -> Fraction | None:
     """When the input of a pass is there; None while the pass that makes it has not run."""
     if action.kind == "W":
@@ -186,10 +186,12 @@ def _ready(
     there = [end for end in found if end is not None]
     if not there:
         return None
-    return there[0] + (times.exact["send"] if holder[source] != holder[action.stage] else 0)
+    return there[0] + (
+        times.exact_durations["send"] if holder[source] != holder[action.stage] else 0
+    )
 
 
-def _most_alive(events: tuple[Event, ...], vpp: int) -> Fraction:
+def _peak_in_flight(events: tuple[Event, ...], vpp: int) -> Fraction:
     alive = most = 0
     for event in events:
         alive += {"F": 1, "B": -1, "W": -1}.get(event.action.kind, 0)

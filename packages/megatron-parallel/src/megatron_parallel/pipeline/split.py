@@ -53,7 +53,7 @@ def split_layers(
     return tuple(range(start, stop) for start, stop in pairwise(ends))
 
 
-def stage_layers(split: Sequence[range], pp: int, rank: int) -> tuple[range, ...]:
+def chunk_layers(split: Sequence[range], pp: int, rank: int) -> tuple[range, ...]:
     """The chunks of one rank of the pipeline, first to last: every `pp`-th stage of `split`."""
     return tuple(split[stage] for stage in stages_of("loop", pp, len(split) // pp, rank))
 

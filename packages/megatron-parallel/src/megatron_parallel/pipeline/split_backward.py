@@ -5,7 +5,7 @@ while the gradients of weights wait for a time when a rank would idle.
 
     half = SplitBackward(outputs, gradients, inputs, module.parameters())
     ...send half.input_gradients...
-    half.weights()                               # adds to .grad, without calling hooks
+    half.accumulate_weight_gradients()  # adds to .grad, without calling hooks
 
 In the graph of autograd a *fork* is a node on the way to an input that also leads, aside of that
 way, to a weight: a matrix product, for instance. The first half runs the way to the inputs and
@@ -88,7 +88,7 @@ class SplitBackward:
     def _keep(self, fork: Node, arrived: Gradients) -> None:
         self._arrived[fork] = arrived
 
-    def weights(self) -> None:
+    def accumulate_weight_gradients(self) -> None:
         """Runs the second half; afterwards the graph is free."""
         # A weight with several forks: the engine may pass forks of other groups between them.
         for group in sorted(self._groups, key=lambda group: -len(group.forks)):

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from megatron_parallel._compat.pipelining import BareStage
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
-from megatron_parallel.pipeline.contract import AroundBackward, Backward, Inputs, TensorSpec
-from megatron_parallel.pipeline.failure import Watch
+from megatron_parallel.pipeline.contract import AroundBackward, BackwardPass, Inputs, TensorSpec
+from megatron_parallel.pipeline.failure import PipelineMonitor
 from megatron_parallel.pipeline.order import Action
 from megatron_parallel.pipeline.split_backward import SplitBackward
 
@@ -84,7 +84,7 @@ class Stage(BareStage):
         *,
         inputs: Inputs,
         around_backward: AroundBackward,
-        watch: Watch,
+        monitor: PipelineMonitor,
     ) -> None:
         axis = mesh.axis("pp")
         super().__init__(chunk, spec.index, spec.count, mesh.device, group=axis.bound)
@@ -93,7 +93,7 @@ class Stage(BareStage):
         self._spec = spec
         self._inputs = inputs
         self._around_backward = around_backward
-        self._watch = watch
+        self._monitor = monitor
         self._tensors: dict[int, _MicroBatch] = {}
 
     def clear_runtime_states(self) -> None:
@@ -111,7 +111,7 @@ class Stage(BareStage):
     ) -> Any:
         """Forward pass of one micro-batch, which is the keyword argument `micro_batch`."""
         micro_batch = (kwargs or {})["micro_batch"]
-        with self._watch.computing(Action("F", self.stage_index, fwd_chunk_id)):
+        with self._monitor.running(Action("F", self.stage_index, fwd_chunk_id)):
             tensors = self._tensors_of(fwd_chunk_id)
             for t in tensors.inputs:
                 t.requires_grad_(self.has_backward and t.dtype.is_floating_point)
@@ -134,27 +134,27 @@ class Stage(BareStage):
         if not self.has_backward:
             return
         if full_backward:
-            note = Backward(self.stage_index, bwd_chunk_id, last_backward)
+            note = BackwardPass(self.stage_index, bwd_chunk_id, last_backward)
             action = Action("B", self.stage_index, bwd_chunk_id)
-            with self._watch.computing(action), self._around_backward(note):
+            with self._monitor.running(action), self._around_backward(note):
                 self._backward(self._tensors_of(bwd_chunk_id), loss)
         else:
-            with self._watch.computing(Action("I", self.stage_index, bwd_chunk_id)):
+            with self._monitor.running(Action("I", self.stage_index, bwd_chunk_id)):
                 self._backward_of_inputs(self._tensors_of(bwd_chunk_id), loss)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Returns the part of a split backward pass that gives the gradients of the parameters."""
         if not self.has_backward:
             return
-        note = Backward(self.stage_index, bwd_chunk_id, last_backward, split=True)
+        note = BackwardPass(self.stage_index, bwd_chunk_id, last_backward, split=True)
         action = Action("W", self.stage_index, bwd_chunk_id)
-        with self._watch.computing(action), self._around_backward(note):
+        with self._monitor.running(action), self._around_backward(note):
             half, self._tensors_of(bwd_chunk_id).weight_backward = (
                 self._tensors_of(bwd_chunk_id).weight_backward,
                 None,
             )
             if isinstance(half, SplitBackward):
-                half.weights()
+                half.accumulate_weight_gradients()
             elif half is not None:
                 half.backward()
 
@@ -218,7 +218,7 @@ class Stage(BareStage):
         """Receives of activations."""
         if self.is_first:
             return []
-        self._watch.receives("activations", fwd_chunk_id, self.stage_index - 1)
+        self._monitor.expect_receive("activations", fwd_chunk_id, self.stage_index - 1)
         tensors = self._tensors_of(fwd_chunk_id)
         tensors.inputs = tuple(self._empty_like_spec(each) for each in self._spec.input_specs)
         return self._messages("receive of activations", tensors.inputs, self.stage_index - 1)
@@ -227,7 +227,7 @@ class Stage(BareStage):
         """Sends of activations; the last stage has none, whatever its output is."""
         if self.is_last:
             return []
-        self._watch.sends("activations", fwd_chunk_id, self.stage_index + 1)
+        self._monitor.expect_send("activations", fwd_chunk_id, self.stage_index + 1)
         tensors = self._tensors_of(fwd_chunk_id)
         sent = tuple(t.detach() for t in tensors.outputs)
         if not self.has_backward:
@@ -238,7 +238,7 @@ class Stage(BareStage):
         """Receives of gradients, of what is passed on in floating point."""
         if not self.has_backward or self.is_last:
             return []
-        self._watch.receives("gradient", bwd_chunk_id, self.stage_index + 1)
+        self._monitor.expect_receive("gradient", bwd_chunk_id, self.stage_index + 1)
         tensors = self._tensors_of(bwd_chunk_id)
         tensors.output_gradients = tuple(
             self._empty_like_spec(each) if each.dtype.is_floating_point else None
@@ -250,7 +250,7 @@ class Stage(BareStage):
         """Sends of gradients, of what was received in floating point."""
         if not self.has_backward or self.is_first:
             return []
-        self._watch.sends("gradient", bwd_chunk_id, self.stage_index - 1)
+        self._monitor.expect_send("gradient", bwd_chunk_id, self.stage_index - 1)
         sent = self.get_local_bwd_output(bwd_chunk_id)
         return self._messages("send of gradient", sent, self.stage_index - 1)
 

@@ -1,6 +1,6 @@
 """The stages of one rank as they are trained: what a training loop and an optimizer share.
 
-    stages = TrainableStages(model_stages, mesh, DataParallelConfig(use_distributed_optimizer=True))
+    stages = TrainableChunks(model_stages, mesh, DataParallelConfig(use_distributed_optimizer=True))
     engine = PipelineEngine(mesh, stages.modules, ..., around_backward=stages.around_backward)
     optimizer = megatron_optim.Optimizer(stages, config)
     engine.run(micro_batches, denominators)
@@ -25,14 +25,14 @@ from megatron_parallel.data_parallel.finite import describe_nonfinite_gradients
 from megatron_parallel.data_parallel.parameters import ParameterBuffers
 from megatron_parallel.data_parallel.shards import ParameterShards
 from megatron_parallel.mesh import Mesh
-from megatron_parallel.pipeline.contract import Backward
-from megatron_parallel.pipeline.gradients import FullyShardedStages, StageGradients
+from megatron_parallel.pipeline.contract import BackwardPass
+from megatron_parallel.pipeline.gradients import ChunkGradients, FullyShardedChunks
 from megatron_parallel.sharding import Sharding
 from megatron_parallel.state import collect_states
 from megatron_parallel.views import View, collect_shardings, parameter_views
 
 
-class TrainableStages:
+class TrainableChunks:
     """Parameters, sharding table, main gradients and shards of a rank's stages; a `Trainable`.
 
     Args:
@@ -74,14 +74,14 @@ class TrainableStages:
         self.modules: list[nn.Module] = list(stages)
         self.shards: list[ParameterShards] = []
         self.buffers: list[GradientBuffers] = []
-        self._gradients: StageGradients | FullyShardedStages
+        self._gradients: ChunkGradients | FullyShardedChunks
         if config.use_torch_fsdp2:
             gathered = [() if units is None else units(stage) for stage in stages]
-            self._gradients = cut = FullyShardedStages(mesh, stages, gathered, self.table, config)
+            self._gradients = cut = FullyShardedChunks(mesh, stages, gathered, self.table, config)
             self.modules = cut.modules
             self.shards.extend(cut.buffers)
         else:
-            self._gradients = whole = StageGradients(mesh, stages, self.table, config)
+            self._gradients = whole = ChunkGradients(mesh, stages, self.table, config)
             self.buffers = whole.buffers
             if config.use_distributed_optimizer:
                 self.shards.extend(
@@ -90,7 +90,7 @@ class TrainableStages:
                 )
         self.parameters: Mapping[str, Parameter] = self._gradients.parameters
 
-    def around_backward(self, backward: Backward) -> AbstractContextManager[None]:
+    def around_backward(self, backward: BackwardPass) -> AbstractContextManager[None]:
         """Returns the `around_backward` of a `PipelineEngine`."""
         return self._gradients.around_backward(backward)
 
@@ -127,9 +127,11 @@ class TrainableStages:
         """Returns views of all parameters and states, to save or to load into."""
         self.wait_for_parameters()
         states = {name: state.value for name, state in self.states.items()}
-        if isinstance(self._gradients, FullyShardedStages):
+        if isinstance(self._gradients, FullyShardedChunks):
             cut = self._gradients.buffers
-            found = {n: v for one in cut for n, v in one.views(one.weights(), self.mesh).items()}
+            found = {
+                n: v for one in cut for n, v in one.views(one.all_local_shards(), self.mesh).items()
+            }
         else:
             found = parameter_views(self.parameters, self.table, self.mesh)
         return {**found, **parameter_views(states, self.table, self.mesh)}

@@ -62,7 +62,7 @@ def discard_output(y: Float[Tensor, "..."], recompute: Callable[[], Tensor]) -> 
     if not torch.is_grad_enabled():
         yield
         return
-    outer = _compat.saved_tensors_hooks_in_force()
+    outer = _compat.active_saved_tensors_hooks()
     put, take = outer or (lambda t: t.detach(), lambda t: t)
     storage = y.untyped_storage()._cdata
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_parallel import _compat
-from megatron_parallel._compat import living_storage, weak_storage
+from megatron_parallel._compat import resolve_weak_storage, weak_storage_ref
 from megatron_parallel.axes import Axis
 from megatron_parallel.collectives import all_gather
 
@@ -36,7 +36,7 @@ class ShardSavedTensors:
 
     def enabled(self) -> AbstractContextManager[object]:
         """Sees `SavedTensorsHooks`; hooks in force get the parts."""
-        outer = _compat.saved_tensors_hooks_in_force()
+        outer = _compat.active_saved_tensors_hooks()
         if outer is None:
             return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         put, take = outer
@@ -126,7 +126,7 @@ class _Offloaded:
         self.host = torch.empty_like(there, device="cpu", pin_memory=there.is_cuda)
         self.host.copy_(there, non_blocking=True)
         self._device = there.device
-        self._source = weak_storage(storage)
+        self._source = weak_storage_ref(storage)
         self._back: Any = None
 
     def in_use(self) -> bool:
@@ -135,11 +135,11 @@ class _Offloaded:
 
     def back(self) -> tuple[Tensor, bool]:
         """The bytes on the device, and whether they had to be moved: not while a view is in use."""
-        storage = None if self._back is None else living_storage(self._back)
+        storage = None if self._back is None else resolve_weak_storage(self._back)
         if storage is not None:
             return _bytes(storage), False
         there = self.host.to(self._device, non_blocking=True, copy=True)
-        self._back = weak_storage(there.untyped_storage())
+        self._back = weak_storage_ref(there.untyped_storage())
         return there, True
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from megatron_parallel import LayoutError
 from megatron_parallel.pipeline import (
     SCHEDULES,
-    Times,
+    PassDurations,
+    draw_picture,
     draw_timeline,
-    picture,
-    schedule_kind,
+    find_schedule_kind,
     simulate,
-    summary,
+    summarize,
 )
 
 from megatron_train.config.flags import Parser
@@ -88,9 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
     schedule, ranks = arguments.pipeline_schedule, arguments.pipeline_model_parallel_size
     chunks = arguments.num_virtual_stages_per_pipeline_rank
     if chunks is None:
-        chunks = 1 if schedule_kind(schedule).takes(1) else 2
+        chunks = 1 if find_schedule_kind(schedule).supports(1) else 2
     count = 2 * ranks if arguments.micro_batches is None else arguments.micro_batches
-    times = Times(
+    times = PassDurations(
         forward=arguments.forward_time,
         backward=arguments.backward_time,
         weight=arguments.weight_time,
@@ -104,6 +104,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         print(draw_timeline(timeline))
     except LayoutError:  # too fine for text
-        print(summary(timeline))
-    write_picture(picture(timeline), arguments.output)
+        print(summarize(timeline))
+    write_picture(draw_picture(timeline), arguments.output)
     return 0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megatron_models import ConfigError, Feature, ModelConfig
 from megatron_parallel import ParallelLayout
-from megatron_parallel.pipeline import schedule_kind
+from megatron_parallel.pipeline import find_schedule_kind
 
 from megatron_train.config.checkpoint import CheckpointConfig
 from megatron_train.config.options import flags_of
@@ -58,8 +58,8 @@ def _features(run: RunSections) -> Iterator[tuple[Feature, str]]:
     """Yields the ways to train that a component may refuse, and the flag that asked for each."""
     if run.training.compile:
         yield "compile", "--compile"
-    schedule = run.pipeline.schedule_of(run.layout)
-    if schedule_kind(schedule).splits_backward:
+    schedule = run.pipeline.resolve_schedule(run.layout)
+    if find_schedule_kind(schedule).splits_backward:
         yield "split_backward", f"--pipeline-schedule {schedule}"
     if run.data_parallel.use_torch_fsdp2:
         yield "fully_shard", "--use-torch-fsdp2"

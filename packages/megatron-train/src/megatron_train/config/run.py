@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from megatron_optim import OptimError, find_rule
 from megatron_parallel import FieldError, ParallelLayout, RecomputeConfig
-from megatron_parallel.pipeline import check_micro_batches, schedule_kind
+from megatron_parallel.pipeline import check_micro_batches, find_schedule_kind
 
 from megatron_train.config.context_parallel_checks import check_context_parallel
 from megatron_train.config.extensions import (
@@ -144,19 +144,19 @@ class RunConfig(RunSections):
     def _place_stages(self) -> None:
         """Completes the layout: its stages lie where the schedule wants them."""
         with _named_by_flags("pipeline"):
-            object.__setattr__(self, "layout", self.pipeline.place(self.layout))
+            object.__setattr__(self, "layout", self.pipeline.resolve_layout(self.layout))
 
     def _check_pipeline(self) -> None:
         """Refuses what the schedule cannot run."""
         layout = self.layout
         with _named_by_flags("pipeline"):
-            self.pipeline.split(self.model.depth, layout)
-            schedule = self.pipeline.schedule_of(layout)
+            self.pipeline.stage_layers(self.model.depth, layout)
+            schedule = self.pipeline.resolve_schedule(layout)
             group = self.pipeline.group_size
             for size in self.batch_sizes.sizes:
                 count = size // self.micro_batch_times_data_parallel_size
                 check_micro_batches(schedule, layout.pp, layout.vpp, count, group)
-        if not schedule_kind(schedule).splits_backward:
+        if not find_schedule_kind(schedule).splits_backward:
             return
         if self.training.compile:
             raise TrainError(
@@ -192,8 +192,8 @@ class RunConfig(RunSections):
             )
         if not shared.use_torch_fsdp2:
             return
-        schedule = self.pipeline.schedule_of(layout)
-        if schedule_kind(schedule).splits_backward or layout.stage_mapping == "v":
+        schedule = self.pipeline.resolve_schedule(layout)
+        if find_schedule_kind(schedule).splits_backward or layout.stage_mapping == "v":
             raise TrainError(
                 f"--use-torch-fsdp2 needs whole backward passes and stages in a loop, which "
                 f"--pipeline-schedule {schedule} has not; choose 1f1b, or leave out one"

@@ -166,7 +166,7 @@ class RunSections:
     @property
     def layer_split(self) -> tuple[range, ...]:
         """Global layer numbers of every pipeline stage."""
-        return self.pipeline.split(self.model.depth, self.layout)
+        return self.pipeline.stage_layers(self.model.depth, self.layout)
 
     @property
     def data_parallel_size(self) -> int:
