@@ -31,7 +31,7 @@ def read(numbers: Sequence[int]) -> Fields:
 def test_every_token_of_a_batch_is_in_one_row_with_its_place() -> None:
     mesh = Mesh(ParallelLayout(dp=1, hybrid_cp=True), 0)
     told: list[str] = []
-    pool = DocumentPool(mesh, room=20, tell=told.append)
+    pool = DocumentPool(mesh, max_tokens_per_rank=20, log=told.append)
     rows = pool.rows(read, range(4))
     seen = []
     for row in rows:
@@ -39,12 +39,12 @@ def test_every_token_of_a_batch_is_in_one_row_with_its_place() -> None:
         length = fields["tokens"].shape[1]
         true = fields["document_ids"] >= 0
         assert length <= 20 and length % 2 == 0
-        assert torch.equal(true, fields["sample_places"] >= 0)
+        assert torch.equal(true, fields["indices_in_sample"] >= 0)
         assert not fields["loss_mask"][~true].any()
-        where = 100 * fields["sample_ids"] + fields["sample_places"]
+        where = 100 * fields["sample_ids"] + fields["indices_in_sample"]
         for name, wanted in (("tokens", where), ("labels", where + 1)):
             assert torch.equal(fields[name][true], wanted[true])
-        assert torch.equal(fields["positions"][true], fields["sample_places"][true].int())
+        assert torch.equal(fields["positions"][true], fields["indices_in_sample"][true].int())
         seen += where[true].tolist()
         assert row.context_split.places.tolist() == [[list(range(length))]]
     whole = read(range(4))
@@ -57,7 +57,7 @@ def test_every_token_of_a_batch_is_in_one_row_with_its_place() -> None:
 
 def test_documents_of_a_row_are_told_apart() -> None:
     mesh = Mesh(ParallelLayout(dp=1, hybrid_cp=True), 0)
-    (row,) = DocumentPool(mesh, room=64).rows(read, [0, 2])
+    (row,) = DocumentPool(mesh, max_tokens_per_rank=64).rows(read, [0, 2])
     ids = row.fields["document_ids"][0]
     runs = [(int(n), int(count)) for n, count in zip(*ids.unique(return_counts=True), strict=True)]
     assert [number for number, _ in runs] == list(range(6))
@@ -69,6 +69,8 @@ def test_a_batch_of_nothing_but_padding_is_one_empty_row() -> None:
         batch = dict(read(numbers))
         return {**batch, "document_ids": torch.full_like(batch["document_ids"], PADDING)}
 
-    (row,) = DocumentPool(Mesh(ParallelLayout(dp=1, hybrid_cp=True), 0), room=8).rows(nothing, [1])
+    (row,) = DocumentPool(
+        Mesh(ParallelLayout(dp=1, hybrid_cp=True), 0), max_tokens_per_rank=8
+    ).rows(nothing, [1])
     assert row.fields["document_ids"].tolist() == [[PADDING, PADDING]]
     assert (row.samples, row.tokens) == (1, LENGTH)

@@ -242,7 +242,11 @@ def test_a_saved_trainer_continues_and_another_model_is_refused(make_trainer, tm
     with pytest.raises(TrainError, match="from --seed 1, and this run has --seed 2; give the"):
         restore(make_trainer(), tmp_path / "iter_0000007", {"seed": {"seed": 2}}, console)
     assert restore(
-        make_trainer(), tmp_path / "iter_0000007", {"seed": {"seed": 2}}, console, allowed=["seed"]
+        make_trainer(),
+        tmp_path / "iter_0000007",
+        {"seed": {"seed": 2}},
+        console,
+        allowed_changes=["seed"],
     )
     assert "seed 1 there, 2 here" in capsys.readouterr().err
     other = make_trainer()

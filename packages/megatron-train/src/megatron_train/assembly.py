@@ -15,7 +15,7 @@ from megatron_train.engine import StepEngine
 from megatron_train.errors import TrainError
 from megatron_train.products import products_of, vocabulary_loss_of
 from megatron_train.tasks.kinds import TaskKind
-from megatron_train.tokenizer import Tokenizers
+from megatron_train.tokenizer import TokenizerCache
 from megatron_train.trainer import Trainer
 
 
@@ -31,18 +31,18 @@ def build_trainer(
 
     ``family`` is kept in checkpoints.
     """
-    training, place, products = config.training, config.placement, products_of(config)
+    training, placement, products = config.training, config.placement, products_of(config)
     stages = find_kind(config.model.kind).build(
         config.model,
         Placement(
             mesh,
-            sequence_parallel=place.sequence_parallel,
-            tp_comm_overlap=place.tp_comm_overlap,
+            sequence_parallel=placement.sequence_parallel,
+            tp_comm_overlap=placement.tp_comm_overlap,
             recompute=config.recompute,
-            dispatcher=place.moe_token_dispatcher_type,
+            dispatcher=placement.moe_token_dispatcher_type,
             dtype=dtype,
             device=mesh.device,
-            cp_comm_type=place.cp_comm_type,
+            cp_comm_type=placement.cp_comm_type,
             products=products,
             vocabulary_loss=vocabulary_loss_of(config),
         ),
@@ -57,9 +57,9 @@ def build_trainer(
             f"{config.model.kind}, which compute their loss themselves; leave it out"
         )
     train_adapters(stages, products.values())
-    made = task.build(config, stages, family)
+    built_task = task.build(config, stages, family)
     engine = StepEngine(
-        made,
+        built_task,
         mesh,
         replace(config.data_parallel, whole_matrices=needs_matrices(config.optimizer)),
         compile=training.compile,
@@ -96,7 +96,9 @@ def choose_dtype(config: RunConfig) -> torch.dtype:
     return torch.bfloat16 if config.training.bf16 else torch.float32
 
 
-def load_run_tokenizer(config: RunConfig, tokenizers: Tokenizers | None = None) -> Tokenizer | None:
+def load_run_tokenizer(
+    config: RunConfig, tokenizers: TokenizerCache | None = None
+) -> Tokenizer | None:
     """Returns the run's tokenizer, or None where it has none.
 
     Args:
@@ -107,7 +109,7 @@ def load_run_tokenizer(config: RunConfig, tokenizers: Tokenizers | None = None) 
         TrainError: it has more tokens than the model.
     """
     data, vocab_size = config.data, config.model.embedding.vocab_size
-    tokenizer = (tokenizers or Tokenizers()).open(data, vocab_size)
+    tokenizer = (tokenizers or TokenizerCache()).open(data, vocab_size)
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
         name = data.tokenizer_model or data.vocab_file or data.tokenizer_type
         raise TrainError(

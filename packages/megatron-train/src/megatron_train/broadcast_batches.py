@@ -58,7 +58,7 @@ def open_batches(
     config: RunConfig,
     data: Callable[[], TaskData],
     mesh: Mesh,
-    tell: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> Batches:
     """Returns what gives this rank its micro-batches: the corpus, or one rank that reads it.
 
@@ -66,7 +66,7 @@ def open_batches(
         config: the run.
         data: returns what samples are read from; called on ranks that read.
         mesh: where this rank stands.
-        tell: given a line on how a pool of ranks shares out the documents of the first batch.
+        log: given a line on how a pool of ranks shares out the documents of the first batch.
     """
     pool = None
     if config.layout.hybrid_cp:
@@ -75,7 +75,7 @@ def open_batches(
             config.training.max_seqlen_per_dp_cp_rank or 0,
             multiple=slice_multiple(config),
             tokens_per_pair=tokens_per_pair(config.model),
-            tell=tell,
+            log=log,
         )
 
     def read() -> Batches:

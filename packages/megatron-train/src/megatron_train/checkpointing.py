@@ -163,7 +163,7 @@ class Saver(Callback):
 
 
 @dataclass(frozen=True)
-class _Found:
+class _CheckpointInfo:
     """The checkpoint to continue from, as rank 0 found it."""
 
     iteration: int
@@ -171,7 +171,7 @@ class _Found:
     model: ModelRecord | None
     continues: bool
     """Whether it holds where a run stands, and not only weights."""
-    kept: Sequence[str]
+    optimizer_state: Sequence[str]
     """What the optimizer keeps for a parameter: names of state tensors, and main parameters."""
     product: str
     """What its linear layers multiply by."""
@@ -193,8 +193,8 @@ def restore(
     run: RunRecord,
     console: Console,
     *,
-    optimizer: bool = True,
-    allowed: Collection[str] = (),
+    load_optimizer: bool = True,
+    allowed_changes: Collection[str] = (),
 ) -> SavedCheckpoint | None:
     """Continues from the newest complete checkpoint in ``folder``; return it, or None without one.
 
@@ -206,40 +206,40 @@ def restore(
         folder: of checkpoints, or one checkpoint.
         run: the record of the run that continues; a warning names what has changed.
         console: where warnings go.
-        optimizer: whether the optimizer's state is loaded; otherwise it starts fresh.
-        allowed: Parts of the record (`RECORD_PARTS` of `run_record`) that may have changed.
+        load_optimizer: whether the optimizer's state is loaded; otherwise it starts fresh.
+        allowed_changes: Parts of the record (`RECORD_PARTS` of `run_record`) that may have changed.
 
     Raises:
         TrainError: the checkpoint holds another model, or is of a run that differs in a part that
             is not allowed to; the message names what differs.
         CheckpointError: ``folder`` is a torn checkpoint, or one that cannot be read.
     """
-    store, itself = _store_of(trainer, folder)
+    store, is_single = _store_of(trainer, folder)
 
-    def find(further: list[dict[str, list[int]]]) -> dict[str, Any] | None:
-        newest = _find(store, folder, itself, console)
+    def find(added: list[dict[str, list[int]]]) -> dict[str, Any] | None:
+        newest = _find(store, folder, is_single, console)
         if newest is not None and newest.continues:
             refuse_other_product(newest.product, run, newest.path)
             refuse_other_tensors(
                 Checkpoint(newest.path),
-                {name: shape for each in further for name, shape in each.items()},
+                {name: shape for each in added for name, shape in each.items()},
                 run,
             )
         return None if newest is None else newest.to_plain()
 
-    plain = map_reduce(store.coordinator, lambda: _further(trainer), find)
+    plain = map_reduce(store.coordinator, lambda: _added_shapes(trainer), find)
     if plain is None:
         return None
-    found = _Found.from_plain(plain)
-    refuse_other_model(trainer, found.model, found.path, but=run.get("objective", ()))
+    found = _CheckpointInfo.from_plain(plain)
+    refuse_other_model(trainer, found.model, found.path, ignored=run.get("objective", ()))
     if not found.continues:
         raise TrainError(
             f"{found.path} holds weights, but no run to continue; begin a new one with them by "
             "--finetune, and --save into another folder"
         )
-    iteration = found.iteration if itself else None
+    iteration = found.iteration if is_single else None
     state: Any
-    if optimizer:
+    if load_optimizer:
         _refuse_other_rule(trainer, found)
         state = store.load(iteration, views_of(trainer))
     else:
@@ -249,7 +249,7 @@ def restore(
 
     def take() -> None:
         try:
-            if optimizer:
+            if load_optimizer:
                 saved, names = read_value(state, "optimizer", dict), trainer.optimizer.scalars()
                 trainer.optimizer.load_scalars(
                     {name: read_value(saved, name, int) for name in names}
@@ -260,24 +260,24 @@ def restore(
 
     # Rank 0 has callbacks that the others lack, so it alone may find their state damaged.
     map_reduce(store.coordinator, take, lambda _: None)
-    _compare(state.get("run"), run, trainer, path, allowed, console)
+    _compare(state.get("run"), run, trainer, path, allowed_changes, console)
     return SavedCheckpoint(path, trainer.iteration)
 
 
 def _compare(
-    there: Any,
-    here: RunRecord,
+    saved: Any,
+    current: RunRecord,
     trainer: Trainer,
     path: Path,
     allowed: Collection[str],
     console: Console,
 ) -> None:
     """Refuses another run than that of the checkpoint, and warn of what is allowed to differ."""
-    if not isinstance(there, Mapping):
-        raise TrainError(f"{path} is damaged: its record of the run is {there!r}")
-    there = upgrade_record(there)
-    changes = compare_records(there, here, path, trainer.consumed_samples, allowed)
-    if unknown := [kind for kind in RECORD_PARTS if kind in here and kind not in there]:
+    if not isinstance(saved, Mapping):
+        raise TrainError(f"{path} is damaged: its record of the run is {saved!r}")
+    saved = upgrade_record(saved)
+    changes = compare_records(saved, current, path, trainer.consumed_samples, allowed)
+    if unknown := [kind for kind in RECORD_PARTS if kind in current and kind not in saved]:
         console.warn(f"{path} does not say its {', '.join(unknown)}, which cannot be compared")
     step = trainer.iteration
     order = ", ".join(changes[kind] for kind in ("data", "seed", "length") if kind in changes)
@@ -320,21 +320,21 @@ def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> int:
         TrainError: the checkpoint holds another model; the message names the differing fields.
         CheckpointError: there is none, or it cannot be read.
     """
-    store, itself = _store_of(trainer, folder)
+    store, is_single = _store_of(trainer, folder)
 
-    def find(further: list[dict[str, list[int]]]) -> tuple[dict[str, Any], list[str]]:
+    def find(added: list[dict[str, list[int]]]) -> tuple[dict[str, Any], list[str]]:
         checkpoint = find_checkpoint(folder)
-        newest = _found(checkpoint)
+        newest = _info_of(checkpoint)
         if newest.product != PLAIN:
             refuse_other_product(newest.product, run, newest.path)
-        return newest.to_plain(), sorted({*chain(*further)} - {*checkpoint.tensors})
+        return newest.to_plain(), sorted({*chain(*added)} - {*checkpoint.tensors})
 
-    plain, absent = map_reduce(store.coordinator, lambda: _further(trainer), find)
-    found = _Found.from_plain(plain)
+    plain, absent = map_reduce(store.coordinator, lambda: _added_shapes(trainer), find)
+    found = _CheckpointInfo.from_plain(plain)
     refuse_other_model(
-        trainer, found.model, found.path, but=("init_method_std", *run.get("objective", ()))
+        trainer, found.model, found.path, ignored=("init_method_std", *run.get("objective", ()))
     )
-    iteration = found.iteration if itself else None
+    iteration = found.iteration if is_single else None
     weights = _weights_of(trainer)
     for name in weights.keys() & {*absent}:
         del weights[name]
@@ -350,41 +350,47 @@ def is_checkpoint(folder: Path) -> bool:
 
 def _store_of(trainer: Trainer, folder: Path) -> tuple[CheckpointStore, bool]:
     """Returns the store a folder is, or lies in, and whether it is one checkpoint."""
-    itself = is_checkpoint(folder)
-    place = folder.parent if itself else folder
-    return CheckpointStore(place, coordinator_of(trainer.engine.mesh)), itself
+    is_single = is_checkpoint(folder)
+    parent = folder.parent if is_single else folder
+    return CheckpointStore(parent, coordinator_of(trainer.engine.mesh)), is_single
 
 
-def _find(store: CheckpointStore, folder: Path, itself: bool, console: Console) -> _Found | None:
-    if itself:
+def _find(
+    store: CheckpointStore, folder: Path, is_single: bool, console: Console
+) -> _CheckpointInfo | None:
+    if is_single:
         checkpoint = Checkpoint(folder)
-        return _found(checkpoint)
+        return _info_of(checkpoint)
     newest = store.latest_checkpoint()
     if newest is None:
         if unfinished := store.find_latest()[1]:
             console.warn("; ".join(str(candidate.error) for candidate in unfinished))
         return None
-    return _found(newest)
+    return _info_of(newest)
 
 
-def _found(checkpoint: Checkpoint) -> _Found:
+def _info_of(checkpoint: Checkpoint) -> _CheckpointInfo:
     names = (name for name, record in checkpoint.tensors.items() if record.group == "optim")
-    kept = sorted({name.rpartition(".")[2] for name in names})
-    continues = bool(kept) or "trainer" in checkpoint.values()  # some rules keep nothing
+    state = sorted({name.rpartition(".")[2] for name in names})
+    continues = bool(state) or "trainer" in checkpoint.values()  # some rules keep nothing
     product = recorded_product(checkpoint.values().get("run"))
-    return _Found(checkpoint.iteration, checkpoint.path, checkpoint.model, continues, kept, product)
+    return _CheckpointInfo(
+        checkpoint.iteration, checkpoint.path, checkpoint.model, continues, state, product
+    )
 
 
-def _refuse_other_rule(trainer: Trainer, found: _Found) -> None:
+def _refuse_other_rule(trainer: Trainer, found: _CheckpointInfo) -> None:
     """Raises `TrainError` where the checkpoint has the state of another update rule."""
-    here = {*trainer.optimizer.state_names}
-    there = {*found.kept} - {MAIN}
-    if there - here or (here and not there):
+    current_names = {*trainer.optimizer.state_names}
+    saved_names = {*found.optimizer_state} - {MAIN}
+    if saved_names - current_names or (current_names and not saved_names):
         rule = trainer.optimizer.config.optimizer
-        saved, kept = (", ".join(sorted(names)) or "none" for names in (there, here))
+        saved, current = (
+            ", ".join(sorted(names)) or "none" for names in (saved_names, current_names)
+        )
         raise TrainError(
-            f"{found.path} has the optimizer state {saved}, and --optimizer {rule} has {kept}: it "
-            "was saved with another update rule; give that --optimizer, or --no-load-optim to "
+            f"{found.path} has the optimizer state {saved}, and --optimizer {rule} has {current}: "
+            "it was saved with another update rule; give that --optimizer, or --no-load-optim to "
             "begin with a fresh one"
         )
 
@@ -394,7 +400,7 @@ def views_of(trainer: Trainer) -> dict[str, list[View]]:
     return {**_weights_of(trainer), **trainer.optimizer.views()}
 
 
-def _further(trainer: Trainer) -> dict[str, list[int]]:
+def _added_shapes(trainer: Trainer) -> dict[str, list[int]]:
     """Returns the parameters of this rank that products add to layers: global shape by name."""
     names, table = chain(*map(further_names, trainer.task.stages)), trainer.engine.stages.table
     return {name: list(table[name].shape) for name in sorted({*names})}
@@ -405,20 +411,20 @@ def _weights_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def refuse_other_model(
-    trainer: Trainer, model: ModelRecord | None, path: Path, but: Iterable[str] = ()
+    trainer: Trainer, model: ModelRecord | None, path: Path, ignored: Iterable[str] = ()
 ) -> None:
-    """Raises `TrainError` unless ``model`` is that of ``trainer``, the fields ``but`` left out."""
+    """Raises `TrainError` unless ``model`` equals that of ``trainer``, except for ``ignored``."""
     if model is None:
         raise TrainError(f"{path} says nothing of its model; it cannot be continued")
     try:
-        there = dict(trainer.task.migrated_config(model))
+        saved_config = dict(trainer.task.migrated_config(model))
     except ValueError as error:
         raise TrainError(f"{path} holds another model: {error}; give another folder") from None
-    here = dict(trainer.task.model_record.config)
-    for name in but:
-        there.pop(name, None)
-        here.pop(name, None)
-    changed = describe_differences(there, here)
+    current_config = dict(trainer.task.model_record.config)
+    for name in ignored:
+        saved_config.pop(name, None)
+        current_config.pop(name, None)
+    changed = describe_differences(saved_config, current_config)
     if changed:
         raise TrainError(
             f"{path} holds another model: {changed}; give its sizes, or another --load folder"

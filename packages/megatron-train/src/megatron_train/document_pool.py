@@ -12,7 +12,7 @@ of says where each token came from:
 
 - `document_ids` `[1, s]`: number of the document in the row; -1 is padding.
 - `sample_ids` `[1, s]`: number of its sample.
-- `sample_places` `[1, s]`: its place in that sample; -1 is padding.
+- `indices_in_sample` `[1, s]`: its place in that sample; -1 is padding.
 
 The row's `split` says which places each of its ranks holds. The samples and tokens of all
 micro-batches of all ranks of the pool add up to those of the global batch.
@@ -42,28 +42,28 @@ class DocumentPool:
 
     Args:
         mesh: where this rank stands.
-        room: tokens that one rank may hold at a time.
+        max_tokens_per_rank: tokens that one rank may hold at a time.
         multiple: every rank's part of a row is a multiple of this.
         tokens_per_pair: work of a pair of query and key in attention, in units of all other work of
             one token.
-        tell: is given one line about the plan of the first global batch.
+        log: is given one line about the plan of the first global batch.
     """
 
     def __init__(
         self,
         mesh: Mesh,
-        room: int,
+        max_tokens_per_rank: int,
         *,
         multiple: int = 2,
         tokens_per_pair: float = 0.0,
-        tell: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
     ) -> None:
         self._axis = mesh.axis("dp_cp")
         self._device = mesh.device
-        self._room = room
+        self._max_tokens_per_rank = max_tokens_per_rank
         self._multiple = multiple
         self._tokens_per_pair = tokens_per_pair
-        self._tell = tell
+        self._log = log
 
     def rows(self, read: Read, numbers: Sequence[int]) -> list[MicroBatch]:
         """Returns this rank's micro-batches of the global batch of these samples.
@@ -95,13 +95,13 @@ class DocumentPool:
         plan = plan_pool(
             lengths,
             self._axis.size,
-            self._room,
+            self._max_tokens_per_rank,
             multiple=self._multiple,
             tokens_per_pair=self._tokens_per_pair,
         )
-        if self._tell is not None:
-            self._tell(f"first batch: {plan}")
-            self._tell = None
+        if self._log is not None:
+            self._log(f"first batch: {plan}")
+            self._log = None
         return plan
 
     def _document_ends(
@@ -131,7 +131,7 @@ class DocumentPool:
         fields = {}
         for name in parts[0]:
             whole = torch.cat([part[name] for part in parts], 1)
-            value = -1 if name in ("document_ids", "sample_places") else 0
+            value = -1 if name in ("document_ids", "indices_in_sample") else 0
             fields[name] = torch.nn.functional.pad(whole, (0, length - whole.shape[1]), value=value)
         return fields
 
@@ -153,7 +153,7 @@ class _Samples:
         """Returns a document's tokens, and where they came from."""
         sample = self[index]
         part = {name: sample[name][:, start:stop] for name in (*_BY_TOKEN, "document_ids")}
-        part["sample_places"] = torch.arange(start, stop)[None]
+        part["indices_in_sample"] = torch.arange(start, stop)[None]
         part["sample_ids"] = sample["sample_ids"][:, None].expand(1, stop - start)
         return part
 

@@ -47,7 +47,7 @@ from megatron_train.starting_point import (
 )
 from megatron_train.step_time import check_step_time
 from megatron_train.tasks.kinds import find_task_kind
-from megatron_train.tokenizer import Tokenizers
+from megatron_train.tokenizer import TokenizerCache
 from megatron_train.trainer import Callback, Stop, Trainer
 
 CONFIG_FILE = "config.yaml"
@@ -58,7 +58,7 @@ def train(
     values: Values | None = None,
     *,
     command: str | None = None,
-    tokenizers: Tokenizers | None = None,
+    tokenizers: TokenizerCache | None = None,
 ) -> int:
     """Trains a model as ``config`` says, and prints as it goes.
 

@@ -33,51 +33,53 @@ def recorded_product(run: Any) -> str:
     return str(objective.get(PRODUCT, PLAIN)) if isinstance(objective, Mapping) else PLAIN
 
 
-def refuse_other_product(there: str, run: Any, path: Path) -> None:
+def refuse_other_product(saved: str, run: Any, path: Path) -> None:
     """Refuses a checkpoint whose layers have parameters of another product.
 
     Args:
-        there: the product of the checkpoint.
+        saved: the product of the checkpoint.
         run: the record of the run that takes it.
         path: of the checkpoint.
 
     Raises:
         TrainError: with what to do.
     """
-    here = recorded_product(run)
-    if there == here:
+    current = recorded_product(run)
+    if saved == current:
         return
-    more = f"give --linear-product {there}"
-    if there == PLAIN:
+    more = f"give --linear-product {saved}"
+    if saved == PLAIN:
         more = "begin a new run with its weights, by --finetune and another --save folder"
-    elif here == PLAIN:
+    elif current == PLAIN:
         more += ", or fold it into the weights first, by megatron-train merge"
-    raise TrainError(f"{path} comes from --linear-product {there}, and this run has {here}; {more}")
+    raise TrainError(
+        f"{path} comes from --linear-product {saved}, and this run has {current}; {more}"
+    )
 
 
 def refuse_other_tensors(
-    checkpoint: Checkpoint, further: Mapping[str, Sequence[int]], run: Any
+    checkpoint: Checkpoint, added_shapes: Mapping[str, Sequence[int]], run: Any
 ) -> None:
     """Refuses a checkpoint of the same product whose settings gave it other tensors.
 
     Args:
         checkpoint: of the run that continues.
-        further: global shapes of the parameters that the product adds, by name, on all ranks.
+        added_shapes: global shapes of the parameters that the product adds, by name, on all ranks.
         run: the record of the run.
 
     Raises:
         TrainError: naming the settings that differ.
     """
-    added = {name.rpartition(".")[2] for name in further}
+    added = {name.rpartition(".")[2] for name in added_shapes}
     held = {
         name: list(record.shape)
         for name, record in checkpoint.tensors.items()
         if record.group == "model" and name.rpartition(".")[2] in added
     }
-    if held == {name: list(shape) for name, shape in further.items()}:
+    if held == {name: list(shape) for name, shape in added_shapes.items()}:
         return
-    there, here = (_settings(each) for each in (checkpoint.values().get("run"), run))
-    if changed := describe_differences(there, here):
+    saved, current = (_settings(each) for each in (checkpoint.values().get("run"), run))
+    if changed := describe_differences(saved, current):
         raise TrainError(
             f"{checkpoint.path} has other parameters of --linear-product {recorded_product(run)}: "
             f"{changed}; give its settings"

@@ -42,8 +42,8 @@ def _micro_batches(config: RunConfig) -> str:
     """Returns what a step is computed in, on each rank."""
     layout, training = config.layout, config.training
     if layout.hybrid_cp:
-        room = training.max_seqlen_per_dp_cp_rank
-        return f"rows of at most {room} tokens a rank, in a pool of {layout.pool}"
+        max_tokens = training.max_seqlen_per_dp_cp_rank
+        return f"rows of at most {max_tokens} tokens a rank, in a pool of {layout.pool}"
     counts = [
         size // config.micro_batch_times_data_parallel_size for size in config.batch_sizes.sizes
     ]

@@ -101,8 +101,8 @@ def upgrade_record(record: RunRecord) -> RunRecord:
 
 
 def compare_records(
-    there: RunRecord,
-    here: RunRecord,
+    saved: RunRecord,
+    current: RunRecord,
     path: Path,
     consumed_samples: int,
     allowed: Collection[str],
@@ -112,8 +112,8 @@ def compare_records(
     Keys that only one of the records has are not compared: versions differ in what they record.
 
     Args:
-        there: the record of the checkpoint, as `upgrade_record` returns it.
-        here: the record of the run that continues.
+        saved: the record of the checkpoint, as `upgrade_record` returns it.
+        current: the record of the run that continues.
         path: of the checkpoint.
         consumed_samples: by the checkpoint; changes of the data from later samples on may differ.
         allowed: kinds that may differ.
@@ -123,9 +123,9 @@ def compare_records(
     """
     found = {}
     for kind in (*RECORD_PARTS, "optimizer", "length"):
-        if kind not in there or kind not in here:
+        if kind not in saved or kind not in current:
             continue
-        before, now = _part(there, kind, path), dict(here[kind])
+        before, now = _part(saved, kind, path), dict(current[kind])
         if kind == "data":
             drop_allowed_differences(before, now, path, consumed_samples)
         shared = before.keys() & now.keys()
@@ -134,7 +134,7 @@ def compare_records(
             found[kind] = changed
     for kind in RECORD_PARTS:
         if kind in found and kind not in allowed:
-            raise TrainError(_refusal(kind, found[kind], there, here, path))
+            raise TrainError(_refusal(kind, found[kind], saved, current, path))
     return found
 
 
@@ -145,11 +145,12 @@ def _part(record: RunRecord, kind: str, path: Path) -> dict[str, Any]:
     return dict(part)
 
 
-def _refusal(kind: str, changed: str, there: RunRecord, here: RunRecord, path: Path) -> str:
+def _refusal(kind: str, changed: str, saved: RunRecord, current: RunRecord, path: Path) -> str:
     if kind == "seed":
         return (
-            f"{path} comes from --seed {there[kind].get('seed')}, and this run has --seed "
-            f"{here[kind].get('seed')}; give the former, or --no-load-rng to go on with the new one"
+            f"{path} comes from --seed {saved[kind].get('seed')}, and this run has --seed "
+            f"{current[kind].get('seed')}; give the former, or "
+            "--no-load-rng to go on with the new one"
         )
     later = "--data-path-changes to replace data from a sample on, or " if kind == "data" else ""
     other = "other data" if kind == "data" else f"another {kind}"

@@ -46,7 +46,7 @@ def short_repr(value: object) -> str:
         return "a number of thousands of digits"
 
 
-def describe_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def describe_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """Says in which keys two mappings differ, with both values; empty if in none."""
-    keys = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-    return ", ".join(f"{key} {there.get(key)} there, {here.get(key)} here" for key in keys)
+    keys = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
+    return ", ".join(f"{key} {saved.get(key)} there, {current.get(key)} here" for key in keys)

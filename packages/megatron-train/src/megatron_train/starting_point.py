@@ -198,8 +198,8 @@ class StartingPoint:
             self.folder,
             record,
             console,
-            optimizer=not (own and checkpoint.no_load_optim),
-            allowed=allowed,
+            load_optimizer=not (own and checkpoint.no_load_optim),
+            allowed_changes=allowed,
         )
         if not found:
             absent = f"no complete checkpoint in {self.folder}: starting fresh"

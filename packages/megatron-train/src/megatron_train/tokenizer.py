@@ -30,7 +30,7 @@ def open_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer
     return make_tokenizer(data.tokenizer_type, **options)
 
 
-class Tokenizers:
+class TokenizerCache:
     """Opens the tokenizer of a run once, though its configuration and its ranks' data need it."""
 
     def __init__(self) -> None:

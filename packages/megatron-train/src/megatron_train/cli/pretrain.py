@@ -18,9 +18,9 @@ from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options, sections
 from megatron_train.config.values import Values
 from megatron_train.errors import UsageError
-from megatron_train.tokenizer import Tokenizers
+from megatron_train.tokenizer import TokenizerCache
 
-Resolver = Callable[[argparse.Namespace, int | None, Tokenizers], tuple[RunConfig, Values]]
+Resolver = Callable[[argparse.Namespace, int | None, TokenizerCache], tuple[RunConfig, Values]]
 """Makes the configuration of a run of a command line and a number of ranks to start."""
 
 _EXAMPLE = """\
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains; returns 0, or 128 plus the number of the signal that stopped the run."""
     ranks = ranks_to_start(arguments.nproc_per_node)
     resolved: Resolver = arguments.resolve
-    tokenizers = Tokenizers()
+    tokenizers = TokenizerCache()
     config, values = resolved(arguments, ranks if ranks > 1 else None, tokenizers)
     if arguments.print_notes and os.environ.get("RANK", "0") == "0":
         for line in (*notes_on_ignored_flags(arguments), *settings_without_effect(config, values)):

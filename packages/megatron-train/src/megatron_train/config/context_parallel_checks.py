@@ -11,15 +11,15 @@ def check_context_parallel(run: RunSections) -> None:
     Raises:
         TrainError: one line that names the flags and the numbers.
     """
-    layout, place, length = run.layout, run.placement, run.data.seq_length
-    ways, split = place.cp_comm_type, place.context_parallel_split
+    layout, placement, length = run.layout, run.placement, run.data.seq_length
+    comm_types, split = placement.cp_comm_type, placement.context_parallel_split
     check_pool_run(run)
     if layout.hybrid_cp:
-        _check_ways(run)
+        _check_comm_types(run)
         return
     if layout.cp == 1:
         for flag, other in (
-            (f"--cp-comm-type {' '.join(ways)}", ways != ("p2p",)),
+            (f"--cp-comm-type {' '.join(comm_types)}", comm_types != ("p2p",)),
             (f"--context-parallel-split {split}", split != "zigzag"),
             ("--hierarchical-context-parallel-sizes", layout.hierarchical_cp is not None),
         ):
@@ -34,7 +34,7 @@ def check_context_parallel(run: RunSections) -> None:
             f"--seq-length {length} cannot be cut into 2 x {layout.cp} equal chunks for "
             f"--context-parallel-size {layout.cp}; use a multiple of {chunks}"
         )
-    if place.sequence_parallel and length // layout.cp % layout.tp:
+    if placement.sequence_parallel and length // layout.cp % layout.tp:
         raise TrainError(
             f"--seq-length {length} on --context-parallel-size {layout.cp} leaves "
             f"{length // layout.cp} tokens, which --sequence-parallel cannot cut into {layout.tp} "
@@ -45,16 +45,16 @@ def check_context_parallel(run: RunSections) -> None:
             "--context-parallel-split per_document needs --reset-attention-mask: without it every "
             "token attends across documents, and zigzag is even"
         )
-    _check_ways(run)
+    _check_comm_types(run)
     _check_hierarchy(run)
     _check_heads(run)
 
 
-def _check_ways(run: RunSections) -> None:
-    ways = run.placement.cp_comm_type
-    if len(ways) not in (1, run.model.depth):
+def _check_comm_types(run: RunSections) -> None:
+    comm_types = run.placement.cp_comm_type
+    if len(comm_types) not in (1, run.model.depth):
         raise TrainError(
-            f"--cp-comm-type has {len(ways)} values for --num-layers {run.model.depth}; give "
+            f"--cp-comm-type has {len(comm_types)} values for --num-layers {run.model.depth}; give "
             "one for all layers or one for each"
         )
 
@@ -74,11 +74,11 @@ def _check_hierarchy(run: RunSections) -> None:
 def _check_heads(run: RunSections) -> None:
     layout, heads = run.layout, run.model.attention_heads
     sizes = {"a2a": layout.cp, "a2a+p2p": (layout.hierarchical_cp or (1,))[0]}
-    for way in dict.fromkeys(run.placement.cp_comm_type):
-        ranks = sizes.get(way, 1)
+    for comm_type in dict.fromkeys(run.placement.cp_comm_type):
+        ranks = sizes.get(comm_type, 1)
         if heads // layout.tp % ranks:
             raise TrainError(
-                f"--cp-comm-type {way} cannot scatter --num-attention-heads {heads} / "
+                f"--cp-comm-type {comm_type} cannot scatter --num-attention-heads {heads} / "
                 f"--tensor-model-parallel-size {layout.tp} = {heads // layout.tp} heads over "
                 f"{ranks} ranks; use p2p or allgather, or change one of them"
             )

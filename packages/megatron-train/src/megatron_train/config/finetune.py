@@ -16,7 +16,7 @@ from megatron_train.config.run import RunConfig
 from megatron_train.config.run_sections import run_options, sections
 from megatron_train.config.values import GivenValue, Values
 from megatron_train.errors import TrainError, UsageError
-from megatron_train.tokenizer import Tokenizers
+from megatron_train.tokenizer import TokenizerCache
 
 if TYPE_CHECKING:
     from megatron_ckpt import Checkpoint
@@ -59,7 +59,7 @@ def finetune_titles(task: str) -> dict[str, str]:
 def resolve_finetuning(
     namespace: argparse.Namespace,
     world_size: int | None = None,
-    tokenizers: Tokenizers | None = None,
+    tokenizers: TokenizerCache | None = None,
 ) -> tuple[RunConfig, Values]:
     """Returns the configuration of a run of ``finetune TASK`` and the values it was made from.
 

@@ -17,14 +17,16 @@ from megatron_train.config.run_sections import RunSections
 from megatron_train.errors import TrainError
 
 
-def check_model_layout(model: ModelConfig, layout: ParallelLayout, place: PlacementConfig) -> None:
+def check_model_layout(
+    model: ModelConfig, layout: ParallelLayout, placement: PlacementConfig
+) -> None:
     """Refuses a layout that cannot cut the model, and axes of experts where there are none.
 
     Raises:
         TrainError: in one line, with the flags and their numbers.
     """
     if not model.expert_parallel:
-        _refuse_without_experts(layout, place)
+        _refuse_without_experts(layout, placement)
     try:
         model.check_layout(layout)
     except ConfigError as error:
@@ -105,12 +107,12 @@ def check_expert_overlap(run: RunSections) -> None:
             )
 
 
-def _refuse_without_experts(layout: ParallelLayout, place: PlacementConfig) -> None:
+def _refuse_without_experts(layout: ParallelLayout, placement: PlacementConfig) -> None:
     asked = {
         f"--expert-model-parallel-size {layout.ep}": layout.ep > 1,
         f"--expert-tensor-parallel-size {layout.etp}": layout.etp is not None,
-        f"--moe-token-dispatcher-type {place.moe_token_dispatcher_type}": (
-            place.moe_token_dispatcher_type != PlacementConfig.moe_token_dispatcher_type
+        f"--moe-token-dispatcher-type {placement.moe_token_dispatcher_type}": (
+            placement.moe_token_dispatcher_type != PlacementConfig.moe_token_dispatcher_type
         ),
     }
     for flag, given in asked.items():

@@ -5,7 +5,7 @@ import math
 from megatron_train.config.run_sections import RunSections
 from megatron_train.errors import TrainError
 
-FLAG, ROOM = "--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank"
+POOL_FLAG, TOKENS_FLAG = "--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank"
 
 
 def slice_multiple(run: RunSections) -> int:
@@ -19,14 +19,18 @@ def check_pool_run(run: RunSections) -> None:
     Raises:
         TrainError: one line that names the flags and the numbers.
     """
-    room = run.training.max_seqlen_per_dp_cp_rank
+    max_tokens = run.training.max_seqlen_per_dp_cp_rank
     if not run.layout.hybrid_cp:
-        if room is not None:
-            raise TrainError(f"{ROOM} {room} needs {FLAG}; give it, or leave this out")
+        if max_tokens is not None:
+            raise TrainError(
+                f"{TOKENS_FLAG} {max_tokens} needs {POOL_FLAG}; give it, or leave this out"
+            )
         return
-    if room is None:
-        raise TrainError(f"{FLAG} needs {ROOM}, the tokens that one rank may hold at a time")
-    _check_room(run, room)
+    if max_tokens is None:
+        raise TrainError(
+            f"{POOL_FLAG} needs {TOKENS_FLAG}, the tokens that one rank may hold at a time"
+        )
+    _check_capacity(run, max_tokens)
     _check_settings(run)
     ways = set(run.placement.cp_comm_type)
     heads, ranks = run.model.attention_heads // run.layout.tp, run.layout.pool
@@ -34,20 +38,20 @@ def check_pool_run(run: RunSections) -> None:
         raise TrainError(
             f"--cp-comm-type a2a cannot scatter --num-attention-heads "
             f"{run.model.attention_heads} / --tensor-model-parallel-size {run.layout.tp} = "
-            f"{heads} heads over all {ranks} ranks of {FLAG}; use p2p or allgather, or change one "
-            "of them"
+            f"{heads} heads over all {ranks} ranks of {POOL_FLAG}; use p2p or allgather, or "
+            "change one of them"
         )
 
 
-def _check_room(run: RunSections, room: int) -> None:
+def _check_capacity(run: RunSections, max_tokens: int) -> None:
     """Returns a sample may be one document, and then the pool has to hold all of it."""
     multiple, ranks, length = slice_multiple(run), run.layout.pool, run.data.seq_length
-    most = ranks * (room // multiple * multiple)
+    most = ranks * (max_tokens // multiple * multiple)
     if length > most:
         raise TrainError(
-            f"{ROOM} {room}, in parts of {multiple}, on {ranks} data and context parallel ranks "
-            f"is room for {most} tokens, and a document may have --seq-length {length}; raise it, "
-            "or start more ranks"
+            f"{TOKENS_FLAG} {max_tokens}, in parts of {multiple}, on {ranks} data and context "
+            f"parallel ranks is room for {most} tokens, and a document may have --seq-length "
+            f"{length}; raise it, or start more ranks"
         )
 
 
@@ -55,8 +59,8 @@ def _check_settings(run: RunSections) -> None:
     training, layout = run.training, run.layout
     if not run.data.reset_attention_mask:
         raise TrainError(
-            f"{FLAG} needs --reset-attention-mask: without it every sample is one document, and "
-            "all are equally long"
+            f"{POOL_FLAG} needs --reset-attention-mask: without it every sample is one document, "
+            "and all are equally long"
         )
     refused = {
         f"--pipeline-model-parallel-size {layout.pp}": (
@@ -69,7 +73,7 @@ def _check_settings(run: RunSections) -> None:
         ),
         f"--micro-batch-size {training.micro_batch_size}": (
             training.micro_batch_size > 1,
-            f"{ROOM} says how many tokens are in a micro-batch; use 1",
+            f"{TOKENS_FLAG} says how many tokens are in a micro-batch; use 1",
         ),
         "--compile": (training.compile, "every length would be compiled anew"),
         "--broadcast-batches": (
@@ -87,4 +91,4 @@ def _check_settings(run: RunSections) -> None:
     }
     for flag, (given, why) in refused.items():
         if given:
-            raise TrainError(f"{flag} does not go with {FLAG}: {why}")
+            raise TrainError(f"{flag} does not go with {POOL_FLAG}: {why}")

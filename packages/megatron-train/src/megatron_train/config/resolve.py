@@ -22,13 +22,13 @@ from megatron_train.config.run import RunConfig, build_run
 from megatron_train.config.run_sections import DEFAULT_KIND, run_options
 from megatron_train.config.values import GivenValue, Values
 from megatron_train.errors import TrainError, UsageError
-from megatron_train.tokenizer import Tokenizers
+from megatron_train.tokenizer import TokenizerCache
 
 
 def resolve(
     namespace: argparse.Namespace,
     world_size: int | None = None,
-    tokenizers: Tokenizers | None = None,
+    tokenizers: TokenizerCache | None = None,
 ) -> tuple[RunConfig, Values]:
     """Returns the configuration of a run and the values it was made from.
 
@@ -56,7 +56,7 @@ def complete(
     namespace: argparse.Namespace,
     kind: str,
     world_size: int | None = None,
-    tokenizers: Tokenizers | None = None,
+    tokenizers: TokenizerCache | None = None,
 ) -> tuple[RunConfig, Values]:
     """Returns the configuration of a run, and ``values`` with all that they were completed by.
 
@@ -121,7 +121,7 @@ def world_size_from_environment() -> int:
 
 
 def derive(
-    values: Values, kind: str = DEFAULT_KIND, tokenizers: Tokenizers | None = None
+    values: Values, kind: str = DEFAULT_KIND, tokenizers: TokenizerCache | None = None
 ) -> Values:
     """Fills in what follows from other settings: positions, vocabulary, the checkpoint's model."""
     if values.get("checkpoint.use_checkpoint_args"):
@@ -129,7 +129,7 @@ def derive(
     seq_length = values.get("data.seq_length")
     if seq_length is not None:
         values = values.with_derived("model.max_position_embeddings", seq_length, "--seq-length")
-        values = _with_vocabulary(values, tokenizers or Tokenizers())
+        values = _with_vocabulary(values, tokenizers or TokenizerCache())
     return _with_whole_conversations(values)
 
 
@@ -161,7 +161,7 @@ def _with_described_stages(values: Values) -> Values:
     return values.with_derived("layout.vpp", count // pipeline, "--pipeline-model-parallel-layout")
 
 
-def _with_vocabulary(values: Values, tokenizers: Tokenizers) -> Values:
+def _with_vocabulary(values: Values, tokenizers: TokenizerCache) -> Values:
     """Takes the size of the vocabulary from the tokenizer, unless it is given."""
     key = "model.vocab_size"
     given = values.given.get(key)

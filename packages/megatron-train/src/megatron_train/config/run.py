@@ -116,26 +116,26 @@ class RunConfig(RunSections):
 
     def _check_layout(self) -> None:
         """Refuses what the layout cannot do with this model, sequence and batch."""
-        layout, place = self.layout, self.placement
+        layout, placement = self.layout, self.placement
         if self.data.broadcast_batches and layout.tp * layout.cp * layout.pp == 1:
             raise TrainError(
                 "--broadcast-batches needs several ranks with the same samples, by "
                 "--tensor-model-parallel-size, --context-parallel-size or "
                 "--pipeline-model-parallel-size; leave it out"
             )
-        if place.sequence_parallel and self.data.seq_length % layout.tp:
+        if placement.sequence_parallel and self.data.seq_length % layout.tp:
             raise TrainError(
                 f"--seq-length {self.data.seq_length} cannot be cut into {layout.tp} equal parts "
                 "for --sequence-parallel; change one of them"
             )
-        if place.tp_comm_overlap and not place.sequence_parallel:
+        if placement.tp_comm_overlap and not placement.sequence_parallel:
             raise TrainError("--tp-comm-overlap needs --sequence-parallel; leave it out")
-        if place.tp_comm_overlap and self.training.compile:
+        if placement.tp_comm_overlap and self.training.compile:
             raise TrainError(
                 "--tp-comm-overlap does not reach code that --compile compiles, which moves "
                 "communication itself; leave out one of them"
             )
-        if place.cross_entropy_fusion_impl == "linear" and self.training.compile:
+        if placement.cross_entropy_fusion_impl == "linear" and self.training.compile:
             raise TrainError(
                 "--cross-entropy-fusion-impl linear does not go through --compile, which makes the "
                 "logits of all tokens; leave out one of them"

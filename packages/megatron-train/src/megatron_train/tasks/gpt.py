@@ -156,7 +156,7 @@ class GPTTask:
         """Returns the dropout of a step; rows of a pool drop what their samples would drop."""
         rates = self._hidden_dropout, self._attention_dropout
         if self._mesh.layout.hybrid_cp:
-            samples, places = batch.fields["sample_ids"].t(), batch.fields["sample_places"]
+            samples, places = batch.fields["sample_ids"].t(), batch.fields["indices_in_sample"]
             key = DropoutKey.for_tokens(self._seed, iteration, samples, places.t())
             return Dropout(key, *rates, places, self._sequence_length)
         key = DropoutKey.for_batch(
