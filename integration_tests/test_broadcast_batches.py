@@ -77,10 +77,10 @@ LAYOUTS = [
 def test_one_rank_opens_the_corpus_and_all_have_it(worker_pool, text, layout):
     def run(mesh: Mesh) -> tuple[tuple[int, ...], bool, bool]:
         config = run_of(text, layout)
-        shared = open_batches(config, lambda: TASK.open(config, None), mesh)
+        shared = open_batches(config, lambda: TASK.open_data(config, None), mesh)
         found = everything(shared)
         opened = text in Path("/proc/self/maps").read_text()
-        alone = RunBatches(config, TASK.open(config, None), mesh.axis("dp"))
+        alone = RunBatches(config, TASK.open_data(config, None), mesh.axis("dp"))
         expected = everything(alone)
         assert (
             (shared.has_test, shared.no_test_reason)
@@ -102,7 +102,7 @@ def test_one_rank_opens_the_corpus_and_all_have_it(worker_pool, text, layout):
 
 
 def opened(config: RunConfig, mesh: Mesh) -> Batches:
-    return open_batches(config, lambda: TASK.open(config, None), mesh)
+    return open_batches(config, lambda: TASK.open_data(config, None), mesh)
 
 
 def test_an_error_of_the_reading_rank_is_that_of_all(worker_pool, text):

@@ -96,7 +96,7 @@ CASES = {
 
 def train(mesh: Mesh, config: RunConfig, generates: bool) -> tuple[list, list, list]:
     """Tokens between the steps; losses and norms of the steps; the last weights and state."""
-    batches = open_batches(config, lambda: TASK.open(config, None), mesh)
+    batches = open_batches(config, lambda: TASK.open_data(config, None), mesh)
     trainer = build_trainer(config, TASK, batches, mesh, torch.float64)
     steps, tokens, reports = trainer.micro_batches(0), [], []
     for _ in range(config.training.train_iters):

@@ -60,8 +60,8 @@ def seconds(mesh: Mesh, prefix: str, rounds: int) -> dict[str, list[float]]:
         layout=mesh.layout,
     )
     ways: dict[str, Callable[[], Batches]] = {
-        "each": lambda: RunBatches(config, TASK.open(config, None), mesh.axis("dp")),
-        "sent": lambda: open_batches(config, lambda: TASK.open(config, None), mesh),
+        "each": lambda: RunBatches(config, TASK.open_data(config, None), mesh.axis("dp")),
+        "sent": lambda: open_batches(config, lambda: TASK.open_data(config, None), mesh),
     }
     steps = {way: read().training(0) for way, read in ways.items()}
     taken = {way: list[float]() for way in ways}
