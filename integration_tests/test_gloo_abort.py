@@ -8,7 +8,7 @@ from megatron_train.launch.launch import launch
 RANK = """
 import os, sys
 from datetime import timedelta
-from megatron_train.cli.failure import report_of
+from megatron_train.cli.failure import failure_report
 from megatron_train.launch.link import ParentLink
 
 link = ParentLink(int(sys.argv[1]))
@@ -21,7 +21,7 @@ try:
     gradient = torch.ones(16 if mesh.rank == 0 else 4_000_000)
     all_reduce(gradient, mesh.axis("tp"), purpose="unequal sizes")
 except BaseException as error:
-    report = report_of(error)
+    report = failure_report(error)
     link.send(report)
     os._exit(report.status)
 """

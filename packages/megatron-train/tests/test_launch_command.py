@@ -10,7 +10,7 @@ import time
 
 import pytest
 from megatron_train.cli import main
-from megatron_train.cli.failure import report_of
+from megatron_train.cli.failure import failure_report
 from megatron_train.cli.pretrain import ranks_to_start
 from megatron_train.errors import TrainError, UsageError
 from megatron_train.launch.error_file import write_error_file
@@ -59,12 +59,15 @@ def test_a_wrong_flag_is_one_line_of_the_parent_which_never_imports_torch(words,
 
 
 def test_mistakes_interrupts_and_bugs_are_told_apart():
-    assert report_of(UsageError("no\n such flag")).message == "no such flag"
-    assert report_of(UsageError("")).status == 2
-    assert report_of(TrainError("bad")).kind == "own"
-    assert report_of(FileNotFoundError(2, "No such file", "x.bin")).message == "x.bin: No such file"
-    assert report_of(KeyboardInterrupt()).status == 130
-    bug = report_of(KeyError("x"))
+    assert failure_report(UsageError("no\n such flag")).message == "no such flag"
+    assert failure_report(UsageError("")).status == 2
+    assert failure_report(TrainError("bad")).kind == "own"
+    assert (
+        failure_report(FileNotFoundError(2, "No such file", "x.bin")).message
+        == "x.bin: No such file"
+    )
+    assert failure_report(KeyboardInterrupt()).status == 130
+    bug = failure_report(KeyError("x"))
     assert (bug.kind, bug.message) == ("bug", "KeyError: 'x'") and "KeyError" in bug.traceback
 
 
@@ -76,10 +79,12 @@ def test_memory_that_ran_out_is_no_bug():
         (RuntimeError(f"{host}: you tried to allocate 2560 bytes. Error code 12"), "2560 bytes"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU"), "2.50 GiB"),
     ):
-        report = report_of(error)
+        report = failure_report(error)
         assert (report.kind, report.status, report.traceback) == ("own", 1, "")
         assert report.message.startswith(f"out of memory, {asked} asked for: lower --micro-batch")
-    assert report_of(MemoryError()).message.startswith("out of memory: lower --micro-batch-size")
+    assert failure_report(MemoryError()).message.startswith(
+        "out of memory: lower --micro-batch-size"
+    )
 
 
 def test_failures_between_ranks_are_not_bugs(monkeypatch):
@@ -90,15 +95,17 @@ def test_failures_between_ranks_are_not_bugs(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "5")
     start = "start-up of axis 'world' at here:5: "
     words = "rank 1 did not join all_reduce on axis 'dp' (ranks 0-1)"
-    lost = report_of(CollectiveError(words))
+    lost = failure_report(CollectiveError(words))
     assert (lost.kind, lost.status, lost.message) == ("peer", 1, start + words)
-    early = report_of(dist.DistStoreError("wait timeout after 3000ms, keys: /x\nException raised"))
+    early = failure_report(
+        dist.DistStoreError("wait timeout after 3000ms, keys: /x\nException raised")
+    )
     assert early.message == f"{start}communication failed: wait timeout after 3000ms, keys: /x"
     gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"
-    assert report_of(RuntimeError(gloo)).message.endswith("failed: Connection closed by peer")
-    assert report_of(RuntimeError("mat1 and mat2 shapes cannot be multiplied")).kind == "bug"
+    assert failure_report(RuntimeError(gloo)).message.endswith("failed: Connection closed by peer")
+    assert failure_report(RuntimeError("mat1 and mat2 shapes cannot be multiplied")).kind == "bug"
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    assert report_of(CollectiveError(words)).message == words
+    assert failure_report(CollectiveError(words)).message == words
 
 
 def test_a_port_that_another_process_has_is_told_apart(monkeypatch):
@@ -113,7 +120,7 @@ def test_a_port_that_another_process_has_is_told_apart(monkeypatch):
             monkeypatch.setenv(name, value)
         with pytest.raises(RuntimeError) as failed:
             Mesh.bind(ParallelLayout(dp=2))
-    report = report_of(failed.value)
+    report = failure_report(failed.value)
     assert report.kind == "port" and f"127.0.0.1:{port}" in report.message
 
 
@@ -158,18 +165,18 @@ def test_a_rank_writes_its_line_to_the_file_of_torchrun(tmp_path, monkeypatch):
 def test_the_file_of_torchrun_has_the_traceback_of_a_bug_and_no_interrupt(tmp_path):
     file = tmp_path / "error.json"
     there = {"TORCHELASTIC_ERROR_FILE": str(file)}
-    write_error_file(report_of(KeyboardInterrupt()), there)
-    write_error_file(report_of(TrainError("bad")), {})
+    write_error_file(failure_report(KeyboardInterrupt()), there)
+    write_error_file(failure_report(TrainError("bad")), {})
     assert not file.exists()
     try:
         raise ZeroDivisionError("a bug")
     except ZeroDivisionError as error:
-        write_error_file(report_of(error), there)
+        write_error_file(failure_report(error), there)
     shown = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
     first, *rest = shown.splitlines()
     assert first == "megatron-train: error: ZeroDivisionError: a bug"
     assert rest[0].startswith("Traceback") and rest[-1] == "ZeroDivisionError: a bug"
-    write_error_file(report_of(TrainError("bad")), {"TORCHELASTIC_ERROR_FILE": str(tmp_path)})
+    write_error_file(failure_report(TrainError("bad")), {"TORCHELASTIC_ERROR_FILE": str(tmp_path)})
 
 
 def test_the_summary_of_torchrun_has_the_line_of_the_failed_rank(tmp_path):

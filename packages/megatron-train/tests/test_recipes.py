@@ -3,7 +3,12 @@ from megatron_ckpt import find_family
 from megatron_models import parameter_count
 from megatron_train.cli import main
 from megatron_train.config.files import read_file
-from megatron_train.config.recipes import recipe_about, recipe_names, recipe_text, recipe_values
+from megatron_train.config.recipes import (
+    recipe_description,
+    recipe_names,
+    recipe_text,
+    recipe_values,
+)
 from megatron_train.config.resolve import derive
 from megatron_train.config.run import build_run
 from megatron_train.config.run_sections import run_options
@@ -47,7 +52,7 @@ def test_a_recipe_is_a_run_of_the_published_size(name):
     assert parameter_count(run.model) == PARAMETERS[name]
     assert run.learning_rate_schedule().at(10**9) <= run.optimizer.lr
     assert find_family(run.checkpoint.model_family).differences(run.model) == []
-    assert recipe_about(name).endswith(".") and "\n" not in recipe_about(name)
+    assert recipe_description(name).endswith(".") and "\n" not in recipe_description(name)
 
 
 def test_recipes_are_listed_and_shown_as_files(tmp_path, capsys):

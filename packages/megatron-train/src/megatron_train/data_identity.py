@@ -67,33 +67,33 @@ def _fingerprint(prefix: str) -> str | None:
 
 
 def drop_allowed_differences(
-    before: dict[str, Any], now: dict[str, Any], path: Path, consumed_samples: int
+    saved: dict[str, Any], current: dict[str, Any], path: Path, consumed_samples: int
 ) -> None:
     """Drops the paths of equal corpora, and the changes of data that lie ahead.
 
     Args:
-        before: the data's part of the record in a checkpoint; changed in place.
-        now: that of the run that continues; changed in place.
+        saved: the data's part of the record in a checkpoint; changed in place.
+        current: that of the run that continues; changed in place.
         path: of the checkpoint.
         consumed_samples: by the checkpoint.
 
     Raises:
         TrainError: the record in the checkpoint is damaged.
     """
-    known = _sources(now)
-    if known is not None and _sources(before) == known:
-        for part in (before, now):
+    known = _sources(current)
+    if known is not None and _sources(saved) == known:
+        for part in (saved, current):
             part.pop("data", None)
             part.pop("content", None)
-    elif before.get("data") != now.get("data"):  # then the paths say it better
-        before.pop("content", None)
-        now.pop("content", None)
-    for part in (before, now):
+    elif saved.get("data") != current.get("data"):  # then the paths say it better
+        saved.pop("content", None)
+        current.pop("content", None)
+    for part in (saved, current):
         part["changes"] = _changes_before(consumed_samples, part.get("changes") or [], path)
-    if len(before["changes"]) == len(now["changes"]) and all(
-        map(_same_change, before["changes"], now["changes"])
+    if len(saved["changes"]) == len(current["changes"]) and all(
+        map(_same_change, saved["changes"], current["changes"])
     ):
-        before["changes"] = now["changes"]
+        saved["changes"] = current["changes"]
 
 
 def _sources(data: Mapping[str, Any]) -> list[Any] | None:
@@ -124,9 +124,9 @@ def _changes_before(consumed_samples: int, changes: Any, path: Path) -> list[Any
     return found
 
 
-def _same_change(before: Sequence[Any], now: Sequence[Any]) -> bool:
+def _same_change(saved: Sequence[Any], current: Sequence[Any]) -> bool:
     """Returns whether two changes of data mean the same, wherever their corpora lie."""
-    (first, (paths, weights), *content), (then, (others, theirs), *their_content) = before, now
+    (first, (paths, weights), *content), (then, (others, theirs), *their_content) = saved, current
     if first != then or _listed(weights) != _listed(theirs):
         return False
     if not content or not their_content:

@@ -32,7 +32,7 @@ def add_command(commands: "argparse._SubParsersAction[Parser]") -> None:
         "config", help=summary, description=summary.capitalize() + ".", epilog=_EXAMPLE
     )
     actions = config.add_subparsers(
-        metavar="ACTION", required=True, parser_class=from_megatron.WordsParser
+        metavar="ACTION", required=True, parser_class=from_megatron.DropFlagParser
     )
     summary = "show settings, and flags of Megatron-LM, by a word"
     description = "Show the settings, and the flags of Megatron-LM, in which all words occur."

@@ -16,7 +16,7 @@ _ASKED = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 _PLACE = re.compile(r"^\[[^\]]*\]\s*")
 
 
-def report_of(error: BaseException) -> FailureReport:
+def failure_report(error: BaseException) -> FailureReport:
     """Returns what ``error`` comes to; called only when one was raised."""
     if isinstance(error, SettingsError):
         return FailureReport(

@@ -26,7 +26,7 @@ example:
 _PROGRAMS = ("pretrain_gpt.py",)
 
 
-class WordsParser(Parser):
+class DropFlagParser(Parser):
     """A parser whose option --drop takes a flag, ``--drop --fp8-format``."""
 
     def parse_known_args(  # type: ignore[override]
@@ -42,7 +42,7 @@ class WordsParser(Parser):
         return super().parse_known_args(words, namespace)
 
 
-def add_action(actions: "argparse._SubParsersAction[WordsParser]") -> None:
+def add_action(actions: "argparse._SubParsersAction[DropFlagParser]") -> None:
     """Adds the action to ``actions``."""
     summary = "make a launch script of Megatron-LM into a file of settings"
     parser = actions.add_parser(

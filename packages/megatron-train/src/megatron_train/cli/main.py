@@ -19,7 +19,7 @@ from megatron_train.cli import (
     tasks,
 )
 from megatron_train.cli import report as report_page
-from megatron_train.cli.failure import report_of
+from megatron_train.cli.failure import failure_report
 from megatron_train.config.flags import Parser
 from megatron_train.launch.error_file import write_error_file
 from megatron_train.launch.link import FailureReport
@@ -67,13 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         status = discard_stdout()
     except (Exception, KeyboardInterrupt) as error:
-        report = report_of(error)
+        report = failure_report(error)
         write_error_file(report)
         if report.kind == "bug" and not several:
             raise
         status = _tell(report, several)
     if several:
-        leave(status)
+        exit_now(status)
     return status
 
 
@@ -89,7 +89,7 @@ def _tell(report: FailureReport, several: bool) -> int:
     return report_error(PROG, CommandError(*lines), report.status)
 
 
-def leave(status: int) -> NoReturn:
+def exit_now(status: int) -> NoReturn:
     """Ends this process now, with what it has written but without what would run at exit."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -9,8 +9,8 @@ import logging
 import sys
 from typing import NoReturn
 
-from megatron_train.cli.failure import report_of
-from megatron_train.cli.main import build_parser, leave
+from megatron_train.cli.failure import failure_report
+from megatron_train.cli.main import build_parser, exit_now
 from megatron_train.launch.link import ParentLink
 
 
@@ -30,11 +30,11 @@ def main() -> NoReturn:
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException as error:  # noqa: BLE001 - also interrupts are told to the parent
-        report = report_of(error)
+        report = failure_report(error)
         link.send(report)
         status = report.status
     logging.shutdown()
-    leave(status)
+    exit_now(status)
 
 
 if __name__ == "__main__":

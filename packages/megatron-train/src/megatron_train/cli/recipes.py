@@ -6,7 +6,12 @@ import textwrap
 from typing import Any
 
 from megatron_train.config.flags import Parser
-from megatron_train.config.recipes import difference, recipe_about, recipe_names, recipe_text
+from megatron_train.config.recipes import (
+    compare_recipes,
+    recipe_description,
+    recipe_names,
+    recipe_text,
+)
 from megatron_train.config.run_sections import run_options
 
 _EXAMPLE = """\
@@ -42,7 +47,7 @@ def _add(actions: Any, name: str, summary: str, run: Any) -> Parser:
 def _list(arguments: argparse.Namespace) -> int:
     for name in recipe_names():
         sys.stdout.write(
-            f"{name}\n{textwrap.indent(textwrap.fill(recipe_about(name), 92), '  ')}\n"
+            f"{name}\n{textwrap.indent(textwrap.fill(recipe_description(name), 92), '  ')}\n"
         )
     return 0
 
@@ -53,7 +58,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    rows = difference(arguments.one, arguments.other, run_options())
+    rows = compare_recipes(arguments.one, arguments.other, run_options())
     table = [("", arguments.one, arguments.other)] + [
         (key, _shown(one), _shown(other)) for key, one, other in rows
     ]

@@ -86,7 +86,7 @@ def parse_settings(text: str, name: str, options: Sequence[Option]) -> Values:
     return Values(given)
 
 
-def about(text: str) -> str:
+def file_description(text: str) -> str:
     """Returns what a file says of itself under ``about``, in one line; empty if nothing."""
     return " ".join(str(_load(text, "recipe").get(_ABOUT, "")).split())
 

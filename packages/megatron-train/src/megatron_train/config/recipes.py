@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron_train._command import nearest
-from megatron_train.config.files import about, parse_settings, read_file
+from megatron_train.config.files import file_description, parse_settings, read_file
 from megatron_train.config.options import Option
 from megatron_train.config.values import Values
 from megatron_train.errors import TrainError
@@ -43,12 +43,12 @@ def recipe_values(name: str, options: Sequence[Option]) -> Values:
     return parse_settings(recipe_text(name), f"{RECIPE_ORIGIN}{name}", options)
 
 
-def recipe_about(name: str) -> str:
+def recipe_description(name: str) -> str:
     """Returns what a recipe says of itself, in one line."""
-    return about(recipe_text(name))
+    return file_description(recipe_text(name))
 
 
-def difference(one: str, other: str, options: Sequence[Option]) -> list[tuple[str, Any, Any]]:
+def compare_recipes(one: str, other: str, options: Sequence[Option]) -> list[tuple[str, Any, Any]]:
     """Returns the settings in which two recipes, or files, differ.
 
     A setting that one of them does not give counts with its default.
