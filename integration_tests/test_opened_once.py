@@ -43,7 +43,7 @@ def counted(tmp_path, monkeypatch, plain_runs):
 
         monkeypatch.setattr(owner, name, called)
 
-    count(tokenizer, "make_tokenizer")
+    count(tokenizer, "build_tokenizer")
     count(gpt_data, "read_data_path_changes")
     count(gpt_data, "conversation_tokenizer")
     count(IndexedDataset, "__init__", "corpora")
@@ -58,16 +58,16 @@ def counted(tmp_path, monkeypatch, plain_runs):
 
 def test_tokenizer_corpora_and_their_changes(counted):
     calls = counted("--data-path text --split 6,3,1 --data-path-changes changes.json")
-    assert calls == {"make_tokenizer": 1, "read_data_path_changes": 1, "corpora": 2}
+    assert calls == {"build_tokenizer": 1, "read_data_path_changes": 1, "corpora": 2}
 
 
 def test_the_order_of_each_split(counted):
     calls = counted("--data-path text --split 6,3,1 --sample-order compat")
-    assert calls == {"make_tokenizer": 1, "corpora": 1, "build_shuffle_index": 3}
+    assert calls == {"build_tokenizer": 1, "corpora": 1, "build_shuffle_index": 3}
 
 
 def test_the_template_of_conversations(counted):
     talks = "--sft --reset-position-ids --reset-attention-mask --data-path talks.jsonl"
     prompt = "--tokenizer-model chat --tokenizer-type SFTTokenizer --seq-length 96"
     calls = counted(f"{talks} --split 6,3,1 {prompt}")
-    assert calls == {"make_tokenizer": 1, "conversation_tokenizer": 1}
+    assert calls == {"build_tokenizer": 1, "conversation_tokenizer": 1}

@@ -68,7 +68,7 @@ def compare(source: str, theirs: Any, messages: list[dict[str, Any]], **given: A
     ours = compiled(source, **more)
     for _ in range(2):  # a second time where the day ended in between
         try:
-            before = ours.render(messages, **given, answers=False).text
+            before = ours.render(messages, **given, return_assistant_spans=False).text
         except DataError:
             with pytest.raises(Exception):  # noqa: B017 - of any kind
                 theirs.apply_chat_template(

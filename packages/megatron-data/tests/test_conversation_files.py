@@ -77,7 +77,7 @@ def one_by_one(
             starts = [n for n, m in enumerate(row["messages"]) if m["role"] == "system"] or [0]
             for first, last in zip(starts, [*starts[1:], None], strict=True):
                 text, answers = TEMPLATE.render(row["messages"][first:last])
-                ((ids, places),) = tokenizer.encode_with_places([text])
+                ((ids, places),) = tokenizer.encode_with_offsets([text])
                 mask = [any(b < e2 and e > b2 for b2, e2 in answers) for b, e in places]
                 ids, mask = [*ids, tokenizer.eod_id][:most], [*mask, True][:most]
                 if any(mask[1:]):
@@ -121,9 +121,9 @@ from megatron_data import load_tokenizer, tokenize_conversations
 from megatron_data.tokenizers import ChatTemplate
 
 class HuggingFaceTokenizer(megatron_data.HuggingFaceTokenizer):
-    def encode_with_places(self, texts):
+    def encode_with_offsets(self, texts):
         time.sleep(0.01)
-        return super().encode_with_places(texts)
+        return super().encode_with_offsets(texts)
 
     def __reduce__(self):
         return type(self), (self.definition, {})
@@ -292,7 +292,7 @@ def test_the_day_of_a_template_that_writes_it_stands_in_the_manifest(
     """A run that is continued on another day does its chunks again, so all have one date."""
     template = ChatTemplate("{{ strftime_now('%d') }}" + TEMPLATE.source, TEMPLATE.variables)
     options: dict[str, Any] = {"chunk_bytes": 4000}
-    then = template.at(datetime(1999, 12, 31))
+    then = template.with_time(datetime(1999, 12, 31))
     first = tokenize_conversations([talks], tmp_path / "o", tokenizer, then, **options)
     manifest = read_manifest(first.made.prefix)
     assert manifest is not None
@@ -304,10 +304,14 @@ def test_the_day_of_a_template_that_writes_it_stands_in_the_manifest(
     for day in (31, 30):
         with pytest.raises(DataError, match="no conversation"):
             tokenize_conversations(
-                [broken], tmp_path / "p", tokenizer, template.at(datetime(1999, 12, day)), **options
+                [broken],
+                tmp_path / "p",
+                tokenizer,
+                template.with_time(datetime(1999, 12, day)),
+                **options,
             )
     broken.write_text(talks.read_text())
-    again = template.at(datetime(1999, 12, 30))
+    again = template.with_time(datetime(1999, 12, 30))
     made = tokenize_conversations([broken], tmp_path / "p", tokenizer, again, **options).made
     assert made.continued
     with IndexedDataset(made.prefix) as dataset:

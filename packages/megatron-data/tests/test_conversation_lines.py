@@ -247,7 +247,9 @@ def test_a_template_that_writes_the_time_is_warned_of(
     ConversationLines(talks / "a.jsonl", SFTTokenizer(talker.reference, dated))
     assert "samples change with the day on which they are read" in caplog.text
     caplog.clear()
-    ConversationLines(talks / "a.jsonl", SFTTokenizer(talker.reference, dated.at(datetime.min)))
+    ConversationLines(
+        talks / "a.jsonl", SFTTokenizer(talker.reference, dated.with_time(datetime.min))
+    )
     ConversationLines(f"file://{talks}/a.jsonl", talker)
     assert not caplog.records
 

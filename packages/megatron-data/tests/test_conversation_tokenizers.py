@@ -15,8 +15,8 @@ from megatron_data import (
     DataError,
     HuggingFaceTokenizer,
     IndexedDataset,
+    build_tokenizer,
     load_tokenizer,
-    make_tokenizer,
 )
 from megatron_data.cli import main
 from megatron_data.tokenizers import (
@@ -102,7 +102,7 @@ def test_conversations_with_images(
         assert tokenizer.decode(ids.tolist()) == text
     assert talk == TALK
     rendered = tokenizer.template.render(talk)
-    assert [rendered.text[first:last] for first, last in rendered.answers] == said
+    assert [rendered.text[first:last] for first, last in rendered.assistant_spans] == said
     assert tokenizer.reference.encode(text) == ids.tolist()
     assert 0 < counted.sum() < len(counted)
     targets = tokenizer.tokenize_conversation(talk).targets
@@ -118,7 +118,7 @@ def test_tags_are_put_around_images_in_texts(folder: Path) -> None:
     text = "the <image> whale"
     assert plain.decode(plain.encode(text)) == text
     assert tagged.decode(tagged.encode(text)) == "the <Image><image></Image> whale"
-    assert [*tagged.pieces(text)] == [text]
+    assert [*tagged.split_text(text)] == [text]
     assert plain.fingerprint == plain.reference.fingerprint != tagged.fingerprint
     without = MultimodalTokenizer.load(folder, "chatml", special_tokens=["<a>"])
     assert without.image_id is None and without.token_id("<a>") is not None
@@ -142,7 +142,7 @@ def test_what_a_tool_says_is_not_counted(folder: Path) -> None:
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     talk.insert(1, {"role": "assistant", "content": None, "tool_calls": [call]})
     rendered = MultimodalTokenizer.load(folder, "llama3p1").template.render(talk)
-    said = [rendered.text[first:last] for first, last in rendered.answers]
+    said = [rendered.text[first:last] for first, last in rendered.assistant_spans]
     assert said == ['{"name": "add", "parameters": {"a": 1}}<|eot_id|>', "See you<|eot_id|>"]
     assert '<|start_header_id|>ipython<|end_header_id|>\n\n"42"<|eot_id|>' in rendered.text
 
@@ -163,7 +163,7 @@ def test_a_saved_one_is_the_same(
     folder: Path, tmp_path: Path, options: dict[str, Any], pad: str | None
 ) -> None:
     kind = "MultimodalTokenizer" if "tokenizer_prompt_format" in options else "SFTTokenizer"
-    made = make_tokenizer(kind, tokenizer_model=str(folder), **options)
+    made = build_tokenizer(kind, tokenizer_model=str(folder), **options)
     assert isinstance(made, SFTTokenizer)
     assert (made.bos_id, made.eos_id) == (made.token_id("<s>"), made.token_id("</s>"))
     assert made.pad_id == (None if pad is None else made.token_id(pad))
@@ -187,14 +187,14 @@ def test_a_saved_one_keeps_what_its_template_may_use(folder: Path, tmp_path: Pat
 
 def test_megatrons_format_is_the_default(folder: Path) -> None:
     for tokenizer in (
-        make_tokenizer("SFTTokenizer", tokenizer_model=str(folder)),
-        make_tokenizer(tokenizer_model=str(folder), sft_tokenizer_prompt_format="identity"),
+        build_tokenizer("SFTTokenizer", tokenizer_model=str(folder)),
+        build_tokenizer(tokenizer_model=str(folder), sft_tokenizer_prompt_format="identity"),
     ):
         assert isinstance(tokenizer, SFTTokenizer)
     asked = SFTTokenizer.load(folder).tokenize_conversation(TALK, add_generation_prompt=True)
     assert SFTTokenizer.load(folder).decode(asked.ids.tolist()).startswith("<SPECIAL_10>System\n")
     everything = SFTTokenizer.load(folder).tokenize_conversation(TALK, loss="all")
-    assert everything.counted.all()
+    assert everything.loss_mask.all()
 
 
 def test_a_plain_tokenizer_takes_the_template_beside_it(folder: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_plain_tokenizer_takes_the_template_beside_it(folder: Path) -> None:
 
 
 def test_numbers_for_text(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer("NullMultimodalTokenizer", vocab_size=100)
+    tokenizer = build_tokenizer("NullMultimodalTokenizer", vocab_size=100)
     tokenizer.save(tmp_path)
     for each in (tokenizer, load_tokenizer(tmp_path)):
         assert isinstance(each, NullMultimodalTokenizer)
@@ -254,7 +254,7 @@ def test_a_template_of_ones_own_goes_with_images_too(folder: Path, tmp_path: Pat
 )  # fmt: skip
 def test_what_cannot_be_made(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        make_tokenizer(**{"tokenizer_model": str(folder), **options})
+        build_tokenizer(**{"tokenizer_model": str(folder), **options})
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_the_command(folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
         expected = tokenizer.tokenize_conversation(TALK)
         assert dataset.get(0).tolist() == expected.ids.tolist()  # it ends with </s>
     with IndexedDataset("images_conversation_loss") as mask:
-        assert mask.get(0).tolist() == expected.counted.tolist()
+        assert mask.get(0).tolist() == expected.loss_mask.tolist()
     capsys.readouterr()
     words = [*command.split(), "--output-prefix", "x", "--image-tag-type", "nvlm"]
     assert main(words) == 2

@@ -124,7 +124,7 @@ def test_panics_of_the_library_are_refusals(
     library.decode = library.from_str = panic
     whole = HuggingFaceTokenizer(tokenizer.definition)
     monkeypatch.setattr(whole, "_tokenizer", library)
-    for call in (whole.encode, whole.encode_batch, whole.encode_with_places, whole.decode):
+    for call in (whole.encode, whole.encode_batch, whole.encode_with_offsets, whole.decode):
         with pytest.raises(DataError, match=": index out of bounds"):
             call([])  # type: ignore[operator]
     monkeypatch.setattr(huggingface.tokenizers, "Tokenizer", library)
@@ -137,7 +137,7 @@ def test_a_text_that_a_vocabulary_cannot_express_is_refused() -> None:
     del definition["model"]["vocab"]["[UNK]"]
     definition["added_tokens"] = []
     lacking = HuggingFaceTokenizer(json.dumps(definition))
-    for call in (lacking.encode_batch, lacking.encode_with_places):
+    for call in (lacking.encode_batch, lacking.encode_with_offsets):
         with pytest.raises(DataError, match=r"the tokenizer cannot encode this text: .*UNK"):
             call(["Ω"])
 

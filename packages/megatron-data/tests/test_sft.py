@@ -17,7 +17,13 @@ from megatron_data import (
     tokenize_conversations,
 )
 from megatron_data.cli import main
-from megatron_data.tokenizers import ChatTemplate, ImageTemplate, Rendered, TemplateLimits, chat
+from megatron_data.tokenizers import (
+    ChatTemplate,
+    ImageTemplate,
+    RenderedConversation,
+    TemplateLimits,
+    chat,
+)
 
 pytest.importorskip("jinja2")
 
@@ -61,9 +67,9 @@ FORGETFUL = (
     ],
 )
 def test_megatrons_prompt_formats(prompt_format: str, text: str, answers: list[str]) -> None:
-    rendered = ChatTemplate.named(prompt_format).render(CHAT)
+    rendered = ChatTemplate.from_prompt_format(prompt_format).render(CHAT)
     assert rendered.text == text
-    assert [text[first:last] for first, last in rendered.answers] == answers
+    assert [text[first:last] for first, last in rendered.assistant_spans] == answers
 
 
 def test_a_template_without_marks_is_rendered_turn_by_turn() -> None:
@@ -115,12 +121,12 @@ def test_the_time_is_one_for_a_conversation_and_may_be_fixed(
     source = "{{ strftime_now('%Y-%m-%d %S') }}{% for m in messages %}|{{ m.content }}{% endfor %}"
     template = ChatTemplate(source)
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert template.render(said) == Rendered("2026-01-02 00|a|b", [(15, 17)])
+    assert template.render(said) == RenderedConversation("2026-01-02 00|a|b", [(15, 17)])
     assert template.render(said).text.startswith("2026-01-02 01|")
-    fixed = pickle.loads(pickle.dumps(template.at(datetime(1999, 12, 31))))
+    fixed = pickle.loads(pickle.dumps(template.with_time(datetime(1999, 12, 31))))
     assert fixed.render(said).text.startswith("1999-12-31 00|")
     assert ImageTemplate(fixed).render(said).text.startswith("1999-12-31 00|")
-    assert (template.tells_time, ChatTemplate("{{ messages }}").tells_time) == (True, False)
+    assert (template.uses_time, ChatTemplate("{{ messages }}").uses_time) == (True, False)
     long = ChatTemplate("{{ strftime_now('%A' * 999) }}", limits=TemplateLimits(characters=9999))
     with pytest.raises(DataError, match="a text of more than 9,999 characters"):
         long.render(said)
@@ -129,7 +135,7 @@ def test_the_time_is_one_for_a_conversation_and_may_be_fixed(
 def test_a_turn_that_is_written_otherwise_later_is_no_error_where_all_counts() -> None:
     given = [*CHAT[:2], {**CHAT[2], "thought": "?"}, *CHAT[3:]]
     template = ChatTemplate(FORGETFUL)
-    assert template.render(given, answers=False).answers == []
+    assert template.render(given, return_assistant_spans=False).assistant_spans == []
     with pytest.raises(DataError, match="writes message 3 differently"):
         template.render(given)
 
@@ -150,7 +156,7 @@ def test_a_tokenizers_folder_holds_its_template(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has no chat template.*nemotron-h-aligned"):
         ChatTemplate.load(tmp_path)
     with pytest.raises(DataError, match="no prompt format 'chatmel'"):
-        ChatTemplate.named("chatmel")
+        ChatTemplate.from_prompt_format("chatmel")
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from megatron_data import (
     HuggingFaceTokenizer,
     IndexedDataset,
     Tokenizer,
+    build_tokenizer,
     load_tokenizer,
-    make_tokenizer,
 )
 from megatron_data.cli.main import main
 from megatron_data.tokenizers import SentencePieceTokenizer, TikTokenizer
@@ -72,7 +72,7 @@ def test_a_sentencepiece_model_alone_gives_the_librarys_tokens(
     model: Path, texts: list[str]
 ) -> None:
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    ours = make_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=model)
+    ours = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=model)
     assert (ours.vocab_size, ours.bos_id, ours.eos_id, ours.eod_id) == (420, 1, 2, 2)
     assert ours.pad_id is None and isinstance(ours, Tokenizer)
     for text in [*HARD, *texts[:50]]:
@@ -83,7 +83,7 @@ def test_a_sentencepiece_model_alone_gives_the_librarys_tokens(
 
 def test_llama2_begins_every_text(model: Path, texts: list[str]) -> None:
     alone = SentencePieceTokenizer.load(model)
-    llama = make_tokenizer("Llama2Tokenizer", tokenizer_model=model)
+    llama = build_tokenizer("Llama2Tokenizer", tokenizer_model=model)
     assert llama.encode_batch(texts) == [[1, *alone.encode(text)] for text in texts]
     assert llama.encode("") == [1]
     assert llama.decode(llama.encode(texts[0])) == texts[0]
@@ -122,7 +122,7 @@ def test_a_tiktoken_vocabulary_gives_the_librarys_tokens(
         mergeable_ranks={token: n for n, token in enumerate(ranks)},
         special_tokens={},
     )
-    ours = make_tokenizer(
+    ours = build_tokenizer(
         "TikTokenizer",
         tokenizer_model=vocabulary,
         tiktoken_pattern=pattern,
@@ -158,7 +158,7 @@ def test_a_tokenizer_is_the_same_when_it_was_saved_or_sent(
         "Llama2Tokenizer": {"tokenizer_model": model},
         "TikTokenizer": {"tokenizer_model": vocabulary, "tiktoken_pattern": "v1"},
     }[kind]
-    tokenizer = make_tokenizer(kind, **options)
+    tokenizer = build_tokenizer(kind, **options)
     tokenizer.save(tmp_path)
     for other in (load_tokenizer(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
         assert type(other) is type(tokenizer)
@@ -225,7 +225,7 @@ def test_what_makes_no_tokenizer_is_told(
         key: {"M": model, "V": vocabulary}.get(str(value), value) for key, value in options.items()
     }
     with pytest.raises(DataError, match=message):
-        make_tokenizer(**given)  # type: ignore[arg-type]
+        build_tokenizer(**given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

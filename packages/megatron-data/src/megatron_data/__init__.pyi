@@ -27,7 +27,7 @@ from .samplers import SequentialSampler as SequentialSampler
 from .samplers import ShuffledSampler as ShuffledSampler
 from .sources.opening import read_texts as read_texts
 from .tokenizers.huggingface import HuggingFaceTokenizer as HuggingFaceTokenizer
-from .tokenizers.kinds import make_tokenizer as make_tokenizer
+from .tokenizers.kinds import build_tokenizer as build_tokenizer
 from .tokenizers.loading import load_tokenizer as load_tokenizer
 from .tokenizers.plain import ByteTokenizer as ByteTokenizer
 from .tokenizers.protocol import Tokenizer as Tokenizer

@@ -1,6 +1,6 @@
 """The tokenizer of a run, from the files that its configuration names; nothing here needs torch."""
 
-from megatron_data import Tokenizer, make_tokenizer
+from megatron_data import Tokenizer, build_tokenizer
 
 from megatron_train.config.data import DataConfig
 from megatron_train.errors import TrainError
@@ -27,7 +27,7 @@ def open_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenizer
         options["vocab_size"] = vocab_size - 1
     elif data.tokenizer == "TikTokenizer":
         options["vocab_size"] = vocab_size
-    return make_tokenizer(data.tokenizer_type, **options)
+    return build_tokenizer(data.tokenizer_type, **options)
 
 
 class TokenizerCache:

@@ -8,11 +8,11 @@ from megatron_data._command import Parser
 from megatron_data.cli.bounds import Bounded
 from megatron_data.sources.block_cache import StorageCache
 from megatron_data.tokenizers.kinds import (
-    TOKENIZER_INGREDIENTS,
     TOKENIZER_KINDS,
-    complaint_about,
-    default_kind,
-    make_tokenizer,
+    TOKENIZER_OPTIONS,
+    build_tokenizer,
+    default_tokenizer_kind,
+    tokenizer_options_error,
 )
 from megatron_data.tokenizers.prompt_formats import MULTIMODAL_PROMPT_FORMATS, PROMPT_FORMATS
 from megatron_data.tokenizers.protocol import Tokenizer
@@ -106,8 +106,8 @@ def add_overwrite_option(parser: "Parser | argparse._ArgumentGroup") -> None:
 def add_tokenizer_options(parser: Parser, kinds: Iterable[str] = TOKENIZER_KINDS) -> None:
     """`--tokenizer-type` and what the kinds are made from."""
     kinds = (*kinds,)
-    made_of = [TOKENIZER_INGREDIENTS[kind] for kind in kinds]
-    names = {name for each in made_of for name in (*each.needs, *each.takes)}
+    made_of = [TOKENIZER_OPTIONS[kind] for kind in kinds]
+    names = {name for each in made_of for name in (*each.required, *each.optional)}
     otherwise = [each for each in ("GPT2BPETokenizer with --vocab-file",) if "vocab_file" in names]
     otherwise.append("the kind a prompt format is of")
     group = parser.add_argument_group("tokenizer")
@@ -151,14 +151,14 @@ def storage_of(arguments: argparse.Namespace) -> StorageCache | None:
 def tokenizer_of(parser: Parser, arguments: argparse.Namespace) -> Tokenizer:
     """Returns the tokenizer that the options name; options of another kind are refused."""
     given = _given(arguments)
-    kind = arguments.tokenizer_type or default_kind(given)
+    kind = arguments.tokenizer_type or default_tokenizer_kind(given)
     if kind == "HuggingFaceTokenizer" and not given:
         parser.error(
             "--tokenizer-model PATH is needed; train one with megatron-data train-tokenizer"
         )
-    if complaint := complaint_about(arguments.tokenizer_type, given):
-        parser.error(complaint)
-    return make_tokenizer(arguments.tokenizer_type, **given)
+    if error := tokenizer_options_error(arguments.tokenizer_type, given):
+        parser.error(error)
+    return build_tokenizer(arguments.tokenizer_type, **given)
 
 
 def names_tokenizer(arguments: argparse.Namespace) -> bool:

@@ -19,7 +19,7 @@ from megatron_data.sources.json_lines import NEWLINE
 from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES, too_long
 from megatron_data.sources.streams import split_suffix
 from megatron_data.sources.urls import is_url, without_scheme
-from megatron_data.tokenizers.conversations import CountedTokens, LossOver, encode_rows
+from megatron_data.tokenizers.conversations import ConversationTokens, LossOver, encode_rows
 from megatron_data.tokenizers.sft import SFTTokenizer
 
 _WHITE = np.frombuffer(b" \t\r\v\f\n", np.uint8)
@@ -79,7 +79,7 @@ class ConversationLines:
             raise DataError(f"{self.path} does not exist, or is no file")
         if tokenizer.eod_id is None:
             raise DataError("conversations end with the end-of-document token; there is none")
-        if tokenizer.template.tells_time and tokenizer.template.now is None:
+        if tokenizer.template.uses_time and tokenizer.template.now is None:
             _log.warning(
                 "%s: the chat template writes the time (strftime_now), so samples change with the "
                 "day on which they are read; fix it with ChatTemplate.at, or run megatron-data "
@@ -91,13 +91,13 @@ class ConversationLines:
         if not len(self):
             raise DataError(f"{self.path} holds nothing; every line is to hold a conversation")
         self._check_sizes(max_document_bytes)
-        self._rows: LRUCache[list[CountedTokens]] = LRUCache(_KEPT)
+        self._rows: LRUCache[list[ConversationTokens]] = LRUCache(_KEPT)
 
     def __len__(self) -> int:
         """Returns the number of lines that are not white space."""
         return len(self._lines.starts)
 
-    def row(self, number: int) -> list[CountedTokens]:
+    def row(self, number: int) -> list[ConversationTokens]:
         """The conversations of a line in which a token counts, each with its end of document.
 
         Raises:
@@ -111,7 +111,7 @@ class ConversationLines:
         before = np.searchsorted(self._lines.blank, number, side="right")
         return f"{self.path}:{number + 1 + int(before)}"
 
-    def _read(self, number: int) -> list[CountedTokens]:
+    def _read(self, number: int) -> list[ConversationTokens]:
         start, size = int(self._lines.starts[number]), int(self._lines.sizes[number])
         with Path(self.path).open("rb") as file:
             if _stat_of(os.fstat(file.fileno())) != self._stat:
@@ -121,7 +121,7 @@ class ConversationLines:
         row = read_row(self.place(number), line)
         reference, template = self.tokenizer.reference, self.tokenizer.template
         (conversations,) = encode_rows([row], reference, template, self._loss)
-        return [each for each in conversations if each.counted[1:].any()]
+        return [each for each in conversations if each.loss_mask[1:].any()]
 
     def _check_sizes(self, longest: int | None) -> None:
         """Refuses the first line of more bytes, its end not among them."""
@@ -183,7 +183,7 @@ class ConversationLinesDataset:
             held = f"of which a sample holds the first {self.sequence_length}; longer lines"
             self._tell("long", number, f"{lengths.sum()} tokens, {held} lose their end")
         parts = [
-            (each.ids[:length], each.counted[:length])
+            (each.ids[:length], each.loss_mask[:length])
             for each, length in zip(row, kept, strict=True)
             if length
         ]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megatron_data.errors import DataError
 from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_data.tokenizers.protocol import Tokenizer
-from megatron_data.tokenizers.wordpiece import CONTINUES
+from megatron_data.tokenizers.wordpiece import CONTINUATION_PREFIX
 
 _GEOMETRIC = 0.2  # SpanBERT's p
 
@@ -64,7 +64,7 @@ class WordPieces:
                 "BERT's kind"
             )
         names = (tokenizer.token(number) for number in range(tokenizer.vocab_size))
-        goes_on = [name is not None and name.startswith(CONTINUES) for name in names]
+        goes_on = [name is not None and name.startswith(CONTINUATION_PREFIX) for name in names]
         sentinels: list[int] = []
         while (number := tokenizer.token_id(f"<extra_id_{len(sentinels)}>")) is not None:
             sentinels.append(number)

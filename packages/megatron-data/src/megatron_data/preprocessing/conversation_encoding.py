@@ -21,9 +21,9 @@ from megatron_data.sources.protocol import (
     SupportsRows,
     UnreadableError,
 )
-from megatron_data.tokenizers.chat import ChatTemplate, Rendered
+from megatron_data.tokenizers.chat import ChatTemplate, RenderedConversation
 from megatron_data.tokenizers.conversations import (
-    CountedTokens,
+    ConversationTokens,
     LossOver,
     encode_rendered,
     render_row,
@@ -116,7 +116,7 @@ class ConversationEncoder:
 
     @property
     def _made_by(self) -> dict[str, Any]:
-        now = self.template.now if self.template.tells_time else None
+        now = self.template.now if self.template.uses_time else None
         return {
             "template": self.template.fingerprint,
             **({} if now is None else {"time": now.isoformat()}),
@@ -137,7 +137,7 @@ class ConversationEncoder:
         """Returns the conversations of a chunk, of which every row is a document."""
         if not isinstance(chunk, SupportsRows):
             raise TypeError(f"{type(chunk).__name__} holds no rows")
-        documents: list[list[CountedTokens]] = []
+        documents: list[list[ConversationTokens]] = []
         faults: list[Fault] = []
         refused: list[int] = []
         tallies: Counter[str] = Counter()
@@ -161,35 +161,35 @@ class ConversationEncoder:
                 documents.append([kept for one in made if (kept := self._kept(one, tallies))])
         return EncodedChunk(self._joined(documents), faults, refused, tallies)
 
-    def _rendered(self, item: Row) -> tuple[ConversationRow, list[Rendered]]:
+    def _rendered(self, item: Row) -> tuple[ConversationRow, list[RenderedConversation]]:
         row = row_of("", item.values)
         try:
             return row, render_row(row, self.template, self.loss)
         except DataError as error:
             raise UnreadableError("template", str(error)) from None
 
-    def _kept(self, made: CountedTokens, tallies: Counter[str]) -> CountedTokens | None:
+    def _kept(self, made: ConversationTokens, tallies: Counter[str]) -> ConversationTokens | None:
         """Returns what is written of a conversation; None if it is left out."""
         too_long = self.max_tokens is not None and len(made.ids) > self.max_tokens
         if too_long and self.over_length == "drop":
             tallies["dropped"] += 1
             return None
-        ids, counted = made.ids[: self.max_tokens], made.counted[: self.max_tokens]
-        answered = int(counted[1:].sum())
+        ids, loss_mask = made.ids[: self.max_tokens], made.loss_mask[: self.max_tokens]
+        answered = int(loss_mask[1:].sum())
         if not answered:
             tallies["unanswered"] += 1
             return None
         tallies.update(conversations=1, answered=answered, truncated=int(too_long))
-        return CountedTokens(ids, counted)
+        return ConversationTokens(ids, loss_mask)
 
-    def _joined(self, documents: list[list[CountedTokens]]) -> list[Encoded]:
+    def _joined(self, documents: list[list[ConversationTokens]]) -> list[Encoded]:
         kept = [one for document in documents for one in document]
         lengths = np.array([len(one.ids) for one in kept], np.int32)
         sequences = np.array([len(document) for document in documents], np.int32)
         tokens, mask = (output.dtype for output in self.outputs)
         ids = [np.empty(0, tokens), *(one.ids.astype(tokens) for one in kept)]
-        counted = [np.empty(0, mask), *(one.counted for one in kept)]
+        loss_mask = [np.empty(0, mask), *(one.loss_mask for one in kept)]
         return [
             Encoded(np.concatenate(ids), lengths, sequences),
-            Encoded(np.concatenate(counted), lengths, sequences),
+            Encoded(np.concatenate(loss_mask), lengths, sequences),
         ]

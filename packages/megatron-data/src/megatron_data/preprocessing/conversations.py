@@ -101,8 +101,8 @@ def tokenize_conversations(
             template refuses, or nothing for the loss to count.
     """
     prefix = local_prefix(output_prefix)
-    if template.tells_time and template.now is None:
-        template = template.at(datetime.combine(date.today(), time.min))
+    if template.uses_time and template.now is None:
+        template = template.with_time(datetime.combine(date.today(), time.min))
     work = Work(workers, on_error, chunk_bytes, progress, overwrite)
     encoder = ConversationEncoder(
         tokenizer, template, loss, max_tokens, over_length, max_document_bytes

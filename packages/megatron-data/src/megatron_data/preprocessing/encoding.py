@@ -20,15 +20,15 @@ SMALLEST_CHUNK = 1 << 20
 
 
 @runtime_checkable
-class CutsText(Protocol):
+class SupportsSplitting(Protocol):
     """A tokenizer that knows where a text may be cut without changing its tokens."""
 
-    def pieces(self, text: str) -> Iterator[str]:
+    def split_text(self, text: str) -> Iterator[str]:
         """Cuts a text into pieces whose tokens, joined, are those of the text."""
 
 
 @runtime_checkable
-class JoinsTokens(Protocol):
+class SupportsJoinedTokens(Protocol):
     """A tokenizer that gives the tokens of many texts as one array."""
 
     def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -147,18 +147,20 @@ class TextEncoder:
     def _encode_key(self, documents: list[list[str]]) -> Encoded:
         texts = list(chain.from_iterable(documents))
         counts = [len(parts) for parts in documents]
-        if isinstance(self.tokenizer, JoinsTokens):
+        if isinstance(self.tokenizer, SupportsJoinedTokens):
             return self._end(*self.tokenizer.encode_joined(texts), counts)
-        if isinstance(self.tokenizer, CutsText) and any(len(text) > AT_ONCE for text in texts):
+        if isinstance(self.tokenizer, SupportsSplitting) and any(
+            len(text) > AT_ONCE for text in texts
+        ):
             encoded = [self._encode_cut(self.tokenizer, text) for text in texts]
         else:
             encoded = list(self.tokenizer.encode_batch(texts))
         return self._join(encoded, counts)
 
-    def _encode_cut(self, tokenizer: CutsText, text: str) -> Sequence[int]:
+    def _encode_cut(self, tokenizer: SupportsSplitting, text: str) -> Sequence[int]:
         """Encodes a text in pieces; what is kept of them is an array."""
         arrays: list[NDArray[np.integer]] = []
-        for some in _filled(tokenizer.pieces(text)):
+        for some in _filled(tokenizer.split_text(text)):
             ids = list(chain.from_iterable(self.tokenizer.encode_batch(some)))
             arrays.append(np.array(ids, self.dtype))
         joined: Sequence[int] = np.concatenate(arrays) if arrays else []  # type: ignore[assignment]
@@ -216,13 +218,13 @@ def _split(splitter: SentenceSplitter, document: Document) -> Document:
     return splitter.split(document[0]) if len(document) == 1 else document
 
 
-def _filled(pieces: Iterator[str]) -> Iterator[list[str]]:
+def _filled(segments: Iterator[str]) -> Iterator[list[str]]:
     """Pieces together up to about `AT_ONCE` characters."""
     some: list[str] = []
     size = 0
-    for piece in pieces:
-        some.append(piece)
-        size += len(piece)
+    for segment in segments:
+        some.append(segment)
+        size += len(segment)
         if size >= AT_ONCE:
             yield some
             some, size = [], 0

@@ -14,7 +14,7 @@ import orjson
 
 from megatron_data.errors import DataError
 from megatron_data.files import read_json, read_text, tokenizer_path
-from megatron_data.tokenizers.prompt_formats import OWN, PROMPT_FORMATS
+from megatron_data.tokenizers.prompt_formats import DEFAULT_FORMAT, PROMPT_FORMATS
 from megatron_data.tokenizers.protocol import CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -80,16 +80,16 @@ _CLOCK = re.compile(r"\bstrftime_now\b")
 _MARKED = re.compile(r"\{%[-+]?\s*generation\b")
 
 
-class Rendered(NamedTuple):
+class RenderedConversation(NamedTuple):
     """A conversation as text.
 
     Attributes:
         text: what is tokenized.
-        answers: first character and end of every stretch that an assistant says.
+        assistant_spans: first character and end of every stretch that an assistant says.
     """
 
     text: str
-    answers: list[tuple[int, int]]
+    assistant_spans: list[tuple[int, int]]
 
 
 class ChatTemplate:
@@ -144,10 +144,10 @@ class ChatTemplate:
         except (
             *(jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError),
         ) as error:
-            raise DataError(f"not a chat template: {_told(error)}") from None
+            raise DataError(f"not a chat template: {_one_line(error)}") from None
 
     @classmethod
-    def named(cls, prompt_format: str) -> Self:
+    def from_prompt_format(cls, prompt_format: str) -> Self:
         """One of Megatron's prompt formats of `--sft-tokenizer-prompt-format`.
 
         Raises:
@@ -157,7 +157,7 @@ class ChatTemplate:
         if prompt_format not in known:
             raise DataError(
                 f"no prompt format {prompt_format!r}; give one of {', '.join(known)}, or load the "
-                f"tokenizer's own template (Megatron: {OWN})"
+                f"tokenizer's own template (Megatron: {DEFAULT_FORMAT})"
             )
         return cls(known[prompt_format])
 
@@ -187,9 +187,9 @@ class ChatTemplate:
             raise DataError(
                 f"{path} has no chat template: neither {TEMPLATE_FILE} nor chat_template in "
                 f"{CONFIG_FILE}; name a prompt format (--sft-tokenizer-prompt-format "
-                f"{', '.join(name for name in PROMPT_FORMATS if name != OWN)}; with images a "
-                "--tokenizer-prompt-format that brings its template, such as mistral) or a file "
-                "(--chat-template)"
+                f"{', '.join(name for name in PROMPT_FORMATS if name != DEFAULT_FORMAT)}; "
+                "with images a --tokenizer-prompt-format that has a template, such as mistral) or "
+                "a file (--chat-template)"
             )
         tokens = {key: value for key, value in config.items() if key.endswith("_token")}
         contents = {
@@ -232,16 +232,16 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        answers: bool = True,
-    ) -> Rendered:
+        return_assistant_spans: bool = True,
+    ) -> RenderedConversation:
         """Returns a conversation as text, and what of it an assistant says.
 
         Args:
             messages: the conversation.
             tools: what the template may tell the assistant of.
             add_generation_prompt: end with what stands before an answer, if the template has that.
-            answers: find what an assistant says; otherwise the text is all, and templates that
-                write a turn differently once another follows are no error.
+            return_assistant_spans: find what an assistant says; otherwise the text is all, and
+                templates that write a turn differently once another follows are no error.
 
         Raises:
             DataError: the template refuses the messages, or it cannot be told what an assistant
@@ -253,8 +253,8 @@ class ChatTemplate:
         text = self._text(left, messages, tools, add_generation_prompt)
         if self._marked:
             return self._without_marks(text)
-        if not answers:
-            return Rendered(text, [])
+        if not return_assistant_spans:
+            return RenderedConversation(text, [])
         said = []
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
@@ -268,7 +268,7 @@ class ChatTemplate:
                     "and {% endgeneration %} around that in the template"
                 )
             said.append((len(before), len(after)))
-        return Rendered(text, said)
+        return RenderedConversation(text, said)
 
     def _whole_budget(self) -> "Budget":
         return self._budget(self.limits.steps, self.limits.characters)
@@ -290,27 +290,27 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
             )
         except self._mistake as error:
-            raise DataError(f"the chat template refuses the messages: {_told(error)}") from None
+            raise DataError(f"the chat template refuses the messages: {_one_line(error)}") from None
         except _STUMBLES as error:
             raise DataError(
-                f"the chat template cannot render the messages: {_told(error)}"
+                f"the chat template cannot render the messages: {_one_line(error)}"
             ) from None
 
-    def _without_marks(self, text: str) -> Rendered:
+    def _without_marks(self, text: str) -> RenderedConversation:
         """Takes the marks of `{% generation %}` blocks out."""
         marks = [character for character in text if character in (self._begin, self._end)]
         if marks != [self._begin, self._end] * (len(marks) // 2):
             raise DataError("the messages hold U+FDD0 or U+FDD1, which no text may; remove them")
-        plain, answers, length = [], [], 0
+        plain, assistant_spans, length = [], [], 0
         for number, part in enumerate(re.split(f"[{self._begin}{self._end}]", text)):
             if number % 2:
-                answers.append((length, length + len(part)))
+                assistant_spans.append((length, length + len(part)))
             plain.append(part)
             length += len(part)
-        return Rendered("".join(plain), answers)
+        return RenderedConversation("".join(plain), assistant_spans)
 
     @property
-    def tells_time(self) -> bool:
+    def uses_time(self) -> bool:
         """Whether the template names `strftime_now`."""
         return _CLOCK.search(self.source) is not None
 
@@ -320,7 +320,7 @@ class ChatTemplate:
         made.limits = limits
         return made
 
-    def at(self, now: datetime) -> Self:
+    def with_time(self, now: datetime) -> Self:
         """This template with a fixed time for `strftime_now`."""
         made = copy(self)
         made.now = now
@@ -339,6 +339,6 @@ def _default_of(templates: list[Any]) -> Any:
     return None
 
 
-def _told(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """Returns what an error says, in one line that is not too long."""
     return f"{' '.join(str(error).split()) or type(error).__name__:.500}"

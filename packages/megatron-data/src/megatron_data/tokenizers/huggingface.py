@@ -14,15 +14,15 @@ from tokenizers import AddedToken
 
 from megatron_data.errors import DataError
 from megatron_data.files import AtomicFile, read_json, tokenizer_path, write_json
-from megatron_data.tokenizers.pieces import pieces, places_to_cut
 from megatron_data.tokenizers.protocol import CONFIG_FILE
+from megatron_data.tokenizers.text_splitting import split_pattern, split_text
 
-Place: TypeAlias = tuple[int, int]
+Offsets: TypeAlias = tuple[int, int]
 
 TOKENIZER_FILE = "tokenizer.json"
-PIECE = 1 << 18
+SEGMENT_CHARACTERS = 1 << 18
 """Characters of the pieces that a longer text is encoded in."""
-PIECES_AT_ONCE = 16
+SEGMENTS_AT_ONCE = 16
 _UNFIT = "the tokenizer cannot encode this text"
 ROLES = ("eod", "bos", "eos", "pad")
 _BASE = "megatron_base_fingerprint"  # in tokenizer_config.json, of an extended tokenizer
@@ -56,7 +56,7 @@ class HuggingFaceTokenizer:
             content.pop("truncation", None)
             content.pop("padding", None)
             self._tokenizer = tokenizers.Tokenizer.from_str(orjson.dumps(content).decode())
-            self._places = places_to_cut(content)
+            self._split_pattern = split_pattern(content)
         self._definition = bytes(definition, "utf-8") if isinstance(definition, str) else definition
         canonical = orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
         self._fingerprint = f"sha256:{hashlib.sha256(canonical).hexdigest()}"
@@ -177,23 +177,25 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many texts, in the threads of the `tokenizers` library.
 
-        A long text is encoded in `pieces`, with the same tokens and less memory.
+        A long text is encoded in `split_text`, with the same tokens and less memory.
         """
-        if self._places is not None and any(len(text) > 2 * PIECE for text in texts):
+        if self._split_pattern is not None and any(
+            len(text) > 2 * SEGMENT_CHARACTERS for text in texts
+        ):
             return [self._encode_long(text) for text in texts]
         return self._encode_all(texts)
 
-    def encode_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[Place]]]:
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[Offsets]]]:
         """Tokens of texts, and for each the first character it stands for and the one behind."""
         with _refusals(_UNFIT):
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
-    def pieces(self, text: str) -> Iterator[str]:
+    def split_text(self, text: str) -> Iterator[str]:
         """Cuts a text where that is known not to change its tokens, else leave it whole."""
-        if self._places is None:
+        if self._split_pattern is None:
             return iter((text,))
-        return pieces(text, PIECE, self._places)
+        return split_text(text, SEGMENT_CHARACTERS, self._split_pattern)
 
     def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         with _refusals(_UNFIT):
@@ -201,8 +203,8 @@ class HuggingFaceTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def _encode_long(self, text: str) -> list[int]:
-        rest, ids = self.pieces(text), list[int]()
-        while some := list(islice(rest, PIECES_AT_ONCE)):
+        rest, ids = self.split_text(text), list[int]()
+        while some := list(islice(rest, SEGMENTS_AT_ONCE)):
             for piece in self._encode_all(some):
                 ids += piece
         return ids

@@ -28,23 +28,23 @@ TOKENIZER_KINDS: tuple[TokenizerKind, ...] = get_args(TokenizerKind)
 
 
 @dataclass(frozen=True)
-class Ingredients:
+class TokenizerOptions:
     """What a kind of tokenizer is made from, as names of options without `--` and with `_`.
 
     Attributes:
-        needs: without which there is none.
-        takes: which change it.
+        required: without which there is none.
+        optional: which change it.
     """
 
-    needs: tuple[str, ...] = ()
-    takes: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
 
-    def complaint(self, kind: str, given: Mapping[str, Any]) -> str | None:
+    def error(self, kind: str, given: Mapping[str, Any]) -> str | None:
         """Returns what is wrong with the options given for a kind, or None."""
-        if foreign := [name for name in given if name not in (*self.needs, *self.takes)]:
-            takes = ", ".join(map(flag, (*self.needs, *self.takes))) or "no options"
-            return f"{flag(foreign[0])} does not go with --tokenizer-type {kind} (takes {takes})"
-        if missing := [flag(name) for name in self.needs if name not in given]:
+        if foreign := [name for name in given if name not in (*self.required, *self.optional)]:
+            optional = ", ".join(map(flag, (*self.required, *self.optional))) or "no options"
+            return f"{flag(foreign[0])} does not go with --tokenizer-type {kind} (takes {optional})"
+        if missing := [flag(name) for name in self.required if name not in given]:
             return f"--tokenizer-type {kind} needs {' and '.join(missing)}"
         return None
 
@@ -53,22 +53,26 @@ _SPECIAL = ("tokenizer_special_tokens",)
 _TIKTOKEN = ("tiktoken_pattern", "tiktoken_num_special_tokens", "vocab_size")
 _SFT = ("sft_tokenizer_prompt_format", "chat_template", *_SPECIAL)
 _MULTIMODAL = ("image_tag_type", "force_system_message", *_SPECIAL)
-_BERT = Ingredients(("vocab_file",), ("vocab_extra_ids", *_SPECIAL))
+_BERT = TokenizerOptions(("vocab_file",), ("vocab_extra_ids", *_SPECIAL))
 
-TOKENIZER_INGREDIENTS: Mapping[str, Ingredients] = {
-    "HuggingFaceTokenizer": Ingredients(("tokenizer_model",), _SPECIAL),
-    "GPT2BPETokenizer": Ingredients(("vocab_file", "merge_file"), _SPECIAL),
+TOKENIZER_OPTIONS: Mapping[str, TokenizerOptions] = {
+    "HuggingFaceTokenizer": TokenizerOptions(("tokenizer_model",), _SPECIAL),
+    "GPT2BPETokenizer": TokenizerOptions(("vocab_file", "merge_file"), _SPECIAL),
     "BertWordPieceLowerCase": _BERT,
     "BertWordPieceCase": _BERT,
-    "SentencePieceTokenizer": Ingredients(("tokenizer_model",), ("vocab_extra_ids", *_SPECIAL)),
-    "GPTSentencePieceTokenizer": Ingredients(("tokenizer_model",)),
-    "Llama2Tokenizer": Ingredients(("tokenizer_model",)),
-    "TikTokenizer": Ingredients(("tokenizer_model",), (*_TIKTOKEN, *_SPECIAL)),
-    "SFTTokenizer": Ingredients(("tokenizer_model",), _SFT),
-    "MultimodalTokenizer": Ingredients(("tokenizer_model", "tokenizer_prompt_format"), _MULTIMODAL),
-    "ByteTokenizer": Ingredients(),
-    "NullTokenizer": Ingredients(("vocab_size",)),
-    "NullMultimodalTokenizer": Ingredients(("vocab_size",)),
+    "SentencePieceTokenizer": TokenizerOptions(
+        ("tokenizer_model",), ("vocab_extra_ids", *_SPECIAL)
+    ),
+    "GPTSentencePieceTokenizer": TokenizerOptions(("tokenizer_model",)),
+    "Llama2Tokenizer": TokenizerOptions(("tokenizer_model",)),
+    "TikTokenizer": TokenizerOptions(("tokenizer_model",), (*_TIKTOKEN, *_SPECIAL)),
+    "SFTTokenizer": TokenizerOptions(("tokenizer_model",), _SFT),
+    "MultimodalTokenizer": TokenizerOptions(
+        ("tokenizer_model", "tokenizer_prompt_format"), _MULTIMODAL
+    ),
+    "ByteTokenizer": TokenizerOptions(),
+    "NullTokenizer": TokenizerOptions(("vocab_size",)),
+    "NullMultimodalTokenizer": TokenizerOptions(("vocab_size",)),
 }
 
 
@@ -84,7 +88,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def default_kind(given: Mapping[str, Any]) -> TokenizerKind:
+def default_tokenizer_kind(given: Mapping[str, Any]) -> TokenizerKind:
     """Returns the kind of tokenizer that options mean of which none is `--tokenizer-type`."""
     if "vocab_file" in given:
         return "GPT2BPETokenizer"
@@ -95,20 +99,20 @@ def default_kind(given: Mapping[str, Any]) -> TokenizerKind:
     return "HuggingFaceTokenizer"
 
 
-def complaint_about(kind: str | None, given: Mapping[str, Any]) -> str | None:
+def tokenizer_options_error(kind: str | None, given: Mapping[str, Any]) -> str | None:
     """Returns what is wrong with the options of a tokenizer, or None.
 
     Args:
         kind: `--tokenizer-type`, or None for the default.
         given: the options of which it is made, by name.
     """
-    meant = kind or default_kind(given)
+    meant = kind or default_tokenizer_kind(given)
     if kind is None and "vocab_file" in given and "merge_file" not in given:
         return WITHOUT_MERGES
-    return TOKENIZER_INGREDIENTS[meant].complaint(meant, given)
+    return TOKENIZER_OPTIONS[meant].error(meant, given)
 
 
-def make_tokenizer(kind: str | None = None, **options: Any) -> "Tokenizer":
+def build_tokenizer(kind: str | None = None, **options: Any) -> "Tokenizer":
     """Returns the tokenizer that Megatron's options name.
 
     Args:
@@ -127,11 +131,11 @@ def make_tokenizer(kind: str | None = None, **options: Any) -> "Tokenizer":
     """
     given = {name: value for name, value in options.items() if value is not None}
     anything_saved = kind is None
-    if kind is not None and kind not in TOKENIZER_INGREDIENTS:
+    if kind is not None and kind not in TOKENIZER_OPTIONS:
         raise DataError(f"tokenizer type {kind!r}; known are {', '.join(TOKENIZER_KINDS)}")
-    if complaint := complaint_about(kind, given):
-        raise DataError(complaint)
-    kind = kind or default_kind(given)
+    if error := tokenizer_options_error(kind, given):
+        raise DataError(error)
+    kind = kind or default_tokenizer_kind(given)
     names = given.get("tokenizer_special_tokens", ())
     match kind:
         case "ByteTokenizer" | "NullTokenizer":

@@ -18,7 +18,7 @@ from megatron_data.tokenizers.plain import PLAIN_FILE, ByteTokenizer, NullTokeni
 from megatron_data.tokenizers.prompt_formats import PromptFormat
 from megatron_data.tokenizers.protocol import Tokenizer
 from megatron_data.tokenizers.sentence_piece import MODEL_FILE, SentencePieceTokenizer
-from megatron_data.tokenizers.sft import SFTTokenizer, template_of
+from megatron_data.tokenizers.sft import SFTTokenizer, load_template
 from megatron_data.tokenizers.tik_token import VOCABULARY_FILE, TikTokenizer
 
 
@@ -82,7 +82,7 @@ def _of_conversations(
 ) -> Tokenizer:
     """Returns what `SFTTokenizer.save` or `MultimodalTokenizer.save` wrote."""
     reference = HuggingFaceTokenizer.load(folder)
-    template = template_of(PromptFormat(), reference, folder)
+    template = load_template(PromptFormat(), reference, folder)
     template = ChatTemplate(template.source, saved.get("variables", template.variables))
     pad_token = saved.get("pad_token")
     if pad_token is not None and not isinstance(pad_token, str):

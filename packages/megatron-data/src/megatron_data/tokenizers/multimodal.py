@@ -6,21 +6,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, TypeAlias, get_args
 
 from megatron_data.errors import DataError
-from megatron_data.tokenizers.chat import ChatTemplate, Message, Rendered
+from megatron_data.tokenizers.chat import ChatTemplate, Message, RenderedConversation
 from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
 from megatron_data.tokenizers.plain import NullTokenizer
 from megatron_data.tokenizers.prompt_formats import MULTIMODAL_PROMPT_FORMATS, PromptFormat
 from megatron_data.tokenizers.sft import (
     SFTTokenizer,
-    find_format,
-    template_of,
-    with_tokens,
-    with_variables,
+    add_token_variables,
+    find_prompt_format,
+    load_template,
+    load_with_special_tokens,
 )
 
 IMAGE_TOKEN = "<image>"
 """What stands for an image in a text."""
-IMAGE_PLACE = -200
+IMAGE_TOKEN_ID = -200
 """Number of `<image>` where no vocabulary has it; Megatron's models put an image there."""
 
 ImageTag: TypeAlias = Literal["nvlm", "internvl", ""]
@@ -64,8 +64,8 @@ class ImageTemplate(ChatTemplate):
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        answers: bool = True,
-    ) -> Rendered:
+        return_assistant_spans: bool = True,
+    ) -> RenderedConversation:
         """Returns a conversation as text, images between tags; the messages stay as they are.
 
         Raises:
@@ -81,7 +81,7 @@ class ImageTemplate(ChatTemplate):
             prepared = [first, *prepared[begun:]]
         elif not self.system:
             prepared = prepared[begun:]
-        return super().render(prepared, tools, add_generation_prompt, answers)
+        return super().render(prepared, tools, add_generation_prompt, return_assistant_spans)
 
     def _prepared(self, number: int, message: Message) -> Message:
         content = message.get("content")
@@ -93,7 +93,7 @@ class ImageTemplate(ChatTemplate):
             )
         if message.get("role") == "assistant" and IMAGE_TOKEN in content:
             raise DataError(f"message {number}: {IMAGE_TOKEN} in what an assistant says")
-        return {**message, "content": tagged(content, self.image_tag)}
+        return {**message, "content": add_image_tags(content, self.image_tag)}
 
     def __reduce__(self) -> tuple[type["ImageTemplate"], tuple[Any, ...]]:
         plain = ChatTemplate(self.source, self.variables, self.limits, self.now)
@@ -158,7 +158,7 @@ class MultimodalTokenizer(SFTTokenizer):
             )
         wanted = PromptFormat()
         if prompt_format is not None:
-            wanted = find_format(MULTIMODAL_PROMPT_FORMATS, prompt_format)
+            wanted = find_prompt_format(MULTIMODAL_PROMPT_FORMATS, prompt_format)
         if image_tag not in get_args(ImageTag):
             raise DataError(f"image tag {image_tag!r}; give one of nvlm, internvl, or none")
         if force_system_message and wanted.system_message is None:
@@ -167,11 +167,11 @@ class MultimodalTokenizer(SFTTokenizer):
                 f"--force-system-message: {which} has no system message to force; qwen2p0 and "
                 "qwen2p5 have"
             )
-        reference = with_tokens(path, special_tokens)
+        reference = load_with_special_tokens(path, special_tokens)
         if chat_template is None:
-            plain = template_of(wanted, reference, path)
+            plain = load_template(wanted, reference, path)
         else:
-            plain = with_variables(ChatTemplate.load(chat_template), reference)
+            plain = add_token_variables(ChatTemplate.load(chat_template), reference)
         template = ImageTemplate(
             plain,
             image_tag,
@@ -195,15 +195,17 @@ class MultimodalTokenizer(SFTTokenizer):
 
     def encode(self, text: str) -> list[int]:
         """Token numbers of a text, with tags around images."""
-        return super().encode(tagged(text, self.template.image_tag))
+        return super().encode(add_image_tags(text, self.template.image_tag))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many texts."""
-        return super().encode_batch([tagged(text, self.template.image_tag) for text in texts])
+        return super().encode_batch(
+            [add_image_tags(text, self.template.image_tag) for text in texts]
+        )
 
-    def pieces(self, text: str) -> Iterator[str]:
+    def split_text(self, text: str) -> Iterator[str]:
         """Returns the text whole where tags are put into it, which a cut could lose."""
-        return iter((text,)) if self.template.image_tag else super().pieces(text)
+        return iter((text,)) if self.template.image_tag else super().split_text(text)
 
     def _saved(self) -> dict[str, Any]:
         template = self.template
@@ -221,7 +223,7 @@ class NullMultimodalTokenizer(NullTokenizer):
         vocab_size: how many numbers there are without the end of a document.
     """
 
-    image_id = IMAGE_PLACE
+    image_id = IMAGE_TOKEN_ID
 
     def token_id(self, token: str) -> int:
         """Returns the number of a token: itself, or -200 for `<image>`.
@@ -237,7 +239,7 @@ class NullMultimodalTokenizer(NullTokenizer):
         return numbers[0]
 
 
-def tagged(text: str, image_tag: ImageTag) -> str:
+def add_image_tags(text: str, image_tag: ImageTag) -> str:
     """Returns a text with tags around its images."""
     before, behind = IMAGE_TAGS[image_tag]
     return text.replace(IMAGE_TOKEN, f"{before}{IMAGE_TOKEN}{behind}")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from megatron_data.errors import DataError
 from megatron_data.files import write_json
-from megatron_data.tokenizers.pieces import pieces
+from megatron_data.tokenizers.text_splitting import split_text
 
 PLAIN_FILE = "megatron_tokenizer.json"
-PIECE = 1 << 18
+SEGMENT_CHARACTERS = 1 << 18
 """Characters of the pieces of a longer text."""
 
 _BETWEEN = re.compile(r"(?=\s)")
@@ -34,9 +34,12 @@ class ByteTokenizer:
         """Returns the bytes of every text."""
         return [self.encode(text) for text in texts]
 
-    def pieces(self, text: str) -> Iterator[str]:
+    def split_text(self, text: str) -> Iterator[str]:
         """Cuts a text anywhere."""
-        return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
+        return (
+            text[start : start + SEGMENT_CHARACTERS]
+            for start in range(0, len(text), SEGMENT_CHARACTERS)
+        )
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of bytes; 256 is left out, bytes that are not UTF-8 become U+FFFD."""
@@ -87,9 +90,9 @@ class NullTokenizer:
         """Returns the numbers in every text."""
         return [self.encode(text) for text in texts]
 
-    def pieces(self, text: str) -> Iterator[str]:
+    def split_text(self, text: str) -> Iterator[str]:
         """Cuts a text between numbers."""
-        return pieces(text, PIECE, _BETWEEN)
+        return split_text(text, SEGMENT_CHARACTERS, _BETWEEN)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the numbers, separated by spaces."""

@@ -21,7 +21,7 @@ MultimodalPromptFormat: TypeAlias = Literal[
     "nemotron6-moe",
 ]
 
-OWN: Literal["default"] = "default"
+DEFAULT_FORMAT: Literal["default"] = "default"
 """The prompt format that is the template in the tokenizer's folder."""
 
 
@@ -150,7 +150,7 @@ _QWEN = PromptFormat(
 _LLAMA = PromptFormat(_LLAMA_3_1, "<|finetune_right_pad_id|>")
 
 PROMPT_FORMATS: Mapping[SFTPromptFormat, PromptFormat] = {
-    OWN: PromptFormat(),
+    DEFAULT_FORMAT: PromptFormat(),
     "nemotron-h-aligned": PromptFormat(_NEMOTRON_H, "<SPECIAL_233>"),
     "nemotron-nano-v2": PromptFormat(_NEMOTRON_NANO, "<unk>"),
     "identity": PromptFormat(_IDENTITY, "<unk>"),

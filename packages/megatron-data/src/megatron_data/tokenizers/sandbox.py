@@ -139,7 +139,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         owner = getattr(__obj, "__self__", None)
         if isinstance(__obj, types.BuiltinMethodType) and isinstance(owner, _BUILT_IN):
             if __obj.__name__ == "join" and args:
-                args = (budget.listed(args[0]), *args[1:])
+                args = (budget.collect(args[0]), *args[1:])
             check_method(budget, owner, __obj.__name__, args)
         made = super().call(__context, __obj, *args, **kwargs)
         if isinstance(made, str | list | tuple):
@@ -164,14 +164,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         for part in parts:
             size += len(part)
             if size > budget.characters:
-                budget.make(size)
+                budget.allocate(size)
             kept.append(part)
-        budget.make(size)
+        budget.allocate(size)
         return "".join(kept)
 
     def _strftime_now(self, format: str) -> str:  # noqa: A002 - the name that templates use
         budget = self.left()
-        budget.make(_STRFTIME * len(format))
+        budget.allocate(_STRFTIME * len(format))
         return budget.now.strftime(format)
 
     def _written(self, value: Any) -> Any:
@@ -185,11 +185,11 @@ class _Environment(ImmutableSandboxedEnvironment):
                 "it writes a content of several parts as Python writes lists; give contents that "
                 "are strings, or a template that reads parts"
             )
-        self.left().read(value)
+        self.left().measure(value)
         return value
 
     def _iterated(self, context: Context, value: Any, weight: int) -> Any:
-        self.left().length(value, weight)
+        self.left().spend_elements(value, weight)
         return value if hasattr(value, "__len__") else self._each(value, weight)
 
     def _each(self, values: Any, weight: int) -> Iterator[Any]:
@@ -202,12 +202,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         if isinstance(value, str):
             self.left().spend(1 + len(value) // _CHARACTERS)
         elif not (value is None or isinstance(value, int | float) or (sought and _is_map(value))):
-            self.left().read(value)
+            self.left().measure(value)
         return value
 
     def _joined(self, context: Context, parts: list[Any]) -> str:
         budget = self.left()
-        budget.make(sum(map(budget.read, parts)))
+        budget.allocate(sum(map(budget.measure, parts)))
         return "".join(map(str, parts))
 
 

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 from megatron_data.errors import DataError
 from megatron_data.files import AtomicFile, tokenizer_path, write_json
 from megatron_data.tokenizers.chat import TEMPLATE_FILE, ChatTemplate, Message
-from megatron_data.tokenizers.conversations import CountedTokens, LossOver, counted_tokens
+from megatron_data.tokenizers.conversations import ConversationTokens, LossOver, with_loss_mask
 from megatron_data.tokenizers.huggingface import ROLES, HuggingFaceTokenizer
 from megatron_data.tokenizers.plain import PLAIN_FILE
 from megatron_data.tokenizers.prompt_formats import PROMPT_FORMATS, PromptFormat
@@ -65,13 +65,13 @@ class SFTTokenizer(WrappedTokenizer):
         Raises:
             DataError: no tokenizer, no such format, or no template.
         """
-        reference = with_tokens(path, special_tokens)
+        reference = load_with_special_tokens(path, special_tokens)
         if chat_template is None:
-            wanted = find_format(PROMPT_FORMATS, prompt_format or MEGATRON_DEFAULT)
-            return cls(reference, template_of(wanted, reference, path), wanted.pad_token)
+            wanted = find_prompt_format(PROMPT_FORMATS, prompt_format or MEGATRON_DEFAULT)
+            return cls(reference, load_template(wanted, reference, path), wanted.pad_token)
         if prompt_format is not None:
             raise DataError("--chat-template and --sft-tokenizer-prompt-format: give one of them")
-        return cls(reference, with_variables(ChatTemplate.load(chat_template), reference))
+        return cls(reference, add_token_variables(ChatTemplate.load(chat_template), reference))
 
     @property
     def pad_id(self) -> int | None:
@@ -87,7 +87,7 @@ class SFTTokenizer(WrappedTokenizer):
         *,
         add_generation_prompt: bool = False,
         loss: LossOver = "assistant",
-    ) -> CountedTokens:
+    ) -> ConversationTokens:
         """Tokens of a conversation, and which of them the loss counts.
 
         No end-of-document token is added, as in Megatron.
@@ -102,8 +102,8 @@ class SFTTokenizer(WrappedTokenizer):
             DataError: the template refuses the messages.
         """
         rendered = self.template.render(messages, tools, add_generation_prompt, loss != "all")
-        (encoded,) = self.reference.encode_with_places([rendered.text])
-        return counted_tokens(rendered.answers, *encoded, loss)
+        (encoded,) = self.reference.encode_with_offsets([rendered.text])
+        return with_loss_mask(rendered.assistant_spans, *encoded, loss)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes the tokenizer, its template beside it, and what `load_tokenizer` reads of both."""
@@ -135,10 +135,10 @@ def conversation_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike[str]) -
             f"a {type(tokenizer).__name__} does not know how conversations are written; give "
             "--tokenizer-type SFTTokenizer, MultimodalTokenizer or HuggingFaceTokenizer"
         )
-    return SFTTokenizer(tokenizer, template_of(PromptFormat(), tokenizer, path))
+    return SFTTokenizer(tokenizer, load_template(PromptFormat(), tokenizer, path))
 
 
-def with_tokens(
+def load_with_special_tokens(
     path: str | os.PathLike[str], special_tokens: Sequence[str]
 ) -> HuggingFaceTokenizer:
     """Reads a tokenizer, and adds tokens that are kept whole."""
@@ -146,7 +146,7 @@ def with_tokens(
     return tokenizer.with_special_tokens(special_tokens) if special_tokens else tokenizer
 
 
-def find_format(formats: Mapping[_Name, PromptFormat], name: str) -> PromptFormat:
+def find_prompt_format(formats: Mapping[_Name, PromptFormat], name: str) -> PromptFormat:
     """Returns the prompt format of a name.
 
     Raises:
@@ -158,7 +158,7 @@ def find_format(formats: Mapping[_Name, PromptFormat], name: str) -> PromptForma
     raise DataError(f"no prompt format {name!r}; give one of {', '.join(formats)}")
 
 
-def template_of(
+def load_template(
     wanted: PromptFormat, reference: HuggingFaceTokenizer, path: str | os.PathLike[str]
 ) -> ChatTemplate:
     """Returns a prompt format's template, or the one that lies beside a tokenizer.
@@ -172,10 +172,10 @@ def template_of(
         template = ChatTemplate.load(folder)
     else:
         template = ChatTemplate(wanted.template)
-    return with_variables(template, reference)
+    return add_token_variables(template, reference)
 
 
-def with_variables(template: ChatTemplate, reference: HuggingFaceTokenizer) -> ChatTemplate:
+def add_token_variables(template: ChatTemplate, reference: HuggingFaceTokenizer) -> ChatTemplate:
     """Returns a template that may name a tokenizer's special tokens, such as `bos_token`."""
     numbers = {f"{role}_token": getattr(reference, f"{role}_id") for role in ROLES}
     tokens = {name: reference.token(n) for name, n in numbers.items() if n is not None}

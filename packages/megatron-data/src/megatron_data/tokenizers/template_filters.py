@@ -76,19 +76,19 @@ def _limited(
         left.spend(FILTER)
         own, given = arguments[:passed], arguments[passed:]
         if name in _SHALLOW:
-            left.length(given[0] if given else ())
+            left.spend_elements(given[0] if given else ())
         elif name in _GATHERING and given:
             given = (_counted(left, given[0]), *given[1:])
         if name not in _SHALLOW:
             for value in (*given, *options.values()):
-                left.read(value)
+                left.measure(value)
         if check is not None:
             check(left, given, options)
         made = function(*own, *given, **options)
         if isinstance(made, str):
-            left.make(len(made))
+            left.allocate(len(made))
         elif isinstance(made, list | tuple):
-            left.length(made)
+            left.spend_elements(made)
         return made
 
     return limited
@@ -99,21 +99,21 @@ def _counted(budget: Budget, values: Any) -> Any:
     if isinstance(values, str | bytes | Mapping | list | tuple):
         return values
     try:
-        return budget.listed(values)
+        return budget.collect(values)
     except TypeError:
         return values  # the filter says what is wrong with it
 
 
 def _check_replace(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
     if len(given) >= 3:
-        budget.make(replaced_size(*(_text(value) for value in given[:3])))
+        budget.allocate(replaced_size(*(_text(value) for value in given[:3])))
 
 
 def _check_indent(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
     width = given[1] if len(given) > 1 else options.get("width", 4)
     size = len(width) if isinstance(width, str) else int(width)
     text = _text(given[0])
-    budget.make(len(text) + (text.count("\n") + 2) * max(size, 0))
+    budget.allocate(len(text) + (text.count("\n") + 2) * max(size, 0))
 
 
 def _check_format(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
@@ -122,7 +122,7 @@ def _check_format(budget: Budget, given: tuple[Any, ...], options: Mapping[str, 
 
 def _check_join(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
     between = given[1] if len(given) > 1 else options.get("d", "")
-    budget.make(joined_size(budget, _text(between), given[0]))
+    budget.allocate(joined_size(budget, _text(between), given[0]))
 
 
 def _check_round(budget: Budget, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
@@ -163,7 +163,7 @@ def to_json(
 
     Jinja's own filter escapes what is special in HTML.
     """
-    budget.read(value)
+    budget.measure(value)
     if indent is None and separators is None:
         return json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
     if indent is not None and not 0 <= int(indent) <= _MOST_INDENT:
@@ -176,6 +176,6 @@ def to_json(
         size += len(part)
         budget.spend(1)
         if size > budget.characters:
-            budget.make(size)
+            budget.allocate(size)
         parts.append(part)
     return "".join(parts)

@@ -60,7 +60,7 @@ class Budget:
                 "it takes more steps than it may (--max-template-steps, TemplateLimits.steps)"
             )
 
-    def make(self, characters: int) -> None:
+    def allocate(self, characters: int) -> None:
         """Counts a text that is about to be made.
 
         Raises:
@@ -73,10 +73,10 @@ class Budget:
             )
         self.spend(1 + max(characters, 0) // _CHARACTERS)
 
-    def read(self, value: Any) -> int:
+    def measure(self, value: Any) -> int:
         """Counts what looking at a whole value takes; returns its characters as a text, about."""
         if isinstance(value, str | bytes):
-            self.make(len(value))
+            self.allocate(len(value))
             return len(value)
         waiting, size = [value], 0
         while waiting:
@@ -95,11 +95,11 @@ class Budget:
                 size += 8 * len(each)
             size += 8
             if size > self.characters:
-                self.make(size)
+                self.allocate(size)
         self.spend(size // _CHARACTERS)
         return size
 
-    def listed(self, values: Any) -> list[Any]:
+    def collect(self, values: Any) -> list[Any]:
         """Elements of whatever can be iterated over, counted as they come."""
         found = []
         for value in values:
@@ -107,7 +107,7 @@ class Budget:
             found.append(value)
         return found
 
-    def length(self, value: Any, weight: int = 1) -> None:
+    def spend_elements(self, value: Any, weight: int = 1) -> None:
         """Counts the elements of a value that has a length."""
         try:
             count = len(value)
@@ -128,7 +128,7 @@ def check_binary(budget: Budget, operator: str, left: Any, right: Any) -> None:
     elif operator == "*":
         for repeated, times in ((left, right), (right, left)):
             if isinstance(repeated, str | bytes) and isinstance(times, int):
-                budget.make(len(repeated) * times)
+                budget.allocate(len(repeated) * times)
             elif isinstance(repeated, list | tuple) and isinstance(times, int):
                 budget.spend(_ELEMENT * max(len(repeated) * times, 0))
         if isinstance(left, int) and isinstance(right, int):
@@ -136,7 +136,7 @@ def check_binary(budget: Budget, operator: str, left: Any, right: Any) -> None:
     elif operator == "**" and isinstance(left, int) and isinstance(right, int):
         _check_bits(max(left.bit_length(), 1) * abs(right))
     elif operator == "+" and isinstance(left, str | bytes) and isinstance(right, str | bytes):
-        budget.make(len(left) + len(right))
+        budget.allocate(len(left) + len(right))
     elif operator == "+" and isinstance(left, list | tuple) and isinstance(right, list | tuple):
         budget.spend(_ELEMENT * (len(left) + len(right)))
 
@@ -175,9 +175,9 @@ def _check_widths(
     widths = [digits for spec in specifications for digits in _WIDTHS.findall(spec)]
     if any(len(digits) > 5 for digits in widths):
         raise TemplateLimitError(f"a number of more than 5 digits in {text!r:.60} is not supported")
-    longest = sum(map(budget.read, values))
+    longest = sum(map(budget.measure, values))
     width = max(map(int, widths), default=0)
-    budget.make(len(text) + len(specifications) * (width + longest))
+    budget.allocate(len(text) + len(specifications) * (width + longest))
 
 
 def check_method(budget: Budget, value: Any, name: str, arguments: tuple[Any, ...]) -> None:
@@ -190,9 +190,9 @@ def check_method(budget: Budget, value: Any, name: str, arguments: tuple[Any, ..
         raise TemplateLimitError(f"the method {name} is not supported")
     if not isinstance(value, str | bytes):
         if name in ("index", "count"):  # which compare
-            budget.read(value)
+            budget.measure(value)
         elif name != "get":
-            budget.length(value)
+            budget.spend_elements(value)
         return
     size = (_GROWTH if name in _LONGER else 1) * len(value)
     match name, arguments:
@@ -202,7 +202,7 @@ def check_method(budget: Budget, value: Any, name: str, arguments: tuple[Any, ..
             size = replaced_size(value, old, new)
         case "join", (parts, *_):
             size = joined_size(budget, value, parts)
-    budget.make(size)
+    budget.allocate(size)
 
 
 def replaced_size(value: Any, old: Any, new: Any) -> int:
@@ -215,7 +215,7 @@ def replaced_size(value: Any, old: Any, new: Any) -> int:
 
 def joined_size(budget: Budget, between: Any, parts: Any) -> int:
     """Characters of parts that are joined."""
-    return budget.read(parts) + len(between) * len(parts)
+    return budget.measure(parts) + len(between) * len(parts)
 
 
 def _check_bits(bits: int) -> None:

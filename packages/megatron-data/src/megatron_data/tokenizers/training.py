@@ -8,7 +8,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_data.errors import DataError
 from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
-from megatron_data.tokenizers.wordpiece import CONTINUES, SPECIAL_TOKENS, UNKNOWN, wordpiece
+from megatron_data.tokenizers.wordpiece import (
+    CONTINUATION_PREFIX,
+    SPECIAL_TOKENS,
+    UNKNOWN,
+    wordpiece_pipeline,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 _BYTES = 256
@@ -65,12 +70,12 @@ def train_wordpiece(
         raise DataError(
             f"a vocabulary of {vocab_size} cannot hold {len(SPECIAL_TOKENS)} special tokens"
         )
-    tokenizer = wordpiece(models.WordPiece(unk_token=UNKNOWN), lower_case)
+    tokenizer = wordpiece_pipeline(models.WordPiece(unk_token=UNKNOWN), lower_case)
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
         min_frequency=min_frequency,
         special_tokens=list(SPECIAL_TOKENS),
-        continuing_subword_prefix=CONTINUES,
+        continuing_subword_prefix=CONTINUATION_PREFIX,
         show_progress=progress,
     )
     _train(tokenizer, texts, trainer)

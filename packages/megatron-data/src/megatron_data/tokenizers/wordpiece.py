@@ -12,7 +12,7 @@ from megatron_data.tokenizers.huggingface import HuggingFaceTokenizer
 
 UNKNOWN, BEGIN, END = "[UNK]", "[BOS]", "[EOS]"
 SPECIAL_TOKENS = ("[PAD]", UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
-CONTINUES = "##"
+CONTINUATION_PREFIX = "##"
 """Begins every piece that goes on with a word."""
 
 _LONGEST_WORD = 200  # characters; a longer one is unknown, as in BERT's own code
@@ -37,7 +37,7 @@ def bert_tokenizer(
     vocabulary = _vocabulary(tokenizer_path(vocab_file))
     if extra_ids < 0:
         raise DataError(f"{extra_ids} extra ids; give at least 0")
-    tokenizer = wordpiece(
+    tokenizer = wordpiece_pipeline(
         models.WordPiece(vocabulary, unk_token=UNKNOWN, max_input_chars_per_word=_LONGEST_WORD),
         lower_case,
     )
@@ -50,12 +50,12 @@ def bert_tokenizer(
     return HuggingFaceTokenizer(tokenizer.to_str(), roles)
 
 
-def wordpiece(model: models.WordPiece, lower_case: bool) -> tokenizers.Tokenizer:
+def wordpiece_pipeline(model: models.WordPiece, lower_case: bool) -> tokenizers.Tokenizer:
     """BERT's way to words around a model: clean, split at white space and punctuation."""
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece(prefix=CONTINUES)
+    tokenizer.decoder = decoders.WordPiece(prefix=CONTINUATION_PREFIX)
     return tokenizer
 
 

@@ -67,9 +67,9 @@ class WrappedTokenizer:
         """As the reference."""
         return self.reference.encode_batch(texts)
 
-    def pieces(self, text: str) -> Iterator[str]:
+    def split_text(self, text: str) -> Iterator[str]:
         """As the reference."""
-        return self.reference.pieces(text)
+        return self.reference.split_text(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """As the reference."""

@@ -97,9 +97,9 @@ def given_tokenizer(arguments: argparse.Namespace) -> "Tokenizer | None":
             )
         return None
 
-    from megatron_data import make_tokenizer
+    from megatron_data import build_tokenizer
 
-    return make_tokenizer(arguments.tokenizer_type, **options)
+    return build_tokenizer(arguments.tokenizer_type, **options)
 
 
 def load(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer]":

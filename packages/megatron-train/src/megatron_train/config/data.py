@@ -8,8 +8,8 @@ from megatron_data.tokenizers import (
     MultimodalPromptFormat,
     SFTPromptFormat,
     TokenizerKind,
-    complaint_about,
-    default_kind,
+    default_tokenizer_kind,
+    tokenizer_options_error,
 )
 
 from megatron_train.config.fields import check_positive, flag_of, required, setting
@@ -292,7 +292,7 @@ class DataConfig:
         """
         if self.tokenizer_type is not None:
             return self.tokenizer_type
-        kind = default_kind(self.tokenizer_settings)
+        kind = default_tokenizer_kind(self.tokenizer_settings)
         if kind == "HuggingFaceTokenizer" and self.tokenizer_model is None:
             return None
         return kind
@@ -320,5 +320,5 @@ class DataConfig:
             return
         if self.tokenizer.startswith("Null"):
             given["vocab_size"] = None  # a setting of the model
-        if complaint := complaint_about(self.tokenizer_type, given):
-            raise TrainError(complaint)
+        if error := tokenizer_options_error(self.tokenizer_type, given):
+            raise TrainError(error)

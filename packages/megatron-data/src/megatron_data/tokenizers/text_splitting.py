@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
-Places: TypeAlias = re.Pattern[str]
+SplitPattern: TypeAlias = re.Pattern[str]
 """Finds the empty strings at which a text may be cut."""
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -45,7 +45,7 @@ _SPLITS = {GPT2: _BEFORE_SPACE, LLAMA3: _AROUND_LINE_END, QWEN2: _AROUND_LINE_EN
 _NORMALIZERS = (None, "NFC", "BertNormalizer")
 
 
-def places_to_cut(definition: Mapping[str, Any]) -> Places | None:
+def split_pattern(definition: Mapping[str, Any]) -> SplitPattern | None:
     """Returns where texts may be cut for a tokenizer; None if no such place is known.
 
     Args:
@@ -59,10 +59,10 @@ def places_to_cut(definition: Mapping[str, Any]) -> Places | None:
         or any(map(_reaches_out, definition.get("added_tokens") or ()))
     ):
         return None
-    return _places_of(definition.get("pre_tokenizer") or {})
+    return _pattern_of_words(definition.get("pre_tokenizer") or {})
 
 
-def _places_of(words: Mapping[str, Any]) -> Places | None:
+def _pattern_of_words(words: Mapping[str, Any]) -> SplitPattern | None:
     if words.get("type") in _DROP_SPACE:
         return _AT_SPACE
     if words.get("type") == "ByteLevel" and words.get("use_regex", True):
@@ -89,7 +89,7 @@ def _reaches_out(token: Mapping[str, Any]) -> bool:
     return any(map(token.get, flags)) or re.search(r"\s", str(token.get("content"))) is not None
 
 
-def pieces(text: str, size: int, places: Places) -> Iterator[str]:
+def split_text(text: str, size: int, places: SplitPattern) -> Iterator[str]:
     """Cuts a text into pieces of at least `size` characters but for the last."""
     start = 0
     while end := places.search(text, start + size):

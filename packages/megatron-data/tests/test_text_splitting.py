@@ -15,7 +15,7 @@ from megatron_data import ByteTokenizer, HuggingFaceTokenizer, train_bpe
 from megatron_data.preprocessing import encoding
 from megatron_data.sources.json_lines import LinesChunk
 from megatron_data.tokenizers import NullTokenizer, huggingface, plain
-from megatron_data.tokenizers.pieces import GPT2, LLAMA3, QWEN2, pieces, places_to_cut
+from megatron_data.tokenizers.text_splitting import GPT2, LLAMA3, QWEN2, split_pattern, split_text
 
 SPELLINGS = (
     *(
@@ -75,7 +75,7 @@ KINDS: dict[str, Callable[[], str]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_give_the_tokens_of_the_whole(kind: str) -> None:
     made = HuggingFaceTokenizer(KINDS[kind]())
-    places = places_to_cut(json.loads(KINDS[kind]()))
+    places = split_pattern(json.loads(KINDS[kind]()))
     assert places is not None
     cuts = 0
 
@@ -86,7 +86,7 @@ def test_pieces_give_the_tokens_of_the_whole(kind: str) -> None:
     def holds(parts: list[str], size: int) -> None:
         nonlocal cuts
         text = "".join(parts)
-        cut = list(pieces(text, size, places))
+        cut = list(split_text(text, size, places))
         cuts += len(cut) - 1
         assert "".join(cut) == text
         assert all(len(piece) >= size for piece in cut[:-1])
@@ -105,7 +105,7 @@ def test_the_check_finds_a_rule_that_is_wrong(kind: str) -> None:
         "Llama 3": ("the。\n\nthe", r"(?<=[。])(?=\n)"),
     }
     text, places = wrong[kind]
-    cut = list(pieces(text, 1, re.compile(places)))
+    cut = list(split_text(text, 1, re.compile(places)))
     assert len(cut) == 2
     words = made._tokenizer.pre_tokenizer.pre_tokenize_str  # type: ignore[attr-defined]
     assert [word for piece in cut for word, _ in words(piece)] != [word for word, _ in words(text)]
@@ -133,10 +133,10 @@ def test_a_long_text_is_cut_and_equal(
         return encode_all(self, some)
 
     monkeypatch.setattr(HuggingFaceTokenizer, "_encode_all", watched)
-    monkeypatch.setattr(huggingface, "PIECE", 100)
-    assert len(list(tokenizer.pieces(long))) > 20
+    monkeypatch.setattr(huggingface, "SEGMENT_CHARACTERS", 100)
+    assert len(list(tokenizer.split_text(long))) > 20
     assert tokenizer.encode_batch([long, "", "short"]) == [whole, [], tokenizer.encode("short")]
-    assert max(given_sizes) < 120 * huggingface.PIECES_AT_ONCE < len(long)
+    assert max(given_sizes) < 120 * huggingface.SEGMENTS_AT_ONCE < len(long)
 
 
 def definition(**changes: object) -> dict[str, object]:
@@ -160,17 +160,17 @@ def definition(**changes: object) -> dict[str, object]:
     ],
 )
 def test_tokenizers_that_look_beyond_a_word_are_not_cut(changes: dict[str, object]) -> None:
-    assert places_to_cut(definition()) is not None
-    assert places_to_cut(definition(**changes)) is None
+    assert split_pattern(definition()) is not None
+    assert split_pattern(definition(**changes)) is None
 
 
 @pytest.mark.parametrize("made", [ByteTokenizer(), NullTokenizer(99)])
 def test_plain_tokenizers_are_cut(
     made: ByteTokenizer | NullTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain, "PIECE", 7)
+    monkeypatch.setattr(plain, "SEGMENT_CHARACTERS", 7)
     text = " ".join(map(str, range(99)))
-    cut = list(made.pieces(text))
+    cut = list(made.split_text(text))
     assert len(cut) > 20
     assert list(chain.from_iterable(map(made.encode, cut))) == made.encode(text)
 
@@ -178,7 +178,7 @@ def test_plain_tokenizers_are_cut(
 def test_a_document_in_pieces_is_one_sequence(
     tokenizer: HuggingFaceTokenizer, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(huggingface, "PIECE", 100)
+    monkeypatch.setattr(huggingface, "SEGMENT_CHARACTERS", 100)
     monkeypatch.setattr(encoding, "AT_ONCE", 300)
     long = "".join(texts[:40])
     lines = [json.dumps({"text": [long, "", "b", long[:900]]}), json.dumps({"text": "short"})]
