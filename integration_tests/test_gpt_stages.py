@@ -281,11 +281,11 @@ def no_sum_over_the_parts():
 def no_part_of_the_key():
     """Every rank drops as if it had the beginning of the sequence."""
 
-    def first_part(given, cut, places=None):
-        length = len(given.key.word0) // (cut.size if cut else 1)
-        return StageDropout(given, given.key.narrow(0, length))
+    def first_part(dropout, sequence_axis, indices=None):
+        length = len(dropout.key.word0) // (sequence_axis.size if sequence_axis else 1)
+        return StageDropout(dropout, dropout.key.narrow(0, length))
 
-    return StageDropout, "of", first_part
+    return StageDropout, "from_dropout", first_part
 
 
 def heads_counted_from_zero():

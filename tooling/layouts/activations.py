@@ -91,7 +91,7 @@ def count(mesh: Mesh, run: Run) -> dict[str, int]:
     if run.dropout:
         numbers = torch.arange(SAMPLES)
         key = DropoutKey.for_batch(seed=1, iteration=1, samples=numbers, positions=LENGTH)
-        dropout = StageDropout.of(Dropout(key, 0.1, 0.1), model.tp if cut else None)
+        dropout = StageDropout.from_dropout(Dropout(key, 0.1, 0.1), model.tp if cut else None)
     length = LENGTH // model.tp.size if cut else LENGTH
     x = torch.randn(length, SAMPLES, CONFIG.hidden_size, dtype=run.dtype, requires_grad=True) * 1.0
     context = Context(Mask(), dropout=dropout, recompute=plan)

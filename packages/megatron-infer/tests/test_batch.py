@@ -17,7 +17,7 @@ LAYOUTS = {
     "cp2": ParallelLayout(cp=2, dp=1),
     "pp2": ParallelLayout(pp=2, dp=1),
     "pp2-vpp2": ParallelLayout(pp=2, vpp=2, dp=1),
-    "v": ParallelLayout(pp=2, vpp=2, dp=1, placement="v"),
+    "v": ParallelLayout(pp=2, vpp=2, dp=1, stage_mapping="v"),
     "tp2-pp2": ParallelLayout(tp=2, pp=2, dp=1),
     "tp2-sequence-pp2-vpp2": ParallelLayout(tp=2, pp=2, vpp=2, dp=1),
 }

@@ -137,8 +137,9 @@ def _mask_of_first_places(mesh: Mesh, replace: Replace) -> None:
 def _mask_of_local_keys(mesh: Mesh, replace: Replace) -> None:
     true = StageDropout.probabilities
 
-    def wrong(self: StageDropout, p: Tensor, keys: Tensor, **rest: Any) -> Tensor:
-        return true(self, p, keys=torch.arange(keys.shape[1])[None], **rest)
+    def wrong(self: StageDropout, p: Tensor, key_indices: Tensor, **rest: Any) -> Tensor:
+        local = torch.arange(key_indices.shape[1])[None]
+        return true(self, p, key_indices=local, **rest)
 
     replace(StageDropout, "probabilities", wrong)
 

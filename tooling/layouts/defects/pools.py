@@ -58,7 +58,7 @@ def _dropout_by_row(mesh: Mesh, replace: Replace) -> None:
 
     def wrong(self: GPTTask, *arguments: Any) -> Dropout:
         dropout = true(self, *arguments)
-        return changed(dropout, places=None, length=None)
+        return changed(dropout, indices=None, length=None)
 
     replace(GPTTask, "_dropout", wrong)
 

@@ -188,7 +188,7 @@ def _identity(source: Source) -> str:
 def _decoding_kind(source: Source, record: ModelRecord) -> ModelKind:
     """Returns the kind of the stored model, if it generates token by token."""
     kind = find_kind(record.kind)
-    if not kind.decodes:
+    if not kind.supports_decoding:
         raise InferError(
             f"{source.path} holds a model of kind {kind.name!r}, which does not generate text"
         )

@@ -64,7 +64,7 @@ class KVCache(Protocol):
 class CrossKVCache(KVCache, Protocol):
     """A cache that keeps the encoder's side of cross-attention too, which is made once."""
 
-    def encoded(self, layer: int, new: KeysValues | None) -> KVHandle:
+    def encoder_kv(self, layer: int, new: KeysValues | None) -> KVHandle:
         """Returns the handle of the encoder's keys and values.
 
         Args:
@@ -165,7 +165,7 @@ class StaticKVCache:
         self._filled[row] = end
         return DenseKV(keys[:end], values[:end])
 
-    def encoded(self, layer: int, new: KeysValues | None) -> DenseKV:
+    def encoder_kv(self, layer: int, new: KeysValues | None) -> DenseKV:
         """Keeps the encoder's side of a layer as it is; return its handle.
 
         Raises:

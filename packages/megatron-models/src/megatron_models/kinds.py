@@ -36,7 +36,7 @@ class ModelKind:
             ``seed``. It is imported when a model is built, and torch with it.
         default_task: name of the task that it is pretrained for.
         summary: one line for lists and ``--help``.
-        decodes: whether it generates token by token, with a cache
+        supports_decoding: whether it generates token by token, with a cache
             (`megatron_models.DecodingModel`).
         migrations: at each place, what makes the fields of the next version of configurations from
             those of this version; there are as many as versions before the one written now.
@@ -47,7 +47,7 @@ class ModelKind:
     stages: str
     default_task: str
     summary: str
-    decodes: bool = False
+    supports_decoding: bool = False
     migrations: tuple[Migration, ...] = ()
 
     @property

@@ -65,7 +65,7 @@ def plan_stage(
 
 
 @dataclass(frozen=True)
-class TwoHalvesPlan:
+class EncoderDecoderStagePlan:
     """Stage number `stage`, and its place in the encoder, the decoder, or both.
 
     The first `encoder_stages` of the pipeline are the encoder's.
@@ -84,7 +84,7 @@ def plan_encoder_decoder_stage(
     pipeline_rank: int,
     chunk: int = 0,
     encoder_stages: int | None = None,
-) -> TwoHalvesPlan:
+) -> EncoderDecoderStagePlan:
     """Finds what stage ``layout.stages(pipeline_rank)[chunk]`` of encoder and decoder holds.
 
     The encoder's stages come first, as in Megatron; each half is cut evenly over its own. A single
@@ -110,7 +110,7 @@ def plan_encoder_decoder_stage(
                 f"encoder_stages={encoder_stages} was given for 1 stage, which holds encoder and "
                 "decoder; leave it out or use a pipeline"
             )
-        return TwoHalvesPlan(
+        return EncoderDecoderStagePlan(
             0, 1, StagePlan(0, 1, range(encoder_layers)), StagePlan(0, 1, range(decoder_layers))
         )
     first = count // 2 if encoder_stages is None else encoder_stages
@@ -123,12 +123,12 @@ def plan_encoder_decoder_stage(
     encoder = _even_split("encoder", encoder_layers, first)
     decoder = _even_split("decoder", decoder_layers, count - first)
     if stage < first:
-        return TwoHalvesPlan(stage, first, StagePlan(stage, first, encoder[stage]), None)
+        return EncoderDecoderStagePlan(stage, first, StagePlan(stage, first, encoder[stage]), None)
     own = stage - first
-    return TwoHalvesPlan(stage, first, None, StagePlan(own, count - first, decoder[own]))
+    return EncoderDecoderStagePlan(stage, first, None, StagePlan(own, count - first, decoder[own]))
 
 
-def part_length(length: int, parts: int) -> int:
+def sequence_shard_length(length: int, parts: int) -> int:
     """Tokens of a sequence that one of ``parts`` sequence-parallel ranks has in its stream.
 
     Raises:

@@ -68,7 +68,7 @@ class SlotCache:
         values[self._places, self._slots] = v
         return self._seen(store, self._length + len(k))
 
-    def encoded(
+    def encoder_kv(
         self,
         layer: int,
         new: tuple[Float[Tensor, "t b g d"], Float[Tensor, "t b g d"]] | None,

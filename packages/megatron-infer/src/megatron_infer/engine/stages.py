@@ -71,10 +71,10 @@ class Stages:
         parameter = next(one.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
 
-    def run(self, given: DecodingPass) -> Float[Tensor, "s b v_part"] | None:
+    def run(self, decoding_pass: DecodingPass) -> Float[Tensor, "s b v_part"] | None:
         """Runs this rank's stages in one pass; returns logits if it has the last one."""
         holder = self.mesh.layout.stage_holder
-        first = self._own[0].first_stage(given)
+        first = self._own[0].first_active_stage(decoding_pass)
         made: tuple[Tensor, ...] = ()
         for stage in self._own:
             if stage.stage < first:
@@ -82,9 +82,9 @@ class Stages:
             if stage.stage > first and (before := holder(stage.stage - 1)) != self._pp.index:
                 made = tuple(
                     receive(self._empty(shape), self._pp, before, purpose="activations")
-                    for shape in stage.received(given)
+                    for shape in stage.input_shapes(decoding_pass)
                 )
-            made = stage.decode(made, given)
+            made = stage.decode(made, decoding_pass)
             if not stage.last and (after := holder(stage.stage + 1)) != self._pp.index:
                 for one in made:
                     send(one, self._pp, after, purpose="activations")

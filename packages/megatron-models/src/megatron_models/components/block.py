@@ -45,10 +45,10 @@ class Block(nn.Module):
             if sublayer.norm is None:
                 y = read(x)
             else:
-                y = context.normalised(getattr(self, f"{sublayer.name}_norm"), x, read)
+                y = context.apply_norm(getattr(self, f"{sublayer.name}_norm"), x, read)
             if sublayer.norm_after is not None:
                 y = getattr(self, f"{sublayer.name}_norm_after")(y)
-            x = x + context.drop(y, self.layer, sublayer.site)
+            x = x + context.hidden_dropout(y, self.layer, sublayer.site)
             if sublayer.norm_sum is not None:
                 x = getattr(self, f"{sublayer.name}_norm_sum")(x)
         return x
@@ -58,7 +58,7 @@ class Block(nn.Module):
         if name is None:
             result: Tensor = mixer(y, context)
             return result
-        return context.recomputed(name, partial(mixer, context=context), y)
+        return context.maybe_recompute(name, partial(mixer, context=context), y)
 
 
 def build_mixer(mixer: Mixer, number: int, placement: Placement) -> nn.Module:

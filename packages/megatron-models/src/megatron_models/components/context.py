@@ -1,4 +1,4 @@
-"""What all layers of one forward pass share."""
+"""State that all layers of one forward pass share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,27 +19,27 @@ from megatron_models.components.dropout import StageDropout
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """Handed from the model through every block to attention.
+    """State that the model passes through every block to its mixers.
 
     Attributes:
-        mask: who may attend to whom.
-        angles: cosines and sines of the rotary positions, if positions are rotary.
-        cache: where keys and values are kept, when decoding.
-        offset: positions in the cache before these tokens.
-        dropout: what is dropped, when training with dropout.
-        parallel: attention over context-parallel ranks, where there are several; the mask is then
-            that of the whole sequence.
-        recompute: what is computed again in the backward pass.
-        padding: True where a token is padding, which routers leave alone; of the whole sequence
-            also where sequence parallelism cuts it. None if no token is, or nobody asks.
-        auxiliary_losses: takes the losses that layers have of their own, when training.
-        turns: lets another micro-batch compute while experts' tokens are on their way.
-        encoded: the encoder's output, of all of its text or of this rank's part, in a decoder;
-            None in passes with a cache that has seen it.
-        cross_mask: which of it a token of the decoder may attend to.
-        sequence_parallel: whether this pass cuts sequences over tensor-parallel ranks; None as the
-            modules were built. A mixer hands it to every parallel layer it calls. False when
-            decoding: a single new token cannot be cut.
+        mask: Which tokens may attend to which.
+        angles: Cosines and sines of the rotary angles; None without rotary positions.
+        cache: Key/value cache, when decoding.
+        offset: Number of cached positions before these tokens.
+        dropout: Dropout, when training with dropout.
+        context_parallel: Attention over several context-parallel ranks. ``mask`` is then the mask
+            of the whole sequence.
+        recompute: What the backward pass recomputes.
+        padding: True for a padding token, which routers ignore. Covers the whole sequence, also
+            where sequence parallelism cuts it. None if there is no padding or no mixer reads it.
+        auxiliary_losses: Collects the auxiliary losses of layers, when training.
+        turns: Lets another micro-batch compute while the tokens of experts are in flight.
+        encoder_output: Output of the encoder, in a decoder: of the whole source, or this rank's
+            part of it. None in passes with a cache that already has its keys and values.
+        cross_mask: Which tokens of the source a token of the decoder may attend to.
+        sequence_parallel: Whether this pass cuts sequences over tensor-parallel ranks. Mixers pass
+            it to each parallel layer. None means as the modules were built. False when decoding,
+            since a single new token cannot be cut.
     """
 
     mask: Mask
@@ -47,43 +47,48 @@ class Context:
     cache: KVCache | None = None
     offset: int = 0
     dropout: StageDropout | None = None
-    parallel: ContextParallel | None = None
+    context_parallel: ContextParallel | None = None
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     padding: Bool[Tensor, "s b"] | None = None
     auxiliary_losses: AuxiliaryLosses | None = None
     turns: Turns | None = None
-    encoded: Float[Tensor, "t b h"] | None = None
+    encoder_output: Float[Tensor, "t b h"] | None = None
     cross_mask: Mask | None = None
     sequence_parallel: bool | None = None
 
-    def drop(self, x: Float[Tensor, "s b h"], layer: int, site: int) -> Float[Tensor, "s b h"]:
-        """Applies hidden dropout, if there is one."""
+    def hidden_dropout(
+        self, x: Float[Tensor, "s b h"], layer: int, site: int
+    ) -> Float[Tensor, "s b h"]:
+        """Applies hidden dropout, if there is any."""
         return x if self.dropout is None else self.dropout.hidden(x, layer, site)
 
-    def probability_drop(
+    def attention_dropout(
         self, layer: int, first_head: int, site: int
     ) -> Callable[[Tensor], Tensor] | None:
-        """What drops attention's probabilities ``[b, n, s, t]`` at a site, if anything does."""
+        """Returns the dropout of attention probabilities ``[b, n, s, t]`` at a site, or None."""
         dropout = self.dropout
-        if dropout is None or dropout.given.attention == 0.0:
+        if dropout is None or dropout.global_dropout.attention == 0.0:
             return None
         return partial(dropout.probabilities, layer=layer, first_head=first_head, site=site)
 
-    def recomputed(
+    def maybe_recompute(
         self, module: str, function: Callable[..., Tensor], *inputs: Float[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
-        """``function(*inputs)``; run again in the backward pass if ``module`` is to be."""
+        """Returns ``function(*inputs)``, checkpointed if ``module`` is recomputed."""
         if self.recompute.selects(module):
             return activation_checkpoint(function, *inputs)
         return function(*inputs)
 
-    def normalised(
+    def apply_norm(
         self,
         norm: Callable[[Tensor], Tensor],
         x: Float[Tensor, "s b h"],
         reader: Callable[[Tensor], Tensor],
     ) -> Float[Tensor, "s b h"]:
-        """``reader(norm(x))``; the norm's output is not kept if norms are computed again."""
+        """Returns ``reader(norm(x))``.
+
+        The output of the norm is not saved if norms are recomputed.
+        """
         y = norm(x)
         if not self.recompute.selects("layernorm"):
             return reader(y)
@@ -91,10 +96,10 @@ class Context:
             return reader(y)
 
     def shared_tensors(self) -> list[Tensor]:
-        """Tensors that the layers share, so that no layer keeps them by itself."""
-        key = None if self.dropout is None else self.dropout.given.key
+        """Returns the tensors that layers share, which count for no single layer."""
+        key = None if self.dropout is None else self.dropout.global_dropout.key
         words = [] if key is None else [key.word0, key.word1]
         masks = [self.mask] if self.cross_mask is None else [self.mask, self.cross_mask]
         fields = [value for mask in masks for value in vars(mask).values()]
-        shared = (*(self.angles or ()), *fields, *words, self.encoded)
+        shared = (*(self.angles or ()), *fields, *words, self.encoder_output)
         return [t for t in shared if isinstance(t, torch.Tensor)]

@@ -1,18 +1,18 @@
-"""Dropout of one forward pass: where it acts, and which key finds which mask.
+"""Dropout of one forward pass: its sites, and the key that determines each mask.
 
-| site | number | layer | of | channels |
+| site | number | layer | input | channels |
 |---|---|---|---|---|
-| embedding | 0 | -1 | the embedding's sum `[s, b, h]` | hidden |
-| attention probabilities | 1 | its own | `[s, b, n, t]` | head number * t + key position |
-| attention output | 2 | its own | `[s, b, h]`, before it is added | hidden |
-| feed-forward output | 3 | its own | `[s, b, h]`, before it is added | hidden |
-| cross-attention probabilities | 4 | its own | `[s, b, n, t]` | head number * t + key position |
-| cross-attention output | 5 | its own | `[s, b, h]`, before it is added | hidden |
-| decoder's embedding | 6 | -1 | the embedding's sum `[s, b, h]` | hidden |
+| embedding | 0 | -1 | sum of the embeddings `[s, b, h]` | hidden |
+| attention probabilities | 1 | its own | `[s, b, n, t]` | head number * t + key index |
+| attention output | 2 | its own | `[s, b, h]`, before the residual addition | hidden |
+| feed-forward output | 3 | its own | `[s, b, h]`, before the residual addition | hidden |
+| cross-attention probabilities | 4 | its own | `[s, b, n, t]` | head number * t + key index |
+| cross-attention output | 5 | its own | `[s, b, h]`, before the residual addition | hidden |
+| decoder's embedding | 6 | -1 | sum of the embeddings `[s, b, h]` | hidden |
 
-Heads, positions and layers are global numbers, so an element is kept or dropped whoever computes
-it. Behind an encoder, a decoder's layers count on from the encoder's. The numbers are part of every
-training curve and do not change.
+Heads, token indices and layers are global numbers, so every layout drops the same elements. In an
+encoder-decoder the layers of the decoder are numbered after those of the encoder. The numbers are
+part of every training curve and do not change.
 """
 
 from dataclasses import dataclass
@@ -29,27 +29,26 @@ from megatron_models.errors import ConfigError
 
 @dataclass(frozen=True, eq=False)
 class Dropout:
-    """What a forward pass drops. There is no state: a pass without one drops nothing.
+    """Dropout of a forward pass. It is stateless; a pass without a `Dropout` drops nothing.
 
     Attributes:
-        key: of the whole sequences of the micro-batch, ``[s, b]``, also where sequence parallelism
-            cuts them: the same on all tensor-parallel ranks and pipeline stages.
-        hidden: probability after the embedding and after attention and feed-forward layer.
-        attention: probability of attention's weights. They are then written out: only the
-            reference backend of attention, whose memory grows with the square of the length,
-            applies it.
-        places: of each token in the sequence that it was taken from, where a row of the
-            micro-batch is made of parts of several; by default rows are sequences.
-        length: of those sequences.
+        key: Key of the whole sequences of the micro-batch, ``[s, b]``, also where sequence
+            parallelism cuts them. It is the same on all tensor-parallel ranks and pipeline stages.
+        hidden: Probability after the embedding, attention and the feed-forward layer.
+        attention: Probability for attention weights. Only the reference backend of attention
+            applies it, whose memory grows with the square of the length.
+        indices: Index of each token in its sequence, where a row of the micro-batch holds parts of
+            several sequences. By default each row is one sequence.
+        length: Length of these sequences.
 
     Raises:
-        ConfigError: a probability not in ``0 <= p < 1``.
+        ConfigError: A probability is not in ``0 <= p < 1``.
     """
 
     key: DropoutKey
     hidden: float = 0.0
     attention: float = 0.0
-    places: Int[Tensor, "b s"] | None = None
+    indices: Int[Tensor, "b s"] | None = None
     length: int | None = None
 
     def __post_init__(self) -> None:
@@ -60,57 +59,76 @@ class Dropout:
 
 @dataclass(frozen=True, eq=False)
 class StageDropout:
-    """A `Dropout` as the layers of this rank apply it; `stream` is the key of its positions."""
+    """A `Dropout` for the layers of one rank.
 
-    given: Dropout
+    Attributes:
+        global_dropout: The dropout of the whole micro-batch.
+        stream: Key of the tokens of the residual stream on this rank.
+    """
+
+    global_dropout: Dropout
     stream: DropoutKey
 
     @classmethod
-    def of(
+    def from_dropout(
         cls,
-        given: Dropout,
-        cut: Axis | None,
-        places: Int[Tensor, "b_or_1 part"] | None = None,
+        dropout: Dropout,
+        sequence_axis: Axis | None,
+        indices: Int[Tensor, "b_or_1 part"] | None = None,
     ) -> "StageDropout":
-        """Prepares a pass in which ``cut`` cuts the sequence, if anything does.
+        """Returns the dropout of this rank's part of the sequence.
 
-        With context parallelism the sequence it cuts is the rank's, at ``places`` of the whole.
+        Args:
+            dropout: The dropout of the whole micro-batch.
+            sequence_axis: The axis that cuts the residual stream along the sequence, or None.
+            indices: Under context parallelism, the indices of this rank's tokens in the whole
+                sequence.
         """
-        stream = given.key if places is None else given.key.select(places)
-        return cls(given, stream if cut is None else stream.part(cut))
+        stream = dropout.key if indices is None else dropout.key.select(indices)
+        return cls(dropout, stream if sequence_axis is None else stream.part(sequence_axis))
 
     def hidden(self, x: Float[Tensor, "s b h"], layer: int, site: int) -> Float[Tensor, "s b h"]:
-        """Drops elements of what is added to the residual stream."""
-        return keyed_dropout(x, self.given.hidden, self.stream, layer=layer, site=site)
+        """Drops elements of a tensor that is added to the residual stream."""
+        return keyed_dropout(x, self.global_dropout.hidden, self.stream, layer=layer, site=site)
 
     def probabilities(
         self,
         p: Float[Tensor, "b n s t"],
         layer: int,
         first_head: int,
-        places: Int[Tensor, "b_or_1 s"] | None = None,
-        keys: Int[Tensor, "b_or_1_too t"] | None = None,
+        query_indices: Int[Tensor, "b_or_1 s"] | None = None,
+        key_indices: Int[Tensor, "b_or_1_too t"] | None = None,
         site: int = ATTENTION_PROBABILITIES,
     ) -> Float[Tensor, "b n s t"]:
-        """Drops attention probabilities of heads ``first_head``, ``first_head + 1``, ...
+        """Drops attention probabilities.
 
-        ``places`` of the queries and of the ``keys`` are in the whole sequence; all by default.
+        Args:
+            p: Probabilities of the heads ``first_head``, ``first_head + 1``, ...
+            layer: Global layer number.
+            first_head: Global number of the first head.
+            query_indices: Indices of the queries in the whole sequence. Defaults to all.
+            key_indices: Indices of the keys in the whole sequence. Defaults to all.
+            site: Number of the dropout site.
         """
         by_query = p.permute(2, 0, 1, 3)
         if torch.compiler.is_compiling():  # Dynamo writes results into contiguous memory only
             by_query = by_query.contiguous()
-        key = self.given.key if places is None else self.given.key.select(places)
-        drop = partial(keyed_dropout, p=self.given.attention, layer=layer, site=site)
-        numbers = self.given.places
-        if numbers is not None:  # keys are known by where they came from
-            keys = numbers if keys is None else numbers.gather(1, keys.expand(len(numbers), -1))
-        if keys is None:
+        key = self.global_dropout.key
+        if query_indices is not None:
+            key = key.select(query_indices)
+        drop = partial(keyed_dropout, p=self.global_dropout.attention, layer=layer, site=site)
+        indices = self.global_dropout.indices
+        if indices is not None and key_indices is None:
+            key_indices = indices
+        elif indices is not None and key_indices is not None:
+            key_indices = indices.gather(1, key_indices.expand(len(indices), -1))
+        if key_indices is None:
             dropped = drop(by_query, key=key, channels=first_head * p.shape[-1])
         else:
-            length = self.given.length or self.given.key.word0.shape[0]
+            length = self.global_dropout.length or self.global_dropout.key.word0.shape[0]
             heads = torch.arange(first_head, first_head + p.shape[1], device=p.device) * length
-            all_channels = heads[:, None] + keys[:, None, :]  # [b or 1, n, t]
-            parts = len(all_channels)  # of the batch: its samples, if their keys differ
+            all_channels = heads[:, None] + key_indices[:, None, :]  # [b or 1, n, t]
+            parts = len(all_channels)  # one for each sample, if their key indices differ
             dropped = torch.cat(
                 [
                     drop(x, key=DropoutKey(word0, word1), channels=channels)

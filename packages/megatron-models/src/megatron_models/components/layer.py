@@ -115,7 +115,7 @@ class TrunkSpec:
         layers: of this trunk or of one stage of it, by number.
         final_norm: None where another stage has it, or there is none.
         width: of the residual stream.
-        first_number: added to a layer's number for dropout, which counts over several trunks.
+        layer_offset: added to a layer's number for dropout, which counts over several trunks.
         embedding_site: the number by which dropout knows the embedding.
     """
 
@@ -123,7 +123,7 @@ class TrunkSpec:
     layers: Mapping[int, Layer]
     final_norm: NormSpec | None
     width: int
-    first_number: int = 0
+    layer_offset: int = 0
     embedding_site: int = 0
 
     def parameters(self, sequence_parallel: bool = False) -> Parameters:
@@ -176,17 +176,17 @@ class TrunkSpec:
             dict.fromkeys(name for mixer in self.mixers for name in mixer.auxiliary_losses())
         )
 
-    def stage(self, numbers: Sequence[int], *, first: bool, last: bool) -> "TrunkSpec":
+    def stage(self, layers: Sequence[int], *, first: bool, last: bool) -> "TrunkSpec":
         """Returns the part of a pipeline stage.
 
         Args:
-            numbers: of its layers.
+            layers: Global layer numbers of the stage.
             first: whether it has the embedding.
             last: whether it has the final norm.
         """
         return replace(
             self,
             embedding=self.embedding if first else None,
-            layers={number: self.layers[number] for number in numbers},
+            layers={number: self.layers[number] for number in layers},
             final_norm=self.final_norm if last else None,
         )

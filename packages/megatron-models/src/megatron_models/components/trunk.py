@@ -34,7 +34,7 @@ class Trunk(nn.Module):
         # Keyed by the global layer number, so that a pipeline stage's names are the whole model's.
         self.layers = nn.ModuleDict(
             {
-                str(number): Block(layer, spec.first_number + number, placement)
+                str(number): Block(layer, spec.layer_offset + number, placement)
                 for number, layer in spec.layers.items()
             }
         )
@@ -56,6 +56,6 @@ class Trunk(nn.Module):
         """
         if self.embeds and self.embedding is not None:
             x = self.embedding(x, positions, context.offset, context.sequence_parallel)
-            x = context.drop(x, EMBEDDING_LAYER, self.embedding_site)
+            x = context.hidden_dropout(x, EMBEDDING_LAYER, self.embedding_site)
         x = run_layers(self.layers, x, context, self.tp)
         return x if self.final_norm is None else self.final_norm(x)

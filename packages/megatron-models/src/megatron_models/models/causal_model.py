@@ -36,21 +36,21 @@ class CausalModel(DecodingModel):
     ) -> "megatron_parallel.TensorSpec":
         """Returns shape and dtype of what a stage that is not the last passes on in training."""
 
-    def received(self, given: DecodingPass) -> tuple[tuple[int, ...], ...]:
+    def input_shapes(self, decoding_pass: DecodingPass) -> tuple[tuple[int, ...], ...]:
         """Returns the shape of the residual stream; nothing on the first stage."""
-        batch, length = given.tokens.shape
+        batch, length = decoding_pass.tokens.shape
         return () if self.first else ((length, batch, self.config.hidden_size),)
 
     def decode(
-        self, received: tuple[Float[Tensor, "..."], ...], given: DecodingPass
+        self, inputs: tuple[Float[Tensor, "..."], ...], decoding_pass: DecodingPass
     ) -> tuple[Float[Tensor, "..."], ...]:
         """Runs this stage on the new tokens, or on their stream."""
-        (x,) = received or (given.tokens,)
+        (x,) = inputs or (decoding_pass.tokens,)
         outcome: Tensor = self(
             x,
-            positions=given.positions,
-            mask=given.mask,
-            cache=given.cache,
-            logits_at=given.logits_at,
+            positions=decoding_pass.positions,
+            mask=decoding_pass.mask,
+            cache=decoding_pass.cache,
+            logits_at=decoding_pass.logits_at,
         )
         return (outcome,)

@@ -63,27 +63,27 @@ class DecodingModel(nn.Module, ABC):
     rotary: RotaryTable | None
     reads_source: ClassVar[bool] = False
 
-    def first_stage(self, given: DecodingPass) -> int:
+    def first_active_stage(self, decoding_pass: DecodingPass) -> int:
         """Returns the number of the first stage that has a part in a pass; all after it have one.
 
         It is known on every stage.
         """
-        del given
+        del decoding_pass
         return 0
 
     @abstractmethod
-    def received(self, given: DecodingPass) -> tuple[tuple[int, ...], ...]:
+    def input_shapes(self, decoding_pass: DecodingPass) -> tuple[tuple[int, ...], ...]:
         """Returns the shapes of what this stage takes from the stage before in a pass."""
 
     @abstractmethod
     def decode(
-        self, received: tuple[Float[Tensor, "..."], ...], given: DecodingPass
+        self, inputs: tuple[Float[Tensor, "..."], ...], decoding_pass: DecodingPass
     ) -> tuple[Float[Tensor, "..."], ...]:
         """Runs this stage.
 
         Args:
-            received: what the stage before passed on, of the shapes of `received`.
-            given: the pass.
+            inputs: what the stage before passed on, of the shapes of `input_shapes`.
+            decoding_pass: The pass.
 
         Returns:
             What the next stage takes; from the last stage the logits alone,

@@ -148,7 +148,7 @@ class ContextParallel:
         mask: Mask,
         layer: int,
         first_head: int,
-        places: Int[Tensor, "b_or_1 s"] | None,
+        query_indices: Int[Tensor, "b_or_1 s"] | None,
         softcap: float,
         q: Tensor,
         k: Tensor,
@@ -157,7 +157,10 @@ class ContextParallel:
         drop = None
         if self._drops and self._dropout is not None:
             drop = partial(
-                self._dropout.probabilities, layer=layer, first_head=first_head, places=places
+                self._dropout.probabilities,
+                layer=layer,
+                first_head=first_head,
+                query_indices=query_indices,
             )
         return attention(q, k, v, mask, dropout=drop, softcap=softcap)
 
@@ -166,7 +169,7 @@ class ContextParallel:
 
     @property
     def _drops(self) -> bool:
-        return self._dropout is not None and self._dropout.given.attention > 0.0
+        return self._dropout is not None and self._dropout.global_dropout.attention > 0.0
 
     @property
     def _rules(self) -> SequenceMask:
@@ -256,6 +259,6 @@ class _Blocks:
             self.dropout.probabilities,
             layer=self.layer,
             first_head=self.first_head,
-            places=mask.queries,
-            keys=mask.keys,
+            query_indices=mask.queries,
+            key_indices=mask.keys,
         )

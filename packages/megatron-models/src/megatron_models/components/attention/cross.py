@@ -44,7 +44,7 @@ class CrossAttention(nn.Module):
 
         Args:
             x: the decoder's stream, normalised.
-            context: what the layers of this pass share; ``encoded`` ``[t, b, h]`` and
+            context: what the layers of this pass share; ``encoder_output`` ``[t, b, h]`` and
                 ``cross_mask`` ``[b, s, t]`` are the encoder's output and who may attend to it.
                 With a cache the output is projected once, in the pass that has it.
 
@@ -53,11 +53,11 @@ class CrossAttention(nn.Module):
                 or a cache that does not keep it.
         """
         cut, mask = context.sequence_parallel, context.cross_mask
-        new = None if context.encoded is None else self._project(context.encoded, cut)
+        new = None if context.encoder_output is None else self._project(context.encoder_output, cut)
         if mask is None or (new is None and context.cache is None):
             raise ConfigError(
                 f"layer {self.layer} attends to an encoder's output, and the context has none: "
-                "give `encoded` and `cross_mask`"
+                "give `encoder_output` and `cross_mask`"
             )
         q = self.q(x, sequence_parallel=cut)
         if context.cache is not None:
@@ -66,11 +66,11 @@ class CrossAttention(nn.Module):
                     f"layer {self.layer} attends to an encoder's output, which a cache of type "
                     f"{type(context.cache).__name__} does not keep; use a StaticKVCache"
                 )
-            seen = context.cache.encoded(self.layer, new)
+            seen = context.cache.encoder_kv(self.layer, new)
             y = seen.attend(q, mask, softcap=self.softcap)
         else:
             core = partial(self._attend, context, mask)
-            y = context.recomputed("core_attn", core, q, *(new or ()))
+            y = context.maybe_recompute("core_attn", core, q, *(new or ()))
         result: Tensor = self.out(y.flatten(2), sequence_parallel=cut)
         return result
 
@@ -84,5 +84,5 @@ class CrossAttention(nn.Module):
 
     def _attend(self, context: Context, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         site = CROSS_ATTENTION_PROBABILITIES
-        drop = context.probability_drop(self.layer, self.first_head, site)
+        drop = context.attention_dropout(self.layer, self.first_head, site)
         return attention(q, k, v, mask, dropout=drop, softcap=self.softcap)

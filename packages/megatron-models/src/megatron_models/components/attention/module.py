@@ -55,20 +55,20 @@ class Attention(nn.Module):
                 q, context.mask, query_offset=context.offset, sinks=sinks, softcap=self.softcap
             )
         else:
-            if context.parallel is None:
+            if context.context_parallel is None:
                 core = partial(self._attend, context)
             else:
-                over_ranks = context.parallel.attention
+                over_ranks = context.context_parallel.attention
                 core = partial(
                     over_ranks, layer=self.layer, first_head=self.first_head, softcap=self.softcap
                 )
-            y = context.recomputed("core_attn", core, q, k, v)
+            y = context.maybe_recompute("core_attn", core, q, k, v)
         result: Tensor = self.out(y.flatten(2), sequence_parallel=cut)
         return result
 
     def _attend(self, context: Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention without a cache, over keys that are all on this rank."""
-        drop = context.probability_drop(self.layer, self.first_head, ATTENTION_PROBABILITIES)
+        drop = context.attention_dropout(self.layer, self.first_head, ATTENTION_PROBABILITIES)
         sinks = None if self.sinks is None else self.sinks(q)
         return attention(
             q,

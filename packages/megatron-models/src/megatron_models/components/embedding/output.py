@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def stream_at(
-    x: Float[Tensor, "part b h"], places: Int[Tensor, "b k"], sequence_axis: Axis | None = None
+def select_tokens(
+    x: Float[Tensor, "part b h"], indices: Int[Tensor, "b k"], sequence_axis: Axis | None = None
 ) -> Float[Tensor, "_ b h"]:
     """Returns the residual stream at some places only, as input of an output layer.
 
     Args:
         x: the stream of all tokens, or with ``sequence_axis`` this rank's part of it.
-        places: which tokens of each sequence, 0 to s - 1.
+        indices: which tokens of each sequence, 0 to s - 1.
         sequence_axis: the ranks that the sequence is cut over, which the output layer gathers.
 
     Returns:
@@ -28,8 +28,8 @@ def stream_at(
     """
     rows = torch.arange(x.shape[1], device=x.device)
     if sequence_axis is None:
-        return x[places.t(), rows]
-    local = places.t() - sequence_axis.index * len(x)
+        return x[indices.t(), rows]
+    local = indices.t() - sequence_axis.index * len(x)
     elsewhere = (local < 0) | (local >= len(x))
     partial = x[local.masked_fill(elsewhere, 0), rows]
     partial = partial.masked_fill(elsewhere.unsqueeze(-1), 0.0)
@@ -51,7 +51,7 @@ class Output(Protocol):
         """Sees `megatron_parallel.ColumnParallelLinear.forward`."""
 
 
-def losses_of(
+def token_losses(
     output: Output,
     x: Float[Tensor, "part b h"],
     labels: Int[Tensor, "b s"],
@@ -76,7 +76,7 @@ def losses_of(
     return output(x, sequence_parallel=sequence_parallel, loss=of_labels).t()
 
 
-def without_padding(
+def mask_padding_logits(
     logits: Float[Tensor, "s b v_part"], tp: Axis, vocab: int
 ) -> Float[Tensor, "s b v_part"]:
     """Returns logits with those of padding tokens at -inf; they are overwritten.

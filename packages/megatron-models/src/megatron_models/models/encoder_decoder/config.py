@@ -68,7 +68,7 @@ class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, 
         norm, mixer = self.component(NormSpec), self.component(CrossAttentionSpec)
         return (Sublayer("cross_attention", mixer, CROSS_ATTENTION_OUTPUT, norm),)
 
-    def _trunk(self, depth: int, between: Layer, first_number: int, site: int) -> TrunkSpec:
+    def _trunk(self, depth: int, between: Layer, layer_offset: int, site: int) -> TrunkSpec:
         """Returns one side: self-attention, what is ``between``, the feed-forward layer."""
         norm = self.component(NormSpec, num_layers=depth)
         attention = self.component(AttentionSpec, num_layers=depth)
@@ -82,7 +82,7 @@ class EncoderDecoderConfig(ModelConfig, MLPConfig, NormConfig, AttentionConfig, 
             dict.fromkeys(range(depth), layer),
             norm,
             self.hidden_size,
-            first_number,
+            layer_offset,
             site,
         )
 

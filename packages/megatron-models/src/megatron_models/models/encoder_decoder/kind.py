@@ -9,5 +9,5 @@ KIND = ModelKind(
     stages="megatron_models.models.encoder_decoder.model:encoder_decoder_chunks",
     default_task="encoder_decoder",
     summary="an encoder, and a decoder that attends to its output",
-    decodes=True,
+    supports_decoding=True,
 )

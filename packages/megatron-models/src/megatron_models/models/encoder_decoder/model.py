@@ -16,9 +16,9 @@ from megatron_models.components.attention.rotary import RotaryTable
 from megatron_models.components.context import Context
 from megatron_models.components.dropout import Dropout, StageDropout
 from megatron_models.components.embedding.output import (
-    losses_of,
-    stream_at,
-    without_padding,
+    mask_padding_logits,
+    select_tokens,
+    token_losses,
 )
 from megatron_models.components.embedding.spec import output_spec
 from megatron_models.components.trunk import Trunk
@@ -27,7 +27,7 @@ from megatron_models.models.decoding import DecodingModel, DecodingPass
 from megatron_models.models.encoder_decoder.config import EncoderDecoderConfig
 from megatron_models.models.encoder_decoder.masks import documents, mask_of_source
 from megatron_models.placement import Placement
-from megatron_models.stages import StagePlan, part_length, plan_encoder_decoder_stage
+from megatron_models.stages import StagePlan, plan_encoder_decoder_stage, sequence_shard_length
 
 
 class EncoderDecoder(DecodingModel):
@@ -143,14 +143,14 @@ class EncoderDecoder(DecodingModel):
         encoder_only = stage < self.encoder_stages
         lengths = (source_length,) if encoder_only else (target_length, source_length)
         width = self.config.hidden_size
-        parts = [part_length(length, self.sequence_parallel_size) for length in lengths]
+        parts = [sequence_shard_length(length, self.sequence_parallel_size) for length in lengths]
         return tuple(
             megatron_parallel.TensorSpec((part, batch_size, width), self.dtype) for part in parts
         )
 
     def forward(
         self,
-        *received: Float[Tensor, "_ b h"],
+        *inputs: Float[Tensor, "_ b h"],
         source: Int[Tensor, "b t"] | None = None,
         target: Int[Tensor, "b s"] | None = None,
         source_padding: Bool[Tensor, "b t"] | None = None,
@@ -169,7 +169,7 @@ class EncoderDecoder(DecodingModel):
         pass on their stream alone. No sequence is then cut, as for `GPT.forward`.
 
         Args:
-            *received: what the stage before returned: nothing on the first stage, the encoder's
+            *inputs: what the stage before returned: nothing on the first stage, the encoder's
                 stream or output ``[t, b, h]``, or the decoder's stream ``[s, b, h]`` and the
                 encoder's output; with sequence parallelism this rank's part of each.
             source: the encoder's tokens; the first stage reads them. With a cache every stage asks
@@ -203,16 +203,16 @@ class EncoderDecoder(DecodingModel):
         """
         decoding = cache is not None
         later = decoding and source is None  # the cache has what the encoder made
-        self._check_received(received, later)
+        self._check_inputs(inputs, later)
         encoder, decoder = self.encoder, self.decoder
-        encoded = None if later else received[-1] if received else None
+        encoded = None if later else inputs[-1] if inputs else None
         if encoder is not None and not later:
-            x = received[0] if encoder.embedding is None else self._tokens("source", source)
+            x = inputs[0] if encoder.embedding is None else self._tokens("source", source)
             text = Mask(causal=False, document_ids=documents(source_padding))
             encoded = encoder(x, self._context(x, text, dropout, whole=decoding))
         if decoder is None:
             return self._made(encoded)
-        x = received[0] if decoder.embedding is None else self._tokens("target", target)
+        x = inputs[0] if decoder.embedding is None else self._tokens("target", target)
         mask = Mask() if mask is None else mask
         if positions is None:
             positions = self._positions(x, mask, cache)
@@ -220,42 +220,44 @@ class EncoderDecoder(DecodingModel):
         made = None if encoded is None else (encoded.shape[1], self._length(encoded, decoding))
         new = (x.shape[1 if x.is_floating_point() else 0], self._length(x, decoding))
         cross_mask = mask_of_source(source_padding, made, new, x.device)
-        x = decoder(x, replace(context, encoded=encoded, cross_mask=cross_mask), positions)
+        x = decoder(x, replace(context, encoder_output=encoded, cross_mask=cross_mask), positions)
         if self.output is None:
             return x if encoded is None else (x, encoded)
         return self._end(self.output, x, labels, logits_at, whole=decoding)
 
-    def first_stage(self, given: DecodingPass) -> int:
+    def first_active_stage(self, decoding_pass: DecodingPass) -> int:
         """Returns 0 where there is a source to encode, else the first stage of the decoder."""
         pipeline = self.mesh.layout.pp * self.mesh.layout.vpp > 1
-        return self.encoder_stages if given.source is None and pipeline else 0
+        return self.encoder_stages if decoding_pass.source is None and pipeline else 0
 
-    def received(self, given: DecodingPass) -> tuple[tuple[int, ...], ...]:
+    def input_shapes(self, decoding_pass: DecodingPass) -> tuple[tuple[int, ...], ...]:
         """Returns the uncut shapes of `stage_output_spec`, or of the decoder's stream alone."""
-        (batch, length), width = given.tokens.shape, self.config.hidden_size
-        if self.stage == self.first_stage(given):
+        (batch, length), width = decoding_pass.tokens.shape, self.config.hidden_size
+        if self.stage == self.first_active_stage(decoding_pass):
             return ()
         target = [(length, batch, width)] if self.stage > self.encoder_stages else []
-        source = [] if given.source is None else [(given.source.shape[1], batch, width)]
+        source = (
+            [] if decoding_pass.source is None else [(decoding_pass.source.shape[1], batch, width)]
+        )
         return (*target, *source)
 
     def decode(
-        self, received: tuple[Float[Tensor, "..."], ...], given: DecodingPass
+        self, inputs: tuple[Float[Tensor, "..."], ...], decoding_pass: DecodingPass
     ) -> tuple[Float[Tensor, "..."], ...]:
         """Runs this stage on a source and new tokens, or on new tokens."""
         outcome = self(
-            *received,
-            source=given.source,
-            target=given.tokens,
-            source_padding=given.source_padding,
-            positions=given.positions,
-            mask=given.mask,
-            cache=given.cache,
-            logits_at=given.logits_at,
+            *inputs,
+            source=decoding_pass.source,
+            target=decoding_pass.tokens,
+            source_padding=decoding_pass.source_padding,
+            positions=decoding_pass.positions,
+            mask=decoding_pass.mask,
+            cache=decoding_pass.cache,
+            logits_at=decoding_pass.logits_at,
         )
         return outcome if isinstance(outcome, tuple) else (outcome,)
 
-    def _check_received(self, received: tuple[Tensor, ...], later: bool) -> None:
+    def _check_inputs(self, inputs: tuple[Tensor, ...], later: bool) -> None:
         """Refuses another number of tensors than the stage before passes on."""
         if later and self.decoder is None:
             raise ConfigError(
@@ -264,12 +266,12 @@ class EncoderDecoder(DecodingModel):
             )
         behind = self.stage > self.encoder_stages
         wanted = int(behind) if later else min(self.stage, 1) + behind
-        if len(received) != wanted:
+        if len(inputs) != wanted:
             what = ("no tensor", "1 tensor of the encoder", "2 tensors, decoder's and encoder's")
             wants = "1 tensor of the decoder" if later and wanted else what[wanted]
             raise ConfigError(
                 f"stage {self.stage}, with {self.encoder_stages} stages of the encoder, takes "
-                f"{wants}, not {len(received)}"
+                f"{wants}, not {len(inputs)}"
             )
 
     def _made(self, encoded: Tensor | None) -> Tensor:
@@ -295,12 +297,12 @@ class EncoderDecoder(DecodingModel):
                     "labels and logits_at exclude each other: a loss needs all places"
                 )
             loss = self.vocabulary_loss
-            return losses_of(output, x, labels, vocab, loss, sequence_parallel=cut)
+            return token_losses(output, x, labels, vocab, loss, sequence_parallel=cut)
         if logits_at is None:
-            return without_padding(output(x, sequence_parallel=cut), self.tp, vocab)
-        x = stream_at(x, logits_at, self.tp if cut else None)
+            return mask_padding_logits(output(x, sequence_parallel=cut), self.tp, vocab)
+        x = select_tokens(x, logits_at, self.tp if cut else None)
         logits = output(x, sequence_parallel=cut)[: logits_at.shape[1]]
-        return without_padding(logits, self.tp, vocab)
+        return mask_padding_logits(logits, self.tp, vocab)
 
     def _tokens(self, name: str, tokens: Tensor | None) -> Tensor:
         """Returns the tokens that this stage embeds."""
@@ -333,7 +335,7 @@ class EncoderDecoder(DecodingModel):
     ) -> Context:
         """Returns what the layers of a half share, but for what the encoder made."""
         length = self._length(x, whole)
-        part_length(length, 1 if whole else self.sequence_parallel_size)
+        sequence_shard_length(length, 1 if whole else self.sequence_parallel_size)
         offset = 0 if cache is None else cache.length
         end = offset + length
         self.config.check_sequence_length(end)
@@ -349,18 +351,18 @@ class EncoderDecoder(DecodingModel):
             sequence_parallel=False if whole else None,
         )
 
-    def _dropout(self, given: Dropout | None, length: int) -> StageDropout | None:
+    def _dropout(self, dropout: Dropout | None, length: int) -> StageDropout | None:
         """Dropout of one of the texts, whose places are the first of the key."""
-        if given is None:
+        if dropout is None:
             return None
-        covered = given.key.word0.shape[0]
+        covered = dropout.key.word0.shape[0]
         if covered < length:
             raise ConfigError(
                 f"the key of dropout covers {covered} positions of a text of {length}: make it for "
                 "the longer of source and target"
             )
-        own = replace(given, key=given.key.narrow(0, length))
-        return StageDropout.of(own, self.tp if self.sequence_parallel else None)
+        own = replace(dropout, key=dropout.key.narrow(0, length))
+        return StageDropout.from_dropout(own, self.tp if self.sequence_parallel else None)
 
 
 def encoder_decoder_chunks(

@@ -18,6 +18,6 @@ KIND = ModelKind(
     stages="megatron_models.models.gpt.model:gpt_chunks",
     default_task="gpt",
     summary="a decoder-only language model",
-    decodes=True,
+    supports_decoding=True,
     migrations=(_unversioned,),
 )

@@ -31,9 +31,9 @@ from megatron_models.components.context import Context
 from megatron_models.components.dropout import Dropout, StageDropout
 from megatron_models.components.embedding.output import (
     Output,
-    losses_of,
-    stream_at,
-    without_padding,
+    mask_padding_logits,
+    select_tokens,
+    token_losses,
 )
 from megatron_models.components.embedding.spec import output_spec
 from megatron_models.components.layer import TrunkSpec
@@ -42,7 +42,7 @@ from megatron_models.errors import ConfigError
 from megatron_models.models.causal_model import CausalModel
 from megatron_models.models.gpt.config import GPTConfig
 from megatron_models.placement import Placement
-from megatron_models.stages import StagePlan, part_length, plan_stage
+from megatron_models.stages import StagePlan, plan_stage, sequence_shard_length
 
 
 class GPT(Trunk, CausalModel):
@@ -135,7 +135,7 @@ class GPT(Trunk, CausalModel):
         """
         if self.cp.size > 1:
             check_length(sequence_length, self.cp.size)
-        part = part_length(sequence_length // self.cp.size, self.sequence_parallel_size)
+        part = sequence_shard_length(sequence_length // self.cp.size, self.sequence_parallel_size)
         # Looked up here: it brings torch's pipelining and with it the compiler, seconds of a CPU.
         return megatron_parallel.TensorSpec((part, batch_size, self.config.hidden_size), self.dtype)
 
@@ -254,14 +254,14 @@ class GPT(Trunk, CausalModel):
                     "labels and logits_at exclude each other: a loss needs all places"
                 )
             smoothed: Any = {"label_smoothing": label_smoothing, "sequence_parallel": cut}
-            return losses_of(output, x, labels, vocab, self.vocabulary_loss, **smoothed)
+            return token_losses(output, x, labels, vocab, self.vocabulary_loss, **smoothed)
         if logits_at is None:
-            return without_padding(output(x, sequence_parallel=cut), self.tp, vocab)
-        x = stream_at(
+            return mask_padding_logits(output(x, sequence_parallel=cut), self.tp, vocab)
+        x = select_tokens(
             x, logits_at, self.tp if self.sequence_parallel_size > 1 and not whole else None
         )
         logits = output(x, sequence_parallel=cut)[: logits_at.shape[1]]
-        return without_padding(logits, self.tp, vocab)
+        return mask_padding_logits(logits, self.tp, vocab)
 
     def loss(
         self,
@@ -308,7 +308,7 @@ class GPT(Trunk, CausalModel):
         parts = 1 if whole else self.sequence_parallel_size
         if self.first:
             length = x.shape[1]
-            part_length(length, parts)
+            sequence_shard_length(length, parts)
             return length
         return x.shape[0] * parts
 
@@ -325,13 +325,15 @@ class GPT(Trunk, CausalModel):
         return split
 
     def _dropout(
-        self, given: Dropout | None, cache: KVCache | None, places: Tensor | None = None
+        self, dropout: Dropout | None, cache: KVCache | None, indices: Tensor | None = None
     ) -> StageDropout | None:
-        if given is None:
+        if dropout is None:
             return None
         if cache is not None:
             raise ConfigError("dropout was given together with a cache; decoding drops nothing")
-        return StageDropout.of(given, self.tp if self.sequence_parallel else None, places)
+        return StageDropout.from_dropout(
+            dropout, self.tp if self.sequence_parallel else None, indices
+        )
 
     def _output(self) -> Output:
         """Returns the output layer, or the token embeddings that it is tied to."""
