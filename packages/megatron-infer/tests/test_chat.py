@@ -45,14 +45,14 @@ def conversation(model: GPT, tokenizer: Any, form: Any) -> Conversation:
 
 def test_plain_turns_are_one_text(model: GPT, capsys: pytest.CaptureFixture[str]) -> None:
     talk, tokenizer = conversation(model, ByteTokenizer(), PLAIN), ByteTokenizer()
-    first = talk.say("Call me")
+    first = talk.reply("Call me")
     tokens = generate_tokens(model, [tokenizer.encode("Call me")], GREEDY)[0].tokens
     assert first == tokenizer.decode(list(tokens)) == capsys.readouterr().out
     whole = [*tokenizer.encode("Call me"), *tokens, *tokenizer.encode(" and")]
     expected = tokenizer.decode(list(generate_tokens(model, [whole], GREEDY)[0].tokens))
-    assert talk.say(" and") == expected
+    assert talk.reply(" and") == expected
     talk.clear()
-    assert talk.say("Call me") == first
+    assert talk.reply("Call me") == first
 
 
 def test_marked_turns_are_closed(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +66,8 @@ def test_marked_turns_are_closed(model: GPT, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("megatron_infer.engine.tokens.generate_tokens", reply)
     talk = conversation(model, tokenizer, CHATML)
-    assert talk.say("a") == "y"
-    talk.say("b")
+    assert talk.reply("a") == "y"
+    talk.reply("b")
     start, end = "<|im_start|>", "<|im_end|>"
     # 64 positions are fewer than the whole conversation: its beginning is out of view.
     text = f"{start}user\na{end}\n{start}assistant\ny{end}\n{start}user\nb{end}\n{start}assistant\n"
@@ -77,9 +77,9 @@ def test_marked_turns_are_closed(model: GPT, monkeypatch: pytest.MonkeyPatch) ->
 def test_what_no_longer_fits_is_out_of_view(model: GPT, capsys: pytest.CaptureFixture[str]) -> None:
     talk = conversation(model, ByteTokenizer(), PLAIN)
     for _ in range(10):
-        assert talk.say("twenty letters here.") or True
+        assert talk.reply("twenty letters here.") or True
     with pytest.raises(InferError, match="70 tokens, 58 fit"):
-        talk.say("x" * 70)
+        talk.reply("x" * 70)
 
 
 def test_an_answer_that_is_interrupted_is_kept_as_far_as_it_came(
@@ -92,9 +92,9 @@ def test_an_answer_that_is_interrupted_is_kept_as_far_as_it_came(
     talk = conversation(model, ByteTokenizer(), PLAIN)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("megatron_infer.engine.tokens.generate_tokens", interrupt)
-        talk.say("a")
+        talk.reply("a")
     expected = generate_tokens(model, [list(b"ayb")], GREEDY)[0].tokens
-    assert talk.say("b") == ByteTokenizer().decode(list(expected))
+    assert talk.reply("b") == ByteTokenizer().decode(list(expected))
 
 
 def test_the_format_is_chosen_by_the_tokenizer() -> None:

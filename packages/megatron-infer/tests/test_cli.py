@@ -189,7 +189,7 @@ def test_a_server_that_cannot_start_says_why_in_one_line(
 def test_a_port_without_permission_is_one_line(
     run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forbid(taken: socket.socket, address: object) -> None:
+    def forbid(listener: socket.socket, address: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(socket.socket, "bind", forbid)

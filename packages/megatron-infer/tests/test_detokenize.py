@@ -37,7 +37,7 @@ def test_text_that_depends_on_the_token_before_is_kept() -> None:
 
 
 def test_text_that_follows_other_text_keeps_the_space_between() -> None:
-    before = list(range(6)) * 3
-    stream = TextStream(Words(), before=before)
+    context = list(range(6)) * 3
+    stream = TextStream(Words(), context=context)
     assert [stream.push(2), stream.push(0), stream.finish()] == [" c", " a", ""]
     assert TextStream(Words()).push(2) == "c"

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from megatron_infer import InferError, Sampler, SamplingParams, probabilities
+from megatron_infer import InferError, Sampler, SamplingParams, sampling_probabilities
 
 VOCABULARY = 20
 
@@ -54,7 +54,7 @@ SETTINGS = [
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_distribution_is_the_definition(logits: torch.Tensor, settings: dict) -> None:
     full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **settings}
-    ours = probabilities(logits[None], [SamplingParams(**settings)])[0]
+    ours = sampling_probabilities(logits[None], [SamplingParams(**settings)])[0]
     assert ours.tolist() == pytest.approx(exact(logits, **full), rel=1e-6)
 
 
@@ -159,7 +159,7 @@ def test_a_temperature_near_zero_takes_the_likeliest_token(
     logits: torch.Tensor, settings: dict
 ) -> None:
     params = SamplingParams(temperature=5e-324, seed=1, **settings)
-    weights = probabilities(1e30 * logits[None], [params])[0]
+    weights = sampling_probabilities(1e30 * logits[None], [params])[0]
     assert weights.tolist() == [float(token == int(logits.argmax())) for token in range(VOCABULARY)]
     assert int(Sampler([params])(1e30 * logits[None])[0]) == int(logits.argmax())
 
@@ -167,7 +167,7 @@ def test_a_temperature_near_zero_takes_the_likeliest_token(
 def test_logits_that_are_infinite_are_refused_and_masked_ones_are_not(logits: torch.Tensor) -> None:
     params = SamplingParams(seed=1)
     logits[3] = float("-inf")
-    assert probabilities(logits[None], [params])[0, 3] == 0.0
+    assert sampling_probabilities(logits[None], [params])[0, 3] == 0.0
     assert Sampler([params])(logits[None]).item() != 3
     logits[4] = float("inf")
     with pytest.raises(InferError, match="NaN or infinity"):

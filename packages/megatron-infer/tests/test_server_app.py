@@ -22,7 +22,7 @@ from megatron_infer.server import app
 from megatron_infer.server.address import _reason
 from megatron_infer.server.app import PAGE
 from megatron_infer.server.fields import GenerateRequest, RequestError
-from megatron_infer.server.job import Job, Piece
+from megatron_infer.server.job import Job, TextDelta
 from megatron_models import GPT
 
 TOKEN = "correct-horse-battery-staple"
@@ -402,7 +402,7 @@ def test_a_quiet_stream_is_kept_open_with_comments(monkeypatch: pytest.MonkeyPat
     assert next(stream).startswith("event: waiting")
     assert next(stream) == next(stream) == ": still here\n\n"
     monkeypatch.setattr(app, "QUIET_SECONDS", 1e9)
-    job.put(Piece(0, "é"))
+    job.put(TextDelta(0, "é"))
     assert next(stream) == 'event: text\ndata: {"index": 0, "text": "\\u00e9"}\n\n'
     job.put(RequestError(503, "the server stopped"))
     assert next(stream) == 'event: failed\ndata: {"message": "the server stopped"}\n\n'

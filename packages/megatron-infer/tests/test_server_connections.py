@@ -27,10 +27,10 @@ class Running:
         self.settings = ServerSettings(
             port=0, max_body_bytes=LIMIT, receive_seconds=1000, **settings
         )
-        self.taken = listen(self.settings)
+        self.listener = listen(self.settings)
         self.asked: list[str] = []
         self.hold = threading.Event()
-        self.server = make_server(self.answer, self.settings, self.taken)
+        self.server = make_server(self.answer, self.settings, self.listener)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
 
@@ -45,7 +45,7 @@ class Running:
         return [body]
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(self.taken.getsockname(), timeout=PATIENCE)
+        return socket.create_connection(self.listener.getsockname(), timeout=PATIENCE)
 
     def ask(self, *parts: bytes) -> tuple[int, bytes]:
         """Status and all else that a new connection gets for some bytes."""
@@ -73,7 +73,7 @@ class Running:
         self.in_loop(self.server.close)
         self.thread.join(PATIENCE)
         self.server.task_dispatcher.shutdown()
-        self.taken.close()
+        self.listener.close()
 
 
 def read(client: socket.socket) -> tuple[int, bytes]:
@@ -159,7 +159,7 @@ def test_the_address_with_the_most_connections_makes_room() -> None:
 
     def attack() -> socket.socket:
         return socket.create_connection(
-            server.taken.getsockname(), timeout=PATIENCE, source_address=("127.0.0.9", 0)
+            server.listener.getsockname(), timeout=PATIENCE, source_address=("127.0.0.9", 0)
         )
 
     with contextlib.ExitStack() as stack:

@@ -3,7 +3,7 @@
 import pytest
 from megatron_infer import ServerSettings
 from megatron_infer.server.fields import RequestError
-from megatron_infer.server.guard import OPEN_PATHS, check_sender
+from megatron_infer.server.guard import OPEN_PATHS, check_credentials
 
 TOKEN = "correct-Horse-battery-staple"
 GUARDED = ServerSettings(token=TOKEN, host="0.0.0.0")
@@ -53,16 +53,16 @@ NEARLY = [
 def test_what_is_nearly_the_token_is_refused(sent: str) -> None:
     for path in ("/api", "/info", "/no", "/health/", "/healthy", "/HEALTH", ""):
         with pytest.raises(RequestError, match="send the header Authorization") as refused:
-            check_sender(path, "localhost", sent, GUARDED)
+            check_credentials(path, "localhost", sent, GUARDED)
         assert refused.value.status == 401
         assert TOKEN not in str(refused.value)
     for path in OPEN_PATHS:
-        check_sender(path, "localhost", sent, GUARDED)
+        check_credentials(path, "localhost", sent, GUARDED)
 
 
 def test_the_token_is_answered_whatever_the_host() -> None:
     for host in ("localhost", "example.org", ""):
-        check_sender("/api", host, f"Bearer {TOKEN}", GUARDED)
+        check_credentials("/api", host, f"Bearer {TOKEN}", GUARDED)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_token_is_answered_whatever_the_host() -> None:
 def test_a_name_that_is_not_this_machines_is_refused_everywhere(host: str) -> None:
     for path in ("/api", "/info", *OPEN_PATHS):
         with pytest.raises(RequestError, match="the Host header is not this server's") as refused:
-            check_sender(path, host, f"Bearer {TOKEN}", LOCAL)
+            check_credentials(path, host, f"Bearer {TOKEN}", LOCAL)
         assert refused.value.status == 403
 
 
@@ -107,7 +107,7 @@ def test_a_name_that_is_not_this_machines_is_refused_everywhere(host: str) -> No
     "host", ["localhost", "LOCALHOST:80", "127.0.0.1", "127.0.0.1:5000", "[::1]:5000", "localhost:"]
 )
 def test_this_machines_names_are_answered_without_a_token(host: str) -> None:
-    check_sender("/api", host, "", LOCAL)
+    check_credentials("/api", host, "", LOCAL)
 
 
 def test_a_server_has_the_name_it_listens_on() -> None:
@@ -116,4 +116,4 @@ def test_a_server_has_the_name_it_listens_on() -> None:
         ("::1", "[::1]"),
         ("127.1.1.1", "127.1.1.1"),
     ):
-        check_sender("/api", host, "", ServerSettings(host=address))
+        check_credentials("/api", host, "", ServerSettings(host=address))

@@ -84,7 +84,7 @@ def test_a_number_of_any_length_is_taken_or_refused_by_name(
     name: str,
     field: dict[str, Any],
 ) -> None:
-    taken = 0
+    accepted = 0
     with caplog.at_level(logging.ERROR):
         for text in NUMBERS:
             others = '"tokens_to_generate": 1, ' if name != "tokens_to_generate" else ""
@@ -98,8 +98,8 @@ def test_a_number_of_any_length_is_taken_or_refused_by_name(
                 assert len(message) < 150
             elif path == "/api/stream":
                 assert "event: done" in answer.get_data(as_text=True)
-            taken += expected == 200
-    assert taken
+            accepted += expected == 200
+    assert accepted
     assert not caplog.records
 
 

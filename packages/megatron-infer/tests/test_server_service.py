@@ -11,7 +11,7 @@ from megatron_infer import GenerationService, InferError, ServerSettings
 from megatron_infer.engine.batch import Batch
 from megatron_infer.server.app import server_sent_events
 from megatron_infer.server.fields import GenerateRequest, RequestError
-from megatron_infer.server.job import Answer, Job, Piece
+from megatron_infer.server.job import Answer, Job, TextDelta
 from megatron_infer.server.settings import RANGES
 from megatron_models import GPT
 
@@ -74,7 +74,7 @@ def test_requests_are_answered_in_order_and_too_many_are_refused(
     service: GenerationService, gate: Gate
 ) -> None:
     jobs = [service.submit(ask(prompt=prompt)) for prompt in "abc"]
-    assert [job.ahead for job in jobs] == [0, 1, 2]
+    assert [job.requests_ahead for job in jobs] == [0, 1, 2]
     with pytest.raises(RequestError, match="3 requests came before") as refused:
         service.submit(ask())
     assert refused.value.status == 429
@@ -91,9 +91,9 @@ def test_a_client_that_goes_away_stops_its_generation(
 ) -> None:
     job, following = service.submit(ask(tokens=40)), service.submit(ask(tokens=2))
     gate.let(3)
-    seen: list[Piece] = []
+    seen: list[TextDelta] = []
     for event in job.events(lambda: len(seen) >= 2):
-        if isinstance(event, Piece):
+        if isinstance(event, TextDelta):
             seen.append(event)
     gate.let(3)
     assert result(following).finish_reasons == ["length"]
@@ -146,7 +146,7 @@ def shared(make_model: Callable[..., GPT], gate: Gate) -> Iterator[GenerationSer
     """A service as the command makes it: several requests take turns."""
     service = GenerationService(make_model(vocab_size=257), ByteTokenizer())
     yield service
-    for job in service._turns:
+    for job in service._scheduler:
         job.cancel()
     gate.let(400)
     service.close()
@@ -159,7 +159,7 @@ def test_a_short_request_is_not_held_up_by_a_long_one(
     gate.let(3)
     wait_until(lambda: gate.count == 3)
     short = shared.submit(ask(tokens=5), "short")
-    assert short.ahead == 0
+    assert short.requests_ahead == 0
     gate.let(11)  # one is under way, then every second one
     assert result(short).finish_reasons == ["length"]
     assert not long.cancelled

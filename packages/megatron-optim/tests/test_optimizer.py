@@ -217,7 +217,7 @@ def test_main_parameters_follow_weights_that_were_loaded_alone(
     optimizer = build(network)
     with torch.no_grad():
         network[0].weight.fill_(3.0)
-    optimizer.refresh_main_parameters()
+    optimizer.reload_model_parameters()
     assert torch.equal(optimizer.views()["0.weight.main"][0].tensor, torch.full((11, 7), 3.0))
 
 

@@ -18,7 +18,7 @@ from megatron_optim import (
     UpdateRule,
     build_rules,
 )
-from megatron_optim.known_rules import RULES, UpdateRuleKind
+from megatron_optim.rule_registry import RULES, UpdateRuleKind
 from megatron_optim.rules import AdamW
 from megatron_parallel import Mesh, Section, Sharding, TrainableParameters
 from torch import Tensor, nn
@@ -80,7 +80,7 @@ class Scaled(UpdateRule):
     """Steps by the gradient over its Frobenius norm, matrix by matrix."""
 
     needs = "matrices"
-    others = "sgd"
+    fallback = "sgd"
 
     def update(self, parameters, gradients, state, *, lr, weight_decay, step):  # type: ignore[no-untyped-def]
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -100,7 +100,7 @@ class Twice(Signed):
 class Circular(Scaled):
     """Leaves the rest to a rule that leaves the rest to it."""
 
-    others = "scaled"
+    fallback = "scaled"
 
 
 @dataclass(frozen=True)

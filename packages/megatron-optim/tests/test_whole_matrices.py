@@ -11,7 +11,7 @@ import megatron_parallel.extensions as extensions
 import pytest
 import torch
 from megatron_optim import OptimError, Optimizer, OptimizerConfig, StateTensor, UpdateRule
-from megatron_optim.known_rules import RULES, UpdateRuleKind
+from megatron_optim.rule_registry import RULES, UpdateRuleKind
 from megatron_parallel import (
     DataParallelConfig,
     GradientBuffers,

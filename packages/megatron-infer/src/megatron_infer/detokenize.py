@@ -27,13 +27,13 @@ class TextStream:
 
     Args:
         decoder: a tokenizer.
-        before: tokens the new ones follow; their text is not shown again, but a space between
+        context: tokens the new ones follow; their text is not shown again, but a space between
             them and the first new token is.
     """
 
-    def __init__(self, decoder: Decoder, before: Sequence[int] = ()) -> None:
+    def __init__(self, decoder: Decoder, context: Sequence[int] = ()) -> None:
         self._decoder = decoder
-        self._tokens: list[int] = list(before[-CONTEXT:])
+        self._tokens: list[int] = list(context[-CONTEXT:])
         self._start = 0
         self._shown = len(self._tokens)
 
@@ -53,5 +53,5 @@ class TextStream:
         return piece
 
     def _pending(self) -> str:
-        before = self._decoder.decode(self._tokens[self._start : self._shown])
-        return self._decoder.decode(self._tokens[self._start :])[len(before) :]
+        context = self._decoder.decode(self._tokens[self._start : self._shown])
+        return self._decoder.decode(self._tokens[self._start :])[len(context) :]

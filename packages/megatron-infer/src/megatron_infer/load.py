@@ -33,7 +33,7 @@ TOKENIZER_FOLDER = "tokenizer"
 _SETTINGS = ("huggingface/generation_config.json", "huggingface/config.json")
 
 Source = Checkpoint | ForeignModel
-Stored = Literal["stored"]
+StoredTokenizer = Literal["stored"]
 AnyTokenizer = TypeVar("AnyTokenizer", bound=Tokenizer | None)
 
 
@@ -79,7 +79,7 @@ class LoadedModel(Generic[AnyTokenizer]):
 def load_model(
     path: str | Path,
     *,
-    tokenizer: Tokenizer | Stored = ...,
+    tokenizer: Tokenizer | StoredTokenizer = ...,
     iteration: int | None = ...,
     mesh: Mesh | None = ...,
     dtype: torch.dtype = ...,
@@ -102,7 +102,7 @@ def load_model(
 def load_model(
     path: str | Path,
     *,
-    tokenizer: Tokenizer | Stored | None = "stored",
+    tokenizer: Tokenizer | StoredTokenizer | None = "stored",
     iteration: int | None = None,
     mesh: Mesh | None = None,
     dtype: torch.dtype = torch.float32,

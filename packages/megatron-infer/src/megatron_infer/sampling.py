@@ -45,11 +45,11 @@ class Sampler:
             for request in requests
         ]
         uniform = torch.cat(numbers).to(logits.device)
-        drawn = _inverse_cdf(probabilities(logits, params), uniform)
+        drawn = _inverse_cdf(sampling_probabilities(logits, params), uniform)
         return torch.where(greedy, likeliest, drawn)
 
 
-def probabilities(
+def sampling_probabilities(
     logits: Float[Tensor, "b v"], params: Sequence[SamplingParams]
 ) -> Float[Tensor, "b v"]:
     """Returns the distribution, in float64, from which each row's next token is drawn.

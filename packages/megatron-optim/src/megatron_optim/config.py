@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_optim.errors import OptimError
-from megatron_optim.known_rules import RULES
+from megatron_optim.rule_registry import RULES
 from megatron_optim.schedule import (
     ANNEAL_STYLES,
     DECAY_STYLES,

@@ -18,28 +18,28 @@ from megatron_optim.mixed_precision import MainParameters
 
 
 class ShardedMainParameters(MainParameters):
-    """The parts that this rank updates; `publish` gives every rank all of them."""
+    """The parts that this rank updates; `copy_main_to_model` gives every rank all of them."""
 
     sharded = True
 
-    def publish(self) -> None:
+    def copy_main_to_model(self) -> None:
         """Round the fp32 copies into the parameters, then start gathering those of other ranks."""
-        super().publish()
+        super().copy_main_to_model()
         for shard in self._trainable.shards:
             shard.start_gather()
 
-    def refresh(self) -> None:
+    def copy_model_to_main(self) -> None:
         """Takes the fp32 copies anew from the model's parameters, after weights were loaded."""
         for shard in self._trainable.shards:
             shard.wait_for_parameters()
-        super().refresh()
+        super().copy_model_to_main()
 
     def views(self, tensors: Mapping[str, Tensor]) -> dict[str, list[View]]:
         """Returns views of tensors shaped like the parts, for a checkpoint."""
         shards, mesh = self._trainable.shards, self._trainable.mesh
         return {name: v for each in shards for name, v in each.views(tensors, mesh).items()}
 
-    def _updated(self) -> dict[str, Tensor]:
+    def _local_parameters(self) -> dict[str, Tensor]:
         """Returns the parts that this rank updates, by name."""
         return {
             n: part for each in self._trainable.shards for n, part in each.local_shards().items()

@@ -34,7 +34,7 @@ class MainParameters:
 
     def __init__(self, trainable: Trainable) -> None:
         self._trainable = trainable
-        self._parameters = self._updated()
+        self._parameters = self._local_parameters()
         self.tensors: dict[str, Tensor] = {}
         self.copies: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
@@ -69,19 +69,19 @@ class MainParameters:
             )
         return gradients
 
-    def _updated(self) -> dict[str, Tensor]:
+    def _local_parameters(self) -> dict[str, Tensor]:
         """Returns what this rank updates, by name."""
         parameters = self._trainable.parameters
         return {name: p for name, p in parameters.items() if p.requires_grad}
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def copy_main_to_model(self) -> None:
         """Rounds the fp32 copies into the model's parameters."""
         for name, main in self.copies.items():
             self._parameters[name].copy_(main)
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def copy_model_to_main(self) -> None:
         """Takes the fp32 copies anew from the model's parameters, after weights were loaded."""
         for name, main in self.copies.items():
             main.copy_(self._parameters[name])

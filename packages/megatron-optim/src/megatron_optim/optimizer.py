@@ -14,8 +14,8 @@ from megatron_optim.config import OptimizerConfig
 from megatron_optim.distributed import ShardedMainParameters
 from megatron_optim.errors import OptimError
 from megatron_optim.mixed_precision import MainParameters
-from megatron_optim.param_groups import Group, group_parameters
-from megatron_optim.update_rule import MAIN, build_rules
+from megatron_optim.param_groups import ParameterGroup, build_parameter_groups
+from megatron_optim.update_rule import MAIN_SUFFIX, build_rules
 
 
 class StepResult(NamedTuple):
@@ -68,14 +68,16 @@ class Optimizer:
         self._main = kind(trainable)
         tensors = self._main.tensors
         rules = build_rules(config)
-        self.state_names = tuple(dict.fromkeys(kept.name for rule in rules for kept in rule.state))
-        self._groups = group_parameters(tensors, trainable.table, trainable.mesh, *rules)
+        self.state_names = tuple(
+            dict.fromkeys(state_tensor.name for rule in rules for state_tensor in rule.state)
+        )
+        self._groups = build_parameter_groups(tensors, trainable.table, trainable.mesh, *rules)
         # Allocated now, so that a checkpoint can be loaded before the first step.
         self._state: dict[str, dict[str, Tensor]] = {}
         for group in self._groups:
-            for kept in group.rule.state:
-                self._state.setdefault(kept.name, {}).update(
-                    {n: torch.zeros_like(tensors[n], dtype=kept.dtype) for n in group.names}
+            for state_tensor in group.rule.state:
+                self._state.setdefault(state_tensor.name, {}).update(
+                    {n: torch.zeros_like(tensors[n], dtype=state_tensor.dtype) for n in group.names}
                 )
 
     def gradients(self) -> dict[str, Float[Tensor, "..."]]:
@@ -115,13 +117,13 @@ class Optimizer:
         for group in self._groups:
             rate = lr if decoupled_lr is None or not group.decoupled else decoupled_lr
             self._update(group, gradients, rate, decay if group.decays else 0.0)
-        self._main.publish()
+        self._main.copy_main_to_model()
         self.steps += 1
         return StepResult(norm, factor, skipped=False)
 
     @torch.no_grad()
     def _update(
-        self, group: Group, gradients: Mapping[str, Tensor], lr: float, weight_decay: float
+        self, group: ParameterGroup, gradients: Mapping[str, Tensor], lr: float, weight_decay: float
     ) -> None:
         """Applies the group's rule to its parameters."""
 
@@ -136,7 +138,10 @@ class Optimizer:
         group.rule.update(
             held(self._main.tensors),
             held(gradients),
-            {kept.name: held(self._state[kept.name]) for kept in group.rule.state},
+            {
+                state_tensor.name: held(self._state[state_tensor.name])
+                for state_tensor in group.rule.state
+            },
             lr=lr,
             weight_decay=weight_decay,
             step=self.steps + 1,
@@ -146,13 +151,13 @@ class Optimizer:
         """Drops all gradients, see `megatron_parallel.Trainable.zero`."""
         self._trainable.zero()
 
-    def refresh_main_parameters(self) -> None:
+    def reload_model_parameters(self) -> None:
         """Takes the fp32 main parameters anew from the model.
 
         Needed after weights were loaded into a bf16 model without this optimizer's state, for
         example to fine-tune an imported checkpoint.
         """
-        self._main.refresh()
+        self._main.copy_model_to_main()
 
     def views(self) -> dict[str, list[View]]:
         """Returns views of all state tensors for a checkpoint, to save or to load into.
@@ -161,7 +166,7 @@ class Optimizer:
         ``NAME.exp_avg_sq`` of AdamW, ``NAME.momentum_buffer`` of SGD. Main parameters of bf16
         parameters are ``NAME.main``. The step counts are in `scalars`.
         """
-        state = {**self._state, MAIN: self._main.copies}
+        state = {**self._state, MAIN_SUFFIX: self._main.copies}
         return {
             f"{name}.{suffix}": views
             for suffix, tensors in state.items()

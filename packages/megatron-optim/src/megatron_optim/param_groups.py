@@ -10,7 +10,7 @@ from megatron_optim.errors import OptimError
 from megatron_optim.update_rule import UpdateRule
 
 
-class Group(NamedTuple):
+class ParameterGroup(NamedTuple):
     """Parameters that one call of a rule updates.
 
     Attributes:
@@ -52,17 +52,17 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def group_parameters(
+def build_parameter_groups(
     tensors: Mapping[str, Tensor],
     table: Mapping[str, Sharding],
     mesh: Mesh,
     rule: UpdateRule,
-    others: UpdateRule,
-) -> tuple[Group, ...]:
+    fallback: UpdateRule,
+) -> tuple[ParameterGroup, ...]:
     """Returns the groups of parameters, those with weight decay first.
 
     ``rule`` updates all parameters or, if it needs matrices, those that are matrices between the
-    token embedding and the output layer; ``others`` updates the rest. ``tensors`` are what this
+    token embedding and the output layer; ``fallback`` updates the rest. ``tensors`` are what this
     rank updates, by global name.
 
     Raises:
@@ -73,7 +73,7 @@ def group_parameters(
     found: dict[tuple[bool, bool, bool], list[str]] = {}
     for name in tensors:
         sharding = table[name]
-        key = sharding.weight_decay, rule.takes(sharding), sharding.vocabulary
+        key = sharding.weight_decay, rule.handles(sharding), sharding.vocabulary
         found.setdefault(key, []).append(name)
     groups = []
     for (decays, own, decoupled), names in sorted(found.items(), reverse=True):
@@ -82,8 +82,8 @@ def group_parameters(
             if own and rule.needs == "matrices"
             else {}
         )
-        updating = rule if own else others
-        groups.append(Group(updating, decays, decoupled, tuple(names), matrices))
+        updating = rule if own else fallback
+        groups.append(ParameterGroup(updating, decays, decoupled, tuple(names), matrices))
     return tuple(groups)
 
 

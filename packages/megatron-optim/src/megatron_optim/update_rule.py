@@ -17,13 +17,13 @@ from megatron_parallel import Sharding
 
 from megatron_optim.config import OptimizerConfig
 from megatron_optim.errors import OptimError
-from megatron_optim.known_rules import RULES, UpdateRuleKind, find_rule
+from megatron_optim.rule_registry import RULES, UpdateRuleKind, find_rule
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-MAIN = "main"
+MAIN_SUFFIX = "main"
 """Suffix of fp32 main parameters in checkpoints, which no state tensor may have."""
 
 Needs = Literal["elements", "matrices"]
@@ -54,20 +54,20 @@ class UpdateRule(ABC):
         needs: ``elements`` if every element is updated by itself: what `update` is given may be any
             flat part of a parameter. ``matrices`` if a matrix is updated as a whole: see `update`.
             Such a rule is given matrices that are neither token embeddings nor output matrices; the
-            other parameters are updated by the rule ``others``.
+            other parameters are updated by the rule ``fallback``.
         others: for a rule that needs matrices, name of the rule of the other parameters.
         state: the tensors it keeps for each tensor it updates.
     """
 
     needs: ClassVar[Needs] = "elements"
-    others: ClassVar[str] = "adam"
+    fallback: ClassVar[str] = "adam"
     state: Sequence[StateTensor] = ()
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.config = config
 
-    def takes(self, sharding: Sharding) -> bool:
-        """Returns whether a parameter is updated by this rule, and not by ``others``.
+    def handles(self, sharding: Sharding) -> bool:
+        """Returns whether a parameter is updated by this rule, and not by ``fallback``.
 
         A rule that needs matrices may take fewer of them, but no others: only those are kept whole.
         """
@@ -113,13 +113,13 @@ def build_rules(config: OptimizerConfig) -> tuple[UpdateRule, UpdateRule]:
     rule = _build(config.optimizer, config)
     if rule.needs == "elements":
         return rule, rule
-    others = _build(rule.others, config)
-    if others.needs != "elements":
+    fallback = _build(rule.fallback, config)
+    if fallback.needs != "elements":
         raise OptimError(
-            f"the update rule {config.optimizer!r} leaves other parameters to {rule.others!r}, "
-            "which needs matrices too: its `others` must name a rule that needs elements"
+            f"the update rule {config.optimizer!r} leaves other parameters to {rule.fallback!r}, "
+            "which needs matrices too: its `fallback` must name a rule that needs elements"
         )
-    return rule, others
+    return rule, fallback
 
 
 def needs_matrices(config: OptimizerConfig) -> bool:
@@ -156,9 +156,9 @@ def _build(name: str, config: OptimizerConfig) -> UpdateRule:
         settings = kind.section.config()
     rule = _class_of(kind)(replace(config, settings=settings))
     names = [tensor.name for tensor in rule.state]
-    if len({*names, MAIN}) <= len(names):
+    if len({*names, MAIN_SUFFIX}) <= len(names):
         raise OptimError(
             f"the update rule {name!r} has the state {', '.join(names)}: names must differ from "
-            f"one another and from {MAIN}, the suffix of main parameters"
+            f"one another and from {MAIN_SUFFIX}, the suffix of main parameters"
         )
     return rule

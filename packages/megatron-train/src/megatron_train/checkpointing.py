@@ -28,7 +28,7 @@ from megatron_ckpt import (
     map_reduce,
 )
 from megatron_data import Tokenizer
-from megatron_optim import MAIN
+from megatron_optim import MAIN_SUFFIX
 from megatron_parallel import Mesh, naming_failures
 from megatron_parallel.tensor_parallel import further_names
 
@@ -244,7 +244,7 @@ def restore(
         state = store.load(iteration, views_of(trainer))
     else:
         state = store.load(iteration, _weights_of(trainer), groups=["model"], cast="floating")
-        trainer.optimizer.refresh_main_parameters()
+        trainer.optimizer.reload_model_parameters()
     path = state.checkpoint.path
 
     def take() -> None:
@@ -339,7 +339,7 @@ def load_weights(trainer: Trainer, folder: Path, run: RunRecord) -> int:
     for name in weights.keys() & {*absent}:
         del weights[name]
     store.load(iteration, weights, groups=["model"], cast="floating")
-    trainer.optimizer.refresh_main_parameters()
+    trainer.optimizer.reload_model_parameters()
     return found.iteration
 
 
@@ -382,7 +382,7 @@ def _info_of(checkpoint: Checkpoint) -> _CheckpointInfo:
 def _refuse_other_rule(trainer: Trainer, found: _CheckpointInfo) -> None:
     """Raises `TrainError` where the checkpoint has the state of another update rule."""
     current_names = {*trainer.optimizer.state_names}
-    saved_names = {*found.optimizer_state} - {MAIN}
+    saved_names = {*found.optimizer_state} - {MAIN_SUFFIX}
     if saved_names - current_names or (current_names and not saved_names):
         rule = trainer.optimizer.config.optimizer
         saved, current = (

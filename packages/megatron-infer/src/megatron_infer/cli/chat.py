@@ -9,7 +9,7 @@ from megatron_infer._command import Parser
 from megatron_infer.cli.options import (
     add_model_options,
     add_sampling_options,
-    load_to_continue,
+    load_decoder_only,
     sampling_params,
 )
 from megatron_infer.errors import InferError
@@ -48,8 +48,8 @@ def add_parser(commands: Any) -> None:
 class Format:
     """How turns become one text. ``end`` closes the model's turn, and ends its generation."""
 
-    before: str
-    after: str
+    prefix: str
+    suffix: str
     end: str | None
 
 
@@ -60,7 +60,7 @@ PLAIN = Format("", "", None)
 def run(arguments: argparse.Namespace) -> int:
     """Reads lines and answer them until the input ends."""
     params = sampling_params(arguments)
-    loaded = load_to_continue(arguments)
+    loaded = load_decoder_only(arguments)
     chosen = choose_format(arguments.format, loaded.tokenizer)
     conversation = Conversation(loaded, chosen, params)
     kind = "turns are marked as in ChatML" if chosen is CHATML else "the text is just continued"
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _answer(conversation: "Conversation", line: str) -> None:
     """Prints the answer to a line; Ctrl-C ends the answer, not the program."""
     try:
-        conversation.say(line)
+        conversation.reply(line)
     except KeyboardInterrupt:
         print(" [stopped]", end="")
     except InferError as error:  # the line is too long: the next one may not be
@@ -125,7 +125,7 @@ class Conversation:
         """Forgets what was said."""
         self._tokens = []
 
-    def say(self, line: str) -> str:
+    def reply(self, line: str) -> str:
         """Adds a turn, print the answer as it comes, and returns it.
 
         What was chosen when an exception, such as KeyboardInterrupt, ends the answer is kept.
@@ -135,9 +135,9 @@ class Conversation:
         from megatron_infer.engine.tokens import generate_tokens
 
         tokenizer, form = self._loaded.tokenizer, self._format
-        new = tokenizer.encode(form.before + line + form.after)
+        new = tokenizer.encode(form.prefix + line + form.suffix)
         prompt = self._in_view(new)
-        stream = TextStream(tokenizer, before=prompt)
+        stream = TextStream(tokenizer, context=prompt)
         answer, text = [], []
 
         def show(piece: str) -> None:

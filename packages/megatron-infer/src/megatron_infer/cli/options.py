@@ -85,7 +85,7 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**{name: getattr(arguments, name) for name in names})
 
 
-def given_tokenizer(arguments: argparse.Namespace) -> "Tokenizer | None":
+def tokenizer_from_options(arguments: argparse.Namespace) -> "Tokenizer | None":
     """Returns the tokenizer that the model options name; None if they name none."""
     names = ("tokenizer_model", "vocab_file", "merge_file")
     options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
@@ -104,11 +104,11 @@ def given_tokenizer(arguments: argparse.Namespace) -> "Tokenizer | None":
 
 def load(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer]":
     """Loads the model and the tokenizer that the model options name."""
-    loaded: LoadedModel[Tokenizer] = _load(arguments, given_tokenizer(arguments) or "stored")
+    loaded: LoadedModel[Tokenizer] = _load(arguments, tokenizer_from_options(arguments) or "stored")
     return loaded
 
 
-def load_to_continue(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer]":
+def load_decoder_only(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer]":
     """Loads a model that goes on with the text it is given.
 
     Raises:
@@ -125,7 +125,7 @@ def load_to_continue(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer]":
 
 def load_for_tokens(arguments: argparse.Namespace) -> "LoadedModel[Tokenizer | None]":
     """Loads the model for prompts of token ids; its tokenizer is the one given, if any."""
-    loaded: LoadedModel[Tokenizer | None] = _load(arguments, given_tokenizer(arguments))
+    loaded: LoadedModel[Tokenizer | None] = _load(arguments, tokenizer_from_options(arguments))
     return loaded
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_infer._command import Parser
-from megatron_infer.cli.options import add_model_options, load_to_continue
+from megatron_infer.cli.options import add_model_options, load_decoder_only
 from megatron_infer.errors import InferError
 from megatron_infer.server.settings import ServerSettings
 
@@ -55,9 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megatron_infer.server.address import listen
 
-    taken = listen(settings)
-    with taken:
-        loaded = load_to_continue(arguments)
+    listener = listen(settings)
+    with listener:
+        loaded = load_decoder_only(arguments)
 
         from megatron_infer.server.app import create_app
         from megatron_infer.server.run import serve
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
             max_waiting=settings.max_waiting,
         )
         app = create_app(service, settings, describe(loaded))
-        serve(app, service, settings, taken, ready=lambda url: _announce(url, loaded))
+        serve(app, service, settings, listener, on_ready=lambda url: _announce(url, loaded))
     print("megatron-infer: stopped", file=sys.stderr)
     return 0
 

@@ -5,8 +5,8 @@ does not look there. Then every step feeds each running sequence its newest toke
 the beginning of their cache slots and end on their own, so what one request yields does not depend
 on its neighbours, beyond the rounding of matrix products of another size.
 
-All ranks of a model that is cut go through the same steps with the same tokens (`Stages`); the one
-with the last stage chooses, and tells all others.
+All ranks of a sharded model run the same steps with the same tokens (`LocalStages`). The rank with
+the last stage chooses the next tokens and broadcasts them.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_infer.engine.cache import SlotCache
 from megatron_infer.engine.checks import check_prompt, check_sources
 from megatron_infer.engine.continuation import Continuation, FinishReason
-from megatron_infer.engine.stages import AnyModel, Stages
+from megatron_infer.engine.stages import AnyModel, LocalStages
 from megatron_infer.errors import InferError
 from megatron_infer.params import SamplingParams
 from megatron_infer.sampling import Sampler
@@ -61,14 +61,14 @@ class Batch:
         stop_tokens: frozenset[int] = frozenset(),
         on_token: Callable[[int, int], object] | None = None,
         log_probs: bool = False,
-        only_score: bool = False,
+        score_only: bool = False,
     ) -> None:
-        stages = Stages(model)
+        stages = LocalStages(model)
         settings = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(settings) != len(prompts):
             raise InferError(f"{len(prompts)} prompts came with settings for {len(settings)}")
         for index, prompt in enumerate(prompts):
-            check_prompt(stages, index, prompt, new_tokens=0 if only_score else 1)
+            check_prompt(stages, index, prompt, new_tokens=0 if score_only else 1)
         check_sources(stages, sources, prompts)
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.log_probs: list[list[float]] = [[] for _ in prompts]
@@ -80,20 +80,20 @@ class Batch:
         self._stop_tokens = stop_tokens
         self._on_token = on_token or (lambda row, token: None)
         self._scoring = log_probs
-        self._only_score = only_score
+        self._only_score = score_only
         self._sampler = Sampler(settings)
         self._cached = [0] * len(prompts)
-        self._most = LOGITS_TOKENS if log_probs else PREFILL_TOKENS
-        self._widest = max(map(len, sources)) if sources else 0
+        self._max_pass_tokens = LOGITS_TOKENS if log_probs else PREFILL_TOKENS
+        self._max_source = max(map(len, sources)) if sources else 0
         read = sources or [()] * len(prompts)
         lengths = [len(prompt) + len(text) for prompt, text in zip(prompts, read, strict=True)]
-        self._to_prefill = _groups(lengths, self._most)
+        self._to_prefill = _group_rows(lengths, self._max_pass_tokens)
         self._device, self._tp = stages.device, stages.mesh.axis("tp")
-        room = max(len(p) + s.max_new_tokens for p, s in zip(prompts, settings, strict=True))
+        length = max(len(p) + s.max_new_tokens for p, s in zip(prompts, settings, strict=True))
         self._cache = SlotCache(
             len(prompts),
-            min(room, stages.positions),
-            max_source=self._widest,
+            min(length, stages.positions),
+            max_source=self._max_source,
             device=self._device,
         )
 
@@ -107,7 +107,7 @@ class Batch:
     ) -> "Batch":
         """Returns a batch that is complete once its prompts are scored, as for `score_tokens`."""
         settings = SamplingParams(max_new_tokens=1, temperature=0.0)
-        return cls(model, prompts, settings, sources=sources, log_probs=True, only_score=True)
+        return cls(model, prompts, settings, sources=sources, log_probs=True, score_only=True)
 
     @property
     def complete(self) -> bool:
@@ -118,8 +118,8 @@ class Batch:
         """Runs the model once: on the next prompts, or on the newest token of each that goes on."""
         if self._to_prefill:
             rows = self._to_prefill[0]
-            self.advance(rows, [self._next_of_prompt(row) for row in rows])
-            if all(self._goes_on(row) is None for row in rows):
+            self.advance(rows, [self._next_prompt_tokens(row) for row in rows])
+            if all(self._pending_prompt_token(row) is None for row in rows):
                 self._to_prefill.popleft()
         else:
             rows = [row for row in range(len(self._prompts)) if row not in self.ended]
@@ -143,13 +143,13 @@ class Batch:
             for prompt, scores in zip(self._prompts, self.log_probs, strict=True)
         ]
 
-    def _next_of_prompt(self, row: int) -> Sequence[int]:
+    def _next_prompt_tokens(self, row: int) -> Sequence[int]:
         """Returns the next tokens of a prompt: all of it, unless its logits would be too many."""
         start = self._cached[row]
-        end = start + self._most if self._scoring else len(self._prompts[row])
+        end = start + self._max_pass_tokens if self._scoring else len(self._prompts[row])
         return self._prompts[row][start:end]
 
-    def _goes_on(self, row: int) -> int | None:
+    def _pending_prompt_token(self, row: int) -> int | None:
         """Returns the next token of a prompt that is not fed to its end, else None."""
         prompt, cached = self._prompts[row], self._cached[row]
         return prompt[cached] if cached < len(prompt) else None
@@ -169,20 +169,20 @@ class Batch:
         )
         if logits is not None:
             following = self._next_logits(logits, new)
-            given = [self._goes_on(row) for row in rows]
+            given = [self._pending_prompt_token(row) for row in rows]
             if None in given:
                 chosen = self._sampler(following, rows)
             else:
                 chosen = torch.tensor(given, device=self._device)
             if self._scoring:
                 scores = self._score(logits, new, following, chosen)
-        self._stages.tell(chosen, purpose="the chosen tokens")
+        self._stages.broadcast_from_last(chosen, purpose="the chosen tokens")
         if self._scoring:
-            self._stages.tell(scores, purpose="log-probabilities")
+            self._stages.broadcast_from_last(scores, purpose="log-probabilities")
         for row, tokens, token, known in zip(
             rows, new, chosen.tolist(), scores.tolist(), strict=True
         ):
-            if self._goes_on(row) is None:
+            if self._pending_prompt_token(row) is None:
                 self._accept(row, token, known[: len(tokens)])
             else:
                 self.log_probs[row] += known[: len(tokens)]
@@ -194,9 +194,9 @@ class Batch:
         scored, ``[s, rows, v_part]``.
         """
         starts = [self._cached[row] for row in rows]
-        self._cache.aim(rows, starts)
+        self._cache.begin_pass(rows, starts)
         width = max(len(tokens) for tokens in new)
-        positions, mask = self._places(starts, width)
+        positions, mask = self._positions_and_mask(starts, width)
         source, source_padding = self._source(rows, first=not any(starts))
         return DecodingPass(
             self._padded(new, width),
@@ -219,7 +219,7 @@ class Batch:
         if self._sources is None:
             return None, None
         texts = [self._sources[row] for row in rows]
-        width = max(map(len, texts)) if first else self._widest
+        width = max(map(len, texts)) if first else self._max_source
         lengths = torch.tensor([len(text) for text in texts], device=self._device)
         padding = torch.arange(width, device=self._device) >= lengths.unsqueeze(-1)
         return self._padded(texts, width) if first else None, padding
@@ -261,14 +261,16 @@ class Batch:
             scores[row, len(tokens) - 1] = last[row].double().log_softmax(-1)[chosen[row]]
         return scores
 
-    def _places(self, starts: Sequence[int], width: int) -> tuple[Tensor | None, Mask | None]:
+    def _positions_and_mask(
+        self, starts: Sequence[int], width: int
+    ) -> tuple[Tensor | None, Mask | None]:
         """Returns positions and mask of the new tokens; None where all rows start alike."""
         if len(set(starts)) == 1:
             return None, None
         new = torch.arange(width, device=self._device)
-        places = torch.tensor(starts, device=self._device).unsqueeze(-1) + new
+        positions = torch.tensor(starts, device=self._device).unsqueeze(-1) + new
         keys = torch.arange(max(starts) + width, device=self._device)
-        return places, Mask(positions=keys.expand(len(starts), -1), query_positions=places)
+        return positions, Mask(positions=keys.expand(len(starts), -1), query_positions=positions)
 
     def _accept(self, row: int, token: int, scores: Sequence[float]) -> None:
         """Adds a token to a continuation, and note if it ends; the last score is the token's."""
@@ -285,14 +287,14 @@ class Batch:
             self.ended[row] = "positions"
 
 
-def _groups(lengths: Sequence[int], most: int) -> deque[list[int]]:
+def _group_rows(lengths: Sequence[int], max_tokens: int) -> deque[list[int]]:
     """Returns rows whose prompts go through the model together, those of similar lengths.
 
-    A group of several prompts has at most ``most`` tokens, with padding and sources.
+    A group of several prompts has at most ``max_tokens`` tokens, with padding and sources.
     """
     groups: deque[list[int]] = deque()
     for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
-        if not groups or (len(groups[-1]) + 1) * lengths[row] > most:
+        if not groups or (len(groups[-1]) + 1) * lengths[row] > max_tokens:
             groups.append([])
         groups[-1].append(row)
     return groups

@@ -12,9 +12,10 @@ class SlotCache:
     """Keys and values with one slot for each request, all slots of one size.
 
     Every sequence lies at the beginning of its slot, whatever the lengths of the others, so its
-    tokens have the places they would have alone. Before each forward pass `aim` says which slots
-    its rows belong to and where their new tokens go. What lies behind a sequence's end in its slot
-    is never seen: places are compared causally, and new tokens overwrite it.
+    tokens have the positions they would have alone. `begin_pass` sets the slots of the rows of the
+    next forward pass and the index of their first new tokens. What lies behind the end of a
+    sequence in its slot is never seen: positions are compared causally, and new tokens
+    overwrite it.
 
     Room for a layer is made when it brings its first keys, of their heads, dtype and device; so one
     cache serves whatever layers a rank has.
@@ -32,22 +33,22 @@ class SlotCache:
         self, slots: int, max_length: int, *, max_source: int = 0, device: torch.device
     ) -> None:
         self._count, self._device = slots, device
-        self._room = {"own": max_length, "source": max_source}
+        self._capacity = {"own": max_length, "source": max_source}
         self._stores: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
-        self.aim(range(slots), [0] * slots)
+        self.begin_pass(range(slots), [0] * slots)
 
     @property
     def layers(self) -> tuple[int, ...]:
         """Numbers of the layers whose keys and values are here."""
         return tuple(layer for kind, layer in self._stores if kind == "own")
 
-    def aim(self, slots: Sequence[int], starts: Sequence[int]) -> None:
+    def begin_pass(self, slots: Sequence[int], starts: Sequence[int]) -> None:
         """Lets row ``i`` of the next pass be ``slots[i]``, its first new token at ``starts[i]``."""
-        self._whole = list(slots) == list(range(self._count))
+        self._all_slots = list(slots) == list(range(self._count))
         self._slots = torch.tensor(slots, device=self._device)
         self._starts = torch.tensor(starts, device=self._device)
         self._length = max(starts)
-        self._places: Tensor | None = None  # of the pass's new tokens, alike for all layers
+        self._indices: Tensor | None = None  # of the pass's new tokens, alike for all layers
 
     @property
     def length(self) -> int:
@@ -61,12 +62,12 @@ class SlotCache:
 
         A row that starts before the others has places behind its new tokens among them.
         """
-        if self._places is None or len(self._places) != len(k):
-            self._places = self._starts + torch.arange(len(k), device=k.device).unsqueeze(-1)
+        if self._indices is None or len(self._indices) != len(k):
+            self._indices = self._starts + torch.arange(len(k), device=k.device).unsqueeze(-1)
         keys, values = store = self._store("own", layer, k)
-        keys[self._places, self._slots] = k
-        values[self._places, self._slots] = v
-        return self._seen(store, self._length + len(k))
+        keys[self._indices, self._slots] = k
+        values[self._indices, self._slots] = v
+        return self._slice(store, self._length + len(k))
 
     def encoder_kv(
         self,
@@ -78,22 +79,22 @@ class SlotCache:
         What lies behind a source's end in its slot is padding, which the mask must say.
         """
         if new is None:
-            return self._seen(self._stores["source", layer], self._room["source"])
+            return self._slice(self._stores["source", layer], self._capacity["source"])
         store = self._store("source", layer, new[0])
-        for kept, made in zip(store, new, strict=True):
-            kept[: len(made), self._slots] = made
+        for stored, new_part in zip(store, new, strict=True):
+            stored[: len(new_part), self._slots] = new_part
         return DenseKV(*new)
 
     def _store(self, kind: str, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Room for the keys and values of a layer, made at the first call."""
         if (kind, layer) not in self._stores:
-            shape = (self._room[kind], self._count, *like.shape[2:])
+            shape = (self._capacity[kind], self._count, *like.shape[2:])
             self._stores[kind, layer] = (like.new_zeros(shape), like.new_zeros(shape))
         return self._stores[kind, layer]
 
-    def _seen(self, store: tuple[Tensor, Tensor], end: int) -> DenseKV:
+    def _slice(self, store: tuple[Tensor, Tensor], end: int) -> DenseKV:
         """Returns the rows of the pass up to a place."""
         keys, values = store
-        if self._whole:
+        if self._all_slots:
             return DenseKV(keys[:end], values[:end])
         return DenseKV(keys[:end, self._slots], values[:end, self._slots])

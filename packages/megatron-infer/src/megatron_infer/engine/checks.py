@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from megatron_infer.engine.stages import Stages
+from megatron_infer.engine.stages import LocalStages
 from megatron_infer.errors import InferError
 
 
-def check_prompt(model: Stages, index: int, prompt: Sequence[int], *, new_tokens: int) -> None:
+def check_prompt(model: LocalStages, index: int, prompt: Sequence[int], *, new_tokens: int) -> None:
     """Raises InferError if a prompt, number ``index`` of a call, cannot be continued.
 
     ``new_tokens`` is how many tokens there has to be room for.
@@ -23,7 +23,7 @@ def check_prompt(model: Stages, index: int, prompt: Sequence[int], *, new_tokens
 
 
 def check_sources(
-    model: Stages, sources: Sequence[Sequence[int]] | None, prompts: Sequence[Sequence[int]]
+    model: LocalStages, sources: Sequence[Sequence[int]] | None, prompts: Sequence[Sequence[int]]
 ) -> None:
     """Raises InferError if the texts for an encoder are not those that prompts and model need."""
     if sources is None:
@@ -46,7 +46,7 @@ def check_sources(
         _check_vocabulary(model, f"source {index + 1}", source)
 
 
-def _check_vocabulary(model: Stages, name: str, tokens: Sequence[int]) -> None:
+def _check_vocabulary(model: LocalStages, name: str, tokens: Sequence[int]) -> None:
     if not 0 <= min(tokens) <= max(tokens) < model.vocabulary:
         raise InferError(
             f"{name} has token {max(tokens)}, the model's vocabulary {model.vocabulary} tokens; "

@@ -67,7 +67,7 @@ def generate(
                 "would begin; use generate_tokens and prompts of a token of your own"
             )
         encoded = [[start, *tokens] for tokens in encoded]
-    streams = [TextStream(tokenizer, before=tokens) for tokens in encoded]
+    streams = [TextStream(tokenizer, context=tokens) for tokens in encoded]
     texts = [""] * len(prompts)
 
     def show(row: int, piece: str) -> None:

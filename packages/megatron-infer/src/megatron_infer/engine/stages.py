@@ -20,7 +20,7 @@ AnyModel = DecodingModel | Sequence[nn.Module]
 """A model, this rank's only stage of one, or all of its stages, as a trainer has them."""
 
 
-class Stages:
+class LocalStages:
     """All stages of a model that this rank has.
 
     Args:
@@ -90,7 +90,7 @@ class Stages:
                     send(one, self._pp, after, purpose="activations")
         return made[0] if self.last else None
 
-    def tell(self, t: Shaped[Tensor, "..."], *, purpose: str) -> None:
+    def broadcast_from_last(self, t: Shaped[Tensor, "..."], *, purpose: str) -> None:
         """Overwrites a tensor with that of the last stage, on every rank of the model."""
         if self.last:
             broadcast(t, self._replicas, purpose=purpose)

@@ -18,13 +18,13 @@ def listen(settings: ServerSettings) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        taken = socket.socket(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
         try:
-            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            taken.bind(address)
-            taken.listen()  # two sockets may be bound to one port, but only one listens
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen()  # two sockets may be bound to one port, but only one listens
         except OSError:
-            taken.close()
+            listener.close()
             raise
     except socket.gaierror as error:
         raise InferError(
@@ -32,7 +32,7 @@ def listen(settings: ServerSettings) -> socket.socket:
         ) from None
     except OSError as error:
         raise InferError(f"cannot listen on {where}: {_reason(error)}") from None
-    return taken
+    return listener
 
 
 def _reason(error: OSError) -> str:

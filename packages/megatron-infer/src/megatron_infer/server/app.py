@@ -11,8 +11,8 @@ from flask import Flask, Response, g, request
 from werkzeug.exceptions import HTTPException
 
 from megatron_infer.server.fields import GenerateRequest, RequestError, parse_request
-from megatron_infer.server.guard import check_sender, client_of
-from megatron_infer.server.job import Answer, Job, Piece
+from megatron_infer.server.guard import check_credentials, client_id
+from megatron_infer.server.job import Answer, Job, TextDelta
 from megatron_infer.server.openapi import openapi_document
 from megatron_infer.server.service import GenerationService
 from megatron_infer.server.settings import ServerSettings
@@ -63,7 +63,7 @@ def create_app(
 
     @app.put("/api")
     def generate() -> Response:
-        job = service.submit(_read_request(schema), client_of(request.remote_addr))
+        job = service.submit(_read_request(schema), client_id(request.remote_addr))
         for event in job.events(_client_is_gone()):
             if isinstance(event, Answer):
                 return _json(event.to_json())
@@ -71,7 +71,7 @@ def create_app(
 
     @app.post("/api/stream")
     def stream() -> Response:
-        job = service.submit(_read_request(schema), client_of(request.remote_addr))
+        job = service.submit(_read_request(schema), client_id(request.remote_addr))
         events = server_sent_events(job, _client_is_gone())
         return Response(events, mimetype="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
@@ -105,14 +105,14 @@ def server_sent_events(job: Job, client_is_gone: Callable[[], bool]) -> Iterator
     """Yields what `/api/stream` sends about a job: server-sent events, each of one data line."""
     last = time.monotonic()
     try:
-        yield _event("waiting", {"ahead": job.ahead})
+        yield _event("waiting", {"ahead": job.requests_ahead})
         for event in job.events(client_is_gone):
             if event is None and time.monotonic() - last < QUIET_SECONDS:
                 continue
             last = time.monotonic()
             if event is None:
                 yield ": still here\n\n"
-            elif isinstance(event, Piece):
+            elif isinstance(event, TextDelta):
                 yield _event("text", vars(event))
             else:
                 yield _event("done", event.to_json())
@@ -151,7 +151,7 @@ def _add_guards(app: Flask, settings: ServerSettings) -> None:
         g.started = time.perf_counter()
         headers = request.headers
         host, sent = headers.get("Host", ""), headers.get("Authorization", "")
-        check_sender(request.path, host, sent, settings)
+        check_credentials(request.path, host, sent, settings)
 
     @app.errorhandler(RequestError)
     def refuse(error: RequestError) -> Response:

@@ -29,7 +29,7 @@ from waitress.task import ErrorTask
 from waitress.utilities import Error
 
 from megatron_infer.server.fields import RequestError
-from megatron_infer.server.guard import check_sender
+from megatron_infer.server.guard import check_credentials
 from megatron_infer.server.settings import ServerSettings
 
 log = logging.getLogger("megatron_infer.server")
@@ -43,10 +43,10 @@ LINGER_SECONDS = 2.0
 UNLIMITED = 1 << 31
 
 
-def make_server(app: WSGIApplication, settings: ServerSettings, taken: socket.socket) -> Any:
+def make_server(app: WSGIApplication, settings: ServerSettings, listener: socket.socket) -> Any:
     """Returns a waitress server on a listening socket; ``run()`` answers until it is closed."""
     adjustments: Any = Adjustments(
-        sockets=[taken],
+        sockets=[listener],
         threads=settings.threads,
         ident="megatron-infer",
         channel_request_lookahead=1,  # notices a client that hangs up while it waits
@@ -58,8 +58,8 @@ def make_server(app: WSGIApplication, settings: ServerSettings, taken: socket.so
         clear_untrusted_proxy_headers=True,
     )
     adjustments.settings = settings
-    where = (taken.family, taken.type, taken.proto, taken.getsockname())
-    return _Server(app, {}, True, taken, adj=adjustments, sockinfo=where, bind_socket=False)
+    where = (listener.family, listener.type, listener.proto, listener.getsockname())
+    return _Server(app, {}, True, listener, adj=adjustments, sockinfo=where, bind_socket=False)
 
 
 class _RefusalError(Error):
@@ -98,7 +98,7 @@ class _Parser(HTTPRequestParser):
         host, sent = self.headers.get("HOST", ""), self.headers.get("AUTHORIZATION", "")
         path = "/" + self.path.lstrip("/")  # as the application sees it
         try:
-            check_sender(path, host, sent, self.adj.settings)
+            check_credentials(path, host, sent, self.adj.settings)
         except RequestError as error:
             self.error = _RefusalError(error.status, str(error))
             self.completed = True

@@ -8,7 +8,7 @@ from megatron_infer.engine.generate import stop_tokens
 from megatron_infer.engine.stages import AnyModel
 from megatron_infer.params import SamplingParams
 from megatron_infer.server.fields import GenerateRequest
-from megatron_infer.server.job import Answer, Job, Piece
+from megatron_infer.server.job import Answer, Job, TextDelta
 
 
 class Generation:
@@ -28,7 +28,7 @@ class Generation:
         self._tokenizer = tokenizer
         self._job = job
         self._texts = [""] * len(job.tokens)
-        self._streams = [TextStream(tokenizer, before=tokens) for tokens in job.tokens]
+        self._streams = [TextStream(tokenizer, context=tokens) for tokens in job.tokens]
         if job.request.tokens_to_generate == 0:
             self._batch = Batch.scoring(model, job.tokens)
         else:
@@ -64,7 +64,7 @@ class Generation:
     def _show(self, index: int, text: str) -> None:
         self._texts[index] += text
         if text:
-            self._job.put(Piece(index, text))
+            self._job.put(TextDelta(index, text))
 
     def _answer(
         self,

@@ -13,7 +13,7 @@ OPEN_PATHS = frozenset(["/", "/page.js", "/page.css", "/health"])
 SCHEME = "Bearer "
 
 
-def check_sender(path: str, host: str, authorization: str, settings: ServerSettings) -> None:
+def check_credentials(path: str, host: str, authorization: str, settings: ServerSettings) -> None:
     """Checks by the head of a request whether it is answered.
 
     Args:
@@ -37,7 +37,7 @@ def check_sender(path: str, host: str, authorization: str, settings: ServerSetti
         raise RequestError(401, "send the header Authorization: Bearer TOKEN")
 
 
-def client_of(address: str | None) -> str:
+def client_id(address: str | None) -> str:
     """Returns the name under which an address shares the model with others.
 
     A network of IPv6 (the first 64 bits) is one client, because a single machine has all of it.

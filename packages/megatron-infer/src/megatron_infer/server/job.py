@@ -13,7 +13,7 @@ POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextDelta:
     """Text that one prompt's continuation has grown by."""
 
     index: int
@@ -45,16 +45,16 @@ class Job:
     Attributes:
         request: what is asked for.
         client: who asks; clients share the model equally.
-        ahead: requests that came before; 0 if this one begins at once.
+        requests_ahead: The number of requests that come first; 0 if this one starts at once.
         tokens: of each prompt, empty until they are encoded.
     """
 
     def __init__(self, request: GenerateRequest, client: str) -> None:
         self.request = request
         self.client = client
-        self.ahead = 0
+        self.requests_ahead = 0
         self.tokens: list[list[int]] = []
-        self._events: queue.SimpleQueue[Piece | Answer | RequestError] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[TextDelta | Answer | RequestError] = queue.SimpleQueue()
         self._cancelled = threading.Event()
 
     @property
@@ -62,7 +62,7 @@ class Job:
         """Whether the generation may begin."""
         return bool(self.tokens)
 
-    def events(self, client_is_gone: Callable[[], bool]) -> Iterator[Piece | Answer | None]:
+    def events(self, client_is_gone: Callable[[], bool]) -> Iterator[TextDelta | Answer | None]:
         """Yields pieces of text and at last the answer; None when nothing happened for a moment.
 
         Ends early, and ends the generation, if the client is gone.
@@ -94,6 +94,6 @@ class Job:
         """Whether `cancel` was called."""
         return self._cancelled.is_set()
 
-    def put(self, event: Piece | Answer | RequestError) -> None:
+    def put(self, event: TextDelta | Answer | RequestError) -> None:
         """Hands an event to the reader of the job."""
         self._events.put(event)

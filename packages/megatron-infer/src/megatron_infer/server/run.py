@@ -25,9 +25,9 @@ def serve(
     app: Flask,
     service: GenerationService,
     settings: ServerSettings,
-    taken: socket.socket,
+    listener: socket.socket,
     *,
-    ready: Callable[[str], object] = lambda url: None,
+    on_ready: Callable[[str], object] = lambda url: None,
 ) -> None:
     """Answers requests until SIGTERM or Ctrl-C; to be called in the main thread.
 
@@ -38,40 +38,42 @@ def serve(
         app: of `create_app`.
         service: the app's.
         settings: the app's.
-        taken: a listening socket, as `listen` returns.
-        ready: called with the server's URL once it answers.
+        listener: A listening socket, as `listen` returns it.
+        on_ready: Called with the URL of the server once it answers.
 
     Raises:
         KeyboardInterrupt: it was Ctrl-C.
     """
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)
-    server = make_server(app, settings, taken)
-    received: SimpleQueue[int] = SimpleQueue()  # of what signals may interrupt, it alone may wait
+    server = make_server(app, settings, listener)
+    signals: SimpleQueue[int] = SimpleQueue()  # of what signals may interrupt, it alone may wait
 
     def stop(number: int, frame: FrameType | None) -> None:
-        received.put(number)
+        signals.put(number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous_handlers = {
+        number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)
+    }
     loop = threading.Thread(target=server.run, name="waitress", daemon=True)
     loop.start()
     try:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        ready(f"http://{host}:{taken.getsockname()[1]}")
-        numbers = [_first(received)]
-        while not received.empty():
-            numbers.append(received.get())
+        on_ready(f"http://{host}:{listener.getsockname()[1]}")
+        numbers = [_first(signals)]
+        while not signals.empty():
+            numbers.append(signals.get())
         interrupted = signal.SIGINT in numbers
         service.close(0.0 if interrupted else settings.grace_seconds)
         _flush(server)
         _close(server)
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
     if interrupted:
         raise KeyboardInterrupt
 
 
-def _first(received: "SimpleQueue[int]") -> int:
+def _first(signals: "SimpleQueue[int]") -> int:
     """Waits for a signal.
 
     Of two that come together another thread may take both, and this one, which has to run their
@@ -79,7 +81,7 @@ def _first(received: "SimpleQueue[int]") -> int:
     """
     while True:
         try:
-            return received.get(timeout=LOOK_UP_SECONDS)
+            return signals.get(timeout=LOOK_UP_SECONDS)
         except Empty:
             continue
 
@@ -88,7 +90,7 @@ def _flush(server: Any) -> None:
     """Waits until every response is on its way, a moment at most."""
     end = time.monotonic() + FLUSH_SECONDS
     while time.monotonic() < end:
-        if not any(one.requests or one.total_outbufs_len for one in _channels(server)):
+        if not any(channel.requests or channel.total_outbufs_len for channel in _channels(server)):
             return
         time.sleep(0.02)
 

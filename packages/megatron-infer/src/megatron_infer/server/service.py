@@ -1,7 +1,7 @@
 """One thread that generates, and the requests that take turns in it.
 
 Handlers of connections hand in a request, get a `Job` and read its events. Each request that runs
-is a batch of its own; which one's forward pass is next is decided by `Turns`.
+is a batch of its own; which one's forward pass is next is decided by `Scheduler`.
 """
 
 import logging
@@ -13,12 +13,12 @@ import torch
 from megatron_data import DataError, Tokenizer
 from megatron_parallel import is_out_of_memory
 
-from megatron_infer.engine.stages import AnyModel, Stages, evaluating
+from megatron_infer.engine.stages import AnyModel, LocalStages, evaluating
 from megatron_infer.errors import InferError
 from megatron_infer.server.fields import GenerateRequest, RequestError
 from megatron_infer.server.generation import Generation
 from megatron_infer.server.job import Answer, Job
-from megatron_infer.server.turns import Turns
+from megatron_infer.server.scheduler import Scheduler
 
 log = logging.getLogger("megatron_infer.server")
 
@@ -44,10 +44,10 @@ class GenerationService:
         max_waiting: int = 64,
     ) -> None:
         self._model = model
-        self._positions = Stages(model).positions
+        self._positions = LocalStages(model).positions
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens_per_request
-        self._turns = Turns(max_running, max_waiting)
+        self._scheduler = Scheduler(max_running, max_waiting)
         self._generations: dict[Job, Generation] = {}  # of those that run; the thread's own
         self._closing = False
         self._changed = threading.Condition()
@@ -68,7 +68,7 @@ class GenerationService:
     def unfinished(self) -> int:
         """Requests that run or wait."""
         with self._changed:
-            return len(self._turns)
+            return len(self._scheduler)
 
     def submit(self, request: GenerateRequest, client: str = "") -> Job:
         """Queues a request and checks it against the model.
@@ -85,15 +85,15 @@ class GenerationService:
         with self._changed:
             if not self.healthy:
                 raise RequestError(503, "the server is stopping")
-            self._forget_cancelled()
-            job.ahead = self._turns.ahead(client)
+            self._remove_cancelled()
+            job.requests_ahead = self._scheduler.requests_ahead(client)
             try:
-                loser = self._turns.add(job)
+                evicted = self._scheduler.add(job)
             except queue.Full as error:
                 raise RequestError(429, f"{error}; try again later") from None
-            if loser is not None:
-                loser.cancel()
-                loser.put(
+            if evicted is not None:
+                evicted.cancel()
+                evicted.put(
                     RequestError(429, "other clients have a turn before this request; try later")
                 )
         # The place is taken first: so many requests are encoded at once and no more.
@@ -105,7 +105,7 @@ class GenerationService:
         finally:
             with self._changed:
                 if job.cancelled:
-                    self._turns.remove(job)
+                    self._scheduler.remove(job)
                 else:
                     job.tokens = tokens
                 self._changed.notify_all()
@@ -117,12 +117,12 @@ class GenerationService:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            while self._turns and (left := deadline - time.monotonic()) > 0:
+            while self._scheduler and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
-            for job in self._turns:
+            for job in self._scheduler:
                 job.cancel()
                 job.put(RequestError(503, "the server stopped before the answer was complete"))
-                self._turns.remove(job)
+                self._scheduler.remove(job)
             self._changed.notify_all()
         self._thread.join(timeout=5.0)
 
@@ -169,7 +169,7 @@ class GenerationService:
                 if outcome is not None:
                     self._generations.pop(job, None)
                     with self._changed:
-                        self._turns.remove(job)
+                        self._scheduler.remove(job)
                         job.put(outcome)
                         self._changed.notify_all()
 
@@ -177,19 +177,19 @@ class GenerationService:
         """Waits for a request whose turn it is; None once the service is closed."""
         with self._changed:
             while True:
-                self._forget_cancelled()
-                self._turns.start()
-                job = self._turns.take_turn()
-                for gone in self._generations.keys() - set(self._turns.running):
+                self._remove_cancelled()
+                self._scheduler.start()
+                job = self._scheduler.next_job()
+                for gone in self._generations.keys() - set(self._scheduler.running):
                     del self._generations[gone]
-                if job is not None or (self._closing and not self._turns):
+                if job is not None or (self._closing and not self._scheduler):
                     return job
                 self._changed.wait()
 
-    def _forget_cancelled(self) -> None:
-        for job in self._turns:
+    def _remove_cancelled(self) -> None:
+        for job in self._scheduler:
             if job.cancelled:
-                self._turns.remove(job)
+                self._scheduler.remove(job)
 
     def _step(self, job: Job) -> Answer | RequestError | None:
         """Runs the model once for a request; returns what ends it, if anything does."""

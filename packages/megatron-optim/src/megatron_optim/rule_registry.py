@@ -15,7 +15,10 @@ RULES = Extensions(
     "megatron.update_rules",
     "update rule",
     OptimError,
-    own={"adam": "megatron_optim.rule_kinds:ADAM", "sgd": "megatron_optim.rule_kinds:SGD"},
+    own={
+        "adam": "megatron_optim.builtin_rule_kinds:ADAM",
+        "sgd": "megatron_optim.builtin_rule_kinds:SGD",
+    },
 )
 """Kinds of update rules by the name that ``OptimizerConfig.optimizer`` gives."""
 

@@ -1,6 +1,6 @@
 """The kinds of update rules of this package. Nothing here imports torch."""
 
-from megatron_optim.known_rules import UpdateRuleKind
+from megatron_optim.rule_registry import UpdateRuleKind
 
 ADAM = UpdateRuleKind(
     name="adam",

@@ -12,7 +12,7 @@ from queue import Full
 from megatron_infer.server.job import Job
 
 
-class Turns:
+class Scheduler:
     """The queue of a server and the requests that run; not safe for several threads.
 
     - A place to run goes to the client with the fewest requests running, and among those to the
@@ -31,7 +31,7 @@ class Turns:
         self.running: list[Job] = []
         self.waiting: list[Job] = []
         self._max_running = max_running
-        self._places = max_running + max_waiting
+        self._capacity = max_running + max_waiting
         self._number = count(1)
         self._last: dict[Job | str, int] = {}  # number of the last pass of a request or client
 
@@ -41,9 +41,9 @@ class Turns:
     def __iter__(self) -> Iterator[Job]:
         return iter([*self.running, *self.waiting])
 
-    def ahead(self, client: str) -> int:
+    def requests_ahead(self, client: str) -> int:
         """Returns how many requests come before a new one of a client; 0 if it begins at once."""
-        return 0 if not self.waiting and self._has_place(client) else len(self)
+        return 0 if not self.waiting and self._can_run(client) else len(self)
 
     def add(self, request: Job) -> Job | None:
         """Queues a request.
@@ -54,26 +54,26 @@ class Turns:
         Raises:
             queue.Full: all places are taken, and no other client has a larger share.
         """
-        loser = None
-        if len(self) >= self._places:
-            loser = self._largest_share(request.client)
-            if loser is None:
+        evicted = None
+        if len(self) >= self._capacity:
+            evicted = self._largest_share(request.client)
+            if evicted is None:
                 raise Full(f"{len(self)} requests came before and all places are taken")
-            self.waiting.remove(loser)
+            self.waiting.remove(evicted)
         self.waiting.append(request)
-        return loser
+        return evicted
 
     def start(self) -> None:
         """Lets as many requests run as there are places."""
         while candidates := [
-            one for one in self.waiting if one.ready and self._has_place(one.client)
+            one for one in self.waiting if one.ready and self._can_run(one.client)
         ]:
             held = Counter(one.client for one in self.running)
             chosen = min(candidates, key=lambda one: held[one.client])  # the first of equals
             self.waiting.remove(chosen)
             self.running.append(chosen)
 
-    def take_turn(self) -> Job | None:
+    def next_job(self) -> Job | None:
         """Returns the request whose pass is next, and counts that pass; None if nothing runs."""
         if not self.running:
             return None
@@ -92,7 +92,7 @@ class Turns:
         if all(one.client != request.client for one in self):
             self._last.pop(request.client, None)
 
-    def _has_place(self, client: str) -> bool:
+    def _can_run(self, client: str) -> bool:
         if len(self.running) >= self._max_running:
             return False
         held = sum(one.client == client for one in self.running)
