@@ -194,9 +194,9 @@ def test_ranks_that_find_different_checkpoints_are_told(
         assert "iteration 5 with digest" in error and "iteration 9 with digest" in error
 
 
-@pytest.mark.parametrize("placement", ["loop", "v"])
+@pytest.mark.parametrize("stage_mapping", ["loop", "v"])
 def test_a_rank_with_several_stages_loads_and_generates(
-    save: Save, worker_pool: WorkerPool, tmp_path: Path, placement: str
+    save: Save, worker_pool: WorkerPool, tmp_path: Path, stage_mapping: str
 ) -> None:
     greedy = SamplingParams(max_new_tokens=5, temperature=0.0)
     expected = generate_tokens(save(layers=4, dtype=torch.float64), [[5, 7]], greedy)
@@ -205,7 +205,7 @@ def test_a_rank_with_several_stages_loads_and_generates(
         loaded = load_model(tmp_path / "run", mesh=mesh, dtype=torch.float64)
         return len(loaded.stages), generate_tokens(loaded.stages, [[5, 7]], greedy)
 
-    layout = ParallelLayout(pp=2, vpp=2, dp=1, placement=placement)
+    layout = ParallelLayout(pp=2, vpp=2, dp=1, stage_mapping=stage_mapping)
     assert worker_pool.run_mesh(layout, on_ranks) == [(2, expected)] * 2
 
 
