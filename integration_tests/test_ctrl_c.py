@@ -90,7 +90,7 @@ def test_training_ends_after_its_step_with_a_checkpoint_that_loads(
     assert process.returncode == 130
     # The corpus was made here and has no manifest, of which the first line warns.
     assert err.strip().splitlines()[1:] == [
-        "SIGINT: stopping after this step; once more ends at once"
+        "SIGINT: stopping after this step; send it again to stop at once"
     ]
     (step,) = re.findall(r"^stopped after step (\d+) of 100000: SIGINT", out, re.MULTILINE)
     assert find_checkpoint(place / "run").iteration == int(step)

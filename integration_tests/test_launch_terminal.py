@@ -101,7 +101,7 @@ def test_the_bar_moves_and_ctrl_c_stops_after_a_step_with_a_checkpoint(terminal,
         r"stopped after step (\d+) of 1000000: SIGINT; saved in run/iter_0*\1; "
         r"the same command with --load run continues it"
     )
-    assert "SIGINT: stopping after this step; once more ends at once" in screen
+    assert "SIGINT: stopping after this step; send it again to stop at once" in screen
     assert terminal.end() == 130
     step = int(re.search(r"stopped after step (\d+)", screen)[1])
     assert find_checkpoint(tmp_path / "run").iteration == step

@@ -274,7 +274,7 @@ def test_a_first_signal_asks_and_a_second_ends(rank, make_trainer, capfd):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
-    said = "SIGTERM: stopping after this step; once more ends at once\n"
+    said = "SIGTERM: stopping after this step; send it again to stop at once\n"
     assert capfd.readouterr().err == (said if rank == 0 else "")
 
 

@@ -306,7 +306,7 @@ def test_sequences_that_ranks_cannot_share_are_refused(flags, ranks, message):
         ("--fim-spm-rate 0.1", "--fim-spm-rate needs --fim-data; give both, or leave it out"),
         (
             "--tokenizer-model bytes --fim-data --fim-fragment-rate 1",
-            "--fim-fragment-rate is about what --fim-split-sample tells apart",
+            "--fim-fragment-rate has no effect without --fim-split-sample",
         ),
     ],
 )

@@ -47,7 +47,7 @@ def test_a_killed_rank_is_named_with_the_words_of_the_rank_that_missed_it():
         missed(2, "all_reduce failed because rank 1 gave up: late"),
         missed(1, f"rank 3 did not join {DP}: dead"),
     ]
-    death = "rank 3 was killed by SIGKILL (as the system does when memory runs out)"
+    death = "rank 3 was killed by SIGKILL (the system kills processes when memory runs out)"
     assert launch_outcome(exits) == LaunchOutcome(
         137, f"{death}; rank 1: rank 3 did not join {DP}: dead"
     )

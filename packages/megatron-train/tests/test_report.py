@@ -68,7 +68,7 @@ def test_the_page_tells_what_was_recorded():
     assert "continued after 2" in page
     assert re.findall(r"<td>start</td><td>([^<]*)</td>", page) == [
         "1 rank",
-        "another layout: 2 ranks, tp 2 (before: 1 rank)",
+        "new layout: 2 ranks, tp 2 (before: 1 rank)",
     ]
     assert "<td>4</td><td>test</td><td>lm loss 4.1250</td>" in page
 
@@ -156,4 +156,5 @@ def test_the_command_writes_the_page_whole_or_not(tmp_path, capsys):
 def test_a_folder_without_metrics_is_one_line(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 1
     error = capsys.readouterr().err
-    assert "has no metrics.jsonl: give the folder of --save" in error and error.count("\n") == 1
+    assert "has no metrics.jsonl; give the --save folder of a run" in error
+    assert error.count("\n") == 1

@@ -1,1 +1,1 @@
-"""What happens around the steps of a run: logging, evaluation, checkpoints, stopping."""
+"""Callbacks of the trainer: logging, evaluation, recording and stopping."""

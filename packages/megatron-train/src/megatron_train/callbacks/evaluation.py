@@ -1,4 +1,4 @@
-"""Measure the validation loss at intervals and at the end, and the test loss once."""
+"""Callbacks that measure the validation loss at intervals and the test loss after the run."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class Evaluation(Callback):
-    """Evaluate every ``interval`` steps and after the last step, always on the same samples.
+    """Evaluates every ``interval`` steps and after the last step, always on the same samples.
 
     Args:
-        console: where the result is printed.
-        batches: gives the validation micro-batches anew, by global batch.
-        interval: steps between evaluations.
-        listeners: told every result.
+        console: Console that prints the result.
+        batches: Returns the validation micro-batches, one sequence for each global batch.
+        interval: Number of steps between evaluations.
+        listeners: Called with every result.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Evaluation(Callback):
         self._listeners = list(listeners)
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
-        """Evaluates where an interval ends, or the run."""
+        """Evaluates if an interval or the run ends with this step."""
         last = report.iteration == trainer.train_iters
         if report.iteration % self._every and not last:
             return
@@ -49,12 +49,12 @@ class Evaluation(Callback):
 
 
 class TestSetEvaluation(Callback):
-    """Measure the loss on held-out text once, after the last step of the run.
+    """Measures the loss on the test set once, after the last step of the run.
 
     Args:
-        console: where the result is printed.
-        batches: gives the test micro-batches, by global batch.
-        listeners: told the result.
+        console: Console that prints the result.
+        batches: Returns the test micro-batches, one sequence for each global batch.
+        listeners: Called with the result.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TestSetEvaluation(Callback):
         self._listeners = list(listeners)
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
-        """Tests where the run ends."""
+        """Evaluates the test set if the run ends with this step."""
         if report.iteration < trainer.train_iters:
             return
         losses = trainer.evaluate(self._batches())

@@ -1,6 +1,6 @@
-"""What hears of losses."""
+"""The type of functions that receive losses."""
 
 from collections.abc import Callable
 
 Listener = Callable[[int, dict[str, float]], None]
-"""Called with the number of a step and losses: those of a log line, or of an evaluation."""
+"""Called with the number of a step and the losses of a log line or an evaluation, by name."""

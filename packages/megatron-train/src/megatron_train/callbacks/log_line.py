@@ -1,4 +1,4 @@
-"""Print a training line every so many steps."""
+"""The callback that prints the training log line."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ class IntervalSums:
     denominators: dict[str, float] = field(default_factory=dict)
 
     def add(self, report: "StepReport") -> None:
-        """Adds one step; a step without a finite loss counts, but not in the loss."""
+        """Adds one step; the losses of a step that is not finite are left out of the sums."""
         self.steps += 1
         self.skipped += not report.updated
         self.nan += not report.finite
@@ -47,7 +47,7 @@ class IntervalSums:
                 self.denominators[name] += report.denominators[name]
 
     def losses(self) -> dict[str, float]:
-        """Returns each loss per true token of the interval; NaN where no step had one."""
+        """Returns each loss per unmasked token of the interval; NaN if no step was finite."""
         return {
             name: total / self.denominators[name] if self.denominators[name] else math.nan
             for name, total in self.sums.items()
@@ -55,10 +55,10 @@ class IntervalSums:
 
 
 class LogLine(Callback):
-    """Print Megatron's training line with tokens/s and MFU appended.
+    """Prints Megatron-LM's training line, followed by tokens/s and MFU.
 
-    The sums of an unfinished interval are kept in checkpoints: the line after a resume has the same
-    losses as that of an uninterrupted run. Times are not: rates are those of this process.
+    Checkpoints store the sums of an unfinished interval, so that the first line after a resume has
+    the same losses as in an uninterrupted run. They do not store times: rates cover this process.
     """
 
     name = "log_line"
@@ -80,7 +80,7 @@ class LogLine(Callback):
         self._interval = IntervalSums()
 
     def on_start(self, trainer: "Trainer") -> None:
-        """Says what MFU is measured against."""
+        """Prints the peak that MFU is measured against."""
         if self._peak is not None:
             self._console.print_line(
                 f"MFU is measured against {self._peak.flops_per_second:.4g} FLOP/s: "
@@ -88,7 +88,7 @@ class LogLine(Callback):
             )
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
-        """Adds the step, and prints where an interval ends."""
+        """Adds the step, and prints a line if an interval ends with it."""
         self._interval.add(report)
         if report.iteration % self._every == 0:
             line = self._line(trainer, report)
@@ -122,7 +122,11 @@ class LogLine(Callback):
         return {name: whole[name] for name in ("skipped", "nan", "sums", "denominators")}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues an unfinished interval."""
+        """Restores the sums of an unfinished interval.
+
+        Raises:
+            TrainError: The state is damaged.
+        """
         sums, denominators = (
             {name: read_value(kept, name, float) for name in kept}
             for kept in (read_value(state, "sums", dict), read_value(state, "denominators", dict))

@@ -1,4 +1,4 @@
-"""Keep what a run measures: metrics file and loss plot, TensorBoard, progress bar."""
+"""Callbacks that record and show a run: metrics file, loss plot, TensorBoard, progress bar."""
 
 import math
 from pathlib import Path
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class Recorder(Callback):
-    """Append steps and evaluations to ``folder/metrics.jsonl``; draw ``folder/loss.png``.
+    """Appends steps and evaluations to ``folder/metrics.jsonl`` and draws ``folder/loss.png``.
 
     Args:
-        folder: of the run.
-        facts: what the event ``start`` records beside the step.
-        console: where a plot that cannot be drawn is reported.
+        folder: Folder of the run.
+        facts: Values that the event ``start`` records in addition to the step.
+        console: Console that prints a warning if the plot cannot be drawn.
     """
 
     def __init__(self, folder: Path, facts: dict[str, Any], console: Console) -> None:
@@ -32,7 +32,7 @@ class Recorder(Callback):
         self._writer: records.RecordWriter
 
     def on_start(self, trainer: "Trainer") -> None:
-        """Opens the file, and record where the run starts and with what."""
+        """Opens the file and records the event ``start``."""
         self._writer = records.RecordWriter(self._folder / records.FILE_NAME)
         self._event("start", trainer, **self._facts)
 
@@ -54,20 +54,20 @@ class Recorder(Callback):
         )
 
     def record_log_line(self, iteration: int, losses: dict[str, float]) -> None:
-        """Records the losses of a log line, which are those of all its steps."""
+        """Records the losses of a log line, which cover all steps of its interval."""
         self._writer.write({"kind": "log", "iteration": iteration, **_finite(losses)})
 
     def record_validation(self, iteration: int, losses: dict[str, float]) -> None:
-        """Records an evaluation."""
+        """Records the losses of an evaluation."""
         self._writer.write({"kind": "validation", "iteration": iteration, **_finite(losses)})
 
     def record_test(self, iteration: int, losses: dict[str, float]) -> None:
-        """Records the losses on the test set, an event."""
+        """Records the losses on the test set as the event ``test``."""
         record = {"kind": "event", "event": "test", "iteration": iteration, **_finite(losses)}
         self._writer.write(record)
 
     def on_end(self, trainer: "Trainer") -> None:
-        """Records the end and draw the losses."""
+        """Records the event ``end`` and draws the loss plot."""
         reason = trainer.stopped.reason if trainer.stopped else "done"
         self._event("end", trainer, reason=reason)
         self._writer.close()
@@ -75,7 +75,7 @@ class Recorder(Callback):
             try:
                 done = records.read_records(self._folder / records.FILE_NAME)
                 plot.plot_losses(done, self._losses[0], self._folder / plot.FILE_NAME)
-            except (TrainError, OSError) as error:  # the other ranks go on, to the last save
+            except (TrainError, OSError) as error:  # the other ranks continue to the last save
                 self._console.warn(f"{plot.FILE_NAME} is not drawn: {one_line(error)}")
 
     def _event(self, name: str, trainer: "Trainer", **more: Any) -> None:
@@ -84,7 +84,7 @@ class Recorder(Callback):
 
 
 class TensorBoard(Callback):
-    """Write scalars of every ``interval``-th step and of evaluations, named as in Megatron."""
+    """Writes scalars of every ``interval``-th step and of evaluations with Megatron-LM's names."""
 
     def __init__(self, folder: Path, interval: int) -> None:
         self._folder = folder
@@ -92,11 +92,11 @@ class TensorBoard(Callback):
         self._writer: EventFile | None = None
 
     def on_start(self, trainer: "Trainer") -> None:
-        """Opens the event file; what it holds of later steps is dropped."""
+        """Opens an event file; TensorBoard drops values of later steps in earlier files."""
         self._writer = EventFile(self._folder, purge_step=trainer.iteration + 1)
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
-        """Writes the step's scalars."""
+        """Writes the scalars of the step."""
         if report.iteration % self._every:
             return
         scalars = {
@@ -109,7 +109,7 @@ class TensorBoard(Callback):
         self._write(report.iteration, scalars)
 
     def write_validation(self, iteration: int, losses: dict[str, float]) -> None:
-        """Writes an evaluation."""
+        """Writes losses and perplexities of an evaluation."""
         for name, value in losses.items():
             ppl = math.exp(min(20.0, value))
             self._write(iteration, {f"{name} validation": value, f"{name} validation ppl": ppl})
@@ -126,7 +126,7 @@ class TensorBoard(Callback):
 
 
 class ProgressBar(Callback):
-    """Show a progress bar with tokens/s and the time left."""
+    """Shows a progress bar with tokens/s and the remaining time."""
 
     def __init__(self, console: Console, samples: int, tokens_per_sample: int) -> None:
         self._console = console
@@ -139,7 +139,7 @@ class ProgressBar(Callback):
         )
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
-        """Moves the bar."""
+        """Advances the bar."""
         loss = ", ".join(f"{name} {value:.3f}" for name, value in report.losses.items())
         self._console.advance_bar(report.tokens, f"step {report.iteration}, {loss}")
 
@@ -149,5 +149,5 @@ class ProgressBar(Callback):
 
 
 def _finite(values: dict[str, float]) -> dict[str, float | None]:
-    """Replaces what JSON cannot hold by None."""
+    """Replaces NaN and infinities, which JSON cannot hold, by None."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}

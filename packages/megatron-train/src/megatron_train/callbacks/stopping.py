@@ -1,4 +1,4 @@
-"""End a run early and in order: at a step, after a time, or on a signal."""
+"""Ends a run early after a complete step: at an interval, after a time, or on a signal."""
 
 import contextlib
 import os
@@ -14,12 +14,12 @@ from megatron_train.trainer import Callback, Stop
 if TYPE_CHECKING:
     from megatron_train.trainer import StepReport, Trainer
 
-_AFTER_THIS_STEP = "stopping after this step; once more ends at once"
+_AFTER_THIS_STEP = "stopping after this step; send it again to stop at once"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopAt(Callback):
-    """Stop at the next multiple of ``interval`` steps, or after ``minutes``."""
+    """Stops the run at the next multiple of ``interval`` steps, or after ``minutes`` minutes."""
 
     def __init__(self, interval: int | None, minutes: float | None) -> None:
         self._every = interval
@@ -27,7 +27,7 @@ class StopAt(Callback):
         self._start = time.monotonic()
 
     def on_step(self, trainer: "Trainer", report: "StepReport") -> None:
-        """Stops where the limit is reached."""
+        """Stops the run if a limit is reached."""
         if self._every is not None and report.iteration % self._every == 0:
             trainer.stop(Stop(f"--exit-interval {self._every}"))
         minutes = (time.monotonic() - self._start) / 60
@@ -36,7 +36,10 @@ class StopAt(Callback):
 
 
 class StopOnSignal:
-    """While entered, SIGTERM and SIGINT end ``trainer`` after its step, a second one at once."""
+    """A context in which SIGTERM or SIGINT stops the trainer after the current step.
+
+    A second signal raises KeyboardInterrupt.
+    """
 
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer = trainer
@@ -62,6 +65,6 @@ class StopOnSignal:
         name = signal.Signals(number).name
         self._trainer.stop(Stop(name, status=128 + number))
         if self._trainer.engine.mesh.rank == 0:
-            # Past the buffers and locks of whatever the signal has interrupted.
+            # os.write avoids the buffers and locks of the code that the signal has interrupted.
             with contextlib.suppress(OSError, ValueError):
                 os.write(sys.stderr.fileno(), f"{name}: {_AFTER_THIS_STEP}\n".encode())

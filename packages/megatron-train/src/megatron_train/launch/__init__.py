@@ -1,5 +1,5 @@
-"""Several ranks on this machine from one command, watched until the last one has ended.
+"""Starts several ranks on this machine from one command and supervises them until all have ended.
 
-`launch` starts the ranks and says in one line what went wrong; nothing here imports torch, and
-nothing but `link` runs inside a rank.
+`launch` starts the ranks and reports a failure in one line. Nothing here imports torch. Only
+`link` and `error_file` run inside a rank.
 """

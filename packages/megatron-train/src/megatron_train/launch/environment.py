@@ -1,4 +1,4 @@
-"""What a rank finds in its environment: torchrun's variables, and how many threads it may use."""
+"""Environment variables of a rank: those that torchrun sets, and the number of threads."""
 
 import os
 import socket
@@ -11,17 +11,17 @@ ADDRESS = "127.0.0.1"
 def rank_environment(
     base: Mapping[str, str], rank: int, world_size: int, port: int, threads: int
 ) -> dict[str, str]:
-    """Returns ``base`` with the variables that torchrun sets for rank ``rank`` of one machine.
+    """Returns ``base`` with the variables that torchrun sets for a rank on a single machine.
 
-    ``threads`` becomes OMP_NUM_THREADS, and the loopback device the interface that Gloo and NCCL
-    listen on, unless ``base`` has its own.
+    OMP_NUM_THREADS defaults to ``threads``. The interface of Gloo and NCCL defaults to the loopback
+    device. Values in ``base`` take precedence over these defaults.
     """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
         "OMP_NUM_THREADS": str(threads),
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
-        # Whoever has this believes that an agent of torchrun keeps the store.
+        # With this variable torch would expect an agent of torchrun to serve the store.
         **{name: value for name, value in base.items() if name != "TORCHELASTIC_USE_AGENT_STORE"},
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -35,14 +35,14 @@ def rank_environment(
 
 
 def usable_cores() -> int:
-    """Returns the number of cores this process may run on."""
+    """Returns the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def free_port() -> int:
-    """Returns a port that nobody listened on just now; another process may still take it."""
+    """Returns a port that is free now; another process may take it before it is used."""
     with socket.socket() as probe:
         probe.bind((ADDRESS, 0))
         port: int = probe.getsockname()[1]

@@ -1,9 +1,9 @@
-"""The file in which a rank says to torchrun why it failed.
+"""The file in which a rank reports its failure to torchrun.
 
-torchrun names a file to each rank by ``TORCHELASTIC_ERROR_FILE`` and quotes it in its summary,
-which comes last. Its form is that of ``torch.distributed.elastic.multiprocessing.errors``
-(``ErrorHandler`` writes it, ``ProcessFailure`` reads it): of ``message`` torchrun shows
-``extraInfo.py_callstack``, or where there is none ``message``.
+torchrun passes each rank the path of a file in ``TORCHELASTIC_ERROR_FILE`` and quotes the file in
+its final summary. The format is that of ``torch.distributed.elastic.multiprocessing.errors``
+(``ErrorHandler`` writes it, ``ProcessFailure`` reads it). torchrun shows
+``message.extraInfo.py_callstack``, or ``message.message`` if there is no call stack.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def write_error_file(report: FailureReport, environment: Mapping[str, str] = os.environ) -> None:
-    """Writes ``report`` where torchrun looks for it; nothing happens outside of torchrun.
+    """Writes ``report`` to the error file of torchrun.
 
-    An interrupt is no failure, and leaves no file.
+    Does nothing outside of torchrun, and nothing after an interrupt, which is not a failure.
     """
     path = environment.get(_VARIABLE)
     if not path or report.kind == "interrupted":
@@ -31,5 +31,5 @@ def write_error_file(report: FailureReport, environment: Mapping[str, str] = os.
     if report.traceback:
         extra["py_callstack"] = f"{line}\n{report.traceback}"
     content = json.dumps({"message": {"message": line, "extraInfo": extra}})
-    with contextlib.suppress(OSError):  # the failure itself is reported in any case
+    with contextlib.suppress(OSError):  # the rank prints the failure as well
         Path(path).write_text(content, encoding="utf-8")

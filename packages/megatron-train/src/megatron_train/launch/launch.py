@@ -1,4 +1,4 @@
-"""Start ranks, watch over them, and say what became of them."""
+"""Starts ranks, supervises them and returns the outcome."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from megatron_train.launch.process import RankProcess
 from megatron_train.launch.supervisor import GRACE, Supervisor
 
 _ATTEMPTS = 5
-"""A free port is asked for before a rank listens on it, so another process can take it."""
+"""Attempts to start: another process may take the free port before rank 0 listens on it."""
 
 
 def launch(

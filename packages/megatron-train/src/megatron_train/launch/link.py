@@ -1,7 +1,7 @@
-"""The wire between a rank and the process that started it: how the rank failed, in plain data.
+"""The connection between a rank and its parent, the process that started it.
 
-A socket pair. The rank sends at most one report, a line of JSON; the other direction carries
-nothing but its end: when the parent is gone, however it went, the rank ends itself.
+The connection is a socket pair. The rank sends at most one failure report, as a line of JSON. The
+parent sends nothing: when it ends for any reason, the socket closes and the rank kills itself.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ FailureKind = Literal["own", "peer", "bug", "interrupted", "port"]
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why a rank ends early.
+    """The reason why a rank ends early.
 
     Attributes:
-        kind: ``own`` a mistake this rank found itself; ``peer`` another rank did not answer;
-            ``bug`` an exception that nobody expected; ``interrupted``; ``port`` the port of the
-            rendezvous was taken.
-        message: One line.
-        status: The exit status that follows.
-        traceback: Of a bug, whole.
+        kind: ``own`` if this rank found an error, ``peer`` if another rank did not answer, ``bug``
+            for an unexpected exception, ``interrupted`` for a keyboard interrupt, ``port`` if the
+            port of the rendezvous was taken.
+        message: The error in one line.
+        status: Exit status of the rank.
+        traceback: The whole traceback of a bug; empty otherwise.
     """
 
     kind: FailureKind
@@ -36,29 +36,29 @@ class FailureReport:
 
 
 def encode_report(report: FailureReport) -> bytes:
-    """Returns the line that a rank sends."""
+    """Returns the line that a rank sends for a report."""
     return json.dumps(asdict(report)).encode() + b"\n"
 
 
 def decode_report(received: bytes) -> FailureReport | None:
-    """Returns the report in what was ``received``; None where there is none, or half of one."""
+    """Returns the report in the bytes ``received``, or None if no complete line has arrived."""
     line, end, _ = received.partition(b"\n")
     return FailureReport(**json.loads(line)) if end else None
 
 
 class ParentLink:
-    """A rank's end of the wire, made from the descriptor it inherited."""
+    """A rank's end of the connection, made from the file descriptor that the rank inherited."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
-        self._socket.set_inheritable(False)  # not for the processes that this rank starts
+        self._socket.set_inheritable(False)  # processes that this rank starts do not get it
 
     def exit_with_parent(self) -> None:
-        """From now on, end this process and those of its group when the parent is gone."""
+        """Starts a thread that kills this process and its group when the parent has ended."""
         threading.Thread(target=self._wait, name="parent", daemon=True).start()
 
     def send(self, report: FailureReport) -> None:
-        """Sends ``report``; nothing happens if the parent is gone."""
+        """Sends ``report``; does nothing if the parent has ended."""
         with contextlib.suppress(OSError):
             self._socket.sendall(encode_report(report))
 
@@ -66,6 +66,6 @@ class ParentLink:
         with contextlib.suppress(OSError):
             self._socket.recv(1)
         group = os.getpgrp()
-        if group == os.getpid():  # ours alone, as the parent made it
+        if group == os.getpid():  # the parent made this group for this rank alone
             os.killpg(group, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)

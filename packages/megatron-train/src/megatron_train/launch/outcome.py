@@ -1,8 +1,8 @@
-"""Of everything that ranks say when one of them fails: the one line that a person needs.
+"""Reduces the failure reports of all ranks to the one line that the user needs.
 
-A rank that failed by itself is the cause, and the first of those is named. Where nobody did, a rank
-is missing: dead by a signal, suspended, or elsewhere in the program. Then the words of a rank that
-missed it are quoted, since they hold the axis and the operation.
+The cause is the first rank that failed by itself. If no rank did, a rank is missing: it was killed
+by a signal, is suspended, or waits elsewhere in the program. In that case the line quotes a rank
+that waited for the missing one, since its report names the axis and the operation.
 """
 
 import re
@@ -26,12 +26,12 @@ class RankExit:
     """How one rank ended.
 
     Attributes:
-        rank: Which.
-        status: Exit status, or minus the number of the signal that ended it.
-        report: What it said about it.
-        errors: The end of its standard error.
-        killed: Its parent ended it, because another rank had failed.
-        suspended: It was stopped by a signal at that time.
+        rank: Rank in the job.
+        status: Exit status, or minus the number of the signal that ended the rank.
+        report: Failure report of the rank, if it sent one.
+        errors: End of the rank's standard error.
+        killed: Whether the parent killed the rank because another rank had failed.
+        suspended: Whether the rank was stopped by a signal (SIGSTOP) when it was killed.
     """
 
     rank: int
@@ -43,20 +43,20 @@ class RankExit:
 
     @property
     def clean(self) -> bool:
-        """Whether the rank came to its end, or to the end of its step after a signal."""
+        """Whether the rank finished, or stopped after its current step because of a signal."""
         return self.report is None and (self.status == 0 or self.status in _STOPS)
 
 
 @dataclass(frozen=True)
 class LaunchOutcome:
-    """What a launch comes to.
+    """The result of a launch.
 
     Attributes:
-        status: Exit status of the whole.
-        message: What went wrong, without the program's name; empty where nothing did.
-        details: What belongs above the line: tracebacks and last words.
-        interrupted: Somebody wanted the end; there is no error.
-        port_taken: The ranks may be started again with another port.
+        status: Exit status of the launch.
+        message: The error in one line without the program's name; empty if there is none.
+        details: Tracebacks and last lines of output, to be printed above the message.
+        interrupted: Whether the user ended the job with a signal, which is not an error.
+        port_taken: Whether the ranks may be started again with another port.
     """
 
     status: int
@@ -67,9 +67,11 @@ class LaunchOutcome:
 
 
 def launch_outcome(exits: Sequence[RankExit], signals: Sequence[int] = ()) -> LaunchOutcome:
-    """Returns what ``exits``, the first one first, come to.
+    """Returns the outcome of a launch.
 
-    ``signals`` are those that were passed on to the ranks.
+    Args:
+        exits: How each rank ended, in the order of their ends.
+        signals: Numbers of the signals that were forwarded to the ranks.
     """
     causes = [rank_exit for rank_exit in exits if _is_cause(rank_exit, signals)]
     if causes:
@@ -95,7 +97,7 @@ def launch_outcome(exits: Sequence[RankExit], signals: Sequence[int] = ()) -> La
     if absent:
         ranks = format_ranks([rank_exit.rank for rank_exit in absent])
         return LaunchOutcome(
-            1, f"{ranks} did not end after the others had: suspended or in a deadlock"
+            1, f"{ranks} did not end after the other ranks: suspended or deadlocked"
         )
     return LaunchOutcome(stops[0].status if stops else 0)
 
@@ -110,7 +112,7 @@ def _is_cause(rank_exit: RankExit, signals: Sequence[int]) -> bool:
 
 
 def _of_cause(causes: Sequence[RankExit], exits: Sequence[RankExit]) -> LaunchOutcome:
-    # A rank that only passes on another's error is not the one to quote.
+    # Prefer a rank with an error of its own to one that repeats the error of another rank.
     quoting = [e for e in causes if e.report and re.match(r"rank \d+: ", e.report.message)]
     causes = [rank_exit for rank_exit in causes if rank_exit not in quoting] or causes
     first = causes[0]
@@ -121,7 +123,7 @@ def _of_cause(causes: Sequence[RankExit], exits: Sequence[RankExit]) -> LaunchOu
         )
     if report is None:
         last = " ".join(first.errors.strip().rpartition("\n")[2].split())
-        words = f": {last}" if last else " without a word"
+        words = f": {last}" if last else " and printed no error"
         line = f"rank {first.rank} ended with status {first.status}{words}"
         return LaunchOutcome(first.status, line, _marked(first))
     alike = [e.rank for e in causes if e.report and e.report.message == report.message]
@@ -134,13 +136,13 @@ def _of_cause(causes: Sequence[RankExit], exits: Sequence[RankExit]) -> LaunchOu
 
 
 def _of_death(dead: Sequence[RankExit], exits: Sequence[RankExit]) -> LaunchOutcome:
-    """Some ranks ended by the same signal, which others may have noticed."""
+    """Returns the outcome if ranks were killed by a signal, with a report of a waiting rank."""
     first = dead[0]
     number = -first.status
     found = _WHAT.search(first.errors)
     why = f" ({found[1].strip()})" if found else ""
     if number == signal.SIGKILL:
-        why = " (as the system does when memory runs out)"
+        why = " (the system kills processes when memory runs out)"
     ranks = format_ranks([rank_exit.rank for rank_exit in dead])
     verb = "were" if dead[1:] else "was"
     line = f"{ranks} {verb} killed by {signal.Signals(number).name}{why}"
@@ -170,11 +172,11 @@ def _witness(exits: Sequence[RankExit], culprits: Sequence[RankExit]) -> RankExi
         for rank_exit in exits
         if rank_exit.report and (rank_exit.report.kind == "peer" or _missed(rank_exit))
     ]
-    return max(witnesses, key=worth, default=None)  # of equals the first
+    return max(witnesses, key=worth, default=None)  # the first of several equals
 
 
 def _missed(rank_exit: RankExit) -> set[int]:
-    """Returns the ranks that a rank says it missed."""
+    """Returns the missing ranks that a rank's report names."""
     if rank_exit.report is None or rank_exit.report.kind not in ("own", "peer"):
         return set()
     ranks = set[int]()
@@ -186,7 +188,7 @@ def _missed(rank_exit: RankExit) -> set[int]:
 
 
 def _quote(rank_exit: RankExit) -> str:
-    """Returns what a rank said, and which rank that was."""
+    """Returns the message of a rank's report, prefixed with the rank."""
     message = rank_exit.report.message if rank_exit.report else ""
     name = f"rank {rank_exit.rank}"
     return message if message.startswith(f"{name} ") else f"{name}: {message}"
@@ -198,7 +200,7 @@ def _marked(rank_exit: RankExit) -> str:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Returns ranks as they are written in a sentence: ``rank 3``, ``ranks 0-2, 5``."""
+    """Returns ranks as text for a message: ``rank 3``, ``ranks 0-2, 5``."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:

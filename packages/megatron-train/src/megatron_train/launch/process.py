@@ -1,4 +1,4 @@
-"""One rank as its parent sees it: a process, its report, and what it writes."""
+"""A rank seen from its parent: the process, its failure report and its output."""
 
 import contextlib
 import os
@@ -14,19 +14,22 @@ from megatron_train.launch.link import FailureReport, decode_report
 
 _CHUNK = 1 << 16
 MAX_ERROR_BYTES = 1 << 16
-"""Bytes of standard error that are kept of each rank, the newest."""
+"""Number of bytes at the end of a rank's standard error that are kept."""
 
 CommandBuilder = Callable[[int, int | None], Sequence[str]]
-"""From a rank's descriptors (its link; where people read, or None) to its command line."""
+"""Returns a rank's command line.
+
+The arguments are the file descriptors of its `ParentLink` and, for rank 0 only, of the parent's
+standard error."""
 
 
 class RankProcess:
-    """A rank that was started, in a process group of its own.
+    """A started rank, in a process group of its own.
 
-    Rank 0 has the parent's standard output, and as a descriptor of its own the parent's standard
-    error, so that a progress bar finds its terminal. The standard error of every rank is kept:
-    libraries complain there when a rank is lost. The standard output of the other ranks is passed
-    on line by line, behind ``[rank N]``.
+    Rank 0 writes to the parent's standard output. It also inherits a descriptor of the parent's
+    standard error, so that its progress bar is shown in the terminal. The end of every rank's
+    standard error is kept, because libraries report lost ranks there. The standard output of the
+    other ranks is printed line by line after ``[rank N]``.
     """
 
     def __init__(self, rank: int, command: CommandBuilder, environment: Mapping[str, str]) -> None:
@@ -49,7 +52,7 @@ class RankProcess:
                 stdout=None if rank == 0 else subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=descriptors,
-                process_group=0,  # a key press reaches the parent alone, which passes it on once
+                process_group=0,  # Ctrl-C reaches only the parent, which forwards it once
             )
         self._link.setblocking(False)
         for pipe in self._pipes():
@@ -57,14 +60,14 @@ class RankProcess:
 
     @property
     def report(self) -> FailureReport | None:
-        """What the rank said about its failure, so far."""
+        """The failure report of the rank, or None if it has not sent one yet."""
         return decode_report(self._received)
 
     def poll(self) -> int | None:
         """Returns the exit status, or minus the signal that ended the rank; None while it runs.
 
-        Whatever an ended rank has left running is killed before the rank is reaped: until then
-        nobody else can have its number.
+        Processes that an ended rank has left running are killed before the rank is reaped, since
+        its process group number cannot be reused before then.
         """
         if self.process.returncode is None and self._state() in _ENDED:
             self.kill()
@@ -72,23 +75,25 @@ class RankProcess:
 
     @property
     def suspended(self) -> bool:
-        """Whether a signal (SIGSTOP) has stopped the rank, where the system can tell."""
+        """Whether a signal (SIGSTOP) has stopped the rank; False if the system cannot tell."""
         return self._state() == _STOPPED
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the rank itself, if it still runs."""
+        """Sends a signal to the process of the rank if it is still running."""
         if self.process.returncode is None:
             self.process.send_signal(number)
 
     def kill(self) -> None:
         """Kills the rank and its process group, even if suspended, and waits until it is reaped."""
         if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # all of them ended
+            with contextlib.suppress(
+                ProcessLookupError, PermissionError
+            ):  # all processes have ended
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Have ``selector`` hold this rank's readers; one that returns b"" is at its end."""
+        """Registers this rank's readers with ``selector``; a reader returns b"" at its end."""
         selector.register(self._link, selectors.EVENT_READ, self._read_link)
         for pipe in self._pipes():
             output = pipe is self.process.stdout
@@ -96,7 +101,7 @@ class RankProcess:
             selector.register(pipe, selectors.EVENT_READ, read)
 
     def close(self, selector: selectors.BaseSelector) -> None:
-        """Reads what an ended rank has left behind, and let go of it."""
+        """Reads the remaining output of an ended rank and closes its pipes."""
         for reader in (self._read_link, self._read_output, self._read_errors):
             while reader():
                 pass
@@ -104,7 +109,7 @@ class RankProcess:
             self._pass_on(self._line)
         ends: list[socket.socket | IO[bytes]] = [self._link, *self._pipes()]
         for end in ends:
-            with contextlib.suppress(KeyError):  # at its end before
+            with contextlib.suppress(KeyError):  # it was at its end and has been unregistered
                 selector.unregister(end)
             end.close()
 
@@ -112,7 +117,7 @@ class RankProcess:
         return [pipe for pipe in (self.process.stdout, self.process.stderr) if pipe is not None]
 
     def _state(self) -> int | None:
-        """One of the system's codes for a child that ended or was stopped; None while it runs."""
+        """Returns the system's code of a child that ended or was stopped; None while it runs."""
         if self.process.returncode is not None:
             return _EXITED
         if not hasattr(os, "waitid"):
@@ -121,7 +126,7 @@ class RankProcess:
         found = os.waitid(os.P_PID, self.process.pid, events)
         return None if found is None else found.si_code
 
-    # Below: readers. They return what they read; None if there is nothing at the moment.
+    # Readers: they return the bytes they have read, None if no bytes are available yet.
 
     def _read_link(self) -> bytes | None:
         try:

@@ -1,7 +1,8 @@
-"""Watching over ranks: none outlives the others for long, and none is left behind.
+"""Supervises ranks until all of them have ended.
 
-One loop looks for what the ranks say, for their ends and for signals. Once a rank has failed, the
-others have `grace` seconds to notice and to say what they missed; whoever is left then is killed.
+One loop watches the reports and the ends of the ranks, and signals. After a rank has failed, the
+other ranks have `grace` seconds to notice it and to report which rank is missing; then they are
+killed.
 """
 
 import selectors
@@ -16,31 +17,31 @@ from megatron_train.launch.outcome import RankExit
 from megatron_train.launch.process import RankProcess
 
 GRACE = 10.0
-"""Seconds. A rank that notices a failure itself looks for up to 4 s for others' reports of it."""
+"""Seconds. A rank that notices a failure waits up to 4 s for the reports of other ranks."""
 _TICK = 0.1
 _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 
 class Supervisor:
-    """Waits until all of ``ranks`` have ended.
+    """Waits until all ranks have ended.
+
+    The first SIGINT or SIGTERM is forwarded to every rank; a second one kills the ranks. Outside
+    the main thread, signal handlers stay as they are.
 
     Args:
         ranks: Started ranks, in order.
-        grace: Seconds that the others have after a rank has failed.
-        timeout: Seconds that a rank waits for another before it fails. So long and `grace` the
-            others have after a rank has ended as it should; so long and half of `grace` a rank may
-            be suspended, and is killed then: the others may be unable to notice before, as when it
-            keeps the job's store. None is no limit.
-
-    The first SIGINT or SIGTERM is passed on to every rank; a second one kills them. Outside the
-    main thread signals stay with whoever handles them.
+        grace: Seconds between the failure of a rank and the kill of the remaining ranks.
+        timeout: Seconds that a rank waits for another rank before it fails. After a rank has ended
+            normally, the others have ``timeout + grace`` seconds. A rank that is suspended for
+            ``timeout + grace / 2`` seconds is killed, because the others may be unable to notice
+            it, for example if it serves the job's store. Defaults to None, which means no limit.
     """
 
     def __init__(
         self, ranks: Sequence[RankProcess], *, grace: float = GRACE, timeout: float | None = None
     ) -> None:
         self.signals: list[int] = []
-        """Numbers of the signals that were to end the ranks."""
+        """Numbers of the signals that were received and forwarded to the ranks."""
         self._ranks = ranks
         self._grace = grace
         self._timeout = timeout
@@ -50,7 +51,7 @@ class Supervisor:
         self._failed = False
 
     def run(self) -> list[RankExit]:
-        """Returns how each rank ended, first the first that did; all of them are reaped."""
+        """Waits for all ranks and returns how each ended, in the order of their ends."""
         try:
             with selectors.DefaultSelector() as selector, self._signals():
                 for rank in self._ranks:
@@ -74,7 +75,7 @@ class Supervisor:
         return [rank for rank in self._ranks if rank.rank not in self._exits]
 
     def _look(self, selector: selectors.BaseSelector) -> None:
-        """Notes which ranks have ended or said that they will, and how long the others have."""
+        """Records ranks that have ended or reported a failure, and sets the others' deadline."""
         for rank in self._running:
             status = rank.poll()
             if status is not None:

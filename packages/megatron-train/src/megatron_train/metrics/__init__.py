@@ -1,1 +1,1 @@
-"""What a run measures and records: log lines, MFU, metrics file, TensorBoard, loss plot."""
+"""Measurements of a run: log lines, MFU, metrics file, TensorBoard and loss plot."""

@@ -1,4 +1,4 @@
-"""A file that grows by whole pieces while a run goes on."""
+"""A file that a run appends complete records to."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ from megatron_data.errors import add_path_to_errors
 
 
 class AppendOnlyFile:
-    """Append to a file without a buffer, so that what was written outlives this process.
+    """Appends to a file without a buffer, so that written data survives a kill of the process.
 
     Args:
-        path: of the file; it and its folder are made where they are missing.
+        path: Path of the file. The file and its folder are created if they are missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -17,14 +17,14 @@ class AppendOnlyFile:
         self.path = path
         self._file = path.open("ab", buffering=0)
 
-    def write(self, piece: bytes) -> None:
-        """Appends all of a piece, however many calls the system takes for it.
+    def write(self, data: bytes) -> None:
+        """Appends all bytes of ``data``, with several system calls if necessary.
 
         Raises:
-            OSError: the disk is full, for example; names the file, which may end in a part of the
-                piece.
+            OSError: The data cannot be written, for example because the disk is full. The message
+                names the file, which may end in a part of ``data``.
         """
-        rest = memoryview(piece)
+        rest = memoryview(data)
         with add_path_to_errors(self.path):
             while rest:
                 rest = rest[self._file.write(rest) :]

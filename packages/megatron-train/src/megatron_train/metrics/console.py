@@ -1,4 +1,4 @@
-"""Lines on standard output and one progress bar on standard error that do not tear each other."""
+"""Prints lines to standard output and one progress bar to standard error without mixing them."""
 
 import logging
 import sys
@@ -10,22 +10,22 @@ from tqdm import tqdm
 
 
 class Console:
-    """Print lines above a progress bar, where there is one.
+    """Prints lines above the progress bar, if there is one.
 
     Args:
-        out: where lines go; standard output by default.
-        silent: say nothing, for all ranks but one.
+        out: Stream that lines are written to. Defaults to standard output.
+        silent: Whether nothing is printed, as on all ranks but one.
     """
 
     def __init__(self, out: TextIO | None = None, *, silent: bool = False) -> None:
         self._out = out
         self.silent = silent
         self.header: Callable[[], Iterable[str]] | None = None
-        """What comes before the first line, which may never be printed."""
+        """Returns lines to print before the first line; not called if no line is printed."""
         self._bar: tqdm[Any] | None = None
 
     def print_line(self, text: str) -> None:
-        """Prints one line and flush it."""
+        """Prints one line and flushes the stream."""
         if self.silent:
             return
         header, self.header = self.header, None
@@ -45,7 +45,7 @@ class Console:
 
     @contextmanager
     def forward_warnings(self, logger: str) -> Iterator[None]:
-        """Shows what ``logger`` warns of, as `warn` does."""
+        """Prints warnings of ``logger`` with `warn` within the context."""
         handler = _Warnings(self)
         logging.getLogger(logger).addHandler(handler)
         try:
@@ -54,7 +54,7 @@ class Console:
             logging.getLogger(logger).removeHandler(handler)
 
     def start_bar(self, total_tokens: int, done_tokens: int) -> None:
-        """Shows a bar that counts tokens, unless standard error is not a terminal."""
+        """Shows a progress bar that counts tokens if standard error is a terminal."""
         self._bar = tqdm(
             total=total_tokens,
             initial=done_tokens,
@@ -67,7 +67,7 @@ class Console:
         )
 
     def advance_bar(self, tokens: int, postfix: str) -> None:
-        """Moves the bar by ``tokens`` and show ``postfix`` behind it."""
+        """Advances the bar by ``tokens`` and shows ``postfix`` after it."""
         if self._bar is not None:
             self._bar.set_postfix_str(postfix, refresh=False)
             self._bar.update(tokens)

@@ -1,4 +1,4 @@
-"""What a run is made with: versions, device and commit."""
+"""The environment of a run: versions, device and commit."""
 
 import importlib.metadata
 import os
@@ -32,7 +32,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Returns the commit that this package's source is at, with ``+`` if it was changed since."""
+    """Returns the commit of this package's source, with ``+`` if the work tree has changes."""
     folder = Path(__file__).resolve().parent
     git = ("git", "-C", str(folder))
     try:

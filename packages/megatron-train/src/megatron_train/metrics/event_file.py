@@ -1,8 +1,8 @@
-"""Scalars in an event file of TensorBoard.
+"""Writes scalars to an event file of TensorBoard.
 
-`torch.utils.tensorboard` writes from a thread of its own: a full disk ends that thread with a
-traceback, and the error that the run is given later names no file. Here every scalar is in the file
-when `EventFile.add_scalar` returns.
+`torch.utils.tensorboard` writes from a separate thread. If the disk is full, that thread ends with
+a traceback, and the error that the run gets later does not name the file. Here every scalar is in
+the file when `EventFile.add_scalar` returns.
 """
 
 import os
@@ -15,18 +15,18 @@ from megatron_train.metrics.append_only_file import AppendOnlyFile
 
 
 class EventFile:
-    """Write a new event file in a folder.
+    """Writes a new event file in a folder.
 
     Args:
-        folder: of the run; other event files in it are left as they are.
-        purge_step: TensorBoard drops what other files hold of this step and later ones.
+        folder: Folder of the run. Other event files in it are not changed.
+        purge_step: TensorBoard drops values of this step and later ones in earlier event files.
 
     Raises:
-        OSError: the file cannot be made or written to; names it.
+        OSError: The file cannot be created or written; the message names it.
     """
 
     def __init__(self, folder: Path, purge_step: int) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2  # takes a second
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # slow to import: one second
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._events: Any = event_pb2
@@ -40,10 +40,11 @@ class EventFile:
         self._write(step=purge_step, session_log=start)
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        """Writes a value of a step.
+        """Writes the value of a scalar at a step.
 
         Raises:
-            OSError: the disk is full, for example; names the file.
+            OSError: The value cannot be written, for example because the disk is full. The message
+                names the file.
         """
         scalar = self._summaries.Summary.Value(tag=name, simple_value=value)
         self._write(step=step, summary=self._summaries.Summary(value=[scalar]))

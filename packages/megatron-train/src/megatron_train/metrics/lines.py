@@ -1,8 +1,8 @@
-"""The lines a run prints, in Megatron-LM's format (docs/formats.md).
+"""Log lines of a run, in Megatron-LM's format (docs/formats.md).
 
-Every number in a training line covers exactly the steps since the previous line. Megatron logs step
-1 without resetting its sums, which counts the first step after every resume twice, and leaves a
-loss out where it is negative; neither happens here.
+Every number in a training line covers exactly the steps since the previous line. Megatron-LM
+differs in two points: it does not reset its sums after logging step 1, so that the first step after
+every resume counts twice, and it leaves out negative losses.
 """
 
 import math
@@ -13,10 +13,11 @@ from datetime import datetime
 
 @dataclass(frozen=True)
 class TrainingLine:
-    """The content of one training log line.
+    """The values of one training log line.
 
-    ``milliseconds`` is the mean time of a step, ``losses`` the losses per token over the interval,
-    ``mfu`` the share of the device's peak (0.25 is 25 %); ``teraflops`` and ``mfu`` may be unknown.
+    ``milliseconds`` is the mean time of a step. ``losses`` are the losses per token over the
+    interval. ``teraflops`` is TFLOP/s per device. ``mfu`` is the fraction of the device's peak
+    (0.25 is 25 %). The last two are None if they are unknown.
     """
 
     iteration: int
@@ -61,11 +62,11 @@ class TrainingLine:
 def evaluation_lines(
     label: str, losses: Mapping[str, float], metrics: Collection[str] = ()
 ) -> list[str]:
-    """Returns the lines of an evaluation: a rule, losses with their perplexities, a rule.
+    """Returns the lines of an evaluation: losses with their perplexities between two rules.
 
     Args:
-        label: Position in the run, such as "iteration 100".
-        losses: means by name.
+        label: Position in the run, such as ``iteration 100``.
+        losses: Mean values by name.
         metrics: Names of values that are not losses and have no perplexity.
     """
     text = f" validation loss at {label} | "

@@ -1,9 +1,9 @@
-"""The arithmetic peak that model FLOPs utilisation (MFU) is measured against.
+"""The peak FLOP/s that model FLOPs utilisation (MFU) is measured against.
 
-Known GPUs have the dense figures of their data sheets (no sparsity). Of other GPUs one matrix
-product is measured, which is what they reach at best rather than what they could in theory. A CPU
-has no peak: other processes share it, so a product measured at the start may take half as long or
-twice as long as one an hour later, and MFU would say more of them than of the run.
+For known GPUs the peak is the dense figure of the data sheet, without sparsity. For other GPUs a
+matrix product is timed, which gives the rate that the GPU reaches in practice. For a CPU there is
+no peak: other processes share it, so a measured product may take twice or half as long an hour
+later, and MFU would depend more on those processes than on the run.
 """
 
 import re
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 
 _TERA = 1e12
-_THREAD = 1e11  # FLOP/s of a thread of a CPU, in fp32
+_THREAD = 1e11  # assumed FLOP/s of a CPU thread in fp32
 
-# Dense TFLOP/s by device name, from NVIDIA's and AMD's data sheets: bf16 on tensor (matrix) cores,
-# and fp32. Where a data sheet gives only the figure with sparsity, half of it. More specific names
-# first. Of the latest: "NVIDIA H200 Tensor Core GPU" (1,671 TFLOP/s with sparsity for H200 NVL),
-# "NVIDIA GB300 NVL72" (360 PFLOP/s with sparsity for 72 GPUs) and "NVIDIA HGX Platform" (36 PFLOP/s
-# with sparsity for 8 B300).
+# Dense TFLOP/s by device name: bf16 on tensor (matrix) cores, and fp32. Source: data sheets of
+# NVIDIA and AMD; if a data sheet has only the figure with sparsity, half of that figure. More
+# specific names come first. Data sheets of the latest GPUs: "NVIDIA H200 Tensor Core GPU" (1,671
+# TFLOP/s with sparsity for H200 NVL), "NVIDIA GB300 NVL72" (360 PFLOP/s with sparsity for 72 GPUs)
+# and "NVIDIA HGX Platform" (36 PFLOP/s with sparsity for 8 B300).
 _KNOWN: tuple[tuple[str, float, float], ...] = (
     ("GB300", 2500, 80),
     ("B300", 2250, 75),
@@ -46,17 +46,17 @@ _KNOWN: tuple[tuple[str, float, float], ...] = (
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak FLOP/s of one device, and where the figure comes from."""
+    """Peak FLOP/s of one device and the source of the figure."""
 
     flops_per_second: float
     source: str
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
-    """Returns the peak of ``device`` for matrix products in ``dtype``, or None where none is known.
+    """Returns the peak of ``device`` for matrix products in ``dtype``, or None if it is unknown.
 
-    The table is used for known GPUs unless TF32 changes what an fp32 product means; for other GPUs
-    one matrix product is timed. None for a CPU.
+    Uses the table for known GPUs, except for fp32 with TF32 enabled. Times a matrix product on
+    other GPUs. Returns None for a CPU.
     """
     if device.type != "cuda":
         return None
@@ -69,14 +69,14 @@ def device_peak(device: torch.device, dtype: torch.dtype) -> Peak | None:
 
 
 def assumed_cpu_peak(dtype: torch.dtype) -> Peak:
-    """Returns what this process is assumed to compute on a CPU at best, to estimate a step by.
+    """Returns an upper estimate of the FLOP/s of this process on a CPU, to estimate step times.
 
-    100 GFLOP/s for each of torch's threads, ten times as many in bf16, for which some CPUs have
-    matrix units. Most CPUs reach less.
+    The estimate is 100 GFLOP/s for each of torch's threads, and ten times that in bf16, since some
+    CPUs have matrix units for bf16. Most CPUs reach less.
     """
     each = _THREAD * (10 if dtype == torch.bfloat16 else 1)
     threads = torch.get_num_threads()
-    return Peak(each * threads, f"{each / 1e9:g} GFLOP/s assumed of each thread of a CPU")
+    return Peak(each * threads, f"{each / 1e9:g} GFLOP/s assumed for each CPU thread")
 
 
 def data_sheet_peak(device_name: str, dtype: torch.dtype) -> float | None:

@@ -13,7 +13,7 @@ FILE_NAME = "loss.png"
 def plot_losses(records: Records, loss: str, path: Path) -> None:
     """Draws training and validation loss over steps into the PNG file ``path``.
 
-    The training curve is drawn faintly for each step, with a running mean over it.
+    The loss of every step is drawn faintly, with its running mean on top.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -42,13 +42,13 @@ def plot_losses(records: Records, loss: str, path: Path) -> None:
 
 
 def running_mean(values: list[float], reach: int) -> list[float]:
-    """Returns the mean of each value and up to ``reach`` values on either side of it."""
+    """Returns for each value the mean over itself and up to ``reach`` values on either side."""
     sums = [0.0, *accumulate(values)]
     ends = [(max(0, i - reach), min(len(values), i + reach + 1)) for i in range(len(values))]
     return [(sums[end] - sums[start]) / (end - start) for start, end in ends]
 
 
 def _curve(records: list[dict[str, Any]], loss: str) -> tuple[list[int], list[float]]:
-    """Returns steps and losses of the records whose loss was finite."""
+    """Returns steps and losses of the records with a finite loss."""
     finite = [record for record in records if record.get(loss) is not None]
     return [record["iteration"] for record in finite], [record[loss] for record in finite]

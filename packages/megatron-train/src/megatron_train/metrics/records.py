@@ -1,11 +1,10 @@
-"""The metrics file of a run: one JSON object a line, appended as the run goes.
+"""The metrics file of a run: one JSON object per line, appended during the run.
 
-Floats are written with Python's shortest exact representation, so equality of two runs can be
-checked to the last bit. The key ``kind`` is ``train`` (every step, its losses under their names),
-``log`` (the losses of a log line, over all steps since the one before), ``validation`` or
-``event``. A run that resumes appends an event ``start`` with the step it
-continues from; records of later steps before it belong to work that was lost, and `read_records`
-leaves them out.
+Floats are written with Python's shortest exact representation, so that two runs can be compared
+bit by bit. The key ``kind`` is ``train`` (a step, with its losses by name), ``log`` (the losses of
+a log line, over all steps since the previous one), ``validation`` or ``event``. A run that resumes
+appends an event ``start`` with the step that it continues from. Earlier records of later steps
+belong to lost work; `read_records` leaves them out.
 """
 
 import json
@@ -21,12 +20,12 @@ from megatron_train.saved_values import MAX_INTEGER, short_repr
 
 FILE_NAME = "metrics.jsonl"
 _MOST = 1e100
-"""Largest number of a record: beyond it, arithmetic on several of them may overflow."""
+"""Largest number in a record; arithmetic on several larger ones may overflow."""
 _KINDS = ("train", "validation", "event", "log")
 
 
 class RecordWriter:
-    """Append records to a metrics file; every line is complete or absent after a kill."""
+    """Appends records to a metrics file; after a kill every line is complete or removed."""
 
     def __init__(self, path: Path) -> None:
         _drop_torn_line(path)
@@ -36,7 +35,8 @@ class RecordWriter:
         """Appends one record.
 
         Raises:
-            OSError: the disk is full, for example; names the file.
+            OSError: The record cannot be written, for example because the disk is full. The message
+                names the file.
         """
         self._file.write((json.dumps(record) + "\n").encode())
 
@@ -58,7 +58,7 @@ class RecordWriter:
 
 @dataclass(frozen=True)
 class Records:
-    """The records of a run that count, in order of their steps."""
+    """The records of a run without lost work, in the order of their steps."""
 
     train: list[dict[str, Any]]
     validation: list[dict[str, Any]]
@@ -67,10 +67,12 @@ class Records:
 
 
 def read_records(path: Path) -> Records:
-    """Reads a metrics file, leaving out the steps that a later start did again.
+    """Reads a metrics file without the steps that a later start has repeated.
+
+    An unfinished last line is ignored.
 
     Raises:
-        TrainError: a line other than an unfinished last one is not a record.
+        TrainError: Another line is not a record.
     """
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
@@ -78,7 +80,7 @@ def read_records(path: Path) -> Records:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise TrainError(f"{path}, line {number}: not a metrics record") from error
-        if (wrong := _complaint_about(record)) is not None:
+        if (wrong := _record_error(record)) is not None:
             raise TrainError(f"{path}, line {number}: not a metrics record: {wrong}")
         found[record["kind"]].append(record)
         if record.get("event") == "start":
@@ -88,10 +90,10 @@ def read_records(path: Path) -> Records:
     return Records(*(found[kind] for kind in _KINDS))
 
 
-def _complaint_about(record: Any) -> str | None:
-    """Returns what is wrong with a record, None if nothing is."""
+def _record_error(record: Any) -> str | None:
+    """Returns a description of the error in a record, or None if the record is valid."""
     if not isinstance(record, dict) or record.get("kind") not in _KINDS:
-        return f"no object with a known 'kind' but {short_repr(record)}"
+        return f"expected an object with a known 'kind', got {short_repr(record)}"
     iteration = record.get("iteration")
     if type(iteration) is not int or not 0 <= iteration <= MAX_INTEGER:
         return f"'iteration' is {short_repr(iteration)}"
@@ -107,12 +109,12 @@ def _complaint_about(record: Any) -> str | None:
 
 
 def _is_number(value: object) -> bool:
-    """Returns whether a value is a number that charts can be drawn of."""
+    """Returns whether a value is a number that charts can show."""
     return isinstance(value, int | float) and abs(value) <= _MOST
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cuts an unfinished last line, left by a run that was killed while writing it."""
+    """Removes an unfinished last line, which a killed run has left."""
     if not path.exists():
         return
     content = path.read_bytes()

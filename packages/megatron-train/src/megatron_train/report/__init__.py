@@ -1,1 +1,1 @@
-"""``megatron-train report RUN``: one HTML page of what a run has recorded."""
+"""``megatron-train report RUN``: an HTML page with the records of a run."""

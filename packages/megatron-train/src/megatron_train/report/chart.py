@@ -1,7 +1,7 @@
-"""Line charts as SVG text, small enough to read and to mail.
+"""Line charts as SVG text of limited size.
 
-A chart is drawn once, without a script; the page's script only shows the values under the pointer,
-which it takes from the same points.
+A chart is complete without a script. The script of the page only shows the values under the
+pointer, which are in an attribute of the SVG element.
 """
 
 import json
@@ -15,7 +15,7 @@ WIDTH: Final = 560
 HEIGHT: Final = 260
 LEFT, RIGHT, TOP, BOTTOM = 58, 20, 12, 30
 MAX_POINTS: Final = 500
-"""Points of a line; longer ones keep the smallest and the largest value of each stretch."""
+"""Maximum number of points of a curve; longer curves are downsampled."""
 
 Point = tuple[float, float]
 
@@ -25,10 +25,10 @@ class Curve:
     """One curve.
 
     Attributes:
-        name: in the legend.
-        points: step and value, by step; values are finite.
-        style: CSS class: ``first``, ``second``, or ``faint``, which has no legend.
-        dots: mark every point, for curves of few.
+        name: Name in the legend.
+        points: Pairs of step and finite value, ordered by step.
+        style: CSS class: ``first``, ``second``, or ``faint``, which is left out of the legend.
+        dots: Whether every point is marked with a dot.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Curve:
 
 
 class Scale(NamedTuple):
-    """From values to pixels."""
+    """A linear map from values to pixels."""
 
     low: float
     high: float
@@ -46,14 +46,14 @@ class Scale(NamedTuple):
     end: float
 
     def __call__(self, value: float) -> float:
-        """Returns the place of ``value``."""
+        """Returns the coordinate of ``value`` in pixels."""
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
 def line_chart(title: str, lines: Sequence[Curve], marks: Sequence[float] = ()) -> str:
-    """Returns a figure with legend: ``lines`` over steps, and a vertical mark at each of ``marks``.
+    """Returns an HTML figure with legend: ``lines`` over steps, and a vertical line at each mark.
 
-    Empty if no line has a point.
+    Returns an empty string if no curve has a point.
     """
     shown = [Curve(x.name, downsampled(x.points), x.style, x.dots) for x in lines if x.points]
     if not shown:
@@ -83,7 +83,7 @@ def line_chart(title: str, lines: Sequence[Curve], marks: Sequence[float] = ()) 
 
 
 def downsampled(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
-    """Returns at most about ``most`` points that look the same: of each stretch its extremes."""
+    """Returns about ``most`` points at most: the smallest and largest value of each interval."""
     if len(points) <= most:
         return list(points)
     stretch = math.ceil(2 * len(points) / most)
@@ -96,7 +96,7 @@ def downsampled(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Returns round numbers between ``low`` and ``high``, about as many as asked for."""
+    """Returns round numbers between ``low`` and ``high``, approximately ``about`` of them."""
     step = (high - low) / about
     power = 10.0 ** math.floor(math.log10(step))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step)
@@ -105,7 +105,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def format_number(value: float) -> str:
-    """Returns a number as a label: short, with an SI prefix where it is large."""
+    """Returns a number as a short label, with an SI prefix from 10,000 on."""
     for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             return f"{value / (1e3 if prefix == 'k' else limit):.4g}{prefix}"
@@ -113,7 +113,7 @@ def format_number(value: float) -> str:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the values' range with some air; never empty."""
+    """Returns the range of the values with a margin; never empty."""
     low, high = min(values), max(values)
     air = 0.05 * (high - low) or abs(high) * 0.1 or 1.0
     return (max(0.0, low - air) if low >= 0 else low - air), high + air

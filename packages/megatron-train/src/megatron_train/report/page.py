@@ -1,6 +1,6 @@
-"""The page: curves, throughput, events, environment and configuration of one run.
+"""The report page: curves, throughput, events, environment and configuration of a run.
 
-Everything is in the one file; nothing is loaded from elsewhere.
+The page is one file and loads nothing from other places.
 """
 
 import math
@@ -28,14 +28,14 @@ _NOT_LOSSES = frozenset(
 
 
 def write_report(run: Path, output: Path) -> None:
-    """Writes the page of the run in folder ``run``; a former page is replaced when it is whole.
+    """Writes the report page of the run in folder ``run``; an earlier page is replaced atomically.
 
     Raises:
-        TrainError: the folder holds no metrics, or they cannot be read.
+        TrainError: The folder has no metrics file, or the file cannot be read.
     """
     metrics = run / FILE_NAME
     if not metrics.is_file():
-        raise TrainError(f"{run} has no {FILE_NAME}: give the folder of --save of a run")
+        raise TrainError(f"{run} has no {FILE_NAME}; give the --save folder of a run")
     configuration = run / CONFIG_FILE
     text = ""
     if configuration.is_file():
@@ -46,7 +46,7 @@ def write_report(run: Path, output: Path) -> None:
 
 
 def render_page(name: str, records: Records, configuration: str) -> str:
-    """Returns the page as HTML."""
+    """Returns the report page as HTML."""
     marks = [e["iteration"] for e in records.events if e["event"] == "start" and e["iteration"]]
     losses = [key for key in (records.train or [{}])[-1] if key not in _NOT_LOSSES]
     charts = [_loss_chart(records, loss, marks) for loss in losses]
@@ -73,7 +73,7 @@ def render_page(name: str, records: Records, configuration: str) -> str:
 
 
 def run_status(records: Records) -> str:
-    """Returns in one sentence how far the run has come and why it ended, if it did."""
+    """Returns the last step of the run and the reason of its end in one sentence."""
     last = records.train[-1]["iteration"] if records.train else 0
     final = records.events[-1] if records.events else {}
     if final.get("event") != "end":
@@ -85,7 +85,7 @@ def run_status(records: Records) -> str:
 
 
 def finite_points(records: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
-    """Returns step and value of the records whose value is a finite number."""
+    """Returns step and value of the records whose value of `key` is finite."""
     found = [(float(r["iteration"]), r.get(key)) for r in records]
     return [(step, float(v)) for step, v in found if v is not None and math.isfinite(v)]
 
@@ -138,13 +138,13 @@ def _tiles(records: Records, losses: Sequence[str]) -> str:
 
 
 def _rate(record: Mapping[str, Any]) -> float | None:
-    """Tokens per second of a step; None where it is not recorded."""
+    """Returns the tokens per second of a step, or None if they are not recorded."""
     tokens, seconds = record.get("tokens"), record.get("seconds")
     return None if tokens is None or not seconds or seconds < 0 else tokens / seconds
 
 
 def _total(records: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Sums over the records that have the key; 0 at least."""
+    """Returns the sum over the records that have the key; at least 0."""
     return max(0.0, float(sum(record.get(key) or 0 for record in records)))
 
 
@@ -155,21 +155,21 @@ def _value(value: float | None) -> str:
 def _events(events: Sequence[Mapping[str, Any]]) -> str:
     rows, layout = [], None
     for event in events:
-        told = str(event.get("reason", ""))
+        details = str(event.get("reason", ""))
         if event["event"] == "test":
             losses = {key: event[key] for key in event if key not in ("kind", "event", "iteration")}
-            told = ", ".join(f"{loss} {_value(value)}" for loss, value in losses.items())
+            details = ", ".join(f"{loss} {_value(value)}" for loss, value in losses.items())
         if event["event"] == "start":
-            here = event.get("layout")
-            changed = None not in (here, layout) and here != layout
-            told = f"another layout: {here} (before: {layout})" if changed else str(here or "")
-            layout = here or layout
-        rows.append((f"{event['iteration']:,}", event["event"], told))
+            current = event.get("layout")
+            changed = None not in (current, layout) and current != layout
+            details = f"new layout: {current} (before: {layout})" if changed else str(current or "")
+            layout = current or layout
+        rows.append((f"{event['iteration']:,}", event["event"], details))
     return _table(("step", "event", ""), rows)
 
 
 def _environment(events: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the facts of the last start; those of earlier ones where they differ."""
+    """Returns a table of the facts of all starts, with one value where they agree."""
     starts = [event for event in events if event["event"] == "start"]
     keys = [k for k in (starts or [{}])[-1] if k not in ("kind", "event", "iteration")]
     rows = []

@@ -1,4 +1,4 @@
-"""Pictures of schedules as files: SVG as it is, PNG drawn by matplotlib from the same boxes."""
+"""Writes pictures of schedules: SVG text as it is, PNG drawn by matplotlib."""
 
 from pathlib import Path
 
@@ -11,15 +11,15 @@ _FORMATS = (".svg", ".png")
 
 
 def check_picture_path(path: Path) -> None:
-    """Raises `TrainError` unless a picture can be written under that name."""
+    """Raises `TrainError` unless a picture can be written to the path."""
     if path.suffix not in _FORMATS:
-        raise TrainError(f"--output {path}: a picture is written as {' or '.join(_FORMATS)}")
+        raise TrainError(f"--output {path}: the file name must end in {' or '.join(_FORMATS)}")
     if not path.parent.is_dir():
-        raise TrainError(f"--output {path}: there is no folder {path.parent}")
+        raise TrainError(f"--output {path}: the folder {path.parent} does not exist; create it")
 
 
 def write_picture(picture: Picture, path: Path) -> None:
-    """Writes ``picture`` to ``path``, in the format that its name ends in."""
+    """Writes ``picture`` to ``path`` in the format of the file name's suffix."""
     with write_atomically(path) as temporary:
         if path.suffix == ".svg":
             temporary.write_text(picture.svg(), encoding="utf-8")
@@ -42,7 +42,7 @@ def _write_png(picture: Picture, path: Path) -> None:
         )
     anchors = {"start": "left", "middle": "center", "end": "right"}
     for text in picture.texts:
-        points = text.size * 72 / 100  # 100 pixels are an inch here
+        points = text.size * 72 / 100  # the figure has 100 pixels per inch
         axes.text(
             text.x,
             text.y,

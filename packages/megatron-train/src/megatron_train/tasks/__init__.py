@@ -1,1 +1,1 @@
-"""What is trained: models, losses and their denominators, each behind the same contract."""
+"""Tasks: what a run trains, its samples, losses and denominators, behind one interface."""

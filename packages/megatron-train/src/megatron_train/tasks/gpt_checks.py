@@ -1,4 +1,4 @@
-"""What left-to-right language modelling refuses, told in flags."""
+"""Checks of the settings of causal language modelling; errors name flags."""
 
 from megatron_data.datasets import FIMConfig
 
@@ -8,16 +8,15 @@ from megatron_train.errors import TrainError
 
 
 def check_fim(run: RunConfig) -> None:
-    """Refuses options of filling in the middle where nothing is, or without a tokenizer.
+    """Refuses options of fill-in-the-middle without ``--fim-data`` or without a tokenizer.
 
     Raises:
-        TrainError: in one line, with the flags.
+        TrainError: The settings contradict each other; the message names the flags.
     """
     fim = run.section(FIMConfig)
     if run.data.fim_data and run.data.tokenizer is None:
         raise TrainError(
-            "--fim-data needs a tokenizer, which makes tokens of the parts of a text; give "
-            "--tokenizer-model"
+            "--fim-data needs a tokenizer for the parts of a text; give --tokenizer-model"
         )
     given = [
         option.flag
@@ -28,6 +27,6 @@ def check_fim(run: RunConfig) -> None:
         raise TrainError(f"{given[0]} needs --fim-data; give both, or leave it out")
     if fim.fragment_rate != FIMConfig.fragment_rate and not fim.split_sample:
         raise TrainError(
-            "--fim-fragment-rate is about what --fim-split-sample tells apart; give both, or "
-            "leave it out"
+            "--fim-fragment-rate has no effect without --fim-split-sample; give both, or leave it "
+            "out"
         )

@@ -1,4 +1,4 @@
-"""Samples of left-to-right language modelling: corpora, conversations, made-up text."""
+"""Samples of causal language modelling: corpora, conversations or mock data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -36,11 +36,11 @@ from megatron_train.tasks.task import MicroBatch
 
 
 class GPTData:
-    """What a run reads its samples from, see `megatron_train.tasks.kinds.TaskData`.
+    """The source of a run's samples; see `megatron_train.tasks.kinds.TaskData`.
 
     Args:
-        config: the run.
-        tokenizer: its tokenizer, if it has one.
+        config: Configuration of the run.
+        tokenizer: Tokenizer of the run, or None.
     """
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer | None) -> None:
@@ -53,14 +53,14 @@ class GPTData:
         self._build = self._builder()
 
     def datasets(self, sizes: Sequence[int]) -> Datasets:
-        """Returns the datasets of these numbers of samples, opened when they are asked for."""
+        """Returns datasets with these numbers of samples; corpora are opened once and shared."""
         return self._build(sizes=sizes)
 
     def check(self) -> None:
-        """Refuses corpora that another tokenizer made.
+        """Refuses corpora that were made with another tokenizer.
 
         Raises:
-            TrainError: naming both.
+            TrainError: The tokenizers differ; the message names both.
         """
         data = self._config.data
         if data.allow_tokenizer_mismatch or data.mock_data:
@@ -73,7 +73,7 @@ class GPTData:
             ) from None
 
     def identity(self) -> dict[str, Any]:
-        """Returns how samples are made of the corpora: their order, masks and conversations."""
+        """Returns the settings that determine samples: order, masks and format of conversations."""
         data = self._config.data
         found: dict[str, Any] = {
             "order": data.sample_order,
@@ -86,7 +86,7 @@ class GPTData:
         if self._writer is not None:
             given = data.tokenizer_settings
             named = {name: given[name] for name in CONVERSATION_OPTIONS if name in given}
-            # What a file of a template or the tokenizer's folder holds may change under its name.
+            # A template's file or a tokenizer's folder may change its content under the same name.
             fingerprint = self._writer.template.fingerprint[:19]
             found["written"] = named | {"template": fingerprint}
         if self._changes:
@@ -94,10 +94,10 @@ class GPTData:
         return found
 
     def read(self, dataset: Dataset, samples: Sequence[int]) -> dict[str, Tensor]:
-        """Reads samples by their numbers: fields ``[b, s]`` and ``[b]``.
+        """Reads samples by their numbers; returns fields of shape ``[b, s]`` and ``[b]``.
 
         Raises:
-            DataError: a token that the model does not have.
+            DataError: A token is not in the model's vocabulary.
         """
         fields = read_batch(dataset, samples)
         size = self._config.model.embedding.vocab_size
@@ -110,11 +110,11 @@ class GPTData:
         return fields
 
     def micro_batch(self, fields: Mapping[str, Tensor]) -> MicroBatch:
-        """Returns the micro-batch of these fields, counted by its tokens."""
+        """Returns the micro-batch of these fields."""
         return MicroBatch.from_fields(fields, token_field="tokens")
 
     def _builder(self) -> Callable[..., Datasets]:
-        """Returns what builds the datasets of the run, given their `sizes`."""
+        """Returns a function that builds the datasets of the run from their `sizes`."""
         config, tokenizer, data = self._config, self._tokenizer, self._config.data
         if data.mock_data:
             return partial(_mock_datasets, config)
@@ -155,7 +155,7 @@ def _mock_datasets(config: RunConfig, sizes: Sequence[int]) -> Datasets:
 
 
 def _writer(config: RunConfig, tokenizer: Tokenizer | None) -> SFTTokenizer | None:
-    """What conversations are tokenized with that are JSON lines, None where there are none."""
+    """Returns the tokenizer for conversations in JSON lines, or None if the run reads none."""
     data = config.data
     if tokenizer is None or not data.holds_conversation_lines:
         return None
@@ -167,7 +167,7 @@ def _writer(config: RunConfig, tokenizer: Tokenizer | None) -> SFTTokenizer | No
 
 
 def _infill(config: RunConfig, tokenizer: Tokenizer | None) -> FillInTheMiddle | None:
-    """Returns what takes documents apart, with the draws of the run's seed."""
+    """Returns the fill-in-the-middle transform with the run's seed, or None if it is off."""
     if not config.data.fim_data or tokenizer is None:
         return None
     return FillInTheMiddle(config.section(FIMConfig), tokenizer, config.training.seed)

@@ -1,4 +1,4 @@
-"""The entry of left-to-right language modelling in the group ``megatron.tasks``."""
+"""The entry of causal language modelling in the entry-point group ``megatron.tasks``."""
 
 from dataclasses import fields
 
