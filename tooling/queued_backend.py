@@ -133,5 +133,5 @@ def queueing() -> Iterator[QueueingDevice]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", partial(new_group, backend=NAME))
         for module in ("axes", "watchdog"):
-            patch.setattr(f"megatron_parallel.{module}.marking", lambda _: device.mark)
+            patch.setattr(f"megatron_parallel.{module}.marker_factory", lambda _: device.mark)
         yield device

@@ -73,8 +73,8 @@ def wire(seconds: float) -> Iterator[list[float]]:
     sent: dict[int, float] = {}
     waits: list[float] = []
 
-    def launched(rows: Tensor, route: exchange.Route) -> exchange._Message:
-        message = launch(rows, route)
+    def launched(rows: Tensor, splits: exchange.RowSplits) -> exchange._Message:
+        message = launch(rows, splits)
         sent[id(message)] = time.perf_counter()
         return message
 

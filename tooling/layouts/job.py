@@ -19,7 +19,12 @@ from megatron_optim import (
     WeightDecaySchedule,
 )
 from megatron_parallel import Mesh, View
-from megatron_parallel.tensor_parallel import PLAIN_LOSS, ChunkedLoss, LoRAConfig, train_adapters
+from megatron_parallel.tensor_parallel import (
+    PLAIN_LOSS,
+    ChunkedLoss,
+    LoRAConfig,
+    freeze_all_but_adapters,
+)
 from megatron_parallel.tensor_parallel.lora import lora_products
 from megatron_train import Callback, GPTTask, StepReport, Trainer
 from megatron_train.document_pool import DocumentPool
@@ -93,7 +98,7 @@ def build_trainer(
         ),
         split=SPLITS[mesh.layout.pp * mesh.layout.vpp],
     )
-    train_adapters(stages, products.values())
+    freeze_all_but_adapters(stages, products.values())
     task = GPTTask(
         stages,
         None,

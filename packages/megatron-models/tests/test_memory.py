@@ -6,7 +6,7 @@ from megatron_models.models.gpt.model import GPT
 from megatron_models.parameters import parameter_count
 from megatron_models.placement import Placement
 from megatron_parallel import Mesh, ParallelLayout, RecomputeConfig
-from megatron_parallel.tensor_parallel import ChunkedLoss, LoRA, train_adapters
+from megatron_parallel.tensor_parallel import ChunkedLoss, LoRA, freeze_all_but_adapters
 
 
 def kept_for_backward(model, tokens):
@@ -106,7 +106,7 @@ def test_frozen_weights_have_no_gradients_and_no_state(small, roles, changes):
     products = dict.fromkeys(roles, LoRA(3, 6.0))
     config = small(**changes)
     model = GPT(config, Placement(Mesh.single(), products=products))
-    train_adapters([model], products.values())
+    freeze_all_but_adapters([model], products.values())
     held = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     found = training_memory(config, 15, 3, products=products)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from megatron_models import GPT, EncoderDecoderConfig, Placement
 from megatron_parallel import Mesh, collect_shardings
-from megatron_parallel.tensor_parallel import LoRA, merged_parameters, train_adapters
+from megatron_parallel.tensor_parallel import LoRA, freeze_all_but_adapters, merged_parameters
 
 ROLES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output_layer")
 LORA = LoRA(rank=3, alpha=4.0)
@@ -16,7 +16,7 @@ def adapted(config, roles=ROLES):
     """A model with adapters whose B is not zero, in float64."""
     placement = Placement(Mesh.single(), dtype=torch.float64, products=dict.fromkeys(roles, LORA))
     model = GPT(config, placement)
-    train_adapters([model], [LORA])
+    freeze_all_but_adapters([model], [LORA])
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -229,7 +229,9 @@ def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
     )
     with pytest.raises(OptimError, match=message) as caught:
         OptimizerConfig(optimizer="adamm")
-    assert caught.value.told({"optimizer": "--optimizer"}).startswith("--optimizer: no update rule")
+    assert caught.value.format_message({"optimizer": "--optimizer"}).startswith(
+        "--optimizer: no update rule"
+    )
     with pytest.raises(OptimError, match=r"sgd_momentum must lie in \[0, 1\), got 1\.5"):
         OptimizerConfig(sgd_momentum=1.5)
 

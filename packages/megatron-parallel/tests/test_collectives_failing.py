@@ -32,7 +32,7 @@ from megatron_parallel import (
     send,
     vocab_parallel_cross_entropy,
 )
-from megatron_parallel.collective_failure import naming_failures
+from megatron_parallel.collective_failure import raise_collective_errors
 from megatron_parallel.pipeline import sum_tied_gradient
 from megatron_parallel.pipeline.shared import broadcast_from_last_stage
 from megatron_parallel.testing import Rank, WorkerError, WorkerPool
@@ -323,7 +323,7 @@ def test_a_store_that_is_gone_is_a_line_too(worker_pool: WorkerPool) -> None:
             lines.append(str(caught.value))
             with (
                 pytest.raises(CollectiveError) as caught,
-                naming_failures(mesh.axis("tp"), "all_reduce"),
+                raise_collective_errors(mesh.axis("tp"), "all_reduce"),
             ):
                 raise RuntimeError("Connection closed by peer")
             lines.append(str(caught.value))
@@ -344,7 +344,7 @@ def test_a_store_that_does_not_answer_is_a_line_too(worker_pool: WorkerPool) -> 
         with (
             pytest.MonkeyPatch.context() as patch,
             pytest.raises(CollectiveError) as caught,
-            naming_failures(mesh.axis("tp"), "all_reduce"),
+            raise_collective_errors(mesh.axis("tp"), "all_reduce"),
         ):
             patch.setattr("megatron_parallel._compat.default_store", Frozen)
             raise RuntimeError("Timed out")

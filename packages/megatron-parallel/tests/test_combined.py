@@ -12,8 +12,8 @@ from unittest import mock
 import megatron_parallel.expert_parallel.exchange as exchange
 import pytest
 import torch
-from megatron_parallel import LayoutError, Mesh, ParallelLayout, Turns
-from megatron_parallel.expert_parallel import Route, RowOps, build_dispatcher, start_exchange
+from megatron_parallel import LayoutError, Mesh, ParallelLayout, PassInterleaver
+from megatron_parallel.expert_parallel import RowOps, RowSplits, build_dispatcher, start_all_to_all
 from megatron_parallel.pipeline import PipelineEngine, TensorSpec, planned_actions
 from megatron_parallel.testing import Rank, WorkerPool
 from torch import Tensor, nn
@@ -54,19 +54,19 @@ class Chunk(nn.Module):
         for i, p in enumerate(self.parameters()):
             nn.init.normal_(p, std=0.5, generator=torch.Generator().manual_seed(i))
 
-    def forward(self, x: Tensor, *, number: int, turns: Turns | None) -> Tensor:
+    def forward(self, x: Tensor, *, number: int, interleaver: PassInterleaver | None) -> Tensor:
         for layer in self.layers:
             if self.trouble is not None:
                 x = self.trouble(x, number)
             y = Compute.apply(x, self.events, number)  # type: ignore[no-untyped-call]
-            y = self.sent(self.sent(y, number, turns).tanh(), number, turns)
+            y = self.sent(self.sent(y, number, interleaver).tanh(), number, interleaver)
             x = x + layer(y)
         return x
 
-    def sent(self, x: Tensor, number: int, turns: Turns | None) -> Tensor:
+    def sent(self, x: Tensor, number: int, interleaver: PassInterleaver | None) -> Tensor:
         half = len(x) // 2
-        route = Route(self.axis, (half, half), (half, half), f"rows {number}")
-        return start_exchange(x, route, turns).wait()
+        splits = RowSplits(self.axis, (half, half), (half, half), f"rows {number}")
+        return start_all_to_all(x, splits, interleaver).wait()
 
 
 def built(mesh: Mesh, events: list[Event], schedule: str, trouble: Any = None) -> PipelineEngine:
@@ -76,7 +76,7 @@ def built(mesh: Mesh, events: list[Event], schedule: str, trouble: Any = None) -
         lambda output, batch: {"loss": (output**2).sum()},
         inputs=lambda batch, stage: {
             "number": batch["number"],
-            "turns": engine.turns,
+            "interleaver": engine.interleaver,
             **({"x": batch["x"]} if stage == 0 else {}),
         },
         stage_output_spec=lambda batch, stage: TensorSpec((4, 3), torch.float64),
@@ -111,7 +111,7 @@ def train(mesh: Mesh, schedule: str) -> tuple[list[Event], list[Any], list[Tenso
     launch, wait = exchange._launch, exchange._Message.wait
     with (
         mock.patch.object(exchange, "_launch", note("start", launch, lambda a: a[1])),
-        mock.patch.object(exchange._Message, "wait", note("wait", wait, lambda a: a[0].route)),
+        mock.patch.object(exchange._Message, "wait", note("wait", wait, lambda a: a[0].splits)),
     ):
         engine = built(mesh, events, schedule)
         sums = engine.run(batches(mesh), {"loss": 8.0})
@@ -239,5 +239,7 @@ def test_a_dispatcher_that_waits_where_it_sends_takes_no_turns(single: Mesh) -> 
     unused: Any = None
     dispatcher = build_dispatcher("allgather", single, 4, RowOps(unused, unused, unused))
     tokens, experts = torch.zeros(2, 3), torch.zeros(2, 1, dtype=torch.int64)
-    with pytest.raises(LayoutError, match=r"'allgather' waits where it sends.*use 'alltoall'"):
-        dispatcher.dispatch(tokens, experts, torch.ones(2, 1), Turns())
+    with pytest.raises(
+        LayoutError, match=r"'allgather' communicates synchronously.*use 'alltoall'"
+    ):
+        dispatcher.dispatch(tokens, experts, torch.ones(2, 1), PassInterleaver())

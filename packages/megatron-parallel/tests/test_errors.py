@@ -12,13 +12,18 @@ def test_an_error_is_told_by_fields_and_in_another_spelling() -> None:
     error = FieldError("{size} is no multiple of {heads:=}; change {size:name}", FIELDS)
     assert str(error) == "size 96 is no multiple of heads=5; change size"
     flags = {"size": "--hidden-size", "heads": "--heads"}
-    assert error.told(flags) == "--hidden-size 96 is no multiple of --heads 5; change --hidden-size"
-    assert error.told({"heads": "x.yaml: heads"}).startswith("size 96 is no multiple of x.yaml: ")
+    assert (
+        error.format_message(flags)
+        == "--hidden-size 96 is no multiple of --heads 5; change --hidden-size"
+    )
+    assert error.format_message({"heads": "x.yaml: heads"}).startswith(
+        "size 96 is no multiple of x.yaml: "
+    )
 
 
 def test_values_and_plain_messages_may_hold_braces() -> None:
     assert str(FieldError("{style:name} is {style:repr}", FIELDS)) == "style is '{odd}'"
-    assert str(FieldError('not {"a": 1}')) == FieldError('not {"a": 1}').told({"a": "b"})
+    assert str(FieldError('not {"a": 1}')) == FieldError('not {"a": 1}').format_message({"a": "b"})
 
 
 def test_an_error_crosses_processes() -> None:

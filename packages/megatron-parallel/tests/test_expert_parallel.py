@@ -11,11 +11,11 @@ import torch
 from megatron_parallel import LayoutError, Mesh, ParallelLayout
 from megatron_parallel.expert_parallel import (
     DISPATCHERS,
-    Route,
     RowOps,
+    RowSplits,
     build_dispatcher,
     exchange_counts,
-    start_exchange,
+    start_all_to_all,
 )
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor
@@ -198,7 +198,7 @@ def overlapping(mesh: Mesh) -> list[str]:
         mock.patch.object(exchange._Message, "wait", noted("wait", exchange._Message.wait)),
     ):
         rows = torch.arange(4.0).view(2, 2).requires_grad_()
-        moving = start_exchange(rows, Route(mesh.axis("ep"), (1, 1), (1, 1), "rows"))
+        moving = start_all_to_all(rows, RowSplits(mesh.axis("ep"), (1, 1), (1, 1), "rows"))
         other = Work.apply(rows)  # type: ignore[no-untyped-call]
         (moving.wait().sum() + other.sum()).backward()
     assert rows.grad is not None and (rows.grad == 3).all()
@@ -218,7 +218,7 @@ def exchanged(mesh: Mesh) -> tuple[Tensor, Tensor]:
     theirs = exchange_counts(counts, axis)
     send, receive = (tuple(c.sum(1).tolist()) for c in (counts, theirs))
     rows = torch.full((sum(send), 1), float(axis.index), dtype=torch.bfloat16)
-    return theirs, start_exchange(rows, Route(axis, send, receive, "rows")).wait()
+    return theirs, start_all_to_all(rows, RowSplits(axis, send, receive, "rows")).wait()
 
 
 def test_rows_arrive_in_the_order_of_the_axis(worker_pool: WorkerPool) -> None:
@@ -230,9 +230,9 @@ def test_rows_arrive_in_the_order_of_the_axis(worker_pool: WorkerPool) -> None:
 
 
 def test_a_route_that_was_checked_cannot_be_changed(single: Mesh) -> None:
-    route = Route(single.axis("ep"), (1,), (1,), "rows")
+    splits = RowSplits(single.axis("ep"), (1,), (1,), "rows")
     with pytest.raises(FrozenInstanceError):
-        route.send = (2, 2)  # type: ignore[misc]
+        splits.input_splits = (2, 2)  # type: ignore[misc]
 
 
 def test_what_cannot_be_is_refused_in_one_line(single: Mesh) -> None:
@@ -242,6 +242,6 @@ def test_what_cannot_be_is_refused_in_one_line(single: Mesh) -> None:
     with pytest.raises(LayoutError, match="6 experts cannot be cut into 4 equal parts over axis"):
         build_dispatcher("alltoall", mesh, 6, OPS)
     with pytest.raises(LayoutError, match="3 numbers of rows for the 4 ranks of axis 'ep'"):
-        Route(mesh.axis("ep"), (1, 1, 1), (1, 1, 1, 1), "rows")
+        RowSplits(mesh.axis("ep"), (1, 1, 1), (1, 1, 1, 1), "rows")
     with pytest.raises(LayoutError, match="2 rows were given, but 4 are to be sent"):
-        start_exchange(torch.zeros(2, 1), Route(mesh.axis("ep"), (1,) * 4, (1,) * 4, "rows"))
+        start_all_to_all(torch.zeros(2, 1), RowSplits(mesh.axis("ep"), (1,) * 4, (1,) * 4, "rows"))

@@ -23,7 +23,12 @@ from megatron_parallel import (
 )
 from megatron_parallel.data_parallel import ProductOp
 from megatron_parallel.data_parallel import fusion as fusion_module
-from megatron_parallel.tensor_parallel import PLAIN, Accumulating, Multiplies, multiplies
+from megatron_parallel.tensor_parallel import (
+    PLAIN,
+    AccumulatingProduct,
+    ProductLayer,
+    is_product_layer,
+)
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -221,10 +226,10 @@ def test_torch_calls_hooks_of_a_parameter_whose_gradient_is_none() -> None:
 def test_layers_that_multiply_are_found_by_their_attributes_alone(single: Mesh) -> None:
     """`isinstance` finds no parameter of a module on Python 3.12, and is an error on any."""
     model, _ = built(single, torch.float32)
-    assert multiplies(model.up) and multiplies(model.embedding)
-    assert not multiplies(torch.nn.Linear(2, 2)) and not multiplies(model)
+    assert is_product_layer(model.up) and is_product_layer(model.embedding)
+    assert not is_product_layer(torch.nn.Linear(2, 2)) and not is_product_layer(model)
     with pytest.raises(TypeError):
-        isinstance(model.up, Multiplies)
+        isinstance(model.up, ProductLayer)
 
 
 def test_what_cannot_be_fused_says_why(single: Mesh) -> None:
@@ -301,7 +306,7 @@ def test_it_ends_with_the_buffers(single: Mesh) -> None:
 def test_a_copy_of_a_layer_leaves_gradients_to_autograd(single: Mesh) -> None:
     model, buffers = built(single)
     fuse_gradient_accumulation([model], [buffers])
-    assert isinstance(model.up.product, Accumulating)
+    assert isinstance(model.up.product, AccumulatingProduct)
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert again.up.product == PLAIN
 

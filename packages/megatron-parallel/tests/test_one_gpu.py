@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_parallel.stall import Stall
+from megatron_parallel.exposed_time import ExposedTime
 from megatron_parallel.testing import Rank, WorkerPool
-from megatron_parallel.watchdog import Watchdog, marking
+from megatron_parallel.watchdog import Watchdog, marker_factory
 from waiting import HANG, wait_until
 
 NCCL = pytest.mark.gpu(real="NCCL")
@@ -108,7 +108,7 @@ def free_port(rank: Rank) -> int:
 
 @STREAM
 def test_a_marker_is_reached_when_the_stream_has_come_so_far() -> None:
-    mark = marking(torch.device("cuda"))
+    mark = marker_factory(torch.device("cuda"))
     assert mark is not None
     torch.cuda._sleep(CYCLES)
     marker = mark()
@@ -119,9 +119,9 @@ def test_a_marker_is_reached_when_the_stream_has_come_so_far() -> None:
 
 @STREAM
 def test_a_stall_is_measured_on_the_stream_and_not_on_the_host() -> None:
-    stall = Stall(torch.device("cuda"))
+    stall = ExposedTime(torch.device("cuda"))
     since = time.perf_counter()
-    with stall.waiting():
+    with stall.measure():
         torch.cuda._sleep(CYCLES)
     assert time.perf_counter() - since < stall.seconds
     assert stall.seconds > 0.05
@@ -132,16 +132,16 @@ def test_what_a_device_has_done_is_not_overdue(device: torch.device) -> None:
     class Sum:
         axis_name, described = "tp", "all_reduce"
 
-        def reported(self) -> bool:
+        def failure_reported(self) -> bool:
             return False
 
-        def explain(self, cause: str) -> str:
+        def diagnose(self, cause: str) -> str:
             raise AssertionError(cause)
 
-    mark = marking(device)
+    mark = marker_factory(device)
     assert mark is not None
     dog = Watchdog(mark, lambda: None, HANG)
     torch.ones(1000, device=device).sum()
-    dog.queued(Sum())
-    wait_until(lambda: dog.last("tp") == "all_reduce")
+    dog.watch(Sum())
+    wait_until(lambda: dog.last_completed("tp") == "all_reduce")
     dog.close()

@@ -22,16 +22,16 @@ from megatron_parallel import (
 )
 from megatron_parallel.tensor_parallel import (
     PLAIN,
-    Accumulating,
+    AccumulatingProduct,
     LoRA,
     LoRAConfig,
     Product,
-    Wanted,
+    WeightGradientRequest,
     Weights,
     find_product,
+    freeze_all_but_adapters,
     merged_parameters,
     overlap_forward,
-    train_adapters,
 )
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ H, F, ROWS = 8, 12, 8
 class Scaled:
     """`(x W^T) * g` with a factor `g` for each output: a product with a vector of its own."""
 
-    adapts = False
+    is_adapter = False
 
     def shardings(self, weight: Sharding) -> Mapping[str, Sharding]:
         outputs, last = weight.shape[:-1], len(weight.shape) - 1
@@ -63,15 +63,19 @@ class Scaled:
         return PLAIN.dgrad(dy * weights[1].flatten(), weights[:1])
 
     def wgrad(
-        self, dy: Tensor, x: Tensor, weights: Weights, wanted: Sequence[Wanted | None]
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weights: Weights,
+        requests: Sequence[WeightGradientRequest | None],
     ) -> tuple[Tensor | None, ...]:
         own = None
-        if wanted[1]:
+        if requests[1]:
             own = (dy * PLAIN.forward(x, weights[:1])).sum(0).view_as(weights[1])
         scaled = dy * weights[1].flatten()
-        return *PLAIN.wgrad(scaled, x, weights[:1], wanted[:1]), own
+        return *PLAIN.wgrad(scaled, x, weights[:1], requests[:1]), own
 
-    def merged(self, weights: Weights) -> Tensor:
+    def merged_weight(self, weights: Weights) -> Tensor:
         return weights[0] * weights[1].unsqueeze(-1)
 
 
@@ -94,7 +98,7 @@ class Pair(nn.Module):
             where: Any = {"name": name, "sharding": table[name], "mesh": mesh}
             if table[name].init.kind == "constant":
                 initialize(parameter, seed=2, init=Init("normal", 0.5), **where)
-        train_adapters([self], [self.up.product])
+        freeze_all_but_adapters([self], [self.up.product])
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.up(x).unbind(-2)
@@ -150,13 +154,13 @@ def test_ranks_give_a_product_the_gradients_of_one(
 
 @pytest.mark.parametrize("product", [PLAIN, Scaled(), LORA])
 def test_own_gradients_are_autograds(single: Mesh, product: Product) -> None:
-    """`Accumulating` takes the product's own; nothing is added up elsewhere here."""
+    """`AccumulatingProduct` takes the product's own; nothing is added up elsewhere here."""
     layer = Pair(single, product, False, 1).up
     gradients = []
-    for layer.product in (product, Accumulating(product, {})):
+    for layer.product in (product, AccumulatingProduct(product, {})):
         x = data().requires_grad_()
-        wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
-        gradients.append(torch.autograd.grad(layer(x).square().sum(), wanted))
+        requests = [x, *(p for p in layer.parameters() if p.requires_grad)]
+        gradients.append(torch.autograd.grad(layer(x).square().sum(), requests))
     for own, automatic in zip(*gradients, strict=True):
         torch.testing.assert_close(own, automatic, rtol=1e-12, atol=1e-12)
 
@@ -171,9 +175,9 @@ def test_a_model_of_merged_weights_computes_the_same(single: Mesh, product: Prod
 def test_an_adapter_is_the_formula_of_the_paper(single: Mesh) -> None:
     layer = Pair(single, LORA, False, 1).down
     x = torch.randn(ROWS, 1, F, dtype=torch.float64)
-    w, a, b = (getattr(layer, name) for name in layer.multiplied)
-    wanted = x @ w.T + (5.0 / 3) * (x @ a.T @ b.T) + layer.bias
-    torch.testing.assert_close(layer(x), wanted, rtol=1e-12, atol=1e-12)
+    w, a, b = (getattr(layer, name) for name in layer.product_parameters)
+    requests = x @ w.T + (5.0 / 3) * (x @ a.T @ b.T) + layer.bias
+    torch.testing.assert_close(layer(x), requests, rtol=1e-12, atol=1e-12)
     trained = {name for name, parameter in layer.named_parameters() if parameter.requires_grad}
     assert trained == {"lora_a", "lora_b"}
 
@@ -187,7 +191,7 @@ def test_an_adapter_starts_as_the_model_that_it_adapts(single: Mesh) -> None:
 
 def test_models_without_adapters_are_not_frozen(single: Mesh) -> None:
     model = Pair(single, Scaled(), False, 1)
-    assert not train_adapters([model], [model.up.product])
+    assert not freeze_all_but_adapters([model], [model.up.product])
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -248,5 +252,5 @@ def test_a_name_that_the_layer_has_is_refused(single: Mesh) -> None:
         def shardings(self, weight: Sharding) -> Mapping[str, Sharding]:
             return {"bias": Sharding((H,))}
 
-    with pytest.raises(LayoutError, match="parameter 'bias' is one of the layer's"):
+    with pytest.raises(LayoutError, match="both have a parameter 'bias'"):
         RowParallelLinear(F, H, single, product=Clash(), bias=False)

@@ -23,7 +23,7 @@ from megatron_parallel.tensor_parallel import (
     PLAIN_LOSS,
     ChunkedLoss,
     LoRA,
-    train_adapters,
+    freeze_all_but_adapters,
 )
 from megatron_parallel.testing import WorkerPool
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ def step(mesh: Mesh, loss: Any, cut: bool, smoothing: float, how: str) -> dict[s
     initialize_parameters(layer, seed=1, mesh=mesh)
     if how == "lora":
         nn.init.constant_(layer.lora_b, 0.5)
-    train_adapters([layer], [product])
+    freeze_all_but_adapters([layer], [product])
     table = collect_shardings(layer)
     buffers = GradientBuffers(layer.named_parameters(), table, mesh, DataParallelConfig())
     if how == "fused":

@@ -200,13 +200,13 @@ class Operation:
     axis_name = "tp"
 
     def __init__(self, described: str) -> None:
-        self.described = described
+        self.description = described
 
-    def reported(self) -> bool:
+    def failure_reported(self) -> bool:
         return False
 
-    def explain(self, cause: str) -> str:
-        return f"rank 1 did not join {self.described} ({cause})"
+    def diagnose(self, cause: str) -> str:
+        return f"rank 1 did not join {self.description} ({cause})"
 
 
 class Reached:
@@ -224,11 +224,11 @@ def test_what_is_complete_raises_nothing_and_is_the_last_that_is_named() -> None
     aborted = threading.Event()
     dog = Watchdog(lambda: next(markers), aborted.set, 0.2)
     for name in ("first", "second"):
-        dog.queued(Operation(name))
-    wait_until(lambda: dog.last("tp") == "second")
+        dog.watch(Operation(name))
+    wait_until(lambda: dog.last_completed("tp") == "second")
     dog.check()
-    assert not aborted.is_set() and dog.last("dp") is None
-    dog.queued(Operation("third"))
+    assert not aborted.is_set() and dog.last_completed("dp") is None
+    dog.watch(Operation("third"))
     wait_until(aborted.is_set)
     with pytest.raises(CollectiveError, match=r"join third \(.* the last completed was second\)"):
         dog.check()
@@ -241,7 +241,7 @@ def test_a_host_that_an_abort_does_not_release_is_ended_with_the_line(
     monkeypatch.setattr("megatron_parallel.watchdog.MARGIN", timedelta(seconds=0.01))
     monkeypatch.setattr(os, "_exit", ends.append)
     dog = Watchdog(Reached, lambda: None, 0.02)
-    dog.queued(Operation("all_reduce"))
+    dog.watch(Operation("all_reduce"))
     wait_until(lambda: ends)
     assert ends == [1]
     assert capsys.readouterr().err.startswith("rank 1 did not join all_reduce (not completed")
@@ -250,7 +250,7 @@ def test_a_host_that_an_abort_does_not_release_is_ended_with_the_line(
 def test_a_closed_watchdog_ends_nothing() -> None:
     dog = Watchdog(Reached, lambda: None, 0.02)
     dog.close()
-    dog.queued(Operation("all_reduce"))
+    dog.watch(Operation("all_reduce"))
     dog.check()
 
 

@@ -7,7 +7,7 @@ import megatron_parallel.expert_parallel.exchange as exchange
 import torch
 from megatron_parallel import Mesh
 from megatron_parallel.expert_parallel.dispatch import COMBINE
-from megatron_parallel.expert_parallel.exchange import Route, _Message
+from megatron_parallel.expert_parallel.exchange import RowSplits, _Message
 from torch import Tensor
 
 from layouts.defects.catalogue import Replace, defect
@@ -20,8 +20,8 @@ def _others_rows(mesh: Mesh, replace: Replace) -> None:
     start, wait = exchange._launch, _Message.wait
     under_way: list[_Message] = []
 
-    def started(rows: Tensor, route: Route) -> _Message:
-        message = start(rows, route)
+    def started(rows: Tensor, splits: RowSplits) -> _Message:
+        message = start(rows, splits)
         under_way.append(message)
         return message
 
@@ -45,9 +45,9 @@ def _others_rows(mesh: Mesh, replace: Replace) -> None:
 def _not_waited_for(mesh: Mesh, replace: Replace) -> None:
     true = exchange._launch
 
-    def wrong(rows: Tensor, route: Route) -> Any:
-        message = true(rows, route)
-        if route.purpose != COMBINE:
+    def wrong(rows: Tensor, splits: RowSplits) -> Any:
+        message = true(rows, splits)
+        if splits.purpose != COMBINE:
             return message
         return changed(message, received=torch.zeros_like(message.received))
 

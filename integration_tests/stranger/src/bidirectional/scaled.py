@@ -4,7 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_parallel import Init, Sharding
-from megatron_parallel.tensor_parallel import PLAIN, Multiply, Wanted, Weights, multiply_matrix
+from megatron_parallel.tensor_parallel import (
+    PLAIN,
+    Multiply,
+    WeightGradientRequest,
+    Weights,
+    multiply_matrix,
+)
 from torch import Tensor
 
 from bidirectional.scaled_kind import ScaledConfig
@@ -15,7 +21,7 @@ class Scaled:
     """The product; ``scale`` is cut like the outputs, or its gradient is partial."""
 
     start: float
-    adapts = False
+    is_adapter = False
 
     def shardings(self, weight: Sharding) -> Mapping[str, Sharding]:
         """Describe the factors."""
@@ -53,16 +59,20 @@ class Scaled:
         return PLAIN.dgrad(dy * scale.flatten(), [weight])
 
     def wgrad(
-        self, dy: Tensor, x: Tensor, weights: Weights, wanted: Sequence[Wanted | None]
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weights: Weights,
+        requests: Sequence[WeightGradientRequest | None],
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients of weight and factors."""
         weight, scale = weights
         of_scale = None
-        if wanted[1] is not None:
+        if requests[1] is not None:
             of_scale = (dy * multiply_matrix(x, weight)).sum(0).view_as(scale)
-        return *PLAIN.wgrad(dy * scale.flatten(), x, [weight], wanted[:1]), of_scale
+        return *PLAIN.wgrad(dy * scale.flatten(), x, [weight], requests[:1]), of_scale
 
-    def merged(self, weights: Weights) -> Tensor:
+    def merged_weight(self, weights: Weights) -> Tensor:
         """Return the weight times its factors."""
         weight, scale = weights
         return weight * scale.unsqueeze(-1)

@@ -145,7 +145,7 @@ def _model_states(
     further = _elements(config, layout, layers, products)
     held = size * (sum(base) + sum(further))
     dense, experts = further
-    if not any(product.adapts for product in products.values()):
+    if not any(product.is_adapter for product in products.values()):
         dense, experts = dense + base[0], experts + base[1]
     whole = dense + experts
     data_ranks = (layout.dp or 1) * layout.cp // layout.dp_outer

@@ -45,8 +45,8 @@ class Placement:
         products: what linear layers multiply by, by their role, as Megatron-Core names it:
             ``linear_qkv``, ``linear_proj``, ``linear_q`` and ``linear_kv`` of cross-attention,
             ``linear_fc1`` and ``linear_fc2`` of feed-forward layers and experts, ``output_layer``.
-            Others are plain. `megatron_parallel.tensor_parallel.train_adapters` then freezes what
-            is not trained.
+            Others are plain. `megatron_parallel.tensor_parallel.freeze_all_but_adapters` then
+            freezes what is not trained.
         vocabulary_loss: output layer and loss as one operation; by default logits of all tokens are
             made.
     """

@@ -2,7 +2,7 @@ from ._version import __version__ as __version__
 from .abstract_mesh import AbstractMesh as AbstractMesh
 from .auxiliary_losses import AuxiliaryLosses as AuxiliaryLosses
 from .axes import Axis as Axis
-from .collective_failure import naming_failures as naming_failures
+from .collective_failure import raise_collective_errors as raise_collective_errors
 from .collectives import all_gather as all_gather
 from .collectives import all_reduce as all_reduce
 from .collectives import broadcast as broadcast
@@ -51,6 +51,7 @@ from .mesh import bind_grids as bind_grids
 from .mesh import bind_meshes as bind_meshes
 from .packed import all_gather_texts as all_gather_texts
 from .packed import broadcast_tensors as broadcast_tensors
+from .pass_interleaving import PassInterleaver as PassInterleaver
 from .pipeline.contract import TensorSpec as TensorSpec
 from .pipeline.engine import PipelineEngine as PipelineEngine
 from .pipeline.failure import PeerError as PeerError
@@ -78,7 +79,6 @@ from .tensor_parallel.layers import VocabParallelEmbedding as VocabParallelEmbed
 from .tensor_parallel.linear import column_parallel_linear as column_parallel_linear
 from .traffic import Record as Record
 from .traffic import Traffic as Traffic
-from .turns import Turns as Turns
 from .views import View as View
 from .views import box_views as box_views
 from .views import collect_shardings as collect_shardings

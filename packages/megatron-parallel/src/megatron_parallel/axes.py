@@ -16,7 +16,7 @@ from megatron_parallel.errors import LayoutError
 from megatron_parallel.job import Groups, Job
 from megatron_parallel.store import default_store
 from megatron_parallel.traffic import Ledger, Traffic
-from megatron_parallel.watchdog import Watchdog, marking
+from megatron_parallel.watchdog import Watchdog, marker_factory
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +100,7 @@ class BoundAxes:
 
     def _watch(self) -> Watchdog | None:
         """Starts waiting for collectives, on devices whose host does not wait for them itself."""
-        mark = marking(self.device)
+        mark = marker_factory(self.device)
         if mark is None or not self._groups:
             return None
         groups = list(self._groups.values())

@@ -25,7 +25,7 @@ CHAINED: Final = 2.25
 """How much longer, as a factor, one waits for the verdict of a rank that waits elsewhere."""
 
 
-class naming_failures:  # noqa: N801 - a context manager, named like those of contextlib
+class raise_collective_errors:  # noqa: N801 - a context manager, named like those of contextlib
     """Turn a failure of the backend in a `with` block into a `CollectiveError` of one line.
 
     It names the ranks that are missing, the axis and the operation.
@@ -38,7 +38,7 @@ class naming_failures:  # noqa: N801 - a context manager, named like those of co
         match: What ranks that belong together have in common, by default operation and payload.
     """
 
-    __slots__ = ("_queues", "axis", "described", "match", "operation", "ranks")
+    __slots__ = ("_queues", "axis", "description", "match", "operation", "ranks")
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class naming_failures:  # noqa: N801 - a context manager, named like those of co
     ) -> None:
         self.axis = axis
         self.operation = operation
-        self.described = operation if payload is None else f"{operation} {_text(payload)}"
+        self.description = operation if payload is None else f"{operation} {_text(payload)}"
         self.ranks = ranks
         self.match = match
         self._queues = True
@@ -61,10 +61,12 @@ class naming_failures:  # noqa: N801 - a context manager, named like those of co
         """Name of the axis."""
         return self.axis.name
 
-    def starting(self) -> "naming_failures":
+    def for_launch(self) -> "raise_collective_errors":
         """Returns the same for a block that starts what a later block waits for."""
-        start = naming_failures(self.axis, self.operation, ranks=self.ranks, match=self.match)
-        start.described = self.described
+        start = raise_collective_errors(
+            self.axis, self.operation, ranks=self.ranks, match=self.match
+        )
+        start.description = self.description
         start._queues = False
         return start
 
@@ -83,21 +85,21 @@ class naming_failures:  # noqa: N801 - a context manager, named like those of co
         if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
             if watchdog is not None:  # after an abort the backend says no more than that
                 watchdog.check()
-            raise CollectiveError(self.explain(backend_text(error))) from error
+            raise CollectiveError(self.diagnose(backend_text(error))) from error
         if kind is None and watchdog is not None and self._queues:
-            watchdog.queued(self)
+            watchdog.watch(self)
 
-    def reported(self) -> bool:
+    def failure_reported(self) -> bool:
         """Returns whether a rank of the mesh has reported a failure of a collective."""
-        return failure_noted(self.axis)
+        return failure_reported(self.axis)
 
-    def explain(self, cause: str) -> str:
+    def diagnose(self, cause: str) -> str:
         """Return one line: which ranks are missing, on which axis, in which operation, and `cause`.
 
         Reports in the store what this rank was doing, and reads the reports of the others.
         """
         axis, ranks = self.axis, self.axis.ranks if self.ranks is None else self.ranks
-        where = f"{self.described} on axis {axis.name!r} ({rank_list(axis.ranks)})"
+        where = f"{self.description} on axis {axis.name!r} ({rank_list(axis.ranks)})"
         own = _Report(doing=where, match=self.match or where, axis=axis.name)
         me = axis.ranks[axis.index]
         try:
@@ -154,15 +156,15 @@ def _reports(store: BoundedStore, axis: Axis, ranks: Sequence[int]) -> dict[int,
 
 def _post(store: BoundedStore, axis: Axis, rank: int, report: _Report) -> None:
     store.set(_key(axis, rank), json.dumps(report))
-    note_failure(store, axis)
+    report_failure(store, axis)
 
 
-def note_failure(store: BoundedStore, axis: Axis) -> None:
+def report_failure(store: BoundedStore, axis: Axis) -> None:
     """Lets all ranks of the mesh know that one has reported a failure."""
     store.set(_any(axis), "")
 
 
-def failure_noted(axis: Axis) -> bool:
+def failure_reported(axis: Axis) -> bool:
     """Returns whether a rank of the mesh has reported a failure."""
     try:
         return default_store(GRACE).check([_any(axis)])

@@ -35,7 +35,7 @@ from torch.autograd import Function
 
 from megatron_parallel import _compat
 from megatron_parallel.axes import Axis
-from megatron_parallel.collective_failure import naming_failures
+from megatron_parallel.collective_failure import raise_collective_errors
 from megatron_parallel.errors import LayoutError
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -129,20 +129,22 @@ def _peer(axis: Axis, index: int, what: str) -> int:
     return axis.ranks[index]
 
 
-def _communicating(axis: Axis, operation: str, payload: Tensor, purpose: str) -> naming_failures:
+def _communicating(
+    axis: Axis, operation: str, payload: Tensor, purpose: str
+) -> raise_collective_errors:
     """Around a collective: it is counted, and its failure is named."""
     operation = f"{operation} of {purpose}" if purpose else operation
     axis.count(operation, payload)
-    return naming_failures(axis, operation, payload)
+    return raise_collective_errors(axis, operation, payload)
 
 
 def _between(
     axis: Axis, verb: str, whom: str, payload: Tensor, purpose: str, source: int, target: int
-) -> naming_failures:
+) -> raise_collective_errors:
     """Around one end of a message from one rank to another."""
     operation = f"{verb} of {purpose}" if purpose else verb
     axis.count(operation, payload)
-    return naming_failures(
+    return raise_collective_errors(
         axis,
         f"{operation} {whom}",
         payload,

@@ -9,7 +9,7 @@ class FieldError(ValueError):
     """Settings that cannot be used, told by the names of their fields or by others' names for them.
 
     Base of the exceptions of packages whose configurations are dataclasses: whoever made one from
-    flags or a file can tell the error in their spelling, see `told`.
+    flags or a file can tell the error in their spelling, see `format_message`.
 
     Args:
         message: one line. If there are ``fields``, ``{size}`` stands for the field and its value,
@@ -21,9 +21,9 @@ class FieldError(ValueError):
     def __init__(self, message: str, fields: Mapping[str, Any] | None = None) -> None:
         self._message = message
         self._fields = fields
-        super().__init__(self.told({}))
+        super().__init__(self.format_message({}))
 
-    def told(self, spelling: Mapping[str, str]) -> str:
+    def format_message(self, spelling: Mapping[str, str]) -> str:
         """The line with fields called as ``spelling`` says, each with a space before its value."""
         if self._fields is None:
             return self._message

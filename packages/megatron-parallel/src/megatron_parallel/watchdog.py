@@ -4,9 +4,9 @@
 nothing: the host goes on until it reads a value of the device, and hangs there until NCCL's own
 watchdog ends the process in C++. Here a marker is put on the stream behind each collective, and a
 thread polls the markers. When one is not reached within the mesh's time-out, the thread finds out
-through the job's store which rank is missing (`naming_failures`), aborts the groups so that the
-host is released, and `check` raises the error at the next collective of this rank. The groups' own
-time-out is longer by `MARGIN`.
+through the job's store which rank is missing (`raise_collective_errors`), aborts the groups so that
+the host is released, and `check` raises the error at the next collective of this rank. The groups'
+own time-out is longer by `MARGIN`.
 
 Gloo waits on the host and raises there: its meshes have no watchdog.
 """
@@ -31,7 +31,7 @@ In this time missing ranks are found out and groups aborted. A host that an abor
 within it is ended: its process would otherwise stay for ever.
 """
 
-EXPLAINING: Final = 5.0
+DIAGNOSIS_SECONDS: Final = 5.0
 """Seconds before the time-out at which missing ranks are asked for, which takes this at most."""
 
 
@@ -43,20 +43,20 @@ class Marker(Protocol):
 
 
 class Operation(Protocol):
-    """A collective as `naming_failures` knows it."""
+    """A collective as `raise_collective_errors` knows it."""
 
     @property
     def axis_name(self) -> str:
         """Axis that communicates."""
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """Operation, shape and dtype."""
 
-    def explain(self, cause: str) -> str:
+    def diagnose(self, cause: str) -> str:
         """Returns the line that names the ranks that are missing; asks the store."""
 
-    def reported(self) -> bool:
+    def failure_reported(self) -> bool:
         """Returns whether a rank of the mesh has reported a failure in the store."""
 
 
@@ -83,7 +83,7 @@ class Watchdog:
     ) -> None:
         self._mark = mark
         self._abort = abort
-        self._limit = max(timeout - EXPLAINING, timeout / 2)
+        self._limit = max(timeout - DIAGNOSIS_SECONDS, timeout / 2)
         self._poll = min(0.5, timeout / 20)
         self._queued: collections.deque[_Queued] = collections.deque()
         self._last: dict[str, str] = {}
@@ -92,7 +92,7 @@ class Watchdog:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def queued(self, operation: Operation) -> None:
+    def watch(self, operation: Operation) -> None:
         """Watches an operation that has just been queued by this thread."""
         marker = self._mark()
         if marker is None:
@@ -112,7 +112,7 @@ class Watchdog:
         """Ends the thread."""
         self._closed.set()
 
-    def last(self, axis: str) -> str | None:
+    def last_completed(self, axis: str) -> str | None:
         """Returns the last operation on the axis that was seen to be complete, in words."""
         return self._last.get(axis)
 
@@ -129,10 +129,12 @@ class Watchdog:
             oldest = self._queued[0]
             if not oldest.marker.query():
                 age = time.monotonic() - oldest.since
-                if age > self._limit or (age > self._limit / 2 and oldest.operation.reported()):
+                if age > self._limit or (
+                    age > self._limit / 2 and oldest.operation.failure_reported()
+                ):
                     return oldest
                 return None
-            self._last[oldest.operation.axis_name] = oldest.operation.described
+            self._last[oldest.operation.axis_name] = oldest.operation.description
             self._queued.popleft()
         return None
 
@@ -142,7 +144,7 @@ class Watchdog:
         before = (
             "no earlier one was completed" if last is None else f"the last completed was {last}"
         )
-        line = late.operation.explain(f"not completed after {waited:.3g} s, {before}")
+        line = late.operation.diagnose(f"not completed after {waited:.3g} s, {before}")
         self._failure = CollectiveError(line)
         try:
             self._abort()
@@ -153,14 +155,14 @@ class Watchdog:
                 os._exit(1)
 
 
-def marking(device: torch.device) -> Callable[[], Marker | None] | None:
+def marker_factory(device: torch.device) -> Callable[[], Marker | None] | None:
     """Returns what marks a place in the current stream of `device`; None where the host waits."""
     return _stream_marker if device.type == "cuda" else None
 
 
 def backend_timeout(device: torch.device, timeout: timedelta) -> timedelta:
     """Returns the time-out of process groups for a mesh on `device` whose own is `timeout`."""
-    return timeout if marking(device) is None else timeout + MARGIN
+    return timeout if marker_factory(device) is None else timeout + MARGIN
 
 
 def _stream_marker() -> Marker | None:

@@ -7,7 +7,7 @@ from megatron_data import Tokenizer
 from megatron_models import Placement, find_kind
 from megatron_optim import Optimizer, needs_matrices
 from megatron_parallel import Mesh
-from megatron_parallel.tensor_parallel import train_adapters
+from megatron_parallel.tensor_parallel import freeze_all_but_adapters
 
 from megatron_train.broadcast_batches import Batches
 from megatron_train.config.run import RunConfig
@@ -56,7 +56,7 @@ def build_trainer(
             "--cross-entropy-fusion-impl linear does not reach models of kind "
             f"{config.model.kind}, which compute their loss themselves; leave it out"
         )
-    train_adapters(stages, products.values())
+    freeze_all_but_adapters(stages, products.values())
     built_task = task.build(config, stages, family)
     engine = StepEngine(
         built_task,

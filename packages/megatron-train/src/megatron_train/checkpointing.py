@@ -29,8 +29,8 @@ from megatron_ckpt import (
 )
 from megatron_data import Tokenizer
 from megatron_optim import MAIN_SUFFIX
-from megatron_parallel import Mesh, naming_failures
-from megatron_parallel.tensor_parallel import further_names
+from megatron_parallel import Mesh, raise_collective_errors
+from megatron_parallel.tensor_parallel import added_parameter_names
 
 from megatron_train.config.from_checkpoint import TOKENIZER_FOLDER
 from megatron_train.config.products import PLAIN
@@ -62,12 +62,12 @@ class MeshCoordinator(DistributedCoordinator):
 
     def gather(self, text: str) -> list[str] | None:
         """Returns every rank's text, by rank, on rank 0; None elsewhere."""
-        with naming_failures(self._axis, "the agreement on a checkpoint"):
+        with raise_collective_errors(self._axis, "the agreement on a checkpoint"):
             return super().gather(text)
 
     def broadcast(self, text: str) -> str:
         """Returns rank 0's text on every rank."""
-        with naming_failures(self._axis, "the agreement on a checkpoint"):
+        with raise_collective_errors(self._axis, "the agreement on a checkpoint"):
             return super().broadcast(text)
 
 
@@ -402,7 +402,10 @@ def views_of(trainer: Trainer) -> dict[str, list[View]]:
 
 def _added_shapes(trainer: Trainer) -> dict[str, list[int]]:
     """Returns the parameters of this rank that products add to layers: global shape by name."""
-    names, table = chain(*map(further_names, trainer.task.stages)), trainer.engine.stages.table
+    names, table = (
+        chain(*map(added_parameter_names, trainer.task.stages)),
+        trainer.engine.stages.table,
+    )
     return {name: list(table[name].shape) for name in sorted({*names})}
 
 

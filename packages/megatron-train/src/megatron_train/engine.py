@@ -51,7 +51,7 @@ class BatchTotals:
     flops: float
 
 
-AUXILIARY_LOSSES, TURNS = "auxiliary_losses", "turns"
+AUXILIARY_LOSSES, INTERLEAVER = "auxiliary_losses", "interleaver"
 """Keyword arguments that the engine itself gives to stages."""
 
 
@@ -217,7 +217,7 @@ class StepEngine:
 
     def _inputs(self, batch: MicroBatch, stage: int) -> Mapping[str, Any]:
         given = dict(self.task.stage_inputs(batch, stage, self._iteration))
-        if taken := given.keys() & {AUXILIARY_LOSSES, TURNS}:
+        if taken := given.keys() & {AUXILIARY_LOSSES, INTERLEAVER}:
             raise TrainError(
                 f"task {type(self.task).__name__} gives stage {stage} an argument {min(taken)!r}, "
                 "which the engine gives; choose another name"
@@ -226,8 +226,8 @@ class StepEngine:
             return given
         if self._auxiliary_losses is not None:
             given[AUXILIARY_LOSSES] = self._auxiliary_losses
-        if self._pipeline.turns is not None:
-            given[TURNS] = self._pipeline.turns
+        if self._pipeline.interleaver is not None:
+            given[INTERLEAVER] = self._pipeline.interleaver
         return given
 
     def _stage_output_spec(

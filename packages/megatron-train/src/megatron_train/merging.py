@@ -52,7 +52,7 @@ def merge_checkpoint(load: str | Path, save: str | Path) -> Path:
         stem = name.removesuffix("weight")
         further = [f"{stem}{local}" for local in product.shardings(spec.sharding)]
         weights = [held[each].double() for each in (name, *further)]
-        found[name] = product.merged(weights).to(found[name].dtype)
+        found[name] = product.merged_weight(weights).to(found[name].dtype)
         taken |= {*further}
     kept = {name: held[name] for name in held if name not in taken and name not in found}
     state: dict[str, Any] = {name: [View.whole(tensor)] for name, tensor in (found | kept).items()}

@@ -33,7 +33,7 @@ def products_of(config: RunConfig) -> Mapping[str, Product]:
             f"--linear-product {config.product} is chosen for {', '.join(strange)}, and a model of "
             f"kind {config.model.kind} has {', '.join(sorted(roles))}; name some of these"
         )
-    adapts = any(product.adapts for product in found.values())
+    adapts = any(product.is_adapter for product in found.values())
     if adapts and config.data_parallel.use_torch_fsdp2:
         raise TrainError(
             f"--linear-product {config.product} freezes weights, and --use-torch-fsdp2 shards "
@@ -44,7 +44,7 @@ def products_of(config: RunConfig) -> Mapping[str, Product]:
 
 def trains_adapters_only(config: RunConfig) -> bool:
     """Returns whether only parameters of products are trained."""
-    return any(product.adapts for product in products_of(config).values())
+    return any(product.is_adapter for product in products_of(config).values())
 
 
 def vocabulary_loss_of(config: RunConfig) -> VocabularyLoss:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from jaxtyping import Bool, Float
 from megatron_kernels import Mask
-from megatron_parallel import AuxiliaryLosses, RecomputeConfig, Turns
+from megatron_parallel import AuxiliaryLosses, PassInterleaver, RecomputeConfig
 from megatron_parallel.recompute import activation_checkpoint, discard_output
 from torch import Tensor
 
@@ -33,7 +33,7 @@ class Context:
         padding: True for a padding token, which routers ignore. Covers the whole sequence, also
             where sequence parallelism cuts it. None if there is no padding or no mixer reads it.
         auxiliary_losses: Collects the auxiliary losses of layers, when training.
-        turns: Lets another micro-batch compute while the tokens of experts are in flight.
+        interleaver: Lets another micro-batch compute while the tokens of experts are in flight.
         encoder_output: Output of the encoder, in a decoder: of the whole source, or this rank's
             part of it. None in passes with a cache that already has its keys and values.
         cross_mask: Which tokens of the source a token of the decoder may attend to.
@@ -51,7 +51,7 @@ class Context:
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     padding: Bool[Tensor, "s b"] | None = None
     auxiliary_losses: AuxiliaryLosses | None = None
-    turns: Turns | None = None
+    interleaver: PassInterleaver | None = None
     encoder_output: Float[Tensor, "t b h"] | None = None
     cross_mask: Mask | None = None
     sequence_parallel: bool | None = None

@@ -14,9 +14,9 @@ from megatron_parallel._compat.collectives import _all_gather, _reduce_scatter
 
 
 class Named(AbstractContextManager[None], Protocol):
-    """Names the collective that fails in its block, as `naming_failures` does."""
+    """Names the collective that fails in its block, as `raise_collective_errors` does."""
 
-    def starting(self) -> AbstractContextManager[None]:
+    def for_launch(self) -> AbstractContextManager[None]:
         """Returns the same for a block that starts what a later block waits for."""
 
 
@@ -87,7 +87,7 @@ def fully_shard(
         ) -> dist.Work | None:
             on_start("all_gather", input_tensor)
             named = name_failures("all_gather", input_tensor)
-            with named.starting() if async_op else named:
+            with named.for_launch() if async_op else named:
                 work: dist.Work | None = _all_gather(
                     output_tensor, input_tensor, group=group, async_op=async_op
                 )
@@ -104,7 +104,7 @@ def fully_shard(
         ) -> dist.Work | None:
             on_start("reduce_scatter", input_tensor)
             named = name_failures("reduce_scatter", input_tensor)
-            with named.starting() if async_op else named:
+            with named.for_launch() if async_op else named:
                 work: dist.Work | None = _reduce_scatter(
                     output_tensor, input_tensor, op, group=group, async_op=async_op
                 )

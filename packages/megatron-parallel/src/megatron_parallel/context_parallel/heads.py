@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_parallel.axes import Axis
-from megatron_parallel.collective_failure import naming_failures
+from megatron_parallel.collective_failure import raise_collective_errors
 from megatron_parallel.context_parallel.blocks import RingPlan
 from megatron_parallel.context_parallel.plain import BlockOperations
 from megatron_parallel.context_parallel.ring import ring_attention
@@ -159,6 +159,6 @@ def _exchange(parts: Tensor, axis: Axis) -> Tensor:
     parts = parts.contiguous()
     received = torch.empty_like(parts)
     axis.count("all_to_all of heads", parts)
-    with naming_failures(axis, "all_to_all of heads", parts):
+    with raise_collective_errors(axis, "all_to_all of heads", parts):
         dist.all_to_all_single(received, parts, group=axis.bound)
     return received

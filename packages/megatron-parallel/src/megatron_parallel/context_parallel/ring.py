@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_parallel.axes import Axis
-from megatron_parallel.collective_failure import naming_failures
+from megatron_parallel.collective_failure import raise_collective_errors
 from megatron_parallel.context_parallel.blocks import RingPlan
 from megatron_parallel.context_parallel.plain import BlockOperations, PlainBlocks
 from megatron_parallel.errors import LayoutError, rank_list
@@ -152,14 +152,14 @@ class _Message:
         before = axis.ranks[(axis.index - 1) % axis.size]
         axis.count(f"send of {what}", sent)
         axis.count(f"receive of {what}", self._received)
-        self._failures = naming_failures(
+        self._failures = raise_collective_errors(
             axis,
             f"exchange of {what} with {rank_list(sorted({before, after}))}",
             sent,
             match=f"exchange of {what} on axis {axis.name!r}",
         )
         group, tag = axis.bound, int(homeward)
-        with self._failures.starting():
+        with self._failures.for_launch():
             self._works = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, sent, after, group, tag),

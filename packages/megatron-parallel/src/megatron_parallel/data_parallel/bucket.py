@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_parallel.async_collective import AsyncCollective
 from megatron_parallel.axes import Axis
 from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelConfig
 from megatron_parallel.data_parallel.finite import NonFiniteGradient
@@ -21,8 +22,7 @@ from megatron_parallel.data_parallel.reduction import (
     reduce_scatter_bucket,
 )
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.stall import Stall
-from megatron_parallel.started import Started
+from megatron_parallel.exposed_time import ExposedTime
 
 PURPOSE: Final = "gradients"
 """What the messages of a sum are for, in `Traffic`."""
@@ -37,7 +37,7 @@ class BucketCollective(NamedTuple):
         parameters: Names of the parameters in the bucket, in backward order.
         nbytes: Bytes handed in.
         launched: When it started (`time.perf_counter`).
-        stall: How long the device waited for it: communication that nothing hid.
+        exposed: How long the device waited for it: communication that nothing hid.
     """
 
     axis: str
@@ -45,23 +45,23 @@ class BucketCollective(NamedTuple):
     parameters: tuple[str, ...]
     nbytes: int
     launched: float
-    stall: Stall
+    exposed: ExposedTime
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds of `stall`; on CUDA devices reading them waits for the stream."""
-        return self.stall.seconds
+        """Seconds of `exposed`; on CUDA devices reading them waits for the stream."""
+        return self.exposed.seconds
 
     @classmethod
-    def of(cls, started: Started, parameters: Iterable[str]) -> "BucketCollective":
+    def of(cls, started: AsyncCollective, parameters: Iterable[str]) -> "BucketCollective":
         """Returns what a collective did that has been waited for."""
         return cls(
             started.axis.name,
             started.operation,
             tuple(parameters),
             started.nbytes,
-            started.since,
-            started.stall,
+            started.start_time,
+            started.exposed,
         )
 
 
@@ -107,7 +107,7 @@ class Bucket:
         self._own_total: Tensor | None = None  # not finite if a gradient of this rank is not
         self.reductions: list[BucketCollective] = []
         self._sum: Sum | None = None
-        self._started: Started | None = None  # what the sum waits for
+        self._started: AsyncCollective | None = None  # what the sum waits for
         self._widened = {n for n, p in self.parameters.items() if p.dtype != plan.dtype}
         self._empty = set(self._widened)  # of those, whose views hold nothing of this step yet
         self.closed = False
@@ -245,7 +245,7 @@ class Bucket:
     @property
     def done(self) -> bool:
         """Whether the sum was started and nothing of it is under way."""
-        return self.launched and (self._started is None or self._started.done)
+        return self.launched and (self._started is None or self._started.is_completed)
 
     def advance(self) -> None:
         """Of a sum of several collectives, start the next one, when that before it is there."""
@@ -310,7 +310,7 @@ class Bucket:
         """Leaves gradients to autograd from now on."""
         self.closed = True
 
-    def _wait(self, started: Started) -> None:
+    def _wait(self, started: AsyncCollective) -> None:
         started.wait()
         self.reductions.append(BucketCollective.of(started, self.parameters))
 

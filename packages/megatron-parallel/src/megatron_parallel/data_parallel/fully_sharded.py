@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_parallel import _compat
-from megatron_parallel.collective_failure import naming_failures
+from megatron_parallel.collective_failure import raise_collective_errors
 from megatron_parallel.data_parallel.bucket import PURPOSE, BucketCollective
 from megatron_parallel.data_parallel.buffers import data_reduction_axes
 from megatron_parallel.data_parallel.config import DEFAULT_CONFIG, DataParallelConfig
@@ -97,7 +97,7 @@ class FullySharded:
             reduce_dtype=None if config.low_precision else _reduce_dtype(named),
             keep_gathered=config.torch_fsdp2_no_reshard_after_forward,
             on_start=lambda operation, payload: self._route.inner.count(_what(operation), payload),
-            name_failures=lambda operation, payload: naming_failures(
+            name_failures=lambda operation, payload: raise_collective_errors(
                 self._route.inner, _what(operation), payload
             ),
         )

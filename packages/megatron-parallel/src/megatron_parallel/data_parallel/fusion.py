@@ -3,9 +3,9 @@
     fusion = fuse_gradient_accumulation(chunks, buffers)
     print(fusion)             # which weights, and of the others why not
 
-The `Product` of a layer becomes an `Accumulating` one, which knows where the buffers add up the
-gradients of its weights, and gives autograd none. That saves a matrix as large as the weight and
-two passes over it in every micro-batch. It is what Megatron-LM calls gradient accumulation fusion.
+The `Product` of a layer is replaced by an `AccumulatingProduct`, which adds the gradients of its
+weights into the buffers and returns none to autograd. That saves a matrix as large as the weight
+and two passes over it in every micro-batch. Megatron-LM calls this gradient accumulation fusion.
 """
 
 from collections import Counter
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from megatron_parallel.data_parallel.bucket import Bucket
 from megatron_parallel.data_parallel.buffers import GradientBuffers
-from megatron_parallel.tensor_parallel.multiplied import multiplied_by, multiplies
-from megatron_parallel.tensor_parallel.product import Accumulating, Product
+from megatron_parallel.tensor_parallel.product import AccumulatingProduct, Product
+from megatron_parallel.tensor_parallel.product_layers import is_product_layer, product_weights
 
 
 @runtime_checkable
@@ -116,9 +116,9 @@ def fuse_gradient_accumulation(
 ) -> GradientFusion:
     """Lets the layers of `modules` add the gradients of their weights to main gradients themselves.
 
-    The product of every `Multiplies` in the modules adds up gradients that are in `buffers` (those
-    of frozen weights are not), if the operation can. It ends with `GradientBuffers.close`. Code
-    that torch.compile has compiled leaves gradients to autograd all the same.
+    The product of every `ProductLayer` in the modules adds up gradients that are in `buffers`
+    (those of frozen weights are not), if the operation can. It ends with `GradientBuffers.close`.
+    Code that torch.compile has compiled leaves gradients to autograd all the same.
 
     Args:
         modules: Stages of this rank.
@@ -135,11 +135,11 @@ def fuse_gradient_accumulation(
     refused: dict[str, str] = {}
     reasons: dict[tuple[Any, ...], str | None] = {}
     for layer in (layer for module in modules for layer in module.modules()):
-        if not multiplies(layer) or layer.sharding["weight"].experts:
+        if not is_product_layer(layer) or layer.sharding["weight"].experts:
             continue
         added = {}
-        for number, weight in enumerate(multiplied_by(layer)):
-            matrix = layer.sharding[layer.multiplied[number]].matrix
+        for number, weight in enumerate(product_weights(layer)):
+            matrix = layer.sharding[layer.product_parameters[number]].matrix
             if id(weight) not in owners or matrix is None:
                 continue
             bucket, name = owners[id(weight)]
@@ -153,32 +153,32 @@ def fuse_gradient_accumulation(
             else:
                 refused[name] = reason
         if added:
-            layer.product = Accumulating(_alone(layer.product), added)
+            layer.product = AccumulatingProduct(_alone(layer.product), added)
     return GradientFusion(tuple(dict.fromkeys(fused)), refused)
 
 
 def _alone(product: Product) -> Product:
     """Returns a product without the buffers that it was fused with before."""
-    return product.product if isinstance(product, Accumulating) else product
+    return product.product if isinstance(product, AccumulatingProduct) else product
 
 
 class Accumulator:
-    """Adds up the gradient of one weight where its bucket has it; an `Accumulate`."""
+    """Adds up the gradient of one weight where its bucket has it; an `AccumulateGradient`."""
 
     def __init__(self, bucket: Bucket, name: str, add: AddProduct) -> None:
         self._bucket, self._name, self._add = bucket, name, add
         bucket.mark_fused(name)
 
     def __call__(
-        self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], *, returned: bool
+        self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], *, must_return: bool
     ) -> Tensor | None:
         """Adds `dy^T x`; the result is what autograd is given for it."""
         bucket, shape = self._bucket, self._bucket.parameters[self._name].shape
-        if bucket.closed or (returned and not bucket.in_weight_backward):
+        if bucket.closed or (must_return and not bucket.in_weight_backward):
             return (dy.t() @ x).view(shape)  # whoever asks for it is not the buffers' user
         into, first = bucket.accumulation_target(self._name)
         self._add(into.view(-1, shape[-1]), dy, x, first=first)
-        return bucket.dummy_gradient.expand(shape) if returned else None
+        return bucket.dummy_gradient.expand(shape) if must_return else None
 
 
 def _name(dtype: torch.dtype) -> str:

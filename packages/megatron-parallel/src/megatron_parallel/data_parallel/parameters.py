@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from megatron_parallel.async_collective import AsyncCollective
 from megatron_parallel.data_parallel.bucket import Bucket, BucketCollective
 from megatron_parallel.data_parallel.buffers import GradientBuffers
 from megatron_parallel.data_parallel.reduction import AsyncCollectives
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import Sharding
-from megatron_parallel.started import Started
 from megatron_parallel.views import View, flat_range_views
 
 PURPOSE: Final = "parameters"
@@ -145,7 +145,7 @@ class _ParameterBucket:
         self._collectives = AsyncCollectives(
             PURPOSE, f"parameter bucket {gradients.label} ({plan.slots[0].name!r} ...)"
         )
-        self._started: Started | None = None
+        self._started: AsyncCollective | None = None
         self._flat = torch.zeros(plan.numel, dtype=plan.parameter_dtype, device=plan.device)
         self._shard = self._flat[slice(*plan.shard_range(self._axis.index))]
         for slot in plan.slots:

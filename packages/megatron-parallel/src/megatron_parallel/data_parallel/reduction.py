@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from megatron_parallel import _compat
+from megatron_parallel.async_collective import AsyncCollective, Work
 from megatron_parallel.axes import Axis
-from megatron_parallel.started import Started, Work
 
 
 class ReductionAxes(NamedTuple):
@@ -38,7 +38,7 @@ class ReductionAxes(NamedTuple):
         return self.inner.size * (1 if self.outer is None else self.outer.size)
 
 
-Sum = Iterator[Started]
+Sum = Iterator[AsyncCollective]
 
 
 class AsyncCollectives(NamedTuple):
@@ -47,13 +47,13 @@ class AsyncCollectives(NamedTuple):
     purpose: str
     told: str
 
-    def all_reduce(self, t: Tensor, axis: Axis) -> Started:
+    def all_reduce(self, t: Tensor, axis: Axis) -> AsyncCollective:
         """Starts summing `t` in place."""
         return self._start(
             "all_reduce", axis, t, t, lambda: _compat.start_all_reduce(t, axis.bound)
         )
 
-    def reduce_scatter(self, part: Tensor, whole: Tensor, axis: Axis) -> Started:
+    def reduce_scatter(self, part: Tensor, whole: Tensor, axis: Axis) -> AsyncCollective:
         """Starts summing this rank's part of `whole`; `part` may be a view of it."""
         return self._start(
             "reduce_scatter",
@@ -63,7 +63,7 @@ class AsyncCollectives(NamedTuple):
             lambda: _compat.start_reduce_scatter(part, whole, axis.bound),
         )
 
-    def all_gather(self, whole: Tensor, part: Tensor, axis: Axis) -> Started:
+    def all_gather(self, whole: Tensor, part: Tensor, axis: Axis) -> AsyncCollective:
         """Starts filling `whole` with the parts of all ranks; `part` may be a view of it."""
         return self._start(
             "all_gather",
@@ -73,7 +73,7 @@ class AsyncCollectives(NamedTuple):
             lambda: _compat.start_all_gather(whole, part, axis.bound),
         )
 
-    def all_to_all(self, received: Tensor, sent: Tensor, axis: Axis) -> Started:
+    def all_to_all(self, received: Tensor, sent: Tensor, axis: Axis) -> AsyncCollective:
         """Starts sending each rank its part of `sent`; `received` has a part from each."""
         return self._start(
             "all_to_all",
@@ -90,10 +90,10 @@ class AsyncCollectives(NamedTuple):
         payload: Tensor,
         result: Tensor,
         collective: Callable[[], Work],
-    ) -> Started:
+    ) -> AsyncCollective:
         operation = f"{verb} of {self.purpose}"
         told = f"{verb} of {self.told}"
-        return Started(axis, operation, payload, result, collective, told=told)
+        return AsyncCollective(axis, operation, payload, result, collective, description=told)
 
 
 def all_reduce_bucket(

@@ -4,8 +4,8 @@ from .dispatch import Dispatch as Dispatch
 from .dispatch import Dispatcher as Dispatcher
 from .dispatch import RowOps as RowOps
 from .dispatch import build_dispatcher as build_dispatcher
-from .exchange import Route as Route
+from .exchange import RowSplits as RowSplits
 from .exchange import exchange_counts as exchange_counts
-from .exchange import start_exchange as start_exchange
+from .exchange import start_all_to_all as start_all_to_all
 from .gather import gather_rows as gather_rows
 from .gather import scatter_rows as scatter_rows

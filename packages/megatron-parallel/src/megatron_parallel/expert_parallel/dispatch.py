@@ -11,7 +11,7 @@ partial sums. What a rank computes is neither scaled nor averaged, forwards or b
 
 Between `dispatch` and its `wait`, and between `combine` and its `wait`, messages of `alltoall` are
 under way, in the backward pass too: there is the place for other work (a shared expert; with
-`Turns`, another micro-batch).
+`PassInterleaver`, another micro-batch).
 
 | dispatcher | over `ep` | over `expert_tp` | right for |
 |---|---|---|---|
@@ -29,14 +29,14 @@ from torch import Tensor
 from megatron_parallel.collectives import all_gather
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.expert_parallel.exchange import (
-    InFlight,
-    Route,
+    PendingAllToAll,
+    RowSplits,
     exchange_counts,
-    start_exchange,
+    start_all_to_all,
 )
 from megatron_parallel.expert_parallel.gather import gather_rows, gather_sizes, scatter_rows
 from megatron_parallel.mesh import Mesh
-from megatron_parallel.turns import Turns
+from megatron_parallel.pass_interleaving import PassInterleaver
 
 DISPATCH: Final = "dispatched tokens"
 COMBINE: Final = "combined tokens"
@@ -86,7 +86,7 @@ class Dispatcher(Protocol):
         tokens: Float[Tensor, "n h"],
         experts: Int[Tensor, "n k"],
         weights: Float[Tensor, "n k"],
-        turns: Turns | None = None,
+        interleaver: PassInterleaver | None = None,
     ) -> Dispatch:
         """Starts to send tokens.
 
@@ -94,10 +94,11 @@ class Dispatcher(Protocol):
             tokens: This rank's own; ranks may have different numbers of them.
             experts: The experts each has chosen; -1 for none (padding).
             weights: What each choice counts for, in float32 at least.
-            turns: Where another micro-batch computes while this one waits, forwards and backwards.
+            interleaver: Lets another micro-batch compute while this one waits, in forward and
+                backward pass.
 
         Raises:
-            LayoutError: `turns` were given to a dispatcher that waits where it sends.
+            LayoutError: An `interleaver` was given to a dispatcher that communicates synchronously.
         """
 
 
@@ -134,16 +135,16 @@ class AllToAllDispatcher:
         tokens: Float[Tensor, "n h"],
         experts: Int[Tensor, "n k"],
         weights: Float[Tensor, "n k"],
-        turns: Turns | None = None,
+        interleaver: PassInterleaver | None = None,
     ) -> "_AllToAll":
         """Sorts the choices by expert, exchange how many there are, and starts to send them."""
         order, counts = self.ops.sort(experts, self.num_experts)
         to_ranks = counts.view(self.ep.size, -1)
         from_ranks = exchange_counts(to_ranks, self.ep, purpose="expert counts")
-        route = Route(self.ep, _sums(to_ranks), _sums(from_ranks), DISPATCH)
+        splits = RowSplits(self.ep, _sums(to_ranks), _sums(from_ranks), DISPATCH)
         rows = self.ops.permute(tokens, order, experts.shape[1])
-        in_flight = start_exchange(rows, route, turns)
-        return _AllToAll(self, in_flight, route, from_ranks, order, weights, turns)
+        pending = start_all_to_all(rows, splits, interleaver)
+        return _AllToAll(self, pending, splits, from_ranks, order, weights, interleaver)
 
 
 class _AllToAll:
@@ -152,25 +153,25 @@ class _AllToAll:
     def __init__(
         self,
         owner: AllToAllDispatcher,
-        in_flight: InFlight,
-        route: Route,
+        pending: PendingAllToAll,
+        splits: RowSplits,
         counts: Tensor,
         order: Tensor,
         weights: Tensor,
-        turns: Turns | None,
+        interleaver: PassInterleaver | None,
     ) -> None:
         self.owner = owner
-        self.in_flight = in_flight
-        self.route = route
+        self.pending = pending
+        self.splits = splits
         self.counts = counts  # rows by source on `ep`, and local expert
         self.order, self.weights = order, weights
-        self.turns = turns
+        self.interleaver = interleaver
         self.sizes: tuple[int, ...] = ()  # rows of each rank of `expert_tp`
         self.by_expert: Tensor | None = None
 
     def wait(self) -> tuple[Float[Tensor, "m h"], Int[Tensor, " e"]]:
         """Takes the rows, gather those of the other parts of the experts, sort by expert."""
-        rows, axis = self.in_flight.wait(), self.owner.expert_tp
+        rows, axis = self.pending.wait(), self.owner.expert_tp
         counts = self.counts
         if axis.size > 1:
             counts = all_gather(counts, axis, purpose="expert counts")
@@ -187,19 +188,21 @@ class _AllToAll:
         if self.by_expert is not None:
             rows = rows.index_select(0, torch.argsort(self.by_expert))
         rows = scatter_rows(rows, self.sizes, self.owner.expert_tp, purpose=COMBINE)
-        back = Route(self.route.axis, self.route.receive, self.route.send, COMBINE)
-        return _AllToAllCombine(self, start_exchange(rows, back, self.turns))
+        back = RowSplits(
+            self.splits.axis, self.splits.output_splits, self.splits.input_splits, COMBINE
+        )
+        return _AllToAllCombine(self, start_all_to_all(rows, back, self.interleaver))
 
 
 class _AllToAllCombine:
-    def __init__(self, dispatch: _AllToAll, in_flight: InFlight) -> None:
+    def __init__(self, dispatch: _AllToAll, pending: PendingAllToAll) -> None:
         self.dispatch = dispatch
-        self.in_flight = in_flight
+        self.pending = pending
 
     def wait(self) -> Float[Tensor, "n h"]:
         """Weight the answers and add them up where their tokens are."""
         own = self.dispatch
-        return own.owner.ops.unpermute(self.in_flight.wait(), own.order, own.weights)
+        return own.owner.ops.unpermute(self.pending.wait(), own.order, own.weights)
 
 
 # -- all-gather ------------------------------------------------------------------------------------
@@ -219,13 +222,13 @@ class AllGatherDispatcher:
         tokens: Float[Tensor, "n h"],
         experts: Int[Tensor, "n k"],
         weights: Float[Tensor, "n k"],
-        turns: Turns | None = None,
+        interleaver: PassInterleaver | None = None,
     ) -> "_AllGather":
         """Gathers tokens, choices and weights."""
-        if turns is not None:
+        if interleaver is not None:
             raise LayoutError(
-                "dispatcher 'allgather' waits where it sends, so no other micro-batch can compute "
-                "meanwhile: use 'alltoall', or give no turns"
+                "dispatcher 'allgather' communicates synchronously, so passes cannot be "
+                "interleaved: use 'alltoall' or give no interleaver"
             )
         axis = self.axis
         sizes = gather_sizes(len(tokens), axis, tokens.device, purpose="token counts")

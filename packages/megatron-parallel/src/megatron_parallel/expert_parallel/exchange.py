@@ -1,13 +1,13 @@
 """All-to-all of rows, uneven, with something to compute while it is under way.
 
-    in_flight = start_exchange(rows, route)
+    pending = start_all_to_all(rows, splits)
     ...                                   # compute
-    received = in_flight.wait()
+    received = pending.wait()
 
 The backward pass sends the gradients the same way back, and is split alike: it starts where the
 forward pass waited, and waits where the forward pass started. So whatever was computed in between
-has its backward pass in between, too. With `Turns`, whoever is about to wait first lets another
-micro-batch compute.
+has its backward pass in between, too. With a `PassInterleaver`, another micro-batch computes before
+each wait.
 """
 
 from dataclasses import dataclass
@@ -20,29 +20,29 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_parallel.axes import Axis
-from megatron_parallel.collective_failure import naming_failures
+from megatron_parallel.collective_failure import raise_collective_errors
 from megatron_parallel.errors import LayoutError
-from megatron_parallel.turns import Turns
+from megatron_parallel.pass_interleaving import PassInterleaver
 
 
 @dataclass(frozen=True)
-class Route:
+class RowSplits:
     """How many rows go where.
 
     Attributes:
         axis: Who takes part.
-        send: Rows for each of its ranks, in order; a rank keeps its own.
-        receive: Rows from each of them: what they have in `send` for this rank.
+        input_splits: Rows for each of its ranks, in order; a rank keeps its own.
+        output_splits: Rows from each of them: what they have in `input_splits` for this rank.
         purpose: In words, for errors and `Traffic`.
     """
 
     axis: Axis
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
+    input_splits: tuple[int, ...]
+    output_splits: tuple[int, ...]
     purpose: str
 
     def __post_init__(self) -> None:
-        for name in ("send", "receive"):
+        for name in ("input_splits", "output_splits"):
             if len(getattr(self, name)) != self.axis.size:
                 raise LayoutError(
                     f"{name} has {len(getattr(self, name))} numbers of rows for the "
@@ -50,9 +50,9 @@ class Route:
                 )
 
     @property
-    def back(self) -> "Route":
+    def transposed(self) -> "RowSplits":
         """The way back."""
-        return Route(self.axis, self.receive, self.send, self.purpose)
+        return RowSplits(self.axis, self.output_splits, self.input_splits, self.purpose)
 
 
 def exchange_counts(
@@ -65,10 +65,10 @@ def exchange_counts(
     if axis.size == 1:
         return counts
     ones = (1,) * axis.size
-    return _launch(counts, Route(axis, ones, ones, purpose)).wait()
+    return _launch(counts, RowSplits(axis, ones, ones, purpose)).wait()
 
 
-class InFlight:
+class PendingAllToAll:
     """Rows on their way."""
 
     def __init__(self, rows: Tensor, exchange: "_Exchange | None") -> None:
@@ -83,45 +83,47 @@ class InFlight:
         return received
 
 
-def start_exchange(
-    rows: Shaped[Tensor, "sent ..."], route: Route, turns: Turns | None = None
-) -> InFlight:
+def start_all_to_all(
+    rows: Shaped[Tensor, "sent ..."], splits: RowSplits, interleaver: PassInterleaver | None = None
+) -> PendingAllToAll:
     """Starts to send `rows`, those for the first rank first; returns at once.
 
     Until `wait`, other collectives may be started, by all ranks of the axis in the same order.
-    `wait`, and its counterpart in the backward pass, end a turn of `turns`.
+    `wait`, and its counterpart in the backward pass, call `interleaver.switch`.
 
     Raises:
-        LayoutError: not as many rows as the route says.
+        LayoutError: not as many rows as the splits says.
         CollectiveError: here or in `wait`, if a rank does not take part.
     """
-    if len(rows) != sum(route.send):
-        raise LayoutError(f"{len(rows)} rows were given, but {sum(route.send)} are to be sent")
-    if route.axis.size == 1:
-        return InFlight(rows, None)
-    exchange = _Exchange(route, turns)
+    if len(rows) != sum(splits.input_splits):
+        raise LayoutError(
+            f"{len(rows)} rows were given, but {sum(splits.input_splits)} are to be sent"
+        )
+    if splits.axis.size == 1:
+        return PendingAllToAll(rows, None)
+    exchange = _Exchange(splits, interleaver)
     started: Tensor = _Start.apply(rows, exchange)  # type: ignore[no-untyped-call]
-    return InFlight(started, exchange)
+    return PendingAllToAll(started, exchange)
 
 
 class _Exchange:
     """One exchange: what is under way in the forward pass, then in the backward pass."""
 
-    def __init__(self, route: Route, turns: Turns | None) -> None:
-        self.route = route
-        self.turns = turns
+    def __init__(self, splits: RowSplits, interleaver: PassInterleaver | None) -> None:
+        self.splits = splits
+        self.interleaver = interleaver
         self.under_way: _Message | None = None
 
-    def start(self, rows: Tensor, route: Route) -> Tensor:
-        self.under_way = _launch(rows, route)
+    def start(self, rows: Tensor, splits: RowSplits) -> Tensor:
+        self.under_way = _launch(rows, splits)
         return self.under_way.received
 
     def finish(self) -> Tensor:
         message, self.under_way = self.under_way, None
         if message is None:
-            raise LayoutError(f"all_to_all of {self.route.purpose} was waited for twice")
-        if self.turns is not None:
-            self.turns.hand_over()
+            raise LayoutError(f"all_to_all of {self.splits.purpose} was waited for twice")
+        if self.interleaver is not None:
+            self.interleaver.switch()
         return message.wait()
 
 
@@ -129,7 +131,7 @@ class _Start(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
-        return exchange.start(rows, exchange.route)
+        return exchange.start(rows, exchange.splits)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -145,7 +147,7 @@ class _Wait(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.exchange.start(grads[0], ctx.exchange.route.back)
+        ctx.exchange.start(grads[0], ctx.exchange.splits.transposed)
         return grads[0], None  # autograd wants one of this shape; `_Start` takes the other
 
 
@@ -153,41 +155,41 @@ class _Wait(Function):
 class _Message:
     """A running all-to-all; `sent` is kept until nobody reads it any more."""
 
-    route: Route
+    splits: RowSplits
     sent: Tensor
     received: Tensor
     work: dist.Work
 
     def wait(self) -> Tensor:
-        with _naming(self.route, self.sent):
+        with _naming(self.splits, self.sent):
             self.work.wait()
         return self.received
 
 
-def _launch(rows: Tensor, route: Route) -> _Message:
+def _launch(rows: Tensor, splits: RowSplits) -> _Message:
     sent = rows.contiguous()
     received = torch.empty(
-        (sum(route.receive), *rows.shape[1:]), dtype=rows.dtype, device=rows.device
+        (sum(splits.output_splits), *rows.shape[1:]), dtype=rows.dtype, device=rows.device
     )
-    route.axis.count(_operation(route), sent)
-    with _naming(route, sent).starting():
+    splits.axis.count(_operation(splits), sent)
+    with _naming(splits, sent).for_launch():
         work = dist.all_to_all_single(
             received,
             sent,
-            list(route.receive),
-            list(route.send),
-            group=route.axis.bound,
+            list(splits.output_splits),
+            list(splits.input_splits),
+            group=splits.axis.bound,
             async_op=True,
         )
-    return _Message(route, sent, received, work)
+    return _Message(splits, sent, received, work)
 
 
-def _naming(route: Route, sent: Tensor) -> naming_failures:
-    operation = _operation(route)  # ranks that belong together send different numbers of rows
-    return naming_failures(
-        route.axis, operation, sent, match=f"{operation} on axis {route.axis.name!r}"
+def _naming(splits: RowSplits, sent: Tensor) -> raise_collective_errors:
+    operation = _operation(splits)  # ranks that belong together send different numbers of rows
+    return raise_collective_errors(
+        splits.axis, operation, sent, match=f"{operation} on axis {splits.axis.name!r}"
     )
 
 
-def _operation(route: Route) -> str:
-    return f"all_to_all of {route.purpose}"
+def _operation(splits: RowSplits) -> str:
+    return f"all_to_all of {splits.purpose}"

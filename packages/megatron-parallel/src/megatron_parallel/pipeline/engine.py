@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
+from megatron_parallel.pass_interleaving import PassInterleaver
 from megatron_parallel.pipeline.contract import AroundBackward, Inputs, StageOutputSpec, no_context
 from megatron_parallel.pipeline.loop import LoopRunner, Runner
 from megatron_parallel.pipeline.objective import Loss, Objective
@@ -28,7 +29,6 @@ from megatron_parallel.pipeline.rules import (
     check_schedule,
     find_schedule_kind,
 )
-from megatron_parallel.turns import Turns
 
 
 class PipelineEngine:
@@ -49,8 +49,8 @@ class PipelineEngine:
         sums: Names of the sums that `loss` returns.
         schedule: One of `SCHEDULES`, of those that go with the layout's `vpp` and `stage_mapping`.
             Under `combined-1f1b` the forward pass of one micro-batch and the backward pass of
-            another take turns: the model ends one with `turns.hand_over()` where it is about to
-            wait (`Dispatcher.dispatch` takes `turns`, too).
+            another take turns: the model ends one with `interleaver.switch()` where it is about to
+            wait (`Dispatcher.dispatch` takes `interleaver`, too).
         group_size: Micro-batches that a chunk runs in a row under interleaved or combined 1F1B, at
             least as many as there are ranks (Megatron-LM's `microbatch_group_size_per_vp_stage`).
             Longer groups hide messages better and keep more activations. By default a step has
@@ -80,7 +80,9 @@ class PipelineEngine:
         self.mesh = mesh
         self.chunks = [chunks] if isinstance(chunks, nn.Module) else list(chunks)
         self.schedule, self.group_size = schedule, group_size
-        self.turns = Turns(mesh.device) if find_schedule_kind(schedule).overlaps_passes else None
+        self.interleaver = (
+            PassInterleaver(mesh.device) if find_schedule_kind(schedule).overlaps_passes else None
+        )
         """Where passes of two micro-batches run together: what ends a turn in the middle of one."""
         self.trace: list[Action] = []
         """What this rank computed in the last step, in order."""
@@ -93,7 +95,7 @@ class PipelineEngine:
         self._runner: Runner
         if pp == 1:
             self._runner = LoopRunner(
-                self.chunks[0], self._objective, inputs, around_backward, self.turns
+                self.chunks[0], self._objective, inputs, around_backward, self.interleaver
             )
         elif stage_output_spec is None:
             raise LayoutError(
@@ -111,7 +113,7 @@ class PipelineEngine:
                 inputs=inputs,
                 stage_output_spec=stage_output_spec,
                 around_backward=around_backward,
-                turns=self.turns,
+                interleaver=self.interleaver,
             )
 
     @property

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from megatron_parallel.axes import Axis
-from megatron_parallel.collective_failure import GRACE, failure_noted, note_failure
+from megatron_parallel.collective_failure import GRACE, failure_reported, report_failure
 from megatron_parallel.errors import CollectiveError, backend_text
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.pipeline.order import Action
@@ -61,16 +61,16 @@ class _WatchedMessage:
         return self.axis.name
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """What was to come, and from whom."""
         wait = self.wait
         return f"receive of the {wait.what} of micro-batch {wait.micro_batch} from rank {self.rank}"
 
-    def reported(self) -> bool:
+    def failure_reported(self) -> bool:
         """Returns whether a rank of the mesh has reported a failure."""
-        return failure_noted(self.axis)
+        return failure_reported(self.axis)
 
-    def explain(self, cause: str) -> str:
+    def diagnose(self, cause: str) -> str:
         """Returns the line that names the rank at fault."""
         return self.monitor.explain_message(self.wait, cause)
 
@@ -150,7 +150,7 @@ class PipelineMonitor:
         with contextlib.suppress(RuntimeError):  # the store may be gone, and the error matters more
             self._post(default_store(GRACE), _Report(line, None))
 
-    def explain(self, error: RuntimeError) -> str:
+    def diagnose(self, error: RuntimeError) -> str:
         """The line for a wait that failed with `error`, after a look at what others report."""
         grace = GRACE if re.search("time[d ]*.?out", str(error), re.IGNORECASE) else SHORT_GRACE
         ahead = (self._next_of_plan() or self._sent) if self._plan else None
@@ -165,7 +165,7 @@ class PipelineMonitor:
         try:
             store = default_store(GRACE)
             own = self._post(store, own)
-            note_failure(store, self._axis)
+            report_failure(store, self._axis)
             return self._blame(store, own, grace)
         except RuntimeError:
             return f"{own.line}; rank 0, which keeps the job's store, does not answer either"
@@ -177,7 +177,7 @@ class PipelineMonitor:
             watchdog.check()
             if wait is not None:
                 peer = self._axis.ranks[self._holder(wait.peer)]
-                watchdog.queued(_WatchedMessage(self, self._axis, wait, peer))
+                watchdog.watch(_WatchedMessage(self, self._axis, wait, peer))
 
     def _report_of(self, wait: PendingMessage | None, cause: str) -> _Report:
         me, where = self._mesh.rank, f"on axis {self._axis.name!r}"

@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from megatron_parallel.pass_interleaving import PassInterleaver
 from megatron_parallel.pipeline.contract import AroundBackward, BackwardPass, Inputs
 from megatron_parallel.pipeline.objective import Objective
 from megatron_parallel.pipeline.order import Action, planned_action_groups
-from megatron_parallel.turns import Turns
 
 
 class Runner(Protocol):
@@ -22,8 +22,8 @@ class Runner(Protocol):
 class LoopRunner:
     """Runs one stage without `torch.distributed`, one micro-batch after another.
 
-    With `turns`, the forward pass of a micro-batch alternates with the backward pass of the one
-    before.
+    With `interleaver`, the forward pass of a micro-batch alternates with the backward pass of the
+    one before.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class LoopRunner:
         objective: Objective,
         inputs: Inputs,
         around_backward: AroundBackward,
-        turns: Turns | None = None,
+        interleaver: PassInterleaver | None = None,
     ) -> None:
         self._module = module
         self._objective = objective
         self._inputs = inputs
         self._around_backward = around_backward
-        self._turns = turns
+        self._interleaver = interleaver
 
     def run(self, micro_batches: Sequence[Any], backward: bool) -> list[Action]:
         """Forward and, if asked for, backward pass of each micro-batch."""
@@ -58,11 +58,11 @@ class LoopRunner:
                 losses.pop(number).backward()  # type: ignore[no-untyped-call]
 
         of_kind = {"F": forward, "B": back}
-        schedule = "1f1b" if self._turns is None else "combined-1f1b"
+        schedule = "1f1b" if self._interleaver is None else "combined-1f1b"
         for turn in planned_action_groups(schedule, 1, 0, len(micro_batches)):
             passes = [partial(of_kind[action.kind], action.micro_batch) for action in turn]
-            if self._turns is not None and len(passes) == 2:
-                self._turns.together(first=passes[1], second=passes[0])
+            if self._interleaver is not None and len(passes) == 2:
+                self._interleaver.run_pair(first=passes[1], second=passes[0])
             else:
                 passes[0]()
             trace += turn

@@ -20,7 +20,7 @@ class ScheduleKind:
             several chunks if not with one.
         takes_group_size: whether the length of these rounds can be chosen.
         overlaps_passes: whether a forward and a backward pass of two micro-batches run together, so
-            that one computes while messages of the other are under way (`Turns`).
+            that one computes while messages of the other are under way (`PassInterleaver`).
         source: where it was described.
     """
 

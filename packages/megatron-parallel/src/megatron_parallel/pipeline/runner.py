@@ -17,6 +17,7 @@ from megatron_parallel._compat.pipelining import OverlappedPass
 from megatron_parallel.collectives import all_gather
 from megatron_parallel.errors import CollectiveError, LayoutError
 from megatron_parallel.mesh import Mesh
+from megatron_parallel.pass_interleaving import PassInterleaver
 from megatron_parallel.pipeline.contract import AroundBackward, Inputs, StageOutputSpec, TensorSpec
 from megatron_parallel.pipeline.failure import PeerError, PipelineMonitor
 from megatron_parallel.pipeline.objective import Objective
@@ -28,7 +29,6 @@ from megatron_parallel.pipeline.schedules import (
 )
 from megatron_parallel.pipeline.shared import broadcast_from_last_stage
 from megatron_parallel.pipeline.stage import Stage, StageSpec
-from megatron_parallel.turns import Turns
 
 CACHED_SHAPES: Final = 8
 """Stages of how many different shapes are kept; they own the buffers tensors are received into."""
@@ -55,10 +55,10 @@ class StageRunner:
         inputs: Inputs,
         stage_output_spec: StageOutputSpec,
         around_backward: AroundBackward,
-        turns: Turns | None = None,
+        interleaver: PassInterleaver | None = None,
     ) -> None:
         self._mesh = mesh
-        self._turns = turns
+        self._interleaver = interleaver
         self._pp = mesh.axis("pp")
         self._layout = mesh.layout
         self._chunks = dict(zip(mesh.layout.stages(self._pp.index), chunks, strict=True))
@@ -90,7 +90,7 @@ class StageRunner:
             if monitor.in_user_code:
                 monitor.report_error(error)
             elif isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
-                raise PeerError(monitor.explain(error)) from error
+                raise PeerError(monitor.diagnose(error)) from error
             raise
         return monitor.trace
 
@@ -143,7 +143,7 @@ class StageRunner:
         stages = [self._stage(i, chunk, output_specs) for i, chunk in self._chunks.items()]
         pp, rank, vpp = self._pp.size, self._pp.index, len(stages)
         if backward:
-            pair = None if self._turns is None else self._pair
+            pair = None if self._interleaver is None else self._pair
             group = self._group_size
             schedule = build_schedule(self._schedule, stages, count, self._add, pair, group)
             plan = planned_actions(self._schedule, pp, rank, count, vpp, group)
@@ -179,7 +179,7 @@ class StageRunner:
             for each in (forward, backward):
                 with self._monitor.awaiting(each.action):
                     each.receive()
-            cast(Turns, self._turns).together(backward.run, forward.run)
+            cast(PassInterleaver, self._interleaver).run_pair(backward.run, forward.run)
 
     def _add(self, output: Any, micro_batch: Any) -> Tensor:
         with self._monitor.running():

@@ -29,8 +29,8 @@ from megatron_parallel.errors import LayoutError
 from megatron_parallel.mesh import Mesh
 from megatron_parallel.sharding import DEFAULT_INIT, Init, Sharding
 from megatron_parallel.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
-from megatron_parallel.tensor_parallel.multiplied import add_further, multiplied_by
 from megatron_parallel.tensor_parallel.product import PLAIN, Product
+from megatron_parallel.tensor_parallel.product_layers import add_product_parameters, product_weights
 from megatron_parallel.tensor_parallel.specs import ColumnSpec, RowSpec, VocabSpec
 from megatron_parallel.tensor_parallel.vocabulary_loss import OutputLayer
 
@@ -88,8 +88,8 @@ class ColumnParallelLinear(nn.Module):
         spec = ColumnSpec(in_features, out, bias, dim, fused_dim, spill_dim, padded, axis, init)
         self.sharding = spec.shardings(sequence_parallel)
         self.product = product
-        self.multiplied = add_further(self.sharding, product)
-        _register(self, ("weight", "bias", *self.multiplied[1:]), mesh, dtype, device)
+        self.product_parameters = add_product_parameters(self.sharding, product)
+        _register(self, ("weight", "bias", *self.product_parameters[1:]), mesh, dtype, device)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
         self.chunks = 1
@@ -133,9 +133,9 @@ class ColumnParallelLinear(nn.Module):
         if loss is not None:
             if self.bias is not None:
                 raise LayoutError("the loss of an output layer takes no bias: build it without one")
-            return loss(x, OutputLayer(multiplied_by(self), self.axis, *cut, self.product))
+            return loss(x, OutputLayer(product_weights(self), self.axis, *cut, self.product))
         return column_parallel_linear(
-            x, self.weight, self.bias, self.axis, *cut, self.product, multiplied_by(self)[1:]
+            x, self.weight, self.bias, self.axis, *cut, self.product, product_weights(self)[1:]
         )
 
     def extra_repr(self) -> str:
@@ -172,8 +172,8 @@ class RowParallelLinear(nn.Module):
         spec = RowSpec(in_features, out_features, bias, axis, init)
         self.sharding = spec.shardings(sequence_parallel)
         self.product = product
-        self.multiplied = add_further(self.sharding, product)
-        _register(self, ("weight", "bias", *self.multiplied[1:]), mesh, dtype, device)
+        self.product_parameters = add_product_parameters(self.sharding, product)
+        _register(self, ("weight", "bias", *self.product_parameters[1:]), mesh, dtype, device)
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
         self.chunks = 1
@@ -204,7 +204,7 @@ class RowParallelLinear(nn.Module):
         was built.
         """
         cut = _cut(self, sequence_parallel), self.chunks
-        own: Any = {"product": self.product, "further": multiplied_by(self)[1:]}
+        own: Any = {"product": self.product, "added_weights": product_weights(self)[1:]}
         return row_parallel_linear(x, self.weight, self.axis, *cut, bias=self.bias, **own)
 
     def extra_repr(self) -> str:
@@ -242,7 +242,7 @@ class VocabParallelEmbedding(nn.Module):
         self.axis = mesh.axis(axis)
         self.sequence_parallel = sequence_parallel
         self.product: Product | None = None
-        self.multiplied = ("weight",)
+        self.product_parameters = ("weight",)
 
     @classmethod
     def of(

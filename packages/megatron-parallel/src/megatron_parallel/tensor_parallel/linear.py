@@ -29,6 +29,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_parallel import _compat
+from megatron_parallel.async_collective import (
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from megatron_parallel.axes import Axis
 from megatron_parallel.collectives import (
     all_gather,
@@ -42,13 +47,8 @@ from megatron_parallel.tensor_parallel.product import (
     Product,
     Weights,
     as_rows,
-    gradients_of,
-    wanted_of,
-)
-from megatron_parallel.tensor_parallel.started import (
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
+    weight_gradient_requests,
+    weight_gradients,
 )
 
 
@@ -60,7 +60,7 @@ def column_parallel_linear(
     sequence_parallel: bool = False,
     chunks: int = 1,
     product: Product = PLAIN,
-    further: Weights = (),
+    added_weights: Weights = (),
 ) -> Float[Tensor, "..."]:
     """What `ColumnParallelLinear` does, with a weight held elsewhere (tied output embeddings).
 
@@ -73,11 +73,11 @@ def column_parallel_linear(
         chunks: At most so many pieces in which the input is gathered while products of those that
             are there are computed.
         product: What is multiplied.
-        further: Parameters that the product adds to the weight, this rank's part of each.
+        added_weights: Parameters that the product adds to the weight, this rank's part of each.
     """
     shape = weight.shape[:-1]
     flat_bias = bias if bias is None or bias.dim() == 1 else bias.flatten()
-    weights = (weight, *further)
+    weights = (weight, *added_weights)
     if axis.size == 1:
         y = product.forward(x, weights, flat_bias)
     elif torch.compiler.is_compiling():  # the compiler itself moves collectives
@@ -98,7 +98,7 @@ def row_parallel_linear(
     *,
     bias: Float[Tensor, " out"] | None = None,
     product: Product = PLAIN,
-    further: Weights = (),
+    added_weights: Weights = (),
 ) -> Float[Tensor, "... out"]:
     """Returns the sum over the ranks of an axis of `x W^T`, or this rank's part of its dim 0.
 
@@ -111,9 +111,9 @@ def row_parallel_linear(
             computed.
         bias: Added to the sum, once.
         product: What is multiplied.
-        further: Parameters that the product adds to the weight, this rank's part of each.
+        added_weights: Parameters that the product adds to the weight, this rank's part of each.
     """
-    weights = (weight, *further)
+    weights = (weight, *added_weights)
     if axis.size == 1:
         return product.forward(x, weights, bias)
     y: Tensor
@@ -158,10 +158,10 @@ class _Column(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         how: _How = ctx.how
-        wanted = wanted_of(ctx, weights)
+        requests = weight_gradient_requests(ctx, weights)
         needs_x = _compat.gradient_wanted(ctx, 0)
         needs_bias = _compat.gradient_wanted(ctx, 1 + len(weights))
-        gathering = start_all_gather(x, how.axis) if how.cut and any(wanted) else None
+        gathering = start_all_gather(x, how.axis) if how.cut and any(requests) else None
         dy = grads[0]
         rows = as_rows(dy)
         reducing = None
@@ -170,7 +170,7 @@ class _Column(Function):
             start = start_reduce_scatter if how.cut else start_all_reduce
             reducing = start(partial, how.axis)
         whole = x if gathering is None else gathering.wait()
-        dweights = gradients_of(how.product, rows, whole, weights, wanted)
+        dweights = weight_gradients(how.product, rows, whole, weights, requests)
         dbias = rows.sum(0) if needs_bias else None
         dx = None if reducing is None else reducing.wait()
         return dx, *dweights, dbias, None
@@ -196,16 +196,16 @@ class _Row(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         how: _How = ctx.how
-        needs_x, wanted = _compat.gradient_wanted(ctx, 0), wanted_of(ctx, weights)
+        needs_x, requests = _compat.gradient_wanted(ctx, 0), weight_gradient_requests(ctx, weights)
         # A split pass comes twice, with one gradient: it is gathered for the first half.
         known, dy = ctx.gathered or (None, None)
         if dy is None or known is not grads[0]:
             dy = all_gather(grads[0], how.axis)
-        later = any(ctx.needs_input_grad[1 : 1 + len(weights)]) and not any(wanted)
+        later = any(ctx.needs_input_grad[1 : 1 + len(weights)]) and not any(requests)
         ctx.gathered = (grads[0], dy) if later else None
         rows = as_rows(dy)
         dx = how.product.dgrad(rows, weights).view(x.shape) if needs_x else None
-        return dx, *gradients_of(how.product, rows, x, weights, wanted), None
+        return dx, *weight_gradients(how.product, rows, x, weights, requests), None
 
 
 def _gathered_in_chunks(

@@ -22,7 +22,7 @@ from megatron_parallel.sharding import ZEROS, Init, Sharding
 from megatron_parallel.tensor_parallel.lora_config import LoRAConfig
 from megatron_parallel.tensor_parallel.product import (
     Multiply,
-    Wanted,
+    WeightGradientRequest,
     Weights,
     as_matrix,
     multiply_matrix,
@@ -43,7 +43,7 @@ class LoRA:
 
     rank: int
     alpha: float
-    adapts: ClassVar[bool] = True
+    is_adapter: ClassVar[bool] = True
 
     @property
     def scale(self) -> float:
@@ -95,18 +95,18 @@ class LoRA:
         dy: Float[Tensor, "rows out"],
         x: Float[Tensor, "rows in"],
         weights: Weights,
-        wanted: Sequence[Wanted | None],
+        requests: Sequence[WeightGradientRequest | None],
     ) -> tuple[Tensor | None, ...]:
         """Of A `(alpha / r) (dy B)^T x`, of B `(alpha / r) dy^T (x A^T)`."""
         _, a, b = weights
-        of_weight, of_a, of_b = wanted
+        of_weight, of_a, of_b = requests
         return (
             None if of_weight is None else of_weight(dy, x),
             None if of_a is None else of_a((dy @ as_matrix(b)) * self.scale, x),
             None if of_b is None else of_b(dy, multiply_matrix(x, a) * self.scale),
         )
 
-    def merged(self, weights: Weights) -> Tensor:
+    def merged_weight(self, weights: Weights) -> Tensor:
         """`W + (alpha / r) B A`, of each expert."""
         weight, a, b = weights
         columns = b.flatten(1, -2) if a.dim() == 3 else as_matrix(b)

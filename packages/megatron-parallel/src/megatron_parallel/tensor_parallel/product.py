@@ -2,7 +2,7 @@
 
     y = product.forward(x, weights, bias)
     dx = product.dgrad(dy, weights)
-    dweights = product.wgrad(dy, x, weights, wanted)
+    dweights = product.wgrad(dy, x, weights, requests)
 
 A product sees this rank's input and this rank's part of each weight. The layer communicates around
 it: while one gradient is computed, what the other needs is on its way, and a split backward pass
@@ -10,9 +10,8 @@ asks for each at another time. `weights` are the layer's own weight and then wha
 to it (`Product.shardings`), which the layer registers: they are in its sharding table, and are
 initialised, clipped and saved like any parameter.
 
-`PLAIN` is `x W^T`. `Accumulating` is a product whose gradients are added up where they are made: a
-product that knows who adds them up hands over two factors and gives autograd nothing, and nobody
-makes a matrix as large as the weight only to add it to another one.
+`PLAIN` is `x W^T`. An `AccumulatingProduct` adds each weight gradient directly to a buffer, from
+its two factors, and returns none to autograd: no matrix as large as the weight is made first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +43,7 @@ def multiply_matrix(
     return functional.linear(x, as_matrix(weight), bias)
 
 
-class Wanted:
+class WeightGradientRequest:
     """What a backward pass wants of one weight; it makes a gradient of two factors.
 
     Attributes:
@@ -55,7 +54,7 @@ class Wanted:
         self.shape, self._returned = shape, returned
 
     @property
-    def returned(self) -> bool:
+    def must_return(self) -> bool:
         """Whether `torch.autograd.grad` was asked for the gradient.
 
         The weight half of a split backward pass does so: then there must be a tensor.
@@ -74,7 +73,7 @@ class Product(Protocol):
     """What a column-, row-parallel or expert layer computes of its input and its weight."""
 
     @property
-    def adapts(self) -> bool:
+    def is_adapter(self) -> bool:
         """Whether only parameters of products are trained, as of low-rank adapters."""
 
     def shardings(self, weight: Sharding) -> Mapping[str, Sharding]:
@@ -109,7 +108,7 @@ class Product(Protocol):
         dy: Float[Tensor, "rows out"],
         x: Float[Tensor, "rows in"],
         weights: Weights,
-        wanted: Sequence[Wanted | None],
+        requests: Sequence[WeightGradientRequest | None],
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the weights. Layers of a single matrix alone ask for them.
 
@@ -117,7 +116,7 @@ class Product(Protocol):
             dy: Gradient of the product.
             x: Its input.
             weights: See `Weights`.
-            wanted: Of each weight, what makes its gradient of two factors `[rows, out]` and
+            requests: Of each weight, what makes its gradient of two factors `[rows, out]` and
                 `[rows, in]`; None where the pass wants no gradient. Those of matrices go through
                 it, so that they can be added up where they are made.
 
@@ -125,15 +124,15 @@ class Product(Protocol):
             What autograd is given for each weight.
         """
 
-    def merged(self, weights: Weights) -> Tensor:
+    def merged_weight(self, weights: Weights) -> Tensor:
         """The weight with which `PLAIN` computes the same, in the shape of the layer's own."""
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainProduct:
     """`x W^T + b`."""
 
-    adapts: ClassVar[bool] = False
+    is_adapter: ClassVar[bool] = False
 
     def shardings(self, weight: Sharding) -> Mapping[str, Sharding]:
         """Nothing beside the weight."""
@@ -159,37 +158,37 @@ class Plain:
         dy: Float[Tensor, "rows out"],
         x: Float[Tensor, "rows in"],
         weights: Weights,
-        wanted: Sequence[Wanted | None],
+        requests: Sequence[WeightGradientRequest | None],
     ) -> tuple[Tensor | None, ...]:
         """`dy^T x`."""
-        return (None if wanted[0] is None else wanted[0](dy, x),)
+        return (None if requests[0] is None else requests[0](dy, x),)
 
-    def merged(self, weights: Weights) -> Tensor:
+    def merged_weight(self, weights: Weights) -> Tensor:
         """Returns the weight itself."""
         return weights[0]
 
 
-PLAIN: Final = Plain()
+PLAIN: Final = PlainProduct()
 """The product of layers that are given no other."""
 
 
 @runtime_checkable
-class Accumulate(Protocol):
+class AccumulateGradient(Protocol):
     """Adds `dy^T x` to the gradient of one weight."""
 
     def __call__(
-        self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], *, returned: bool
+        self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"], *, must_return: bool
     ) -> Tensor | None:
         """Returns what autograd is to be given for the gradient.
 
         Args:
             dy: Gradient of the product.
             x: Its input.
-            returned: See `Wanted`.
+            must_return: See `WeightGradientRequest`.
         """
 
 
-class Accumulating:
+class AccumulatingProduct:
     """A product whose weights' gradients are added up by the product that makes them.
 
     Autograd calls the hooks of a weight all the same, once all products of the backward pass are
@@ -200,10 +199,10 @@ class Accumulating:
         accumulate: By number of a weight, what adds its gradients up; others are autograd's.
     """
 
-    def __init__(self, product: Product, accumulate: Mapping[int, Accumulate]) -> None:
+    def __init__(self, product: Product, accumulate: Mapping[int, AccumulateGradient]) -> None:
         self.product, self.accumulate = product, dict(accumulate)
-        self.adapts, self.shardings = product.adapts, product.shardings
-        self.dgrad, self.merged = product.dgrad, product.merged
+        self.is_adapter, self.shardings = product.is_adapter, product.shardings
+        self.dgrad, self.merged_weight = product.dgrad, product.merged_weight
 
     def forward(
         self,
@@ -223,12 +222,12 @@ class Accumulating:
         dy: Float[Tensor, "rows out"],
         x: Float[Tensor, "rows in"],
         weights: Weights,
-        wanted: Sequence[Wanted | None],
+        requests: Sequence[WeightGradientRequest | None],
     ) -> tuple[Tensor | None, ...]:
         """As the product's, but for those that are added up here."""
         added = [
             _Added(each, self.accumulate[number]) if each and number in self.accumulate else each
-            for number, each in enumerate(wanted)
+            for number, each in enumerate(requests)
         ]
         return self.product.wgrad(dy, x, weights, added)
 
@@ -237,17 +236,17 @@ class Accumulating:
         return _same, (self.product,)
 
 
-class _Added(Wanted):
+class _Added(WeightGradientRequest):
     """Two factors go to who adds up their product."""
 
-    def __init__(self, wanted: Wanted, accumulate: Accumulate) -> None:
-        super().__init__(wanted.shape, lambda: wanted.returned)
+    def __init__(self, requests: WeightGradientRequest, accumulate: AccumulateGradient) -> None:
+        super().__init__(requests.shape, lambda: requests.must_return)
         self._accumulate = accumulate
 
     def __call__(
         self, dy: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"]
     ) -> Float[Tensor, "..."] | None:
-        return self._accumulate(dy, x, returned=self.returned)
+        return self._accumulate(dy, x, must_return=self.must_return)
 
 
 class _Product(Function):
@@ -268,35 +267,37 @@ class _Product(Function):
         dx = None
         if _compat.gradient_wanted(ctx, 0):
             dx = ctx.product.dgrad(rows, weights).view(x.shape)
-        wanted = wanted_of(ctx, weights)
-        dweights = gradients_of(ctx.product, rows, x, weights, wanted)
+        requests = weight_gradient_requests(ctx, weights)
+        dweights = weight_gradients(ctx.product, rows, x, weights, requests)
         needs_bias = _compat.gradient_wanted(ctx, 1 + len(weights))
         return dx, *dweights, rows.sum(0) if needs_bias else None, None
 
 
-def wanted_of(ctx: Any, weights: Weights) -> list[Wanted | None]:
+def weight_gradient_requests(ctx: Any, weights: Weights) -> list[WeightGradientRequest | None]:
     """In the backward pass of a function of `x`, `*weights`, ...: what it wants of the weights."""
 
     def returned(index: int) -> Callable[[], bool]:
         return lambda: _compat.gradient_returned(ctx, index)
 
     return [
-        Wanted(weight.shape, returned(index)) if _compat.gradient_wanted(ctx, index) else None
+        WeightGradientRequest(weight.shape, returned(index))
+        if _compat.gradient_wanted(ctx, index)
+        else None
         for index, weight in enumerate(weights, 1)
     ]
 
 
-def gradients_of(
+def weight_gradients(
     product: Product,
     dy: Float[Tensor, "rows out"],
     x: Float[Tensor, "... in"],
     weights: Weights,
-    wanted: Sequence[Wanted | None],
+    requests: Sequence[WeightGradientRequest | None],
 ) -> tuple[Tensor | None, ...]:
-    """Returns what `Product.wgrad` gives, if any weight is wanted."""
-    if not any(wanted):
+    """Returns what `Product.wgrad` gives, if any weight is requests."""
+    if not any(requests):
         return (None,) * len(weights)
-    return product.wgrad(dy, as_rows(x), weights, wanted)
+    return product.wgrad(dy, as_rows(x), weights, requests)
 
 
 def as_matrix(weight: Float[Tensor, "*out in"]) -> Float[Tensor, "flat in"]:

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron_parallel import _compat
+from megatron_parallel.async_collective import start_all_reduce, start_reduce_scatter
 from megatron_parallel.axes import Axis
 from megatron_parallel.collectives import all_gather
 from megatron_parallel.errors import LayoutError
 from megatron_parallel.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_parallel.tensor_parallel.linear import column_parallel_linear
-from megatron_parallel.tensor_parallel.product import Product, Weights, wanted_of
-from megatron_parallel.tensor_parallel.started import start_all_reduce, start_reduce_scatter
+from megatron_parallel.tensor_parallel.product import Product, Weights, weight_gradient_requests
 
 
 class OutputLayer(NamedTuple):
@@ -76,9 +76,9 @@ def plain_loss(
     label_smoothing: float = 0.0,
 ) -> Float[Tensor, "s b"]:
     """Makes all logits, then their losses."""
-    weight, *further = layer.weights
+    weight, *added_weights = layer.weights
     how = layer.axis, layer.sequence_parallel, layer.chunks, layer.product
-    logits = column_parallel_linear(x, weight, None, *how, tuple(further))
+    logits = column_parallel_linear(x, weight, None, *how, tuple(added_weights))
     return vocab_parallel_cross_entropy(
         logits, targets, layer.axis, true_vocab, label_smoothing=label_smoothing
     )
@@ -172,7 +172,7 @@ class _Chunked(Function):
         x, *weights = ctx.saved_tensors
         how: _How = ctx.how
         product, axis = how.layer.product, how.layer.axis
-        needs_x, wanted = _compat.gradient_wanted(ctx, 0), wanted_of(ctx, weights)
+        needs_x, requests = _compat.gradient_wanted(ctx, 0), weight_gradient_requests(ctx, weights)
         whole = how.rows(x)
         dx = torch.empty_like(whole) if needs_x else None
         dweights: list[Tensor | None] = [None] * len(weights)
@@ -184,8 +184,8 @@ class _Chunked(Function):
             dlogits = how.gradient(rows, weights, targets, upstream)
             if dx is not None:
                 dx[start : start + len(rows)] = product.dgrad(dlogits, weights)
-            if any(wanted):
-                found = product.wgrad(dlogits, rows, weights, wanted)
+            if any(requests):
+                found = product.wgrad(dlogits, rows, weights, requests)
                 dweights = [_added(*pair) for pair in zip(dweights, found, strict=True)]
             del dlogits  # before the next chunk has as large a one
             start += len(rows)

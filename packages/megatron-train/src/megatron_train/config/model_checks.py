@@ -30,7 +30,9 @@ def check_model_layout(
     try:
         model.check_layout(layout)
     except ConfigError as error:
-        raise TrainError(error.told(flags_of(type(model)) | flags_of(type(layout)))) from None
+        raise TrainError(
+            error.format_message(flags_of(type(model)) | flags_of(type(layout)))
+        ) from None
 
 
 def check_features(run: RunSections) -> None:
@@ -73,7 +75,7 @@ def _refuse(model: ModelConfig, feature: Feature, form: str) -> None:
     refusal = model.unsupported_reason(feature)
     if refusal is not None:
         line = form.format(setting=refusal.setting, why=refusal.reason)
-        raise TrainError(ConfigError(line, vars(model)).told(flags_of(type(model))))
+        raise TrainError(ConfigError(line, vars(model)).format_message(flags_of(type(model))))
 
 
 def check_expert_overlap(run: RunSections) -> None:

@@ -235,7 +235,7 @@ class RunConfig(RunSections):
             self.learning_rate_schedule()
             self.weight_decay_schedule()
         except OptimError as error:
-            raise TrainError(error.told(flags)) from None
+            raise TrainError(error.format_message(flags)) from None
         if self.optimizer.decoupled_lr is None:
             return
         flags["max_lr"] = "--decoupled-lr"
@@ -244,7 +244,7 @@ class RunConfig(RunSections):
         try:
             self.learning_rate_schedule(decoupled=True)
         except OptimError as error:
-            raise TrainError(error.told(flags)) from None
+            raise TrainError(error.format_message(flags)) from None
 
 
 def build_run(values: Values, world_size: int = 1, kind: str = DEFAULT_KIND) -> RunConfig:
@@ -303,7 +303,7 @@ def build_section(name: str, cls: type[Section], values: Values, **fixed: Any) -
         return cls(**values.section(name), **fixed)
     except FieldError as error:
         spelling = {option.name: values.name_in_source(option) for option in options_of(cls, name)}
-        raise TrainError(error.told(spelling)) from None
+        raise TrainError(error.format_message(spelling)) from None
 
 
 def _resolve(layout: ParallelLayout, world_size: int) -> ParallelLayout:
@@ -330,7 +330,7 @@ def _named_by_flags(section: str) -> Iterator[None]:
     try:
         yield
     except FieldError as error:
-        raise TrainError(error.told(flags_of(sections()[section][1]))) from None
+        raise TrainError(error.format_message(flags_of(sections()[section][1]))) from None
 
 
 def _model_ranks(layout: ParallelLayout) -> int:

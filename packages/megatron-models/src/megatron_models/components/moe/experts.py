@@ -6,7 +6,7 @@ each, as column- and row-parallel layers have; answers are then partial sums.
 
 from jaxtyping import Float, Int
 from megatron_kernels import grouped_matmul
-from megatron_parallel.tensor_parallel import add_further, multiplied_by
+from megatron_parallel.tensor_parallel import add_product_parameters, product_weights
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -45,7 +45,7 @@ class ExpertLinear(nn.Module):
         super().__init__()
         table = spec.shardings()
         self.product = placement.product(spec.role)
-        self.multiplied = add_further(table, self.product)
+        self.product_parameters = add_product_parameters(table, self.product)
         placement.register_parameters(self, table, "weight", "bias")
         axis, outputs = placement.mesh.axis("expert_tp"), spec.outputs[-1]
         self.start = outputs // axis.size * axis.index if spec.cut == "inputs" else 0
@@ -58,7 +58,7 @@ class ExpertLinear(nn.Module):
             y: Tensor = grouped_matmul(x, weight.flatten(1, -2).transpose(1, 2), counts)
             return y
 
-        y = self.product.forward(x, multiplied_by(self), None, multiply)
+        y = self.product.forward(x, product_weights(self), None, multiply)
         if bias is not None:
             whole = bias.flatten(1)
             missing = y.shape[1] - whole.shape[1] - self.start  # channels of ranks after this one

@@ -47,7 +47,7 @@ class MoE(nn.Module):
         """Sends every token to its experts and adds their answers up.
 
         The shared expert computes while tokens are on their way, forwards and backwards; then,
-        with `Context.turns`, another micro-batch does.
+        with `Context.interleaver`, another micro-batch does.
         """
         given = context.sequence_parallel
         cut = self.sequence_parallel if given is None else given
@@ -56,7 +56,7 @@ class MoE(nn.Module):
         weights = routing.weights
         if context.auxiliary_losses is not None:
             weights = self.losses.attach(routing, sequences, x.shape[1], context.auxiliary_losses)
-        dispatch = self.dispatcher.dispatch(tokens, routing.experts, weights, context.turns)
+        dispatch = self.dispatcher.dispatch(tokens, routing.experts, weights, context.interleaver)
         shared = None if self.shared is None else self.shared(x, context)
         answers = self.experts(*dispatch.wait())
         y = self._all_tokens(dispatch.combine(answers).wait(), x, cut)

@@ -12,8 +12,8 @@ from megatron_parallel import (
     AuxiliaryLosses,
     Axis,
     Mesh,
+    PassInterleaver,
     RecomputeConfig,
-    Turns,
     initialize_parameters,
 )
 from megatron_parallel.context_parallel import ContextSplit, check_length
@@ -151,7 +151,7 @@ class GPT(Trunk, CausalModel):
         split: ContextSplit | None = None,
         cp: Axis | None = None,
         auxiliary_losses: AuxiliaryLosses | None = None,
-        turns: Turns | None = None,
+        interleaver: PassInterleaver | None = None,
         label_smoothing: float = 0.0,
         logits_at: Int[Tensor, "b k"] | None = None,
     ) -> Float[Tensor, "..."]:
@@ -182,8 +182,8 @@ class GPT(Trunk, CausalModel):
                 (`ParallelLayout.hybrid_cp`); by default those of the mesh's axis ``cp``. Its rows
                 may be longer than sequences are, as long as ``positions`` are given.
             auxiliary_losses: takes the losses of routers, when training; without it there are none.
-            turns: of a `megatron_parallel.PipelineEngine`: lets another micro-batch compute while
-                experts' tokens are on their way; the dispatcher must be ``alltoall``.
+            interleaver: of a `megatron_parallel.PipelineEngine`: lets another micro-batch compute
+                while experts' tokens are on their way; the dispatcher must be ``alltoall``.
             label_smoothing: share of the loss that all tokens of the vocabulary have in common; see
                 `megatron_parallel.vocab_parallel_cross_entropy`.
             logits_at: places among these tokens for which logits are made, 0 to s - 1, ``k`` of
@@ -241,7 +241,7 @@ class GPT(Trunk, CausalModel):
             RecomputeConfig() if whole else self.recompute,  # a second run would add keys once more
             padding,
             auxiliary_losses,
-            turns,
+            interleaver,
             sequence_parallel=False if whole else None,
         )
         x = super().forward(x, context, positions)

@@ -5,16 +5,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from megatron_parallel import Turns
+from megatron_parallel import PassInterleaver
 from torch import Tensor
 
 
-def passes(turns: Turns, log: list[str], counts: dict[str, int]) -> list[Callable[[], str]]:
+def passes(
+    interleaver: PassInterleaver, log: list[str], counts: dict[str, int]
+) -> list[Callable[[], str]]:
     def of(name: str) -> Callable[[], str]:
         def run() -> str:
             for i in range(counts[name]):
                 log.append(f"{name}{i}")
-                turns.hand_over()
+                interleaver.switch()
             log.append(f"{name} ends")
             return name
 
@@ -33,49 +35,49 @@ def passes(turns: Turns, log: list[str], counts: dict[str, int]) -> list[Callabl
     ],
 )
 def test_passes_alternate_until_one_has_ended(counts: dict[str, int], expected: str) -> None:
-    turns = Turns()
+    interleaver = PassInterleaver()
     for _ in range(20):  # whatever the threads' speed
         log: list[str] = []
-        first, second = passes(turns, log, counts)
-        assert turns.together(first, second) == "F"
+        first, second = passes(interleaver, log, counts)
+        assert interleaver.run_pair(first, second) == "F"
         assert " ".join(log) == expected
 
 
 def test_nobody_waits_where_no_pair_runs() -> None:
-    turns = Turns()
-    turns.hand_over()
+    interleaver = PassInterleaver()
+    interleaver.switch()
     log: list[str] = []
-    turns.together(*passes(turns, log, {"B": 1, "F": 1}))
-    turns.hand_over()
+    interleaver.run_pair(*passes(interleaver, log, {"B": 1, "F": 1}))
+    interleaver.switch()
 
 
-class HandOver(torch.autograd.Function):
+class Switch(torch.autograd.Function):
     """Ends a turn in the forward and in the backward pass."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, turns: Turns, log: list[str], name: str) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.turns, ctx.log, ctx.name = turns, log, name
+    def forward(ctx, x: Tensor, interleaver: PassInterleaver, log: list[str], name: str) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.interleaver, ctx.log, ctx.name = interleaver, log, name
         log.append(f"F{name}")
-        turns.hand_over()
+        interleaver.switch()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[no-untyped-def]
         ctx.log.append(f"B{ctx.name}")
-        ctx.turns.hand_over()
+        ctx.interleaver.switch()
         return grads[0], None, None, None
 
 
 def test_a_turn_ends_inside_autograd_too() -> None:
-    turns, log = Turns(), list[str]()
+    interleaver, log = PassInterleaver(), list[str]()
     x = torch.ones(2, requires_grad=True)
 
     def forward(name: str) -> Tensor:
-        y = HandOver.apply(x, turns, log, f"{name}.0")  # type: ignore[no-untyped-call]
-        return HandOver.apply(2 * y, turns, log, f"{name}.1").sum()  # type: ignore[no-untyped-call]
+        y = Switch.apply(x, interleaver, log, f"{name}.0")  # type: ignore[no-untyped-call]
+        return Switch.apply(2 * y, interleaver, log, f"{name}.1").sum()  # type: ignore[no-untyped-call]
 
     one = forward("a")
-    other = turns.together(one.backward, lambda: forward("b"))
+    other = interleaver.run_pair(one.backward, lambda: forward("b"))
     assert log == ["Fa.0", "Fa.1", "Ba.1", "Fb.0", "Ba.0", "Fb.1"]
     assert other.requires_grad and x.grad is not None
     other.backward()  # type: ignore[no-untyped-call]
@@ -85,7 +87,7 @@ def test_a_turn_ends_inside_autograd_too() -> None:
 @pytest.mark.parametrize("failing", ["B", "F"])
 @pytest.mark.parametrize("handed_over", [0, 2])
 def test_an_error_of_either_ends_both(failing: str, handed_over: int) -> None:
-    turns, ended = Turns(), list[str]()
+    interleaver, ended = PassInterleaver(), list[str]()
     before = threading.active_count()
 
     def run(name: str) -> None:
@@ -93,32 +95,34 @@ def test_an_error_of_either_ends_both(failing: str, handed_over: int) -> None:
             for i in range(9):
                 if name == failing and i == handed_over:
                     raise ValueError(f"{name} fails")
-                turns.hand_over()
+                interleaver.switch()
         finally:
             ended.append(name)
 
     with pytest.raises(ValueError, match=f"{failing} fails"):
-        turns.together(lambda: run("B"), lambda: run("F"))
+        interleaver.run_pair(lambda: run("B"), lambda: run("F"))
     # A pass that never had a turn has not begun.
     assert sorted(ended) == (["B"] if (failing, handed_over) == ("B", 0) else ["B", "F"])
     assert threading.active_count() == before
     log: list[str] = []
-    turns.together(*passes(turns, log, {"B": 1, "F": 1}))  # what comes next is not disturbed
+    interleaver.run_pair(
+        *passes(interleaver, log, {"B": 1, "F": 1})
+    )  # what comes next is not disturbed
     assert len(log) == 4
 
 
 def test_an_interrupt_ends_both() -> None:
-    turns = Turns()
+    interleaver = PassInterleaver()
 
     def interrupted() -> None:
-        turns.hand_over()
+        interleaver.switch()
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        turns.together(lambda: [turns.hand_over() for _ in range(3)], interrupted)
+        interleaver.run_pair(lambda: [interleaver.switch() for _ in range(3)], interrupted)
 
 
 def test_a_pair_within_a_pair_is_refused() -> None:
-    turns = Turns()
-    with pytest.raises(RuntimeError, match="two passes take turns already"):
-        turns.together(lambda: turns.together(int, int), int)
+    interleaver = PassInterleaver()
+    with pytest.raises(RuntimeError, match="pairs cannot be nested"):
+        interleaver.run_pair(lambda: interleaver.run_pair(int, int), int)
