@@ -14,7 +14,7 @@ import torch
 from megatron_ckpt import CheckpointStore, ForeignModel, ModelRecord, export_hf
 from megatron_models import GPT, GPTConfig, config_of, record_of
 from megatron_models.families.family import Family
-from megatron_models.families.settings import Odd, Theirs
+from megatron_models.families.settings import Custom, Mapped
 from megatron_models.models.gpt.families import gpt2, llama, mixtral
 from megatron_parallel import Mesh, collect_shardings, parameter_views
 from safetensors import safe_open
@@ -41,12 +41,12 @@ MIXED = Family(
     ),
     settings=mixtral.FAMILY.settings
     | {
-        "ffn_hidden_size": Theirs("intermediate_size"),
-        "moe_ffn_hidden_size": Theirs("moe_intermediate_size"),
-        "moe_layer_freq": Theirs("moe_layer_freq"),
+        "ffn_hidden_size": Mapped("intermediate_size"),
+        "moe_ffn_hidden_size": Mapped("moe_intermediate_size"),
+        "moe_layer_freq": Mapped("moe_layer_freq"),
     },
-    odd=tuple(rule for rule in mixtral.FAMILY.odd if "rotary_base" in rule.ours),
-    written=mixtral.FAMILY.written,
+    custom=tuple(rule for rule in mixtral.FAMILY.custom if "rotary_base" in rule.fields),
+    exported_constants=mixtral.FAMILY.exported_constants,
 )
 CONFIG = GPTConfig(
     num_layers=5,
@@ -104,4 +104,8 @@ def test_a_model_of_dense_and_expert_layers_goes_there_and_back(installed, tmp_p
 def test_the_rows_of_families_are_as_the_schema_says(family):
     rows = json.loads(json.dumps(family.active_rows(CONFIG)))
     jsonschema.validate(rows, SCHEMA)
-    assert rows and isinstance(family.odd, tuple) and all(isinstance(o, Odd) for o in family.odd)
+    assert (
+        rows
+        and isinstance(family.custom, tuple)
+        and all(isinstance(o, Custom) for o in family.custom)
+    )

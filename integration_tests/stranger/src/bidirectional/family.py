@@ -1,7 +1,7 @@
 """BERT's encoder (Devlin et al., 2019): the entry in the group ``megatron.families``."""
 
 from megatron_models import Family
-from megatron_models.families.settings import Fixed, Spelled, Theirs
+from megatron_models.families.settings import Constant, Mapped, Translated
 
 _LAYER = "encoder.layer.{i}"
 _HEADS = ["$num_attention_heads", "$head_size"]
@@ -48,23 +48,23 @@ FAMILY = Family(
         *_same("pooler", "pooler.dense"),
     ),
     settings={
-        "num_layers": Theirs("num_hidden_layers"),
-        "hidden_size": Theirs("hidden_size"),
-        "num_attention_heads": Theirs("num_attention_heads"),
-        "ffn_hidden_size": Theirs("intermediate_size"),
-        "vocab_size": Theirs("vocab_size"),
-        "max_position_embeddings": Theirs("max_position_embeddings"),
-        "position_embedding_type": Fixed("learned_absolute"),
-        "num_segments": Theirs("type_vocab_size", absent=2),
-        "normalization": Fixed("LayerNorm"),
-        "norm_epsilon": Theirs("layer_norm_eps", absent=1e-12),
-        "activation": Spelled(
+        "num_layers": Mapped("num_hidden_layers"),
+        "hidden_size": Mapped("hidden_size"),
+        "num_attention_heads": Mapped("num_attention_heads"),
+        "ffn_hidden_size": Mapped("intermediate_size"),
+        "vocab_size": Mapped("vocab_size"),
+        "max_position_embeddings": Mapped("max_position_embeddings"),
+        "position_embedding_type": Constant("learned_absolute"),
+        "num_segments": Mapped("type_vocab_size", absent=2),
+        "normalization": Constant("LayerNorm"),
+        "norm_epsilon": Mapped("layer_norm_eps", absent=1e-12),
+        "activation": Translated(
             "hidden_act",
             (("gelu", "gelu"), ("gelu_new", "gelu_tanh"), ("gelu_pytorch_tanh", "gelu_tanh")),
             absent="gelu",
         ),
-        "add_bias_linear": Fixed(True),
-        "init_method_std": Theirs("initializer_range", absent=0.02),
+        "add_bias_linear": Constant(True),
+        "init_method_std": Mapped("initializer_range", absent=0.02),
     },
     neutral={"position_embedding_type": ("absolute",), "is_decoder": (False,)},
     without_effect=frozenset(
@@ -75,5 +75,5 @@ FAMILY = Family(
             "tie_word_embeddings",  # there is no head
         }
     ),
-    written={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    exported_constants={"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 )

@@ -1,4 +1,4 @@
-"""What a family of published models is, as plain data that a checkpoint converter can interpret."""
+"""A family of published models, as plain data that a checkpoint converter interprets."""
 
 import dataclasses
 import reprlib
@@ -15,13 +15,13 @@ from megatron_models.families.neutral import (
     refuse_windows,
 )
 from megatron_models.families.settings import (
-    Fixed,
-    InexpressibleError,
-    Odd,
+    Constant,
+    Custom,
+    HFConfig,
     Setting,
-    Values,
+    UnsupportedFieldError,
     default_of,
-    unsupported,
+    unsupported_hf_field,
 )
 from megatron_models.kinds import find_kind
 from megatron_models.models.model_config import ModelConfig
@@ -30,57 +30,56 @@ Operation = tuple[str, Mapping[str, Any]]
 """A reversible operation and its arguments; ``"$field"`` stands for a configuration field."""
 
 Ignored = tuple[str, str, Mapping[str, Any]]
-"""Pattern of foreign names, a check that megatron-ckpt knows, and its arguments."""
+"""Pattern of foreign names, the name of a check of megatron-ckpt, and its arguments."""
 
 Where = Mapping[str, Any]
-"""For which models and layers a row is, as megatron-ckpt's schema says."""
+"""For which models and layers a row applies, as defined by megatron-ckpt's schema."""
 
 Names = str | tuple[str, ...]
 Row = (
     tuple[Names, tuple[str, ...], tuple[Operation, ...]]
     | tuple[Names, tuple[str, ...], tuple[Operation, ...], Where]
 )
-"""Our parameter or parameters, the foreign tensors they are made of, the operations theirs -> ours,
-and where, for those that only some models or layers have."""
+"""Our parameter or parameters, the foreign tensors that they are made of, the operations from
+theirs to ours, and the condition of rows that only some models or layers have."""
 
 EXPERT = "{e}"
 UNTIED: Where = {"if": "$untie_embeddings_and_output_weights"}
-"""Of the row of an output matrix."""
+"""The condition of the row of an output matrix."""
 
-_SHOWN = 3  # differences named in a message
+_SHOWN = 3  # differences listed in a message
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How the weights and configuration of one family map to ours, in both directions.
+    """How the weights and configurations of a family map to ours, in both directions.
 
-    Operations are reversible: a row is read from left to right to import and from right to left to
-    export. ``{i}`` in a name is the global layer number, ``{e}`` in a foreign one each expert's.
+    Operations are reversible: a row is read from left to right for import and from right to left
+    for export. ``{i}`` in a name is the global layer number, ``{e}`` in a foreign name the number
+    of an expert.
 
-    The world of settings is closed on both sides. A field of ours that no setting names must have
-    its default to be exported, so that a field which is added to a configuration later is refused
-    by a family that does not know it. A field of theirs that nothing names must be null to be
-    imported: that is how a ``config.json`` says that an option is not used, whereas False may turn
-    off what every model of the family has.
+    Settings are closed on both sides. On export, a field of ours without a setting must have its
+    default, so a family refuses fields that were added to a configuration later. On import, a field
+    of theirs that is not listed must be null: null in a ``config.json`` means that an option is not
+    used, whereas False may switch off what every model of the family has.
 
     Attributes:
-        name: the family's name, as stored in checkpoints.
-        title: its name in messages.
-        version: of the rows; raised when a row changes meaning.
-        kind: of models that it describes.
-        architectures: names of the Hugging Face classes that hold such weights.
-        model_type: value of ``model_type`` in their ``config.json``.
-        rows: together they name every parameter that a model of the family can have.
-        settings: how each field of ours stands in their ``config.json``.
-        odd: fields that take functions.
-        neutral: more fields of theirs, with the values that have no effect; they come before
-            those of `NEUTRAL`, which holds for every family.
-        without_effect: fields of theirs that never have an effect, besides `WITHOUT_EFFECT`.
-        written: fields of theirs that are written with fixed values.
-        ignored: foreign tensors that are passed over where no row claims them, once they are
-            found to say nothing: buffers that follow from the configuration, and the copy of a tied
-            weight.
-        prefix: the start of foreign names that files written from the headless class leave out.
+        name: The family's name, as stored in checkpoints.
+        title: Its name in messages.
+        version: Version of the rows, raised when a row changes meaning.
+        kind: Kind of the models.
+        architectures: Names of the Hugging Face classes with such weights.
+        model_type: Value of ``model_type`` in their ``config.json``.
+        rows: Rows that together cover every parameter of a model of the family.
+        settings: How each field of ours is expressed in their ``config.json``.
+        custom: Fields that are converted by functions.
+        neutral: Further fields of theirs, with the values that have no effect. They take precedence
+            over `NEUTRAL`, which holds for every family.
+        without_effect: Fields of theirs that never have an effect, besides `WITHOUT_EFFECT`.
+        exported_constants: Fields of theirs that are exported with fixed values.
+        ignored: Foreign tensors that may be skipped if no row uses them and they pass a check:
+            buffers that follow from the configuration, and the copy of a tied weight.
+        prefix: Start of foreign names that files written from the headless class leave out.
     """
 
     name: str
@@ -91,29 +90,30 @@ class Family:
     model_type: str
     rows: tuple[Row, ...]
     settings: Mapping[str, Setting]
-    odd: tuple[Odd, ...] = ()
+    custom: tuple[Custom, ...] = ()
     neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     without_effect: frozenset[str] = frozenset()
-    written: Mapping[str, Any] = field(default_factory=dict)
+    exported_constants: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[Ignored, ...] = ()
     prefix: str = ""
 
     @property
     def config_version(self) -> int:
-        """The version of configurations that a checkpoint's record holds now."""
+        """The current version of configurations in a checkpoint's record."""
         return find_kind(self.kind).version
 
     def config_from_record(self, fields: Mapping[str, Any], version: int) -> ModelConfig:
-        """Read the configuration of a checkpoint's record, as ``to_json`` of a version wrote it."""
+        """Returns the configuration from the fields of a checkpoint's record, of any version."""
         return find_kind(self.kind).read(fields, version)
 
     def config_to_hf(self, config: ModelConfig) -> dict[str, Any]:
-        """Makes the content of ``config.json``.
+        """Returns the content of ``config.json``.
 
         Raises:
-            ConfigError: the family cannot express the model; names the fields and their values.
+            ConfigError: The family cannot express the model; the message names the fields and
+                their values.
         """
-        content, found = self._written(config)
+        content, found = self._to_hf(config)
         if found:
             more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
             raise ConfigError(
@@ -123,58 +123,58 @@ class Family:
         return content
 
     def differences(self, config: ModelConfig) -> list[str]:
-        """Returns what of a model the family cannot express: ``"field = value, this one has ..."``.
+        """Returns the fields that the family cannot express.
 
-        Empty where it can.
+        Each entry reads ``"field = value, this one has ..."``.
         """
-        return self._written(config)[1]
+        return self._to_hf(config)[1]
 
-    def _written(self, config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
-        """Returns the content of ``config.json``, and what it cannot say."""
+    def _to_hf(self, config: ModelConfig) -> tuple[dict[str, Any], list[str]]:
+        """Returns the content of ``config.json``, and the fields that it cannot express."""
         content: dict[str, Any] = {
             "architectures": list(self.architectures[:1]),
             "model_type": self.model_type,
         }
         found: list[str] = []
         writers: list[Callable[[], Mapping[str, Any]]]
-        writers = [partial(rule.write, config) for rule in self.odd]
-        odd = {name for rule in self.odd for name in rule.ours}
+        writers = [partial(rule.write, config) for rule in self.custom]
+        custom = {name for rule in self.custom for name in rule.fields}
         for entry in dataclasses.fields(config):
             if entry.metadata.get("no_effect"):
                 continue
             if entry.name in self.settings:
                 writers.append(partial(self.settings[entry.name].write, entry.name, config))
-            elif entry.name not in odd:
-                writers.append(partial(Fixed(default_of(entry)).write, entry.name, config))
+            elif entry.name not in custom:
+                writers.append(partial(Constant(default_of(entry)).write, entry.name, config))
         for write in writers:
             try:
                 content |= write()
-            except InexpressibleError as error:
+            except UnsupportedFieldError as error:
                 found.append(str(error))
-        return {**content, **self.written}, found
+        return {**content, **self.exported_constants}, found
 
-    def config_from_hf(self, values: Values) -> ModelConfig:
-        """Reads the content of ``config.json``. Dropout rates are not part of a model here.
+    def config_from_hf(self, hf_config: HFConfig) -> ModelConfig:
+        """Returns the configuration for a ``config.json``. Dropout rates are no part of a model.
 
         Raises:
-            ConfigError: a setting this package does not implement, or does not know; names the
-                field and its value.
+            ConfigError: A setting is unknown or not implemented; the message names the field and
+                its value.
         """
-        self._refuse_unknown(values)
-        refuse_windows(self.title, values)
-        ours: dict[str, Any] = {}
+        self._refuse_unknown(hf_config)
+        refuse_windows(self.title, hf_config)
+        fields: dict[str, Any] = {}
         for name, setting in self.settings.items():
-            ours |= setting.read(self.title, name, values)
-        for rule in self.odd:
-            ours |= rule.read(self.title, values)
-        return find_kind(self.kind).config.from_dict(ours)
+            fields |= setting.read(self.title, name, hf_config)
+        for rule in self.custom:
+            fields |= rule.read(self.title, hf_config)
+        return find_kind(self.kind).config.from_dict(fields)
 
-    def _refuse_unknown(self, values: Values) -> None:
-        rules = (*self.settings.values(), *self.odd)
-        mapped = {name for rule in rules for name in rule.names} | WINDOW_FIELDS
+    def _refuse_unknown(self, hf_config: HFConfig) -> None:
+        rules = (*self.settings.values(), *self.custom)
+        mapped = {name for rule in rules for name in rule.hf_fields} | WINDOW_FIELDS
         unused = WITHOUT_EFFECT | self.without_effect
         neutral = {**NEUTRAL, "model_type": (self.model_type,), **self.neutral}
-        for name, value in values.items():
+        for name, value in hf_config.items():
             if name in mapped or name in unused or value is None:
                 continue
             if name not in neutral:
@@ -184,20 +184,20 @@ class Family:
                     "effect on the model"
                 )
             if not any(type(value) is type(one) and value == one for one in neutral[name]):
-                raise unsupported(self.title, name, value, list(neutral[name]))
+                raise unsupported_hf_field(self.title, name, value, list(neutral[name]))
 
     def active_rows(self, config: ModelConfig) -> tuple[Row, ...]:
-        """Returns the rows for a model of ``config``, expert by expert."""
+        """Returns the rows of a model of ``config``, with names for each expert."""
         rows: list[Row] = []
-        for ours, theirs, *more in self.rows:
-            names = _of_experts(theirs, getattr(config, "num_experts", 0))
-            if names:  # a row of experts is of no tensors in a model without any
-                rows.append((ours, names, *more))
+        for names, hf_names, *rest in self.rows:
+            expanded = _expand_experts(hf_names, getattr(config, "num_experts", 0))
+            if expanded:  # empty for rows of experts in a model without experts
+                rows.append((names, expanded, *rest))
         return tuple(rows)
 
 
-def _of_experts(names: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """Writes out names with ``{e}`` for every expert: all of the first, all of the second, ..."""
+def _expand_experts(names: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """Returns names with ``{e}`` for every expert: all of expert 0, all of expert 1, ..."""
     if not any(EXPERT in name for name in names):
         return names
     return tuple(name.replace(EXPERT, str(e)) for e in range(count) for name in names)

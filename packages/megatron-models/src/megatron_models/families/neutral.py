@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_models.errors import ConfigError
-from megatron_models.families.settings import Values
+from megatron_models.families.settings import HFConfig
 
 _OFF = (None, False)
 _ONE = (None, 1, 1.0)
@@ -158,15 +158,15 @@ WINDOWS: Mapping[str, str] = {
 WINDOW_FIELDS = frozenset({*WINDOWS, "use_sliding_window", "layer_types", "max_window_layers"})
 
 
-def refuse_windows(title: str, values: Values) -> None:
+def refuse_windows(title: str, hf_config: HFConfig) -> None:
     """Refuses windows that hide any of the positions, in all layers or in some.
 
     A window as long as the positions hides nothing, as no longer sequence is taken.
     """
-    key = "n_positions" if "n_positions" in values else "max_position_embeddings"
-    positions, whole = values.get(key), ["full_attention"]
+    key = "n_positions" if "n_positions" in hf_config else "max_position_embeddings"
+    positions, whole = hf_config.get(key), ["full_attention"]
     for name, kind in WINDOWS.items():
-        window = values.get(name)
+        window = hf_config.get(name)
         if window is None:
             continue
         if type(window) is not int or type(positions) is not int or window < positions:
@@ -175,12 +175,13 @@ def refuse_windows(title: str, values: Values) -> None:
                 f"None or at least {key} = {reprlib.repr(positions)}"
             )
         whole.append(kind)
-    if values.get("use_sliding_window") and "sliding_attention" not in whole:
+    in_use = hf_config.get("use_sliding_window")
+    if in_use and "sliding_attention" not in whole:
         raise ConfigError(
-            f"{title} models with use_sliding_window = "
-            f"{reprlib.repr(values['use_sliding_window'])} and no sliding_window are not supported"
+            f"{title} models with use_sliding_window = {reprlib.repr(in_use)} and no "
+            "sliding_window are not supported"
         )
-    kinds = values.get("layer_types")
+    kinds = hf_config.get("layer_types")
     if kinds is not None and (
         not isinstance(kinds, list) or any(kind not in whole for kind in kinds)
     ):

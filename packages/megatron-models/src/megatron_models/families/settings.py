@@ -1,7 +1,7 @@
-"""How a family spells the fields of a model's configuration, as data that both directions read.
+"""How a family expresses the fields of a model's configuration, as data for both directions.
 
-A setting says how one of our fields stands in their ``config.json``. Import and export are derived
-from it (`Family.config_from_hf`, `Family.config_to_hf`), so they cannot disagree.
+A setting relates one of our fields to the fields of a ``config.json``. Import and export are both
+derived from it (`Family.config_from_hf`, `Family.config_to_hf`), so they cannot disagree.
 """
 
 import dataclasses
@@ -12,21 +12,21 @@ from typing import Any, Final, TypeAlias
 
 from megatron_models.errors import ConfigError
 
-Values: TypeAlias = Mapping[str, Any]
+HFConfig: TypeAlias = Mapping[str, Any]
 """Content of a ``config.json``."""
 
 REQUIRED: Final = object()
-"""In place of a value: the configuration is refused without the field."""
+"""Stands for a missing value: a configuration without the field is refused."""
 
 
 @dataclass(frozen=True)
-class Theirs:
-    """Their field ``name`` has our value.
+class Mapped:
+    """A field of the ``config.json`` that has our value.
 
     Attributes:
-        name: of their field.
-        absent: our value where the file lacks the field: what their code takes then.
-        null: our value where the field is null.
+        name: The name of their field.
+        absent: Our value if the file lacks the field, which is the default of their code.
+        null: Our value if the field is null.
     """
 
     name: str
@@ -34,152 +34,154 @@ class Theirs:
     null: Any = REQUIRED
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Their fields."""
+    def hf_fields(self) -> tuple[str, ...]:
+        """The fields of the ``config.json`` that it reads."""
         return (self.name,)
 
-    def read(self, title: str, ours: str, values: Values) -> dict[str, Any]:
-        """Returns our field from theirs."""
-        found = values.get(self.name, self.absent)
+    def read(self, title: str, field: str, hf_config: HFConfig) -> dict[str, Any]:
+        """Returns our field."""
+        found = hf_config.get(self.name, self.absent)
         found = self.null if found is None else found
         if found is REQUIRED:
             raise ConfigError(f"the {title} configuration lacks {self.name!r}")
-        return {ours: found}
+        return {field: found}
 
-    def write(self, ours: str, config: object) -> dict[str, Any]:
-        """Returns their field from ours."""
-        return {self.name: getattr(config, ours)}
+    def write(self, field: str, config: object) -> dict[str, Any]:
+        """Returns their field."""
+        return {self.name: getattr(config, field)}
 
 
 @dataclass(frozen=True)
-class Spelled:
-    """Their field ``name`` has another spelling of our value.
+class Translated:
+    """A field of the ``config.json`` that spells our value differently.
 
     Attributes:
-        name: of their field.
-        spellings: pairs of their value and ours; the first one of ours is written.
-        absent: their value that a file without the field means.
+        name: The name of their field.
+        pairs: Pairs of their value and ours. Export writes the first pair with our value.
+        absent: Their value if the file lacks the field.
     """
 
     name: str
-    spellings: tuple[tuple[Any, Any], ...]
+    pairs: tuple[tuple[Any, Any], ...]
     absent: Any
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Their fields."""
+    def hf_fields(self) -> tuple[str, ...]:
+        """The fields of the ``config.json`` that it reads."""
         return (self.name,)
 
-    def read(self, title: str, ours: str, values: Values) -> dict[str, Any]:
-        """Returns our field from theirs."""
-        given = values.get(self.name, self.absent)
-        for spelling, value in self.spellings:
-            if type(spelling) is type(given) and spelling == given:
-                return {ours: value}
-        raise unsupported(title, self.name, given, [spelling for spelling, _ in self.spellings])
+    def read(self, title: str, field: str, hf_config: HFConfig) -> dict[str, Any]:
+        """Returns our field."""
+        found = hf_config.get(self.name, self.absent)
+        for hf_value, value in self.pairs:
+            if type(hf_value) is type(found) and hf_value == found:
+                return {field: value}
+        raise unsupported_hf_field(
+            title, self.name, found, [hf_value for hf_value, _ in self.pairs]
+        )
 
-    def write(self, ours: str, config: object) -> dict[str, Any]:
-        """Returns their field from ours."""
-        found = getattr(config, ours)
-        for spelling, value in self.spellings:
+    def write(self, field: str, config: object) -> dict[str, Any]:
+        """Returns their field."""
+        found = getattr(config, field)
+        for hf_value, value in self.pairs:
             if value == found:
-                return {self.name: spelling}
-        known = list(dict.fromkeys(value for _, value in self.spellings))
-        raise inexpressible(ours, " or ".join(map(repr, known)), found)
+                return {self.name: hf_value}
+        known = list(dict.fromkeys(value for _, value in self.pairs))
+        raise unsupported_field(field, " or ".join(map(repr, known)), found)
 
 
 @dataclass(frozen=True)
-class Fixed:
-    """All models of the family have this value; their file does not say it."""
+class Constant:
+    """A field of ours with one value in all models of the family, absent from their file."""
 
     value: Any
-    names: tuple[str, ...] = ()
+    hf_fields: tuple[str, ...] = ()
 
-    def read(self, title: str, ours: str, values: Values) -> dict[str, Any]:
+    def read(self, title: str, field: str, hf_config: HFConfig) -> dict[str, Any]:
         """Returns our field."""
-        return {ours: self.value}
+        return {field: self.value}
 
-    def write(self, ours: str, config: object) -> dict[str, Any]:
-        """Refuses another value."""
-        if getattr(config, ours) != self.value:
-            raise inexpressible(ours, repr(self.value), getattr(config, ours))
+    def write(self, field: str, config: object) -> dict[str, Any]:
+        """Returns nothing, or refuses another value."""
+        if getattr(config, field) != self.value:
+            raise unsupported_field(field, repr(self.value), getattr(config, field))
         return {}
 
 
 @dataclass(frozen=True)
-class Filled:
-    """All models of the family have the value that follows from other fields, if left at 0."""
+class Derived:
+    """A field of ours that always has the value derived from other fields when left at 0."""
 
-    names: tuple[str, ...] = ()
+    hf_fields: tuple[str, ...] = ()
 
-    def read(self, title: str, ours: str, values: Values) -> dict[str, Any]:
-        """Returns our field, to be filled in."""
-        return {ours: 0}
+    def read(self, title: str, field: str, hf_config: HFConfig) -> dict[str, Any]:
+        """Returns our field as 0."""
+        return {field: 0}
 
-    def write(self, ours: str, config: Any) -> dict[str, Any]:
-        """Refuses another value."""
-        wanted = getattr(dataclasses.replace(config, **{ours: 0}), ours)
-        if getattr(config, ours) != wanted:
-            raise inexpressible(ours, repr(wanted), getattr(config, ours))
+    def write(self, field: str, config: Any) -> dict[str, Any]:
+        """Returns nothing, or refuses another value."""
+        wanted = getattr(dataclasses.replace(config, **{field: 0}), field)
+        if getattr(config, field) != wanted:
+            raise unsupported_field(field, repr(wanted), getattr(config, field))
         return {}
 
 
 @dataclass(frozen=True)
 class Unused:
-    """No model of the family uses the field, so any value of it is exported as nothing.
+    """A field of ours that no model of the family uses; export ignores its value.
 
     Attributes:
-        source: their field that it is read from; None leaves the default.
+        source: Their field from which it is read. None leaves the default.
     """
 
     source: str | None = None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Their fields."""
+    def hf_fields(self) -> tuple[str, ...]:
+        """The fields of the ``config.json`` that it reads."""
         return () if self.source is None else (self.source,)
 
-    def read(self, title: str, ours: str, values: Values) -> dict[str, Any]:
+    def read(self, title: str, field: str, hf_config: HFConfig) -> dict[str, Any]:
         """Returns our field."""
-        found = values.get(self.source) if self.source is not None else None
-        return {} if found is None else {ours: found}
+        found = hf_config.get(self.source) if self.source is not None else None
+        return {} if found is None else {field: found}
 
-    def write(self, ours: str, config: object) -> dict[str, Any]:
+    def write(self, field: str, config: object) -> dict[str, Any]:
         """Returns nothing."""
         return {}
 
 
-Setting: TypeAlias = Theirs | Spelled | Fixed | Filled | Unused
+Setting: TypeAlias = Mapped | Translated | Constant | Derived | Unused
 
 
 @dataclass(frozen=True)
-class Odd:
-    """Fields of ours and theirs that no `Setting` relates: a function for each direction.
+class Custom:
+    """Several fields that no `Setting` relates: a function for each direction.
 
     Attributes:
-        ours: our fields that it writes from.
-        names: their fields that it reads.
-        read: makes ours of the family's title and their values; raises ConfigError.
-        write: makes theirs of a configuration; raises InexpressibleError.
+        fields: Our fields that ``write`` reads.
+        hf_fields: Their fields that ``read`` reads.
+        read: Maps the family's title and a ``config.json`` to our fields. Raises ConfigError.
+        write: Maps a configuration to their fields. Raises UnsupportedFieldError.
     """
 
-    ours: tuple[str, ...]
-    names: tuple[str, ...]
-    read: Callable[[str, Values], Mapping[str, Any]]
+    fields: tuple[str, ...]
+    hf_fields: tuple[str, ...]
+    read: Callable[[str, HFConfig], Mapping[str, Any]]
     write: Callable[[Any], Mapping[str, Any]]
 
 
-class InexpressibleError(ConfigError):
-    """A field of ours has a value that no model of a family has."""
+class UnsupportedFieldError(ConfigError):
+    """Raised if a field of ours has a value that no model of a family has."""
 
 
-def inexpressible(name: str, wanted: str, found: object) -> InexpressibleError:
-    """Returns the error for a field of ours; ``wanted`` is what it has to be, in words."""
-    return InexpressibleError(f"{name} = {wanted}, this one has {reprlib.repr(found)}")
+def unsupported_field(name: str, wanted: str, found: object) -> UnsupportedFieldError:
+    """Returns the error for a field of ours; ``wanted`` describes the allowed values."""
+    return UnsupportedFieldError(f"{name} = {wanted}, this one has {reprlib.repr(found)}")
 
 
-def unsupported(title: str, name: str, found: object, known: Sequence[Any]) -> ConfigError:
-    """Returns the error for a field of theirs whose value is not among the known ones."""
+def unsupported_hf_field(title: str, name: str, found: object, known: Sequence[Any]) -> ConfigError:
+    """Returns the error for a field of theirs with an unknown value."""
     return ConfigError(
         f"{title} models with {name} = {reprlib.repr(found)} are not supported, only "
         + " or ".join(map(repr, known))
@@ -187,7 +189,7 @@ def unsupported(title: str, name: str, found: object, known: Sequence[Any]) -> C
 
 
 def default_of(entry: "dataclasses.Field[Any]") -> Any:
-    """Returns the default of a field; `REQUIRED` where it has none."""
+    """Returns the default of a field, or `REQUIRED`."""
     if entry.default is not dataclasses.MISSING:
         return entry.default
     if entry.default_factory is not dataclasses.MISSING:

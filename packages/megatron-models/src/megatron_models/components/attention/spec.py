@@ -80,9 +80,9 @@ class AttentionSpec(AttentionConfig, Mixer):
     def activations(self, layer_pass: LayerPass) -> BytesByPart:
         """Returns what attention keeps; recomputed attention keeps queries, keys and values."""
         saved_bytes, tp = self._saved_bytes(layer_pass.saved_bytes), layer_pass.tp
-        written = not layer_pass.recompute.selects("core_attn")
+        unfused = not layer_pass.recompute.selects("core_attn")
         core = 0
-        if written:
+        if unfused:
             heads = layer_pass.tokens * self.num_attention_heads // tp
             core = heads * (
                 saved_bytes.logsumexp + saved_bytes.per_score * layer_pass.sequence_length
@@ -96,7 +96,7 @@ class AttentionSpec(AttentionConfig, Mixer):
             )
             core += self._saved_sinks(saved_bytes) // tp
         return {
-            "": core + self._query_key_value(layer_pass.tokens, tp, saved_bytes, written),
+            "": core + self._query_key_value(layer_pass.tokens, tp, saved_bytes, unfused),
             "out": layer_pass.tokens * self.query_size // tp * saved_bytes.activation,
         }
 
@@ -128,18 +128,18 @@ class AttentionSpec(AttentionConfig, Mixer):
         learned = self.softmax_type == "learnable" and saved_bytes.activation == wide
         return 0 if self.softmax_type == "vanilla" or learned else self.num_attention_heads * wide
 
-    def _query_key_value(self, tokens: int, tp: int, saved_bytes: SavedBytes, written: bool) -> int:
+    def _query_key_value(self, tokens: int, tp: int, saved_bytes: SavedBytes, unfused: bool) -> int:
         """Bytes of the fused projection of one rank, and copies of what is rotated or reordered.
 
         Ranks that share a group keep all of its projection, other ranks' queries too.
         """
         heads, groups = self.num_attention_heads // tp, self.groups_on_rank(tp)
-        if saved_bytes.qkv_copy and written:
+        if saved_bytes.qkv_copy and unfused:
             return tokens * (heads + 2 * groups) * self.kv_channels * saved_bytes.qkv_copy
         copies = 0
         if self.rotary_dim:
             copies = heads + groups
-        elif heads > groups and (groups > 1 or (written and saved_bytes.per_score)):
+        elif heads > groups and (groups > 1 or (unfused and saved_bytes.per_score)):
             copies = heads
         fused = groups * (self.heads_per_group + 2)
         return tokens * (fused + copies) * self.kv_channels * saved_bytes.activation

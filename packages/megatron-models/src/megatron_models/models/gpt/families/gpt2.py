@@ -5,7 +5,7 @@ keys, then the values of all heads.
 """
 
 from megatron_models.families.family import UNTIED, Family, Operation, Row
-from megatron_models.families.settings import Filled, Fixed, Spelled, Theirs, Unused
+from megatron_models.families.settings import Constant, Derived, Mapped, Translated, Unused
 
 _TRANSPOSE: Operation = ("transpose", {})
 _QKV: Operation = (
@@ -15,14 +15,14 @@ _QKV: Operation = (
 _VOCAB: Operation = ("slice_rows", {"rows": "$vocab_size"})
 
 
-def _same(ours: str, theirs: str) -> tuple[Row, ...]:
-    return tuple((f"{ours}.{part}", (f"{theirs}.{part}",), ()) for part in ("weight", "bias"))
+def _same(name: str, hf_name: str) -> tuple[Row, ...]:
+    return tuple((f"{name}.{part}", (f"{hf_name}.{part}",), ()) for part in ("weight", "bias"))
 
 
-def _linear(ours: str, theirs: str) -> tuple[Row, ...]:
+def _linear(name: str, hf_name: str) -> tuple[Row, ...]:
     return (
-        (f"{ours}.weight", (f"{theirs}.weight",), (_TRANSPOSE,)),
-        (f"{ours}.bias", (f"{theirs}.bias",), ()),
+        (f"{name}.weight", (f"{hf_name}.weight",), (_TRANSPOSE,)),
+        (f"{name}.bias", (f"{hf_name}.bias",), ()),
     )
 
 
@@ -62,19 +62,19 @@ FAMILY = Family(
     model_type="gpt2",
     rows=_ROWS,
     settings={
-        "num_layers": Theirs("n_layer"),
-        "hidden_size": Theirs("n_embd"),
-        "num_attention_heads": Theirs("n_head"),
-        "num_query_groups": Filled(),
-        "kv_channels": Filled(),
-        "ffn_hidden_size": Theirs("n_inner", absent=0, null=0),
-        "vocab_size": Theirs("vocab_size"),
-        "max_position_embeddings": Theirs("n_positions"),
-        "position_embedding_type": Fixed("learned_absolute"),
+        "num_layers": Mapped("n_layer"),
+        "hidden_size": Mapped("n_embd"),
+        "num_attention_heads": Mapped("n_head"),
+        "num_query_groups": Derived(),
+        "kv_channels": Derived(),
+        "ffn_hidden_size": Mapped("n_inner", absent=0, null=0),
+        "vocab_size": Mapped("vocab_size"),
+        "max_position_embeddings": Mapped("n_positions"),
+        "position_embedding_type": Constant("learned_absolute"),
         **dict.fromkeys(ROTARY, Unused()),
-        "normalization": Fixed("LayerNorm"),
-        "norm_epsilon": Theirs("layer_norm_epsilon", absent=1e-5),
-        "activation": Spelled(
+        "normalization": Constant("LayerNorm"),
+        "norm_epsilon": Mapped("layer_norm_epsilon", absent=1e-5),
+        "activation": Translated(
             "activation_function",
             (
                 ("gelu_new", _TANH),
@@ -84,11 +84,11 @@ FAMILY = Family(
             ),
             absent="gelu_new",
         ),
-        "add_bias_linear": Fixed(True),
-        "untie_embeddings_and_output_weights": Spelled(
+        "add_bias_linear": Constant(True),
+        "untie_embeddings_and_output_weights": Translated(
             "tie_word_embeddings", ((True, False), (False, True)), absent=True
         ),
-        "init_method_std": Theirs("initializer_range", absent=0.02),
+        "init_method_std": Mapped("initializer_range", absent=0.02),
     },
     neutral={
         "scale_attn_weights": (True,),
@@ -115,7 +115,7 @@ FAMILY = Family(
             "summary_first_dropout",
         }
     ),
-    written={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    exported_constants={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ignored=(
         ("lm_head.weight", "same_as", {"other": "transformer.wte.weight", "rows": "$vocab_size"}),
         (f"{_BLOCK}.attn.bias", "causal_mask", {}),

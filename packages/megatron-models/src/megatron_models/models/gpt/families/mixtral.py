@@ -6,7 +6,7 @@ one chosen expert it is 1.
 """
 
 from megatron_models.families.family import Family, Operation, Row
-from megatron_models.families.settings import Fixed, Odd, Theirs, Unused, inexpressible
+from megatron_models.families.settings import Constant, Custom, Mapped, Unused, unsupported_field
 from megatron_models.models.gpt.config import GPTConfig
 from megatron_models.models.gpt.families import llama
 from megatron_models.models.gpt.families.rope import rope
@@ -36,7 +36,7 @@ EXPERT_ROWS: tuple[Row, ...] = (
 def _every_layer(config: GPTConfig) -> dict[str, object]:
     every = (True,) * config.num_layers
     if config.moe_layers != every:
-        raise inexpressible("moe_layers", repr(every), config.moe_layers)
+        raise unsupported_field("moe_layers", repr(every), config.moe_layers)
     return {}
 
 
@@ -50,18 +50,18 @@ FAMILY = Family(
     rows=(*llama.START_ROWS, *llama.HEAD_ROWS, *EXPERT_ROWS),
     settings={
         **llama.FAMILY.settings,
-        "num_query_groups": Theirs("num_key_value_heads", null=0),
-        "norm_epsilon": Theirs("rms_norm_eps", absent=1e-5),
+        "num_query_groups": Mapped("num_key_value_heads", null=0),
+        "norm_epsilon": Mapped("rms_norm_eps", absent=1e-5),
         "ffn_hidden_size": Unused("intermediate_size"),
-        "moe_ffn_hidden_size": Theirs("intermediate_size"),
-        "add_bias_linear": Fixed(False),
-        "num_experts": Theirs("num_local_experts"),
-        "moe_router_topk": Theirs("num_experts_per_tok"),
-        "moe_router_pre_softmax": Fixed(False),
+        "moe_ffn_hidden_size": Mapped("intermediate_size"),
+        "add_bias_linear": Constant(False),
+        "num_experts": Mapped("num_local_experts"),
+        "moe_router_topk": Mapped("num_experts_per_tok"),
+        "moe_router_pre_softmax": Constant(False),
     },
-    odd=(
+    custom=(
         rope(1e6),
-        Odd(("moe_layer_freq",), (), read=lambda title, values: {}, write=_every_layer),
+        Custom(("moe_layer_freq",), (), read=lambda title, hf_config: {}, write=_every_layer),
     ),
     neutral={
         "attention_bias": (False,),
@@ -82,7 +82,7 @@ FAMILY = Family(
     without_effect=frozenset(
         {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
     ),
-    written={"attention_dropout": 0.0, "sliding_window": None},
+    exported_constants={"attention_dropout": 0.0, "sliding_window": None},
     ignored=llama.FAMILY.ignored,
     prefix="model.",
 )

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from megatron_models.errors import ConfigError
-from megatron_models.families.settings import Odd, Values
+from megatron_models.families.settings import Custom, HFConfig
 from megatron_models.models.gpt.config import GPTConfig
 
 _ROPE_KEYS = {
@@ -15,9 +15,9 @@ _ROPE_KEYS = {
 }
 
 
-def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rope_parameters(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the rotary settings after refusing those that are not read."""
-    given = [values[key] for key in ("rope_parameters", "rope_scaling") if values.get(key)]
+    given = [hf_config[key] for key in ("rope_parameters", "rope_scaling") if hf_config.get(key)]
     maps = [each for each in given if isinstance(each, Mapping)]
     bare = [{key: each[key] for key in each if key != "rope_theta"} for each in maps]
     if len(maps) < len(given) or any(each != bare[0] for each in bare):
@@ -25,7 +25,9 @@ def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
             f"rotary settings are {reprlib.repr(given)}, not one map: give rope_parameters or "
             "rope_scaling"
         )
-    bases = [each["rope_theta"] for each in (values, *maps) if each.get("rope_theta") is not None]
+    bases = [
+        each["rope_theta"] for each in (hf_config, *maps) if each.get("rope_theta") is not None
+    ]
     others = [base for base in bases if base != bases[0]]
     if others:
         raise ConfigError(
@@ -52,8 +54,8 @@ _LLAMA3 = {
 }
 
 
-def _from_hf(title: str, values: Values, *, base: float) -> dict[str, Any]:
-    scaling = _rope_parameters(values)
+def _from_hf(title: str, hf_config: HFConfig, *, base: float) -> dict[str, Any]:
+    scaling = _rope_parameters(hf_config)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     given = scaling.get("rope_theta")
     settings: dict[str, Any] = {"rotary_base": base if given is None else given}
@@ -64,10 +66,10 @@ def _from_hf(title: str, values: Values, *, base: float) -> dict[str, Any]:
             f"rotary scaling of type {reprlib.repr(kind)} is not supported, only linear and llama3"
         )
     read = {"rope_scaling_factor": "factor", **(_LLAMA3 if kind == "llama3" else {})}
-    for ours, theirs in read.items():
-        if scaling.get(theirs) is None:
-            raise ConfigError(f"the {title} configuration's rotary scaling lacks {theirs!r}")
-        settings[ours] = scaling[theirs]
+    for field, hf_name in read.items():
+        if scaling.get(hf_name) is None:
+            raise ConfigError(f"the {title} configuration's rotary scaling lacks {hf_name!r}")
+        settings[field] = scaling[hf_name]
     return settings | {"rope_scaling_type": kind}
 
 
@@ -77,19 +79,19 @@ def _to_hf(config: GPTConfig) -> dict[str, Any]:
         return settings
     scaling = {"rope_type": config.rope_scaling_type, "factor": config.rope_scaling_factor}
     if config.rope_scaling_type == "llama3":
-        scaling |= {theirs: getattr(config, ours) for ours, theirs in _LLAMA3.items()}
+        scaling |= {hf_name: getattr(config, field) for field, hf_name in _LLAMA3.items()}
     return settings | {"rope_scaling": scaling}
 
 
-def rope(base: float) -> Odd:
+def rope(base: float) -> Custom:
     """Returns how rotary positions over whole heads are set, with or without scaling.
 
     Args:
         base: of a file that does not say it.
     """
-    return Odd(
-        ours=("rotary_base", "rope_scaling_type", "rope_scaling_factor", *_LLAMA3),
-        names=("rope_theta", "rope_scaling", "rope_parameters"),
+    return Custom(
+        fields=("rotary_base", "rope_scaling_type", "rope_scaling_factor", *_LLAMA3),
+        hf_fields=("rope_theta", "rope_scaling", "rope_parameters"),
         read=partial(_from_hf, base=base),
         write=_to_hf,
     )
