@@ -13,7 +13,7 @@ from megatron_data.preprocessing.benchmarking import STAGES
 def test_every_stage_is_measured_on_the_same_documents(
     corpus: Path, texts: list[str], tokenizer: HuggingFaceTokenizer
 ) -> None:
-    found = benchmark([corpus], tokenizer, sequence_length=16, others=[ByteTokenizer()])
+    found = benchmark([corpus], tokenizer, sequence_length=16, other_tokenizers=[ByteTokenizer()])
     assert tuple(stage.name for stage in found.stages) == STAGES
     tokens = sum(map(len, tokenizer.encode_batch(texts)))
     read, parse, tokenize, write = found.stages
@@ -22,7 +22,7 @@ def test_every_stage_is_measured_on_the_same_documents(
     assert all(stage.seconds > 0 for stage in found.stages)
     # The size is that of the lines without their ends.
     assert all(0 <= corpus.stat().st_size - s.size <= len(texts) for s in found.stages)
-    other, whole, samples = found.others
+    other, whole, samples = found.other_measurements
     assert other.name == "tokenize, ByteTokenizer"
     assert other.tokens == len("".join(texts).encode())
     assert whole.name == "preprocess, 1 process" and whole.tokens == tokens

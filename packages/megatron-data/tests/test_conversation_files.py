@@ -103,12 +103,12 @@ def test_files_are_those_of_a_plain_loop_whatever_the_workers(
             chunk_bytes=chunk_bytes,
         )  # fmt: skip
         assert 0 < report.truncated < report.conversations
-        assert (report.made.chunks > 20) == (chunk_bytes is not None)
+        assert (report.dataset.chunks > 20) == (chunk_bytes is not None)
         made = files_in(folder)
         assert {name: data for name, data in made.items() if ".meta" not in name} == wanted
         manifests.add(made["o_conversation_loss.meta.json"])
         for name in ("o_conversation", "o_conversation_loss"):
-            assert verify(folder / name).manifest
+            assert verify(folder / name).has_manifest
     assert len(manifests) == 2, "chunks stand in the manifest, the number of workers does not"
 
 
@@ -135,7 +135,7 @@ if __name__ == "__main__":
     report = tokenize_conversations(
         [talks], output, tokenizer, ChatTemplate(template), chunk_bytes=1000, workers=int(workers)
     )
-    print("done", report.made.continued, flush=True)
+    print("done", report.dataset.resumed_chunks, flush=True)
 """
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 13))]
 
@@ -206,7 +206,7 @@ def test_parquet_gives_the_files_of_json_lines(
         made = [(tmp_path / f"{name}_conversation{suffix}").read_bytes() for name in "pj"]
         assert made[0] == made[1]
     found = trace(tmp_path / "p_conversation", document=20)
-    assert (Path(found.path).name, found.number, found.unknown) == ("a.parquet", 21, None)
+    assert (Path(found.path).name, found.number, found.inexact_reason) == ("a.parquet", 21, None)
     parquet.write_table(table.select(["id"]), tmp_path / "in" / "a.parquet")
     with pytest.raises(
         DataError, match=r"row 1: none of the columns 'messages', 'conversations', .*'id'"
@@ -247,14 +247,14 @@ def test_a_wrong_line_is_named_skipped_or_written_down(
             [path], tmp_path / "q", tokenizer, refusing, on_error="quarantine",
             chunk_bytes=chunk_bytes,
         )  # fmt: skip
-        assert (report.rows, report.made.skipped.documents) == (len(WRONG), len(WRONG))
-        assert "no conversation" in (report.made.first_skipped or "")
+        assert (report.rows, report.dataset.skipped.documents) == (len(WRONG), len(WRONG))
+        assert "no conversation" in (report.dataset.first_skipped or "")
         told = [json.loads(line) for line in (tmp_path / "q.quarantine.jsonl").open()]
         assert [row["kind"] for row in told] == [kind for _, kind, _ in WRONG]
         assert [row["number"] for row in told] == list(range(1, 2 * len(WRONG), 2))
         for document in range(len(WRONG)):
             found = trace(tmp_path / "q_conversation_loss", document=document)
-            assert (found.number, found.unknown) == (2 * document + 2, None)
+            assert (found.number, found.inexact_reason) == (2 * document + 2, None)
     tokenizer.save(tmp_path / "t")
     (tmp_path / "t" / "chat_template.jinja").write_text(refusing.source)
     command = ["tokenize-conversations", "--input", str(path), "--on-error", "skip"]
@@ -294,10 +294,10 @@ def test_the_day_of_a_template_that_writes_it_stands_in_the_manifest(
     options: dict[str, Any] = {"chunk_bytes": 4000}
     then = template.with_time(datetime(1999, 12, 31))
     first = tokenize_conversations([talks], tmp_path / "o", tokenizer, then, **options)
-    manifest = read_manifest(first.made.prefix)
+    manifest = read_manifest(first.dataset.prefix)
     assert manifest is not None
     assert manifest["conversations"]["time"] == "1999-12-31T00:00:00"
-    with IndexedDataset(first.made.prefix) as made:
+    with IndexedDataset(first.dataset.prefix) as made:
         assert tokenizer.decode(made.get(0).tolist()).startswith("31")
     broken = talks.with_name("broken.jsonl")
     broken.write_text(talks.read_text() + "{}\n")
@@ -312,12 +312,12 @@ def test_the_day_of_a_template_that_writes_it_stands_in_the_manifest(
             )
     broken.write_text(talks.read_text())
     again = template.with_time(datetime(1999, 12, 30))
-    made = tokenize_conversations([broken], tmp_path / "p", tokenizer, again, **options).made
-    assert made.continued
+    made = tokenize_conversations([broken], tmp_path / "p", tokenizer, again, **options).dataset
+    assert made.resumed_chunks
     with IndexedDataset(made.prefix) as dataset:
         texts = [tokenizer.decode(dataset.get(number).tolist()) for number in range(len(dataset))]
     assert all(text.startswith("30") for text in texts)
-    now = tokenize_conversations([talks], tmp_path / "q", tokenizer, template).made.prefix
+    now = tokenize_conversations([talks], tmp_path / "q", tokenizer, template).dataset.prefix
     manifest = read_manifest(now)
     assert manifest is not None
     assert manifest["conversations"]["time"].endswith("T00:00:00")
@@ -348,7 +348,7 @@ def test_a_token_is_traced_to_its_line(
         place = int(turned.sequence_lengths[: turned.document_indices[50]].sum())
     assert trace(tmp_path / "m", place).number == trace(tmp_path / "m_loss", place).number == 201
     for name in ("a", "a_loss", "m", "m_loss"):
-        assert verify(tmp_path / name).manifest
+        assert verify(tmp_path / name).has_manifest
     assert build_sft_datasets(str(tmp_path / "m"), "1,0,0", sequence_length=64).train
 
 

@@ -422,7 +422,7 @@ def test_parts_of_a_job(lines: Path, tmp_path: Path, fuzz_count: int) -> None:
 
         def read(content: bytes) -> None:
             part.write_bytes(content)
-            folder.holds(task)
+            folder.find_record(task)
             folder.read(0, encoder.outputs)
 
         fuzz(read, [part.read_bytes()], DataError, count=fuzz_count, mutate=mutate_bytes)

@@ -20,7 +20,7 @@ from megatron_data import (
 from megatron_data.cli import main
 from megatron_data.indexed import pack_image, unpack_image
 from megatron_data.preprocessing import image_encoding, tokenize_image_pairs, trace
-from megatron_data.preprocessing.image_encoding import Images
+from megatron_data.preprocessing.image_encoding import ImageLocator
 from megatron_data.sources.protocol import UnreadableError
 from megatron_data.tokenizers import NullTokenizer
 
@@ -71,11 +71,11 @@ def test_files_are_those_of_a_plain_loop_whatever_the_workers(lines: Path, tmp_p
         )  # fmt: skip
         assert (report.pairs, report.tokens) == (PAIRS, 300)
         assert report.image_bytes == sum(len(image(number)) for number in range(PAIRS))
-        assert (report.made.chunks > 3) == (chunk_bytes is not None)
+        assert (report.dataset.chunks > 3) == (chunk_bytes is not None)
         made = files_in(folder)
         manifests.add(made.pop("o_image_text.meta.json"))
         assert made == wanted
-        assert verify(report.prefix).manifest
+        assert verify(report.prefix).has_manifest
     assert len(manifests) == 2, "chunks stand in the manifest, the number of workers does not"
 
 
@@ -95,7 +95,7 @@ if __name__ == "__main__":
         [sys.argv[1]], sys.argv[2], NullTokenizer(1000), append_eod=True, chunk_bytes=100,
         workers=int(sys.argv[3]),
     )
-    print("done", report.made.continued, flush=True)
+    print("done", report.dataset.resumed_chunks, flush=True)
 """
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 13))]
 
@@ -123,7 +123,7 @@ def test_an_image_that_was_changed_since_is_read_again(lines: Path, tmp_path: Pa
     last.write_bytes(image(PAIRS - 1))
     (lines.parent / "i" / "000.gif").write_bytes(b"GIF89a" + b"new")
     report = tokenize_image_pairs(*arguments, chunk_bytes=500)
-    assert report.made.continued == report.made.chunks - 2
+    assert report.dataset.resumed_chunks == report.dataset.chunks - 2
     with IndexedDataset(report.prefix) as made:
         assert unpack_image(made[1]) == b"GIF89anew"
 
@@ -143,7 +143,7 @@ def test_what_is_left_out_is_written_down_and_the_rest_traced(
     told = [json.loads(line) for line in (tmp_path / "o.quarantine.jsonl").open()]
     kinds = [("image", 4), ("type", 11), ("image", 41), ("tokens", 51)]
     assert [(row["kind"], row["number"]) for row in told] == kinds
-    assert report.made.skipped.kinds == {"image": 2, "tokens": 1, "type": 1}
+    assert report.dataset.skipped.kinds == {"image": 2, "tokens": 1, "type": 1}
     kept = [number for number in range(1, PAIRS + 1) if number not in {4, 11, 41, 51}]
     assert report.pairs == len(kept)
     for document in (0, 3, 8, 40, 60, len(kept) - 1):
@@ -155,7 +155,7 @@ def test_what_is_left_out_is_written_down_and_the_rest_traced(
     halves = split(report.prefix, [tmp_path / "a", tmp_path / "b"], shares=(1, 2))
     both = merge([report.prefix, report.prefix], tmp_path / "twice")
     images = sum(pack_image(image(number - 1)).nbytes for number in kept)
-    for counts, times in ((report.made.counts, 1), (both, 2), (verify(report.prefix).counts, 1)):
+    for counts, times in ((report.dataset.counts, 1), (both, 2), (verify(report.prefix).counts, 1)):
         assert (counts.tokens, counts.images) == (times * report.tokens, times * len(kept))
         assert counts.image_bytes == times * images
     assert sum(half.tokens for half in halves) == report.tokens
@@ -167,7 +167,7 @@ def test_what_is_left_out_is_written_down_and_the_rest_traced(
     assert once["text_tokens"] == report.tokens and part is None
     assert twice == {name: 2 * count for name, count in once.items()}
     merge([tmp_path / "b", tmp_path / "a"], tmp_path / "m")
-    assert verify(tmp_path / "m").manifest
+    assert verify(tmp_path / "m").has_manifest
     capsys.readouterr()
     assert main(["verify", report.prefix]) == 0
     assert f"{report.tokens} tokens, {len(kept)} images ({images:,} b" in capsys.readouterr().out
@@ -207,7 +207,7 @@ def test_images_in_a_column_give_the_files_of_images_that_are_named(
     for suffix in (".bin", ".idx"):
         whole = Path(f"{wanted.prefix}{suffix}").read_bytes()
         assert Path(f"{made.prefix}{suffix}").read_bytes() == whole
-    assert verify(made.prefix).manifest
+    assert verify(made.prefix).has_manifest
     assert trace(made.prefix, document=7).number == 8
     with pytest.raises(DataError, match=r"more than --max-image-bytes 20"):
         tokenize_image_pairs(inputs, tmp_path / "p", NullTokenizer(1000), max_image_bytes=20)
@@ -236,7 +236,7 @@ def test_what_is_no_path_of_an_image_is_left_out(lines: Path, tmp_path: Path, na
     with pytest.raises(DataError, match=r"a\.jsonl:121: .*no file can have this path: '.{40}"):
         tokenize_image_pairs(*arguments)
     report = tokenize_image_pairs(*arguments, on_error="skip")
-    assert (report.pairs, report.made.skipped.kinds) == (PAIRS, {"image": 1})
+    assert (report.pairs, report.dataset.skipped.kinds) == (PAIRS, {"image": 1})
 
 
 def test_images_may_lie_in_object_storage(tmp_path: Path) -> None:
@@ -253,8 +253,10 @@ def test_images_may_lie_in_object_storage(tmp_path: Path) -> None:
         tokenize_image_pairs(*arguments, image_folder=folder, chunk_bytes=40)
     storage.pipe("/whales/0.gif", b"GIF89a new")
     report = tokenize_image_pairs(*arguments, image_folder=folder, chunk_bytes=40, on_error="skip")
-    assert (report.pairs, report.made.skipped.kinds) == (9, {"image": 1})
-    assert report.made.continued == report.made.chunks - 2, "the first, and the one not done"
+    assert (report.pairs, report.dataset.skipped.kinds) == (9, {"image": 1})
+    assert report.dataset.resumed_chunks == report.dataset.chunks - 2, (
+        "the first, and the one not done"
+    )
     with IndexedDataset(report.prefix) as made:
         assert [unpack_image(made[n]) for n in (1, 17)] == [b"GIF89a new", image(8)]
     storage.rm("/whales", recursive=True)
@@ -274,9 +276,9 @@ def test_the_bytes_that_are_read_are_limited_where_a_server_says_no_size(
     monkeypatch.setattr(type(memory), "info", unsized)
     url = "memory://unsized/a.gif"
     for limit in (None, len(content)):
-        assert Images(None, max_bytes=limit).read(url) == content
+        assert ImageLocator(None, max_bytes=limit).read(url) == content
     with pytest.raises(UnreadableError, match=r"at least .* bytes, more than --max-image-bytes"):
-        Images(None, max_bytes=len(content) - 1).read(url)
+        ImageLocator(None, max_bytes=len(content) - 1).read(url)
     memory.rm("/unsized", recursive=True)
 
 
@@ -285,9 +287,9 @@ def test_an_image_that_grows_is_not_cut(tmp_path: Path, monkeypatch: pytest.Monk
     path.write_bytes(content := image(1) + b"x" * 999)
     small = image_encoding.stat(str(path))._replace(size=30)
     monkeypatch.setattr(image_encoding, "stat", lambda _: small)
-    assert Images(None).read(str(path)) == content
+    assert ImageLocator(None).read(str(path)) == content
     with pytest.raises(UnreadableError, match="more than --max-image-bytes 99"):
-        Images(None, max_bytes=99).read(str(path))
+        ImageLocator(None, max_bytes=99).read(str(path))
 
 
 def test_tokens_of_texts_and_beginnings_of_images_are_verified(lines: Path, tmp_path: Path) -> None:

@@ -109,8 +109,8 @@ def test_what_cannot_be_a_pair_is_named_or_counted(pairs: Path, tmp_path: Path) 
         with pytest.raises(DataError, match=re.escape(f"{pairs}:2: ") + ".*" + re.escape(message)):
             tokenize_image_pairs([pairs], tmp_path / "o", NullTokenizer(10))
         report = tokenize_image_pairs([pairs], tmp_path / "s", NullTokenizer(10), on_error="skip")
-        assert (report.pairs, report.made.skipped.documents) == (2, 1)
-        assert message in (report.made.first_skipped or "")
+        assert (report.pairs, report.dataset.skipped.documents) == (2, 1)
+        assert message in (report.dataset.first_skipped or "")
     assert not list(tmp_path.glob("o*"))
     pairs.write_text(json.dumps(wrong[0][0]))
     with pytest.raises(DataError, match=r"a text and an image in .*gone\.png"):

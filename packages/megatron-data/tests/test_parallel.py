@@ -47,11 +47,11 @@ def test_document_i_of_each_dataset_is_line_i(
     assert [dataset.prefix for dataset in made] == [f"{tmp_path}/o_{key}_document" for key in KEYS]
     assert (made[0].chunks > 1) == (chunk_bytes is not None)
     assert [texts_of(dataset.prefix) for dataset in made] == [ENGLISH, GERMAN]
-    assert all(verify(dataset.prefix).manifest for dataset in made)
+    assert all(verify(dataset.prefix).has_manifest for dataset in made)
     for number in range(len(ENGLISH)):
         found = trace(made[1].prefix, document=number)
         assert (found.path, found.number) == (" + ".join(map(str, pair)), number + 1)
-        assert found.unknown is None
+        assert found.inexact_reason is None
 
 
 def test_lines_of_json_with_two_keys_give_the_same_files(pair: list[Path], tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_run_goes_on_from_the_line_that_was_mended(tmp_path: Path) -> None:
             parallel=True,
             chunk_bytes=4,
         )
-        return made[1].continued
+        return made[1].resumed_chunks
 
     with pytest.raises(DataError, match="de:4"):
         run("o")

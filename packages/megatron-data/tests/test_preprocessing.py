@@ -40,7 +40,7 @@ def test_documents_decode_to_the_texts_they_came_from(
         tokens = dataset.document(number).tolist()
         assert tokens[-1] == tokenizer.eod_id
         assert tokenizer.decode(tokens[:-1]) == text
-    assert verify(made.prefix).manifest
+    assert verify(made.prefix).has_manifest
 
 
 def test_files_are_equal_whatever_the_workers_and_the_pieces(
@@ -212,7 +212,7 @@ def test_verify_finds_a_flipped_bit_a_swapped_file_and_a_token_too_large(
     with pytest.raises(DataError, match=r"meta\.json is not JSON"):
         verify(prefix)
     manifest.unlink()
-    assert not verify(prefix).manifest
+    assert not verify(prefix).has_manifest
 
 
 def test_the_manifest_records_sources_tokenizer_and_counts(

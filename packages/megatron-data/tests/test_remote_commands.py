@@ -124,7 +124,7 @@ def test_verify_reads_each_file_once(
     monkeypatch.setattr(RemoteFile, "fetch", counted)
     with IndexedDataset(URL, StorageCache(str(tmp_path / "cache"))):
         read.clear()
-    assert verify(URL, StorageCache(str(tmp_path / "cache"))).manifest
+    assert verify(URL, StorageCache(str(tmp_path / "cache"))).has_manifest
     assert len(read) == len(set(read))
     assert len([url for url, _ in read if url.endswith(".bin")]) > 3
 

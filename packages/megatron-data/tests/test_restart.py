@@ -35,7 +35,7 @@ if __name__ == "__main__":
         [sys.argv[1]], sys.argv[2], NullTokenizer(20_000), append_eod=True, chunk_bytes=1000,
         workers=int(sys.argv[3]),
     )
-    print("done", made.chunks, made.continued, flush=True)
+    print("done", made.chunks, made.resumed_chunks, flush=True)
 """
 
 
@@ -173,8 +173,8 @@ def test_a_killed_run_goes_on_where_it_was(
     (made,) = preprocess(
         [corpus], out, NullTokenizer(20_000), append_eod=True, chunk_bytes=CHUNK, workers=1
     )
-    assert made.continued == len(kept) >= 12
-    assert made.chunks > made.continued
+    assert made.resumed_chunks == len(kept) >= 12
+    assert made.chunks > made.resumed_chunks
     assert files_in(out.parent) == undisturbed(corpus, tmp_path / "undisturbed")
 
 
@@ -222,7 +222,7 @@ def test_a_worker_that_is_killed_is_told_of_and_the_run_goes_on(
     (made,) = preprocess(
         [corpus], out, NullTokenizer(20_000), append_eod=True, chunk_bytes=CHUNK, workers=1
     )
-    assert made.continued >= 3
+    assert made.resumed_chunks >= 3
     assert files_in(out.parent) == undisturbed(corpus, tmp_path / "undisturbed")
 
 
@@ -274,7 +274,7 @@ def test_the_parts_of_another_job_are_not_taken(
         f"{parts_of(out)} holds 10 parts of another job ({what} differ); they are removed, and all "
         "is done anew"
     )
-    assert made.continued == 0
+    assert made.resumed_chunks == 0
     verify(made.prefix)
 
 
@@ -291,7 +291,7 @@ def test_only_chunks_whose_content_is_the_same_are_taken_over(
     (parts_of(out) / "00000005.part").write_bytes(b"")
     (parts_of(out) / "00000006.4711").write_bytes(b"half")
     (made,) = preprocess([corpus], out, NullTokenizer(20_000), append_eod=True, chunk_bytes=CHUNK)
-    assert made.continued == 7, "of ten, one of another content and two that the disk lost"
+    assert made.resumed_chunks == 7, "of ten, one of another content and two that the disk lost"
     assert files_in(out.parent) == undisturbed(corpus, tmp_path / "undisturbed")
 
 
@@ -307,7 +307,7 @@ def test_parts_of_before_there_were_tallies_are_taken_over(
         older = json.dumps(record).encode()
         path.write_bytes(len(older).to_bytes(8, "little") + older + data[start:])
     (made,) = preprocess([corpus], out, NullTokenizer(20_000), append_eod=True, chunk_bytes=CHUNK)
-    assert made.continued == 10
+    assert made.resumed_chunks == 10
     assert files_in(out.parent) == undisturbed(corpus, tmp_path / "undisturbed")
 
 
@@ -326,7 +326,7 @@ def test_a_bad_line_is_mended_and_what_was_done_before_it_is_kept(
         on_error="skip",
         **settings,  # type: ignore[arg-type]
     )
-    assert made.continued > 10 and made.skipped.documents == 1
+    assert made.resumed_chunks > 10 and made.skipped.documents == 1
     assert made.counts.documents == 2000
 
 
@@ -381,5 +381,5 @@ def test_a_folder_is_let_go_and_removed(tmp_path: Path) -> None:
         (folder.path / "00000000.part").write_bytes(b"")
     assert json.loads((tmp_path / ".o.parts" / "job.json").read_text()) == job
     with WorkFolder(str(tmp_path / "o"), job) as folder:
-        folder.finish()
+        folder.mark_finished()
     assert not list(tmp_path.iterdir())

@@ -315,7 +315,7 @@ def test_nothing_is_lost_uncounted(tokenizer: HuggingFaceTokenizer, tmp_path: Pa
             max_tokens=300, over_length=over_length,
         )  # fmt: skip
         assert (report.rows, report.conversations) == (5, kept)
-        assert (report.truncated, report.dropped, report.unanswered) == left_out
+        assert (report.truncated, report.dropped, report.without_loss) == left_out
         with IndexedDataset(tmp_path / "t_conversation") as texts:
             assert texts.documents == 5
             assert len(texts.tokens) == report.tokens
@@ -323,7 +323,7 @@ def test_nothing_is_lost_uncounted(tokenizer: HuggingFaceTokenizer, tmp_path: Pa
     everything = tokenize_conversations(
         [tmp_path / "t.jsonl"], tmp_path / "t", tokenizer, template, loss="all"
     )
-    assert everything.answered == everything.tokens - everything.conversations
+    assert everything.loss_tokens == everything.tokens - everything.conversations
     assert everything.conversations == 5
 
 

@@ -188,7 +188,7 @@ def test_a_conversation_beyond_the_limits_is_left_out(
     source = "{% for m in messages %}{{ m.content }}{% endfor %}"
     template = ChatTemplate(source, limits=TemplateLimits(characters=500))
     report = tokenize_conversations([lines], tmp_path / "o", tokenizer, template, on_error="skip")
-    assert (report.conversations, report.made.skipped.kinds) == (2, {"template": 1})
+    assert (report.conversations, report.dataset.skipped.kinds) == (2, {"template": 1})
     folder = tmp_path / "tokenizer"
     tokenizer.save(folder)
     (folder / "chat_template.jinja").write_text(source)

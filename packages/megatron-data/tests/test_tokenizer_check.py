@@ -155,7 +155,7 @@ def test_an_ended_run_that_was_to_replace_goes_on_without_being_asked_again(
         preprocess(*given, chunk_bytes=18)
     (tmp_path / "a.jsonl").write_bytes(b"".join(LINES) + b'{"text": "4"}\n')
     (made,) = preprocess(*given, chunk_bytes=18, overwrite=False)
-    assert (made.continued, made.counts.documents) == (3, 4)
+    assert (made.resumed_chunks, made.counts.documents) == (3, 4)
     with pytest.raises(DataError, match="exists; name another output"):
         preprocess(*given, chunk_bytes=18, overwrite=False)
 

@@ -58,7 +58,7 @@ def holds(prefix: str, wanted: list[str]) -> None:
         token = 0
         for number, line in enumerate(wanted):
             found = trace(prefix, document=number)
-            assert found.unknown is None
+            assert found.inexact_reason is None
             assert text_at(found.path, found.offset, found.size) == line
             assert found.first_token == token
             assert found.tokens == len(dataset.document(number))
@@ -108,13 +108,13 @@ def test_a_source_that_changed_or_went_is_told_of(lines: Path, tmp_path: Path) -
     text = lines.read_text()
     lines.write_text(text.replace("16 17 7", "16 18 7"))
     found = trace(prefix, document=17)
-    assert found.unknown == f"{lines} has changed since" and found.number is None
+    assert found.inexact_reason == f"{lines} has changed since" and found.number is None
     assert found.span.first <= 20 < found.span.first + found.span.units
-    assert trace(prefix, document=1).unknown is None, "the other chunks are as they were"
+    assert trace(prefix, document=1).inexact_reason is None, "the other chunks are as they were"
     lines.write_text(text[:300])
-    assert "ends before byte" in str(trace(prefix, document=40).unknown)
+    assert "ends before byte" in str(trace(prefix, document=40).inexact_reason)
     lines.unlink()
-    assert "no input file" in str(trace(prefix, document=1).unknown)
+    assert "no input file" in str(trace(prefix, document=1).inexact_reason)
 
 
 def test_what_cannot_be_traced_is_refused(lines: Path, tmp_path: Path) -> None:

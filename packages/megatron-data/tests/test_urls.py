@@ -67,7 +67,7 @@ def test_a_source_that_a_manifest_names_opens_no_other_scheme(
     assert "no closer: " in (shown := capsys.readouterr().out)
     assert "is not supported" in shown
     found = trace(dataset("a", parallel=[{"path": url}, {"path": url}]), document=0)
-    assert "is not supported" in str(found.unknown)
+    assert "is not supported" in str(found.inexact_reason)
     assert not opened
 
 
@@ -88,7 +88,7 @@ def test_a_source_in_a_manifest_is_a_name_and_no_pattern(
     dataset: Callable[..., str], tmp_path: Path
 ) -> None:
     found = trace(dataset(f"{tmp_path}/*.jsonl"), document=0)
-    assert "no input file or folder at" in str(found.unknown)
+    assert "no input file or folder at" in str(found.inexact_reason)
 
 
 def test_a_folder_in_a_manifest_is_listed_no_further_than_its_files(
@@ -109,13 +109,15 @@ def test_a_folder_in_a_manifest_is_listed_no_further_than_its_files(
         (tmp_path / "deep" / str(number) / "a.txt").write_text("1 2")
     monkeypatch.setattr(opening, "_OTHERS", 10)
     found = trace(dataset(f"{tmp_path}/deep"), document=0)
-    assert found.unknown == f"{tmp_path}/deep is a folder; the source was a file"
+    assert found.inexact_reason == f"{tmp_path}/deep is a folder; the source was a file"
     assert not visited
     for place in (f"{tmp_path}/deep", f"file://{tmp_path}/deep"):
         found = trace(dataset(place, files=3), document=0)
-        assert found.unknown == f"{place} holds more than 16 files and folders"
+        assert found.inexact_reason == f"{place} holds more than 16 files and folders"
         assert len(visited) < 3
-    assert "has changed" in str(trace(dataset(f"{tmp_path}/deep", files=40), document=0).unknown)
+    assert "has changed" in str(
+        trace(dataset(f"{tmp_path}/deep", files=40), document=0).inexact_reason
+    )
 
 
 @pytest.mark.parametrize("name", [5, None, "", "a\0b", "\ud800", ["a"]])
@@ -125,7 +127,7 @@ def test_a_name_that_is_none_is_refused(name: object, dataset: Callable[..., str
     with pytest.raises(DataError, match="is no path or URL"):
         check_untrusted_path(name)
     if name != "\ud800":  # which JSON cannot hold
-        assert "is no path or URL" in str(trace(dataset(name), document=0).unknown)
+        assert "is no path or URL" in str(trace(dataset(name), document=0).inexact_reason)
 
 
 def test_the_names_that_are_allowed() -> None:
@@ -156,7 +158,7 @@ def test_a_line_names_no_image_of_another_scheme(
     with pytest.raises(DataError, match=r"a\.jsonl:1: .* is not supported"):
         tokenize_image_pairs([lines], tmp_path / "o", NullTokenizer(9))
     report = tokenize_image_pairs([lines], tmp_path / "o", NullTokenizer(9), on_error="skip")
-    assert (report.pairs, report.made.skipped.kinds) == (1, {"image": 1})
+    assert (report.pairs, report.dataset.skipped.kinds) == (1, {"image": 1})
     assert not opened
 
 
@@ -180,7 +182,7 @@ def test_pipes_and_devices_are_no_files(tmp_path: Path, dataset: Callable[..., s
         lines.write_text(json.dumps({"text": "1", "image": name}))
         with pytest.raises(DataError, match=r"b\.jsonl:1: .* is a device or a pipe"):
             tokenize_image_pairs([lines], tmp_path / "o", NullTokenizer(9))
-        assert trace(dataset(name), document=0).unknown
+        assert trace(dataset(name), document=0).inexact_reason
     (tmp_path / "texts").mkdir()
     os.mkfifo(tmp_path / "texts" / "a.txt")
     with pytest.raises(DataError, match=r"a\.txt is a device or a pipe"):

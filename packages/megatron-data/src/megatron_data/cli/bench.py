@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron_data._command import Parser
 from megatron_data.cli.bounds import Bounded
-from megatron_data.cli.options import INPUT_HELP, add_tokenizer_options, tokenizer_of
-from megatron_data.cli.tables import table
+from megatron_data.cli.options import INPUT_HELP, add_tokenizer_options, tokenizer_from
+from megatron_data.cli.tables import format_table
 from megatron_data.cli.work import add_max_document_bytes
 from megatron_data.wording import counted
 
@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
         "--megabytes",
         type=float,
         action=Bounded,
-        above=0,
+        exclusive_minimum=0,
         default=16,
         metavar="N",
         help="of the input, unpacked, to take",
@@ -76,7 +76,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     from megatron_data.preprocessing.benchmarking import benchmark
     from megatron_data.tokenizers.fast import fast_tokenizer
 
-    tokenizer = tokenizer_of(parser, arguments)
+    tokenizer = tokenizer_from(parser, arguments)
     fast = fast_tokenizer(tokenizer) if arguments.fast else tokenizer
     found = benchmark(
         arguments.input,
@@ -84,7 +84,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         json_key=arguments.json_key,
         megabytes=arguments.megabytes,
         workers=arguments.workers,
-        others=() if fast is tokenizer else (fast,),
+        other_tokenizers=() if fast is tokenizer else (fast,),
         sequence_length=arguments.seq_length,
         folder=arguments.folder,
         max_document_bytes=arguments.max_document_bytes,
@@ -99,10 +99,10 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
             f"{one.documents / one.seconds:,.0f}",
             f"{one.tokens / one.seconds:,.0f}" if one.tokens else "",
         )
-        for one in (*found.stages, *found.others)
+        for one in (*found.stages, *found.other_measurements)
     ]
     head = ("stage", "seconds", "of stages", "MB/s", "documents/s", "tokens/s")
-    print(table(head, rows))
+    print(format_table(head, rows))
     first, (name, share) = found.stages[0], found.bound
     print(
         f"\n{counted(first.documents, 'document')}, {first.size / 1e6:.1f} MB, on a machine of "

@@ -9,16 +9,20 @@ class Bounded(argparse.Action):
 
     Args:
         words: those of every option.
-        least: the smallest number that is allowed.
-        above: what every number is larger than, in place of `least`.
+        minimum: the smallest number that is allowed.
+        exclusive_minimum: what every number is larger than, in place of `minimum`.
         settings: those of every option.
     """
 
     def __init__(
-        self, *words: Any, least: float = 1, above: float | None = None, **settings: Any
+        self,
+        *words: Any,
+        minimum: float = 1,
+        exclusive_minimum: float | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__(*words, **settings)
-        self._least, self._above = least, above
+        self._minimum, self._exclusive_minimum = minimum, exclusive_minimum
 
     def __call__(
         self,
@@ -30,8 +34,8 @@ class Bounded(argparse.Action):
         """Checks and store."""
         for number in values if isinstance(values, list) else (values,):
             name = option_string or self.metavar
-            if self._above is None and not number >= self._least:
-                parser.error(f"{name} {number}; give at least {self._least}")
-            if self._above is not None and not number > self._above:
-                parser.error(f"{name} {number}; give more than {self._above}")
+            if self._exclusive_minimum is None and not number >= self._minimum:
+                parser.error(f"{name} {number}; give at least {self._minimum}")
+            if self._exclusive_minimum is not None and not number > self._exclusive_minimum:
+                parser.error(f"{name} {number}; give more than {self._exclusive_minimum}")
         setattr(namespace, self.dest, values)

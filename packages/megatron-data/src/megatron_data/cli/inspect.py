@@ -11,9 +11,9 @@ from megatron_data.cli.options import (
     PREFIX_HELP,
     add_storage_option,
     add_tokenizer_options,
-    names_tokenizer,
-    storage_of,
-    tokenizer_of,
+    has_tokenizer_options,
+    storage_from,
+    tokenizer_from,
 )
 from megatron_data.wording import counted
 
@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
         "--documents",
         type=int,
         action=Bounded,
-        least=0,
+        minimum=0,
         default=3,
         metavar="N",
         help="documents to show",
@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
         "--tokens",
         type=int,
         action=Bounded,
-        least=0,
+        minimum=0,
         default=60,
         metavar="N",
         help="tokens to show of each document",
@@ -62,8 +62,8 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     from megatron_data.preprocessing.manifest import read_manifest
 
     tokenizer = None
-    if names_tokenizer(arguments):
-        tokenizer = tokenizer_of(parser, arguments)
+    if has_tokenizer_options(arguments):
+        tokenizer = tokenizer_from(parser, arguments)
     manifest = read_manifest(arguments.prefix)
     recorded = (manifest or {}).get("tokenizer", {})
     if tokenizer:
@@ -71,7 +71,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     values = (manifest or {}).get("values")
     if values is not None:
         tokenizer = None  # a mask holds no text
-    with IndexedDataset(arguments.prefix, storage_of(arguments)) as dataset:
+    with IndexedDataset(arguments.prefix, storage_from(arguments)) as dataset:
         summary = summarize(dataset)
         counts = summary.counts
         size = f"{counted(counts.images, 'image')} ({counts.image_bytes:,} bytes), "

@@ -8,7 +8,7 @@ from megatron_data.cli.options import (
     PREFIX_HELP,
     add_overwrite_option,
     add_storage_option,
-    storage_of,
+    storage_from,
 )
 
 
@@ -34,6 +34,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     if not arguments.overwrite:
         refuse_existing([arguments.output_prefix])
-    counts = merge(arguments.prefix, arguments.output_prefix, storage_of(arguments))
+    counts = merge(arguments.prefix, arguments.output_prefix, storage_from(arguments))
     print(f"{arguments.output_prefix}: {counts.summary}")
     return 0

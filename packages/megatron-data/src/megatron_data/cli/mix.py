@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_data._command import Parser
 from megatron_data.cli.bounds import Bounded
-from megatron_data.cli.options import add_overwrite_option, add_storage_option, storage_of
-from megatron_data.cli.tables import table
+from megatron_data.cli.options import add_overwrite_option, add_storage_option, storage_from
+from megatron_data.cli.tables import format_table
 from megatron_data.wording import counted
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
         "--epochs",
         type=float,
         action=Bounded,
-        above=0,
+        exclusive_minimum=0,
         nargs="+",
         metavar="X",
         help="how often each prefix is read",
@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
         "--tokens",
         type=float,
         action=Bounded,
-        above=0,
+        exclusive_minimum=0,
         nargs="+",
         metavar="N",
         help="tokens to read of each prefix (2e9)",
@@ -81,7 +81,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     if arguments.output is not None and not arguments.overwrite:
         refuse_file(arguments.output)
     blend = _blend(parser, arguments)
-    length, split, storage = arguments.seq_length, arguments.split, storage_of(arguments)
+    length, split, storage = arguments.seq_length, arguments.split, storage_from(arguments)
     samples = arguments.samples
     if samples is None:
         total = sum(
@@ -103,7 +103,9 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         )
         for source in mixed
     ]
-    print(table(("source", "documents", "tokens", "share", "samples", "drawn", "epochs"), rows))
+    print(
+        format_table(("source", "documents", "tokens", "share", "samples", "drawn", "epochs"), rows)
+    )
     each = counted(length, "token")
     print(f"{counted(samples, 'sample')} of {each}: {counted(samples * length, 'token')}")
     if arguments.output is not None:
@@ -137,5 +139,5 @@ def _blend(parser: Parser, arguments: argparse.Namespace) -> "Blend":
     if len(named) < len(amounts):
         parser.error("a prefix is named twice")
     if arguments.epochs:
-        return blend_by_epochs(named, arguments.split, storage_of(arguments))
+        return blend_by_epochs(named, arguments.split, storage_from(arguments))
     return blend_by_tokens({prefix: round(count) for prefix, count in named.items()})

@@ -40,7 +40,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "merge_file": {**_PATHS, "help": "GPT2BPETokenizer: merges.txt"},
     "vocab_extra_ids": {
         **_COUNT,
-        "least": 0,
+        "minimum": 0,
         "help": "BertWordPieceLowerCase, …Case and SentencePieceTokenizer: sentinels for T5",
     },
     "vocab_size": {
@@ -54,7 +54,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "tiktoken_num_special_tokens": {
         **_COUNT,
-        "least": 0,
+        "minimum": 0,
         "help": "TikTokenizer: numbers that special tokens take; unset: 1000",
     },
     "tokenizer_special_tokens": {
@@ -142,13 +142,13 @@ def add_allow_http(parser: "Parser | argparse._ArgumentGroup", what: str) -> Non
     )
 
 
-def storage_of(arguments: argparse.Namespace) -> StorageCache | None:
+def storage_from(arguments: argparse.Namespace) -> StorageCache | None:
     """Returns the cache that the option names."""
     folder = arguments.object_storage_cache_path
     return None if folder is None else StorageCache(folder)
 
 
-def tokenizer_of(parser: Parser, arguments: argparse.Namespace) -> Tokenizer:
+def tokenizer_from(parser: Parser, arguments: argparse.Namespace) -> Tokenizer:
     """Returns the tokenizer that the options name; options of another kind are refused."""
     given = _given(arguments)
     kind = arguments.tokenizer_type or default_tokenizer_kind(given)
@@ -161,7 +161,7 @@ def tokenizer_of(parser: Parser, arguments: argparse.Namespace) -> Tokenizer:
     return build_tokenizer(arguments.tokenizer_type, **given)
 
 
-def names_tokenizer(arguments: argparse.Namespace) -> bool:
+def has_tokenizer_options(arguments: argparse.Namespace) -> bool:
     """Returns whether any option about a tokenizer was given."""
     return arguments.tokenizer_type is not None or bool(_given(arguments))
 

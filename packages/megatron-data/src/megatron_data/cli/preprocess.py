@@ -5,8 +5,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_data._command import Parser
-from megatron_data.cli.options import INPUT_HELP, add_tokenizer_options, tokenizer_of
-from megatron_data.cli.work import add_work_options, say_continued, say_skipped
+from megatron_data.cli.options import INPUT_HELP, add_tokenizer_options, tokenizer_from
+from megatron_data.cli.work import add_work_options, print_resumed, print_skipped
 from megatron_data.wording import counted
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     from megatron_data.preprocessing.pipeline import preprocess
     from megatron_data.tokenizers.fast import fast_tokenizer
 
-    splitter = _splitter_of(parser, arguments)
-    tokenizer = tokenizer_of(parser, arguments)
+    splitter = _splitter_from(parser, arguments)
+    tokenizer = tokenizer_from(parser, arguments)
     finished = preprocess(
         arguments.input,
         arguments.output_prefix,
@@ -108,7 +108,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         overwrite=arguments.overwrite,
     )
     first = finished[0]
-    say_continued(first)
+    print_resumed(first)
     for dataset in finished:
         counts, seconds = dataset.counts, max(dataset.seconds, 1e-9)
         empty = f" ({counts.empty_documents:,} empty)" if counts.empty_documents else ""
@@ -118,11 +118,11 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
             f"in {seconds:.1f} s ({dataset.bytes_read / 1e6 / seconds:.2f} MB/s, "
             f"{counts.tokens / seconds:,.0f} tokens/s)"
         )
-    say_skipped(first, arguments)
+    print_skipped(first, arguments)
     return 0
 
 
-def _splitter_of(parser: Parser, arguments: argparse.Namespace) -> "SentenceSplitter | None":
+def _splitter_from(parser: Parser, arguments: argparse.Namespace) -> "SentenceSplitter | None":
     """Returns what cuts texts into sentences; options about it are refused without it."""
     from megatron_data.preprocessing.nltk_sentences import NLTKSplitter
     from megatron_data.preprocessing.sentences import PunktSplitter

@@ -10,7 +10,7 @@ from megatron_data.cli.options import (
     PREFIX_HELP,
     add_overwrite_option,
     add_storage_option,
-    storage_of,
+    storage_from,
 )
 
 
@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
         "--shares",
         type=float,
         action=Bounded,
-        above=0,
+        exclusive_minimum=0,
         nargs="+",
         metavar="X",
         help="of the documents, one for each output; others than those that sum to 1 are divided "
@@ -63,7 +63,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         outputs,
         shares=arguments.shares,
         documents=arguments.documents,
-        storage=storage_of(arguments),
+        storage=storage_from(arguments),
     )
     for output, counts in zip(outputs, made, strict=True):
         print(f"{output}: {counts.summary}")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_data._command import Parser
 from megatron_data.cli.bounds import Bounded
-from megatron_data.cli.options import add_tokenizer_options, tokenizer_of
-from megatron_data.cli.work import add_work_options, say_continued, say_skipped
+from megatron_data.cli.options import add_tokenizer_options, tokenizer_from
+from megatron_data.cli.work import add_work_options, print_resumed, print_skipped
 from megatron_data.tokenizers.chat import TemplateLimits
 from megatron_data.wording import counted
 
@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
         "--max-tokens",
         type=int,
         action=Bounded,
-        least=2,
+        minimum=2,
         metavar="N",
         help="tokens of a conversation; unset: no limit",
     )
@@ -83,7 +83,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     """Tokenizes and says what became of the conversations."""
     from megatron_data.preprocessing.conversations import tokenize_conversations
 
-    tokenizer = _tokenizer_of(parser, arguments)
+    tokenizer = _tokenizer_from(parser, arguments)
     report = tokenize_conversations(
         arguments.input,
         arguments.output_prefix,
@@ -100,22 +100,22 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         progress=True,
         overwrite=arguments.overwrite,
     )
-    say_continued(report.made)
+    print_resumed(report.dataset)
     print(
         f"{arguments.output_prefix}_conversation: {counted(report.conversations, 'conversation')} "
         f"of {counted(report.rows, 'row')}, {counted(report.tokens, 'token')}, "
-        f"{report.answered:,} of them counted by the loss; {report.truncated:,} truncated, "
-        f"{report.dropped:,} dropped, {report.unanswered:,} without an answer"
+        f"{report.loss_tokens:,} of them counted by the loss; {report.truncated:,} truncated, "
+        f"{report.dropped:,} dropped, {report.without_loss:,} without an answer"
     )
-    say_skipped(report.made, arguments)
+    print_skipped(report.dataset, arguments)
     return 0
 
 
-def _tokenizer_of(parser: Parser, arguments: argparse.Namespace) -> "SFTTokenizer":
+def _tokenizer_from(parser: Parser, arguments: argparse.Namespace) -> "SFTTokenizer":
     """Returns the tokenizer that the options name, which knows how conversations are written."""
     from megatron_data.tokenizers.sft import conversation_tokenizer
 
     if None not in (arguments.chat_template, arguments.sft_tokenizer_prompt_format):
         parser.error("--chat-template and --sft-tokenizer-prompt-format: give one of them")
-    tokenizer = tokenizer_of(parser, arguments)
+    tokenizer = tokenizer_from(parser, arguments)
     return conversation_tokenizer(tokenizer, arguments.tokenizer_model)

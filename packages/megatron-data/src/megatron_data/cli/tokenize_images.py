@@ -6,8 +6,8 @@ from typing import Any
 
 from megatron_data._command import Parser
 from megatron_data.cli.bounds import Bounded
-from megatron_data.cli.options import add_allow_http, add_tokenizer_options, tokenizer_of
-from megatron_data.cli.work import add_work_options, say_continued, say_skipped
+from megatron_data.cli.options import add_allow_http, add_tokenizer_options, tokenizer_from
+from megatron_data.cli.work import add_work_options, print_resumed, print_skipped
 from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
 from megatron_data.wording import counted
 
@@ -82,7 +82,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
     report = tokenize_image_pairs(
         arguments.input,
         arguments.output_prefix,
-        tokenizer_of(parser, arguments),
+        tokenizer_from(parser, arguments),
         json_keys=tuple(arguments.json_keys),
         image_folder=arguments.input_image,
         append_eod=arguments.append_eod,
@@ -95,11 +95,11 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         progress=True,
         overwrite=arguments.overwrite,
     )
-    say_continued(report.made)
+    print_resumed(report.dataset)
     print(
         f"{report.prefix}: {counted(report.pairs, 'pair')}, {counted(report.tokens, 'token')}, "
         f"{report.image_bytes / 1e6:.1f} MB of images; "
         f"{counted(report.truncated, 'text')} truncated"
     )
-    say_skipped(report.made, arguments)
+    print_skipped(report.dataset, arguments)
     return 0

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_data._command import Parser
 from megatron_data.cli.bounds import Bounded
-from megatron_data.cli.options import PREFIX_HELP, add_allow_http, add_storage_option, storage_of
+from megatron_data.cli.options import PREFIX_HELP, add_allow_http, add_storage_option, storage_from
 from megatron_data.cli.work import add_max_document_bytes
 
 
@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
         "--document",
         type=int,
         action=Bounded,
-        least=0,
+        minimum=0,
         metavar="N",
         help="number of a document, from 0, instead of a token",
     )
@@ -48,7 +48,7 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
         arguments.prefix,
         arguments.token,
         document=arguments.document,
-        storage=storage_of(arguments),
+        storage=storage_from(arguments),
         allow_http=arguments.allow_http,
         max_document_bytes=arguments.max_document_bytes,
     )
@@ -60,12 +60,12 @@ def run(parser: Parser, arguments: argparse.Namespace) -> int:
             f"token {arguments.token:,} is number {arguments.token - found.first_token:,} of {what}"
         )
     print(f"{what}, from")
-    if found.unknown is None:
+    if found.inexact_reason is None:
         print(found.path + "".join(_place(found.number, found.offset, found.size)))
         return 0
     first, units = found.span.first, found.span.units
     print(f"{found.path}, between line, row or file {first:,} and {first + units - 1:,}")
-    print(f"no closer: {found.unknown}")
+    print(f"no closer: {found.inexact_reason}")
     return 0
 
 

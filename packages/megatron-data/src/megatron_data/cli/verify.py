@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from megatron_data._command import Parser
-from megatron_data.cli.options import PREFIX_HELP, add_storage_option, storage_of
+from megatron_data.cli.options import PREFIX_HELP, add_storage_option, storage_from
 
 
 def add_parser(commands: Any) -> None:
@@ -24,9 +24,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Verifies each dataset; the first fault ends the command."""
     from megatron_data.preprocessing.verification import verify
 
-    storage = storage_of(arguments)
+    storage = storage_from(arguments)
     for prefix in arguments.prefix:
         found = verify(prefix, storage)
-        compared = "digests match the manifest" if found.manifest else "no manifest: structure only"
+        compared = (
+            "digests match the manifest" if found.has_manifest else "no manifest: structure only"
+        )
         print(f"{prefix}: in order, {found.counts.summary} ({compared})")
     return 0

@@ -10,7 +10,7 @@ from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
 from megatron_data.wording import counted
 
 if TYPE_CHECKING:
-    from megatron_data.preprocessing.engine import Preprocessed
+    from megatron_data.preprocessing.engine import PreprocessedDataset
 
 ON_ERROR = ("fail", "skip", "quarantine")
 
@@ -60,15 +60,15 @@ def add_max_document_bytes(group: "Parser | argparse._ArgumentGroup", what: str)
     )
 
 
-def say_continued(made: "Preprocessed") -> None:
+def print_resumed(made: "PreprocessedDataset") -> None:
     """Says how much an earlier run had done, if it had."""
-    if made.continued:
+    if made.resumed_chunks:
         were = "was" if made.chunks == 1 else "were"
-        chunks = f"{made.continued:,} of {counted(made.chunks, 'chunk')}"
+        chunks = f"{made.resumed_chunks:,} of {counted(made.chunks, 'chunk')}"
         print(f"{chunks} {were} done by an earlier run")
 
 
-def say_skipped(made: "Preprocessed", arguments: argparse.Namespace) -> None:
+def print_skipped(made: "PreprocessedDataset", arguments: argparse.Namespace) -> None:
     """Says what was left out, if anything was."""
     from megatron_data.preprocessing.assembly import quarantine_path
     from megatron_data.sources.protocol import KINDS

@@ -26,7 +26,7 @@ from megatron_data.indexed.reader import IndexedDataset
 from megatron_data.order.packing import PackedOrder
 from megatron_data.order.protocol import SampleOrder
 from megatron_data.order.rows import RowOrder
-from megatron_data.preprocessing.manifest import LOSS, check_mask
+from megatron_data.preprocessing.manifest import LOSS_SUFFIX, check_mask
 from megatron_data.sources.block_cache import StorageCache
 from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
 from megatron_data.tokenizers.sft import SFTTokenizer
@@ -61,9 +61,9 @@ class _SFTBuilder(GPTBuilder):
         return super().source(prefix)
 
     def _along(self, source: TokenSource, name: str, order: SampleOrder, number: int) -> Dataset:
-        if not self.opened.has(name + LOSS, self.mapped):
+        if not self.opened.has(name + LOSS_SUFFIX, self.mapped):
             check_mask(name)
-        return SFTDataset(source, self.source(name + LOSS), order)
+        return SFTDataset(source, self.source(name + LOSS_SUFFIX), order)
 
     def dataset(self, source: TokenSource, name: str, wanted: Wanted, number: int = 0) -> Dataset:
         """Returns one split of one source; a warning tells how many conversations it cuts.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatron_data.errors import DataError
 from megatron_data.indexed.images import TEXT_MODE, in_text
 from megatron_data.indexed.reader import IndexedDataset
-from megatron_data.preprocessing.manifest import Counts, count
+from megatron_data.preprocessing.manifest import Counts, count_dataset
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
@@ -62,7 +62,7 @@ def summarize(dataset: IndexedDataset) -> Summary:
     lengths = dataset.sequence_lengths
     np.cumsum(lengths if modes is None else lengths * (modes == TEXT_MODE), out=totals[1:])
     document_lengths = np.diff(totals[dataset.document_indices])
-    return Summary(count(dataset), document_lengths, token_counts)
+    return Summary(count_dataset(dataset), document_lengths, token_counts)
 
 
 def document_text(dataset: IndexedDataset, document: int) -> tuple[NDArray[Any], int]:

@@ -3,7 +3,7 @@ from .benchmarking import Measured as Measured
 from .benchmarking import benchmark as benchmark
 from .conversations import ConversationReport as ConversationReport
 from .conversations import tokenize_conversations as tokenize_conversations
-from .engine import Preprocessed as Preprocessed
+from .engine import PreprocessedDataset as PreprocessedDataset
 from .image_pairs import ImagePairsReport as ImagePairsReport
 from .image_pairs import tokenize_image_pairs as tokenize_image_pairs
 from .joining import merge as merge
@@ -14,7 +14,7 @@ from .nltk_sentences import NLTKSplitter as NLTKSplitter
 from .pipeline import preprocess as preprocess
 from .sentences import PunktSplitter as PunktSplitter
 from .sentences import SentenceSplitter as SentenceSplitter
-from .tracing import Traced as Traced
+from .tracing import TraceReport as TraceReport
 from .tracing import trace as trace
-from .verification import Verified as Verified
+from .verification import VerificationReport as VerificationReport
 from .verification import verify as verify

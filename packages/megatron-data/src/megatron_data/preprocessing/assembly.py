@@ -16,12 +16,12 @@ from megatron_data.indexed.builder import IndexedDatasetBuilder, WrittenDataset
 from megatron_data.indexed.format import idx_path
 from megatron_data.preprocessing.manifest import Counts, manifest_path
 from megatron_data.preprocessing.origins import Origins
-from megatron_data.preprocessing.parts import Record, WorkFolder
+from megatron_data.preprocessing.parts import PartRecord, WorkFolder
 from megatron_data.preprocessing.protocol import Output
 from megatron_data.sources.protocol import KINDS, Fault
 
 
-class Assembled(NamedTuple):
+class AssembledDataset(NamedTuple):
     """One dataset, put together.
 
     Attributes:
@@ -48,23 +48,23 @@ class Assembly:
         tallies: what the encoder counted.
     """
 
-    datasets: list[Assembled] = field(default_factory=list)
+    datasets: list[AssembledDataset] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     first_fault: Fault | None = None
     tallies: Counter[str] = field(default_factory=Counter)
 
-    def note(self, record: Record) -> None:
+    def add_record(self, record: PartRecord) -> None:
         """Counts what a part says of itself."""
         self.tallies.update(record.tallies)
         for fault in record.faults:
             self.faults[fault.kind] += 1
             self.first_fault = self.first_fault or fault
 
-    def left_out(self, output: Output) -> str:
+    def explain_empty(self, output: Output) -> str:
         """Returns why an output may have nothing, in brackets; empty where nothing was left out."""
         why = [
             f"{self.tallies[name]:,} {words}"
-            for name, words in output.left_out
+            for name, words in output.skip_reasons
             if self.tallies[name]
         ]
         if self.first_fault:
@@ -117,16 +117,15 @@ def assemble(
                 builders[place].add_documents(*part)
                 origins[place].add(record, len(part.tokens))
                 empty[place] += int(np.count_nonzero(part.sequences == 0))
-            made.note(record)
+            made.add_record(record)
             if refused is not None:
                 for fault in record.faults:
                     refused.write(_line(fault))
         for output, builder in zip(outputs, builders, strict=True):
             if not builder.tokens:
-                folder.finish()  # nothing in it is worth keeping
-                raise DataError(
-                    f"no document with {output.lacking} in {sources}{made.left_out(output)}"
-                )
+                folder.mark_finished()  # nothing in it is worth keeping
+                why = made.explain_empty(output)
+                raise DataError(f"no document with {output.required_content} in {sources}{why}")
         _remove_older([builder.prefix for builder in builders])
         quarantine.unlink(missing_ok=True)
         for builder, origin, without_token in zip(builders, origins, empty, strict=True):
@@ -139,7 +138,7 @@ def assemble(
                 written.images,
                 written.image_bytes,
             )
-            made.datasets.append(Assembled(builder.prefix, written, counts, origin))
+            made.datasets.append(AssembledDataset(builder.prefix, written, counts, origin))
         if refused is not None and not made.faults:
             refused.discard()
     return made

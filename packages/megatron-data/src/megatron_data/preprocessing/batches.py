@@ -10,15 +10,15 @@ AT_ONCE = 1 << 20
 """Characters, or bytes of the source, that are given to the tokenizer together, and the most of a
 document's where it knows how to cut: this bounds the memory."""
 
-Found = TypeVar("Found", Item, Row)
-Made = TypeVar("Made")
+ItemT = TypeVar("ItemT", Item, Row)
+EncodedT = TypeVar("EncodedT")
 
 
-def together(found: Iterator[Found | Fault]) -> Iterator[list[Found] | Fault]:
+def batch_items(items_or_faults: Iterator[ItemT | Fault]) -> Iterator[list[ItemT] | Fault]:
     """Documents up to about `AT_ONCE` bytes; a fault ends what is together, to keep the order."""
-    items: list[Found] = []
+    items: list[ItemT] = []
     size = 0
-    for item in found:
+    for item in items_or_faults:
         if isinstance(item, Fault):
             if items:
                 yield items
@@ -34,9 +34,9 @@ def together(found: Iterator[Found | Fault]) -> Iterator[list[Found] | Fault]:
         yield items
 
 
-def encode_or_name(
-    chunk: Chunk, items: list[Item], encode: Callable[[list[Item]], Made]
-) -> Iterator[tuple[list[Item], Made | Fault]]:
+def encode_or_fault(
+    chunk: Chunk, items: list[Item], encode: Callable[[list[Item]], EncodedT]
+) -> Iterator[tuple[list[Item], EncodedT | Fault]]:
     """Encodes items together, or one by one if the tokenizer refuses some of them."""
     try:
         yield items, encode(items)
@@ -45,4 +45,4 @@ def encode_or_name(
             yield items, chunk.fault(items[0], "tokens", str(error))
             return
         for item in items:
-            yield from encode_or_name(chunk, [item], encode)
+            yield from encode_or_fault(chunk, [item], encode)

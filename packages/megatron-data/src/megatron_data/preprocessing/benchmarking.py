@@ -50,11 +50,11 @@ class Benchmark(NamedTuple):
 
     Attributes:
         stages: `STAGES` in their order.
-        others: the whole of `preprocess`, other tokenizers, and the samples of the dataset.
+        other_measurements: all of `preprocess`, other tokenizers, and the samples of the dataset.
     """
 
     stages: tuple[Measured, ...]
-    others: tuple[Measured, ...]
+    other_measurements: tuple[Measured, ...]
 
     @property
     def bound(self) -> tuple[str, float]:
@@ -70,7 +70,7 @@ def benchmark(
     json_key: str = "text",
     megabytes: float = 16,
     workers: int = 1,
-    others: Sequence[Tokenizer] = (),
+    other_tokenizers: Sequence[Tokenizer] = (),
     sequence_length: int = 1024,
     folder: str | os.PathLike[str] | None = None,
     max_document_bytes: int | None = MAX_DOCUMENT_BYTES,
@@ -83,7 +83,7 @@ def benchmark(
         json_key: key or column that holds the text.
         megabytes: of the sources, unpacked, after which it stops.
         workers: processes of the `preprocess` that is measured as a whole.
-        others: tokenizers to measure beside it, such as a `FastTokenizer`.
+        other_tokenizers: tokenizers to measure beside it, such as a `FastTokenizer`.
         sequence_length: tokens of the samples that are read.
         folder: where a temporary folder is made for what is written; None for the system's.
         max_document_bytes: bytes that a document may have in its source; None for no limit.
@@ -104,7 +104,7 @@ def benchmark(
         raise DataError(f"the first {size:,} bytes of the input give no token")
     stages.append(Measured("tokenize", seconds, size, documents, count))
     extra = []
-    for other in others:
+    for other in other_tokenizers:
         made, seconds = _tokenize(other, texts)
         name = f"tokenize, {type(other).__name__}"
         extra.append(Measured(name, seconds, size, documents, sum(map(len, made))))

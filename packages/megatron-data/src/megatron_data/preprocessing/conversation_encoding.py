@@ -8,10 +8,10 @@ import numpy as np
 
 from megatron_data.errors import DataError
 from megatron_data.indexed.format import DTYPES, choose_dtype
-from megatron_data.preprocessing.batches import together
+from megatron_data.preprocessing.batches import batch_items
 from megatron_data.preprocessing.encoding import SMALLEST_CHUNK
-from megatron_data.preprocessing.manifest import LOSS
-from megatron_data.preprocessing.protocol import Encoded, EncodedChunk, Output
+from megatron_data.preprocessing.manifest import LOSS_SUFFIX
+from megatron_data.preprocessing.protocol import EncodedChunk, EncodedDocuments, Output
 from megatron_data.sources.conversations import KEYS, ConversationRow, row_of
 from megatron_data.sources.protocol import (
     LARGEST_CHUNK,
@@ -87,9 +87,14 @@ class ConversationEncoder:
         self.max_document_bytes = max_document_bytes
         self.outputs = (
             Output(
-                "_conversation", choose_dtype(tokenizer.vocab_size), _LACKING, left_out=_LEFT_OUT
+                "_conversation",
+                choose_dtype(tokenizer.vocab_size),
+                _LACKING,
+                skip_reasons=_LEFT_OUT,
             ),
-            Output(f"_conversation{LOSS}", DTYPES[1], _LACKING, values=2, left_out=_LEFT_OUT),
+            Output(
+                f"_conversation{LOSS_SUFFIX}", DTYPES[1], _LACKING, values=2, skip_reasons=_LEFT_OUT
+            ),
         )
         self.chunk_bytes = SMALLEST_CHUNK, LARGEST_CHUNK
 
@@ -106,7 +111,7 @@ class ConversationEncoder:
         }
 
     @property
-    def reading(self) -> dict[str, Any]:
+    def reader_options(self) -> dict[str, Any]:
         """Whole objects, the columns of them, and the limit."""
         return {
             "objects": True,
@@ -129,7 +134,7 @@ class ConversationEncoder:
         """The template by its digest, and what becomes of conversations; the same for both."""
         return {"conversations": self._made_by}
 
-    def others(self, chunk: Chunk) -> str:
+    def external_version(self, chunk: Chunk) -> str:
         """Nothing: conversations stand in the chunk itself."""
         return ""
 
@@ -142,7 +147,7 @@ class ConversationEncoder:
         refused: list[int] = []
         tallies: Counter[str] = Counter()
         read = 0
-        for found in together(chunk.rows(self.max_document_bytes)):
+        for found in batch_items(chunk.rows(self.max_document_bytes)):
             if isinstance(found, Fault):
                 faults.append(found)
                 continue
@@ -182,7 +187,7 @@ class ConversationEncoder:
         tallies.update(conversations=1, answered=answered, truncated=int(too_long))
         return ConversationTokens(ids, loss_mask)
 
-    def _joined(self, documents: list[list[ConversationTokens]]) -> list[Encoded]:
+    def _joined(self, documents: list[list[ConversationTokens]]) -> list[EncodedDocuments]:
         kept = [one for document in documents for one in document]
         lengths = np.array([len(one.ids) for one in kept], np.int32)
         sequences = np.array([len(document) for document in documents], np.int32)
@@ -190,6 +195,6 @@ class ConversationEncoder:
         ids = [np.empty(0, tokens), *(one.ids.astype(tokens) for one in kept)]
         loss_mask = [np.empty(0, mask), *(one.loss_mask for one in kept)]
         return [
-            Encoded(np.concatenate(ids), lengths, sequences),
-            Encoded(np.concatenate(loss_mask), lengths, sequences),
+            EncodedDocuments(np.concatenate(ids), lengths, sequences),
+            EncodedDocuments(np.concatenate(loss_mask), lengths, sequences),
         ]

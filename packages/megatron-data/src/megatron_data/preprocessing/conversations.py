@@ -7,7 +7,7 @@ from datetime import date, datetime, time
 
 from megatron_data.files import local_prefix
 from megatron_data.preprocessing.conversation_encoding import ConversationEncoder, OverLength
-from megatron_data.preprocessing.engine import OnError, Preprocessed, Work, run_job
+from megatron_data.preprocessing.engine import OnError, PreprocessedDataset, WorkOptions, run_job
 from megatron_data.sources.conversations import KEYS
 from megatron_data.sources.opening import open_sources
 from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
@@ -25,21 +25,21 @@ class ConversationReport:
         conversations: written, each a sequence of its document. Together with those dropped and
             unanswered they are all there were.
         tokens: written.
-        answered: tokens that the loss counts.
+        loss_tokens: tokens that the loss counts.
         truncated: conversations written that lost their end.
         dropped: conversations that were too long.
-        unanswered: conversations in which no token counts, which are left out.
-        made: the dataset of the tokens, and what was skipped; that of the mask is as large.
+        without_loss: conversations in which no token counts, which are left out.
+        dataset: the dataset of the tokens, and what was skipped; that of the mask is as large.
     """
 
     rows: int
     conversations: int
     tokens: int
-    answered: int
+    loss_tokens: int
     truncated: int
     dropped: int
-    unanswered: int
-    made: Preprocessed
+    without_loss: int
+    dataset: PreprocessedDataset
 
 
 def tokenize_conversations(
@@ -103,7 +103,7 @@ def tokenize_conversations(
     prefix = local_prefix(output_prefix)
     if template.uses_time and template.now is None:
         template = template.with_time(datetime.combine(date.today(), time.min))
-    work = Work(workers, on_error, chunk_bytes, progress, overwrite)
+    work = WorkOptions(workers, on_error, chunk_bytes, progress, overwrite)
     encoder = ConversationEncoder(
         tokenizer, template, loss, max_tokens, over_length, max_document_bytes
     )
@@ -113,9 +113,9 @@ def tokenize_conversations(
         rows=made.counts.documents,
         conversations=tallies["conversations"],
         tokens=made.counts.tokens,
-        answered=tallies["answered"],
+        loss_tokens=tallies["answered"],
         truncated=tallies["truncated"],
         dropped=tallies["dropped"],
-        unanswered=tallies["unanswered"],
-        made=made,
+        without_loss=tallies["unanswered"],
+        dataset=made,
     )

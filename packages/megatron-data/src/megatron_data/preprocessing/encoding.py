@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from megatron_data.errors import DataError
 from megatron_data.indexed.format import TokenType, choose_dtype
-from megatron_data.preprocessing.batches import AT_ONCE, encode_or_name, together
-from megatron_data.preprocessing.protocol import Encoded, EncodedChunk, Output
+from megatron_data.preprocessing.batches import AT_ONCE, batch_items, encode_or_fault
+from megatron_data.preprocessing.protocol import EncodedChunk, EncodedDocuments, Output
 from megatron_data.preprocessing.sentences import SentenceSplitter
 from megatron_data.sources.protocol import LARGEST_CHUNK, Chunk, Document, Fault, Item
 from megatron_data.tokenizers.fast import FastTokenizer
@@ -99,7 +99,7 @@ class TextEncoder:
         }
 
     @property
-    def reading(self) -> dict[str, Any]:
+    def reader_options(self) -> dict[str, Any]:
         """The keys and the limit."""
         return {"json_keys": list(self.keys), "max_document_bytes": self.max_document_bytes}
 
@@ -111,21 +111,21 @@ class TextEncoder:
             "sentences": None if self.splitter is None else self.splitter.record,
         }
 
-    def others(self, chunk: Chunk) -> str:
+    def external_version(self, chunk: Chunk) -> str:
         """Nothing: texts stand in the chunk itself."""
         return ""
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         """Returns the documents of a chunk under every key."""
-        parts: list[list[Encoded]] = [[] for _ in self.keys]
+        parts: list[list[EncodedDocuments]] = [[] for _ in self.keys]
         faults: list[Fault] = []
         refused: list[int] = []
         read = 0
-        for found in together(chunk.items(self.keys, self.max_document_bytes)):
+        for found in batch_items(chunk.items(self.keys, self.max_document_bytes)):
             if isinstance(found, Fault):
                 faults.append(found)
                 continue
-            for items, encoded in encode_or_name(chunk, found, self._encode):
+            for items, encoded in encode_or_fault(chunk, found, self._encode):
                 if isinstance(encoded, Fault):
                     faults.append(encoded)
                     refused.append(read)
@@ -135,7 +135,7 @@ class TextEncoder:
                 read += len(items)
         return EncodedChunk([self._joined(part) for part in parts], faults, refused, {})
 
-    def _encode(self, items: list[Item]) -> list[Encoded]:
+    def _encode(self, items: list[Item]) -> list[EncodedDocuments]:
         encoded = []
         for number in range(len(self.keys)):
             documents = [item.texts[number] for item in items]
@@ -144,7 +144,7 @@ class TextEncoder:
             encoded.append(self._encode_key(documents))
         return encoded
 
-    def _encode_key(self, documents: list[list[str]]) -> Encoded:
+    def _encode_key(self, documents: list[list[str]]) -> EncodedDocuments:
         texts = list(chain.from_iterable(documents))
         counts = [len(parts) for parts in documents]
         if isinstance(self.tokenizer, SupportsJoinedTokens):
@@ -166,7 +166,7 @@ class TextEncoder:
         joined: Sequence[int] = np.concatenate(arrays) if arrays else []  # type: ignore[assignment]
         return joined
 
-    def _join(self, encoded: list[Sequence[int]], parts: list[int]) -> Encoded:
+    def _join(self, encoded: list[Sequence[int]], parts: list[int]) -> EncodedDocuments:
         """Arrays of the encoded texts, of which document i has `parts[i]`."""
         sequences = np.zeros(len(parts), np.int32)
         kept: list[Sequence[int]] = []
@@ -181,9 +181,13 @@ class TextEncoder:
                 kept.append(self.eod)
                 lengths[-1] += 1
             sequences[document] = len(own)
-        return Encoded(self._flat(kept, sum(lengths)), np.array(lengths, np.int32), sequences)
+        return EncodedDocuments(
+            self._flat(kept, sum(lengths)), np.array(lengths, np.int32), sequences
+        )
 
-    def _end(self, tokens: NDArray[Any], sizes: NDArray[np.int64], parts: list[int]) -> Encoded:
+    def _end(
+        self, tokens: NDArray[Any], sizes: NDArray[np.int64], parts: list[int]
+    ) -> EncodedDocuments:
         """`_join` of what is joined already: texts without a token dropped, ends put in."""
         kept = sizes > 0
         document_of = np.repeat(np.arange(len(parts)), parts)[kept]
@@ -193,20 +197,20 @@ class TextEncoder:
             last = np.append(document_of[1:] != document_of[:-1], True)
             tokens = np.insert(tokens, np.cumsum(lengths)[last], self.eod[0])
             lengths[last] += 1
-        return Encoded(tokens.astype(self.dtype), lengths, sequences)
+        return EncodedDocuments(tokens.astype(self.dtype), lengths, sequences)
 
     def _flat(self, kept: list[Sequence[int]], total: int) -> NDArray[np.integer]:
         if any(isinstance(ids, np.ndarray) for ids in kept):
             return np.concatenate([np.asarray(ids, self.dtype) for ids in kept])
         return np.fromiter(chain.from_iterable(kept), self.dtype, total)
 
-    def _joined(self, parts: list[Encoded]) -> Encoded:
+    def _joined(self, parts: list[EncodedDocuments]) -> EncodedDocuments:
         if not parts:
             empty = np.empty(0, np.int32)
-            return Encoded(np.empty(0, self.dtype), empty, empty)
+            return EncodedDocuments(np.empty(0, self.dtype), empty, empty)
         if len(parts) == 1:
             return parts[0]
-        return Encoded(
+        return EncodedDocuments(
             np.concatenate([part.tokens for part in parts]),
             np.concatenate([part.lengths for part in parts]),
             np.concatenate([part.sequences for part in parts]),

@@ -12,15 +12,15 @@ from tqdm import tqdm
 from megatron_data.errors import DataError
 from megatron_data.preprocessing.assembly import assemble
 from megatron_data.preprocessing.existing import refuse_existing
-from megatron_data.preprocessing.manifest import Counts, Skipped, describe, write_manifest
+from megatron_data.preprocessing.manifest import Counts, Skipped, describe_output, write_manifest
 from megatron_data.preprocessing.parts import (
-    Done,
+    PartRecord,
+    PartResult,
     PartWriter,
-    Record,
     Task,
     WorkFolder,
-    of_vocabulary,
-    was_begun,
+    can_resume,
+    count_vocabulary_tokens,
 )
 from megatron_data.preprocessing.pool import ordered_map
 from megatron_data.preprocessing.protocol import ChunkEncoder
@@ -35,7 +35,7 @@ _log = logging.getLogger("megatron_data")
 
 
 @dataclass(frozen=True)
-class Preprocessed:
+class PreprocessedDataset:
     """One finished dataset.
 
     Attributes:
@@ -46,7 +46,7 @@ class Preprocessed:
         skipped: what was left out.
         first_skipped: place and reason of the first of that; None if there is none.
         chunks: into how many pieces of work the sources were cut.
-        continued: how many of them an earlier run that was ended had done.
+        resumed_chunks: how many of them an earlier run that was ended had done.
     """
 
     prefix: str
@@ -56,11 +56,11 @@ class Preprocessed:
     skipped: Skipped
     first_skipped: str | None
     chunks: int
-    continued: int
+    resumed_chunks: int
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkOptions:
     """How the work is done; the arguments of `preprocess` of these names.
 
     Raises:
@@ -82,7 +82,7 @@ class Work:
             raise DataError(f"chunk_bytes={self.chunk_bytes}; give at least 1, or None")
 
 
-class Finished(NamedTuple):
+class JobResult(NamedTuple):
     """What came of a job.
 
     Attributes:
@@ -90,13 +90,13 @@ class Finished(NamedTuple):
         tallies: what the encoder counted, by name; 0 for a name that never came up.
     """
 
-    datasets: list[Preprocessed]
+    datasets: list[PreprocessedDataset]
     tallies: Mapping[str, int]
 
 
 def run_job(
-    sources: list[Source], prefix: str, encoder: ChunkEncoder, work: Work, title: str
-) -> Finished:
+    sources: list[Source], prefix: str, encoder: ChunkEncoder, work: WorkOptions, title: str
+) -> JobResult:
     """Makes the datasets of an encoder, or go on where a run that was ended stopped.
 
     The files are the same byte for byte whatever the number of workers and however often the work
@@ -124,15 +124,15 @@ def run_job(
     least, most = encoder.chunk_bytes
     size = work.chunk_bytes or min(max(total // _CHUNKS, least), most)
     job = _job(encoder, size)
-    if not work.overwrite and not was_begun(prefix, job):
+    if not work.overwrite and not can_resume(prefix, job):
         refuse_existing(prefix + output.suffix for output in encoder.outputs)
     with ExitStack() as stack:
         folder = stack.enter_context(WorkFolder(prefix, job))
         bar = stack.enter_context(_Bar(total, title, work.progress))
         chunks = _Chunks(folder, sources, size, encoder, work.on_error != "fail", bar)
         writer = PartWriter(encoder, folder.path, work.on_error != "fail")
-        for done in ordered_map(writer, chunks.tasks(), work.workers):
-            chunks.note(done)
+        for result in ordered_map(writer, chunks.tasks(), work.workers):
+            chunks.finish_chunk(result)
         made = assemble(
             folder,
             chunks.count,
@@ -143,32 +143,34 @@ def run_job(
         )
         skipped = Skipped(made.faults.total(), dict(sorted(made.faults.items())))
         for number, (name, written, counts, origins) in enumerate(made.datasets):
-            description = describe(
+            description = describe_output(
                 encoder, number, sources=sources, skipped=skipped, tallies=made.tallies
             )
             write_manifest(name, description, written=written, counts=counts, origins=origins)
-        folder.finish()
+        folder.mark_finished()
     _warn_of_missing_checksums(sources)
     read = sum(source.record()["bytes"] for source in sources)
     seconds = perf_counter() - started
     first = None if made.first_fault is None else str(made.first_fault)
     finished = [
-        Preprocessed(name, counts, read, seconds, skipped, first, chunks.count, chunks.continued)
+        PreprocessedDataset(
+            name, counts, read, seconds, skipped, first, chunks.count, chunks.resumed
+        )
         for name, _, counts, _ in made.datasets
     ]
-    return Finished(finished, made.tallies)
+    return JobResult(finished, made.tallies)
 
 
 def _warn_of_missing_checksums(sources: Sequence[Source]) -> None:
     """Names the Parquet files in which damage is not noticed, in one line."""
     records = (source.record() for source in sources)
-    lacking = [record["path"] for record in records if record.get("page_checksums") is False]
-    if lacking:
-        more = f" and {len(lacking) - 1:,} more" if len(lacking) > 1 else ""
+    unprotected = [record["path"] for record in records if record.get("page_checksums") is False]
+    if unprotected:
+        more = f" and {len(unprotected) - 1:,} more" if len(unprotected) > 1 else ""
         _log.warning(
             "%s%s: no page checksums, so damage may be read as other text; let the writer add "
             "them (pyarrow: write_page_checksum=True)",
-            lacking[0],
+            unprotected[0],
             more,
         )
 
@@ -196,7 +198,7 @@ class _Chunks:
         self._encoder = encoder
         self._tolerant = tolerant
         self._bar = bar
-        self.count = self.continued = 0
+        self.count = self.resumed = 0
 
     def tasks(self) -> Iterator[Task]:
         """Returns the chunks that are still to be done, read as they are asked for."""
@@ -204,26 +206,30 @@ class _Chunks:
             for chunk in source.chunks(self._chunk_bytes, self._encoder.max_document_bytes):
                 task = Task(self.count, number, source.path, chunk)
                 self.count += 1
-                record = self._folder.holds(task)
-                if record is None or record.others != self._encoder.others(chunk):
+                record = self._folder.find_record(task)
+                if record is None or record.others != self._encoder.external_version(chunk):
                     yield task
                 else:
                     self._take_over(record)
 
-    def _take_over(self, record: Record) -> None:
-        self.continued += 1
+    def _take_over(self, record: PartRecord) -> None:
+        self.resumed += 1
         first = record.faults[0] if record.faults else None
-        self.note(Done(record.stored, of_vocabulary(record.tokens, self._encoder.outputs), first))
+        self.finish_chunk(
+            PartResult(
+                record.stored, count_vocabulary_tokens(record.tokens, self._encoder.outputs), first
+            )
+        )
 
-    def note(self, done: Done) -> None:
+    def finish_chunk(self, result: PartResult) -> None:
         """Takes account of a finished chunk.
 
         Raises:
             DataError: it has a fault and faults end the run.
         """
-        if done.fault is not None and not self._tolerant:
-            raise DataError(str(done.fault))
-        self._bar.advance(done.stored, done.tokens)
+        if result.fault is not None and not self._tolerant:
+            raise DataError(str(result.fault))
+        self._bar.advance(result.stored, result.tokens)
 
 
 class _Bar:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from megatron_data.errors import DataError
 from megatron_data.indexed.format import DTYPES
 from megatron_data.indexed.images import IMAGE_MODE, TEXT_MODE, image_kind, pack_image
-from megatron_data.preprocessing.batches import encode_or_name, together
-from megatron_data.preprocessing.protocol import Encoded, EncodedChunk, Output
+from megatron_data.preprocessing.batches import batch_items, encode_or_fault
+from megatron_data.preprocessing.protocol import EncodedChunk, EncodedDocuments, Output
 from megatron_data.sources.failures import MissingError, NotRegularFileError
 from megatron_data.sources.protocol import Chunk, Fault, Item, SupportsImagePairs, UnreadableError
 from megatron_data.sources.storage import open_file, stat
@@ -29,14 +29,16 @@ _PATH_MAX, _NAME_MAX = 4096, 255  # bytes, on Linux
 _Pair: TypeAlias = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
-class TextEnds(NamedTuple):
+class TextEnding(NamedTuple):
     """How texts end: the token, and the length to which it fills them."""
 
     eod_id: int | None
     length: int | None
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, append_eod: bool, pad_length: int | None) -> "TextEnds":
+    def from_options(
+        cls, tokenizer: Tokenizer, append_eod: bool, pad_length: int | None
+    ) -> "TextEnding":
         """Returns the choices of a user.
 
         Raises:
@@ -65,31 +67,31 @@ class TextEnds(NamedTuple):
         return filled
 
 
-class Images(NamedTuple):
+class ImageLocator(NamedTuple):
     """Where the image of a text is.
 
     Attributes:
         folder: below which the paths are that lines name; None for the folder of the file that
             names them.
-        of_texts: the image of every text file, where those are given; None where lines name them.
+        by_text_file: the image of each text file; None if the inputs name their images.
         allow_http: whether lines may name images on web servers.
         max_bytes: bytes that an image may have; None for no limit.
     """
 
     folder: str | None
-    of_texts: Mapping[str, str] | None = None
+    by_text_file: Mapping[str, str] | None = None
     allow_http: bool = False
     max_bytes: int | None = None
 
-    def of(self, chunk: Chunk, item: Item) -> str:
+    def path_of(self, chunk: Chunk, item: Item) -> str:
         """Returns the path or URL of an image.
 
         Raises:
             UnreadableError: a line names none, or several, or what no path can be.
         """
         read_from = chunk.fault(item, "", "").path
-        if self.of_texts is not None:
-            return self.of_texts[read_from]
+        if self.by_text_file is not None:
+            return self.by_text_file[read_from]
         names = item.texts[1]
         if len(names) != 1:
             raise UnreadableError("type", f"{len(names)} paths of images, not 1")
@@ -125,7 +127,7 @@ class Images(NamedTuple):
             raise UnreadableError("image", str(error)) from None
         return self._checked(path, data)
 
-    def held(self, data: bytes) -> bytes:
+    def check_content(self, data: bytes) -> bytes:
         """Returns the bytes of an image that a row holds.
 
         Raises:
@@ -172,8 +174,8 @@ class ImagePairEncoder:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        ends: TextEnds,
-        images: Images,
+        ends: TextEnding,
+        images: ImageLocator,
         keys: tuple[str, ...],
         max_document_bytes: int | None = None,
     ) -> None:
@@ -199,9 +201,9 @@ class ImagePairEncoder:
         }
 
     @property
-    def reading(self) -> dict[str, Any]:
+    def reader_options(self) -> dict[str, Any]:
         """The keys and the limit, and that the last of the keys may hold images."""
-        named = {} if self._images.of_texts is not None else {"images": True}
+        named = {} if self._images.by_text_file is not None else {"images": True}
         return {
             "json_keys": list(self._keys),
             "max_document_bytes": self.max_document_bytes,
@@ -215,14 +217,14 @@ class ImagePairEncoder:
             "append_eod": self._ends.eod_id is not None,
         }
 
-    def others(self, chunk: Chunk) -> str:
+    def external_version(self, chunk: Chunk) -> str:
         """Returns a digest of where the images are, and of their sizes and times or tags."""
         digest = hashlib.sha256()
         for item in self._items(chunk):
             if isinstance(item, Fault) or item.image is not None:
                 continue  # what a row holds is in the digest of its chunk
             try:
-                path = self._images.of(chunk, item)
+                path = self._images.path_of(chunk, item)
                 found = f"{path}\0{' '.join(map(str, stat(path)))}"
             except (UnreadableError, MissingError):
                 found = "none"
@@ -231,7 +233,9 @@ class ImagePairEncoder:
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         """Returns the pairs of a chunk."""
-        others = self.others(chunk)  # before they are read: a change in between is seen later
+        version = self.external_version(
+            chunk
+        )  # before they are read: a change in between is seen later
         pairs: list[_Pair] = []
         faults: list[Fault] = []
         refused: list[int] = []
@@ -251,26 +255,26 @@ class ImagePairEncoder:
             read += 1
         sequences = np.full(len(pairs), 2, np.int32)
         arrays = [array for pair in pairs for array in pair]
-        encoded = Encoded(
+        encoded = EncodedDocuments(
             np.concatenate([np.empty(0, _DTYPE), *arrays]),
             np.array([len(array) for array in arrays], np.int32),
             sequences,
             np.tile(np.array([TEXT_MODE, IMAGE_MODE], np.int8), len(pairs)),
         )
-        return EncodedChunk([encoded], faults, refused, tallies, others)
+        return EncodedChunk([encoded], faults, refused, tallies, version)
 
     def _items(self, chunk: Chunk) -> Iterator[Item | Fault]:
-        if isinstance(chunk, SupportsImagePairs) and self._images.of_texts is None:
+        if isinstance(chunk, SupportsImagePairs) and self._images.by_text_file is None:
             return chunk.pairs(self._keys, self.max_document_bytes)
         return chunk.items(self._keys, self.max_document_bytes)
 
     def _texts(self, chunk: Chunk) -> Iterator[Fault | tuple[Item, Sequence[int] | Fault]]:
         """Every item with its tokens, or why it has none; a fault alone where there is no item."""
-        for found in together(self._items(chunk)):
+        for found in batch_items(self._items(chunk)):
             if isinstance(found, Fault):
                 yield found
                 continue
-            for items, encoded in encode_or_name(chunk, found, self._encode):
+            for items, encoded in encode_or_fault(chunk, found, self._encode):
                 if isinstance(encoded, Fault):
                     yield items[0], encoded
                 else:
@@ -286,9 +290,9 @@ class ImagePairEncoder:
     ) -> _Pair | Fault:
         try:
             if item.image is None:
-                image = self._images.read(self._images.of(chunk, item))
+                image = self._images.read(self._images.path_of(chunk, item))
             else:
-                image = self._images.held(item.image)
+                image = self._images.check_content(item.image)
         except UnreadableError as error:
             return chunk.fault(item, error.kind, error.reason)
         text = self._ends.apply(ids)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatron_data.errors import DataError
 from megatron_data.files import local_prefix
-from megatron_data.preprocessing.engine import OnError, Preprocessed, Work, run_job
-from megatron_data.preprocessing.image_encoding import ImagePairEncoder, Images, TextEnds
+from megatron_data.preprocessing.engine import OnError, PreprocessedDataset, WorkOptions, run_job
+from megatron_data.preprocessing.image_encoding import ImageLocator, ImagePairEncoder, TextEnding
 from megatron_data.sources.opening import find_sources
 from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
 from megatron_data.sources.storage import is_folder, list_files, relative_path
@@ -28,7 +28,7 @@ class ImagePairsReport:
         tokens: of the texts, those that fill them up included.
         image_bytes: of the images, as their files lie.
         truncated: texts that lost their end to `pad_length`.
-        made: the dataset, and what was skipped.
+        dataset: the dataset, and what was skipped.
     """
 
     prefix: str
@@ -36,7 +36,7 @@ class ImagePairsReport:
     tokens: int
     image_bytes: int
     truncated: int
-    made: Preprocessed
+    dataset: PreprocessedDataset
 
 
 def tokenize_image_pairs(
@@ -103,21 +103,21 @@ def tokenize_image_pairs(
     """
     if max_image_bytes is not None and max_image_bytes < 1:
         raise DataError(f"--max-image-bytes {max_image_bytes}; give at least 1")
-    work = Work(workers, on_error, chunk_bytes, progress, overwrite)
-    ends = TextEnds.of(tokenizer, append_eod, pad_length)
+    work = WorkOptions(workers, on_error, chunk_bytes, progress, overwrite)
+    ends = TextEnding.from_options(tokenizer, append_eod, pad_length)
     prefix = local_prefix(output_prefix)
     folder = None if image_folder is None else os.fspath(image_folder)
     keys: tuple[str, ...] = json_keys
     sources = find_sources(inputs, keys)
     texts = [source for source in sources if isinstance(source, TextFiles)]
-    images = Images(folder, allow_http=allow_http, max_bytes=max_image_bytes)
+    images = ImageLocator(folder, allow_http=allow_http, max_bytes=max_image_bytes)
     if texts and len(texts) < len(sources):
         raise DataError(
             f"{texts[0].path} holds texts and other inputs hold lines or rows; give one kind at a "
             "time, and merge the datasets"
         )
     if texts:
-        images, keys = images._replace(of_texts=_images_of(texts, folder)), keys[:1]
+        images, keys = images._replace(by_text_file=_images_of(texts, folder)), keys[:1]
     encoder = ImagePairEncoder(tokenizer, ends, images, keys, max_document_bytes)
     (made,), tallies = run_job(sources, prefix, encoder, work, "tokenize-images")
     return ImagePairsReport(
@@ -145,15 +145,15 @@ def _images_of(texts: Sequence[TextFiles], folder: str | None) -> dict[str, str]
         )
     images = _by_name((_stem(path, folder), path) for path in list_files(folder))
     named = _by_name((_stem(path, text.path), path) for text in texts for path in text.files)
-    lacking = [path for name, path in named.items() if name not in images]
-    left_over = [path for name, path in images.items() if name not in named]
-    if lacking or left_over:
+    unmatched_texts = [path for name, path in named.items() if name not in images]
+    unmatched_images = [path for name, path in images.items() if name not in named]
+    if unmatched_texts or unmatched_images:
         told = [
             f"{counted(len(paths), what)} without {its} ({', '.join(paths[:3])}"
             f"{', …' if len(paths) > 3 else ''})"
             for what, its, paths in (
-                ("text", f"an image of the same name in {folder}", lacking),
-                ("image", "a text", left_over),
+                ("text", f"an image of the same name in {folder}", unmatched_texts),
+                ("image", "a text", unmatched_images),
             )
             if paths
         ]

@@ -17,8 +17,8 @@ from megatron_data.indexed.reader import IndexedDataset
 from megatron_data.preprocessing.fingerprints import compare_fingerprints, fingerprint_in
 from megatron_data.preprocessing.manifest import (
     Counts,
-    count,
-    damage_named,
+    count_dataset,
+    manifest_errors,
     manifest_path,
     read_manifest,
     read_origins,
@@ -75,8 +75,10 @@ def merge(
     known = [manifest for manifest in manifests if manifest is not None]
     counts = _counts(output)
     if len(known) < len(names):
-        lacking = next(name for name, found in zip(names, manifests, strict=True) if not found)
-        _log.warning("%s has no manifest, so %s gets none", lacking, output)
+        without_manifest = next(
+            name for name, found in zip(names, manifests, strict=True) if not found
+        )
+        _log.warning("%s has no manifest, so %s gets none", without_manifest, output)
         return counts
     origins, sources = [], 0
     for name, manifest in zip(names, known, strict=True):
@@ -175,7 +177,7 @@ def _ends(
 
 def _counts(prefix: str) -> Counts:
     with IndexedDataset(prefix) as dataset:
-        return count(dataset)
+        return count_dataset(dataset)
 
 
 def _description(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -192,7 +194,7 @@ def _joined(names: Sequence[str], manifests: Sequence[dict[str, Any]]) -> dict[s
     kinds: Counter[str] = Counter()
     tallies: Counter[str] = Counter()
     for name, manifest in zip(names, manifests, strict=True):
-        with damage_named(name):
+        with manifest_errors(name):
             kinds.update(_numbers((manifest.get("skipped") or {}).get("kinds")))
             tallies.update(_numbers(manifest.get("tallies")))
     known = all(manifest.get("tallies") for manifest in manifests)

@@ -26,7 +26,7 @@ from megatron_data.wording import counted
 
 FORMAT = "megatron-data manifest 1"
 
-LOSS = "_loss"
+LOSS_SUFFIX = "_loss"
 """What the name of a dataset of conversations and that of its mask differ by."""
 
 _PARTS: dict[str, type] = {"counts": dict, "tokenizer": dict, "sources": list, "files": dict}
@@ -91,7 +91,7 @@ class Skipped:
     kinds: dict[str, int]
 
 
-def describe(
+def describe_output(
     encoder: ChunkEncoder,
     number: int,
     *,
@@ -113,7 +113,7 @@ def describe(
             "fingerprint": tokenizer.fingerprint,
         },
         "skipped": asdict(skipped),
-        "sources": [source.record() | encoder.reading for source in sources],
+        "sources": [source.record() | encoder.reader_options for source in sources],
     }
 
 
@@ -150,7 +150,7 @@ def read_origins(prefix: str, manifest: dict[str, Any]) -> Origins | None:
     """
     if not isinstance(manifest.get("chunks"), dict):
         return None
-    with damage_named(prefix):
+    with manifest_errors(prefix):
         counts = manifest["counts"]
         documents, numbers = counts["documents"], counts["tokens"]
         if image_bytes := counts.get("image_bytes", 0):
@@ -182,8 +182,8 @@ def read_manifest(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 @contextmanager
-def damage_named(prefix: str | os.PathLike[str]) -> Iterator[None]:
-    """Says that the manifest is damaged where something is not in it, or not of its kind."""
+def manifest_errors(prefix: str | os.PathLike[str]) -> Iterator[None]:
+    """Raises `DataError` for a manifest that lacks a value or has one of another type."""
     try:
         yield
     except DataError:
@@ -203,18 +203,18 @@ def check_mask(prefix: str | os.PathLike[str]) -> None:
     Raises:
         DataError: another run made the mask.
     """
-    tokens, mask = read_manifest(prefix), read_manifest(f"{os.fspath(prefix)}{LOSS}")
+    tokens, mask = read_manifest(prefix), read_manifest(f"{os.fspath(prefix)}{LOSS_SUFFIX}")
     if tokens is None or mask is None:
         return
     for name in ("conversations", "tokenizer", "counts", "sources", "chunks"):
         if tokens.get(name) != mask.get(name):
             raise DataError(
-                f"{prefix}{LOSS} is not the mask of {prefix}: another run made it (their {name} "
-                "differ); tokenize the conversations again"
+                f"{prefix}{LOSS_SUFFIX} is not the mask of {prefix}: another run made it (their "
+                f"{name} differ); tokenize the conversations again"
             )
 
 
-def count(dataset: IndexedDataset) -> Counts:
+def count_dataset(dataset: IndexedDataset) -> Counts:
     """Documents, sequences, tokens and images of a dataset, by its index."""
     bounds, modes = dataset.document_indices, dataset.sequence_modes
     images = image_numbers = 0

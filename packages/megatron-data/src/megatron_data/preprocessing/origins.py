@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from megatron_data.errors import DataError
-from megatron_data.preprocessing.parts import Record
+from megatron_data.preprocessing.parts import PartRecord
 from megatron_data.sources.protocol import Span
 
 DIGEST_DIGITS = 16
@@ -102,7 +102,7 @@ class Origins:
             self.refused.get(str(row), []),
         )
 
-    def add(self, record: Record, tokens: int) -> None:
+    def add(self, record: PartRecord, tokens: int) -> None:
         """Appends a chunk as it was preprocessed."""
         digest = record.digest[:DIGEST_DIGITS]
         origin = Origin(record.source, record.span, 0, 0, 0, digest, record.refused)

@@ -23,7 +23,7 @@ import orjson
 from megatron_data.errors import DataError
 from megatron_data.files import read_json, renamed, write_json
 from megatron_data.indexed.format import TokenType
-from megatron_data.preprocessing.protocol import ChunkEncoder, Encoded, Output
+from megatron_data.preprocessing.protocol import ChunkEncoder, EncodedDocuments, Output
 from megatron_data.sources.protocol import Chunk, Fault, Span
 
 JOB = "job.json"
@@ -34,7 +34,7 @@ _log = logging.getLogger("megatron_data")
 
 
 @dataclass(frozen=True)
-class Record:
+class PartRecord:
     """What a part says of itself.
 
     Attributes:
@@ -68,7 +68,7 @@ class Record:
     others: str = ""
 
     @classmethod
-    def from_json(cls, data: bytes) -> "Record":
+    def from_json(cls, data: bytes) -> "PartRecord":
         """Reads what `asdict` and JSON made of one."""
         content = orjson.loads(data)
         content["span"] = Span(*content["span"])
@@ -85,7 +85,7 @@ class Task(NamedTuple):
     chunk: Chunk
 
 
-class Done(NamedTuple):
+class PartResult(NamedTuple):
     """What the process that waits for a part is told: bytes of source, tokens, the first fault."""
 
     stored: int
@@ -93,7 +93,7 @@ class Done(NamedTuple):
     fault: Fault | None
 
 
-def of_vocabulary(tokens: Sequence[int], outputs: Sequence[Output]) -> int:
+def count_vocabulary_tokens(tokens: Sequence[int], outputs: Sequence[Output]) -> int:
     """Returns how many tokens there are in all datasets but masks."""
     pairs = zip(tokens, outputs, strict=True)
     return sum(count for count, output in pairs if output.values is None)
@@ -113,19 +113,21 @@ class PartWriter:
         self._folder = folder
         self._tolerant = tolerant
 
-    def __call__(self, task: Task) -> Done:
+    def __call__(self, task: Task) -> PartResult:
         """Do one chunk."""
         encoded = self._encoder(task.chunk)
         first = encoded.faults[0] if encoded.faults else None
         tokens = [len(output.tokens) for output in encoded.outputs]
-        done = Done(task.chunk.stored, of_vocabulary(tokens, self._encoder.outputs), first)
+        done = PartResult(
+            task.chunk.stored, count_vocabulary_tokens(tokens, self._encoder.outputs), first
+        )
         if first is not None and not self._tolerant:
             return done
         arrays = [array for output in encoded.outputs for array in output.arrays]
         digest = hashlib.sha256()
         for array in arrays:
             digest.update(np.ascontiguousarray(array).data)
-        record = Record(
+        record = PartRecord(
             source=task.source,
             path=task.path,
             span=task.chunk.span,
@@ -138,7 +140,7 @@ class PartWriter:
             refused=encoded.refused,
             sha256=digest.hexdigest(),
             tallies=dict(encoded.tallies),
-            others=encoded.others,
+            others=encoded.external_version,
         )
         _write(
             part_path(self._folder, task.number),
@@ -219,7 +221,7 @@ class WorkFolder:
             path.unlink()
         write_json(self.path / JOB, job)
 
-    def holds(self, task: Task) -> Record | None:
+    def find_record(self, task: Task) -> PartRecord | None:
         """Returns the record of a part that stands for this very chunk, and is whole."""
         path = part_path(self.path, task.number)
         if not path.is_file():
@@ -237,7 +239,9 @@ class WorkFolder:
             return None
         return record if hashlib.sha256(arrays).hexdigest() == record.sha256 else None
 
-    def read(self, number: int, outputs: Sequence[Output]) -> tuple[Record, list[Encoded]]:
+    def read(
+        self, number: int, outputs: Sequence[Output]
+    ) -> tuple[PartRecord, list[EncodedDocuments]]:
         """Returns a part that is done, the documents of each dataset.
 
         Raises:
@@ -250,7 +254,7 @@ class WorkFolder:
         except (ValueError, TypeError, KeyError):
             raise DataError(f"{path} was damaged; run the same command again") from None
 
-    def finish(self) -> None:
+    def mark_finished(self) -> None:
         """Lets the folder be removed when it is let go: the job is done."""
         self._finished = True
 
@@ -276,7 +280,7 @@ class WorkFolder:
             os.close(self._lock)
 
 
-def was_begun(output_prefix: str, job: dict[str, Any]) -> bool:
+def can_resume(output_prefix: str, job: dict[str, Any]) -> bool:
     """Returns whether an ended run of the same job left its folder, so that it can go on."""
     return _job_of(_folder_of(output_prefix) / JOB) == job
 
@@ -308,13 +312,15 @@ def _write(path: Path, record: bytes, arrays: list[np.ndarray[Any, Any]]) -> Non
             file.write(np.ascontiguousarray(array).data)
 
 
-def _read(path: Path) -> tuple[Record, memoryview]:
+def _read(path: Path) -> tuple[PartRecord, memoryview]:
     data = memoryview(path.read_bytes())
     start = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
-    return Record.from_json(bytes(data[_LENGTH:start])), data[start:]
+    return PartRecord.from_json(bytes(data[_LENGTH:start])), data[start:]
 
 
-def _arrays(record: Record, data: memoryview, outputs: Sequence[Output]) -> Iterator[Encoded]:
+def _arrays(
+    record: PartRecord, data: memoryview, outputs: Sequence[Output]
+) -> Iterator[EncodedDocuments]:
     offset = 0
 
     def take(count: int, kind: TokenType) -> np.ndarray[Any, Any]:
@@ -324,7 +330,7 @@ def _arrays(record: Record, data: memoryview, outputs: Sequence[Output]) -> Iter
         return array
 
     for output, sequences, tokens in zip(outputs, record.sequences, record.tokens, strict=True):
-        yield Encoded(
+        yield EncodedDocuments(
             take(tokens, output.dtype),
             take(sequences, np.dtype("<i4")),
             take(record.documents, np.dtype("<i4")),

@@ -9,7 +9,7 @@ from time import perf_counter
 from megatron_data.errors import DataError
 from megatron_data.files import local_prefix
 from megatron_data.preprocessing.encoding import TextEncoder
-from megatron_data.preprocessing.engine import OnError, Preprocessed, Work, run_job
+from megatron_data.preprocessing.engine import OnError, PreprocessedDataset, WorkOptions, run_job
 from megatron_data.preprocessing.sentences import SentenceSplitter
 from megatron_data.sources.opening import open_parallel, open_sources
 from megatron_data.sources.protocol import MAX_DOCUMENT_BYTES
@@ -34,7 +34,7 @@ def preprocess(
     chunk_bytes: int | None = None,
     progress: bool = False,
     overwrite: bool = True,
-) -> list[Preprocessed]:
+) -> list[PreprocessedDataset]:
     """Tokenizes text into `{output_prefix}_{key}_document.bin`, `.idx` and `.meta.json`.
 
     With a `splitter` the names end in `_sentence`, and the sequences of a document are its
@@ -78,7 +78,7 @@ def preprocess(
             of the same work that was ended is continued.
 
     Returns:
-        One `Preprocessed` per key.
+        One `PreprocessedDataset` per key.
 
     Raises:
         DataError: missing or empty input; a line or text that cannot be read (file and place),
@@ -89,9 +89,9 @@ def preprocess(
     prefix = local_prefix(output_prefix)
     if len(set(json_keys)) < len(json_keys):
         raise DataError(f"--json-keys {' '.join(json_keys)}: name every key once")
-    work = Work(workers, on_error, chunk_bytes, progress, overwrite)
+    work = WorkOptions(workers, on_error, chunk_bytes, progress, overwrite)
 
-    def run(chosen: Tokenizer) -> list[Preprocessed]:
+    def run(chosen: Tokenizer) -> list[PreprocessedDataset]:
         encoder = TextEncoder(chosen, tuple(json_keys), append_eod, max_document_bytes, splitter)
         keys = encoder.keys
         sources = [open_parallel(inputs, keys)] if parallel else open_sources(inputs, keys)

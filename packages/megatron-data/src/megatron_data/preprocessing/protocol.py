@@ -17,22 +17,22 @@ class Output(NamedTuple):
     Attributes:
         suffix: what its name adds to the prefix of all.
         dtype: token type.
-        lacking: what a source lacks of which no sequence comes, such as "text under 'body'".
+        required_content: what a document needs to have tokens, such as "text under 'body'".
         multimodal: whether its sequences have modes.
         values: how many values its tokens have, from 0; None if that is the vocabulary.
-        left_out: what the encoder counted of documents that it left out, by name,
+        skip_reasons: what the encoder counted of documents that it left out, by name,
             each with its words.
     """
 
     suffix: str
     dtype: TokenType
-    lacking: str
+    required_content: str
     multimodal: bool = False
     values: int | None = None
-    left_out: tuple[tuple[str, str], ...] = ()
+    skip_reasons: tuple[tuple[str, str], ...] = ()
 
 
-class Encoded(NamedTuple):
+class EncodedDocuments(NamedTuple):
     """The documents of one chunk in one dataset.
 
     Attributes:
@@ -61,14 +61,14 @@ class EncodedChunk(NamedTuple):
         faults: what is no document, in the order of the source.
         refused: which of the source's documents the encoder alone refused, from 0.
         tallies: whatever the encoder counts, by name; summed over all chunks at the end.
-        others: what `ChunkEncoder.others` said of the chunk.
+        external_version: what `ChunkEncoder.external_version` said of the chunk.
     """
 
-    outputs: list[Encoded]
+    outputs: list[EncodedDocuments]
     faults: list[Fault]
     refused: list[int]
     tallies: Mapping[str, int]
-    others: str = ""
+    external_version: str = ""
 
 
 class ChunkEncoder(Protocol):
@@ -95,13 +95,13 @@ class ChunkEncoder(Protocol):
         """What decides what a document becomes, plain values of JSON."""
 
     @property
-    def reading(self) -> dict[str, Any]:
+    def reader_options(self) -> dict[str, Any]:
         """How documents are told apart in a chunk, for `trace`; stands beside every source."""
 
     def options(self, output: int) -> dict[str, Any]:
         """Returns what the manifest of a dataset says of how it was made."""
 
-    def others(self, chunk: Chunk) -> str:
+    def external_version(self, chunk: Chunk) -> str:
         """Returns what changes with other files that a chunk names; nothing if it names none."""
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_data.errors import DataError
 from megatron_data.indexed.reader import IndexedDataset
 from megatron_data.preprocessing.manifest import (
-    damage_named,
+    manifest_errors,
     manifest_name,
     read_manifest,
     read_origins,
@@ -30,7 +30,7 @@ from megatron_data.sources.protocol import (
 
 
 @dataclass(frozen=True)
-class Traced:
+class TraceReport:
     """Where a document came from.
 
     Attributes:
@@ -42,7 +42,7 @@ class Traced:
         number: its line or row there, from 1; None for a text file, and where that is unknown.
         offset: its first byte in the (unpacked) file; None where files have no lines, or unknown.
         size: its bytes in the source; None where that is unknown.
-        unknown: why only the part is known; None if the place is exact.
+        inexact_reason: why only the part is known; None if the place is exact.
     """
 
     document: int
@@ -53,7 +53,7 @@ class Traced:
     number: int | None = None
     offset: int | None = None
     size: int | None = None
-    unknown: str | None = None
+    inexact_reason: str | None = None
 
 
 def trace(
@@ -64,7 +64,7 @@ def trace(
     storage: StorageCache | None = None,
     allow_http: bool = False,
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
-) -> Traced:
+) -> TraceReport:
     """Finds the source of a token or of a document of a dataset that was made here.
 
     The part of the source that it stands in is read anew, and compared with what it was; where
@@ -95,13 +95,13 @@ def trace(
             )
         first, last = dataset.document_indices[number : number + 2]
         before, end = dataset.tokens_before(np.array([first, last])).tolist()
-    with damage_named(prefix):
+    with manifest_errors(prefix):
         origin = origins.of_document(number)
         source = manifest["sources"][origin.source]
         wanted = number - origin.document + origin.skip
         limits = _Limits(allow_http, max_document_bytes)
         found = _look_up(source, origin, wanted, limits)
-    return Traced(number, before, end - before, **found)
+    return TraceReport(number, before, end - before, **found)
 
 
 def _record_of(prefix: str) -> tuple[dict[str, Any], Origins]:
@@ -150,9 +150,9 @@ def _look_up(
     try:
         chunk = reopen(source, limits.allow_http).chunk_at(origin.span, max_bytes)
     except (DataError, OSError) as error:
-        return {"path": path, "span": origin.span, "unknown": str(error)}
+        return {"path": path, "span": origin.span, "inexact_reason": str(error)}
     if not chunk.digest.startswith(origin.digest):
-        return {"path": path, "span": origin.span, "unknown": f"{path} has changed since"}
+        return {"path": path, "span": origin.span, "inexact_reason": f"{path} has changed since"}
     if source.get("objects") and isinstance(chunk, SupportsRows):
         found: Iterator[Item | Row | Fault] = chunk.rows(max_bytes)
     elif source.get("images") and isinstance(chunk, SupportsImagePairs):

@@ -14,11 +14,11 @@ from megatron_data.indexed.builder import WrittenFile
 from megatron_data.indexed.images import IMAGE_MODE, MOST_FILL, in_text
 from megatron_data.indexed.reader import IndexedDataset
 from megatron_data.preprocessing.manifest import (
-    LOSS,
+    LOSS_SUFFIX,
     Counts,
     check_mask,
-    count,
-    damage_named,
+    count_dataset,
+    manifest_errors,
     read_manifest,
 )
 from megatron_data.sources.block_cache import StorageCache
@@ -27,20 +27,22 @@ from megatron_data.sources.storage import stat
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerificationReport:
     """What `verify` found in order.
 
     Attributes:
         counts: what the dataset holds.
-        manifest: whether there was a manifest to compare with; without one only the structure
+        has_manifest: whether there was a manifest to compare with; without one only the structure
             could be checked.
     """
 
     counts: Counts
-    manifest: bool
+    has_manifest: bool
 
 
-def verify(prefix: str | os.PathLike[str], storage: StorageCache | None = None) -> Verified:
+def verify(
+    prefix: str | os.PathLike[str], storage: StorageCache | None = None
+) -> VerificationReport:
     """Checks a dataset's structure, and its sizes, counts and digests against the manifest.
 
     Every file is read once, block by block; of a URL past the cache, as it lies there.
@@ -56,10 +58,10 @@ def verify(prefix: str | os.PathLike[str], storage: StorageCache | None = None) 
     with IndexedDataset(prefix, storage) as dataset:
         manifest = read_manifest(prefix)
         dataset.check()
-        counts = count(dataset)
+        counts = count_dataset(dataset)
         if manifest is None:
-            return Verified(counts, manifest=False)
-        with damage_named(prefix):
+            return VerificationReport(counts, has_manifest=False)
+        with manifest_errors(prefix):
             values = manifest.get("values")
             limit = int(manifest["tokenizer"]["vocab_size"] if values is None else values)
             data, index = (_recorded(prefix, name, manifest["files"]) for name in ("bin", "idx"))
@@ -74,8 +76,8 @@ def verify(prefix: str | os.PathLike[str], storage: StorageCache | None = None) 
             known = f"the vocabulary has {limit}" if values is None else f"values are below {limit}"
             raise DataError(f"{prefix}.bin holds token {found}, {known}")
     if manifest.get("conversations"):
-        check_mask(prefix.removesuffix(LOSS))
-    return Verified(counts, manifest=True)
+        check_mask(prefix.removesuffix(LOSS_SUFFIX))
+    return VerificationReport(counts, has_manifest=True)
 
 
 def _check_counts(prefix: str, recorded: dict[str, Any], counts: Counts, numbers: int) -> None:
