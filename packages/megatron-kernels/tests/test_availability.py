@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from megatron_kernels import KernelError, report
-from megatron_kernels.availability import LIBRARIES, Library, library, probe, why_not
+from megatron_kernels import KernelError, library_availability
+from megatron_kernels.availability import LIBRARIES, Library, library, probe, unavailable_reason
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def install(folder: Path, module: str, version: str | None) -> None:
 
 
 def test_every_library_is_reported() -> None:
-    assert [found.name for found in report()] == [wanted.name for wanted in LIBRARIES]
-    for found in report():
+    assert [found.name for found in library_availability()] == [wanted.name for wanted in LIBRARIES]
+    for found in library_availability():
         if found.reason is None:
             assert torch.cuda.is_available()
 
@@ -69,7 +69,9 @@ def test_another_project_of_the_same_name_is_told_apart(
 ) -> None:
     (fake / "apexlike").mkdir()
     (fake / "apexlike" / "__init__.py").write_text("")
-    wanted = Library("apexlike", "apexlike", (), "build it", evidence="apexlike.normalization")
+    wanted = Library(
+        "apexlike", "apexlike", (), "build it", required_submodule="apexlike.normalization"
+    )
     assert probe(wanted).reason == "the installed 'apexlike' is another project (build it)"
     (fake / "apexlike" / "normalization.py").write_text("")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -78,7 +80,7 @@ def test_another_project_of_the_same_name_is_told_apart(
 
 
 def test_backends_hear_the_library_and_the_reason() -> None:
-    reason = why_not("flash-attn")
+    reason = unavailable_reason("flash-attn")
     assert reason is None or reason.startswith("flash-attn is ")
     with pytest.raises(KernelError, match="known are triton, flash-attn"):
         library("flash")

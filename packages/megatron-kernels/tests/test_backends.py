@@ -3,7 +3,7 @@
 import pytest
 import torch
 from megatron_kernels import Backend
-from megatron_kernels.cases import CASES, Case, Source
+from megatron_kernels.cases import CASES, Case, InputGenerator
 from megatron_kernels.check import check, check_backend
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def test_values_and_gradients_equal_the_reference_in_float64(
     case: Case, backend: Backend, dtype: torch.dtype
 ) -> None:
     result = check_backend(case, backend, dtype, CPU)
-    if result.refusal is not None:
+    if result.unsupported_reason is not None:
         assert backend.name in ("apex", "flash_attn", "grouped_mm")
     assert result.passed, result
 
@@ -32,13 +32,13 @@ def test_every_usable_backend_on_a_gpu_equals_the_reference_in_float64(
     dtype: torch.dtype, device: torch.device
 ) -> None:
     results = list(check(dtype, device))
-    assert any(result.refusal is None for result in results)
+    assert any(result.unsupported_reason is None for result in results)
     assert [result for result in results if not result.passed] == []
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op.name}-{case.label or 'plain'}")
 def test_gradients_of_the_references_equal_finite_differences(case: Case) -> None:
-    given = case.arguments(Source(torch.float64, CPU))
+    given = case.arguments(InputGenerator(torch.float64, CPU))
     leaves = [g for g in given if isinstance(g, torch.Tensor) and g.requires_grad]
     # Finite differences of every element would take minutes; this takes random directions.
     assert torch.autograd.gradcheck(

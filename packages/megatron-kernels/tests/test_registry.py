@@ -90,8 +90,10 @@ def test_an_operation_looks_like_its_function_and_cannot_be_changed() -> None:
 
 def test_absent_libraries_are_refusals_with_a_reason_not_import_errors() -> None:
     q = torch.zeros(2, 1, 1, 8)
-    verdicts = {v.backend: v.refusal for v in attention.explain(q, q, q, Mask()).verdicts}
-    assert verdicts["flash_attn"] == "needs a CUDA tensor, q is on cpu"
+    statuses = {
+        v.backend: v.unsupported_reason for v in attention.explain(q, q, q, Mask()).statuses
+    }
+    assert statuses["flash_attn"] == "needs a CUDA tensor, q is on cpu"
     with pytest.raises(KernelError, match="'apex' cannot run here: needs a CUDA tensor"):
         layer_norm(torch.zeros(3, 4), torch.ones(4), torch.zeros(4), backend="apex")
 

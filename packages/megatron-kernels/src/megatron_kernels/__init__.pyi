@@ -1,6 +1,6 @@
 from ._version import __version__ as __version__
 from .availability import Availability as Availability
-from .availability import report as report
+from .availability import library_availability as library_availability
 from .errors import KernelError as KernelError
 from .ops.activation.gelu import gelu as gelu
 from .ops.activation.swiglu import swiglu as swiglu
@@ -25,6 +25,6 @@ from .ops.rope.frequencies import rope_tables as rope_tables
 from .ops.rope.rope import rope as rope
 from .ops.softmax.softmax import softmax as softmax
 from .registry import Backend as Backend
-from .registry import Choice as Choice
+from .registry import BackendChoice as BackendChoice
 from .registry import Op as Op
 from .registry import op as op

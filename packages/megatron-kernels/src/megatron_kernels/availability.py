@@ -19,16 +19,16 @@ class Library:
         name: As users know it, and the name of the extra that installs it if there is one.
         module: What is imported.
         minimum: Oldest version whose interface the backends here were written for; () for any.
-        how: How to get it.
-        evidence: A submodule that tells it from other projects of the same name.
+        install_hint: How to get it.
+        required_submodule: A submodule that tells it from other projects of the same name.
         cuda: Whether it is of use only with a CUDA device.
     """
 
     name: str
     module: str
     minimum: tuple[int, ...]
-    how: str
-    evidence: str | None = None
+    install_hint: str
+    required_submodule: str | None = None
     cuda: bool = True
 
 
@@ -59,7 +59,7 @@ LIBRARIES = (
         "apex",
         (),
         "build it from github.com/NVIDIA/apex",
-        evidence="apex.normalization",
+        required_submodule="apex.normalization",
     ),
 )
 
@@ -80,9 +80,9 @@ def library(name: str) -> Library:
 def probe(wanted: Library) -> Availability:
     """Look for one library: installed, the right project, new enough, with a device to run on."""
     if importlib.util.find_spec(wanted.module) is None:
-        return Availability(wanted.name, None, f"not installed ({wanted.how})")
-    if wanted.evidence is not None and not _exists(wanted.evidence):
-        reason = f"the installed {wanted.module!r} is another project ({wanted.how})"
+        return Availability(wanted.name, None, f"not installed ({wanted.install_hint})")
+    if wanted.required_submodule is not None and not _exists(wanted.required_submodule):
+        reason = f"the installed {wanted.module!r} is another project ({wanted.install_hint})"
         return Availability(wanted.name, None, reason)
     version = _version(wanted)
     if wanted.minimum and version is not None and _numbers(version) < wanted.minimum:
@@ -96,13 +96,13 @@ def probe(wanted: Library) -> Availability:
     return Availability(wanted.name, version, None)
 
 
-def report() -> tuple[Availability, ...]:
+def library_availability() -> tuple[Availability, ...]:
     """Returns the state of every optional library."""
     return tuple(probe(wanted) for wanted in LIBRARIES)
 
 
 @functools.cache
-def why_not(name: str) -> str | None:
+def unavailable_reason(name: str) -> str | None:
     """Returns why the named library cannot be used, None when it can.
 
     Cached, because backends ask at every call: a library installed meanwhile counts in the next

@@ -28,7 +28,7 @@ from megatron_kernels.registry import Op
 
 
 @dataclass(frozen=True)
-class Source:
+class InputGenerator:
     """Draws inputs: the same numbers for every dtype and device."""
 
     dtype: torch.dtype
@@ -55,23 +55,23 @@ class Case:
 
     op: Op[Any, Any]
     label: str
-    arguments: Callable[[Source], tuple[Any, ...]]
+    arguments: Callable[[InputGenerator], tuple[Any, ...]]
 
 
-def _norm(draw: Source, *, bias: bool) -> tuple[Any, ...]:
+def _norm(draw: InputGenerator, *, bias: bool) -> tuple[Any, ...]:
     shift = (draw.normal(43),) if bias else ()
     return (draw.normal(7, 3, 43, mean=0.5), draw.normal(43, mean=1), *shift, 1e-5)
 
 
-def _gelu(draw: Source, approximate: str) -> tuple[Any, ...]:
+def _gelu(draw: InputGenerator, approximate: str) -> tuple[Any, ...]:
     return (draw.normal(9, 2, 31), approximate)
 
 
-def _swiglu(draw: Source) -> tuple[Any, ...]:
+def _swiglu(draw: InputGenerator) -> tuple[Any, ...]:
     return (draw.normal(9, 3, 2, 31),)
 
 
-def _softmax(draw: Source, *, masked: bool) -> tuple[Any, ...]:
+def _softmax(draw: InputGenerator, *, masked: bool) -> tuple[Any, ...]:
     if not masked:
         return (draw.normal(3, 5, 17), None, 0.7)
     allowed = draw.integers(3, 3, 5, 17) > 0
@@ -79,7 +79,9 @@ def _softmax(draw: Source, *, masked: bool) -> tuple[Any, ...]:
     return (draw.normal(3, 5, 17), allowed, 0.7)
 
 
-def _rope(draw: Source, *, interleaved: bool, percent: float, batch: int) -> tuple[Any, ...]:
+def _rope(
+    draw: InputGenerator, *, interleaved: bool, percent: float, batch: int
+) -> tuple[Any, ...]:
     places = torch.arange(11, device=draw.device)
     if batch > 1:
         places = torch.stack([places + 100 * i for i in range(batch)])
@@ -89,44 +91,50 @@ def _rope(draw: Source, *, interleaved: bool, percent: float, batch: int) -> tup
 
 
 def _attention(
-    draw: Source, mask: Mask, *, queries: int = 13, keys: int = 13, groups: int = 4, offset: int = 0
+    draw: InputGenerator,
+    mask: Mask,
+    *,
+    queries: int = 13,
+    keys: int = 13,
+    groups: int = 4,
+    offset: int = 0,
 ) -> tuple[Any, ...]:
     q = draw.normal(queries, 2, 4, 16)
     k, v = draw.normal(keys, 2, groups, 16), draw.normal(keys, 2, groups, 16, mean=0.5)
     return (q, k, v, mask, None, offset)
 
 
-def _documents(draw: Source) -> tuple[Any, ...]:
+def _documents(draw: InputGenerator) -> tuple[Any, ...]:
     ids = torch.tensor([[0] * 5 + [1] * 8, [0] * 3 + [1] * 4 + [-1] * 6], dtype=torch.int32)
     return _attention(draw, Mask(document_ids=ids.to(draw.device)), groups=2)
 
 
-def _prefixes(draw: Source) -> tuple[Any, ...]:
+def _prefixes(draw: InputGenerator) -> tuple[Any, ...]:
     return _attention(draw, Mask(prefix=torch.tensor([4, 9], device=draw.device)))
 
 
-def _cross_entropy(draw: Source) -> tuple[Any, ...]:
+def _cross_entropy(draw: InputGenerator) -> tuple[Any, ...]:
     targets = draw.integers(37, 5, 3)
     targets[2, 1] = IGNORED
     return (draw.normal(5, 3, 37), targets)
 
 
-def _grouped(draw: Source, counts: tuple[int, ...]) -> tuple[Any, ...]:
+def _grouped(draw: InputGenerator, counts: tuple[int, ...]) -> tuple[Any, ...]:
     x, weight = draw.normal(sum(counts), 24), draw.normal(len(counts), 16, 24)
     return (x, weight.transpose(1, 2), torch.tensor(counts, device=draw.device))
 
 
-def _choices(draw: Source) -> torch.Tensor:
+def _choices(draw: InputGenerator) -> torch.Tensor:
     experts = draw.integers(5, 9, 2)
     experts[3] = -1
     return experts
 
 
-def _permute(draw: Source) -> tuple[Any, ...]:
+def _permute(draw: InputGenerator) -> tuple[Any, ...]:
     return (draw.normal(9, 7), sort_by_expert(_choices(draw), 5).order, 2)
 
 
-def _unpermute(draw: Source) -> tuple[Any, ...]:
+def _unpermute(draw: InputGenerator) -> tuple[Any, ...]:
     order = sort_by_expert(_choices(draw), 5).order
     return (draw.normal(len(order), 7), order, draw.normal(9, 2))
 

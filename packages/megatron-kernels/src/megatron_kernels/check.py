@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_kernels.cases import CASES, Case, Source
+from megatron_kernels.cases import CASES, Case, InputGenerator
 from megatron_kernels.registry import Backend
 
 TOLERANCES = {
@@ -30,7 +30,7 @@ class Result:
     case: str
     backend: str
     dtype: torch.dtype
-    refusal: str | None
+    unsupported_reason: str | None
     error: float
     gradient_error: float
 
@@ -38,7 +38,7 @@ class Result:
     def passed(self) -> bool:
         """Whether both errors are within the tolerance of the dtype (NaN is not)."""
         allowed = TOLERANCES[self.dtype]
-        return self.refusal is not None or (
+        return self.unsupported_reason is not None or (
             self.error <= allowed and self.gradient_error <= allowed
         )
 
@@ -56,11 +56,11 @@ def check(dtype: torch.dtype, device: torch.device) -> Iterator[Result]:
 
 def check_backend(case: Case, backend: Backend, dtype: torch.dtype, device: torch.device) -> Result:
     """Runs one case with a backend in `dtype`, and with the reference in float64 on the same."""
-    given = case.arguments(Source(dtype, device))
+    given = case.arguments(InputGenerator(dtype, device))
     name, reference = case.op.name, case.op.backends[-1]
-    refusal = backend.refusal(*given)
-    if refusal is not None:
-        return Result(name, case.label, backend.name, dtype, refusal, 0.0, 0.0)
+    unsupported_reason = backend.unsupported_reason(*given)
+    if unsupported_reason is not None:
+        return Result(name, case.label, backend.name, dtype, unsupported_reason, 0.0, 0.0)
     exact = tuple(_in_float64(value) for value in given)
     truth, found = _run(reference, exact), _run(backend, given)
     errors = [_deviation(f, t) for f, t in zip(found, truth, strict=True)]

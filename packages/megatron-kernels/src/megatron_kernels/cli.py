@@ -11,7 +11,7 @@ from megatron_kernels.errors import KernelError
 if TYPE_CHECKING:
     import torch
 
-    from megatron_kernels.registry import Choice
+    from megatron_kernels.registry import BackendChoice
 
 PROG = "megatron-kernels"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -56,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _list(arguments: argparse.Namespace) -> int:
     import torch
 
-    from megatron_kernels.availability import report
-    from megatron_kernels.cases import CASES, Source
+    from megatron_kernels.availability import library_availability
+    from megatron_kernels.cases import CASES, InputGenerator
 
-    source = Source(getattr(torch, arguments.dtype), _device(arguments.device))
-    choices: dict[Choice, list[str]] = {}
+    source = InputGenerator(getattr(torch, arguments.dtype), _device(arguments.device))
+    choices: dict[BackendChoice, list[str]] = {}
     for case in CASES:
         choice = case.op.explain(*case.arguments(source))
         choices.setdefault(choice, []).append(case.label)
@@ -69,11 +69,11 @@ def _list(arguments: argparse.Namespace) -> int:
         title, *lines = str(choice).splitlines()
         where = f" for {'; '.join(labels)}" if choice.op in several else ""
         print(f"{title}{where}", *lines, sep="\n")
-    print("optional libraries", *(f"   {library}" for library in report()), sep="\n")
+    print("optional libraries", *(f"   {library}" for library in library_availability()), sep="\n")
     return 0
 
 
-def _names(choices: dict["Choice", list[str]]) -> list[str]:
+def _names(choices: dict["BackendChoice", list[str]]) -> list[str]:
     return [choice.op for choice in choices]
 
 
@@ -90,8 +90,8 @@ def _check(arguments: argparse.Namespace) -> int:
         print(f"{name} on {device}, tolerance {TOLERANCES[dtype]:g}")
         print(f"  {'operation':<30} {'backend':<11} {'error':>8} {'gradient':>9}")
         for result in check(dtype, device):
-            if result.refusal is not None:
-                skipped[f"  {result.op}, {result.backend}: {result.refusal}"] = None
+            if result.unsupported_reason is not None:
+                skipped[f"  {result.op}, {result.backend}: {result.unsupported_reason}"] = None
                 continue
             run += 1
             failed += not result.passed

@@ -1,9 +1,9 @@
-"""One operation, several backends: which one runs, and why.
+"""Operations with several backends, and the choice between them.
 
-An `Op` is a public function and the tuple of backends that can carry it out, most wanted first. A
-call takes the first backend that does not refuse its arguments; a caller that names a backend gets
-that one or a `KernelError` with the reason, never a silent substitute. Nothing is registered at run
-time and nothing is remembered between calls: the choice is a pure function of the arguments.
+An `Op` is a public function with a tuple of backends in order of preference. A call uses the first
+backend that supports its arguments. A caller may name a backend and then gets that backend or a
+`KernelError` with the reason, never a silent substitute. Nothing is registered at run time and
+nothing is cached between calls: the choice is a pure function of the arguments.
 
     @op(
         Backend("torch", fused, accept_all, "F.gelu"),
@@ -12,8 +12,8 @@ time and nothing is remembered between calls: the choice is a pure function of t
     def gelu(x, approximate="none", *, backend="auto"):
         return gelu.run(backend, x, approximate)
 
-The decorated function is the signature that every backend shares: it is what callers, type
-checkers, documentation and run-time shape checks see. Its body passes the arguments by position.
+The decorated function defines the signature of all backends, which callers, type checkers,
+documentation and run-time shape checks see. Its body passes the arguments by position.
 """
 
 import difflib
@@ -32,71 +32,89 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Backend:
-    """One way of carrying out an operation.
+    """One implementation of an operation.
 
     Attributes:
-        name: What a caller asks for, for example `"torch"`.
+        name: Name by which a caller requests it, for example `"torch"`.
         run: The implementation; takes the operation's arguments by position.
-        refusal: Takes the same arguments; None when `run` can serve them, otherwise the reason it
-            cannot. It is asked at every call, so it only looks at devices, dtypes and shapes.
-        about: What it is, for people.
+        unsupported_reason: Takes the same arguments. Returns None if `run` supports them, otherwise
+            the reason. It is called at every call, so it only looks at devices, dtypes and shapes.
+        description: A short description for users.
     """
 
     name: str
     run: Callable[..., Any]
-    refusal: Callable[..., str | None]
-    about: str
+    unsupported_reason: Callable[..., str | None]
+    description: str
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What one backend says to one set of arguments: `refusal` is None when it would serve them."""
+class BackendStatus:
+    """Whether one backend supports a set of arguments.
+
+    Attributes:
+        backend: Name of the backend.
+        unsupported_reason: Why the backend does not support the arguments; None if it does.
+        description: Description of the backend.
+    """
 
     backend: str
-    refusal: str | None
-    about: str
+    unsupported_reason: str | None
+    description: str
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The outcome of a request: the backend that would run, and what every backend said.
+class BackendChoice:
+    """The backend that a call would use, and the status of every backend.
 
-    `backend` is None when the request cannot be served. `str()` gives a small table for people.
+    `str()` formats it as a small table.
+
+    Attributes:
+        op: Name of the operation.
+        requested: The requested backend, or "auto".
+        backend: The backend that the call would use; None if no backend can run it.
+        statuses: Status of every backend, in order of preference.
     """
 
     op: str
-    request: str
+    requested: str
     backend: str | None
-    verdicts: tuple[Verdict, ...]
+    statuses: tuple[BackendStatus, ...]
 
     @property
     def reason(self) -> str:
-        """Why this backend was taken, or why none was, in one line."""
-        refused = [f"{v.backend}: {v.refusal}" for v in self.verdicts if v.refusal is not None]
+        """Why this backend was chosen, or why none was, in one line."""
+        unsupported = [
+            f"{status.backend}: {status.unsupported_reason}"
+            for status in self.statuses
+            if status.unsupported_reason is not None
+        ]
         if self.backend is None:
-            return "; ".join(refused)
-        if self.request != AUTO:
+            return "; ".join(unsupported)
+        if self.requested != AUTO:
             return "requested"
-        names = [v.backend for v in self.verdicts]
-        passed_over = refused[: names.index(self.backend)]
-        return "; ".join(passed_over) if passed_over else "first choice"
+        names = [status.backend for status in self.statuses]
+        skipped = unsupported[: names.index(self.backend)]
+        return "; ".join(skipped) if skipped else "first choice"
 
     def __str__(self) -> str:
-        lines = [f"{self.op}: {self.backend or 'no backend'} (request: {self.request})"]
-        for verdict in self.verdicts:
-            mark = ">" if verdict.backend == self.backend else " "
-            says = "can run" if verdict.refusal is None else f"cannot: {verdict.refusal}"
-            lines.append(f" {mark} {verdict.backend:<10} {says}  [{verdict.about}]")
+        lines = [f"{self.op}: {self.backend or 'no backend'} (request: {self.requested})"]
+        for status in self.statuses:
+            mark = ">" if status.backend == self.backend else " "
+            reason = status.unsupported_reason
+            text = "can run" if reason is None else f"cannot: {reason}"
+            lines.append(f" {mark} {status.backend:<10} {text}  [{status.description}]")
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Op(Generic[P, R]):
-    """An operation that is called like a function and can say which backend it would use.
+    """An operation that is called like a function and explains which backend it uses.
 
     Attributes:
-        signature: The public function; its body hands over to `run`.
-        backends: Most wanted first. The last one is the reference, which refuses nothing valid.
+        signature: The public function; its body calls `run`.
+        backends: Backends in order of preference. The last is the reference, which supports all
+            valid arguments.
     """
 
     signature: Callable[P, R]
@@ -116,32 +134,32 @@ class Op(Generic[P, R]):
         """Calls the public function."""
         return self.signature(*args, **kwargs)
 
-    def run(self, request: str, *args: Any) -> R:
-        """Carries out the operation with the backend that `request` selects ("auto" or a name).
+    def run(self, requested: str, *args: Any) -> R:
+        """Runs the operation with the requested backend ("auto" or a name).
 
         Raises:
-            KernelError: The named backend does not exist or refuses these arguments.
+            KernelError: The named backend does not exist or does not support these arguments.
         """
         out: R
-        if request == AUTO:
+        if requested == AUTO:
             for candidate in self.backends:
-                if candidate.refusal(*args) is None:
+                if candidate.unsupported_reason(*args) is None:
                     out = candidate.run(*args)
                     return out
-            refusals = "; ".join(f"{b.name}: {b.refusal(*args)}" for b in self.backends)
-            raise KernelError(f"{self.name}: no backend takes these arguments: {refusals}")
-        backend = self.backend(request)
-        refusal = backend.refusal(*args)
-        if refusal is not None:
-            raise KernelError(f"{self.name}: backend {request!r} cannot run here: {refusal}")
+            reasons = "; ".join(f"{b.name}: {b.unsupported_reason(*args)}" for b in self.backends)
+            raise KernelError(f"{self.name}: no backend supports these arguments: {reasons}")
+        backend = self.backend(requested)
+        reason = backend.unsupported_reason(*args)
+        if reason is not None:
+            raise KernelError(f"{self.name}: backend {requested!r} cannot run here: {reason}")
         out = backend.run(*args)
         return out
 
     def backend(self, name: str) -> Backend:
-        """Returns the backend of that name.
+        """Returns the backend with a name.
 
         Raises:
-            KernelError: There is none; the message names the nearest.
+            KernelError: No backend has this name; the message suggests the nearest.
         """
         for candidate in self.backends:
             if candidate.name == name:
@@ -151,26 +169,33 @@ class Op(Generic[P, R]):
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
         raise KernelError(f"{self.name} has no backend {name!r}; {hint}")
 
-    def explain(self, *args: P.args, **kwargs: P.kwargs) -> Choice:
-        """Which backend a call with these arguments would use, and what each says to them."""
+    def explain(self, *args: P.args, **kwargs: P.kwargs) -> BackendChoice:
+        """Returns which backend a call with these arguments would use, and why."""
         bound = inspect.signature(self.signature).bind(*args, **kwargs)
         bound.apply_defaults()
-        request = str(bound.arguments.pop("backend"))
+        requested = str(bound.arguments.pop("backend"))
         values = tuple(bound.arguments.values())
-        verdicts = tuple(Verdict(b.name, b.refusal(*values), b.about) for b in self.backends)
-        if request != AUTO:
-            self.backend(request)
-        able = [v.backend for v in verdicts if v.refusal is None and request in (AUTO, v.backend)]
-        return Choice(self.name, request, able[0] if able else None, verdicts)
+        statuses = tuple(
+            BackendStatus(b.name, b.unsupported_reason(*values), b.description)
+            for b in self.backends
+        )
+        if requested != AUTO:
+            self.backend(requested)
+        usable = [
+            status.backend
+            for status in statuses
+            if status.unsupported_reason is None and requested in (AUTO, status.backend)
+        ]
+        return BackendChoice(self.name, requested, usable[0] if usable else None, statuses)
 
 
 def accept_all(*_: Any) -> str | None:
-    """Returns the `refusal` of a backend that runs everywhere."""
+    """Returns None: the `unsupported_reason` of a backend that supports everything."""
     return None
 
 
 def op(*backends: Backend) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Makes a public function an operation over these backends, most wanted first."""
+    """Returns a decorator that makes a function an operation over backends, preferred first."""
 
     def decorate(signature: Callable[P, R]) -> Op[P, R]:
         return Op(signature, backends)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_kernels.ops.precision import raised
+from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 Approximation = Literal["none", "tanh"]
@@ -16,7 +16,7 @@ Approximation = Literal["none", "tanh"]
 
 def reference(x: Tensor, approximate: Approximation) -> Tensor:
     """Written out: x times the normal distribution function, or its tanh approximation."""
-    values = raised(x)
+    values = upcast(x)
     if approximate == "none":
         probability = 0.5 * (1 + torch.erf(values / math.sqrt(2)))
     else:

@@ -5,13 +5,13 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_kernels.ops.precision import raised
+from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def reference(x: Tensor) -> Tensor:
     """Written out, in float32 at least."""
-    values = raised(x)
+    values = upcast(x)
     gate, up = values[..., 0, :], values[..., 1, :]
     return (gate * torch.sigmoid(gate) * up).to(x.dtype)
 

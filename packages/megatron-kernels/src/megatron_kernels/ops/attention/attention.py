@@ -6,16 +6,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from megatron_kernels.errors import KernelError
-from megatron_kernels.ops.attention.flash import flash, flash_refusal
+from megatron_kernels.ops.attention.flash import flash, flash_unsupported_reason
 from megatron_kernels.ops.attention.mask import Mask
 from megatron_kernels.ops.attention.reference import reference
-from megatron_kernels.ops.attention.sdpa import sdpa, sdpa_refusal
+from megatron_kernels.ops.attention.sdpa import sdpa, sdpa_unsupported_reason
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 @op(
-    Backend("flash_attn", flash, flash_refusal, "flash-attn's flash_attn_func"),
-    Backend("torch", sdpa, sdpa_refusal, "F.scaled_dot_product_attention"),
+    Backend("flash_attn", flash, flash_unsupported_reason, "flash-attn's flash_attn_func"),
+    Backend("torch", sdpa, sdpa_unsupported_reason, "F.scaled_dot_product_attention"),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )
 def attention(

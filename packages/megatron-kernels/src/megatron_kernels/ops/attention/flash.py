@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_kernels.ops.attention.mask import Mask
-from megatron_kernels.ops.optional import missing
+from megatron_kernels.ops.optional import missing_library
 
 _LARGEST_HEAD = 256
 
@@ -50,7 +50,7 @@ def flash(
     return out.transpose(0, 1)
 
 
-def flash_refusal(
+def flash_unsupported_reason(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -74,11 +74,11 @@ def flash_refusal(
         return f"head dimension {q.shape[-1]} is above {_LARGEST_HEAD}"
     if v.shape[-1] != q.shape[-1]:
         return f"value heads of {v.shape[-1]} channels differ from query heads of {q.shape[-1]}"
-    if not mask.by_index:
+    if not mask.index_only:
         return "the mask has documents, positions, a prefix or is written out"
     aligned = query_offset + q.shape[0]
     if (mask.causal and k.shape[0] < aligned) or (
         not mask.causal and mask.window is not None and k.shape[0] != aligned
     ):
         return f"{k.shape[0]} keys do not end with query {aligned}"
-    return missing("flash-attn")
+    return missing_library("flash-attn")

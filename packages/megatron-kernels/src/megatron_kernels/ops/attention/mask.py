@@ -48,12 +48,12 @@ class Mask:
             raise KernelError("mask: query_positions is given without positions")
 
     @property
-    def by_index(self) -> bool:
+    def index_only(self) -> bool:
         """Whether indices alone decide: no document, position or prefix, nothing written out."""
-        return self.in_order and self.document_ids is None
+        return self.keys_in_order and self.document_ids is None
 
     @property
-    def in_order(self) -> bool:
+    def keys_in_order(self) -> bool:
         """Whether, among other rules, a causal mask hides every key after the last query."""
         return (
             self.positions is None
@@ -80,7 +80,7 @@ class Mask:
         without `causal`, for one query that is the last, for queries that coincide with the keys.
         """
         wide = self.window is None or self.window >= max(keys, query_offset + queries)
-        if self.by_index and wide:
+        if self.index_only and wide:
             if not self.causal or (queries == 1 and keys <= query_offset + 1):
                 return None, False
             if query_offset == 0 and queries == keys:
@@ -104,7 +104,7 @@ class Mask:
         if self.dense is not None:
             self._covers("dense", self.dense, (queries, keys), exactly=True)
             return self.dense
-        allowed = self._by_place(queries, keys, query_offset, device)
+        allowed = self._by_position(queries, keys, query_offset, device)
         if self.document_ids is None:
             return allowed
         of_keys = self.document_ids[:, :keys]
@@ -116,7 +116,7 @@ class Mask:
         same = of_queries[:, :, None] == of_keys[:, None, :]
         return allowed & same & (of_queries >= 0)[:, :, None]
 
-    def _by_place(
+    def _by_position(
         self, queries: int, keys: int, query_offset: int, device: torch.device | str
     ) -> Tensor:
         """Returns the rules that compare places: causal, prefix and window."""

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from megatron_kernels.ops.attention.mask import Mask
-from megatron_kernels.ops.precision import raised
+from megatron_kernels.ops.precision import upcast
 
 
 def reference(
@@ -101,15 +101,15 @@ def attention_backward(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = _scores(q, k, scale, softcap)
     p = _probabilities(_masked(scores, q, k, mask, query_offset), _grouped(lse, groups))
-    gradient, final = (_by_group(raised(x), groups) for x in (dout, out))
+    gradient, final = (_by_group(upcast(x), groups) for x in (dout, out))
     dv = torch.einsum("bgmst,sbgmd->tbgd", _dropped(p, dropout), gradient)
-    dp = _dropped(torch.einsum("sbgmd,tbgd->bgmst", gradient, raised(v)), dropout)
+    dp = _dropped(torch.einsum("sbgmd,tbgd->bgmst", gradient, upcast(v)), dropout)
     share = (gradient * final).sum(-1).permute(1, 2, 3, 0)[..., None]
     dscores = scale * p * (dp - share)
     if softcap:
         dscores = dscores * (1 - (scores / softcap) ** 2)
-    dq = torch.einsum("bgmst,tbgd->sbgmd", dscores, raised(k)).flatten(2, 3)
-    dk = torch.einsum("bgmst,sbgmd->tbgd", dscores, _by_group(raised(q), groups))
+    dq = torch.einsum("bgmst,tbgd->sbgmd", dscores, upcast(k)).flatten(2, 3)
+    dk = torch.einsum("bgmst,sbgmd->tbgd", dscores, _by_group(upcast(q), groups))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -128,16 +128,16 @@ def _forward(
     scores = _masked(_scores(q, k, scale, softcap), q, k, mask, query_offset)
     lse = torch.logsumexp(scores, -1)
     if sinks is not None:  # one more key for every row, whose value is zero
-        lse = torch.logaddexp(lse, raised(sinks).view(k.shape[2], -1, 1))
+        lse = torch.logaddexp(lse, upcast(sinks).view(k.shape[2], -1, 1))
     p = _probabilities(scores, lse)
-    out = torch.einsum("bgmst,tbgd->bgmsd", _dropped(p, dropout), raised(v))  # p is not copied
+    out = torch.einsum("bgmst,tbgd->bgmsd", _dropped(p, dropout), upcast(v))  # p is not copied
     return out.permute(3, 0, 1, 2, 4).flatten(2, 3).to(q.dtype), _ungrouped(lse)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
     """Scaled and bounded scores `[b, g, n/g, s, t]`."""
-    heads = _by_group(raised(q), k.shape[2])
-    scores = torch.einsum("sbgmd,tbgd->bgmst", heads, raised(k)) * scale
+    heads = _by_group(upcast(q), k.shape[2])
+    scores = torch.einsum("sbgmd,tbgd->bgmst", heads, upcast(k)) * scale
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 

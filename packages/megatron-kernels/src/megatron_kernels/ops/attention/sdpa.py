@@ -25,14 +25,14 @@ def sdpa(
     nothing at all for a single query. Everything else is written out as a boolean mask.
     """
     end = query_offset + q.shape[0]
-    if k.shape[0] > end and mask.causal and mask.in_order:
+    if k.shape[0] > end and mask.causal and mask.keys_in_order:
         # No query sees a key after the last query: the unused room of a cache costs nothing.
         k, v = k[:end], v[:end]
     allowed, is_causal = mask.lower(q.shape[0], k.shape[0], query_offset, device=q.device)
     empty = None
     if allowed is not None:
         allowed = allowed[:, None]
-        if q.device.type != "cpu" and not mask.by_index:
+        if q.device.type != "cpu" and not mask.index_only:
             # Not every CUDA kernel gives zeros for a row that may attend nowhere: let it attend
             # everywhere and drop the result. The CPU kernel does give zeros, gradients too.
             empty = ~allowed.any(-1, keepdim=True)
@@ -54,7 +54,7 @@ def sdpa(
     return out.permute(2, 0, 1, 3)
 
 
-def sdpa_refusal(
+def sdpa_unsupported_reason(
     q: Tensor,
     k: Tensor,
     v: Tensor,

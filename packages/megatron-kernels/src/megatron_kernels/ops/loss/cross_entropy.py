@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_kernels.ops.precision import raised
+from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 IGNORED = -100
@@ -13,7 +13,7 @@ IGNORED = -100
 
 def reference(logits: Tensor, targets: Tensor) -> Tensor:
     """Written out: log of the sum of exponentials minus the target's logit."""
-    values = raised(logits)
+    values = upcast(logits)
     counted = targets != IGNORED
     picked = values.gather(-1, torch.where(counted, targets, 0)[..., None])[..., 0]
     return torch.where(counted, torch.logsumexp(values, -1) - picked, 0)
@@ -21,7 +21,7 @@ def reference(logits: Tensor, targets: Tensor) -> Tensor:
 
 def fused(logits: Tensor, targets: Tensor) -> Tensor:
     """`F.cross_entropy` without reduction."""
-    values = raised(logits).reshape(-1, logits.shape[-1])
+    values = upcast(logits).reshape(-1, logits.shape[-1])
     loss = functional.cross_entropy(
         values, targets.reshape(-1), reduction="none", ignore_index=IGNORED
     )

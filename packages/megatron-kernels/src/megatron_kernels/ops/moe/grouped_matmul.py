@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from megatron_kernels.errors import KernelError
-from megatron_kernels.ops.precision import raised
+from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 _ALIGNED_BYTES = 16
@@ -18,7 +18,7 @@ def reference(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """
     groups = torch.arange(len(weight), device=x.device)
     owner = groups.repeat_interleave(counts.to(x.device), output_size=len(x))
-    products = raised(x) @ raised(weight)  # [e, m, o]
+    products = upcast(x) @ upcast(weight)  # [e, m, o]
     own = (owner == groups[:, None])[..., None]
     return torch.where(own, products, 0).sum(0).to(x.dtype)
 
@@ -40,7 +40,7 @@ def fused(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return torch._grouped_mm(x, weight, offs=ends)
 
 
-def fused_refusal(x: Tensor, weight: Tensor, counts: Tensor) -> str | None:
+def fused_unsupported_reason(x: Tensor, weight: Tensor, counts: Tensor) -> str | None:
     """Returns why `fused` cannot serve these arguments, cheapest test first."""
     if not x.is_cuda:
         return f"needs a CUDA tensor, x is on {x.device.type}"
@@ -57,7 +57,12 @@ def fused_refusal(x: Tensor, weight: Tensor, counts: Tensor) -> str | None:
 
 
 @op(
-    Backend("grouped_mm", fused, fused_refusal, "torch's grouped_mm, one kernel for all groups"),
+    Backend(
+        "grouped_mm",
+        fused,
+        fused_unsupported_reason,
+        "torch's grouped_mm, one kernel for all groups",
+    ),
     Backend("torch", looped, accept_all, "one product for each group"),
     Backend("reference", reference, accept_all, "plain torch, in float32 or float64"),
 )

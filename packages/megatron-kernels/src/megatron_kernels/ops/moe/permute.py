@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_kernels.ops.precision import raised
+from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
@@ -41,12 +41,12 @@ def sort_by_expert(experts: Int[Tensor, "n k"], num_experts: int) -> Permutation
     return Permutation(order[: int(counts.sum())], counts)
 
 
-def copied(tokens: Tensor, order: Tensor, choices: int) -> Tensor:
+def gather_rows(tokens: Tensor, order: Tensor, choices: int) -> Tensor:
     """`index_select`; its backward adds the gradients of a token's rows."""
     return tokens.index_select(0, order // choices)
 
 
-@op(Backend("reference", copied, accept_all, "plain torch"))
+@op(Backend("reference", gather_rows, accept_all, "plain torch"))
 def permute(
     tokens: Float[Tensor, "n h"],
     order: Int[Tensor, " m"],
@@ -68,7 +68,7 @@ def permute(
     return permute.run(backend, tokens, order, choices)
 
 
-def summed(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+def sum_rows(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Take every row back to `[n, k, h]` and add the choices up, in one order whatever the device.
 
     No `index_add`: on CUDA its sums depend on who comes first. No `index_copy`: it keeps the rows
@@ -81,10 +81,10 @@ def summed(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     if count < n * k:  # a row of zeros for the choices that have none
         rows = functional.pad(rows, (0, 0, 0, 1))
     answers = rows.index_select(0, places).view(n, k, -1)
-    return torch.einsum("nkh,nk->nh", raised(answers), raised(weights)).to(rows.dtype)
+    return torch.einsum("nkh,nk->nh", upcast(answers), upcast(weights)).to(rows.dtype)
 
 
-@op(Backend("reference", summed, accept_all, "plain torch, in float32 or float64"))
+@op(Backend("reference", sum_rows, accept_all, "plain torch, in float32 or float64"))
 def unpermute(
     rows: Float[Tensor, "m h"],
     order: Int[Tensor, " m"],

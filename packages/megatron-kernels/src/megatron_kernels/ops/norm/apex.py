@@ -6,17 +6,17 @@ Apex is looked for, never required; it is built from its repository, not install
 import torch
 from torch import Tensor
 
-from megatron_kernels.ops.optional import missing
+from megatron_kernels.ops.optional import missing_library
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _refusal(x: Tensor, weight: Tensor) -> str | None:
+def _unsupported_reason(x: Tensor, weight: Tensor) -> str | None:
     if not x.is_cuda:
         return f"needs a CUDA tensor, x is on {x.device.type}"
     if x.dtype not in _DTYPES or weight.dtype != x.dtype:
         return f"needs one dtype of float32, float16, bfloat16; got {x.dtype} and {weight.dtype}"
-    return missing("apex")
+    return missing_library("apex")
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -29,9 +29,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return out
 
 
-def layer_norm_refusal(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> str | None:
+def layer_norm_unsupported_reason(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> str | None:
     """Needs CUDA, one dtype, and Apex."""
-    return _refusal(x, weight)
+    return _unsupported_reason(x, weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -44,6 +46,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def rms_norm_refusal(x: Tensor, weight: Tensor, eps: float) -> str | None:
+def rms_norm_unsupported_reason(x: Tensor, weight: Tensor, eps: float) -> str | None:
     """Needs CUDA, one dtype, and Apex."""
-    return _refusal(x, weight)
+    return _unsupported_reason(x, weight)

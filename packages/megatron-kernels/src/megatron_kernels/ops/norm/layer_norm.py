@@ -6,13 +6,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_kernels.ops.norm import apex
-from megatron_kernels.ops.precision import raised
+from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Written out, with statistics in float32 at least."""
-    values = raised(x)
+    values = upcast(x)
     centred = values - values.mean(-1, keepdim=True)
     variance = centred.square().mean(-1, keepdim=True)
     normal = centred * torch.rsqrt(variance + eps)
@@ -24,7 +24,7 @@ def fused(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return functional.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-def fused_refusal(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> str | None:
+def fused_unsupported_reason(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> str | None:
     """Torch's kernel takes one dtype for everything (its CPU kernel alone allows a mixture)."""
     if weight.dtype == x.dtype and bias.dtype == x.dtype:
         return None
@@ -32,8 +32,8 @@ def fused_refusal(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> str | 
 
 
 @op(
-    Backend("torch", fused, fused_refusal, "F.layer_norm"),
-    Backend("apex", apex.layer_norm, apex.layer_norm_refusal, "Apex's fused LayerNorm"),
+    Backend("torch", fused, fused_unsupported_reason, "F.layer_norm"),
+    Backend("apex", apex.layer_norm, apex.layer_norm_unsupported_reason, "Apex's fused LayerNorm"),
     Backend("reference", reference, accept_all, "plain torch, statistics in float32 or float64"),
 )
 def layer_norm(

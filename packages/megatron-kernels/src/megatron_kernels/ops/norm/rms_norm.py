@@ -6,13 +6,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_kernels.ops.norm import apex
-from megatron_kernels.ops.precision import raised
+from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Written out, with the mean square in float32 at least."""
-    values = raised(x)
+    values = upcast(x)
     normal = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
     return (normal * weight).to(x.dtype)
 
@@ -22,7 +22,7 @@ def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
-def fused_refusal(x: Tensor, weight: Tensor, eps: float) -> str | None:
+def fused_unsupported_reason(x: Tensor, weight: Tensor, eps: float) -> str | None:
     """Torch's kernel takes one dtype for both."""
     if weight.dtype == x.dtype:
         return None
@@ -30,8 +30,8 @@ def fused_refusal(x: Tensor, weight: Tensor, eps: float) -> str | None:
 
 
 @op(
-    Backend("torch", fused, fused_refusal, "F.rms_norm"),
-    Backend("apex", apex.rms_norm, apex.rms_norm_refusal, "Apex's fused RMSNorm"),
+    Backend("torch", fused, fused_unsupported_reason, "F.rms_norm"),
+    Backend("apex", apex.rms_norm, apex.rms_norm_unsupported_reason, "Apex's fused RMSNorm"),
     Backend("reference", reference, accept_all, "plain torch, mean square in float32 or float64"),
 )
 def rms_norm(

@@ -4,14 +4,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from megatron_kernels.ops.precision import raised
+from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """As in the paper: a pair is a complex number, turned by multiplying with cos + i sin."""
     half = cos.shape[-1]
-    values = raised(x)
+    values = upcast(x)
     turned, rest = values[..., : 2 * half], values[..., 2 * half :]
     if interleaved:
         pairs = turned.view(*x.shape[:-1], half, 2)

@@ -4,13 +4,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from megatron_kernels.ops.precision import raised
+from megatron_kernels.ops.precision import upcast
 from megatron_kernels.registry import AUTO, Backend, accept_all, op
 
 
 def reference(scores: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
     """Written out: shift by the row's largest score, exponentiate, divide by the sum."""
-    values = raised(scores) * scale
+    values = upcast(scores) * scale
     if allowed is None:
         powers = torch.exp(values - values.amax(-1, keepdim=True))
         return (powers / powers.sum(-1, keepdim=True)).to(scores.dtype)
@@ -23,7 +23,7 @@ def reference(scores: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
 
 def fused(scores: Tensor, allowed: Tensor | None, scale: float) -> Tensor:
     """`torch.softmax`; masked places get the lowest number, not -inf, so that no row is NaN."""
-    values = raised(scores)
+    values = upcast(scores)
     if scale != 1.0:
         values = values * scale
     if allowed is None:
